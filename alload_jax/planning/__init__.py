@@ -1,0 +1,1 @@
+"""What every training step will hold and cost; NumPy only, no JAX."""

@@ -1,0 +1,119 @@
+"""A plan: step i of training as a pure function of data set, settings, seed and i."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.policies.bucketed import BucketedPolicy, RankLayout, plan_bucketed_epoch
+from alload_jax.planning.samples import Samples
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank computes at once: rows of one shape, the last of which may be filler.
+
+    Attributes:
+      rank: who computes it.
+      index: its place among the rank's micro-batches of the step.
+      rows: sequences, filler included.
+      seq_len: tokens of each.
+      shape: (frames, height, width) in pixels; zeros where unknown.
+      samples: the manifest's row numbers, at most `rows` of them.
+    """
+
+    rank: int
+    index: int
+    rows: int
+    seq_len: int
+    shape: tuple[int, int, int]
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step.
+
+    Attributes:
+      index: from the start of training.
+      epoch: passes over the data before this one.
+      micro_batches: ordered by (index, rank).
+    """
+
+    index: int
+    epoch: int
+    micro_batches: tuple[MicroBatch, ...]
+
+
+class Plan:
+    """A random-access sequence of steps, without end: epoch follows epoch, each in a new order."""
+
+    def __init__(self, samples: Samples, policy: BucketedPolicy, layout: RankLayout, seed: int):
+        """Plans with `policy` over `samples` for the ranks of `layout`.
+
+        Raises:
+          InputError: the policy cannot place a sample.
+        """
+        self.samples = samples
+        self.policy = policy
+        self.layout = layout
+        self.seed = seed
+        self.epoch = lru_cache(maxsize=2)(self._plan_epoch)
+        self.steps_per_epoch = self.epoch(0).steps
+
+    def _plan_epoch(self, epoch: int) -> EpochPlan:
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
+        return plan_bucketed_epoch(self.samples, self.policy, self.layout, rng)
+
+    def step(self, index: int) -> Step:
+        """Step number `index`, counted from the start of training."""
+        epoch, within = divmod(index, self.steps_per_epoch)
+        plan = self.epoch(epoch)
+        place = plan.of_step(within)
+        return Step(
+            index=index,
+            epoch=epoch,
+            micro_batches=tuple(_micro_batch(plan, w) for w in range(place.start, place.stop)),
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """All that decides the steps, as JSON values; equal identities mean equal plans.
+
+        The first epoch's order is part of it: a NumPy that shuffles otherwise is another plan.
+        """
+        return {
+            "policy": type(self.policy).__name__,
+            **vars(self.policy),
+            **vars(self.layout),
+            "seed": self.seed,
+            "samples": _digest(self.samples.shape, self.samples.seq_len),
+            "order": _digest(self.epoch(0).sample),
+        }
+
+    def fingerprint(self) -> str:
+        """A short digest of `identity`."""
+        content = json.dumps(self.identity(), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _digest(*columns: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for column in columns:
+        digest.update(np.ascontiguousarray(column).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _micro_batch(plan: EpochPlan, position: int) -> MicroBatch:
+    frames, height, width = plan.shape[position].tolist()
+    return MicroBatch(
+        rank=int(plan.rank[position]),
+        index=int(plan.micro_batch[position]),
+        rows=int(plan.rows[position]),
+        seq_len=int(plan.padded_len[position]),
+        shape=(frames, height, width),
+        samples=tuple(plan.samples_of(position).tolist()),
+    )

@@ -1,0 +1,111 @@
+"""What all bucketed policies share: micro-batches of one shape, drawn in random order."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.samples import Buckets, Samples
+
+RanksMode = Literal["synchronous", "independent"]
+"""`synchronous`: all ranks of a micro-batch share one bucket. `independent`: each has its own."""
+
+
+class BucketedPolicy(Protocol):
+    """Decides how many samples of each bucket make a micro-batch."""
+
+    def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
+        """[K] int64, at least 1 each. Raises InputError where a bucket can't be placed."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Who runs a step.
+
+    Attributes:
+      ranks: data-parallel ranks.
+      mode: whether ranks share a bucket.
+      micro_batches_per_step: micro-batches that a rank accumulates before it updates.
+    """
+
+    ranks: int
+    mode: RanksMode = "synchronous"
+    micro_batches_per_step: int = 1
+
+
+def plan_bucketed_epoch(
+    samples: Samples, policy: BucketedPolicy, layout: RankLayout, rng: np.random.Generator
+) -> EpochPlan:
+    """Places every sample once.
+
+    Each bucket is shuffled and cut into groups: a micro-batch of one rank (`independent`) or of
+    all ranks (`synchronous`). The groups are shuffled and dealt to steps in that order. A
+    bucket's last group may be short; its missing rows are filler, which ranks share evenly.
+
+    Args:
+      samples: N samples.
+      policy: rows of a micro-batch, by bucket.
+      layout: ranks and steps.
+      rng: decides the order; equal generators give equal epochs.
+    """
+    buckets = samples.buckets()
+    rows = policy.rows_per_bucket(buckets)
+    ranks_per_group = layout.ranks if layout.mode == "synchronous" else 1
+    cut = _cut_into_groups(buckets, rows * ranks_per_group)
+    slot_of_group = rng.permutation(len(cut.bucket))
+    bucket_of_slot = np.empty_like(cut.bucket)
+    bucket_of_slot[slot_of_group] = cut.bucket
+
+    work_bucket = np.repeat(bucket_of_slot, ranks_per_group)
+    work_of_sample = slot_of_group[cut.group] * ranks_per_group + cut.member % ranks_per_group
+    counts = np.bincount(work_of_sample, minlength=len(work_bucket))
+    turn, rank = np.divmod(np.arange(len(work_bucket)), layout.ranks)
+    step, micro_batch = np.divmod(turn, layout.micro_batches_per_step)
+    return EpochPlan(
+        ranks=layout.ranks,
+        steps=int(step[-1]) + 1,
+        step=step,
+        micro_batch=micro_batch,
+        rank=rank,
+        rows=rows[work_bucket],
+        padded_len=buckets.seq_len[work_bucket],
+        shape=buckets.shape[work_bucket],
+        offsets=np.r_[0, np.cumsum(counts)],
+        sample=_shuffle_within(buckets, rng)[np.argsort(work_of_sample, kind="stable")],
+    )
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """How positions of `Buckets.members` fall into groups of equal size.
+
+    Attributes:
+      group: [N] int64, the group of each position.
+      member: [N] int64, its place within the group.
+      bucket: [G] int64, the bucket of each group.
+    """
+
+    group: np.ndarray
+    member: np.ndarray
+    bucket: np.ndarray
+
+
+def _cut_into_groups(buckets: Buckets, group_size: np.ndarray) -> _Groups:
+    """Cuts each bucket into groups of `group_size` ([K]) members, the last one maybe short."""
+    sizes = np.diff(buckets.offsets)
+    groups = -(-sizes // group_size)
+    bucket = np.repeat(np.arange(len(buckets)), sizes)
+    index, member = np.divmod(np.arange(sizes.sum()) - buckets.offsets[bucket], group_size[bucket])
+    first = np.cumsum(groups) - groups
+    return _Groups(first[bucket] + index, member, np.repeat(np.arange(len(buckets)), groups))
+
+
+def _shuffle_within(buckets: Buckets, rng: np.random.Generator) -> np.ndarray:
+    """The members, each bucket's in a new random order."""
+    parts = [
+        rng.permutation(buckets.members[start:stop])
+        for start, stop in zip(buckets.offsets[:-1], buckets.offsets[1:], strict=True)
+    ]
+    return np.concatenate(parts)

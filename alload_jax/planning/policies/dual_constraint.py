@@ -1,0 +1,31 @@
+"""AdaptiveLoad's policy (arXiv 2605.17923): micro-batches bounded in memory and in compute."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from alload_jax.planning.policies.limits import refuse_longer_than
+from alload_jax.planning.samples import Buckets
+
+
+@dataclass(frozen=True)
+class DualConstraint:
+    """B = max(1, min(M_mem // S, M_comp // S^p)).
+
+    Attributes:
+      m_mem: most tokens of one micro-batch on one rank.
+      m_comp: most B·S^p of one micro-batch; None for that of the longest sequence at B = 1.
+      p: how cost grows with sequence length.
+    """
+
+    m_mem: int
+    m_comp: float | None = None
+    p: float = 2.0
+
+    def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
+        """See `BucketedPolicy.rows_per_bucket`."""
+        refuse_longer_than(buckets, self.m_mem, "dual_constraint")
+        cost = buckets.seq_len.astype(np.float64) ** self.p
+        m_comp = cost.max() if self.m_comp is None else self.m_comp
+        by_compute = (m_comp // cost).astype(np.int64)
+        return np.maximum(1, np.minimum(self.m_mem // buckets.seq_len, by_compute))

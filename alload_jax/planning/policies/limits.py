@@ -1,0 +1,26 @@
+"""The refusal that all policies share: a sample that cannot fit."""
+
+import numpy as np
+
+from alload_jax.errors import InputError
+from alload_jax.planning.samples import Buckets
+
+_NAMED = 5
+
+
+def refuse_longer_than(buckets: Buckets, m_mem: int, policy: str) -> None:
+    """Raises InputError, naming the samples, if a bucket's sequence is longer than `m_mem`."""
+    too_long = np.flatnonzero(buckets.seq_len > m_mem)
+    if not len(too_long):
+        return
+    members = buckets.members[buckets.offsets[too_long[0]] :]
+    lengths = np.repeat(buckets.seq_len, np.diff(buckets.offsets))[-len(members) :]
+    named = ", ".join(
+        f"{sample} ({length} tokens)"
+        for sample, length in zip(members[:_NAMED], lengths[:_NAMED], strict=True)
+    )
+    more = f" and {len(members) - _NAMED} more" if len(members) > _NAMED else ""
+    raise InputError(
+        f"policy {policy}: m_mem is {m_mem} tokens, shorter than sample {named}{more}; "
+        f"it cannot split a sample, so m_mem must be at least {buckets.seq_len[-1]}"
+    )

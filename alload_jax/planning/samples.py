@@ -1,0 +1,141 @@
+"""The columns of a manifest that planning looks at, and the buckets they fall into."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from alload_jax.errors import InputError
+from alload_jax.planning.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Samples grouped by equal shape, shortest sequence first.
+
+    Attributes:
+      shape: [K, 3] int64, (frames, height, width) of each bucket; zeros where only lengths are
+        known.
+      seq_len: [K] int64, tokens of a sample of the bucket.
+      members: [N] int64, sample numbers, bucket by bucket, ascending within each.
+      offsets: [K + 1] int64; bucket k holds `members[offsets[k]:offsets[k + 1]]`.
+    """
+
+    shape: np.ndarray
+    seq_len: np.ndarray
+    members: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.seq_len)
+
+    def name(self, bucket: int) -> str:
+        """`17x16x16` (frames, height, width), or the length alone where no shape is known."""
+        if self.shape[bucket].any():
+            return "x".join(str(size) for size in self.shape[bucket])
+        return str(self.seq_len[bucket])
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What planning knows of a data set: a row per sample, in the manifest's order.
+
+    Attributes:
+      shape: [N, 3] int64, (frames, height, width) in pixels; zeros where only lengths are known.
+      seq_len: [N] int64, tokens.
+    """
+
+    shape: np.ndarray
+    seq_len: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.seq_len)
+
+    def buckets(self) -> Buckets:
+        """Groups the samples by (seq_len, frames, height, width)."""
+        keys = np.column_stack([self.seq_len, self.shape])
+        order = np.lexsort(keys.T[::-1])
+        ordered = keys[order]
+        starts = np.flatnonzero(np.r_[True, (ordered[1:] != ordered[:-1]).any(axis=1)])
+        return Buckets(
+            shape=ordered[starts, 1:],
+            seq_len=ordered[starts, 0],
+            members=order.astype(np.int64),
+            offsets=np.r_[starts, len(order)].astype(np.int64),
+        )
+
+
+def samples_from_columns(columns: dict[str, np.ndarray], geometry: Geometry, place: str) -> Samples:
+    """Samples from a manifest's columns.
+
+    Args:
+      columns: `frames`, `height`, `width` ([N] integers, pixels), or `seq_len` ([N]) alone.
+      geometry: turns pixels into tokens where `frames` is given.
+      place: where the columns come from, for messages.
+
+    Raises:
+      InputError: no usable columns, no rows, or a size below 1.
+    """
+    sized = [name for name in ("frames", "height", "width") if name in columns]
+    if len(sized) == 3:
+        shape = np.stack([_whole(columns[name], name, place) for name in sized], axis=-1)
+        samples = Samples(shape, geometry.seq_len(*shape.T))
+    elif "seq_len" in columns:
+        seq_len = _whole(columns["seq_len"], "seq_len", place)
+        samples = Samples(np.zeros((len(seq_len), 3), np.int64), seq_len)
+    else:
+        raise InputError(
+            f"{place}: columns are {', '.join(columns) or 'none'}; "
+            "a manifest needs frames, height and width, or seq_len"
+        )
+    if not len(samples):
+        raise InputError(f"{place}: the manifest has no rows; it needs at least one sample")
+    return samples
+
+
+def read_samples(path: str | Path, geometry: Geometry) -> Samples:
+    """Reads what planning needs from a Parquet or CSV manifest.
+
+    Raises:
+      InputError: the file is missing, unreadable or unusable.
+    """
+    table = read_table(path, columns=("frames", "height", "width", "seq_len"))
+    columns = {name: table[name].to_numpy() for name in table.column_names}
+    return samples_from_columns(columns, geometry, str(path))
+
+
+def read_table(path: str | Path, columns: tuple[str, ...]) -> pa.Table:
+    """The named columns, as far as they are there, of a Parquet or CSV file.
+
+    Raises:
+      InputError: the file is missing or cannot be read.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such manifest; give the path of a .parquet or .csv file")
+    try:
+        if path.suffix == ".csv":
+            table = pyarrow.csv.read_csv(path)
+        else:
+            table = pyarrow.parquet.read_table(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{path}: not a readable manifest ({reason}); write it anew") from error
+    return table.select([name for name in table.column_names if name in columns])
+
+
+def _whole(values: np.ndarray, name: str, place: str) -> np.ndarray:
+    """The column as int64; refuses what is not a whole number of at least 1."""
+    values = np.asarray(values)
+    if values.dtype.kind not in "iuf":
+        raise InputError(f"{place}: column {name} holds {values.dtype}; it must hold whole numbers")
+    wrong = ~(np.isfinite(values) & (values >= 1) & (values == np.floor(values)))
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise InputError(
+            f"{place}: row {row} has {name} = {values[row]}; it must be a whole number, 1 or more"
+        )
+    return values.astype(np.int64)
