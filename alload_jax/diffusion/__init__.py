@@ -1,0 +1,1 @@
+"""Flow matching: noise levels, the training target, and samplers."""

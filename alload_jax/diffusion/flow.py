@@ -1,0 +1,33 @@
+"""Flow matching on the straight path between data and noise (arXiv 2210.02747, 2209.03003)."""
+
+import jax
+import jax.numpy as jnp
+
+TIMESTEP_SCALE = 1000.0
+"""The model is told sigma in these units, as Wan 2.1 and diffusers have it."""
+
+
+def interpolate(data: jax.Array, noise: jax.Array, sigma: jax.Array) -> jax.Array:
+    """(1 − σ)·data + σ·noise.
+
+    Args:
+      data, noise: [B, ...].
+      sigma: [B], 0 (data) to 1 (noise).
+    """
+    sigma = _per_row(sigma, data.ndim)
+    return (1 - sigma) * data + sigma * noise
+
+
+def velocity(data: jax.Array, noise: jax.Array) -> jax.Array:
+    """What the model predicts: the path's derivative over σ, noise − data."""
+    return noise - data
+
+
+def squared_error(predicted: jax.Array, target: jax.Array) -> jax.Array:
+    """Mean squared error of each sample in float32: [B, ...] → [B]."""
+    error = jnp.square(predicted.astype(jnp.float32) - target.astype(jnp.float32))
+    return error.mean(axis=tuple(range(1, error.ndim)))
+
+
+def _per_row(value: jax.Array, ndim: int) -> jax.Array:
+    return value.reshape(-1, *(1,) * (ndim - 1))

@@ -1,0 +1,66 @@
+"""Which noise levels training looks at."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from alload_jax.errors import InputError
+
+
+@dataclass(frozen=True)
+class TimestepConfig:
+    """Distribution of σ, and its shift towards noise for long sequences.
+
+    Attributes:
+      distribution: uniform over 0 to 1, or logit_normal (arXiv 2403.03206, eq. 19).
+      mean, std: of logit σ for `logit_normal`.
+      shift: shift at `shift_seq_len` tokens; 1 shifts nothing.
+      shift_seq_len: sequence length that `shift` is for.
+      shift_power: how the shift grows, shift·(S / shift_seq_len)^shift_power; 0.5 keeps the
+        signal-to-noise ratio over resolutions (arXiv 2403.03206, eq. 23), 0 is the same for all.
+    """
+
+    distribution: Literal["uniform", "logit_normal"] = "logit_normal"
+    mean: float = 0.0
+    std: float = 1.0
+    shift: float = 1.0
+    shift_seq_len: int = 16
+    shift_power: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("std", "shift", "shift_seq_len"):
+            if not getattr(self, name) > 0:
+                value = getattr(self, name)
+                raise InputError(f"diffusion.timesteps.{name} is {value}; it must be above 0")
+
+
+def sample_sigma(key: jax.Array, config: TimestepConfig, seq_len: int) -> jax.Array:
+    """Draws a noise level, a float32 scalar from 0 (data) to 1 (noise).
+
+    Args:
+      key: the sample's own random key.
+      config: the distribution.
+      seq_len: tokens of the sample, for the shift.
+    """
+    if config.distribution == "uniform":
+        sigma = jax.random.uniform(key)
+    else:
+        sigma = jax.nn.sigmoid(config.mean + config.std * jax.random.normal(key))
+    return shift_sigma(sigma, shift_of(config, seq_len))
+
+
+def shift_of(config: TimestepConfig, seq_len: int) -> float:
+    """The shift for sequences of that length."""
+    return config.shift * (seq_len / config.shift_seq_len) ** config.shift_power
+
+
+def shift_sigma(sigma: jax.Array, shift: float) -> jax.Array:
+    """shift·σ / (1 + (shift − 1)·σ): above 1, more of the levels are noisy."""
+    return shift * sigma / (1 + (shift - 1) * sigma)
+
+
+def sigma_schedule(steps: int, shift: float) -> jax.Array:
+    """Noise levels for sampling, from 1 down to 0: [steps + 1] float32."""
+    return shift_sigma(jnp.linspace(1.0, 0.0, steps + 1), shift)

@@ -1,0 +1,1 @@
+"""Flax NNX transformers and their parts."""

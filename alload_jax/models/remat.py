@@ -1,0 +1,38 @@
+"""Rematerialisation by name: what a transformer block keeps for its backward pass."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+from alload_jax.models.attention import ATTENTION_OUTPUT
+
+RematPolicy = Literal["none", "full", "attention", "matmuls_and_attention"]
+"""`none` keeps all; `full` keeps nothing but the block's input; `attention` keeps what attention
+puts out; `matmuls_and_attention` keeps that and the outputs of matrix products."""
+
+_policies = jax.checkpoint_policies
+
+
+def _keeps_fused_attention(prim: Any, *_: Any, **__: Any) -> bool:
+    """Keeps cuDNN's outputs, softmax statistics included, so that its forward runs once."""
+    return "dot_product_attention_fwd" in prim.name
+
+
+_KEEP_ATTENTION = _policies.save_from_both_policies(
+    _policies.save_only_these_names(ATTENTION_OUTPUT), _keeps_fused_attention
+)
+_KEPT = {
+    "full": _policies.nothing_saveable,
+    "attention": _KEEP_ATTENTION,
+    "matmuls_and_attention": _policies.save_from_both_policies(
+        _KEEP_ATTENTION, _policies.dots_with_no_batch_dims_saveable
+    ),
+}
+
+
+def rematerialise(function: Callable, policy: RematPolicy) -> Callable:
+    """Wraps a function (usually the body of a scan) in `jax.checkpoint` by the named policy."""
+    if policy == "none":
+        return function
+    return jax.checkpoint(function, policy=_KEPT[policy], prevent_cse=False)

@@ -1,0 +1,62 @@
+"""Rotary position embedding over (t, h, w), as in Wan 2.1."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def grid_positions(frames: int, height: int, width: int) -> np.ndarray:
+    """Positions of the tokens of one clip, in the order in which it is patchified.
+
+    Args:
+      frames, height, width: size of the clip in tokens.
+
+    Returns:
+      [frames·height·width, 3] int32, the (t, h, w) of each token.
+    """
+    grid = np.indices((frames, height, width), dtype=np.int32)
+    return grid.reshape(3, -1).T
+
+
+def rotary_table(
+    positions: jax.Array | np.ndarray, head_dim: int, theta: float = 10_000.0
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines for every token and every pair of channels.
+
+    A head's channels are shared out as in Wan 2.1: 2·(head_dim // 6) each for h and w, the rest
+    for t; within each share, pairs turn at the usual geometric frequencies (arXiv 2104.09864).
+
+    Args:
+      positions: [S, 3] integers.
+      head_dim: even.
+
+    Returns:
+      cos, sin: [S, head_dim // 2] float32.
+    """
+    spatial = 2 * (head_dim // 6)
+    angles = []
+    for axis, size in enumerate((head_dim - 2 * spatial, spatial, spatial)):
+        frequencies = theta ** -(np.arange(0, size, 2, dtype=np.float64) / max(size, 1))
+        angles.append(
+            jnp.asarray(positions)[:, axis, None].astype(jnp.float32)
+            * jnp.asarray(frequencies, jnp.float32)
+        )
+    angle = jnp.concatenate(angles, axis=-1)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def apply_rotary(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turns neighbouring channel pairs (2i, 2i + 1) by the table's angles, in float32.
+
+    Args:
+      x: [B, S, num_heads, head_dim].
+      table: cos and sin, [S, head_dim // 2] each.
+
+    Returns:
+      [B, S, num_heads, head_dim] in `x.dtype`.
+    """
+    cos, sin = (part[None, :, None, :] for part in table)
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+    return turned.reshape(x.shape).astype(x.dtype)
