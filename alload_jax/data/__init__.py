@@ -1,0 +1,1 @@
+"""Samples on disk, and their way to the devices."""

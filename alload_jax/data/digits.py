@@ -1,0 +1,184 @@
+"""Real handwritten digits, still and moving: the data of the default run.
+
+The images are scikit-learn's bundled ones (1,797 scans of 8×8 pixels; E. Alpaydin and C. Kaynak,
+Optical Recognition of Handwritten Digits, UCI). Clips show one or two of them drifting, turning
+and bouncing off the edges.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alload_jax.data.manifest import MANIFEST_NAME, manifest_metadata
+from alload_jax.data.store import StoreWriter
+from alload_jax.errors import InputError
+
+DIGIT = 8
+"""Height and width of a digit, in pixels."""
+
+_MAX_TURN = np.deg2rad(20.0)
+
+
+@dataclass(frozen=True)
+class DigitsConfig:
+    """How many samples of each shape to make.
+
+    Attributes:
+      mix: (frames, height, width, count); frames 4n + 1, height and width 8 or more, even.
+      seed: decides digits, places and motion.
+    """
+
+    mix: tuple[tuple[int, int, int, int], ...] = (
+        (1, 8, 8, 3594),
+        (1, 8, 16, 400),
+        (1, 16, 16, 400),
+        (5, 8, 8, 160),
+        (9, 8, 8, 80),
+        (13, 8, 8, 40),
+        (17, 8, 8, 40),
+        (5, 8, 16, 80),
+        (9, 8, 16, 40),
+        (13, 8, 16, 20),
+        (17, 8, 16, 20),
+        (5, 16, 16, 40),
+        (9, 16, 16, 20),
+        (13, 16, 16, 10),
+        (17, 16, 16, 10),
+    )
+    seed: int = 0
+
+
+def load_digits() -> tuple[np.ndarray, np.ndarray]:
+    """The real digits: images [1797, 8, 8] float32 in −1 to 1, and labels [1797] int32."""
+    from sklearn.datasets import load_digits as load  # slow to import
+
+    images, labels = load(return_X_y=True)
+    return (images.reshape(-1, DIGIT, DIGIT) / 8 - 1).astype(np.float32), labels.astype(np.int32)
+
+
+def write_digits(folder: str | Path, config: DigitsConfig) -> None:
+    """Makes the data folder; the same config gives the same samples.
+
+    Raises:
+      InputError: the folder exists already.
+    """
+    images, labels = load_digits()
+    rng = np.random.default_rng(config.seed)
+    with StoreWriter(folder, vae_stride=(1, 1, 1), origin=origin(config)) as writer:
+        for frames, height, width, count in config.mix:
+            for chosen in _choices(labels, height, width, count, rng):
+                clip = render_clip(images[chosen], frames, height, width, rng)
+                writer.add(clip, labels[chosen], (frames, height, width))
+
+
+def prepare_digits(folder: str | Path, config: DigitsConfig) -> None:
+    """Makes the data folder unless it is there already.
+
+    Raises:
+      InputError: it was made with another config.
+    """
+    path = Path(folder) / MANIFEST_NAME
+    if not path.exists():
+        print(f"making moving digits in {folder}")
+        write_digits(folder, config)
+    elif manifest_metadata(path).get("origin") != origin(config):
+        raise InputError(
+            f"{folder}: holds data made with another data.digits; name another data.folder, or "
+            "remove this one to have it made anew"
+        )
+
+
+def origin(config: DigitsConfig) -> dict[str, Any]:
+    """What a manifest says of data made with this config."""
+    mix = [list(row) for row in config.mix]
+    return {"digits": dataclasses.asdict(config) | {"mix": mix}}
+
+
+def render_clip(
+    digits: np.ndarray, frames: int, height: int, width: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Draws digits that drift, turn and bounce over a black canvas.
+
+    A single still digit on a canvas of its own size is the scan itself, untouched.
+
+    Args:
+      digits: [n, 8, 8] float32 in −1 to 1.
+      frames, height, width: size of the clip.
+      rng: decides places and motion.
+
+    Returns:
+      [frames, height, width, 1] float16 in −1 to 1.
+    """
+    clip = np.full((frames, height, width), -1.0, np.float32)
+    for n, digit in enumerate(digits):
+        path = _motion(frames, height, width, n, len(digits), rng)
+        np.maximum(clip, _place(digit, path, height, width), out=clip)
+    return clip[..., None].astype(np.float16)
+
+
+def _choices(
+    labels: np.ndarray, height: int, width: int, count: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Which digits each sample shows: one, or on canvases with room for it half the time two."""
+    order = np.concatenate(
+        [rng.permutation(len(labels)) for _ in range(-(-2 * count // len(labels)))]
+    )
+    room = height * width >= 2 * DIGIT * DIGIT
+    return [
+        order[2 * i : 2 * i + 2] if room and rng.random() < 0.5 else order[i : i + 1]
+        for i in range(count)
+    ]
+
+
+def _motion(
+    frames: int, height: int, width: int, n: int, total: int, rng: np.random.Generator
+) -> np.ndarray:
+    """[frames, 3] of (top, left, angle): straight lines, reflected at the edges."""
+    room = np.array([height - DIGIT, width - DIGIT], np.float64)
+    start = rng.uniform(0, 1, 2) * room
+    if total == 2:  # side by side at first, along the wider way
+        start[int(width >= height)] = n * room[int(width >= height)]
+    speed = rng.uniform(0.4, 1.0, 2) * rng.choice([-1, 1], 2)
+    turn = rng.uniform(0.03, 0.08) * rng.choice([-1, 1])
+    time = np.arange(frames)[:, None]
+    # A clip as small as its digit still lets it sway by a pixel; a still stands where it is.
+    sway = np.where(room > 0, 0.0, 1.0 if frames > 1 else 0.0)
+    path = _reflect(start + sway / 2 + speed * time * (frames > 1), room + sway) - sway / 2
+    angle = _reflect(_MAX_TURN + turn * time, np.array([2 * _MAX_TURN])) - _MAX_TURN
+    return np.concatenate([path, angle], axis=1)
+
+
+def _reflect(value: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Folds values into 0 to size as a ball bounces between two walls."""
+    period = np.maximum(2 * size, 1e-9)
+    return np.where(size > 0, size - np.abs(np.mod(value, period) - size), 0.0)
+
+
+def _place(digit: np.ndarray, path: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Draws the digit along its path, turned about its centre, by bilinear interpolation.
+
+    Args:
+      digit: [8, 8].
+      path: [frames, 3] of (top, left, angle).
+
+    Returns:
+      [frames, height, width], −1 where the digit is not.
+    """
+    top, left, angle = (column[:, None, None] for column in path.T)
+    centre = (DIGIT - 1) / 2
+    y = np.arange(height)[:, None] - top - centre
+    x = np.arange(width) - left - centre
+    rows = np.cos(angle) * y - np.sin(angle) * x + centre
+    columns = np.sin(angle) * y + np.cos(angle) * x + centre
+    # A border of one empty pixel, so that the digit fades into the canvas.
+    framed = np.pad(digit, 1, constant_values=-1.0)
+    rows = np.clip(rows + 1, 0, DIGIT + 0.999)
+    columns = np.clip(columns + 1, 0, DIGIT + 0.999)
+    i, j = rows.astype(int), columns.astype(int)
+    u, v = rows - i, columns - j
+    upper = (1 - v) * framed[i, j] + v * framed[i, j + 1]
+    lower = (1 - v) * framed[i + 1, j] + v * framed[i + 1, j + 1]
+    return (1 - u) * upper + u * lower

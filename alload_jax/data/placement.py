@@ -1,0 +1,56 @@
+"""From host memory to the devices, one step ahead of training."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from alload_jax.data.batch import Batch
+from alload_jax.data.collate import HostStep
+from alload_jax.sharding.mesh import batch_sharding
+
+
+class PlacedStep(NamedTuple):
+    """A step whose arrays are on (or on their way to) the devices.
+
+    Attributes:
+      number: of the step, from the start of training.
+      epoch: of the step.
+      batches: one for each micro-batch, rows split over the ranks.
+      problems: what was wrong with records that were skipped.
+      wait_seconds: how long the training thread waited for the loader.
+    """
+
+    number: int
+    epoch: int
+    batches: tuple[Batch, ...]
+    problems: tuple[str, ...]
+    wait_seconds: float
+
+
+def place_ahead(steps: Iterator[HostStep], mesh: Mesh, depth: int = 1) -> Iterator[PlacedStep]:
+    """Yields placed steps, `depth` further ones already travelling while each is used.
+
+    Asking for a step first sends off the one that comes `depth` after it, so that the copy runs
+    beside the computation that was dispatched before.
+    """
+    travelling: deque[PlacedStep] = deque()
+    while True:
+        began = time.perf_counter()
+        step = next(steps, None)
+        waited = time.perf_counter() - began
+        if step is not None:
+            batches = tuple(_place(batch, mesh) for batch in step.batches)
+            travelling.append(PlacedStep(*step[:2], batches, step.problems, waited))
+        if not travelling:
+            return
+        if step is None or len(travelling) > depth:
+            yield travelling.popleft()
+
+
+def _place(batch: Batch, mesh: Mesh) -> Batch:
+    sharding = batch_sharding(mesh)
+    return Batch(*(jax.make_array_from_process_local_data(sharding, part) for part in batch))

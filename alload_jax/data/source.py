@@ -1,0 +1,104 @@
+"""The plan as a Grain data source, and the pipeline that reads ahead of training."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import grain
+from absl import flags
+
+from alload_jax.data.collate import HostStep
+from alload_jax.errors import InputError
+from alload_jax.planning.plan import Plan, Step
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """How far and by whom steps are read ahead.
+
+    Attributes:
+      processes: worker processes; 0 reads in threads of the training process.
+      threads: reading threads (of each worker process).
+      read_ahead: steps kept ready in host memory (of each worker process).
+      max_bad_records: damaged records to skip before the run stops.
+    """
+
+    processes: int = 0
+    threads: int = 2
+    read_ahead: int = 8
+    max_bad_records: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "read_ahead"):
+            if getattr(self, name) < 1:
+                raise InputError(
+                    f"data.loader.{name} is {getattr(self, name)}; it must be at least 1"
+                )
+        for name in ("processes", "max_bad_records"):
+            if getattr(self, name) < 0:
+                raise InputError(
+                    f"data.loader.{name} is {getattr(self, name)}; it must be 0 or more"
+                )
+
+
+class PlanSource:
+    """A Grain RandomAccessDataSource: item i is the plan's step `first + i`.
+
+    Nothing else is state, so that a run resumes from one integer.
+    """
+
+    def __init__(self, plan: Plan, first: int, stop: int):
+        self._plan = plan
+        self._first = first
+        self._stop = stop
+
+    def __len__(self) -> int:
+        return self._stop - self._first
+
+    def __getitem__(self, item: int) -> Step:
+        return self._plan.step(self._first + int(item))
+
+    def __repr__(self) -> str:
+        return (
+            f"PlanSource(plan={self._plan.fingerprint()}, first={self._first}, stop={self._stop})"
+        )
+
+
+class StepLoader:
+    """Iterates over collated steps, read ahead by Grain. Close it, or use it in a `with`."""
+
+    def __init__(
+        self, source: PlanSource, collate: Callable[[Step], HostStep], config: LoaderConfig
+    ):
+        reading = grain.ReadOptions(
+            num_threads=config.threads, prefetch_buffer_size=config.read_ahead
+        )
+        dataset = grain.MapDataset.source(source).map(collate).to_iter_dataset(reading)
+        if config.processes:
+            if not flags.FLAGS.is_parsed():  # Grain's workers ask absl, which nobody else started
+                flags.FLAGS.mark_as_parsed()
+            dataset = dataset.mp_prefetch(
+                grain.MultiprocessingOptions(
+                    num_workers=config.processes, per_worker_buffer_size=config.read_ahead
+                )
+            )
+        self._iterator: Any = iter(dataset)
+
+    def __iter__(self) -> Iterator[HostStep]:
+        return self
+
+    def __next__(self) -> HostStep:
+        return next(self._iterator)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+        self._iterator.close()

@@ -1,0 +1,191 @@
+"""Writing and reading samples: ArrayRecord shards beside a Parquet manifest."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from array_record.python import array_record_module
+
+from alload_jax.data import record as records
+from alload_jax.data.manifest import MANIFEST_NAME, METADATA_KEY, SCHEMA, Manifest
+from alload_jax.errors import InputError
+from alload_jax.planning.geometry import Geometry, Triple
+
+
+class StoreWriter:
+    """Writes a data folder, whole or not at all: it appears when the writer closes without error.
+
+    Use as a context manager:
+
+        with StoreWriter(folder, vae_stride=(4, 8, 8)) as writer:
+            writer.add(latents, labels, size=(81, 480, 832))
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        vae_stride: Triple,
+        origin: dict[str, Any] | None = None,
+        samples_per_shard: int = 4096,
+    ):
+        """Opens a writer.
+
+        Args:
+          folder: the data folder; must not hold a manifest yet.
+          vae_stride: pixels per latent along (frames, height, width); 1, 1, 1 without a VAE.
+          origin: what the data is made from, kept in the manifest.
+          samples_per_shard: after so many samples a new shard begins.
+
+        Raises:
+          InputError: the folder exists already.
+        """
+        self.folder = Path(folder)
+        if self.folder.exists():
+            raise InputError(f"{self.folder}: exists already; name another folder or remove it")
+        self._geometry = Geometry(vae_stride)
+        self._origin = origin or {}
+        self._samples_per_shard = samples_per_shard
+        self._partial = self.folder.with_name(self.folder.name + ".partial")
+        self._rows: list[dict[str, Any]] = []
+        self._shards: list[Path] = []
+        self._writer: Any = None
+
+    def __enter__(self) -> Self:
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        return self
+
+    def add(self, latents: np.ndarray, labels: np.ndarray, size: tuple[int, int, int]) -> None:
+        """Appends a sample.
+
+        Args:
+          latents: [frames, height, width, channels].
+          labels: [L] int32, its classes.
+          size: (frames, height, width) in pixels.
+
+        Raises:
+          ValueError: the latents don't have the shape that `size` and the VAE's stride give.
+        """
+        expected = self._geometry.latent_grid(*np.asarray(size)[:, None])[0]
+        if latents.ndim != 4 or latents.shape[:3] != tuple(expected):
+            raise ValueError(
+                f"latents have shape {latents.shape}; size {size} and vae_stride "
+                f"{self._geometry.vae_stride} give {(*expected.tolist(), 'channels')}"
+            )
+        if len(self._rows) % self._samples_per_shard == 0:
+            self._next_shard()
+        data = records.encode(
+            {records.LATENTS: latents, records.LABELS: np.asarray(labels, np.int32)}
+        )
+        self._writer.write(data)
+        values = (
+            self._shards[-1].name,
+            len(self._rows) % self._samples_per_shard,
+            *size,
+            latents.shape[-1],
+            len(labels),
+            records.checksum(data),
+        )
+        self._rows.append(dict(zip(SCHEMA.names, values, strict=True)))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        if kind is not None:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            return
+        self._write_manifest()
+        self._partial.rename(self.folder)
+
+    def _next_shard(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._shards.append(self._partial / f"shard-{len(self._shards):05d}.arrayrecord")
+        # One record a group: training reads single samples in random order.
+        self._writer = array_record_module.ArrayRecordWriter(str(self._shards[-1]), "group_size:1")
+
+    def _write_manifest(self) -> None:
+        notes = {
+            "vae_stride": list(self._geometry.vae_stride),
+            "shard_bytes": {path.name: path.stat().st_size for path in self._shards},
+            "origin": self._origin,
+        }
+        table = pa.Table.from_pylist(self._rows, schema=SCHEMA)
+        table = table.replace_schema_metadata({METADATA_KEY: json.dumps(notes).encode()})
+        pyarrow.parquet.write_table(table, self._partial / MANIFEST_NAME)
+
+
+class BadRecordError(ValueError):
+    """A record is not what its manifest row says."""
+
+
+class StoreReader:
+    """Random access to the samples of a manifest. Safe to share between threads."""
+
+    def __init__(self, manifest: Manifest):
+        self.manifest = manifest
+        self._readers: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Only the manifest travels to a worker process; it opens shards of its own."""
+        return {"manifest": self.manifest}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["manifest"])  # type: ignore[misc]
+
+    def read(self, sample: int) -> dict[str, np.ndarray]:
+        """The arrays of a sample, checked against its manifest row.
+
+        Raises:
+          BadRecordError: the record is missing, damaged, or of another shape.
+        """
+        shard, index = self.manifest.shard[sample], int(self.manifest.index[sample])
+        place = f"{self.manifest.path.parent / shard}: record {index} (sample {sample})"
+        try:
+            with self._lock:
+                (data,) = self._reader(shard).read([index])
+        except (IndexError, RuntimeError, ValueError) as error:
+            raise BadRecordError(f"{place} cannot be read ({error})") from error
+        if records.checksum(data) != self.manifest.checksum[sample]:
+            raise BadRecordError(
+                f"{place} has checksum {records.checksum(data)}; "
+                f"the manifest says {self.manifest.checksum[sample]}"
+            )
+        arrays = records.decode(data)
+        self._check_shapes(arrays, sample, place)
+        return arrays
+
+    def close(self) -> None:
+        """Closes the shards; a later read opens them again."""
+        with self._lock:
+            for reader in self._readers.values():
+                reader.close()
+            self._readers.clear()
+
+    def _reader(self, shard: str) -> Any:
+        if shard not in self._readers:
+            path = str(self.manifest.path.parent / shard)
+            self._readers[shard] = array_record_module.ArrayRecordReader(path)
+        return self._readers[shard]
+
+    def _check_shapes(self, arrays: dict[str, np.ndarray], sample: int, place: str) -> None:
+        expected = {
+            records.LATENTS: self.manifest.latent_shape(tuple(self.manifest.shape[sample])),
+            records.LABELS: (int(self.manifest.text_length[sample]),),
+        }
+        for name, shape in expected.items():
+            found = arrays[name].shape if name in arrays else "nothing"
+            if found != shape:
+                raise BadRecordError(
+                    f"{place} holds {name} of shape {found}; the manifest says {shape}"
+                )
