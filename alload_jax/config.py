@@ -1,0 +1,163 @@
+"""A run's whole config: every part stands beside the code that it configures."""
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import yaml
+from jsonargparse import ArgumentParser
+
+from alload_jax.data.digits import DigitsConfig
+from alload_jax.data.source import LoaderConfig
+from alload_jax.errors import InputError
+from alload_jax.models.dit import DiTConfig
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.report.samples import SamplingConfig
+from alload_jax.sharding.mesh import MeshConfig
+from alload_jax.training.checkpoint import CheckpointConfig
+from alload_jax.training.optimizer import OptimizerConfig
+from alload_jax.training.step import DiffusionConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run itself.
+
+    Attributes:
+      folder: for everything that the run writes. If it holds a checkpoint, the run goes on there.
+      steps: optimizer steps.
+      seed: of weights, noise and the order of samples.
+      compilation_cache: folder in which compiled programs outlive the run; null for none.
+    """
+
+    folder: str
+    steps: int = 1000
+    seed: int = 0
+    compilation_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise InputError(f"run.steps is {self.steps}; it must be at least 1")
+        if self.seed < 0:
+            raise InputError(f"run.seed is {self.seed}; it must be 0 or more")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What the run learns from.
+
+    Attributes:
+      folder: a data folder: manifest.parquet and its shards.
+      digits: makes the folder from moving digits if it is not there.
+      loader: how samples are read.
+    """
+
+    folder: str
+    digits: DigitsConfig | None = None
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training run.
+
+    Attributes:
+      run: the run itself.
+      data: what it learns from.
+      planning: what a micro-batch may hold.
+      model: the transformer.
+      diffusion: how samples are noised.
+      optimizer: AdamW and EMA.
+      mesh: devices.
+      checkpoint: when to save.
+      sampling: what is drawn, and when.
+    """
+
+    run: RunConfig
+    data: DataConfig
+    planning: PlanningConfig
+    model: DiTConfig = field(default_factory=DiTConfig)
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
+    """The config that a command line asks for: `--config FILE` and `--section.key value`.
+
+    Raises:
+      InputError: something in it is wrong.
+    """
+    parser = _Parser(prog=prog, description="Train a video diffusion transformer.")
+    parser.add_argument("--config", action="config", help="a YAML file; later flags override it")
+    parser.add_class_arguments(Config)
+    parsed = parser.instantiate(parser.parse_args(list(argv)))
+    return Config(**{part.name: parsed[part.name] for part in dataclasses.fields(Config)})
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Writes the config as YAML that `--config` reads."""
+    path.write_text(yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
+
+
+def use_compilation_cache(run: RunConfig) -> None:
+    """Lets JAX keep compiled programs on disk, if the run asks for it."""
+    if run.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", str(Path(run.compilation_cache).absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def known_keys(kind: type = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key that a config may hold."""
+    for name, annotation in typing.get_type_hints(kind).items():
+        yield prefix + name
+        for part in (annotation, *typing.get_args(annotation)):
+            if dataclasses.is_dataclass(part) and isinstance(part, type):
+                yield from known_keys(part, f"{prefix}{name}.")
+
+
+class _Parser(ArgumentParser):
+    """Turns jsonargparse's messages into InputErrors of one line, with the nearest key."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        cause: BaseException | None = ex
+        while cause is not None:
+            if isinstance(cause, InputError):
+                raise cause
+            cause = cause.__cause__ or cause.__context__
+        raise InputError(_one_line(message)) from ex
+
+
+def _one_line(message: str) -> str:
+    for pattern, key in (
+        (r"Option '([\w.]+)' is not accepted", "{0}"),
+        (r"Group '([\w.]+)' does not accept option '([\w.]+)'", "{0}.{1}"),
+        (r"nrecognized arguments: --([\w.]+)", "{0}"),
+    ):
+        if found := re.search(pattern, message):
+            return _unknown(key.format(*found.groups()))
+    return re.sub(r"\s+", " ", message).strip()
+
+
+def _unknown(key: str) -> str:
+    keys = list(known_keys())
+    if not (near := difflib.get_close_matches(key, keys, n=1, cutoff=0.5)):
+        return f"config key {key} is unknown; `--help` lists all keys"
+    return f"config key {key} is unknown; did you mean {near[0]}?"
+
+
+def _plain(value: Any) -> Any:
+    """Tuples to lists, which YAML has."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value

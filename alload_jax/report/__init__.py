@@ -1,0 +1,1 @@
+"""Pictures and figures from plans and runs."""

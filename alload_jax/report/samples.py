@@ -1,0 +1,188 @@
+"""Drawing samples from the model and writing them as pictures."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from alload_jax.data.manifest import Manifest
+from alload_jax.diffusion.flow import TIMESTEP_SCALE
+from alload_jax.diffusion.samplers import euler, guided
+from alload_jax.diffusion.timesteps import TimestepConfig, shift_of, sigma_schedule
+from alload_jax.errors import InputError
+from alload_jax.models.dit import DiTConfig
+from alload_jax.report.digit_accuracy import Draw, digit_accuracy
+from alload_jax.report.pictures import write_grid
+from alload_jax.training.state import model_graph
+
+
+@dataclass(frozen=True)
+class GridConfig:
+    """A picture of samples: a column per class.
+
+    Attributes:
+      frames, height, width: size of each sample; one frame makes a PNG, more a GIF.
+      rows: samples of each class.
+      labels: classes that each sample is asked for: the column's, then its neighbours'.
+    """
+
+    frames: int
+    height: int
+    width: int
+    rows: int = 6
+    labels: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("frames", "height", "width", "rows", "labels"):
+            if getattr(self, name) < 1:
+                value = getattr(self, name)
+                raise InputError(f"sampling.grids: {name} is {value}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """What is drawn, at the end and on the way.
+
+    Attributes:
+      every: optimizer steps between drawings; null draws at the end alone.
+      steps: Euler steps.
+      guidance: classifier-free guidance; 1 is none.
+      seed: of the starting noise.
+      grids: the pictures.
+      digits_read: stills per digit that the classifier reads, for data made of digits.
+    """
+
+    every: int | None = None
+    steps: int = 30
+    guidance: float = 2.0
+    seed: int = 0
+    grids: tuple[GridConfig, ...] = ()
+    digits_read: int = 30
+
+    def __post_init__(self) -> None:
+        for name in ("every", "steps", "digits_read"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"sampling.{name} is {value}; it must be at least 1")
+
+
+def make_draw(model: DiTConfig, timesteps: TimestepConfig, config: SamplingConfig) -> Draw:
+    """A function that draws samples by Euler steps with classifier-free guidance.
+
+    Noise levels are shifted by sequence length as they were in training.
+    """
+    graph = model_graph(model)
+
+    @partial(jax.jit, static_argnums=3)
+    def draw(
+        params: Any, key: jax.Array, labels: jax.Array, size: tuple[int, int, int]
+    ) -> jax.Array:
+        def velocity(latents: jax.Array, sigma: jax.Array, labels: jax.Array) -> jax.Array:
+            return nnx.merge(graph, params)(latents, sigma * TIMESTEP_SCALE, labels)
+
+        noise = jax.random.normal(key, (len(labels), *size, model.in_channels))
+        seq_len = math.prod(size) // math.prod(model.patch_size)
+        sigmas = sigma_schedule(config.steps, shift_of(timesteps, seq_len))
+        steered = guided(velocity, jnp.full_like(labels, model.num_classes), config.guidance)
+        return euler(steered, noise, labels, sigmas)
+
+    def draw_on_host(
+        params: Any, key: jax.Array, labels: np.ndarray, size: tuple[int, int, int]
+    ) -> np.ndarray:
+        return np.asarray(draw(params, key, jnp.asarray(labels), size))
+
+    return draw_on_host
+
+
+def grid_labels(grid: GridConfig, num_classes: int, text_length: int) -> np.ndarray:
+    """What each sample of a grid is asked for: [rows·num_classes, text_length] int32.
+
+    Raises:
+      InputError: the grid asks for more labels than the data's samples have.
+    """
+    if grid.labels > text_length:
+        raise InputError(
+            f"sampling.grids: labels is {grid.labels}, but no sample of the data has more than "
+            f"{text_length}; ask for at most that"
+        )
+    row, column = np.indices((grid.rows, num_classes)).reshape(2, -1)
+    labels = np.full((len(row), text_length), num_classes, np.int32)
+    labels[:, 0] = column
+    for n in range(1, grid.labels):
+        labels[:, n] = (column + n * (row + 1)) % num_classes
+    return labels
+
+
+class SampleWriter:
+    """Draws what the config asks for and writes it to a folder for each step.
+
+    Attributes:
+      draw: draws samples.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: DiTConfig,
+        timesteps: TimestepConfig,
+        config: SamplingConfig,
+        manifest: Manifest,
+    ):
+        """Checks that the grids can be drawn.
+
+        Raises:
+          InputError: a grid asks for labels or sizes that cannot be.
+        """
+        self.draw = make_draw(model, timesteps, config)
+        self._folder, self._model, self._config = folder, model, config
+        self._length = manifest.longest_text()
+        self._labels = [grid_labels(g, model.num_classes, self._length) for g in config.grids]
+        _check_grids(config.grids, model, manifest)
+
+    def due(self, step: int) -> bool:
+        """Whether samples are to be drawn after so many steps, the last apart."""
+        return self._config.every is not None and step % self._config.every == 0
+
+    def write(self, step: int, params: Any) -> None:
+        """Draws and writes every grid with these weights, usually the EMA's."""
+        folder = self._folder / f"step_{step:07d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        classes = self._model.num_classes
+        for number, (grid, labels) in enumerate(zip(self._config.grids, self._labels, strict=True)):
+            size = (grid.frames, grid.height, grid.width)
+            key = jax.random.fold_in(jax.random.key(self._config.seed), number)
+            drawn = self.draw(params, key, labels, size)
+            clips = drawn.reshape(grid.rows, classes, *drawn.shape[1:])
+            write_grid(folder / "x".join(map(str, size)), clips, [str(n) for n in range(classes)])
+
+    def digit_accuracy(self, params: Any) -> float:
+        """See `digit_accuracy`; by the config's number of stills and seed."""
+        config = self._config
+        return digit_accuracy(self.draw, params, config.digits_read, self._length, config.seed)
+
+
+def _check_grids(grids: Sequence[GridConfig], model: DiTConfig, manifest: Manifest) -> None:
+    if grids and manifest.vae_stride != (1, 1, 1):
+        raise InputError(
+            f"sampling.grids: the data are VAE latents (stride {manifest.vae_stride}), which "
+            "cannot be shown as pictures; leave sampling.grids empty"
+        )
+    if grids and model.in_channels not in (1, 3):
+        raise InputError(
+            f"sampling.grids: model.in_channels is {model.in_channels}, but pictures have 1 or 3; "
+            "leave sampling.grids empty"
+        )
+    for grid in grids:
+        size = (grid.frames, grid.height, grid.width)
+        if any(part % step for part, step in zip(size, model.patch_size, strict=True)):
+            raise InputError(
+                f"sampling.grids: {size} is not a multiple of model.patch_size "
+                f"{model.patch_size}; choose a size that is"
+            )

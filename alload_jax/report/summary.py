@@ -1,0 +1,80 @@
+"""The figures that a run ends with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+_LOSS_WINDOW = 50
+
+
+def summarise(
+    rows: list[dict[str, Any]], steps: int, digit_accuracy: float | None, seconds: float
+) -> dict[str, Any]:
+    """The summary of a run.
+
+    Args:
+      rows: metrics of its steps.
+      steps: optimizer steps done.
+      digit_accuracy: share of drawn digits that a classifier reads as asked for, if measured.
+      seconds: wall-clock time of the last start, compilation and sampling included.
+
+    Returns:
+      `loss_first` and `loss_last` are means over samples of the first and last 50 steps;
+      `imbalance` and `padding` means over steps; `tokens_per_second` counts real tokens.
+    """
+    column = {name: np.asarray([row[name] for row in rows], np.float64) for name in rows[0]}
+    train_seconds = column["step_seconds"].sum()
+    summary: dict[str, Any] = {} if digit_accuracy is None else {"digit_accuracy": digit_accuracy}
+    return summary | {
+        "loss_first": _mean_loss(column, slice(None, _LOSS_WINDOW)),
+        "loss_last": _mean_loss(column, slice(-_LOSS_WINDOW, None)),
+        "steps": steps,
+        "samples_seen": int(column["samples"].sum()),
+        "tokens_seen": int(column["tokens"].sum()),
+        "tokens_per_second": float(column["tokens"].sum() / train_seconds),
+        "steps_per_second": float(len(rows) / train_seconds),
+        "imbalance": float(column["imbalance"].mean()),
+        "padding": float(column["padding"].mean()),
+        "input_wait_share": float(column["input_wait_seconds"].sum() / train_seconds),
+        "bad_records": int(column["bad_records"][-1]),
+        "train_seconds": float(train_seconds),
+        "seconds": seconds,
+    }
+
+
+def read_summary(folder: Path, steps: int) -> dict[str, Any] | None:
+    """The summary that a run of so many steps has left; None if there is none."""
+    path = folder / "summary.json"
+    if not path.exists():
+        return None
+    summary = json.loads(path.read_text())
+    return summary if summary["steps"] == steps else None
+
+
+def print_summary(summary: dict[str, Any], folder: Path) -> None:
+    """Prints the summary as a table."""
+    table = Table(title=f"{folder}: finished at step {summary['steps']}", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in summary.items():
+        table.add_row(name.replace("_", " "), _readable(name, value))
+    Console(soft_wrap=True).print(table)
+    print(f"pictures: {folder / 'samples'}   figures: {folder / 'summary.json'}")
+
+
+def _readable(name: str, value: float) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    if name in ("imbalance", "padding", "input_wait_share"):
+        return f"{value:.2%}"
+    if name.endswith(("per_second", "seconds")):
+        return f"{value:,.1f}"
+    return f"{value:.4f}"
+
+
+def _mean_loss(column: dict[str, np.ndarray], part: slice) -> float:
+    return float(np.average(column["loss"][part], weights=column["samples"][part]))

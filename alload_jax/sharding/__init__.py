@@ -1,0 +1,1 @@
+"""Where arrays live: the mesh and the partition rules."""

@@ -1,0 +1,1 @@
+"""State, step, checkpoints and telemetry of a training run."""

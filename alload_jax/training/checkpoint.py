@@ -1,0 +1,113 @@
+"""Checkpoints through Orbax: written in the background, whole or not at all."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from alload_jax.errors import InputError
+from alload_jax.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, and what to keep.
+
+    Attributes:
+      every: optimizer steps between checkpoints; the last step is always saved.
+      keep: newest checkpoints to keep.
+      keep_every: keep besides every checkpoint whose step is a multiple of this; null for none.
+    """
+
+    every: int = 500
+    keep: int = 2
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"checkpoint.{name} is {value}; it must be at least 1")
+
+
+class Checkpoints:
+    """The checkpoints of a run folder. A crash while one is written leaves the ones before it."""
+
+    def __init__(self, folder: str | Path, config: CheckpointConfig, identity: dict[str, Any]):
+        """Opens the folder, making it if need be.
+
+        Args:
+          folder: of the checkpoints.
+          config: when to save and what to keep.
+          identity: JSON values that a checkpoint must share with the run that restores it, such
+            as the model's config and the plan's fingerprint.
+        """
+        self.folder = Path(folder).absolute()
+        self._identity = identity
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=config.keep,
+            keep_period=config.keep_every,
+            enable_async_checkpointing=True,
+            cleanup_tmp_directories=True,
+        )
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def latest(self) -> int | None:
+        """The step of the newest whole checkpoint; None if there is none."""
+        return self._manager.latest_step()
+
+    def restore(self, step: int, like: TrainState) -> TrainState:
+        """Reads a checkpoint onto the shardings of `like`.
+
+        Raises:
+          InputError: it belongs to another model, plan, or optimizer.
+        """
+        found = self._manager.restore(
+            step, args=ocp.args.Composite(identity=ocp.args.JsonRestore())
+        )
+        self._check_identity(step, found.identity)
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like))
+        )
+        return restored.state
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Begins to write a checkpoint and returns once `state` may be changed."""
+        if step in self._manager.all_steps():
+            return
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), identity=ocp.args.JsonSave(self._identity)
+            ),
+        )
+
+    def close(self) -> None:
+        """Waits until everything is on disk."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+    def _check_identity(self, step: int, found: dict[str, Any]) -> None:
+        for name, ours in self._identity.items():
+            theirs = found.get(name)
+            if theirs != ours:
+                raise InputError(
+                    f"{self.folder / str(step)}: checkpoint of another {name}: "
+                    f"{_difference(theirs, ours)}; restore the config or choose another run.folder"
+                )
+
+
+def _difference(theirs: Any, ours: Any) -> str:
+    """The first value that differs, named."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        for key in sorted(theirs.keys() | ours.keys()):
+            if theirs.get(key) != ours.get(key):
+                return f"{key} was {theirs.get(key)!r} and is now {ours.get(key)!r}"
+    return f"it was {theirs!r} and is now {ours!r}"
+
+
+def wait_for(state: TrainState) -> None:
+    """Blocks until a state has been computed."""
+    jax.block_until_ready(state)

@@ -1,0 +1,86 @@
+"""AdamW with warm-up, cosine decay and clipping; and the moving average of the weights."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from alload_jax.errors import InputError
+from alload_jax.sharding.rules import path_name
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (arXiv 1711.05101) and the EMA of the weights.
+
+    Attributes:
+      learning_rate: its peak.
+      warmup_steps: linear from 0.
+      final_fraction: of the peak, where the cosine ends at the last step.
+      beta1, beta2, eps, weight_decay: AdamW's; only matrices decay.
+      clip_norm: bound of the gradient's global norm.
+      ema_decay: of the moving average; early on it is (1 + step) / (10 + step) where that is less.
+    """
+
+    learning_rate: float = 1e-4
+    warmup_steps: int = 100
+    final_fraction: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    ema_decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "clip_norm", "eps"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"optimizer.{name} is {getattr(self, name)}; it must be above 0")
+        for name in ("beta1", "beta2", "ema_decay"):
+            if not 0 <= getattr(self, name) < 1:
+                value = getattr(self, name)
+                raise InputError(f"optimizer.{name} is {value}; it must be from 0 to below 1")
+        if self.warmup_steps < 0:
+            raise InputError(f"optimizer.warmup_steps is {self.warmup_steps}; it must be 0 or more")
+
+
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """The learning rate of each of `steps` optimizer steps."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0 if config.warmup_steps else config.learning_rate,
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=max(steps, config.warmup_steps + 1),
+        end_value=config.learning_rate * config.final_fraction,
+    )
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Clipping, then AdamW with its schedule over `steps`."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            learning_rate_schedule(config, steps),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=_decays,
+        ),
+    )
+
+
+def update_ema(ema: Any, params: Any, step: jax.Array, decay: float) -> Any:
+    """Moves the average towards the parameters; `step` counts updates from 0."""
+    count = step.astype(jnp.float32)
+    share = 1 - jnp.minimum(decay, (1 + count) / (10 + count))
+    return jax.tree.map(lambda old, new: old + share * (new - old), ema, params)
+
+
+def _decays(params: Any) -> Any:
+    """Marks the matrices; biases, norms, embeddings and modulation keep their size."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path_name(path).endswith("kernel"), params
+    )

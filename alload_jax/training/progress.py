@@ -1,0 +1,70 @@
+"""What the terminal shows while a run goes on."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class ProgressBar:
+    """A live bar on a terminal; elsewhere a plain line every ten seconds and at the end."""
+
+    def __init__(self, title: str, total: int, done: int = 0, console: Console | None = None):
+        """Starts at `done` of `total`."""
+        self._console = console or Console(file=sys.stdout)
+        self._title, self._total, self._done = title, total, done
+        self._first, self._began = done, time.monotonic()
+        self._last_line = self._began
+        self._live: Progress | None = None
+        if self._console.is_terminal:
+            self._live = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._live.add_task(title, total=total, completed=done, note="")
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def advance(self, note: str) -> None:
+        """One more done; `note` says how it goes."""
+        self._done += 1
+        if self._live:
+            self._live.update(self._task, completed=self._done, note=note)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= _SECONDS_BETWEEN_LINES or self._done == self._total:
+            self._last_line = now
+            each = (now - self._began) / (self._done - self._first)
+            left = round(each * (self._total - self._done))
+            self.say(f"{self._title} {self._done}/{self._total} · {note} · {left} s left")
+
+    def say(self, text: str) -> None:
+        """Prints a line without disturbing the bar."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,38 @@
+"""Ctrl-C and SIGTERM: finish the step, save, go."""
+
+import signal
+from types import FrameType, TracebackType
+from typing import Self
+
+
+class StopRequest:
+    """Catches SIGINT and SIGTERM while open; a second one ends the program at once.
+
+    Attributes:
+      name: of the signal that came, or empty.
+    """
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.name = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.name)
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._note) for number in self._SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.name = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

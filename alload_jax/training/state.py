@@ -1,0 +1,76 @@
+"""Everything that training changes."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from alload_jax.models.dit import DiT, DiTConfig
+from alload_jax.sharding.rules import tree_shardings
+
+
+class TrainState(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+      step: int32 scalar, optimizer steps done; also the position in the plan.
+      key: random key data [2] uint32, from which every sample's noise derives.
+      params: nested dict of float32 arrays.
+      ema: like `params`, their moving average.
+      opt_state: of the optimizer.
+    """
+
+    step: jax.Array
+    key: jax.Array
+    params: Any
+    ema: Any
+    opt_state: Any
+
+
+def model_graph(config: DiTConfig) -> nnx.GraphDef:
+    """The transformer without its parameters: `nnx.merge(graph, params)` gives the model."""
+    return nnx.split(nnx.eval_shape(lambda: DiT(config, rngs=nnx.Rngs(0))))[0]
+
+
+def init_state(
+    config: DiTConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int
+) -> TrainState:
+    """A fresh state, each device making only the part that it will hold.
+
+    Raises:
+      InputError: the mesh does not divide a parameter.
+    """
+    make = _maker(config, optimizer, seed)
+    shardings = tree_shardings(jax.eval_shape(make), mesh)
+    return jax.jit(make, out_shardings=shardings)()
+
+
+def abstract_state(
+    config: DiTConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int
+) -> TrainState:
+    """Shapes, dtypes and shardings of the state, for restoring into."""
+    shapes = jax.eval_shape(_maker(config, optimizer, seed))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        tree_shardings(shapes, mesh),
+    )
+
+
+def _maker(config: DiTConfig, optimizer: optax.GradientTransformation, seed: int) -> Any:
+    def make() -> TrainState:
+        weights, noise = jax.random.split(jax.random.key(seed))
+        model = DiT(config, rngs=nnx.Rngs(weights))
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            key=jax.random.key_data(noise),
+            params=params,
+            ema=jax.tree.map(jnp.copy, params),
+            opt_state=optimizer.init(params),
+        )
+
+    return make

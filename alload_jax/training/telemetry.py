@@ -1,0 +1,91 @@
+"""What a run leaves to read: metrics by step, its surroundings, its summary."""
+
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from tensorboardX import SummaryWriter
+
+PACKAGES = ("alload-jax", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
+
+
+class MetricsLog:
+    """metrics.jsonl, a line per step, and the same as TensorBoard events.
+
+    Lines of steps beyond `resumed_at` come from a run that was cut off after its last checkpoint;
+    they are computed again, bit for bit, and so replaced.
+    """
+
+    def __init__(self, folder: Path, resumed_at: int):
+        path = folder / "metrics.jsonl"
+        kept = [row for row in read_metrics(path) if row["step"] <= resumed_at]
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.folder = folder
+        self._file = path.open("a", buffering=1)
+        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1)
+        self.rows: list[dict[str, Any]] = kept
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends a step's metrics; `row["step"]` counts from 1."""
+        self._file.write(json.dumps(row) + "\n")
+        self.rows.append(row)
+        for name, value in row.items():
+            if name != "step" and isinstance(value, int | float):
+                self._events.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """Writes what is buffered."""
+        self._file.close()
+        self._events.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def append_environment(path: Path, argv: list[str], step: int) -> None:
+    """Notes what the run runs on: versions, devices, host, command. An entry for every start."""
+    starts = json.loads(path.read_text()) if path.exists() else []
+    write_json(path, [*starts, {"step": step} | _environment(argv)])
+
+
+def _environment(argv: list[str]) -> dict[str, Any]:
+    return {
+        "command": " ".join(["python", "train.py", *argv]),
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "backend": jax.default_backend(),
+        "devices": [device.device_kind for device in jax.devices()],
+        "processes": jax.process_count(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON, whole or not at all."""
+    write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a file's text; a crash leaves the old one or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,126 @@
+"""Train a video diffusion transformer: `python train.py --config configs/digits.yaml`.
+
+Any key of the config can follow on the command line, such as `--run.steps 200`; `--help` lists
+them all. The same command again continues a run that was stopped.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from alload_jax.config import read_config, use_compilation_cache, write_config
+from alload_jax.data.collate import Collator
+from alload_jax.data.digits import prepare_digits
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.placement import place_ahead
+from alload_jax.data.source import PlanSource, StepLoader
+from alload_jax.data.store import StoreReader
+from alload_jax.errors import run_command
+from alload_jax.planning.settings import make_plan
+from alload_jax.report.samples import SampleWriter
+from alload_jax.report.summary import print_summary, read_summary, summarise
+from alload_jax.sharding.mesh import local_plan_ranks, make_mesh, ranks_of
+from alload_jax.training.checkpoint import Checkpoints
+from alload_jax.training.monitor import Monitor
+from alload_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from alload_jax.training.progress import ProgressBar
+from alload_jax.training.signals import StopRequest
+from alload_jax.training.state import abstract_state, init_state
+from alload_jax.training.telemetry import MetricsLog, append_environment, write_json
+from alload_jax.training.trainer import Trainer, micro_batch_shapes
+
+
+def main(argv: list[str]) -> int:
+    """Runs the training that the command line asks for; returns the exit status."""
+    began = time.monotonic()
+    config = read_config(argv)
+    use_compilation_cache(config.run)
+    folder = Path(config.run.folder)
+
+    # ---------------------------------------------------------------- data, devices, plan
+    if config.data.digits:
+        prepare_digits(config.data.folder, config.data.digits)
+    manifest = read_manifest(config.data.folder)
+    manifest.require(config.model.in_channels, config.model.patch_size)
+    samples = manifest.samples(config.model.patch_size)
+    mesh = make_mesh(config.mesh)
+    plan = make_plan(config.planning, samples, ranks_of(mesh), config.run.seed)
+    collator = Collator(
+        StoreReader(manifest),
+        ranks=local_plan_ranks(mesh, plan.layout.ranks),
+        text_length=manifest.longest_text(),
+        null_label=config.model.num_classes,
+    )
+
+    # ---------------------------------------------------------------- state, new or restored
+    optimizer = make_optimizer(config.optimizer, config.run.steps)
+    identity = {"model": config.model.architecture(), "plan": plan.identity()}
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, identity)
+    start = checkpoints.latest() or 0
+    if start:
+        like = abstract_state(config.model, optimizer, mesh, config.run.seed)
+        state = checkpoints.restore(start, like)
+    else:
+        state = init_state(config.model, optimizer, mesh, config.run.seed)
+    trainer = Trainer(config.model, config.diffusion, optimizer, config.optimizer, mesh, state)
+
+    # ---------------------------------------------------------------- run folder
+    write_config(config, folder / "config.yaml")
+    append_environment(folder / "environment.json", argv, start)
+    sampler = SampleWriter(
+        folder / "samples", config.model, config.diffusion.timesteps, config.sampling, manifest
+    )
+    monitor = Monitor(
+        plan,
+        config.planning.predictor(),
+        learning_rate_schedule(config.optimizer, config.run.steps),
+        MetricsLog(folder, resumed_at=start),
+        config.data.loader.max_bad_records,
+    )
+
+    # ---------------------------------------------------------------- training
+    with StopRequest() as stop:
+        if start < config.run.steps:
+            shapes = micro_batch_shapes(plan, manifest)
+            with ProgressBar("compiling", len(shapes)) as bar:
+                for shape in trainer.compile(shapes, collator.text_length):
+                    bar.advance("x".join(map(str, shape)))
+                    if stop:
+                        break
+        done = start
+        source = PlanSource(plan, start, config.run.steps)
+        with (
+            StepLoader(source, collator, config.data.loader) as loader,
+            ProgressBar("training", config.run.steps, start) as bar,
+            monitor.watching(bar),
+        ):
+            for step in () if stop else place_ahead(loader, mesh):
+                monitor.note(step, trainer.step(step))
+                done = step.number + 1
+                if sampler.due(done) and done < config.run.steps:
+                    sampler.write(done, trainer.state.ema)
+                if stop:
+                    break
+                if done % config.checkpoint.every == 0:
+                    monitor.settle()
+                    checkpoints.save(done, trainer.state)
+        checkpoints.save(done, trainer.state)
+        checkpoints.close()
+    command = f"python train.py --config {folder / 'config.yaml'}"
+    if stop:
+        print(f"{stop.name}: saved step {done} of {config.run.steps}; continue with: {command}")
+        return 0
+
+    # ---------------------------------------------------------------- samples and summary
+    summary = read_summary(folder, done)
+    if summary is None:
+        sampler.write(done, trainer.state.ema)
+        accuracy = sampler.digit_accuracy(trainer.state.ema) if config.data.digits else None
+        summary = summarise(monitor.rows, done, accuracy, time.monotonic() - began)
+        write_json(folder / "summary.json", summary)
+    print_summary(summary, folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))
