@@ -1,0 +1,49 @@
+"""The `alload` command: what a user does beside training."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from alload_jax.commands import plan, prepare
+from alload_jax.errors import InputError, run_command
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports what is wrong with a command line as an InputError of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{self.prog}: {message}; `{self.prog} --help` lists what there is")
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """Like argparse's, but names the nearest flag to an unknown one."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [flag for flag in parsed.parser._option_string_actions if flag[:2] == "--"]
+            near = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"`{parsed.parser.prog} --help` helps"
+            raise InputError(f"{parsed.parser.prog}: {unknown[0]} is unknown; {hint}")
+        return parsed
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `alload` with these arguments; returns the exit status."""
+    parser = _Parser(prog="alload", description="Plan and prepare the training of video DiTs.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in (plan, prepare):
+        name = command.__name__.rsplit(".", 1)[-1]
+        sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run, parser=sub)
+    parsed = parser.parse_args(list(argv))
+    return parsed.run(parsed)
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(run_command(main, sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    entry()
