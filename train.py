@@ -26,7 +26,7 @@ from alload_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.signals import StopRequest
 from alload_jax.training.state import abstract_state, init_state
-from alload_jax.training.telemetry import MetricsLog, append_environment, write_json
+from alload_jax.training.telemetry import MetricsLog, append_environment, peak_memory, write_json
 from alload_jax.training.trainer import Trainer, micro_batch_shapes
 
 
@@ -51,63 +51,65 @@ def main(argv: list[str]) -> int:
         text_length=manifest.longest_text(),
         null_label=config.model.num_classes,
     )
+    sampler = SampleWriter(
+        folder / "samples", config.model, config.diffusion.timesteps, config.sampling, manifest
+    )
 
     # ---------------------------------------------------------------- state, new or restored
     optimizer = make_optimizer(config.optimizer, config.run.steps)
     identity = {"model": config.model.architecture(), "plan": plan.identity()}
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, identity)
-    start = checkpoints.latest() or 0
-    if start:
-        like = abstract_state(config.model, optimizer, mesh, config.run.seed)
-        state = checkpoints.restore(start, like)
-    else:
-        state = init_state(config.model, optimizer, mesh, config.run.seed)
-    trainer = Trainer(config.model, config.diffusion, optimizer, config.optimizer, mesh, state)
+    with (
+        Checkpoints(folder / "checkpoints", config.checkpoint, identity) as checkpoints,
+        StopRequest() as stop,
+    ):
+        start = checkpoints.latest() or 0
+        if start:
+            like = abstract_state(config.model, optimizer, mesh, config.run.seed)
+            state = checkpoints.restore(start, like)
+        else:
+            state = init_state(config.model, optimizer, mesh, config.run.seed)
+        trainer = Trainer(config.model, config.diffusion, optimizer, config.optimizer, mesh, state)
 
-    # ---------------------------------------------------------------- run folder
-    write_config(config, folder / "config.yaml")
-    append_environment(folder / "environment.json", argv, start)
-    sampler = SampleWriter(
-        folder / "samples", config.model, config.diffusion.timesteps, config.sampling, manifest
-    )
-    monitor = Monitor(
-        plan,
-        config.planning.predictor(),
-        learning_rate_schedule(config.optimizer, config.run.steps),
-        MetricsLog(folder, resumed_at=start),
-        config.data.loader.max_bad_records,
-    )
+        # ------------------------------------------------------------ run folder
+        write_config(config, folder / "config.yaml")
+        append_environment(folder / "environment.json", argv, start)
+        monitor = Monitor(
+            plan,
+            config.planning.predictor(),
+            learning_rate_schedule(config.optimizer, config.run.steps),
+            MetricsLog(folder, resumed_at=start),
+            config.data.loader.max_bad_records,
+        )
 
-    # ---------------------------------------------------------------- training
-    with StopRequest() as stop:
-        if start < config.run.steps:
-            shapes = micro_batch_shapes(plan, manifest)
-            with ProgressBar("compiling", len(shapes)) as bar:
-                for shape in trainer.compile(shapes, collator.text_length):
-                    bar.advance("x".join(map(str, shape)))
-                    if stop:
-                        break
+        # ------------------------------------------------------------ compilation
+        shapes = micro_batch_shapes(plan, manifest) if start < config.run.steps else []
+        with ProgressBar("compiling", len(shapes)) as bar:
+            for shape in trainer.compile(shapes, collator.text_length):
+                bar.advance("x".join(map(str, shape)))
+                if stop:
+                    break
+
+        # ------------------------------------------------------------ training
         done = start
-        source = PlanSource(plan, start, config.run.steps)
+        source = PlanSource(plan, start, start if stop else config.run.steps)
         with (
             StepLoader(source, collator, config.data.loader) as loader,
             ProgressBar("training", config.run.steps, start) as bar,
             monitor.watching(bar),
         ):
-            for step in () if stop else place_ahead(loader, mesh):
+            for step in place_ahead(loader, mesh):
                 monitor.note(step, trainer.step(step))
                 done = step.number + 1
-                if sampler.due(done) and done < config.run.steps:
-                    sampler.write(done, trainer.state.ema)
-                if stop:
+                if stop or done == config.run.steps:
                     break
+                if sampler.due(done):
+                    sampler.write(done, trainer.state.ema)
                 if done % config.checkpoint.every == 0:
                     monitor.settle()
                     checkpoints.save(done, trainer.state)
         checkpoints.save(done, trainer.state)
-        checkpoints.close()
-    command = f"python train.py --config {folder / 'config.yaml'}"
     if stop:
+        command = f"python train.py --config {folder / 'config.yaml'}"
         print(f"{stop.name}: saved step {done} of {config.run.steps}; continue with: {command}")
         return 0
 
@@ -116,7 +118,8 @@ def main(argv: list[str]) -> int:
     if summary is None:
         sampler.write(done, trainer.state.ema)
         accuracy = sampler.digit_accuracy(trainer.state.ema) if config.data.digits else None
-        summary = summarise(monitor.rows, done, accuracy, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        summary = summarise(monitor.rows, done, accuracy, peak_memory(), seconds)
         write_json(folder / "summary.json", summary)
     print_summary(summary, folder)
     return 0

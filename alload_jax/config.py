@@ -6,6 +6,7 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -96,7 +97,9 @@ def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
     Raises:
       InputError: something in it is wrong.
     """
-    parser = _Parser(prog=prog, description="Train a video diffusion transformer.")
+    description = "Train a video diffusion transformer."
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    parser.command_line = argv
     parser.add_argument("--config", action="config", help="a YAML file; later flags override it")
     parser.add_class_arguments(Config)
     parsed = parser.instantiate(parser.parse_args(list(argv)))
@@ -127,31 +130,39 @@ def known_keys(kind: type = Config, prefix: str = "") -> Iterator[str]:
 class _Parser(ArgumentParser):
     """Turns jsonargparse's messages into InputErrors of one line, with the nearest key."""
 
+    command_line: Sequence[str] = ()
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         cause: BaseException | None = ex
         while cause is not None:
             if isinstance(cause, InputError):
                 raise cause
             cause = cause.__cause__ or cause.__context__
-        raise InputError(_one_line(message)) from ex
+        raise InputError(_one_line(message, self.command_line)) from ex
 
 
-def _one_line(message: str) -> str:
+def _one_line(message: str, argv: Sequence[str]) -> str:
     for pattern, key in (
         (r"Option '([\w.]+)' is not accepted", "{0}"),
         (r"Group '([\w.]+)' does not accept option '([\w.]+)'", "{0}.{1}"),
         (r"nrecognized arguments: --([\w.]+)", "{0}"),
     ):
         if found := re.search(pattern, message):
-            return _unknown(key.format(*found.groups()))
+            return _unknown(key.format(*found.groups()), argv)
     return re.sub(r"\s+", " ", message).strip()
 
 
-def _unknown(key: str) -> str:
-    keys = list(known_keys())
-    if not (near := difflib.get_close_matches(key, keys, n=1, cutoff=0.5)):
-        return f"config key {key} is unknown; `--help` lists all keys"
-    return f"config key {key} is unknown; did you mean {near[0]}?"
+def _unknown(key: str, argv: Sequence[str]) -> str:
+    typed = any(part.split("=")[0] == f"--{key}" for part in argv)
+    place = "command line" if typed else " or ".join(_config_files(argv))
+    if not (near := difflib.get_close_matches(key, list(known_keys()), n=1, cutoff=0.5)):
+        return f"{place}: key {key} is unknown; `--help` lists all keys"
+    return f"{place}: key {key} is unknown; did you mean {near[0]}?"
+
+
+def _config_files(argv: Sequence[str]) -> list[str]:
+    after = [file for flag, file in pairwise(argv) if flag == "--config"]
+    return after + [part.split("=", 1)[1] for part in argv if part.startswith("--config=")]
 
 
 def _plain(value: Any) -> Any:

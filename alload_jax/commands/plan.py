@@ -45,14 +45,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Plans, prints the metrics, writes the plan."""
     planning, geometry, seed = _settings(options)
+    for name, value in (("seed", seed), ("epoch", options.epoch)):
+        if value < 0:
+            raise InputError(f"alload plan: --{name} is {value}; it must be 0 or more")
+    if options.out and Path(options.out).resolve() == Path(options.manifest).resolve():
+        raise InputError(f"alload plan: --out {options.out} is the manifest; name another file")
     samples = read_samples(options.manifest, geometry)
     if planning.ranks is None:
         raise InputError("alload plan: --ranks is not given; give the number of ranks (GPUs)")
     plan = make_plan(planning, samples, planning.ranks, seed)
     epoch = plan.epoch(options.epoch)
     m_mem = planning.tokens_bound()
-    metrics = plan_metrics(epoch, samples.seq_len, planning.predictor(), m_mem)
-    settings = plan.identity() | {"manifest": options.manifest, "epoch": options.epoch}
+    predictor = planning.predictor()
+    metrics = plan_metrics(epoch, samples.seq_len, predictor, m_mem)
+    settings = plan.identity() | {
+        "manifest": options.manifest,
+        "epoch": options.epoch,
+        "m_mem": m_mem,
+        "sample_count": len(samples),
+        "cost_model": {"kind": type(predictor).__name__, **vars(predictor)},
+    }
     figures = dataclasses.asdict(metrics)
     if options.json:
         print(json.dumps({"plan": settings, "metrics": figures}, indent=2))
@@ -102,9 +114,15 @@ def _triple(text: str) -> tuple[int, int, int]:
     return (int(parts[0]), int(parts[1]), int(parts[2]))
 
 
+def _bound(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{bucket}: {rows}" for bucket, rows in value.items())
+    return f"{value:,}"
+
+
 def _print_table(settings: dict[str, Any], figures: dict[str, Any]) -> None:
     bounds = " · ".join(
-        f"{name} {settings[name]:,}"
+        f"{name} {_bound(settings[name])}"
         for name in ("m_mem", "m_comp", "p", "rows")
         if settings.get(name)
     )

@@ -2,7 +2,7 @@
 
 The images are scikit-learn's bundled ones (1,797 scans of 8×8 pixels; E. Alpaydin and C. Kaynak,
 Optical Recognition of Handwritten Digits, UCI). Clips show one or two of them drifting, turning
-and bouncing off the edges.
+and bouncing off the edges of their part of the canvas.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ DIGIT = 8
 """Height and width of a digit, in pixels."""
 
 _MAX_TURN = np.deg2rad(20.0)
+_FILL = 0.75  # how much of a larger stage a digit fills
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,39 @@ class DigitsConfig:
     """
 
     mix: tuple[tuple[int, int, int, int], ...] = (
-        (1, 8, 8, 3594),
-        (1, 8, 16, 400),
-        (1, 16, 16, 400),
-        (5, 8, 8, 160),
-        (9, 8, 8, 80),
-        (13, 8, 8, 40),
-        (17, 8, 8, 40),
-        (5, 8, 16, 80),
-        (9, 8, 16, 40),
-        (13, 8, 16, 20),
-        (17, 8, 16, 20),
-        (5, 16, 16, 40),
-        (9, 16, 16, 20),
-        (13, 16, 16, 10),
-        (17, 16, 16, 10),
+        (1, 8, 8, 14376),
+        (1, 8, 16, 2000),
+        (1, 16, 16, 4000),
+        (5, 8, 8, 600),
+        (5, 8, 16, 300),
+        (5, 16, 16, 300),
+        (9, 8, 8, 400),
+        (9, 8, 16, 200),
+        (9, 16, 16, 200),
+        (17, 8, 8, 240),
+        (17, 8, 16, 120),
+        (17, 16, 16, 160),
     )
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise InputError(f"data.digits.seed is {self.seed}; it must be 0 or more")
+        if not self.mix:
+            raise InputError("data.digits.mix is empty; give at least one (frames, height, ...)")
+        for row in self.mix:
+            frames, height, width, count = row
+            if (
+                frames % 4 != 1
+                or min(height, width) < DIGIT
+                or height % 2
+                or width % 2
+                or count < 1
+            ):
+                raise InputError(
+                    f"data.digits.mix has {row}; frames must be 4n + 1, height and width even and "
+                    f"at least {DIGIT}, the count at least 1"
+                )
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
@@ -100,12 +117,12 @@ def origin(config: DigitsConfig) -> dict[str, Any]:
 def render_clip(
     digits: np.ndarray, frames: int, height: int, width: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draws digits that drift, turn and bounce over a black canvas.
+    """Draws digits that drift, turn and bounce, each on its own part of a black canvas.
 
     A single still digit on a canvas of its own size is the scan itself, untouched.
 
     Args:
-      digits: [n, 8, 8] float32 in −1 to 1.
+      digits: [n, 8, 8] float32 in −1 to 1, one or two of them.
       frames, height, width: size of the clip.
       rng: decides places and motion.
 
@@ -113,9 +130,14 @@ def render_clip(
       [frames, height, width, 1] float16 in −1 to 1.
     """
     clip = np.full((frames, height, width), -1.0, np.float32)
+    along = int(width >= height)
+    stage = np.array([height, width], np.float64)
+    stage[along] /= len(digits)
+    size = max(DIGIT, _FILL * stage.min())
     for n, digit in enumerate(digits):
-        path = _motion(frames, height, width, n, len(digits), rng)
-        np.maximum(clip, _place(digit, path, height, width), out=clip)
+        path = _motion(frames, stage - size, rng)
+        path[:, along] += n * stage[along]
+        np.maximum(clip, _place(digit, path, size, height, width), out=clip)
     return clip[..., None].astype(np.float16)
 
 
@@ -126,27 +148,22 @@ def _choices(
     order = np.concatenate(
         [rng.permutation(len(labels)) for _ in range(-(-2 * count // len(labels)))]
     )
-    room = height * width >= 2 * DIGIT * DIGIT
+    room = max(height, width) >= 2 * DIGIT
     return [
         order[2 * i : 2 * i + 2] if room and rng.random() < 0.5 else order[i : i + 1]
         for i in range(count)
     ]
 
 
-def _motion(
-    frames: int, height: int, width: int, n: int, total: int, rng: np.random.Generator
-) -> np.ndarray:
-    """[frames, 3] of (top, left, angle): straight lines, reflected at the edges."""
-    room = np.array([height - DIGIT, width - DIGIT], np.float64)
-    start = rng.uniform(0, 1, 2) * room
-    if total == 2:  # side by side at first, along the wider way
-        start[int(width >= height)] = n * room[int(width >= height)]
-    speed = rng.uniform(0.4, 1.0, 2) * rng.choice([-1, 1], 2)
+def _motion(frames: int, room: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """[frames, 3] of (top, left, angle): straight lines, reflected at the edges of the room."""
+    # A stage as small as its digit lets it sway by a pixel in a clip; a still stands where it is.
+    sway = np.where(room > 0, 0.0, 1.0 if frames > 1 else 0.0)
+    start = (room + sway) / 2 + rng.uniform(-1, 1, 2) * np.minimum(1, room / 2)
+    speed = rng.uniform(0.3, 0.8, 2) * rng.choice([-1, 1], 2)
     turn = rng.uniform(0.03, 0.08) * rng.choice([-1, 1])
     time = np.arange(frames)[:, None]
-    # A clip as small as its digit still lets it sway by a pixel; a still stands where it is.
-    sway = np.where(room > 0, 0.0, 1.0 if frames > 1 else 0.0)
-    path = _reflect(start + sway / 2 + speed * time * (frames > 1), room + sway) - sway / 2
+    path = _reflect(start + speed * time, room + sway) - sway / 2
     angle = _reflect(_MAX_TURN + turn * time, np.array([2 * _MAX_TURN])) - _MAX_TURN
     return np.concatenate([path, angle], axis=1)
 
@@ -157,26 +174,26 @@ def _reflect(value: np.ndarray, size: np.ndarray) -> np.ndarray:
     return np.where(size > 0, size - np.abs(np.mod(value, period) - size), 0.0)
 
 
-def _place(digit: np.ndarray, path: np.ndarray, height: int, width: int) -> np.ndarray:
+def _place(digit: np.ndarray, path: np.ndarray, size: float, height: int, width: int) -> np.ndarray:
     """Draws the digit along its path, turned about its centre, by bilinear interpolation.
 
     Args:
       digit: [8, 8].
       path: [frames, 3] of (top, left, angle).
+      size: of the digit on the canvas, in pixels.
 
     Returns:
       [frames, height, width], −1 where the digit is not.
     """
     top, left, angle = (column[:, None, None] for column in path.T)
-    centre = (DIGIT - 1) / 2
-    y = np.arange(height)[:, None] - top - centre
-    x = np.arange(width) - left - centre
-    rows = np.cos(angle) * y - np.sin(angle) * x + centre
-    columns = np.sin(angle) * y + np.cos(angle) * x + centre
-    # A border of one empty pixel, so that the digit fades into the canvas.
-    framed = np.pad(digit, 1, constant_values=-1.0)
-    rows = np.clip(rows + 1, 0, DIGIT + 0.999)
-    columns = np.clip(columns + 1, 0, DIGIT + 0.999)
+    zoom = DIGIT / size
+    y = zoom * (np.arange(height)[:, None] - top - (size - 1) / 2)
+    x = zoom * (np.arange(width) - left - (size - 1) / 2)
+    # The border is an empty pixel, so that the digit fades into the canvas, and one to read past.
+    framed = np.pad(digit, (1, 2), constant_values=-1.0)
+    centre = (DIGIT - 1) / 2 + 1
+    rows = np.clip(np.cos(angle) * y - np.sin(angle) * x + centre, 0, DIGIT + 1)
+    columns = np.clip(np.sin(angle) * y + np.cos(angle) * x + centre, 0, DIGIT + 1)
     i, j = rows.astype(int), columns.astype(int)
     u, v = rows - i, columns - j
     upper = (1 - v) * framed[i, j] + v * framed[i, j + 1]

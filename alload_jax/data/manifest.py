@@ -38,9 +38,9 @@ class Manifest:
       shard: [N] str, file name of each sample's shard.
       index: [N] int64, its place there.
       shape: [N, 3] int64, (frames, height, width) in pixels.
-      channels: [N] int64, of its latents.
-      text_length: [N] int64, its condition tokens.
-      checksum: [N] int64, CRC-32 of its record.
+      channels: [N] int32, of its latents.
+      text_length: [N] int32, its condition tokens.
+      checksum: [N] uint32, CRC-32 of its record.
       vae_stride: pixels per latent of the stored latents.
       shard_bytes: size of every shard.
       origin: what the data was made from, as its maker wrote it down.
@@ -102,9 +102,10 @@ def manifest_metadata(path: Path) -> dict[str, Any]:
     """What the writer noted in a manifest's Parquet metadata; empty for a foreign file."""
     try:
         metadata = pyarrow.parquet.read_schema(path).metadata or {}
-    except (pa.ArrowInvalid, OSError):
+        notes = json.loads(metadata.get(METADATA_KEY, b"{}"))
+    except (pa.ArrowInvalid, OSError, ValueError):
         return {}
-    return json.loads(metadata.get(METADATA_KEY, b"{}"))
+    return notes if isinstance(notes, dict) else {}
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -118,16 +119,11 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise InputError(f"{path}: no such manifest; set data.folder to a prepared data folder")
     try:
         table = pyarrow.parquet.read_table(path)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"{path}: not a Parquet file ({reason}); prepare the data anew") from error
-    missing = [name for name in SCHEMA.names if name not in table.column_names]
     notes = manifest_metadata(path)
-    if missing or "vae_stride" not in notes:
-        lacking = ", ".join(missing) or "its notes on vae_stride and shards"
-        raise InputError(f"{path}: lacks {lacking}; write it with alload_jax.data.StoreWriter")
-    if not len(table):
-        raise InputError(f"{path}: the manifest has no rows; it needs at least one sample")
+    _check_format(path, table, notes)
     _check_shards(path.parent, notes["shard_bytes"])
     column = {name: table[name].to_numpy() for name in SCHEMA.names}
     return Manifest(
@@ -142,6 +138,23 @@ def read_manifest(folder: str | Path) -> Manifest:
         shard_bytes=notes["shard_bytes"],
         origin=notes["origin"],
     )
+
+
+def _check_format(path: Path, table: pa.Table, notes: dict[str, Any]) -> None:
+    remedy = "write it with alload_jax.data.store.StoreWriter"
+    lacking = [name for name in SCHEMA.names if name not in table.column_names]
+    lacking += [f"the note {n}" for n in ("vae_stride", "shard_bytes", "origin") if n not in notes]
+    if lacking:
+        raise InputError(f"{path}: lacks {', '.join(lacking)}; {remedy}")
+    if not len(table):
+        raise InputError(f"{path}: the manifest has no rows; it needs at least one sample")
+    for name in SCHEMA.names:
+        found = table.schema.field(name).type
+        fits = pa.types.is_string if name == "shard" else pa.types.is_integer
+        if not fits(found):
+            raise InputError(
+                f"{path}: column {name} holds {found}, not {SCHEMA.field(name).type}; {remedy}"
+            )
 
 
 def _check_shards(folder: Path, shard_bytes: dict[str, int]) -> None:

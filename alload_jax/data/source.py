@@ -54,7 +54,7 @@ class PlanSource:
         self._stop = stop
 
     def __len__(self) -> int:
-        return self._stop - self._first
+        return max(0, self._stop - self._first)
 
     def __getitem__(self, item: int) -> Step:
         return self._plan.step(self._first + int(item))

@@ -1,5 +1,6 @@
 """Writing and reading samples: ArrayRecord shards beside a Parquet manifest."""
 
+import contextlib
 import json
 import shutil
 import threading
@@ -71,14 +72,19 @@ class StoreWriter:
           size: (frames, height, width) in pixels.
 
         Raises:
-          ValueError: the latents don't have the shape that `size` and the VAE's stride give.
+          ValueError: the latents don't have the shape that `size` and the VAE's stride give, or
+            other channels than the samples before.
         """
         expected = self._geometry.latent_grid(*np.asarray(size)[:, None])[0]
-        if latents.ndim != 4 or latents.shape[:3] != tuple(expected):
+        channels = self._rows[0]["channels"] if self._rows else latents.shape[-1]
+        if latents.shape != (*expected, channels):
             raise ValueError(
-                f"latents have shape {latents.shape}; size {size} and vae_stride "
-                f"{self._geometry.vae_stride} give {(*expected.tolist(), 'channels')}"
+                f"latents have shape {latents.shape}; size {size}, vae_stride "
+                f"{self._geometry.vae_stride} and the samples before give "
+                f"{(*expected.tolist(), channels)}"
             )
+        if np.ndim(labels) != 1:
+            raise ValueError(f"labels have shape {np.shape(labels)}; they must be [L]")
         if len(self._rows) % self._samples_per_shard == 0:
             self._next_shard()
         data = records.encode(
@@ -100,11 +106,12 @@ class StoreWriter:
     ) -> None:
         if self._writer is not None:
             self._writer.close()
-        if kind is not None:
+        try:
+            if kind is None:
+                self._write_manifest()
+                self._partial.rename(self.folder)
+        finally:
             shutil.rmtree(self._partial, ignore_errors=True)
-            return
-        self._write_manifest()
-        self._partial.rename(self.folder)
 
     def _next_shard(self) -> None:
         if self._writer is not None:
@@ -122,6 +129,10 @@ class StoreWriter:
         table = pa.Table.from_pylist(self._rows, schema=SCHEMA)
         table = table.replace_schema_metadata({METADATA_KEY: json.dumps(notes).encode()})
         pyarrow.parquet.write_table(table, self._partial / MANIFEST_NAME)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class BadRecordError(ValueError):
@@ -154,23 +165,28 @@ class StoreReader:
         try:
             with self._lock:
                 (data,) = self._reader(shard).read([index])
-        except (IndexError, RuntimeError, ValueError) as error:
-            raise BadRecordError(f"{place} cannot be read ({error})") from error
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise BadRecordError(f"{place} cannot be read ({_first_line(error)})") from error
         if records.checksum(data) != self.manifest.checksum[sample]:
             raise BadRecordError(
                 f"{place} has checksum {records.checksum(data)}; "
                 f"the manifest says {self.manifest.checksum[sample]}"
             )
-        arrays = records.decode(data)
+        try:
+            arrays = records.decode(data)
+        except ValueError as error:
+            raise BadRecordError(f"{place} cannot be decoded: {error}") from error
         self._check_shapes(arrays, sample, place)
         return arrays
 
     def close(self) -> None:
         """Closes the shards; a later read opens them again."""
         with self._lock:
-            for reader in self._readers.values():
-                reader.close()
-            self._readers.clear()
+            while self._readers:
+                _, reader = self._readers.popitem()
+                # A damaged shard says so again when closed; `read` has reported it already.
+                with contextlib.suppress(RuntimeError):
+                    reader.close()
 
     def _reader(self, shard: str) -> Any:
         if shard not in self._readers:

@@ -42,9 +42,29 @@ def attention(
     obstacle = _cudnn_obstacle(query)
     if implementation == "cudnn" and obstacle:
         raise NotImplementedError(f"attention: cuDNN cannot run here, {obstacle}; use 'xla'")
-    chosen: Literal["xla", "cudnn"] = "xla" if implementation == "xla" or obstacle else "cudnn"
-    output = jax.nn.dot_product_attention(query, key, value, implementation=chosen)
+    if implementation == "xla" or obstacle:
+        output = jax.nn.dot_product_attention(query, key, value, implementation="xla")
+    else:
+        output = _cudnn(query, key, value)
     return checkpoint_name(output, ATTENTION_OUTPUT)
+
+
+def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """JAX refuses odd lengths to cuDNN's backward, so they get one more token, masked out."""
+    batch, queries, keys = *query.shape[:2], key.shape[1]
+    if queries % 2 == 0 and keys % 2 == 0:
+        return jax.nn.dot_product_attention(query, key, value, implementation="cudnn")
+    output = jax.nn.dot_product_attention(
+        *(_to_even(part) for part in (query, key, value)),
+        query_seq_lengths=jnp.full(batch, queries, jnp.int32),
+        key_value_seq_lengths=jnp.full(batch, keys, jnp.int32),
+        implementation="cudnn",
+    )
+    return output[:, :queries]
+
+
+def _to_even(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
 
 
 def _cudnn_obstacle(query: jax.Array) -> str:

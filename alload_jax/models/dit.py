@@ -185,9 +185,7 @@ class DiT(nnx.Module):
         self.condition_embedding = ClassEmbedding(
             config.num_classes, config.dim, dtype=config.compute_dtype, rngs=rngs
         )
-        self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys))(
-            rngs.fork(split=config.num_layers)
-        )
+        self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys))(rngs.split(config.num_layers))
         self.head = Head(config, patch_dim, rngs=rngs)
 
     def __call__(self, latents: jax.Array, timestep: jax.Array, labels: jax.Array) -> jax.Array:

@@ -1,9 +1,10 @@
 """What a micro-batch costs: the paper's power law and a sum of linear and quadratic terms."""
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -89,10 +90,11 @@ def read_cost_file(path: str | Path) -> CostFile:
         content = json.loads(path.read_text())
     except OSError as error:
         raise InputError(f"{path}: no such cost model; give the path of its JSON") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}); write the cost model anew") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise InputError(f"{path}: not a cost model; its format field must be {FORMAT!r}")
+    _check_numbers(content, path)
     try:
         parts = {"power": PowerCost, "quadratic": QuadraticCost}
         return CostFile(**{k: parts[k](**v) if k in parts else v for k, v in content.items()})
@@ -100,3 +102,23 @@ def read_cost_file(path: str | Path) -> CostFile:
         raise InputError(
             f"{path}: {error}; the fields are power, quadratic, m_mem, m_comp"
         ) from error
+
+
+def _check_numbers(content: dict[str, Any], path: Path) -> None:
+    """Refuses values that are not finite numbers in their range."""
+    above_zero = {"p", "m_mem", "m_comp"}
+    flat = {name: content[name] for name in ("m_mem", "m_comp") if name in content}
+    for part in content.values():
+        flat |= part if isinstance(part, dict) else {}
+    for name, value in flat.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if (
+            not number
+            or not math.isfinite(value)
+            or value < 0
+            or (name in above_zero and not value)
+        ):
+            least = "above 0" if name in above_zero else "0 or more"
+            raise InputError(f"{path}: {name} is {value!r}; it must be a number, {least}")
+        if name == "m_mem" and value != int(value):
+            raise InputError(f"{path}: m_mem is {value}; it must be a whole number of tokens")

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
+from alload_jax.errors import InputError
 from alload_jax.planning.epoch import EpochPlan
 
 METADATA_KEY = b"alload-plan"
@@ -16,15 +17,17 @@ METADATA_KEY = b"alload-plan"
 def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -> pa.Table:
     """One row per placed sample, in the order of (step, micro_batch, rank).
 
-    Columns: `step, rank, micro_batch, sample, seq_len, padded_len, rows`. `sample` is the
-    manifest's row number; `rows` is how many sequences of `padded_len` tokens the micro-batch
-    holds on its rank, zero-weight filler included. In synchronous mode a rank that has no row in
-    a micro-batch computes filler of the shape that the others have; in independent mode it idles.
+    Columns: `step, rank, micro_batch, sample, seq_len, padded_len, rows, frames, height, width`.
+    `sample` is the manifest's row number; `rows` is how many sequences of `padded_len` tokens the
+    micro-batch holds on its rank, zero-weight filler included; the shape is that of its rows, zeros
+    where the manifest has none. In synchronous mode a rank that has no row in a micro-batch
+    computes filler of the shape that the others have; in independent mode it idles.
 
     Args:
       plan: the epoch.
       seq_len: [N] int64, tokens of every sample of the manifest.
-      settings: how the plan was made (ranks, ranks_mode, …); stored in the table's metadata.
+      settings: how the plan was made and measured (ranks, mode, m_mem, cost_model, samples, …),
+        JSON values; stored in the table's metadata.
     """
     counts = np.diff(plan.offsets)
 
@@ -40,15 +43,27 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
             "seq_len": seq_len[plan.sample],
             "padded_len": spread(plan.padded_len),
             "rows": spread(plan.rows),
+            "frames": spread(plan.shape[:, 0]),
+            "height": spread(plan.shape[:, 1]),
+            "width": spread(plan.shape[:, 2]),
         }
     )
     return table.replace_schema_metadata({METADATA_KEY: json.dumps(settings).encode()})
 
 
 def write_plan(path: str | Path, table: pa.Table) -> None:
-    """Writes the table of `plan_table` as Parquet, whole or not at all."""
+    """Writes the table of `plan_table` as Parquet, whole or not at all.
+
+    Raises:
+      InputError: the path cannot be written.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; name a file for the plan")
     partial = path.with_name(path.name + ".partial")
-    pyarrow.parquet.write_table(table, partial)
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(table, partial)
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error}); name another file") from error

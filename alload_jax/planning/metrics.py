@@ -112,7 +112,7 @@ def plan_metrics(
         buckets=len(np.unique(shapes, axis=0)),
         imbalance=float(imbalance(cost).mean()),
         imbalance_max=float(imbalance(cost).max()),
-        idle=float(1 - cost.mean(axis=-1).sum() / makespan.sum()),
+        idle=float(1 - _ratio(cost.mean(axis=-1).sum(), makespan.sum())),
         cost_cv=float(coefficient_of_variation(cost).mean()),
         compute_cv=float(coefficient_of_variation(squares).mean()),
         step_cv=float(coefficient_of_variation(makespan)),

@@ -65,6 +65,10 @@ class Plan:
         self.epoch = lru_cache(maxsize=2)(self._plan_epoch)
         self.steps_per_epoch = self.epoch(0).steps
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Only what the plan is made from travels to a worker process, which plans anew."""
+        return Plan, (self.samples, self.policy, self.layout, self.seed)
+
     def _plan_epoch(self, epoch: int) -> EpochPlan:
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
         return plan_bucketed_epoch(self.samples, self.policy, self.layout, rng)

@@ -79,6 +79,8 @@ def samples_from_columns(columns: dict[str, np.ndarray], geometry: Geometry, pla
     Raises:
       InputError: no usable columns, no rows, or a size below 1.
     """
+    if not len(next(iter(columns.values()), [1])):
+        raise InputError(f"{place}: the manifest has no rows; it needs at least one sample")
     sized = [name for name in ("frames", "height", "width") if name in columns]
     if len(sized) == 3:
         shape = np.stack([_whole(columns[name], name, place) for name in sized], axis=-1)
@@ -91,8 +93,6 @@ def samples_from_columns(columns: dict[str, np.ndarray], geometry: Geometry, pla
             f"{place}: columns are {', '.join(columns) or 'none'}; "
             "a manifest needs frames, height and width, or seq_len"
         )
-    if not len(samples):
-        raise InputError(f"{place}: the manifest has no rows; it needs at least one sample")
     return samples
 
 
@@ -102,29 +102,35 @@ def read_samples(path: str | Path, geometry: Geometry) -> Samples:
     Raises:
       InputError: the file is missing, unreadable or unusable.
     """
-    table = read_table(path, columns=("frames", "height", "width", "seq_len"))
+    table = _read_table(Path(path))
     columns = {name: table[name].to_numpy() for name in table.column_names}
     return samples_from_columns(columns, geometry, str(path))
 
 
-def read_table(path: str | Path, columns: tuple[str, ...]) -> pa.Table:
-    """The named columns, as far as they are there, of a Parquet or CSV file.
+_LARGEST = 10**9
+_COLUMNS = ("frames", "height", "width", "seq_len")
 
-    Raises:
-      InputError: the file is missing or cannot be read.
-    """
-    path = Path(path)
+
+def _read_table(path: Path) -> pa.Table:
+    """The columns that planning knows; if they don't suffice, all, for the message."""
     if not path.is_file():
         raise InputError(f"{path}: no such manifest; give the path of a .parquet or .csv file")
     try:
-        if path.suffix == ".csv":
+        if path.suffix.lower() == ".csv":
             table = pyarrow.csv.read_csv(path)
         else:
-            table = pyarrow.parquet.read_table(path)
-    except (pa.ArrowInvalid, OSError) as error:
+            names = pyarrow.parquet.read_schema(path).names
+            usable = {"frames", "height", "width"} <= set(names) or "seq_len" in names
+            known = [name for name in names if name in _COLUMNS]
+            table = pyarrow.parquet.read_table(path, columns=known if usable else None)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"{path}: not a readable manifest ({reason}); write it anew") from error
-    return table.select([name for name in table.column_names if name in columns])
+    if doubled := {name for name in table.column_names if table.column_names.count(name) > 1}:
+        raise InputError(
+            f"{path}: column {', '.join(sorted(doubled))} stands there twice; keep one"
+        )
+    return table
 
 
 def _whole(values: np.ndarray, name: str, place: str) -> np.ndarray:
@@ -132,10 +138,12 @@ def _whole(values: np.ndarray, name: str, place: str) -> np.ndarray:
     values = np.asarray(values)
     if values.dtype.kind not in "iuf":
         raise InputError(f"{place}: column {name} holds {values.dtype}; it must hold whole numbers")
-    wrong = ~(np.isfinite(values) & (values >= 1) & (values == np.floor(values)))
+    in_range = (values >= 1) & (values <= _LARGEST)
+    wrong = ~(np.isfinite(values) & in_range & (values == np.floor(values)))
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise InputError(
-            f"{place}: row {row} has {name} = {values[row]}; it must be a whole number, 1 or more"
+            f"{place}: row {row} has {name} = {values[row]}; "
+            f"it must be a whole number from 1 to {_LARGEST:,}"
         )
     return values.astype(np.int64)

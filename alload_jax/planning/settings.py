@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, CostModel, PowerCost, read_cost_file
@@ -45,6 +45,12 @@ class PlanningConfig:
     cost_model: str | None = None
 
     def __post_init__(self) -> None:
+        for name, choices in (("policy", PolicyName), ("ranks_mode", RanksMode)):
+            if getattr(self, name) not in get_args(choices):
+                raise InputError(
+                    f"planning.{name} is {getattr(self, name)!r}; "
+                    f"choose one of {', '.join(get_args(choices))}"
+                )
         for name in ("micro_batches_per_step", "m_mem", "ranks"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -68,7 +74,7 @@ class PlanningConfig:
     def exponent(self) -> float:
         """The p in force."""
         power = self.costs().power
-        return self.p or (power.p if power else 2.0)
+        return float(self.p or (power.p if power else 2.0))
 
     def tokens_bound(self) -> int | None:
         """The M_mem in force."""
@@ -100,7 +106,8 @@ def make_policy(config: PlanningConfig) -> BucketedPolicy:
         )
     if config.policy == "equal_tokens":
         return EqualTokens(m_mem)
-    return DualConstraint(m_mem, config.m_comp or config.costs().m_comp, config.exponent())
+    m_comp = config.m_comp or config.costs().m_comp
+    return DualConstraint(m_mem, None if m_comp is None else float(m_comp), config.exponent())
 
 
 def make_plan(config: PlanningConfig, samples: Samples, ranks: int, seed: int) -> Plan:

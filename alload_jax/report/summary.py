@@ -12,7 +12,11 @@ _LOSS_WINDOW = 50
 
 
 def summarise(
-    rows: list[dict[str, Any]], steps: int, digit_accuracy: float | None, seconds: float
+    rows: list[dict[str, Any]],
+    steps: int,
+    digit_accuracy: float | None,
+    peak_memory: int | None,
+    seconds: float,
 ) -> dict[str, Any]:
     """The summary of a run.
 
@@ -20,6 +24,7 @@ def summarise(
       rows: metrics of its steps.
       steps: optimizer steps done.
       digit_accuracy: share of drawn digits that a classifier reads as asked for, if measured.
+      peak_memory: bytes in use on the fullest device at most, if known.
       seconds: wall-clock time of the last start, compilation and sampling included.
 
     Returns:
@@ -28,8 +33,8 @@ def summarise(
     """
     column = {name: np.asarray([row[name] for row in rows], np.float64) for name in rows[0]}
     train_seconds = column["step_seconds"].sum()
-    summary: dict[str, Any] = {} if digit_accuracy is None else {"digit_accuracy": digit_accuracy}
-    return summary | {
+    measured = {"digit_accuracy": digit_accuracy, "peak_memory_bytes": peak_memory}
+    return {name: value for name, value in measured.items() if value is not None} | {
         "loss_first": _mean_loss(column, slice(None, _LOSS_WINDOW)),
         "loss_last": _mean_loss(column, slice(-_LOSS_WINDOW, None)),
         "steps": steps,

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-import jax
 import orbax.checkpoint as ocp
 
 from alload_jax.errors import InputError
@@ -33,7 +33,10 @@ class CheckpointConfig:
 
 
 class Checkpoints:
-    """The checkpoints of a run folder. A crash while one is written leaves the ones before it."""
+    """The checkpoints of a run folder. A crash while one is written leaves the ones before it.
+
+    Close it, or use it in a `with`: what is being written is finished then, whatever happened.
+    """
 
     def __init__(self, folder: str | Path, config: CheckpointConfig, identity: dict[str, Any]):
         """Opens the folder, making it if need be.
@@ -53,6 +56,14 @@ class Checkpoints:
             cleanup_tmp_directories=True,
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self.close()
 
     def latest(self) -> int | None:
         """The step of the newest whole checkpoint; None if there is none."""
@@ -106,8 +117,3 @@ def _difference(theirs: Any, ours: Any) -> str:
             if theirs.get(key) != ours.get(key):
                 return f"{key} was {theirs.get(key)!r} and is now {ours.get(key)!r}"
     return f"it was {theirs!r} and is now {ours!r}"
-
-
-def wait_for(state: TrainState) -> None:
-    """Blocks until a state has been computed."""
-    jax.block_until_ready(state)

@@ -133,7 +133,7 @@ def make_update(
         params = optax.apply_updates(state.params, updates)
         ema = update_ema(state.ema, params, state.step, config.ema_decay)
         after = TrainState(state.step + 1, state.key, params, ema, opt_state)
-        metrics = {"loss": sums.loss * mean, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": sums.loss * mean, "grad_norm": optax.tree.norm(grads)}
         after = jax.lax.with_sharding_constraint(after, tree_shardings(after, mesh))
         return after, jax.tree.map(jnp.zeros_like, sums), metrics
 

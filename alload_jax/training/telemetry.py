@@ -72,6 +72,13 @@ def _environment(argv: list[str]) -> dict[str, Any]:
     }
 
 
+def peak_memory() -> int | None:
+    """Most bytes in use on this process's fullest device so far; None where that is not known."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    peaks = [found["peak_bytes_in_use"] for found in stats if found]
+    return max(peaks, default=None)
+
+
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON, whole or not at all."""
     write_whole(path, json.dumps(content, indent=2) + "\n")

@@ -7,6 +7,8 @@ import numpy as np
 from alload_jax.planning.policies.limits import refuse_longer_than
 from alload_jax.planning.samples import Buckets
 
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True)
 class DualConstraint:
@@ -25,7 +27,12 @@ class DualConstraint:
     def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
         """See `BucketedPolicy.rows_per_bucket`."""
         refuse_longer_than(buckets, self.m_mem, "dual_constraint")
-        cost = buckets.seq_len.astype(np.float64) ** self.p
+        with np.errstate(over="ignore"):
+            cost = buckets.seq_len.astype(np.float64) ** self.p
         m_comp = cost.max() if self.m_comp is None else self.m_comp
-        by_compute = (m_comp // cost).astype(np.int64)
-        return np.maximum(1, np.minimum(self.m_mem // buckets.seq_len, by_compute))
+        by_memory = self.m_mem // buckets.seq_len
+        # A bound that is a whole number of rows must not lose one to rounding.
+        with np.errstate(invalid="ignore"):
+            exact = np.where(np.isfinite(cost), m_comp / cost, 0) * (1 + _ROUNDING)
+        by_compute = np.floor(np.minimum(exact, by_memory)).astype(np.int64)
+        return np.maximum(1, by_compute)

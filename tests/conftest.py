@@ -1,0 +1,4 @@
+import os
+
+# Eight CPU devices, for tests of sharding; before JAX is imported. GPUs are not affected.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")

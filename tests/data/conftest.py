@@ -1,0 +1,12 @@
+import pytest
+from data_helpers import random_samples, write_store
+
+
+@pytest.fixture(scope="session")
+def samples():
+    return random_samples(11)
+
+
+@pytest.fixture
+def store(tmp_path, samples):
+    return write_store(tmp_path / "store", samples, samples_per_shard=4)

@@ -1,0 +1,146 @@
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow.parquet
+from hypothesis import strategies as st
+
+from alload_jax.data.manifest import MANIFEST_NAME, Manifest
+from alload_jax.data.store import BadRecordError, StoreWriter
+from alload_jax.planning.plan import Plan
+from alload_jax.planning.settings import PlanningConfig, make_plan
+
+PATCH = (1, 2, 2)
+NULL_LABEL = 10
+
+
+class Sample(NamedTuple):
+    latents: np.ndarray
+    labels: np.ndarray
+    size: tuple[int, int, int]
+
+
+def random_sample(rng, size, grid=None, channels=1, text_length=1):
+    latents = rng.normal(size=(*(grid or size), channels)).astype(np.float16)
+    return Sample(latents, rng.integers(0, 10, text_length, np.int32), size)
+
+
+def random_samples(count, channels=1, seed=0):
+    rng = np.random.default_rng(seed)
+    sizes = [(1, 4, 4), (5, 4, 8), (9, 8, 4)]
+    return [
+        random_sample(rng, sizes[n % len(sizes)], channels=channels, text_length=n % 2 + 1)
+        for n in range(count)
+    ]
+
+
+def write_store(folder, samples, vae_stride=(1, 1, 1), **options):
+    with StoreWriter(folder, vae_stride=vae_stride, **options) as writer:
+        for sample in samples:
+            writer.add(*sample)
+    return folder
+
+
+def assert_holds(arrays, sample):
+    assert set(arrays) == {"latents", "labels"}
+    for name in arrays:
+        expected = getattr(sample, name)
+        assert arrays[name].dtype == expected.dtype
+        np.testing.assert_array_equal(arrays[name], expected)
+
+
+def assert_says(error, *parts):
+    message = str(error.value)
+    assert "\n" not in message
+    for part in parts:
+        assert str(part) in message
+
+
+def change_manifest(folder, change=None, metadata="keep"):
+    path = Path(folder) / MANIFEST_NAME
+    table = pyarrow.parquet.read_table(path)
+    kept = table.schema.metadata
+    if change:
+        table = change(table)
+    table = table.replace_schema_metadata(kept if metadata == "keep" else metadata)
+    pyarrow.parquet.write_table(table, path)
+
+
+def flip_byte(path, position):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0xFF
+    path.write_bytes(data)
+
+
+def manifest_of(sizes, text_lengths):
+    count = len(sizes)
+    return Manifest(
+        path=Path("nowhere") / MANIFEST_NAME,
+        shard=np.array(["shard"] * count, object),
+        index=np.arange(count),
+        shape=np.array(sizes, np.int64),
+        channels=np.ones(count, np.int64),
+        text_length=np.array(text_lengths, np.int64),
+        checksum=np.zeros(count, np.int64),
+        vae_stride=(1, 1, 1),
+        shard_bytes={},
+        origin={},
+    )
+
+
+class SpyReader:
+    """Samples made up from their number; notes which are read."""
+
+    def __init__(self, manifest, damaged=()):
+        self.manifest = manifest
+        self.damaged = frozenset(damaged)
+        self.reads = []
+
+    def read(self, sample):
+        self.reads.append(sample)
+        if sample in self.damaged:
+            raise BadRecordError(f"shard: record {sample} is damaged")
+        return {"latents": self.latents(sample), "labels": self.labels(sample)}
+
+    def latents(self, sample):
+        return np.full((*self.manifest.shape[sample], 1), sample + 1, np.float16)
+
+    def labels(self, sample):
+        return np.arange(self.manifest.text_length[sample], dtype=np.int32) + sample % 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    manifest: Manifest
+    plan: Plan
+
+    def epoch_steps(self, epoch=0):
+        first = epoch * self.plan.steps_per_epoch
+        return [self.plan.step(first + n) for n in range(self.plan.steps_per_epoch)]
+
+
+def plan_over(manifest, ranks=2, micro_batches=1, policy="dual_constraint", m_mem=160, seed=0):
+    config = PlanningConfig(
+        policy=policy,
+        m_mem=m_mem,
+        rows=2 if policy == "fixed" else None,
+        micro_batches_per_step=micro_batches,
+    )
+    return make_plan(config, manifest.samples(PATCH), ranks, seed)
+
+
+@st.composite
+def cases(draw, ranks=(1, 2, 3, 4)):
+    sizes = st.sampled_from([(1, 4, 4), (1, 4, 8), (5, 4, 4), (5, 8, 8)])
+    rows = draw(st.lists(st.tuples(sizes, st.integers(0, 3)), min_size=1, max_size=40))
+    manifest = manifest_of(*zip(*rows, strict=True))
+    plan = plan_over(
+        manifest,
+        ranks=draw(st.sampled_from(ranks)),
+        micro_batches=draw(st.integers(1, 3)),
+        policy=draw(st.sampled_from(["fixed", "equal_tokens", "dual_constraint"])),
+        m_mem=draw(st.integers(160, 400)),
+        seed=draw(st.integers(0, 1000)),
+    )
+    return Case(manifest, plan)

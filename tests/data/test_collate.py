@@ -1,0 +1,176 @@
+import dataclasses
+import itertools
+
+import numpy as np
+from data_helpers import NULL_LABEL, SpyReader, cases, plan_over
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alload_jax.data.collate import Collator
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.store import StoreReader
+
+
+def collator(reader, ranks, text_length=None):
+    length = reader.manifest.longest_text() if text_length is None else text_length
+    return Collator(reader, frozenset(ranks), length, NULL_LABEL)
+
+
+def all_ranks(case):
+    return range(case.plan.layout.ranks)
+
+
+def planned_rows(step, ranks):
+    """Per micro-batch, the sample of every row of the ranks; −1 for filler."""
+    for index in sorted({part.index for part in step.micro_batches}):
+        parts = {p.rank: p for p in step.micro_batches if p.index == index}
+        yield [
+            sample
+            for rank in sorted(ranks)
+            for sample in (*parts[rank].samples, *[-1] * parts[rank].rows)[: parts[rank].rows]
+        ]
+
+
+def assert_rows_hold_their_samples(batch, reader, text_length):
+    for row, sample in enumerate(batch.sample.tolist()):
+        latents = reader.latents(sample) if sample >= 0 else np.zeros(batch.latents.shape[1:])
+        labels = reader.labels(sample).tolist() if sample >= 0 else []
+        np.testing.assert_array_equal(batch.latents[row], latents)
+        padding = [NULL_LABEL] * (text_length - len(labels))
+        assert batch.labels[row].tolist() == labels + padding
+        assert batch.weight[row] == (sample >= 0)
+
+
+def assert_equal_batches(found, expected):
+    for found_part, expected_part in zip(found, expected, strict=True):
+        assert found_part.dtype == expected_part.dtype
+        np.testing.assert_array_equal(found_part, expected_part)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.data())
+def test_rows_are_those_that_the_plan_gives_the_ranks_and_no_others_are_read(case, data):
+    ranks = data.draw(st.sets(st.sampled_from(all_ranks(case)), min_size=1))
+    spy = SpyReader(case.manifest)
+    collate = collator(spy, ranks)
+    for step in case.epoch_steps():
+        spy.reads.clear()
+        host = collate(step)
+        rows = list(planned_rows(step, ranks))
+        assert [batch.sample.tolist() for batch in host.batches] == rows
+        assert sorted(spy.reads) == sorted(s for s in itertools.chain(*rows) if s >= 0)
+        assert host.problems == ()
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases(), st.integers(0, 3))
+def test_every_row_holds_its_sample_or_filler(case, longer):
+    reader = SpyReader(case.manifest)
+    text_length = case.manifest.longest_text() + longer
+    collate = collator(reader, all_ranks(case), text_length)
+    for step in case.epoch_steps():
+        for batch in collate(step).batches:
+            assert_rows_hold_their_samples(batch, reader, text_length)
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases(), st.integers(0, 2))
+def test_an_epoch_weighs_as_much_as_it_has_samples_and_holds_each_once(case, epoch):
+    collate = collator(SpyReader(case.manifest), all_ranks(case))
+    batches = [b for step in case.epoch_steps(epoch) for b in collate(step).batches]
+    assert sum(batch.weight.sum() for batch in batches) == len(case.manifest)
+    shown = np.concatenate([batch.sample[batch.weight > 0] for batch in batches])
+    assert sorted(shown.tolist()) == list(range(len(case.manifest)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases(ranks=(4,)))
+def test_two_processes_halves_stacked_are_the_whole(case):
+    whole, first, second = (
+        collator(SpyReader(case.manifest), ranks) for ranks in ({0, 1, 2, 3}, {0, 1}, {2, 3})
+    )
+    for step in case.epoch_steps():
+        halves = zip(first(step).batches, second(step).batches, strict=True)
+        for batch, (upper, lower) in zip(whole(step).batches, halves, strict=True):
+            stacked = [np.concatenate(parts) for parts in zip(upper, lower, strict=True)]
+            assert_equal_batches(stacked, batch)
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases(), st.integers(0, 2))
+def test_batches_have_the_documented_dtypes_and_shapes(case, epoch):
+    collate = collator(SpyReader(case.manifest), all_ranks(case), text_length=4)
+    for step in case.epoch_steps(epoch):
+        host = collate(step)
+        assert (host.number, host.epoch) == (step.index, epoch)
+        for index, batch in enumerate(host.batches):
+            parts = [part for part in step.micro_batches if part.index == index]
+            rows = sum(part.rows for part in parts)
+            assert batch.latents.shape == (rows, *parts[0].shape, 1)
+            assert batch.labels.shape == (rows, 4)
+            assert batch.sample.shape == batch.weight.shape == (rows,)
+            dtypes = [part.dtype.name for part in batch]
+            assert dtypes == ["float32", "int32", "int32", "float32"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.data())
+def test_damaged_records_become_filler_and_are_reported(case, data):
+    damaged = data.draw(st.sets(st.integers(0, len(case.manifest) - 1), min_size=1))
+    reader = SpyReader(case.manifest, damaged)
+    text_length = case.manifest.longest_text()
+    collate = collator(reader, all_ranks(case))
+    problems, shown = [], []
+    for step in case.epoch_steps():
+        host = collate(step)
+        planned = planned_rows(step, all_ranks(case))
+        rows = [[-1 if sample in damaged else sample for sample in row] for row in planned]
+        assert [batch.sample.tolist() for batch in host.batches] == rows
+        for batch in host.batches:
+            assert_rows_hold_their_samples(batch, reader, text_length)
+            shown += batch.sample[batch.weight > 0].tolist()
+        problems += host.problems
+    assert sorted(problems) == sorted(f"shard: record {n} is damaged" for n in damaged)
+    assert sorted(shown) == sorted(set(range(len(case.manifest))) - damaged)
+
+
+def test_a_damaged_record_of_another_rank_is_not_our_problem(store):
+    manifest = read_manifest(store)
+    plan = plan_over(manifest, ranks=2)
+    step = plan.step(0)
+    theirs = next(part for part in step.micro_batches if part.rank == 1 and part.samples)
+    collate = collator(SpyReader(manifest, damaged=theirs.samples), {0})
+    assert collate(step).problems == ()
+
+
+def epoch_of(manifest, collate):
+    plan = plan_over(manifest)
+    return [collate(plan.step(number)) for number in range(plan.steps_per_epoch)]
+
+
+def test_a_real_store_is_collated(store, samples):
+    manifest = read_manifest(store)
+    steps = epoch_of(manifest, collator(StoreReader(manifest), {0, 1}))
+    rows = {
+        int(sample): (batch.latents[row], batch.labels[row])
+        for step in steps
+        for batch in step.batches
+        for row, sample in enumerate(batch.sample)
+    }
+    for number, sample in enumerate(samples):
+        latents, labels = rows[number]
+        np.testing.assert_array_equal(latents, sample.latents.astype(np.float32))
+        assert labels[: len(sample.labels)].tolist() == sample.labels.tolist()
+
+
+def test_a_real_damaged_record_is_skipped_and_named(store):
+    manifest = read_manifest(store)
+    checksum = manifest.checksum.copy()
+    checksum[5] += 1
+    reader = StoreReader(dataclasses.replace(manifest, checksum=checksum))
+    steps = epoch_of(manifest, collator(reader, {0, 1}))
+    (problem,) = itertools.chain(*(step.problems for step in steps))
+    assert manifest.shard[5] in problem
+    assert "sample 5" in problem
+    weights = [batch.weight.sum() for step in steps for batch in step.batches]
+    assert sum(weights) == len(manifest) - 1

@@ -1,0 +1,195 @@
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+from data_helpers import NULL_LABEL, SpyReader, assert_says, manifest_of, plan_over
+
+from alload_jax.data.collate import Collator
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.source import LoaderConfig, PlanSource, StepLoader
+from alload_jax.data.store import StoreReader
+from alload_jax.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def manifest():
+    sizes = [(1, 4, 4), (5, 4, 4), (1, 8, 8)]
+    return manifest_of([sizes[n % 3] for n in range(40)], [1] * 40)
+
+
+@pytest.fixture(scope="module")
+def plan(manifest):
+    return plan_over(manifest, micro_batches=2)
+
+
+@pytest.fixture(scope="module")
+def collate(manifest):
+    return Collator(SpyReader(manifest), frozenset({0, 1}), 1, NULL_LABEL)
+
+
+def load(plan, collate, first, stop, **config):
+    with StepLoader(PlanSource(plan, first, stop), collate, LoaderConfig(**config)) as loader:
+        return list(loader)
+
+
+def assert_equal_steps(found, expected):
+    assert [step.number for step in found] == [step.number for step in expected]
+    for found_step, expected_step in zip(found, expected, strict=True):
+        assert found_step.epoch == expected_step.epoch
+        assert found_step.problems == expected_step.problems
+        pairs = zip(found_step.batches, expected_step.batches, strict=True)
+        for found_batch, expected_batch in pairs:
+            for name in expected_batch._fields:
+                np.testing.assert_array_equal(
+                    getattr(found_batch, name), getattr(expected_batch, name)
+                )
+
+
+def wait_until(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+# ---------------------------------------------------------------- the source
+
+
+def test_item_i_is_the_plans_step_first_plus_i(plan):
+    stop = 2 * plan.steps_per_epoch + 3
+    source = PlanSource(plan, 3, stop)
+    assert len(source) == stop - 3
+    assert [source[n] for n in range(len(source))] == [plan.step(n) for n in range(3, stop)]
+    assert source[np.int64(2)] == plan.step(5)
+
+
+def test_repr_depends_on_the_plan_and_the_range_alone(manifest, plan):
+    same = PlanSource(plan_over(manifest, micro_batches=2), 2, 9)
+    assert repr(PlanSource(plan, 2, 9)) == repr(same)
+    others = [
+        PlanSource(plan, 3, 9),
+        PlanSource(plan, 2, 8),
+        PlanSource(plan_over(manifest, micro_batches=2, seed=1), 2, 9),
+        PlanSource(plan_over(manifest, micro_batches=2, m_mem=128), 2, 9),
+    ]
+    assert len({repr(source) for source in (same, *others)}) == 5
+
+
+# ---------------------------------------------------------------- reading ahead
+
+
+@pytest.mark.parametrize(("threads", "read_ahead"), [(1, 1), (2, 8), (8, 3), (4, 100)])
+def test_steps_come_in_the_plans_order(plan, collate, threads, read_ahead):
+    stop = 2 * plan.steps_per_epoch + 1
+    found = load(plan, collate, 0, stop, threads=threads, read_ahead=read_ahead)
+    assert_equal_steps(found, [collate(plan.step(n)) for n in range(stop)])
+
+
+def test_slow_steps_are_not_overtaken(plan, collate):
+    def sometimes_slow(step):
+        time.sleep(0.05 if step.index % 4 == 0 else 0)
+        return collate(step)
+
+    found = load(plan, sometimes_slow, 0, 12, threads=4)
+    assert [step.number for step in found] == list(range(12))
+
+
+def test_starting_late_equals_skipping(plan, collate):
+    stop = plan.steps_per_epoch + 4
+    whole = load(plan, collate, 0, stop)
+    for first in (1, plan.steps_per_epoch - 1, plan.steps_per_epoch, stop - 1):
+        assert_equal_steps(load(plan, collate, first, stop), whole[first:])
+
+
+@pytest.mark.parametrize(("first", "stop"), [(0, 0), (5, 5), (7, 5)])
+def test_a_run_that_is_over_has_no_steps_left(plan, collate, first, stop):
+    assert load(plan, collate, first, stop) == []
+
+
+def test_an_exhausted_loader_stays_exhausted(plan, collate):
+    with StepLoader(PlanSource(plan, 0, 2), collate, LoaderConfig()) as loader:
+        assert len(list(loader)) == 2
+        assert next(loader, None) is None
+        assert next(loader, None) is None
+
+
+def test_no_more_is_read_ahead_than_asked_for(plan, collate):
+    begun = []
+
+    def counted(step):
+        begun.append(step.index)
+        return collate(step)
+
+    config = LoaderConfig(threads=2, read_ahead=3)
+    with StepLoader(PlanSource(plan, 0, 1000), counted, config) as loader:
+        for taken in (1, 2, 3):
+            next(loader)
+            assert wait_until(lambda taken=taken: len(begun) >= taken + 2)
+            time.sleep(0.05)
+            assert len(begun) <= taken + 3
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_closing_stops_reading(plan, collate, taken):
+    begun = []
+
+    def counted(step):
+        begun.append(step.index)
+        return collate(step)
+
+    threads = threading.active_count()
+    loader = StepLoader(PlanSource(plan, 0, 10**6), counted, LoaderConfig())
+    list(itertools.islice(loader, taken))
+    loader.close()
+    loader.close()
+    assert wait_until(lambda: threading.active_count() <= threads)
+    count = len(begun)
+    time.sleep(0.05)
+    assert len(begun) == count
+
+
+def test_an_error_in_the_training_loop_closes_the_loader(plan, collate):
+    threads = threading.active_count()
+
+    def train():
+        with StepLoader(PlanSource(plan, 0, 10**6), collate, LoaderConfig()) as loader:
+            next(loader)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train()
+    assert wait_until(lambda: threading.active_count() <= threads)
+
+
+def test_an_error_while_reading_reaches_the_training_loop(plan, collate):
+    def fails_at_two(step):
+        if step.index == 2:
+            raise InputError("the disk is gone; mount it")
+        return collate(step)
+
+    with StepLoader(PlanSource(plan, 0, 9), fails_at_two, LoaderConfig()) as loader:
+        assert [next(loader).number, next(loader).number] == [0, 1]
+        with pytest.raises(InputError, match="the disk is gone; mount it"):
+            next(loader)
+
+
+def test_worker_processes_give_the_same_steps(store):
+    manifest = read_manifest(store)
+    plan = plan_over(manifest)
+    collate = Collator(StoreReader(manifest), frozenset({0, 1}), 2, NULL_LABEL)
+    stop = plan.steps_per_epoch + 2
+    assert_equal_steps(
+        load(plan, collate, 1, stop, processes=1), load(plan, collate, 1, stop, processes=0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [("threads", 0, 1), ("read_ahead", -1, 1), ("processes", -1, 0), ("max_bad_records", -2, 0)],
+)
+def test_impossible_settings_are_refused(name, value, least):
+    with pytest.raises(InputError) as error:
+        LoaderConfig(**{name: value})
+    assert_says(error, f"data.loader.{name}", value, least)

@@ -1,0 +1,196 @@
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from data_helpers import (
+    assert_says,
+    change_manifest,
+    manifest_of,
+    random_sample,
+    random_samples,
+    write_store,
+)
+
+from alload_jax.data.manifest import (
+    MANIFEST_NAME,
+    METADATA_KEY,
+    manifest_metadata,
+    read_manifest,
+)
+from alload_jax.errors import InputError
+from alload_jax.planning.geometry import Geometry
+
+
+def edit_notes(folder, edit):
+    notes = manifest_metadata(folder / MANIFEST_NAME)
+    edit(notes)
+    change_manifest(folder, metadata={METADATA_KEY: json.dumps(notes).encode()})
+
+
+def set_column(name, values):
+    def change(table):
+        return table.set_column(table.column_names.index(name), name, pa.array(values))
+
+    return change
+
+
+def refused(folder, *parts):
+    with pytest.raises(InputError) as error:
+        read_manifest(folder)
+    assert_says(error, folder, *parts)
+
+
+# ---------------------------------------------------------------- what it says
+
+
+def test_columns_are_what_was_written(store, samples):
+    manifest = read_manifest(store)
+    assert len(manifest) == len(samples)
+    assert manifest.path == store / MANIFEST_NAME
+    assert manifest.shape.tolist() == [list(sample.size) for sample in samples]
+    assert manifest.shape.dtype == np.int64
+    assert manifest.text_length.tolist() == [len(sample.labels) for sample in samples]
+    assert set(manifest.channels.tolist()) == {1}
+    assert manifest.longest_text() == 2
+
+
+def test_shard_sizes_are_those_on_disk(store):
+    manifest = read_manifest(store)
+    on_disk = {path.name: path.stat().st_size for path in store.glob("*.arrayrecord")}
+    assert manifest.shard_bytes == on_disk
+    assert set(manifest.shard) == set(on_disk)
+
+
+def test_origin_is_kept(tmp_path):
+    origin = {"camera": [1, 2.5, None], "site": {"name": "Orsay"}}
+    store = write_store(tmp_path / "store", random_samples(1), origin=origin)
+    assert read_manifest(store).origin == origin
+    assert manifest_metadata(store / MANIFEST_NAME)["origin"] == origin
+
+
+def test_origin_is_empty_where_none_was_given(store):
+    assert read_manifest(store).origin == {}
+
+
+@pytest.mark.parametrize("stride", [(1, 1, 1), (4, 8, 8)])
+@pytest.mark.parametrize("patch", [(1, 1, 1), (1, 2, 2), (1, 4, 4), (2, 2, 2)])
+def test_samples_count_the_tokens_of_their_latents(tmp_path, stride, patch):
+    rng = np.random.default_rng(0)
+    sizes, grids = [(1, 16, 32), (9, 32, 32)], [(1, 16, 32), (9, 32, 32)]
+    if stride == (4, 8, 8):
+        grids = [(1, 2, 4), (3, 4, 4)]
+    written = [random_sample(rng, size, grid) for size, grid in zip(sizes, grids, strict=True)]
+    manifest = read_manifest(write_store(tmp_path / "store", written, stride))
+    samples = manifest.samples(patch)
+    tokens = [np.prod([-(-g // p) for g, p in zip(grid, patch, strict=True)]) for grid in grids]
+    assert samples.seq_len.tolist() == tokens
+    assert samples.shape.tolist() == [list(size) for size in sizes]
+    assert manifest.geometry(patch) == Geometry(stride, patch)
+    assert [manifest.latent_shape(size) for size in sizes] == [(*grid, 1) for grid in grids]
+
+
+# ---------------------------------------------------------------- what a model requires
+
+
+def test_a_model_that_fits_is_accepted(store):
+    read_manifest(store).require(channels=1, patch_size=(1, 4, 4))
+
+
+def test_other_channels_are_refused(store):
+    with pytest.raises(InputError) as error:
+        read_manifest(store).require(channels=16, patch_size=(1, 4, 4))
+    assert_says(error, store, "sample 0", "1 channels", "model.in_channels", 16)
+
+
+@pytest.mark.parametrize(
+    ("patch", "sample"), [((1, 4, 8), 1), ((1, 2, 4), 2), ((5, 1, 1), 0), ((2, 4, 4), 0)]
+)
+def test_a_patch_that_does_not_divide_a_sample_is_refused(patch, sample):
+    sizes = [(1, 4, 8), (5, 4, 4), (1, 5, 4)]
+    manifest = manifest_of(sizes, [1, 1, 1])
+    with pytest.raises(InputError) as error:
+        manifest.require(channels=1, patch_size=patch)
+    assert_says(error, manifest.path, f"sample {sample}", sizes[sample], "model.patch_size", patch)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_a_folder_without_manifest_is_refused(tmp_path):
+    refused(tmp_path, MANIFEST_NAME, "data.folder")
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    refused(tmp_path / "nowhere", MANIFEST_NAME, "data.folder")
+
+
+@pytest.mark.parametrize("content", [b"", b"frames,height,width\n1,8,8\n", b"PAR1" * 100])
+def test_a_file_that_is_not_parquet_is_refused(store, content):
+    (store / MANIFEST_NAME).write_bytes(content)
+    refused(store, MANIFEST_NAME, "not a Parquet file", "prepare the data anew")
+
+
+def test_a_truncated_manifest_is_refused(store):
+    path = store / MANIFEST_NAME
+    path.write_bytes(path.read_bytes()[:-20])
+    refused(store, MANIFEST_NAME, "not a Parquet file")
+
+
+def test_an_empty_manifest_is_refused(tmp_path):
+    refused(write_store(tmp_path / "store", []), "no rows", "at least one sample")
+
+
+def test_lacking_columns_are_named(store):
+    change_manifest(store, lambda table: table.drop_columns(["frames", "checksum"]))
+    refused(store, "frames, checksum", "StoreWriter")
+
+
+def test_a_parquet_file_from_elsewhere_is_refused(store):
+    pyarrow.parquet.write_table(pa.table({"url": ["a"], "caption": ["b"]}), store / MANIFEST_NAME)
+    refused(store, "shard", "frames", "StoreWriter")
+
+
+def test_a_manifest_without_notes_is_refused(store):
+    change_manifest(store, metadata=None)
+    refused(store, "vae_stride", "StoreWriter")
+
+
+def test_notes_that_are_not_json_are_refused(store):
+    change_manifest(store, metadata={METADATA_KEY: b"{half"})
+    refused(store)
+
+
+@pytest.mark.parametrize("name", ["vae_stride", "shard_bytes", "origin"])
+def test_notes_that_lack_something_are_refused(store, name):
+    edit_notes(store, lambda notes: notes.pop(name))
+    refused(store)
+
+
+@pytest.mark.parametrize("name", ["index", "frames", "channels", "text_length", "checksum"])
+def test_a_column_of_words_is_refused(store, samples, name):
+    change_manifest(store, set_column(name, ["many"] * len(samples)))
+    refused(store)
+
+
+def test_a_missing_shard_is_named(store):
+    shard = sorted(store.glob("*.arrayrecord"))[1]
+    shard.unlink()
+    refused(store, shard, "missing", "restore it")
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: b"", lambda d: d + b"x"])
+def test_a_shard_of_another_size_is_named(store, change):
+    shard = sorted(store.glob("*.arrayrecord"))[1]
+    size = shard.stat().st_size
+    shard.write_bytes(change(shard.read_bytes()))
+    refused(store, shard, shard.stat().st_size, size, "restore it")
+
+
+def test_metadata_of_a_foreign_file_is_empty(tmp_path):
+    (tmp_path / "text").write_text("no parquet")
+    pyarrow.parquet.write_table(pa.table({"a": [1]}), tmp_path / "table")
+    assert manifest_metadata(tmp_path / "text") == {}
+    assert manifest_metadata(tmp_path / "table") == {}
+    assert manifest_metadata(tmp_path / "nothing") == {}

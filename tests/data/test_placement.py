@@ -1,0 +1,115 @@
+import jax
+import numpy as np
+import pytest
+
+from alload_jax.data.batch import Batch
+from alload_jax.data.collate import HostStep
+from alload_jax.data.placement import place_ahead
+from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
+
+
+@pytest.fixture(scope="module", params=[MeshConfig(), MeshConfig(fsdp=jax.device_count())])
+def mesh(request):
+    return make_mesh(request.param)
+
+
+def host_batch(rng, rows):
+    return Batch(
+        latents=rng.normal(size=(rows, 1, 4, 4, 1)).astype(np.float32),
+        labels=rng.integers(0, 10, (rows, 2), np.int32),
+        sample=rng.integers(0, 99, rows, np.int32),
+        weight=rng.integers(0, 2, rows).astype(np.float32),
+    )
+
+
+def host_steps(count, ranks):
+    rng = np.random.default_rng(0)
+    return [
+        HostStep(
+            number=7 + n,
+            epoch=n // 3,
+            batches=tuple(host_batch(rng, ranks * (m + 1)) for m in range(1 + n % 2)),
+            problems=("bad",) * (n % 3),
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 6])
+def test_all_steps_arrive_in_order_with_the_hosts_values(mesh, depth, count):
+    steps = host_steps(count, ranks_of(mesh))
+    placed = list(place_ahead(iter(steps), mesh, depth))
+    assert [step.number for step in placed] == [step.number for step in steps]
+    for found, step in zip(placed, steps, strict=True):
+        assert (found.epoch, found.problems) == (step.epoch, step.problems)
+        assert found.wait_seconds >= 0
+        for on_device, on_host in zip(found.batches, step.batches, strict=True):
+            for device_part, host_part in zip(on_device, on_host, strict=True):
+                assert device_part.dtype == host_part.dtype
+                np.testing.assert_array_equal(device_part, host_part)
+
+
+def test_one_step_travels_ahead_unless_told_otherwise(mesh):
+    pulled = []
+    placed = place_ahead(pulling(host_steps(4, ranks_of(mesh)), pulled), mesh)
+    assert next(placed).number == 7
+    assert pulled == [7, 8]
+
+
+def pulling(steps, pulled):
+    for step in steps:
+        pulled.append(step.number)
+        yield step
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_exactly_depth_further_steps_travel_while_one_is_used(mesh, depth):
+    pulled = []
+    steps = host_steps(6, ranks_of(mesh))
+    for used, _ in enumerate(place_ahead(pulling(steps, pulled), mesh, depth), start=1):
+        assert len(pulled) == min(used + depth, len(steps))
+
+
+def test_rows_are_split_over_the_ranks_in_order(mesh):
+    (step,) = host_steps(1, ranks_of(mesh))
+    (placed,) = place_ahead(iter([step]), mesh)
+    (on_host,), (on_device,) = step.batches, placed.batches
+    rows = len(on_host.sample) // ranks_of(mesh)
+    for host_part, device_part in zip(on_host, on_device, strict=True):
+        assert device_part.sharding.is_equivalent_to(batch_sharding(mesh), host_part.ndim)
+        shards = {shard.device: shard.data for shard in device_part.addressable_shards}
+        for rank, device in enumerate(mesh.devices.flat):
+            expected = host_part[rank * rows : (rank + 1) * rows]
+            np.testing.assert_array_equal(shards[device], expected)
+
+
+def test_an_error_of_the_loader_is_not_swallowed(mesh):
+    def failing():
+        yield from host_steps(1, ranks_of(mesh))
+        raise RuntimeError("disk")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        list(place_ahead(failing(), mesh))
+
+
+def test_waiting_for_the_loader_is_measured(mesh):
+    clock = FakeClock()
+    steps = clock.slow(host_steps(2, ranks_of(mesh)), seconds=[2.0, 5.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("alload_jax.data.placement.time.perf_counter", clock)
+        waits = [step.wait_seconds for step in place_ahead(steps, mesh)]
+    assert waits == [2.0, 5.0]
+
+
+class FakeClock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def slow(self, steps, seconds):
+        for step, wait in zip(steps, seconds, strict=True):
+            self.now += wait
+            yield step

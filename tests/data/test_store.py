@@ -1,0 +1,400 @@
+import dataclasses
+import math
+import tempfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import cloudpickle
+import ml_dtypes
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from array_record.python import array_record_module
+from data_helpers import (
+    assert_holds,
+    assert_says,
+    change_manifest,
+    flip_byte,
+    random_sample,
+    random_samples,
+    write_store,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alload_jax.data import record
+from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
+from alload_jax.data.store import BadRecordError, StoreReader, StoreWriter
+from alload_jax.errors import InputError
+
+STRIDES = [(1, 1, 1), (4, 8, 8), (2, 4, 2)]
+
+
+def latent_grid(size, stride):
+    frames, height, width = size
+    return (
+        1 + math.ceil((frames - 1) / stride[0]),
+        math.ceil(height / stride[1]),
+        math.ceil(width / stride[2]),
+    )
+
+
+@st.composite
+def sample_lists(draw):
+    stride = draw(st.sampled_from(STRIDES))
+    channels = draw(st.integers(1, 3))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    size = st.tuples(st.integers(1, 9), st.integers(1, 17), st.integers(1, 17))
+    rows = draw(st.lists(st.tuples(size, st.integers(0, 3)), min_size=1, max_size=9))
+    return stride, [
+        random_sample(rng, size, latent_grid(size, stride), channels, text_length)
+        for size, text_length in rows
+    ]
+
+
+def manifest_rows(folder):
+    return pyarrow.parquet.read_table(folder / MANIFEST_NAME).to_pylist()
+
+
+def record_bytes(folder, row):
+    reader = array_record_module.ArrayRecordReader(str(folder / row["shard"]))
+    (data,) = reader.read([row["index"]])
+    reader.close()
+    return data
+
+
+def assert_row_describes(row, sample):
+    assert (row["frames"], row["height"], row["width"]) == sample.size
+    assert row["channels"] == sample.latents.shape[-1]
+    assert row["text_length"] == len(sample.labels)
+
+
+# ---------------------------------------------------------------- writing
+
+
+@settings(max_examples=25, deadline=None)
+@given(sample_lists(), st.integers(1, 5))
+def test_what_is_written_is_read_back(stride_and_samples, samples_per_shard):
+    stride, samples = stride_and_samples
+    with tempfile.TemporaryDirectory() as folder:
+        store = write_store(
+            Path(folder) / "store", samples, stride, samples_per_shard=samples_per_shard
+        )
+        manifest = read_manifest(store)
+        reader = StoreReader(manifest)
+        assert manifest.vae_stride == stride
+        assert len(manifest) == len(samples)
+        for number, sample in enumerate(samples):
+            assert_holds(reader.read(number), sample)
+
+
+@settings(max_examples=15, deadline=None)
+@given(sample_lists(), st.integers(1, 5))
+def test_manifest_rows_say_where_and_what_each_record_is(stride_and_samples, samples_per_shard):
+    stride, samples = stride_and_samples
+    with tempfile.TemporaryDirectory() as folder:
+        store = write_store(
+            Path(folder) / "store", samples, stride, samples_per_shard=samples_per_shard
+        )
+        rows = manifest_rows(store)
+        assert len(rows) == len(samples)
+        for row, sample in zip(rows, samples, strict=True):
+            assert_row_describes(row, sample)
+            data = record_bytes(store, row)
+            assert row["checksum"] == zlib.crc32(data)
+            assert_holds(record.decode(data), sample)
+
+
+@pytest.mark.parametrize(("count", "samples_per_shard"), [(1, 4), (4, 4), (5, 4), (11, 4), (3, 1)])
+def test_shards_are_filled_one_after_the_other(tmp_path, count, samples_per_shard):
+    store = write_store(
+        tmp_path / "store", random_samples(count), samples_per_shard=samples_per_shard
+    )
+    rows = manifest_rows(store)
+    shards = sorted({row["shard"] for row in rows})
+    assert len(shards) == math.ceil(count / samples_per_shard)
+    assert {path.name for path in store.iterdir()} == {*shards, MANIFEST_NAME}
+    places = [(shards.index(row["shard"]), row["index"]) for row in rows]
+    assert places == [divmod(number, samples_per_shard) for number in range(count)]
+
+
+def test_equal_samples_give_equal_folders(tmp_path):
+    first, second = (
+        write_store(tmp_path / name, random_samples(5), samples_per_shard=2) for name in "ab"
+    )
+    for path in first.iterdir():
+        assert path.read_bytes() == (second / path.name).read_bytes()
+
+
+def test_missing_parent_folders_are_made(tmp_path):
+    store = write_store(tmp_path / "a" / "b" / "store", random_samples(1))
+    assert len(read_manifest(store)) == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("written", [0, 1, 5])
+def test_a_failure_while_writing_leaves_nothing(tmp_path, error, written):
+    def write_and_fail():
+        with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1), samples_per_shard=2) as writer:
+            for sample in random_samples(written):
+                writer.add(*sample)
+            raise error
+
+    with pytest.raises(error):
+        write_and_fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_manifest_that_cannot_be_written_leaves_nothing(tmp_path):
+    with pytest.raises(TypeError):
+        write_store(tmp_path / "store", random_samples(3), origin={"made_by": object()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_appears_only_when_writing_is_over(tmp_path):
+    with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)) as writer:
+        writer.add(*random_samples(1)[0])
+        assert not (tmp_path / "store").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_what_a_killed_writer_left_is_replaced(tmp_path):
+    (tmp_path / "store.partial").mkdir()
+    (tmp_path / "store.partial" / "shard-99999.arrayrecord").write_bytes(b"half")
+    store = write_store(tmp_path / "store", random_samples(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    assert not (store / "shard-99999.arrayrecord").exists()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+def test_an_existing_folder_is_refused_and_left_alone(tmp_path, make):
+    make(tmp_path / "store")
+    with pytest.raises(InputError) as error:
+        StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1))
+    assert_says(error, tmp_path / "store", "exists", "remove")
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "stride"),
+    [
+        ((1, 8, 8, 1), (1, 8, 4), (1, 1, 1)),
+        ((2, 8, 8, 1), (1, 8, 8), (1, 1, 1)),
+        ((1, 8, 8), (1, 8, 8), (1, 1, 1)),
+        ((1, 1, 8, 8, 1), (1, 8, 8), (1, 1, 1)),
+        ((5, 8, 8, 16), (5, 64, 64), (4, 8, 8)),
+        ((1, 8, 8, 16), (5, 64, 64), (4, 8, 8)),
+        ((2, 8, 9, 16), (5, 64, 64), (4, 8, 8)),
+    ],
+)
+def test_latents_of_a_wrong_shape_are_refused(tmp_path, shape, size, stride):
+    with (
+        StoreWriter(tmp_path / "store", vae_stride=stride) as writer,
+        pytest.raises(ValueError, match="latents have shape") as error,
+    ):
+        writer.add(np.zeros(shape, np.float16), np.zeros(1, np.int32), size)
+    assert_says(error, shape, size, stride)
+
+
+def test_a_refused_sample_does_not_spoil_the_others(tmp_path):
+    samples = random_samples(4)
+    with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1), samples_per_shard=2) as writer:
+        for sample in samples:
+            with pytest.raises(ValueError, match="latents have shape"):
+                writer.add(sample.latents[0], sample.labels, sample.size)
+            writer.add(*sample)
+    reader = StoreReader(read_manifest(tmp_path / "store"))
+    for number, sample in enumerate(samples):
+        assert_holds(reader.read(number), sample)
+
+
+def test_labels_are_stored_as_int32(tmp_path):
+    with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)) as writer:
+        writer.add(np.zeros((1, 2, 2, 1), np.float32), np.array([3, 7], np.int64), (1, 2, 2))
+    labels = StoreReader(read_manifest(tmp_path / "store")).read(0)["labels"]
+    assert labels.dtype == np.int32
+    assert labels.tolist() == [3, 7]
+
+
+def assert_refused_or_read_back(folder, samples):
+    try:
+        write_store(folder, samples)
+    except (TypeError, ValueError):
+        return
+    reader = StoreReader(read_manifest(folder))
+    for number, (latents, labels, _) in enumerate(samples):
+        arrays = reader.read(number)
+        np.testing.assert_array_equal(arrays["latents"], latents)
+        np.testing.assert_array_equal(arrays["labels"], labels)
+
+
+def test_latents_with_different_channels_are_refused_or_read_back(tmp_path):
+    rng = np.random.default_rng(0)
+    samples = [random_sample(rng, (1, 2, 2), channels=channels) for channels in (1, 3)]
+    assert_refused_or_read_back(tmp_path / "store", samples)
+
+
+def test_labels_with_two_axes_are_refused_or_read_back(tmp_path):
+    sample = (np.zeros((1, 2, 2, 1), np.float16), np.zeros((2, 3), np.int32), (1, 2, 2))
+    assert_refused_or_read_back(tmp_path / "store", [sample])
+
+
+def test_bfloat16_latents_are_refused_or_read_back(tmp_path):
+    latents = np.arange(4).reshape(1, 2, 2, 1).astype(ml_dtypes.bfloat16)
+    sample = (latents, np.zeros(1, np.int32), (1, 2, 2))
+    assert_refused_or_read_back(tmp_path / "store", [sample])
+
+
+# ---------------------------------------------------------------- reading
+
+
+def test_many_threads_share_a_reader(store, samples):
+    reader = StoreReader(read_manifest(store))
+    numbers = np.random.default_rng(0).integers(0, len(samples), 800).tolist()
+    with ThreadPoolExecutor(8) as pool:
+        for number, arrays in zip(numbers, pool.map(reader.read, numbers), strict=True):
+            assert_holds(arrays, samples[number])
+
+
+def test_threads_read_on_while_the_reader_is_closed(store, samples):
+    reader = StoreReader(read_manifest(store))
+
+    def read(number):
+        if number % 10 == 0:
+            reader.close()
+        return reader.read(number % len(samples))
+
+    with ThreadPoolExecutor(8) as pool:
+        for number, arrays in enumerate(pool.map(read, range(200))):
+            assert_holds(arrays, samples[number % len(samples)])
+
+
+def test_a_copied_reader_opens_the_shards_itself(store, samples):
+    reader = StoreReader(read_manifest(store))
+    reader.read(0)
+    copy = cloudpickle.loads(cloudpickle.dumps(reader))
+    reader.close()
+    for number, sample in enumerate(samples):
+        assert_holds(copy.read(number), sample)
+
+
+def test_a_closed_reader_opens_again(store, samples):
+    reader = StoreReader(read_manifest(store))
+    assert_holds(reader.read(0), samples[0])
+    reader.close()
+    reader.close()
+    assert_holds(reader.read(0), samples[0])
+
+
+# ---------------------------------------------------------------- damage
+
+
+def place_of(manifest, sample):
+    return manifest.shard[sample], f"record {manifest.index[sample]}", f"sample {sample}"
+
+
+def read_or_name_the_record(reader, samples):
+    """Which samples are whole; the others must be refused by name."""
+    whole = []
+    for number, sample in enumerate(samples):
+        try:
+            assert_holds(reader.read(number), sample)
+            whole.append(number)
+        except BadRecordError as error:
+            assert "\n" not in str(error)  # noqa: PT017  both outcomes are right
+            assert all(part in str(error) for part in place_of(reader.manifest, number))  # noqa: PT017
+    return whole
+
+
+def flipped_positions(shard, count):
+    written = np.flatnonzero(np.frombuffer(shard.read_bytes(), np.uint8))
+    return np.random.default_rng(0).choice(written, count, replace=False).tolist()
+
+
+def test_a_flipped_byte_is_never_read_as_data(store, samples):
+    manifest = read_manifest(store)
+    shard = store / manifest.shard[0]
+    elsewhere = {n for n in range(len(samples)) if manifest.shard[n] != shard.name}
+    lost = set()
+    for position in flipped_positions(shard, 60):
+        flip_byte(shard, position)
+        reader = StoreReader(manifest)
+        whole = read_or_name_the_record(reader, samples)
+        assert elsewhere <= set(whole)
+        assert read_or_name_the_record(reader, samples) == whole
+        lost |= set(range(len(samples))) - set(whole)
+        flip_byte(shard, position)
+    assert lost == set(range(len(samples))) - elsewhere
+
+
+def test_a_reader_of_a_damaged_shard_can_be_closed(store, samples):
+    manifest = read_manifest(store)
+    shard = store / manifest.shard[0]
+    for position in flipped_positions(shard, 60):
+        flip_byte(shard, position)
+        reader = StoreReader(manifest)
+        read_or_name_the_record(reader, samples)
+        reader.close()
+        flip_byte(shard, position)
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, 70_000])
+def test_a_shard_truncated_under_the_reader_is_a_bad_record(store, samples, length):
+    manifest = read_manifest(store)
+    shard = store / manifest.shard[0]
+    shard.write_bytes(shard.read_bytes()[:length])
+    whole = read_or_name_the_record(StoreReader(manifest), samples)
+    assert whole == [n for n in range(len(samples)) if manifest.shard[n] != shard.name]
+
+
+def test_a_shard_removed_under_the_reader_is_a_bad_record(store, samples):
+    manifest = read_manifest(store)
+    (store / manifest.shard[-1]).unlink()
+    whole = read_or_name_the_record(StoreReader(manifest), samples)
+    assert whole == [n for n in range(len(samples)) if manifest.shard[n] != manifest.shard[-1]]
+
+
+def replace_first(table, name, value):
+    column = table.column_names.index(name)
+    values = [value, *table[name].to_pylist()[1:]]
+    return table.set_column(column, name, pa.array(values, table.schema.field(name).type))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("height", 8),
+        ("frames", 2),
+        ("text_length", 5),
+        ("checksum", 1),
+        ("index", 2),
+        ("index", 4),
+        ("index", 2**40),
+        ("index", -1),
+        ("shard", "shard-00001.arrayrecord"),
+        ("shard", "elsewhere.arrayrecord"),
+    ],
+)
+def test_a_row_that_disagrees_with_its_record_is_a_bad_record(store, samples, name, value):
+    change_manifest(store, lambda table: replace_first(table, name, value))
+    manifest = read_manifest(store)
+    reader = StoreReader(manifest)
+    with pytest.raises(BadRecordError) as error:
+        reader.read(0)
+    assert_says(error, *place_of(manifest, 0))
+    assert_holds(reader.read(1), samples[1])
+
+
+def test_a_record_in_another_format_is_a_bad_record(store):
+    data = b"no safetensors"
+    manifest = read_manifest(store)
+    manifest = dataclasses.replace(manifest, checksum=np.full(len(manifest), zlib.crc32(data)))
+    path = str(store / manifest.shard[0])
+    writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
+    writer.write(data)
+    writer.close()
+    with pytest.raises(BadRecordError) as error:
+        StoreReader(manifest).read(0)
+    assert_says(error, *place_of(manifest, 0))

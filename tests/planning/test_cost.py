@@ -1,0 +1,113 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_cases import examples, refusal, write_json
+
+from alload_jax.planning.cost import (
+    FORMAT,
+    CostFile,
+    PowerCost,
+    QuadraticCost,
+    read_cost_file,
+    write_cost_file,
+)
+
+WORK = st.lists(st.tuples(st.integers(1, 512), st.integers(1, 100_000)), min_size=1, max_size=10)
+COEFFICIENT = st.floats(1e-12, 1e3)
+POWERS = st.builds(PowerCost, st.floats(0.5, 3.5), COEFFICIENT)
+QUADRATICS = st.builds(QuadraticCost, COEFFICIENT, COEFFICIENT, COEFFICIENT)
+COST_FILES = st.builds(
+    CostFile,
+    st.none() | POWERS,
+    st.none() | QUADRATICS,
+    st.none() | st.integers(1, 10**9),
+    st.none() | COEFFICIENT,
+)
+
+
+def close(found, expected):
+    return np.shape(found) == np.shape(expected) and np.allclose(found, expected, rtol=1e-12)
+
+
+@given(WORK, POWERS)
+@examples(50)
+def test_power_cost_is_a_times_rows_times_length_to_the_p(work, model):
+    rows, seq_len = np.array(work).T
+    expected = [model.a * b * math.pow(s, model.p) for b, s in work]
+    assert close(model.cost(rows, seq_len), expected)
+
+
+@given(WORK, QUADRATICS)
+@examples(50)
+def test_quadratic_cost_sums_its_terms_over_sequences(work, model):
+    rows, seq_len = np.array(work).T
+    expected = [
+        model.c0 + math.fsum([model.c1 * s + model.c2 * s * s] * b) for b, s in work
+    ]  # one addend for each sequence
+    assert close(model.cost(rows, seq_len), expected)
+
+
+@pytest.mark.parametrize("model", [PowerCost(), QuadraticCost(0.0, 0.0, 1.0)])
+def test_costs_of_long_sequences_do_not_overflow_small_integers(model):
+    cost = model.cost(np.array([100], np.int32), np.array([75_600], np.int32))
+    assert cost.tolist() == [100 * 75_600**2]
+
+
+@given(costs=COST_FILES)
+@examples(40)
+def test_a_cost_file_comes_back_as_it_was_written(tmp_path_factory, costs):
+    path = tmp_path_factory.mktemp("cost") / "cost.json"
+    write_cost_file(path, costs)
+    assert read_cost_file(path) == costs
+    assert json.loads(path.read_text())["format"] == FORMAT
+
+
+def test_what_a_cost_file_leaves_out_is_none(tmp_path):
+    path = write_json(tmp_path / "cost.json", {"format": FORMAT, "power": {"p": 1.7}})
+    assert read_cost_file(path) == CostFile(power=PowerCost(1.7, 1.0))
+
+
+def test_a_missing_cost_file_is_refused(tmp_path):
+    message = refusal(read_cost_file, tmp_path / "cost.json")
+    assert str(tmp_path / "cost.json") in message
+    assert "no such cost model" in message
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"c0: 1", b'{"format": "alload', b"\xff\xfe{}"])
+def test_what_is_no_json_is_refused(tmp_path, content):
+    path = tmp_path / "cost.json"
+    path.write_bytes(content)
+    message = refusal(read_cost_file, path)
+    assert str(path) in message
+    assert "not JSON" in message
+
+
+@pytest.mark.parametrize("content", [[], 3, None, {}, {"m_mem": 3}, {"format": FORMAT + "0"}])
+def test_json_of_another_format_is_refused(tmp_path, content):
+    path = write_json(tmp_path / "cost.json", content)
+    message = refusal(read_cost_file, path)
+    assert str(path) in message
+    assert FORMAT in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"memory": 3}, "memory"),
+        ({"power": {"q": 2.0}}, "q"),
+        ({"quadratic": {"c0": 1.0, "c1": 1.0, "c2": 1.0, "c3": 1.0}}, "c3"),
+        ({"quadratic": {"c0": 1.0, "c1": 1.0}}, "c2"),
+        ({"power": 2.0}, "power"),
+        ({"quadratic": [1, 2, 3]}, "quadratic"),
+    ],
+)
+def test_fields_that_are_unknown_or_missing_are_refused(tmp_path, fields, named):
+    path = write_json(tmp_path / "cost.json", {"format": FORMAT} | fields)
+    message = refusal(read_cost_file, path)
+    assert str(path) in message
+    assert named in message
+    assert "power, quadratic, m_mem, m_comp" in message

@@ -1,0 +1,282 @@
+import contextlib
+import io
+import json
+import statistics
+from collections import Counter, defaultdict
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_cases import MODES, cases, examples, write_json
+
+from alload_jax import cli
+from alload_jax.errors import run_command
+from alload_jax.planning.cost import FORMAT
+from alload_jax.errors import InputError
+from alload_jax.planning.files import METADATA_KEY, plan_table, write_plan
+from alload_jax.planning.settings import make_plan
+
+COLUMNS = [
+    "step",
+    "rank",
+    "micro_batch",
+    "sample",
+    "seq_len",
+    "padded_len",
+    "rows",
+    "frames",
+    "height",
+    "width",
+]
+
+
+def alload_plan(*flags):
+    """What `alload plan --json` prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert run_command(cli.main, ["plan", "--json", *map(str, flags)]) == 0
+    return json.loads(printed.getvalue())
+
+
+def write_manifest(path, columns):
+    pa.parquet.write_table(pa.table(columns), path)
+    return path
+
+
+def read_plan(path):
+    """The rows of a plan file, and the settings in its metadata."""
+    table = pa.parquet.read_table(path)
+    return table.to_pylist(), json.loads(table.schema.metadata[b"alload-plan"])
+
+
+def flags_of(manifest, config, seed):
+    """The command line that asks for this plan; `rows` by name has no flag."""
+    flags = ["--policy", config.policy, "--ranks-mode", config.ranks_mode, "--seed", seed]
+    flags += ["--ranks", config.ranks, "--micro-batches-per-step", config.micro_batches_per_step]
+    for name in ("m_mem", "m_comp", "p", "rows"):
+        value = getattr(config, name)
+        if isinstance(value, dict):
+            value = min(value.values())
+        if value is not None:
+            flags += [f"--{name.replace('_', '-')}", value]
+    for name in ("vae_stride", "patch_size"):
+        triple = ",".join(map(str, getattr(manifest.geometry, name)))
+        flags += [f"--{name.replace('_', '-')}", triple]
+    return flags
+
+
+# ---------------------------------------------------- a stranger's metrics, from the file alone
+
+
+def micro_batches(rows, settings):
+    """{(step, micro_batch): {rank: (rows, padded_len)}}, with the ranks that compute filler."""
+    work = defaultdict(dict)
+    for row in rows:
+        work[row["step"], row["micro_batch"]][row["rank"]] = (row["rows"], row["padded_len"])
+    if settings["mode"] == "synchronous":
+        for held in work.values():
+            (shared,) = set(held.values())
+            held.update(dict.fromkeys(range(settings["ranks"]), shared))
+    return work
+
+
+def rank_totals(work, settings, cost):
+    """{step: [cost of every rank]}."""
+    totals = defaultdict(lambda: [0.0] * settings["ranks"])
+    for (step, _), held in work.items():
+        for rank, (rows, padded_len) in held.items():
+            totals[step][rank] += cost(rows, padded_len)
+    return totals
+
+
+def imbalance(costs):
+    return max(costs) / statistics.fmean(costs) - 1
+
+
+def variation(values):
+    return statistics.pstdev(values) / statistics.fmean(values)
+
+
+def excess(costs, largest_piece):
+    return max(costs) / max(statistics.fmean(costs), largest_piece) - 1
+
+
+def recomputed(path, cost):
+    rows, settings = read_plan(path)
+    work = micro_batches(rows, settings)
+    held = [each for ranks in work.values() for each in ranks.values()]
+    costs = rank_totals(work, settings, cost)
+    squares = rank_totals(work, settings, lambda b, s: b * s**2)
+    makespans = [max(ranks) for ranks in costs.values()]
+    largest = defaultdict(float)
+    for row in rows:
+        largest[row["step"]] = max(largest[row["step"]], cost(1, row["seq_len"]))
+    tokens = sum(row["seq_len"] for row in rows)
+    placed = Counter(row["sample"] for row in rows)
+    m_mem = settings["m_mem"]
+    return {
+        "steps": len(costs),
+        "samples": len(rows),
+        "tokens": tokens,
+        "buckets": len(set(held)),
+        "imbalance": statistics.fmean(map(imbalance, costs.values())),
+        "imbalance_max": max(map(imbalance, costs.values())),
+        "idle": 1 - sum(map(statistics.fmean, costs.values())) / sum(makespans),
+        "cost_cv": statistics.fmean(map(variation, costs.values())),
+        "compute_cv": statistics.fmean(map(variation, squares.values())),
+        "step_cv": variation(makespans),
+        "padding": 1 - tokens / sum(b * s for b, s in held),
+        "utilisation": tokens / (m_mem * len(held)) if m_mem else None,
+        "excess": statistics.fmean(excess(costs[step], largest[step]) for step in costs),
+        "cost": sum(makespans),
+        "dropped": max(placed) + 1 - len(placed),
+        "duplicated": len(rows) - len(placed),
+    }
+
+
+def assert_same(reported, recomputed):
+    assert reported.keys() == recomputed.keys()
+    for name, value in recomputed.items():
+        expected = None if value is None else pytest.approx(value, rel=1e-9, abs=1e-9)
+        assert reported[name] == expected, name
+
+
+@given(case=cases())
+@examples(60)
+def test_a_stranger_finds_every_metric_in_the_plan_file(tmp_path_factory, case):
+    manifest, config, seed = case
+    folder = tmp_path_factory.mktemp("plan")
+    path = write_manifest(folder / "m.parquet", manifest.columns)
+    out = folder / "plan.parquet"
+    reported = alload_plan("--manifest", path, "--out", out, *flags_of(manifest, config, seed))[
+        "metrics"
+    ]
+    p = config.p or 2.0
+    found = recomputed(out, lambda rows, seq_len: rows * float(seq_len) ** p)
+    shapes = set(zip(manifest.lengths(), manifest.shapes(), strict=True))
+    if len({length for length, _ in shapes}) < len(shapes):
+        del found["buckets"], reported["buckets"]  # has a test of its own below
+    assert_same(reported, found)
+
+
+@given(case=cases(), c0=st.floats(0, 1), c1=st.floats(1e-7, 1e-3), c2=st.floats(1e-12, 1e-6))
+@examples(25)
+def test_a_stranger_with_the_cost_model_finds_its_metrics_too(tmp_path_factory, case, c0, c1, c2):
+    manifest, config, seed = case
+    folder = tmp_path_factory.mktemp("plan")
+    path = write_manifest(folder / "m.parquet", manifest.columns)
+    quadratic = {"c0": c0, "c1": c1, "c2": c2}
+    model = write_json(folder / "cost.json", {"format": FORMAT, "quadratic": quadratic})
+    out = folder / "plan.parquet"
+    reported = alload_plan(
+        "--manifest", path, "--out", out, "--cost-model", model, *flags_of(manifest, config, seed)
+    )["metrics"]
+    found = recomputed(out, lambda b, s: c0 + c1 * b * s + c2 * b * s * s)
+    del found["buckets"], reported["buckets"]
+    assert_same(reported, found)
+
+
+def test_the_file_tells_apart_buckets_of_equal_length(tmp_path):
+    # The metric `buckets` counts distinct (rows, shape): programs to compile.
+    columns = {"frames": [1, 1], "height": [16, 32], "width": [32, 16]}
+    path, out = write_manifest(tmp_path / "m.parquet", columns), tmp_path / "plan.parquet"
+    flags = ["--policy", "equal_tokens", "--m-mem", 8, "--ranks", 1]
+    reported = alload_plan("--manifest", path, "--out", out, *flags)["metrics"]
+    assert reported["buckets"] == 2
+    rows, _ = read_plan(out)
+    for row in rows:
+        del row["step"], row["sample"]
+    assert rows[0] != rows[1]
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [([], ["--p", 3]), (["--p", 1.5], ["--cost-model", "cost.json"])]
+)
+def test_the_file_says_what_predicted_the_costs(tmp_path, monkeypatch, left, right):
+    monkeypatch.chdir(tmp_path)
+    quadratic = {"c0": 1.0, "c1": 1.0, "c2": 1.0}
+    write_json(tmp_path / "cost.json", {"format": FORMAT, "quadratic": quadratic})
+    write_manifest(tmp_path / "m.parquet", {"seq_len": [10, 20, 40]})
+    reports, files = [], []
+    for flags in (left, right):
+        flags = ["--policy", "equal_tokens", "--m-mem", 40, "--ranks", 2, *flags]
+        reports.append(alload_plan("--manifest", "m.parquet", "--out", "plan.parquet", *flags))
+        files.append(read_plan("plan.parquet"))
+    assert reports[0]["metrics"]["cost"] != reports[1]["metrics"]["cost"]
+    assert files[0] != files[1]
+
+
+# ------------------------------------------------------------------------------ the file itself
+
+
+@given(case=cases(), epoch=st.integers(0, 3))
+@examples(30)
+def test_the_file_is_the_plan(tmp_path_factory, case, epoch):
+    manifest, config, seed = case
+    plan = make_plan(config, manifest.samples(), 1, seed)
+    columns = plan.epoch(epoch)
+    out = tmp_path_factory.mktemp("plan") / "plan.parquet"
+    write_plan(out, plan_table(columns, plan.samples.seq_len, plan.identity()))
+    rows, settings = read_plan(out)
+    first = epoch * plan.steps_per_epoch
+    expected = [
+        {
+            "step": index,
+            "rank": part.rank,
+            "micro_batch": part.index,
+            "sample": sample,
+            "seq_len": manifest.lengths()[sample],
+            "padded_len": part.seq_len,
+            "rows": part.rows,
+            **dict(zip(("frames", "height", "width"), part.shape, strict=True)),
+        }
+        for index in range(plan.steps_per_epoch)
+        for part in plan.step(first + index).micro_batches
+        for sample in part.samples
+    ]
+    assert rows == expected
+    assert settings == plan.identity()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_file_has_the_documented_columns_order_and_settings(tmp_path, mode):
+    path = write_manifest(tmp_path / "m.parquet", {"seq_len": [10, 20, 40] * 5})
+    out = tmp_path / "new" / "folder" / "plan.parquet"
+    flags = ["--m-mem", 80, "--ranks", 3, "--micro-batches-per-step", 2, "--epoch", 2]
+    reported = alload_plan("--manifest", path, "--out", out, "--ranks-mode", mode, *flags)
+    table = pa.parquet.read_table(out)
+    assert table.column_names == COLUMNS
+    assert set(table.schema.types) == {pa.int64()}
+    assert METADATA_KEY == b"alload-plan"
+    rows, settings = read_plan(out)
+    places = [(row["step"], row["micro_batch"], row["rank"]) for row in rows]
+    assert places == sorted(places)
+    assert settings == reported["plan"]
+    assert settings["ranks"] == 3
+    assert settings["micro_batches_per_step"] == 2
+    assert (settings["manifest"], settings["epoch"]) == (str(path), 2)
+    assert mode in settings.values()
+
+
+def test_an_earlier_plan_is_replaced_whole(tmp_path):
+    out = tmp_path / "plan.parquet"
+    out.write_text("an earlier plan")
+    path = write_manifest(tmp_path / "m.parquet", {"seq_len": [10, 20]})
+    alload_plan("--manifest", path, "--m-mem", 80, "--ranks", 1, "--out", out)
+    assert len(read_plan(out)[0]) == 2
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["m.parquet", "plan.parquet"]
+
+
+def test_a_write_that_fails_leaves_the_earlier_plan(tmp_path, monkeypatch):
+    def fail(table, path):
+        path.write_text("half a plan")
+        raise OSError("no space left")
+
+    out = tmp_path / "plan.parquet"
+    out.write_text("an earlier plan")
+    monkeypatch.setattr(pa.parquet, "write_table", fail)
+    with pytest.raises(InputError, match="no space left"):
+        write_plan(out, pa.table({"step": [0]}))
+    assert out.read_text() == "an earlier plan"

@@ -1,0 +1,110 @@
+"""Eight devices do what one does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from alload_jax.data.batch import Batch
+from alload_jax.data.collate import HostStep
+from alload_jax.data.placement import PlacedStep, place_ahead
+from alload_jax.errors import InputError
+from alload_jax.models.dit import DiTConfig
+from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, make_mesh, ranks_of
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
+from alload_jax.training.state import init_state
+from alload_jax.training.step import DiffusionConfig
+from alload_jax.training.trainer import Trainer
+
+MODEL = DiTConfig(dim=32, ffn_dim=64, num_heads=4, num_layers=2, freq_dim=16, dtype="float32")
+OPTIMIZER = OptimizerConfig(learning_rate=3e-3, warmup_steps=2)
+STEPS = 10
+SHAPES = [(8, 1, 4, 4, 1), (8, 3, 4, 4, 1)]
+
+needs_devices = pytest.mark.skipif(
+    len(jax.devices("cpu")) < 8 or jax.default_backend() != "cpu", reason="needs 8 CPU devices"
+)
+
+
+def host_steps():
+    for number in range(STEPS):
+        rng = np.random.default_rng(number)
+        batches = tuple(
+            Batch(
+                rng.normal(size=shape).astype(np.float32),
+                rng.integers(0, 10, (8, 2)).astype(np.int32),
+                np.arange(8, dtype=np.int32) + 8 * number,
+                (np.arange(8) < 7).astype(np.float32),
+            )
+            for shape in SHAPES
+        )
+        yield HostStep(number, 0, batches, ())
+
+
+def train(devices, **axes):
+    mesh = make_mesh(MeshConfig(**axes), jax.devices()[:devices])
+    optimizer = make_optimizer(OPTIMIZER, STEPS)
+    state = init_state(MODEL, optimizer, mesh, seed=0)
+    trainer = Trainer(MODEL, DiffusionConfig(), optimizer, OPTIMIZER, mesh, state)
+    list(trainer.compile(SHAPES, text_length=2))
+    losses = [float(trainer.step(step)["loss"]) for step in place_ahead(host_steps(), mesh)]
+    return trainer, losses
+
+
+@needs_devices
+@pytest.mark.parametrize("fsdp", [1, 2, 8])
+def test_eight_devices_draw_the_loss_curve_of_one(fsdp):
+    _, one = train(1)
+    trainer, eight = train(8, fsdp=fsdp)
+    np.testing.assert_allclose(eight, one, rtol=1e-5)
+    assert one[-1] < one[0]
+    kernel = trainer.state.params["blocks"]["feed_forward"]["hidden"]["kernel"]
+    shard = kernel.addressable_shards[0].data.shape
+    assert shard == (2, 32, 64 // fsdp)
+
+
+@needs_devices
+def test_optimizer_state_and_ema_lie_as_their_parameters():
+    trainer, _ = train(8, fsdp=4)
+    state = trainer.state
+    spec = PartitionSpec(None, None, "fsdp")
+    adam = state.opt_state[1][0]
+    for tree in (state.params, state.ema, adam.mu, adam.nu):
+        assert tree["blocks"]["self_attention"]["query"]["kernel"].sharding.spec == spec
+
+
+@needs_devices
+def test_an_axis_that_does_not_divide_is_named():
+    mesh = make_mesh(MeshConfig(fsdp=8), jax.devices()[:8])
+    model = DiTConfig(dim=12, num_heads=2, ffn_dim=16)
+    with pytest.raises(InputError, match=r"mesh.fsdp is 8, which does not divide 12 of \S+kernel"):
+        init_state(model, make_optimizer(OPTIMIZER, 1), mesh, seed=0)
+
+
+@needs_devices
+@pytest.mark.parametrize("axes", [{"data": 3}, {"fsdp": 3}, {"data": 8, "fsdp": 2}])
+def test_a_mesh_that_does_not_fit_is_refused(axes):
+    with pytest.raises(InputError, match=r"do not fit 8 cpu device\(s\)"):
+        make_mesh(MeshConfig(**axes), jax.devices()[:8])
+
+
+@needs_devices
+def test_a_plan_of_more_ranks_is_shared_evenly():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2), jax.devices()[:4])
+    assert ranks_of(mesh) == 4
+    assert local_plan_ranks(mesh, 12) == frozenset(range(12))
+    with pytest.raises(InputError, match=r"planning.ranks is 6, not a multiple"):
+        local_plan_ranks(mesh, 6)
+
+
+def test_rows_stay_on_their_ranks():
+    mesh = make_mesh(MeshConfig(), jax.devices())
+    count = len(jax.devices())
+    rows = np.arange(count, dtype=np.float32)
+    batch = Batch(rows[:, None, None, None, None], rows[:, None], rows, rows)
+    (placed,) = place_ahead(iter([HostStep(0, 0, (batch,), ())]), mesh)
+    assert isinstance(placed, PlacedStep)
+    for shard in placed.batches[0].weight.addressable_shards:
+        assert shard.data.tolist() == [float(list(mesh.devices.flat).index(shard.device))]
+    assert jnp.array_equal(placed.batches[0].latents, batch.latents)

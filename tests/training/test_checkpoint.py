@@ -1,0 +1,70 @@
+import jax
+import numpy as np
+import pytest
+
+from alload_jax.errors import InputError
+from alload_jax.models.dit import DiTConfig
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
+from alload_jax.training.state import abstract_state, init_state
+
+MODEL = DiTConfig(dim=16, ffn_dim=16, num_heads=2, num_layers=1, freq_dim=8)
+IDENTITY = {"model": {"dim": 16}, "plan": {"m_mem": 40, "seed": 0}}
+
+
+@pytest.fixture(scope="module")
+def made():
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    optimizer = make_optimizer(OptimizerConfig(), 10)
+    return init_state(MODEL, optimizer, mesh, 0), abstract_state(MODEL, optimizer, mesh, 0)
+
+
+def opened(folder, identity=IDENTITY, **settings):
+    return Checkpoints(folder, CheckpointConfig(**settings), identity)
+
+
+def test_a_state_comes_back_bit_for_bit(tmp_path, made):
+    state, like = made
+    checkpoints = opened(tmp_path)
+    checkpoints.save(3, state)
+    checkpoints.close()
+    again = opened(tmp_path)
+    restored = again.restore(again.latest(), like)
+    again.close()
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+
+
+def test_the_newest_and_every_so_many_are_kept(tmp_path, made):
+    checkpoints = opened(tmp_path, keep=2, keep_every=4)
+    for step in range(1, 11):
+        checkpoints.save(step, made[0])
+    checkpoints.close()
+    kept = sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
+    assert kept == [4, 8, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("identity", "words"),
+    [
+        (
+            {"model": {"dim": 32}, "plan": IDENTITY["plan"]},
+            "another model: dim was 16 and is now 32",
+        ),
+        (
+            {"model": {"dim": 16}, "plan": {"m_mem": 80, "seed": 0}},
+            "another plan: m_mem was 40 and is now 80",
+        ),
+    ],
+)
+def test_another_models_or_plans_checkpoint_is_refused(tmp_path, made, identity, words):
+    state, like = made
+    checkpoints = opened(tmp_path)
+    checkpoints.save(1, state)
+    checkpoints.close()
+    other = opened(tmp_path, identity)
+    with pytest.raises(InputError, match=words):
+        other.restore(1, like)
+    other.close()
+    assert (tmp_path / "1").exists()

@@ -1,0 +1,199 @@
+"""Whole runs of train.py, as a user types them."""
+
+import json
+import signal
+import time
+
+import pytest
+import yaml
+
+COMPUTED = ("loss", "grad_norm", "learning_rate", "tokens", "samples", "imbalance", "padding")
+
+
+def computed(rows):
+    return [(row["step"], *(row[name] for name in COMPUTED)) for row in rows]
+
+
+def wait_until(condition, process, seconds=240):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.002)
+
+
+def lines_of(path):
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, digits_folder):
+    from conftest import Runs
+
+    runs = Runs(tmp_path_factory.mktemp("unbroken"), digits_folder)
+    return runs, runs.run()
+
+
+def test_a_run_leaves_everything_it_promises(unbroken):
+    runs, finished = unbroken
+    assert finished.returncode == 0, finished.stderr
+    folder = runs.folder / "run"
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = runs.metrics()
+    assert [row["step"] for row in rows] == list(range(1, 15))
+    assert summary["steps"] == 14
+    assert summary["samples_seen"] == sum(row["samples"] for row in rows)
+    for key in ("loss_first", "loss_last", "tokens_per_second", "imbalance", "padding", "seconds"):
+        assert key in summary
+    for row in rows:
+        assert row["step_seconds"] > row["input_wait_seconds"] >= 0
+        assert row["predicted_cost"] > 0
+    assert (folder / "samples" / "step_0000014" / "1x8x8.png").stat().st_size > 0
+    assert list((folder / "tensorboard").glob("events*"))
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment[0]["versions"]["jax"]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["dim"] == 16
+    assert "finished at step 14" in finished.stdout
+    assert "training 14/14" in finished.stdout  # plain lines, as output is no terminal
+
+
+def test_an_epoch_trains_on_every_sample_once(unbroken):
+    runs, _ = unbroken
+    epoch = [row for row in runs.metrics() if row["epoch"] == 0]
+    assert sum(row["samples"] for row in epoch) == 21
+
+
+def test_the_same_command_after_the_end_shows_the_summary_again(unbroken):
+    runs, _first = unbroken
+    before = (runs.folder / "run" / "summary.json").read_bytes()
+    again = runs.run()
+    assert again.returncode == 0, again.stderr
+    assert "finished at step 14" in again.stdout
+    assert (runs.folder / "run" / "summary.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_continues_bit_for_bit(runs, unbroken, number):
+    process = runs.start("--run.steps", "4000")
+    metrics = runs.folder / "run" / "metrics.jsonl"
+    wait_until(lambda: lines_of(metrics) >= 3, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"{number.name}: saved step" in out
+    stopped = len(runs.metrics())
+    assert f"--config {runs.folder}/run/config.yaml" in out
+    assert (runs.folder / "run" / "checkpoints" / str(stopped)).exists()
+    config = runs.folder / "run" / "config.yaml"
+    steps = str(max(stopped + 4, 14))
+    finished = runs.run("--config", str(config), "--run.steps", steps)
+    assert finished.returncode == 0, finished.stderr
+    rows = runs.metrics()
+    assert [row["step"] for row in rows] == list(range(1, int(steps) + 1))
+    whole = runs.run("--run.folder", str(runs.folder / "whole"), "--run.steps", steps)
+    assert whole.returncode == 0, whole.stderr
+    # The learning rate's schedule knows the run's length, so only the noise and data are shared
+    # between a run of 4000 steps and one of fewer; the data order is the same to the last sample.
+    names = ("samples", "tokens", "padding")
+    order = [[row[name] for name in names] for row in rows]
+    assert order == [[row[name] for name in names] for row in runs.metrics("whole")]
+
+
+def test_a_run_killed_while_saving_continues_bit_for_bit(runs, unbroken):
+    process = runs.start("--checkpoint.every", "1", "--checkpoint.keep", "3")
+    folder = runs.folder / "run" / "checkpoints"
+
+    def saving():
+        finished = [p for p in folder.glob("*") if p.name.isdigit()]
+        return len(finished) >= 2 and any("tmp" in p.name for p in folder.glob("*"))
+
+    wait_until(saving, process)
+    process.kill()
+    process.communicate()
+    assert not (runs.folder / "run" / "summary.json").exists()
+    finished = runs.run()
+    assert finished.returncode == 0, finished.stderr
+    assert computed(runs.metrics()) == computed(unbroken[0].metrics())
+    starts = json.loads((runs.folder / "run" / "environment.json").read_text())
+    assert 0 < starts[1]["step"] < 14
+
+
+@pytest.mark.parametrize("stop", [4, 7])
+def test_a_run_cut_short_and_continued_is_the_run_never_stopped(runs, unbroken, stop):
+    """Within an epoch (4) and in the next one (7), by a checkpoint of exactly that step."""
+    process = runs.start("--checkpoint.every", str(stop), "--checkpoint.keep", "9")
+    wait_until(lambda: (runs.folder / "run" / "checkpoints" / str(stop)).exists(), process)
+    process.kill()
+    process.communicate()
+    for path in (runs.folder / "run" / "checkpoints").iterdir():
+        assert path.name == str(stop) or not path.name.isdigit() or int(path.name) > stop
+    finished = runs.run()
+    assert finished.returncode == 0, finished.stderr
+    assert computed(runs.metrics()) == computed(unbroken[0].metrics())
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_samples(runs):
+    flags = ("--optimizer.learning_rate", "1e30", "--checkpoint.every", "1")
+    broken = runs.run(*flags)
+    assert broken.returncode == 2
+    assert len(broken.stderr.strip().splitlines()) == 1
+    bad = json.loads((runs.folder / "run" / "bad_step.json").read_text())
+    assert f"step {bad['step']}: loss" in broken.stderr
+    samples = [n for part in bad["micro_batches"] for n in part["samples"]]
+    assert samples
+    assert all(0 <= n < 21 for n in samples)
+    kept = [
+        int(p.name) for p in (runs.folder / "run" / "checkpoints").iterdir() if p.name.isdigit()
+    ]
+    assert max(kept) == bad["step"] - 1
+
+
+BAD = [
+    (("--optimizer.learning_rat", "1"), "did you mean optimizer.learning_rate?"),
+    (("--model.dim", "wide"), "model.dim"),
+    (("--planning.m_mem", "10"), "m_mem is 10 tokens, shorter than sample"),
+    (("--mesh.fsdp", "3"), "mesh.fsdp 3 do not fit"),
+    (("--data.folder", "nowhere"), "nowhere/manifest.parquet: no such manifest"),
+    (("--config", "missing.yaml"), "missing.yaml"),
+    (("--model.patch_size", "[1,3,3]"), "model.patch_size (1, 3, 3) does not divide"),
+    (("--model.in_channels", "3"), "model.in_channels is 3"),
+    (("--planning.ranks_mode", "independent"), "planning.ranks_mode is independent"),
+    (("--planning.ranks", "0"), "planning.ranks is 0"),
+    (("--run.steps", "0"), "run.steps is 0"),
+    (("--sampling.grids", "[{frames: 1, height: 9, width: 8}]"), "is not a multiple"),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), BAD, ids=[words for _, words in BAD])
+def test_bad_input_is_one_line_and_status_2(runs, flags, words, capsys, monkeypatch):
+    import train
+    from alload_jax.errors import run_command
+
+    monkeypatch.chdir(runs.folder)
+    assert run_command(train.main, ["--config", str(runs.config), *flags]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+    assert not (runs.folder / "run" / "config.yaml").exists()
+
+
+def test_a_misspelt_key_in_the_file_is_named(runs, capsys):
+    import train
+    from alload_jax.errors import run_command
+
+    config = runs.tiny() | {"planing": {"m_mem": 4}}
+    runs.config.write_text(yaml.safe_dump(config))
+    assert run_command(train.main, ["--config", str(runs.config)]) == 2
+    error = capsys.readouterr().err
+    assert "planing.m_mem is unknown; did you mean planning.m_mem?" in error
+    assert "tiny.yaml" in error
+
+
+def test_another_model_does_not_touch_the_run(unbroken):
+    runs, _ = unbroken
+    before = (runs.folder / "run" / "config.yaml").read_bytes()
+    other = runs.run("--model.dim", "32")
+    assert other.returncode == 2
+    assert "another model: dim was 16 and is now 32" in other.stderr
+    assert len(other.stderr.strip().splitlines()) == 1
+    assert (runs.folder / "run" / "config.yaml").read_bytes() == before

@@ -1,0 +1,167 @@
+"""The gradient is that of the weighted mean loss, however samples are grouped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from alload_jax.data.batch import Batch
+from alload_jax.diffusion.timesteps import TimestepConfig
+from alload_jax.errors import InputError
+from alload_jax.models.dit import DiTConfig
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
+from alload_jax.training.state import init_state
+from alload_jax.training.step import (
+    DiffusionConfig,
+    make_accumulate,
+    make_update,
+    noised,
+    zero_sums,
+)
+
+MODEL = DiTConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=2, freq_dim=8, dtype="float32")
+DIFFUSION = DiffusionConfig(TimestepConfig(shift_power=0.5), condition_dropout=0.3)
+OPTIMIZER = OptimizerConfig(warmup_steps=0)
+SIZES = [(1, 4, 4), (1, 4, 4), (3, 4, 2), (1, 4, 4), (3, 4, 2), (1, 4, 4), (1, 4, 4)]
+
+
+@pytest.fixture(scope="module")
+def setup():
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    state = init_state(MODEL, make_optimizer(OPTIMIZER, 10), mesh, seed=0)
+    # A fresh model's gates and head are zero; trained ones are not.
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape),
+        state.params,
+    )
+    return mesh, params, state.key, make_accumulate(MODEL, DIFFUSION, mesh)
+
+
+def batch_of(samples, rows=None):
+    """The samples as a micro-batch, filled up to `rows`."""
+    rows = rows or len(samples)
+    size = SIZES[samples[0]]
+    latents = np.zeros((rows, *size, 1), np.float32)
+    labels = np.full((rows, 2), 10, np.int32)
+    number = np.full(rows, -1, np.int32)
+    weight = np.zeros(rows, np.float32)
+    for row, sample in enumerate(samples):
+        rng = np.random.default_rng(sample)
+        latents[row], labels[row] = rng.normal(size=(*size, 1)), rng.integers(0, 10, 2)
+        number[row], weight[row] = sample, 1.0 + sample / 10
+    return Batch(*map(jnp.asarray, (latents, labels, number, weight)))
+
+
+def mean_gradient(setup, batches):
+    mesh, params, key, accumulate = setup
+    sums = zero_sums(params, mesh)
+    for batch in batches:
+        sums = accumulate(params, sums, batch, key, jnp.int32(3))
+    return float(sums.loss / sums.weight), jax.tree.map(lambda g: g / sums.weight, sums.grads)
+
+
+GROUPINGS = [
+    [([0, 1, 3, 5, 6], None), ([2, 4], None)],
+    [([n], None) for n in range(7)],
+    [([6, 0], 4), ([4], 3), ([5, 3, 1], 4), ([2], 1)],
+]
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS[1:])
+def test_the_gradient_does_not_depend_on_grouping(setup, grouping):
+    loss, gradient = mean_gradient(setup, [batch_of(*part) for part in GROUPINGS[0]])
+    other_loss, other = mean_gradient(setup, [batch_of(*part) for part in grouping])
+    np.testing.assert_allclose(loss, other_loss, rtol=1e-5)
+    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(other), strict=True):
+        assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(ours)
+        assert np.linalg.norm(ours) > 0
+
+
+def test_the_loss_is_the_weighted_mean_of_the_samples_losses(setup):
+    together, _ = mean_gradient(setup, [batch_of(*part) for part in GROUPINGS[0]])
+    alone = [mean_gradient(setup, [batch_of([n])])[0] for n in range(7)]
+    weights = [1.0 + n / 10 for n in range(7)]
+    np.testing.assert_allclose(together, np.average(alone, weights=weights), rtol=1e-5)
+
+
+def test_filler_adds_nothing_even_where_it_is_not_zero(setup):
+    batch = batch_of([0, 1], 4)
+    loud = batch._replace(latents=batch.latents.at[2:].set(1e3))
+    _, quiet = mean_gradient(setup, [batch])
+    _, same = mean_gradient(setup, [loud])
+    jax.tree.map(np.testing.assert_array_equal, quiet, same)
+
+
+def test_noise_belongs_to_the_sample_and_the_epoch(setup):
+    key = jax.random.wrap_key_data(setup[2])
+    first = noised(batch_of([0, 1, 3]), key, DIFFUSION, MODEL)
+    moved = noised(batch_of([3, 0], 5), key, DIFFUSION, MODEL)
+    for ours, theirs in zip(first, moved, strict=True):
+        np.testing.assert_array_equal(ours[2], theirs[0])
+        np.testing.assert_array_equal(ours[0], theirs[1])
+    later = noised(batch_of([0, 1, 3]), jax.random.fold_in(key, 1), DIFFUSION, MODEL)
+    assert not np.allclose(first[0], later[0])
+
+
+def test_the_condition_is_dropped_as_often_as_asked(setup):
+    rows = 2000
+    batch = Batch(
+        jnp.zeros((rows, 1, 2, 2, 1)),
+        jnp.full((rows, 2), 4),
+        jnp.arange(rows),
+        jnp.ones(rows),
+    )
+    labels = np.asarray(noised(batch, jax.random.key(0), DIFFUSION, MODEL)[3])
+    dropped = (labels == MODEL.num_classes).all(1)
+    assert (dropped == (labels == MODEL.num_classes).any(1)).all()
+    assert abs(dropped.mean() - 0.3) < 4 * np.sqrt(0.3 * 0.7 / rows)
+
+
+def test_an_update_is_adamw_by_hand(setup):
+    """One parameter followed through clipping, AdamW, decay and EMA in NumPy."""
+    mesh, _, _, accumulate = setup
+    config = OptimizerConfig(learning_rate=0.01, warmup_steps=0, clip_norm=0.5, weight_decay=0.1)
+    optimizer = make_optimizer(config, 10)
+    state = init_state(MODEL, optimizer, mesh, seed=0)
+    update = make_update(optimizer, config, mesh)
+    sums = accumulate(
+        state.params, zero_sums(state.params, mesh), batch_of([0, 1]), state.key, jnp.int32(0)
+    )
+    grads = jax.tree.map(lambda g: np.asarray(g / sums.weight, np.float64), sums.grads)
+    norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
+    before = np.asarray(state.params["head"]["out"]["kernel"], np.float64)
+    grad = grads["head"]["out"]["kernel"] * min(1, 0.5 / norm)
+    after, zeroed, metrics = update(state, sums)
+    step = grad / (np.sqrt(grad**2) + config.eps) + config.weight_decay * before
+    expected = before - 0.01 * step
+    np.testing.assert_allclose(after.params["head"]["out"]["kernel"], expected, rtol=1e-4)
+    ema = before + (1 - 1 / 10) * (expected - before)
+    np.testing.assert_allclose(after.ema["head"]["out"]["kernel"], ema, rtol=1e-4)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(zeroed))
+    assert int(after.step) == 1
+
+
+def test_only_matrices_decay(setup):
+    from alload_jax.training.optimizer import _decays
+
+    _mesh, params, *_ = setup
+    marked = _decays(params)
+    assert marked["blocks"]["self_attention"]["query"]["kernel"]
+    assert not marked["blocks"]["self_attention"]["query"]["bias"]
+    assert not marked["blocks"]["modulation"]
+    assert not marked["condition_embedding"]["table"]["embedding"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"learning_rate": 0.0}, "optimizer.learning_rate is 0.0"),
+        ({"beta2": 1.0}, "optimizer.beta2 is 1.0"),
+        ({"warmup_steps": -1}, "optimizer.warmup_steps is -1"),
+    ],
+)
+def test_senseless_settings_are_refused(change, words):
+    with pytest.raises(InputError, match=words):
+        OptimizerConfig(**change)
