@@ -45,6 +45,7 @@ def main(argv: list[str]) -> int:
     samples = manifest.samples(config.model.patch_size)
     mesh = make_mesh(config.mesh)
     plan = make_plan(config.planning, samples, ranks_of(mesh), config.run.seed)
+    shapes = micro_batch_shapes(plan, manifest)
     collator = Collator(
         StoreReader(manifest),
         ranks=local_plan_ranks(mesh, plan.layout.ranks),
@@ -82,9 +83,9 @@ def main(argv: list[str]) -> int:
         )
 
         # ------------------------------------------------------------ compilation
-        shapes = micro_batch_shapes(plan, manifest) if start < config.run.steps else []
-        with ProgressBar("compiling", len(shapes)) as bar:
-            for shape in trainer.compile(shapes, collator.text_length):
+        missing = shapes if start < config.run.steps else []
+        with ProgressBar("compiling", len(missing)) as bar:
+            for shape in trainer.compile(missing, collator.text_length):
                 bar.advance("x".join(map(str, shape)))
                 if stop:
                     break

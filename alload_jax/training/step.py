@@ -135,7 +135,10 @@ def make_update(
         after = TrainState(state.step + 1, state.key, params, ema, opt_state)
         metrics = {"loss": sums.loss * mean, "grad_norm": optax.tree.norm(grads)}
         after = jax.lax.with_sharding_constraint(after, tree_shardings(after, mesh))
-        return after, jax.tree.map(jnp.zeros_like, sums), metrics
+        zeroed = jax.lax.with_sharding_constraint(
+            jax.tree.map(jnp.zeros_like, sums), sums_shardings(params, mesh)
+        )
+        return after, zeroed, metrics
 
     return update
 

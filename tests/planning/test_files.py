@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from planning_cases import MODES, cases, examples, write_json
 
 from alload_jax import cli
-from alload_jax.errors import run_command
+from alload_jax.errors import InputError, run_command
 from alload_jax.planning.cost import FORMAT
-from alload_jax.errors import InputError
 from alload_jax.planning.files import METADATA_KEY, plan_table, write_plan
 from alload_jax.planning.settings import make_plan
 
