@@ -1,6 +1,7 @@
 """The state of a run and the compiled programs that advance it."""
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -68,7 +69,8 @@ class Trainer:
                 self.state.params, self._sums, batch, self.state.key, epoch
             ).compile()
 
-        pool = ThreadPoolExecutor(max_workers=4)
+        # XLA compiles one program on several cores already.
+        pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 4))
         try:
             for shape, program in zip(shapes, pool.map(compile_one, shapes), strict=True):
                 self.programs[shape] = program
