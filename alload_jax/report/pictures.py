@@ -1,9 +1,13 @@
 """Grids of stills and clips as PNG and GIF."""
 
+import importlib.util
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
+ClipFormat = Literal["gif", "mp4"]
 
 _TARGET_WIDTH = 900
 _GAP = 4
@@ -12,17 +16,23 @@ _PAPER, _INK = (24, 26, 32), (220, 224, 232)
 _FRAME_MILLISECONDS = 110
 
 
-def write_grid(path: Path, clips: np.ndarray, headers: list[str]) -> None:
-    """Writes stills as a PNG, clips as a GIF that loops.
+def write_grid(
+    path: Path, clips: np.ndarray, headers: list[str], clip_format: ClipFormat = "gif"
+) -> None:
+    """Writes stills as a PNG, clips as a GIF that loops or as an MP4.
 
     Args:
       path: without suffix.
       clips: [rows, columns, frames, height, width, 1 or 3], −1 (black) to 1 (white).
       headers: one for each column.
+      clip_format: of clips; MP4 needs the extra `media`.
     """
     frames = [_grid(clips[:, :, n], headers) for n in range(clips.shape[2])]
     if len(frames) == 1:
         frames[0].save(path.with_suffix(".png"))
+        return
+    if clip_format == "mp4":
+        _write_mp4(path.with_suffix(".mp4"), frames)
         return
     frames[0].save(
         path.with_suffix(".gif"),
@@ -31,6 +41,25 @@ def write_grid(path: Path, clips: np.ndarray, headers: list[str]) -> None:
         duration=_FRAME_MILLISECONDS,
         loop=0,
     )
+
+
+def has_mp4() -> bool:
+    """Whether the extra `media` is installed."""
+    return importlib.util.find_spec("av") is not None
+
+
+def _write_mp4(path: Path, frames: list[Image.Image]) -> None:
+    import av  # of the extra `media`
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=round(1000 / _FRAME_MILLISECONDS))
+        # The codec takes even sizes only.
+        stream.width, stream.height = (size - size % 2 for size in frames[0].size)
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            cut = frame.crop((0, 0, stream.width, stream.height))
+            container.mux(stream.encode(av.VideoFrame.from_image(cut)))
+        container.mux(stream.encode())
 
 
 def _grid(images: np.ndarray, headers: list[str]) -> Image.Image:

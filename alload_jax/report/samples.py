@@ -19,7 +19,7 @@ from alload_jax.diffusion.timesteps import TimestepConfig, shift_of, sigma_sched
 from alload_jax.errors import InputError
 from alload_jax.models.dit import DiTConfig
 from alload_jax.report.digit_accuracy import Draw, digit_accuracy
-from alload_jax.report.pictures import write_grid
+from alload_jax.report.pictures import ClipFormat, has_mp4, write_grid
 from alload_jax.training.state import model_graph
 
 
@@ -56,6 +56,7 @@ class SamplingConfig:
       guidance: classifier-free guidance; 1 is none.
       seed: of the starting noise.
       grids: the pictures.
+      clip_format: of clips; mp4 needs the extra `media`.
       digits_read: stills per digit that the classifier reads, for data made of digits.
     """
 
@@ -64,9 +65,15 @@ class SamplingConfig:
     guidance: float = 2.0
     seed: int = 0
     grids: tuple[GridConfig, ...] = ()
+    clip_format: ClipFormat = "gif"
     digits_read: int = 30
 
     def __post_init__(self) -> None:
+        if self.clip_format == "mp4" and not has_mp4():
+            raise InputError(
+                "sampling.clip_format is mp4, which needs the package av; "
+                "install alload-jax[media], or choose gif"
+            )
         for name in ("every", "steps", "digits_read"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -160,7 +167,9 @@ class SampleWriter:
             key = jax.random.fold_in(jax.random.key(self._config.seed), number)
             drawn = self.draw(params, key, labels, size)
             clips = drawn.reshape(grid.rows, classes, *drawn.shape[1:])
-            write_grid(folder / "x".join(map(str, size)), clips, [str(n) for n in range(classes)])
+            headers = [str(label) for label in range(classes)]
+            path = folder / "x".join(map(str, size))
+            write_grid(path, clips, headers, self._config.clip_format)
 
     def digit_accuracy(self, params: Any) -> float:
         """See `digit_accuracy`; by the config's number of stills and seed."""

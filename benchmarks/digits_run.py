@@ -1,0 +1,48 @@
+"""The README's figures of the default run: a finished run folder as one JSON.
+
+    make train && .venv/bin/python benchmarks/digits_run.py runs/digits cpu
+
+writes benchmarks/results/digits_cpu.json and prints the summary as a Markdown table. With a run
+folder made on a GPU and another name, the same for that device.
+"""
+
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(folder: str, name: str) -> None:
+    """Gathers the run's summary and surroundings, writes and prints them."""
+    run = Path(folder)
+    start = json.loads((run / "environment.json").read_text())[0]
+    summary = json.loads((run / "summary.json").read_text())
+    finished = datetime.date.fromtimestamp((run / "metrics.jsonl").stat().st_mtime)
+    content = {
+        "command": start["command"],
+        "date": finished.isoformat(),
+        "device": start["devices"],
+        "cpus": start["cpus"],
+        "versions": {"python": start["python"], **start["versions"]},
+        "summary": summary,
+    }
+    (RESULTS / f"digits_{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    print(_table(summary))
+
+
+def _table(summary: dict[str, Any]) -> str:
+    rows = [f"| {name.replace('_', ' ')} | {_readable(v)} |" for name, v in summary.items()]
+    return "\n".join(["| figure | value |", "|---|---:|", *rows])
+
+
+def _readable(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python benchmarks/digits_run.py RUN_FOLDER NAME")
+    main(*sys.argv[1:])
