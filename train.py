@@ -15,7 +15,7 @@ from alload_jax.data.manifest import read_manifest
 from alload_jax.data.placement import place_ahead
 from alload_jax.data.source import PlanSource, StepLoader
 from alload_jax.data.store import StoreReader
-from alload_jax.errors import run_command
+from alload_jax.errors import InputError, run_command
 from alload_jax.planning.settings import make_plan
 from alload_jax.report.samples import SampleWriter
 from alload_jax.report.summary import print_summary, read_summary, summarise
@@ -64,7 +64,11 @@ def main(argv: list[str]) -> int:
         StopRequest() as stop,
     ):
         start = checkpoints.latest() or 0
+        if start >= config.run.steps and (summary := read_summary(folder, start)):
+            print_summary(summary, folder)
+            return 0
         if start:
+            print(f"continuing {folder} at step {start}")
             like = abstract_state(config.model, optimizer, mesh, config.run.seed)
             state = checkpoints.restore(start, like)
         else:
@@ -99,16 +103,23 @@ def main(argv: list[str]) -> int:
             monitor.watching(bar),
         ):
             for step in place_ahead(loader, mesh):
+                if not monitor.accepts(step):
+                    break
                 monitor.note(step, trainer.step(step))
                 done = step.number + 1
                 if stop or done == config.run.steps:
                     break
                 if sampler.due(done):
+                    monitor.settle()
                     sampler.write(done, trainer.state.ema)
+                    monitor.restart_clock()
                 if done % config.checkpoint.every == 0:
                     monitor.settle()
                     checkpoints.save(done, trainer.state)
+                    monitor.restart_clock()
         checkpoints.save(done, trainer.state)
+    if monitor.refusal:
+        raise InputError(f"{monitor.refusal} (saved at step {done})")
     if stop:
         command = f"python train.py --config {folder / 'config.yaml'}"
         print(f"{stop.name}: saved step {done} of {config.run.steps}; continue with: {command}")

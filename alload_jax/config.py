@@ -24,6 +24,7 @@ from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training.checkpoint import CheckpointConfig
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.step import DiffusionConfig
+from alload_jax.training.telemetry import write_whole
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
 
 def write_config(config: Config, path: Path) -> None:
     """Writes the config as YAML that `--config` reads."""
-    path.write_text(yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
 
 
 def use_compilation_cache(run: RunConfig) -> None:
@@ -149,7 +151,14 @@ def _one_line(message: str, argv: Sequence[str]) -> str:
     ):
         if found := re.search(pattern, message):
             return _unknown(key.format(*found.groups()), argv)
-    return re.sub(r"\s+", " ", message).strip()
+    text = re.sub(r"\s+", " ", message).strip()
+    text = re.sub(r"typing\.Literal(\[[^\]]*\])", r"one of \1", text)
+    text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("Parser key", "key")
+    if "required" in text:
+        return f"{text}; give --config FILE, such as configs/digits.yaml"
+    place = " or ".join(_config_files(argv))
+    typed = any(part.startswith("--") and part[2:].split("=")[0] in text for part in argv)
+    return text if typed or not place else f"{place}: {text}; `--help` explains every key"
 
 
 def _unknown(key: str, argv: Sequence[str]) -> str:

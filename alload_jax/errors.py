@@ -13,11 +13,20 @@ class InputError(ValueError):
 
 
 def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Runs a command's `main`; a user's error becomes one line and status 2, Ctrl-C status 130."""
+    """Runs a command's `main`; returns its exit status.
+
+    What a user can cause becomes one line and status 2: an InputError, something asked for that
+    cannot be done here, a file or folder that cannot be used. Ctrl-C gives status 130.
+    """
     try:
         return main(argv)
-    except InputError as error:
+    except (InputError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}; name another place", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

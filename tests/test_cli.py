@@ -342,7 +342,7 @@ def test_a_config_that_is_not_there_is_refused(refused):
 # --------------------------------------------------------------------------------- prepare
 
 
-@pytest.mark.parametrize("content", [{}, {"notes.txt": "mine"}])
+@pytest.mark.parametrize("content", [{"manifest.parquet": "mine"}, {"notes.txt": "mine"}])
 def test_prepare_refuses_a_folder_that_exists_and_leaves_it(refused, folder, content):
     data = folder / "data"
     data.mkdir()

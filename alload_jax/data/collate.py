@@ -62,6 +62,7 @@ class Collator:
             for row, sample in enumerate(part.samples, start=first_row):
                 try:
                     arrays = self.reader.read(sample)
+                    self._check_labels(arrays[LABELS], sample)
                 except BadRecordError as error:
                     problems.append(str(error))
                     continue
@@ -72,6 +73,13 @@ class Collator:
                 batch.weight[row] = 1.0
             first_row += part.rows
         return batch
+
+    def _check_labels(self, labels: np.ndarray, sample: int) -> None:
+        if labels.size and not 0 <= labels.min() <= labels.max() < self.null_label:
+            raise BadRecordError(
+                f"{self.reader.manifest.path}: sample {sample} has labels {labels.tolist()}; "
+                f"they must be from 0 to below model.num_classes, which is {self.null_label}"
+            )
 
     def _filler(self, rows: int, part: MicroBatch) -> Batch:
         """Rows without weight, of the part's shape."""

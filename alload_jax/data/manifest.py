@@ -71,8 +71,8 @@ class Manifest:
         return samples_from_columns(columns, self.geometry(patch_size), str(self.path))
 
     def longest_text(self) -> int:
-        """Condition tokens of the sample that has most."""
-        return int(self.text_length.max())
+        """Condition tokens of the sample that has most; 1 where none has any."""
+        return max(1, int(self.text_length.max()))
 
     def require(self, channels: int, patch_size: Triple) -> None:
         """Checks that a model of that patch size can take every sample.

@@ -1,5 +1,6 @@
 """The plan as a Grain data source, and the pipeline that reads ahead of training."""
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -65,6 +66,12 @@ class PlanSource:
         )
 
 
+def _leave_ctrl_c_to_the_run(worker: int, workers: int) -> None:
+    """A terminal sends Ctrl-C to workers too, but the run ends them once it has saved."""
+    del worker, workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class StepLoader:
     """Iterates over collated steps, read ahead by Grain. Close it, or use it in a `with`."""
 
@@ -81,7 +88,8 @@ class StepLoader:
             dataset = dataset.mp_prefetch(
                 grain.MultiprocessingOptions(
                     num_workers=config.processes, per_worker_buffer_size=config.read_ahead
-                )
+                ),
+                worker_init_fn=_leave_ctrl_c_to_the_run,
             )
         self._iterator: Any = iter(dataset)
 

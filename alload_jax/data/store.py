@@ -45,10 +45,10 @@ class StoreWriter:
           samples_per_shard: after so many samples a new shard begins.
 
         Raises:
-          InputError: the folder exists already.
+          InputError: the folder exists already and is not empty.
         """
         self.folder = Path(folder)
-        if self.folder.exists():
+        if self.folder.exists() and not (self.folder.is_dir() and not any(self.folder.iterdir())):
             raise InputError(f"{self.folder}: exists already; name another folder or remove it")
         self._geometry = Geometry(vae_stride)
         self._origin = origin or {}
@@ -76,6 +76,7 @@ class StoreWriter:
             other channels than the samples before.
         """
         expected = self._geometry.latent_grid(*np.asarray(size)[:, None])[0]
+        latents = np.asarray(latents)
         channels = self._rows[0]["channels"] if self._rows else latents.shape[-1]
         if latents.shape != (*expected, channels):
             raise ValueError(
@@ -85,6 +86,8 @@ class StoreWriter:
             )
         if np.ndim(labels) != 1:
             raise ValueError(f"labels have shape {np.shape(labels)}; they must be [L]")
+        if len(labels) and np.asarray(labels).dtype.kind not in "iu":
+            raise ValueError(f"labels are {np.asarray(labels).dtype}; they must be whole numbers")
         if len(self._rows) % self._samples_per_shard == 0:
             self._next_shard()
         data = records.encode(

@@ -97,7 +97,10 @@ def read_cost_file(path: str | Path) -> CostFile:
     _check_numbers(content, path)
     try:
         parts = {"power": PowerCost, "quadratic": QuadraticCost}
-        return CostFile(**{k: parts[k](**v) if k in parts else v for k, v in content.items()})
+        fields = {k: parts[k](**v) if k in parts else v for k, v in content.items()}
+        if "m_mem" in fields:
+            fields["m_mem"] = int(fields["m_mem"])
+        return CostFile(**fields)
     except TypeError as error:
         raise InputError(
             f"{path}: {error}; the fields are power, quadratic, m_mem, m_comp"

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from alload_jax.data.digits import DIGIT
 from alload_jax.data.manifest import Manifest
 from alload_jax.diffusion.flow import TIMESTEP_SCALE
 from alload_jax.diffusion.samplers import euler, guided
@@ -152,6 +153,8 @@ class SampleWriter:
         self._length = manifest.longest_text()
         self._labels = [grid_labels(g, model.num_classes, self._length) for g in config.grids]
         _check_grids(config.grids, model, manifest)
+        if "digits" in manifest.origin:
+            _check_digits(model)
 
     def due(self, step: int) -> bool:
         """Whether samples are to be drawn after so many steps, the last apart."""
@@ -175,6 +178,18 @@ class SampleWriter:
         """See `digit_accuracy`; by the config's number of stills and seed."""
         config = self._config
         return digit_accuracy(self.draw, params, config.digits_read, self._length, config.seed)
+
+
+def _check_digits(model: DiTConfig) -> None:
+    """Digits are read from 8×8 stills of ten classes."""
+    if model.num_classes != 10:
+        raise InputError(f"model.num_classes is {model.num_classes}; digits have 10 classes")
+    frames, height, width = model.patch_size
+    if frames != 1 or DIGIT % height or DIGIT % width:
+        raise InputError(
+            f"model.patch_size is {model.patch_size}; stills of {DIGIT}×{DIGIT} digits need one "
+            f"frame, and a height and width that divide {DIGIT}"
+        )
 
 
 def _check_grids(grids: Sequence[GridConfig], model: DiTConfig, manifest: Manifest) -> None:

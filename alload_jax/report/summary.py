@@ -1,12 +1,14 @@
 """The figures that a run ends with."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+from alload_jax.errors import InputError
+from alload_jax.training.telemetry import read_json
 
 _LOSS_WINDOW = 50
 
@@ -31,6 +33,8 @@ def summarise(
       `loss_first` and `loss_last` are means over samples of the first and last 50 steps;
       `imbalance` and `padding` means over steps; `tokens_per_second` counts real tokens.
     """
+    if not rows:
+        raise InputError("metrics.jsonl of the run folder is empty; there is nothing to summarise")
     column = {name: np.asarray([row[name] for row in rows], np.float64) for name in rows[0]}
     train_seconds = column["step_seconds"].sum()
     measured = {"digit_accuracy": digit_accuracy, "peak_memory_bytes": peak_memory}
@@ -45,7 +49,7 @@ def summarise(
         "imbalance": float(column["imbalance"].mean()),
         "padding": float(column["padding"].mean()),
         "input_wait_share": float(column["input_wait_seconds"].sum() / train_seconds),
-        "bad_records": int(column["bad_records"][-1]),
+        "records_skipped": int(column["skipped"].sum()),
         "train_seconds": float(train_seconds),
         "seconds": seconds,
     }
@@ -53,11 +57,8 @@ def summarise(
 
 def read_summary(folder: Path, steps: int) -> dict[str, Any] | None:
     """The summary that a run of so many steps has left; None if there is none."""
-    path = folder / "summary.json"
-    if not path.exists():
-        return None
-    summary = json.loads(path.read_text())
-    return summary if summary["steps"] == steps else None
+    summary = read_json(folder / "summary.json")
+    return summary if summary and summary["steps"] == steps else None
 
 
 def print_summary(summary: dict[str, Any], folder: Path) -> None:

@@ -73,8 +73,20 @@ class Checkpoints:
         """Reads a checkpoint onto the shardings of `like`.
 
         Raises:
-          InputError: it belongs to another model, plan, or optimizer.
+          InputError: it is damaged, or belongs to another model or plan.
         """
+        try:
+            return self._restore(step, like)
+        except InputError:
+            raise
+        except (ValueError, KeyError, OSError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise InputError(
+                f"{self.folder / str(step)}: this checkpoint cannot be read ({reason}); move it "
+                "away to continue from the one before"
+            ) from error
+
+    def _restore(self, step: int, like: TrainState) -> TrainState:
         found = self._manager.restore(
             step, args=ocp.args.Composite(identity=ocp.args.JsonRestore())
         )
@@ -113,7 +125,9 @@ class Checkpoints:
 def _difference(theirs: Any, ours: Any) -> str:
     """The first value that differs, named."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
-        for key in sorted(theirs.keys() | ours.keys()):
+        # Digests of the data and of its order last: they follow from what else differs.
+        keys = sorted(theirs.keys() | ours.keys(), key=lambda k: (k in ("samples", "order"), k))
+        for key in keys:
             if theirs.get(key) != ours.get(key):
                 return f"{key} was {theirs.get(key)!r} and is now {ours.get(key)!r}"
     return f"it was {theirs!r} and is now {ours!r}"

@@ -16,7 +16,7 @@ from alload_jax.planning.cost import CostModel
 from alload_jax.planning.metrics import step_metrics
 from alload_jax.planning.plan import Plan
 from alload_jax.training.progress import ProgressBar
-from alload_jax.training.telemetry import MetricsLog, write_json
+from alload_jax.training.telemetry import BadRecords, MetricsLog, write_json
 
 _SMOOTHING = 0.95
 
@@ -27,11 +27,16 @@ class _Dispatched(NamedTuple):
     number: int
     epoch: int
     wait_seconds: float
+    problems: tuple[str, ...]
     metrics: dict[str, jax.Array]
 
 
 class Monitor:
-    """Reads each step's metrics once the next step has been dispatched, so as never to hold up."""
+    """Reads each step's metrics once the next step has been dispatched, so as never to hold up.
+
+    Attributes:
+      refusal: why a step was refused, or empty.
+    """
 
     def __init__(
         self,
@@ -47,7 +52,8 @@ class Monitor:
         self._learning_rate = learning_rate
         self._log = log
         self._max_bad_records = max_bad_records
-        self._bad_records = 0
+        self._bad_records = BadRecords(log.folder / "bad_records.txt")
+        self.refusal = ""
         self._under_way: _Dispatched | None = None
         self._settled_at = 0.0
         self._loss = self._tokens_per_second = math.nan
@@ -60,22 +66,39 @@ class Monitor:
     @contextmanager
     def watching(self, bar: ProgressBar) -> Iterator[None]:
         """Shows progress on the bar while open; settles the last step on leaving without error."""
-        self._bar, self._settled_at = bar, time.perf_counter()
+        self._bar = bar
+        self.restart_clock()
         try:
             yield
             self.settle()
         finally:
             self._log.close()
 
+    def restart_clock(self) -> None:
+        """Counts the next step's time from now, after something that was no step."""
+        self._settled_at = time.perf_counter()
+
+    def accepts(self, step: PlacedStep) -> bool:
+        """Whether a step may run; False if more of its records are damaged than is allowed."""
+        for problem in self._bad_records.add(step.problems):
+            self._bar.say(f"skipped: {problem}")
+        if len(self._bad_records) > self._max_bad_records:
+            self.refusal = (
+                f"{step.problems[-1]}; restore the record, or allow more than "
+                f"data.loader.max_bad_records = {self._max_bad_records} to be skipped"
+            )
+        return not self.refusal
+
     def note(self, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
         """Takes notice of a step just dispatched, and settles the one before.
 
         Raises:
-          InputError: too many damaged records, or a loss that is not finite.
+          InputError: the loss of the step before is not finite.
         """
-        self._count_problems(step.problems)
         self.settle()
-        self._under_way = _Dispatched(step.number, step.epoch, step.wait_seconds, metrics)
+        self._under_way = _Dispatched(
+            step.number, step.epoch, step.wait_seconds, step.problems, metrics
+        )
 
     def settle(self) -> None:
         """Waits for the step under way, checks it and writes its metrics.
@@ -92,15 +115,17 @@ class Monitor:
         if not all(math.isfinite(value) for value in values.values()):
             self._stop_at(step.number, values)
         planned = step_metrics(self._plan.step(step.number), self._plan, self._predictor)
+        trained = planned.samples - len(step.problems)
         self._log.write(
             {"step": step.number + 1, "epoch": step.epoch}
             | values
             | planned._asdict()
             | {
+                "samples": trained,
                 "step_seconds": seconds,
                 "input_wait_seconds": step.wait_seconds,
                 "learning_rate": float(self._learning_rate(step.number)),
-                "bad_records": self._bad_records,
+                "skipped": len(step.problems),
             }
         )
         self._show(values["loss"], planned.tokens / seconds)
@@ -109,16 +134,6 @@ class Monitor:
         self._loss = _smoothed(self._loss, loss)
         self._tokens_per_second = _smoothed(self._tokens_per_second, tokens_per_second)
         self._bar.advance(f"loss {self._loss:.4f} · {self._tokens_per_second:,.0f} tokens/s")
-
-    def _count_problems(self, problems: tuple[str, ...]) -> None:
-        self._bad_records += len(problems)
-        if self._bad_records > self._max_bad_records:
-            raise InputError(
-                f"{problems[-1]}; restore the record, or allow more than "
-                f"data.loader.max_bad_records = {self._max_bad_records} to be skipped"
-            )
-        for problem in problems:
-            self._bar.say(f"skipped: {problem}")
 
     def _stop_at(self, number: int, values: dict[str, float]) -> None:
         """Leaves the step's samples on disk and raises."""

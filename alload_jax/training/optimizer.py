@@ -17,7 +17,7 @@ class OptimizerConfig:
 
     Attributes:
       learning_rate: its peak.
-      warmup_steps: linear from 0.
+      warmup_steps: linear up to the peak; the first step has one of so many parts of it.
       final_fraction: of the peak, where the cosine ends at the last step.
       beta1, beta2, eps, weight_decay: AdamW's; only matrices decay.
       clip_norm: bound of the gradient's global norm.
@@ -42,6 +42,9 @@ class OptimizerConfig:
             if not 0 <= getattr(self, name) < 1:
                 value = getattr(self, name)
                 raise InputError(f"optimizer.{name} is {value}; it must be from 0 to below 1")
+        for name in ("weight_decay", "final_fraction"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"optimizer.{name} is {getattr(self, name)}; it must be 0 or more")
         if self.warmup_steps < 0:
             raise InputError(f"optimizer.warmup_steps is {self.warmup_steps}; it must be 0 or more")
 
@@ -49,7 +52,7 @@ class OptimizerConfig:
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate of each of `steps` optimizer steps."""
     return optax.warmup_cosine_decay_schedule(
-        init_value=0.0 if config.warmup_steps else config.learning_rate,
+        init_value=config.learning_rate / max(1, config.warmup_steps),
         peak_value=config.learning_rate,
         warmup_steps=config.warmup_steps,
         decay_steps=max(steps, config.warmup_steps + 1),

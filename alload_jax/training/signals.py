@@ -31,6 +31,7 @@ class StopRequest:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.name = signal.Signals(number).name
+        print(f"\n{self.name}: finishing and saving; once more to quit at once", flush=True)
         self._restore()
 
     def _restore(self) -> None:

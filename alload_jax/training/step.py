@@ -132,6 +132,12 @@ def make_update(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema = update_ema(state.ema, params, state.step, config.ema_decay)
+        # A step whose every row is filler leaves all but the step's number as it was.
+        params, ema, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(sums.weight > 0, new, old),
+            (params, ema, opt_state),
+            (state.params, state.ema, state.opt_state),
+        )
         after = TrainState(state.step + 1, state.key, params, ema, opt_state)
         metrics = {"loss": sums.loss * mean, "grad_norm": optax.tree.norm(grads)}
         after = jax.lax.with_sharding_constraint(after, tree_shardings(after, mesh))

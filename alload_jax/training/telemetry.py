@@ -11,6 +11,8 @@ from typing import Any
 import jax
 from tensorboardX import SummaryWriter
 
+from alload_jax.errors import InputError
+
 PACKAGES = ("alload-jax", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
 
 
@@ -44,6 +46,26 @@ class MetricsLog:
         self._events.close()
 
 
+class BadRecords:
+    """The distinct damaged records that a run has met, over all its starts; a line each on disk."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._known = set(path.read_text().splitlines()) if path.exists() else set()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, problems: tuple[str, ...]) -> list[str]:
+        """Adds what was not known yet, and returns it."""
+        new = [problem for problem in dict.fromkeys(problems) if problem not in self._known]
+        if new:
+            self._known.update(new)
+            with self._path.open("a") as file:
+                file.writelines(f"{problem}\n" for problem in new)
+        return new
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; a last line that was cut off is left out."""
     if not path.exists():
@@ -54,7 +76,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def append_environment(path: Path, argv: list[str], step: int) -> None:
     """Notes what the run runs on: versions, devices, host, command. An entry for every start."""
-    starts = json.loads(path.read_text()) if path.exists() else []
+    starts = read_json(path) or []
     write_json(path, [*starts, {"step": step} | _environment(argv)])
 
 
@@ -70,6 +92,20 @@ def _environment(argv: list[str]) -> dict[str, Any]:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "versions": {name: _version(name) for name in PACKAGES},
     }
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; None if there is no such file.
+
+    Raises:
+      InputError: it holds something else.
+    """
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error}); mend it or remove it") from error
 
 
 def peak_memory() -> int | None:

@@ -69,6 +69,8 @@ class Trainer:
                 self.state.params, self._sums, batch, self.state.key, epoch
             ).compile()
 
+        update: Any = self._update
+        self._update = update.lower(self.state, self._sums).compile()
         # XLA compiles one program on several cores already.
         pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 4))
         try:

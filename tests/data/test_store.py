@@ -168,7 +168,12 @@ def test_what_a_killed_writer_left_is_replaced(tmp_path):
     assert not (store / "shard-99999.arrayrecord").exists()
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+def make_used_folder(path):
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+
+
+@pytest.mark.parametrize("make", [make_used_folder, Path.touch])
 def test_an_existing_folder_is_refused_and_left_alone(tmp_path, make):
     make(tmp_path / "store")
     with pytest.raises(InputError) as error:

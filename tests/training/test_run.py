@@ -1,11 +1,15 @@
 """Whole runs of train.py, as a user types them."""
 
 import json
+import shutil
 import signal
 import time
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import yaml
+from training_runs import Runs
 
 COMPUTED = ("loss", "grad_norm", "learning_rate", "tokens", "samples", "imbalance", "padding")
 
@@ -28,8 +32,6 @@ def lines_of(path):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, digits_folder):
-    from conftest import Runs
-
     runs = Runs(tmp_path_factory.mktemp("unbroken"), digits_folder)
     return runs, runs.run()
 
@@ -197,3 +199,52 @@ def test_another_model_does_not_touch_the_run(unbroken):
     assert "another model: dim was 16 and is now 32" in other.stderr
     assert len(other.stderr.strip().splitlines()) == 1
     assert (runs.folder / "run" / "config.yaml").read_bytes() == before
+
+
+def spoil(runs, sample):
+    """Gives one sample's manifest row another checksum."""
+    shutil.copytree(runs.data, runs.folder / "spoilt")
+    path = runs.folder / "spoilt" / "manifest.parquet"
+    table = pyarrow.parquet.read_table(path)
+    sums = table["checksum"].to_pylist()
+    sums[sample] ^= 1
+    place = table.column_names.index("checksum")
+    table = table.set_column(place, table.schema.field(place), pa.array(sums, pa.uint32()))
+    pyarrow.parquet.write_table(table, path)
+    return str(runs.folder / "spoilt")
+
+
+def test_a_damaged_record_stops_the_run_which_keeps_what_it_has_done(runs):
+    stopped = runs.run("--data.folder", spoil(runs, 12))
+    assert stopped.returncode == 2
+    assert len(stopped.stderr.strip().splitlines()) == 1
+    assert "(sample 12) has checksum" in stopped.stderr
+    done = lines_of(runs.folder / "run" / "metrics.jsonl")
+    assert f"saved at step {done}" in stopped.stderr
+    assert (runs.folder / "run" / "checkpoints" / str(done)).exists()
+
+
+def test_a_damaged_record_can_be_skipped_in_every_epoch(runs):
+    flags = ("--data.folder", spoil(runs, 12), "--data.loader.max_bad_records", "1")
+    finished = runs.run(*flags)
+    assert finished.returncode == 0, finished.stderr
+    rows = runs.metrics()
+    epochs = [sum(row["samples"] for row in rows if row["epoch"] == n) for n in (0, 1)]
+    assert epochs == [20, 20]
+    assert finished.stdout.count("skipped:") == 1
+    assert len((runs.folder / "run" / "bad_records.txt").read_text().splitlines()) == 1
+
+
+def test_a_label_that_the_model_does_not_know_is_named(runs):
+    stopped = runs.run("--model.num_classes", "3", "--sampling.grids", "[]")
+    assert stopped.returncode == 2
+    assert "digits have 10 classes" in stopped.stderr
+
+
+def test_a_damaged_checkpoint_is_named(runs):
+    assert runs.run().returncode == 0
+    shutil.rmtree(runs.folder / "run" / "checkpoints" / "14" / "identity")
+    broken = runs.run("--run.steps", "16")
+    assert broken.returncode == 2
+    assert len(broken.stderr.strip().splitlines()) == 1
+    assert "checkpoints/14: this checkpoint cannot be read" in broken.stderr

@@ -165,3 +165,18 @@ def test_only_matrices_decay(setup):
 def test_senseless_settings_are_refused(change, words):
     with pytest.raises(InputError, match=words):
         OptimizerConfig(**change)
+
+
+def test_a_step_of_filler_alone_changes_nothing_but_its_number(setup):
+    mesh, params, _, accumulate = setup
+    optimizer = make_optimizer(OPTIMIZER, 10)
+    state = init_state(MODEL, optimizer, mesh, seed=0)._replace(params=params)
+    update = make_update(optimizer, OPTIMIZER, mesh)
+    before = jax.tree.map(np.asarray, (state.params, state.ema, state.opt_state))
+    empty = batch_of([0, 1])._replace(weight=jnp.zeros(2))
+    sums = accumulate(params, zero_sums(params, mesh), empty, state.key, jnp.int32(0))
+    copied = jax.tree.map(jnp.copy, state)
+    after, _, metrics = update(copied, sums)
+    jax.tree.map(np.testing.assert_array_equal, before, (after.params, after.ema, after.opt_state))
+    assert int(after.step) == 1
+    assert float(metrics["loss"]) == 0
