@@ -64,6 +64,8 @@ def main(argv: list[str]) -> int:
         StopRequest() as stop,
     ):
         start = checkpoints.latest() or 0
+        if start:
+            checkpoints.check(start)
         if start >= config.run.steps and (summary := read_summary(folder, start)):
             print_summary(summary, folder)
             return 0

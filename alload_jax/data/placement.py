@@ -21,7 +21,8 @@ class PlacedStep(NamedTuple):
       epoch: of the step.
       batches: one for each micro-batch, rows split over the ranks.
       problems: what was wrong with records that were skipped.
-      wait_seconds: how long the training thread waited for the loader.
+      wait_seconds: how long the loader was waited for when this step was asked for; the data
+        that came then are those of the step `depth` further on.
     """
 
     number: int
@@ -38,17 +39,19 @@ def place_ahead(steps: Iterator[HostStep], mesh: Mesh, depth: int = 1) -> Iterat
     beside the computation that was dispatched before.
     """
     travelling: deque[PlacedStep] = deque()
+    waited = 0.0
     while True:
         began = time.perf_counter()
         step = next(steps, None)
-        waited = time.perf_counter() - began
+        waited += time.perf_counter() - began
         if step is not None:
             batches = tuple(_place(batch, mesh) for batch in step.batches)
-            travelling.append(PlacedStep(*step[:2], batches, step.problems, waited))
+            travelling.append(PlacedStep(*step[:2], batches, step.problems, 0.0))
         if not travelling:
             return
         if step is None or len(travelling) > depth:
-            yield travelling.popleft()
+            yield travelling.popleft()._replace(wait_seconds=waited)
+            waited = 0.0
 
 
 def _place(batch: Batch, mesh: Mesh) -> Batch:

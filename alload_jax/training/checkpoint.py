@@ -1,5 +1,7 @@
 """Checkpoints through Orbax: written in the background, whole or not at all."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -69,32 +71,38 @@ class Checkpoints:
         """The step of the newest whole checkpoint; None if there is none."""
         return self._manager.latest_step()
 
+    def check(self, step: int) -> None:
+        """Checks that a checkpoint belongs to this run's model and plan.
+
+        Raises:
+          InputError: it is damaged, or belongs to another; what differs is named.
+        """
+        with self._damage_named(step):
+            part = ocp.args.Composite(identity=ocp.args.JsonRestore())
+            found = self._manager.restore(step, args=part).identity
+        self._check_identity(step, found)
+
     def restore(self, step: int, like: TrainState) -> TrainState:
         """Reads a checkpoint onto the shardings of `like`.
 
         Raises:
           InputError: it is damaged, or belongs to another model or plan.
         """
+        self.check(step)
+        with self._damage_named(step):
+            part = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+            return self._manager.restore(step, args=part).state
+
+    @contextmanager
+    def _damage_named(self, step: int) -> Iterator[None]:
         try:
-            return self._restore(step, like)
-        except InputError:
-            raise
+            yield
         except (ValueError, KeyError, OSError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise InputError(
                 f"{self.folder / str(step)}: this checkpoint cannot be read ({reason}); move it "
                 "away to continue from the one before"
             ) from error
-
-    def _restore(self, step: int, like: TrainState) -> TrainState:
-        found = self._manager.restore(
-            step, args=ocp.args.Composite(identity=ocp.args.JsonRestore())
-        )
-        self._check_identity(step, found.identity)
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like))
-        )
-        return restored.state
 
     def save(self, step: int, state: TrainState) -> None:
         """Begins to write a checkpoint and returns once `state` may be changed."""

@@ -26,7 +26,6 @@ class _Dispatched(NamedTuple):
 
     number: int
     epoch: int
-    wait_seconds: float
     problems: tuple[str, ...]
     metrics: dict[str, jax.Array]
 
@@ -55,7 +54,7 @@ class Monitor:
         self._bad_records = BadRecords(log.folder / "bad_records.txt")
         self.refusal = ""
         self._under_way: _Dispatched | None = None
-        self._settled_at = 0.0
+        self._settled_at = self._waited = 0.0
         self._loss = self._tokens_per_second = math.nan
 
     @property
@@ -76,10 +75,11 @@ class Monitor:
 
     def restart_clock(self) -> None:
         """Counts the next step's time from now, after something that was no step."""
-        self._settled_at = time.perf_counter()
+        self._settled_at, self._waited = time.perf_counter(), 0.0
 
     def accepts(self, step: PlacedStep) -> bool:
         """Whether a step may run; False if more of its records are damaged than is allowed."""
+        self._waited += step.wait_seconds
         for problem in self._bad_records.add(step.problems):
             self._bar.say(f"skipped: {problem}")
         if len(self._bad_records) > self._max_bad_records:
@@ -96,9 +96,7 @@ class Monitor:
           InputError: the loss of the step before is not finite.
         """
         self.settle()
-        self._under_way = _Dispatched(
-            step.number, step.epoch, step.wait_seconds, step.problems, metrics
-        )
+        self._under_way = _Dispatched(step.number, step.epoch, step.problems, metrics)
 
     def settle(self) -> None:
         """Waits for the step under way, checks it and writes its metrics.
@@ -111,7 +109,8 @@ class Monitor:
         step, self._under_way = self._under_way, None
         values = {name: float(value) for name, value in step.metrics.items()}
         now = time.perf_counter()
-        seconds, self._settled_at = now - self._settled_at, now
+        seconds, waited = now - self._settled_at, self._waited
+        self.restart_clock()
         if not all(math.isfinite(value) for value in values.values()):
             self._stop_at(step.number, values)
         planned = step_metrics(self._plan.step(step.number), self._plan, self._predictor)
@@ -123,7 +122,7 @@ class Monitor:
             | {
                 "samples": trained,
                 "step_seconds": seconds,
-                "input_wait_seconds": step.wait_seconds,
+                "input_wait_seconds": waited,
                 "learning_rate": float(self._learning_rate(step.number)),
                 "skipped": len(step.problems),
             }
