@@ -152,8 +152,12 @@ def _one_line(message: str, argv: Sequence[str]) -> str:
         if found := re.search(pattern, message):
             return _unknown(key.format(*found.groups()), argv)
     text = re.sub(r"\s+", " ", message).strip()
-    text = re.sub(r"typing\.Literal(\[[^\]]*\])", r"one of \1", text)
-    text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("Parser key", "key")
+    if text.startswith("Unexpected config"):
+        files = " or ".join(_config_files(argv))
+        return f"{files}: is empty or holds no sections; start from configs/digits.yaml"
+    text = re.sub(r"Expected a typing\.Literal(\[[^\]]*\])", r"expected one of \1", text)
+    text = re.sub(r"Expected a <class '(\w+)'>", r"expected \1", text)
+    text = text.replace("Parser key", "key")
     if "required" in text:
         return f"{text}; give --config FILE, such as configs/digits.yaml"
     place = " or ".join(_config_files(argv))

@@ -1,5 +1,6 @@
 """What a user can do wrong, and how a command says so."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -23,6 +24,9 @@ def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
     except (InputError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read the output has seen enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         if error.filename is None:
             raise

@@ -153,6 +153,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_samples(runs):
 BAD = [
     (("--optimizer.learning_rat", "1"), "did you mean optimizer.learning_rate?"),
     (("--model.dim", "wide"), "model.dim"),
+    (("--model.remat", "foo"), "expected one of ['none', 'full', 'attention'"),
     (("--planning.m_mem", "10"), "m_mem is 10 tokens, shorter than sample"),
     (("--mesh.fsdp", "3"), "mesh.fsdp 3 do not fit"),
     (("--data.folder", "nowhere"), "nowhere/manifest.parquet: no such manifest"),
@@ -189,6 +190,17 @@ def test_a_misspelt_key_in_the_file_is_named(runs, capsys):
     error = capsys.readouterr().err
     assert "planing.m_mem is unknown; did you mean planning.m_mem?" in error
     assert "tiny.yaml" in error
+
+
+def test_an_empty_config_is_named(runs, capsys):
+    import train
+    from alload_jax.errors import run_command
+
+    runs.config.write_text("")
+    assert run_command(train.main, ["--config", str(runs.config)]) == 2
+    error = capsys.readouterr().err
+    assert f"{runs.config}: is empty or holds no sections" in error
+    assert len(error.strip().splitlines()) == 1
 
 
 def test_another_model_does_not_touch_the_run(unbroken):
