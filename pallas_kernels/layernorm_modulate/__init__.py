@@ -1,5 +1,9 @@
-"""LayerNorm-Modulate: y = LayerNorm(x)·(1 + scale) + shift."""
+"""LayerNorm-Modulate: LayerNorm(x)·(1 + scale) + shift, alone and after a gated residual sum."""
 
-from pallas_kernels.layernorm_modulate.api import layernorm_modulate
+from pallas_kernels.layernorm_modulate.api import (
+    Implementation,
+    layernorm_modulate,
+    residual_layernorm_modulate,
+)
 
-__all__ = ["layernorm_modulate"]
+__all__ = ["Implementation", "layernorm_modulate", "residual_layernorm_modulate"]

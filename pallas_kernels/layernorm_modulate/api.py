@@ -1,15 +1,17 @@
-"""LayerNorm-Modulate, the public function: checks its arguments and picks the implementation."""
+"""LayerNorm-Modulate, the public functions: check the arguments and pick the implementation."""
 
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
-from pallas_kernels.layernorm_modulate.reference import layernorm_modulate_reference
+from pallas_kernels.layernorm_modulate import devices, tuning
+from pallas_kernels.layernorm_modulate.differentiable import Static, fused, on_shards
+from pallas_kernels.layernorm_modulate.operands import Operands, Options, normalise
+from pallas_kernels.layernorm_modulate.reference import reference
 
-Implementation = Literal["auto", "xla"]
-
-_X_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+Implementation = Literal["auto", "triton", "xla"]
 
 
 def layernorm_modulate(
@@ -17,52 +19,139 @@ def layernorm_modulate(
     scale: jax.Array,
     shift: jax.Array,
     *,
+    segment_ids: jax.Array | None = None,
+    segment_block: int | None = None,
     eps: float = 1e-6,
     implementation: Implementation = "auto",
+    sharding: NamedSharding | None = None,
 ) -> jax.Array:
     """y = LayerNorm(x)·(1 + scale) + shift, the adaptive norm of DiT blocks.
 
     LayerNorm has no affine parameters of its own. Statistics and modulation are float32; the
-    result is rounded once (Peebles & Xie, arXiv 2212.09748, adaLN; AdaptiveLoad, arXiv
-    2605.17923, section on the fused kernel).
+    result is rounded once (adaLN of Peebles & Xie, arXiv 2212.09748; the fused kernel after
+    AdaptiveLoad, arXiv 2605.17923). Differentiable once in x, scale and shift, in reverse mode.
 
     Args:
-      x: [B, S, D] bfloat16, float16 or float32.
-      scale: [B, D], float32 or `x.dtype`.
-      shift: [B, D], float32 or `x.dtype`.
+      x: [B, S, D] or [T, D], bfloat16, float16 or float32.
+      scale: float32 or x's dtype, one of
+        [B, D]: one row for each row of the batch ([1, D] for an x of [T, D]);
+        x's shape: one row for each token (Wan 2.2's 5B model);
+        [M, D] or [B, M, D] with `segment_ids`: token t takes row `segment_ids[t]`, of a table that
+        all rows of the batch share or of its own.
+      shift: shaped like scale, float32 or x's dtype.
+      segment_ids: x's shape without D, signed integers. Segments are contiguous in a row; −1 is
+        padding, whose output and gradients are zero. Segments that are not contiguous, or not
+        below M, give NaN with the kernel where it cannot serve them.
+      segment_block: promises that segments begin at multiples of it, which saves finding them.
       eps: added to the variance.
-      implementation: "xla", or "auto" for whichever is fastest here (today always "xla").
+      implementation: "triton" (the kernels), "xla" (XLA's fusion), or "auto": whichever was
+        measured as faster for this device, width and size; XLA where nothing was measured.
+      sharding: how x is split over a mesh whose axes are Auto, where tracing cannot see it: over
+        batch and sequence, D whole. Explicit axes need no such help.
 
     Returns:
-      [B, S, D] in `x.dtype`.
+      x's shape and dtype.
 
     Raises:
-      ValueError: a shape or dtype does not fit; the message names it.
-      NotImplementedError: an implementation that does not exist here.
+      ValueError: a shape or dtype does not fit, or the kernels cannot know how x is split.
+      NotImplementedError: this device or this sharding cannot run the kernels.
     """
-    _check(x, scale, shift)
+    name = "layernorm_modulate"
+    operands, options = normalise(
+        name,
+        Operands(x, scale, shift, segment_ids=segment_ids),
+        eps=eps,
+        residual_dtype=None,
+        segment_block=segment_block,
+    )
+    _, out = _run(name, operands, options, implementation, _three_axes(x, sharding))
+    return out.reshape(x.shape)
+
+
+def residual_layernorm_modulate(
+    x: jax.Array,
+    y: jax.Array,
+    gate: jax.Array | None,
+    scale: jax.Array,
+    shift: jax.Array,
+    *,
+    residual_dtype: jnp.dtype | None = None,
+    segment_ids: jax.Array | None = None,
+    segment_block: int | None = None,
+    eps: float = 1e-6,
+    implementation: Implementation = "auto",
+    sharding: NamedSharding | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """h = x + gate·y, then LayerNorm(h)·(1 + scale) + shift: where two halves of a block meet.
+
+    Forward and backward read and write each tensor once. The sum is float32 and rounded once, to
+    `residual_dtype`; the norm is that of the rounded h.
+
+    Args:
+      x: [B, S, D] or [T, D], the residual stream; bfloat16, float16 or float32.
+      y: x's shape, a branch's output; any of these dtypes.
+      gate: shaped like scale, float32 or x's or y's dtype; None for h = x + y.
+      scale: as in `layernorm_modulate`, float32 or x's or y's dtype.
+      shift: shaped like scale, float32 or x's or y's dtype.
+      residual_dtype: dtype of h, x's or float32; None for x's.
+      segment_ids: as in `layernorm_modulate`; h is zero in padding too.
+      segment_block: as in `layernorm_modulate`.
+      eps: added to the variance.
+      implementation: as in `layernorm_modulate`.
+      sharding: as in `layernorm_modulate`.
+
+    Returns:
+      h in `residual_dtype` and the modulated value in y's dtype, both of x's shape.
+
+    Raises:
+      ValueError: a shape or dtype does not fit, or the kernels cannot know how x is split.
+      NotImplementedError: this device or this sharding cannot run the kernels.
+    """
+    name = "residual_layernorm_modulate"
+    operands, options = normalise(
+        name,
+        Operands(x, scale, shift, y=y, gate=gate, segment_ids=segment_ids),
+        eps=eps,
+        residual_dtype=residual_dtype,
+        segment_block=segment_block,
+    )
+    h, out = _run(name, operands, options, implementation, _three_axes(x, sharding))
+    assert h is not None
+    return h.reshape(x.shape), out.reshape(x.shape)
+
+
+def _run(
+    name: str,
+    operands: Operands,
+    options: Options,
+    implementation: Implementation,
+    sharding: NamedSharding | None,
+) -> tuple[jax.Array | None, jax.Array]:
     if implementation not in get_args(Implementation):
-        raise NotImplementedError(
-            f"layernorm_modulate: implementation={implementation!r} does not exist; "
+        raise ValueError(
+            f"{name}: implementation={implementation!r} is unknown; "
             f"choose one of {', '.join(get_args(Implementation))}"
         )
-    return layernorm_modulate_reference(x, scale, shift, eps=eps)
+    obstacle = devices.obstacle(operands.x, sharding)
+    if implementation == "triton" and obstacle is not None:
+        raise type(obstacle)(f"{name}: the Triton kernels cannot run, {obstacle}")
+    faster = tuning.kernel_is_faster(
+        devices.device_kind(), options.layout, operands.x.size, operands.x.shape[-1]
+    )
+    wanted = implementation == "triton" or (implementation == "auto" and faster)
+    static = Static(options, sharding)
+    if wanted and obstacle is None and operands.x.size:
+        return fused(static, operands)
+    if sharding is not None and options.layout == "segment":
+        return on_shards(static, reference, operands)
+    return reference(operands, options)
 
 
-def _check(x: jax.Array, scale: jax.Array, shift: jax.Array) -> None:
-    if x.ndim != 3:
-        raise ValueError(f"layernorm_modulate: x must be [B, S, D], got shape {x.shape}")
-    if x.dtype not in _X_DTYPES:
-        raise ValueError(
-            f"layernorm_modulate: x is {x.dtype}; it must be bfloat16, float16 or float32"
-        )
-    for name, value in (("scale", scale), ("shift", shift)):
-        if value.shape != (x.shape[0], x.shape[2]):
-            raise ValueError(
-                f"layernorm_modulate: {name} must be [B, D] = {(x.shape[0], x.shape[2])} "
-                f"for x {x.shape}, got {value.shape}"
-            )
-        if value.dtype not in (jnp.float32, x.dtype):
-            raise ValueError(
-                f"layernorm_modulate: {name} is {value.dtype}; it must be float32 or {x.dtype}"
-            )
+def _three_axes(x: jax.Array, sharding: NamedSharding | None) -> NamedSharding | None:
+    """The sharding of x as [B, S, D]: as given, or as an Explicit mesh shows it."""
+    sharding = devices.visible_sharding(x) if sharding is None else sharding
+    if sharding is None or sharding.mesh.size == 1:
+        return None
+    if x.ndim == 3:
+        return sharding
+    return NamedSharding(sharding.mesh, jax.P(None, *sharding.spec))

@@ -1,26 +1,67 @@
-"""What LayerNorm-Modulate means, in plain jax.numpy: the XLA implementation and the oracle."""
+"""What both functions mean, in plain jax.numpy: the XLA implementation and the oracle's formula."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layernorm_modulate.operands import Operands, Options
 
-def layernorm_modulate_reference(
-    x: jax.Array, scale: jax.Array, shift: jax.Array, *, eps: float
-) -> jax.Array:
-    """LayerNorm(x)·(1 + scale) + shift in float32, rounded once to `x.dtype`.
 
-    Args:
-      x: [B, S, D].
-      scale: [B, D], float32 or `x.dtype`.
-      shift: [B, D], float32 or `x.dtype`.
-      eps: added to the variance.
+def reference(operands: Operands, options: Options) -> tuple[jax.Array | None, jax.Array]:
+    """h = x + gate·y, then LayerNorm(h)·(1 + scale) + shift; float32 inside.
+
+    h is rounded once to `residual_dtype`, and the norm is that of the rounded h; the modulated
+    value is rounded once. Without y, h is x. Padding (segment −1) is zero in both.
 
     Returns:
-      [B, S, D] in `x.dtype`.
+      h [B, S, D] (None without y) and the modulated value [B, S, D].
     """
-    wide = x.astype(jnp.float32)
+    scale, shift, gate = (
+        _per_token(value, operands, options)
+        for value in (operands.scale, operands.shift, operands.gate)
+    )
+    padding = None if operands.segment_ids is None else operands.segment_ids[..., None] < 0
+    wide = operands.x.astype(jnp.float32)
+    if operands.y is not None:
+        y = operands.y.astype(jnp.float32)
+        wide = wide + (y if gate is None else gate * y)
+    wide = _cleared(wide, padding)
+    h = wide.astype(options.residual_dtype)
+    if operands.y is not None:
+        wide = _rounded(wide, options.residual_dtype)
     centred = wide - wide.mean(axis=-1, keepdims=True)
     variance = jnp.square(centred).mean(axis=-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(variance + eps)
-    gain = 1.0 + scale.astype(jnp.float32)[:, None, :]
-    return (normed * gain + shift.astype(jnp.float32)[:, None, :]).astype(x.dtype)
+    normed = centred * jax.lax.rsqrt(variance + options.eps)
+    out = _cleared(normed * (1.0 + scale) + shift, padding).astype(options.out_dtype)
+    return (None if operands.y is None else h), out
+
+
+def _per_token(value: jax.Array | None, operands: Operands, options: Options) -> Any:
+    """Float32 that broadcasts against [B, S, D]."""
+    if value is None:
+        return None
+    value = value.astype(jnp.float32)
+    if options.layout == "row":
+        return value[:, None, :]
+    if options.layout == "token":
+        return value
+    assert operands.segment_ids is not None
+    rows, ids = jnp.arange(value.shape[0])[:, None], operands.segment_ids
+    # Segments beyond the table give NaN (a gather's "fill"), as in the kernel.
+    return value.at[rows, jnp.maximum(ids, 0)].get(mode="fill", fill_value=jnp.nan)
+
+
+def _rounded(value: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Float32 rounded to the digits of `dtype`; the gradient passes unrounded.
+
+    XLA may leave out a cast to `dtype` and back, and differentiating one would round the gradient
+    before it is added up.
+    """
+    kind = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(value, kind.nexp, kind.nmant)
+    return value + jax.lax.stop_gradient(rounded - value)
+
+
+def _cleared(value: jax.Array, padding: jax.Array | None) -> jax.Array:
+    return value if padding is None else jnp.where(padding, 0.0, value)
