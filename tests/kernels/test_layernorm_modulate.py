@@ -1,80 +1,185 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from pallas_kernels import layernorm_modulate
-
-
-def oracle(x, scale, shift, eps):
-    x = np.asarray(x, np.float64)
-    centred = x - x.mean(-1, keepdims=True)
-    normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
-    return (
-        normed * (1 + np.asarray(scale, np.float64)[:, None])
-        + np.asarray(shift, np.float64)[:, None]
-    )
-
-
-def inputs(shape, dtype, modulation_dtype, seed=0):
-    rng = np.random.default_rng(seed)
-    batch, _, dim = shape
-    x = jnp.asarray(rng.normal(1.0, 2.0, shape), dtype)
-    scale, shift = (jnp.asarray(rng.normal(size=(batch, dim)), modulation_dtype) for _ in range(2))
-    return x, scale, shift
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 7, 31), (3, 5, 128), (2, 3, 1152)])
-@pytest.mark.parametrize(
-    ("dtype", "modulation", "tolerance"),
-    [
-        (jnp.float32, jnp.float32, 1e-6),
-        (jnp.bfloat16, jnp.float32, 2**-8),
-        (jnp.bfloat16, jnp.bfloat16, 2**-8),
-        (jnp.float16, jnp.float32, 2**-10),
-    ],
+from kernel_cases import (
+    BF16,
+    F16,
+    F32,
+    assert_same_bits,
+    check,
+    cotangents_for,
+    make,
+    with_gradients,
 )
-def test_equals_the_float64_oracle_up_to_one_rounding(shape, dtype, modulation, tolerance):
-    x, scale, shift = inputs(shape, dtype, modulation)
-    y = layernorm_modulate(x, scale, shift, eps=1e-6)
-    assert y.dtype == x.dtype
-    expected = oracle(x, scale, shift, 1e-6)
-    bound = tolerance * (np.abs(expected) + np.sqrt(shape[-1]) / 8 + 1)
-    assert (np.abs(np.asarray(y, np.float64) - expected) <= bound).all()
+
+from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
 
 
-def test_tiny_bfloat16_scales_survive_the_addition_of_one():
-    x, _, shift = inputs((1, 4, 64), jnp.float32, jnp.float32)
-    scale = jnp.full((1, 64), 2.0**-10, jnp.float32)
-    y = layernorm_modulate(x.astype(jnp.bfloat16), scale.astype(jnp.bfloat16), shift * 0)
-    base = layernorm_modulate(x.astype(jnp.bfloat16), scale * 0, shift * 0)
-    gain = np.asarray(y, np.float64).sum() / np.asarray(base, np.float64).sum()
-    expected = oracle(x.astype(jnp.bfloat16), scale, shift * 0, 1e-6)
-    assert np.isfinite(gain)
-    np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=2**-8, atol=1e-6)
+def public(operands, **options):
+    x, scale, shift, y, gate, ids = operands
+    options |= {"segment_ids": ids}
+    if y is None:
+        return None, layernorm_modulate(x, scale, shift, **options)
+    return residual_layernorm_modulate(x, y, gate, scale, shift, **options)
+
+
+def choices():
+    # On a CPU "auto" is "xla", as a test below shows.
+    return ("xla", "auto", "triton") if jax.default_backend() == "gpu" else ("xla",)
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def choice_of_machine(request):
+    if (request.param == "gpu") != (jax.default_backend() == "gpu"):
+        pytest.skip(f"not on a {request.param}")
+
+
+@pytest.mark.usefixtures("choice_of_machine")
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 7, 31), (3, 5, 128), (2, 3, 1152), (7, 96)])
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32), (BF16, BF16), (F16, F32)])
+@pytest.mark.parametrize("branch", ["none", "gated", "gated, float32"])
+def test_equals_the_float64_oracle_up_to_one_rounding(shape, dtypes, branch):
+    table = (1, shape[1]) if len(shape) == 2 else None
+    x_dtype, modulation = dtypes
+    gated = branch != "none"
+    y_dtype = x_dtype if gated else None
+    operands = make(
+        shape, table, x_dtype=x_dtype, modulation=modulation, y_dtype=y_dtype, gate=gated
+    )
+    static = {"residual_dtype": F32} if branch == "gated, float32" else {}
+    cotangents = cotangents_for(operands, **static)
+    for choice in choices():
+        run = with_gradients(
+            lambda each, choice=choice: public(each, implementation=choice, **static)
+        )
+        outputs, gradients = run(operands, cotangents)
+        assert (outputs[1].dtype, outputs[1].shape) == (x_dtype, shape)
+        check(operands, outputs, gradients, cotangents, what=choice)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_segments_of_the_xla_implementation(residual):
+    ids = np.repeat([0, -1, 2, 1, -1], [3, 2, 6, 1, 2])
+    operands = make((14, 40), (4, 40), ids=ids, y_dtype=F32 if residual else None, gate=residual)
+    cotangents = cotangents_for(operands)
+    run = with_gradients(lambda each: public(each, implementation="xla"))
+    outputs, gradients = run(operands, cotangents)
+    check(operands, outputs, gradients, cotangents)
+    dirty = operands._replace(x=operands.x.at[ids < 0].set(jnp.nan))
+    assert_same_bits(run(dirty, cotangents), (outputs, gradients))
+
+
+@pytest.mark.parametrize("shape", [(0, 7, 8), (2, 0, 8), (0, 0, 8)])
+@pytest.mark.parametrize("residual", [False, True])
+def test_nothing_in_nothing_out(shape, residual):
+    operands = make(shape, y_dtype=F32 if residual else None, gate=residual)
+    for choice in choices():
+        run = with_gradients(lambda each, choice=choice: public(each, implementation=choice))
+        (h, out), gradients = run(operands, cotangents_for(operands))
+        assert out.shape == shape
+        assert h is None or h.shape == shape
+        assert [g.shape for g in gradients if g is not None] == [
+            v.shape for v in operands[:5] if v is not None
+        ]
+        assert not np.asarray(gradients[1]).any()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (0, 5, 8), (2, 0, 8)])
+def test_no_tokens_of_no_segments(shape):
+    ids = np.zeros(shape[:-1])
+    operands = make(shape, (3, 8), ids=ids)
+    run = with_gradients(public)
+    (_, out), gradients = run(operands, cotangents_for(operands))
+    assert out.shape == shape
+    assert gradients[1].shape == (3, 8)
 
 
 def test_a_nan_in_one_row_leaves_the_others_untouched():
-    x, scale, shift = inputs((2, 5, 32), jnp.float32, jnp.float32)
-    clean = layernorm_modulate(x, scale, shift)
-    dirty = layernorm_modulate(x.at[1, 2, 3].set(jnp.nan), scale, shift)
+    operands = make((2, 5, 32))
+    _, clean = public(operands)
+    _, dirty = public(operands._replace(x=operands.x.at[1, 2, 3].set(jnp.nan)))
     keep = np.ones((2, 5), bool)
     keep[1, 2] = False
     np.testing.assert_array_equal(np.asarray(clean)[keep], np.asarray(dirty)[keep])
     assert np.isnan(np.asarray(dirty)[1, 2]).all()
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"x": jnp.ones((2, 3))}, ValueError, "x must be"),
-        ({"x": jnp.ones((2, 3, 4), jnp.int32)}, ValueError, "int32"),
-        ({"scale": jnp.ones((1, 4))}, ValueError, "scale must be"),
-        ({"shift": jnp.ones((2, 4), jnp.float16)}, ValueError, "shift is float16"),
-        ({"implementation": "magic"}, NotImplementedError, "'magic'"),
-    ],
-)
-def test_wrong_arguments_are_named(change, error, words):
+def test_tiny_bfloat16_scales_survive_the_addition_of_one():
+    operands = make((1, 4, 64), x_dtype=BF16, modulation=BF16, y_dtype=F32)
+    scale = jnp.full((1, 64), 2.0**-10, BF16)
+    outputs = [
+        public(operands._replace(y=operands.y * 0, scale=s, shift=operands.shift * 0))[1]
+        for s in (scale, scale * 0)
+    ]
+    gain = np.asarray(outputs[0], np.float64) / np.asarray(outputs[1], np.float64)
+    np.testing.assert_allclose(gain, 1 + 2.0**-10, rtol=1e-6)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="about machines without a GPU")
+@pytest.mark.parametrize("function", [layernorm_modulate, residual_layernorm_modulate])
+def test_the_kernels_need_a_gpu_and_say_so(function):
+    x, row = jnp.ones((2, 3, 4)), jnp.ones((2, 4))
+    streams = (x,) if function is layernorm_modulate else (x, x, row)
+    with pytest.raises(NotImplementedError, match=rf"{function.__name__}: .*backend is 'cpu'"):
+        function(*streams, row, row, implementation="triton")
+    assert_same_bits(
+        function(*streams, row, row, implementation="auto"),
+        function(*streams, row, row, implementation="xla"),
+    )
+
+
+WRONG = {
+    "few axes": ({"x": jnp.ones(4)}, r"x must be .*\(4,\)"),
+    "many axes": ({"x": jnp.ones((1, 2, 3, 4))}, r"x must be .*\(1, 2, 3, 4\)"),
+    "no width": ({"x": jnp.ones((2, 3, 0))}, r"\(2, 3, 0\)"),
+    "integer x": ({"x": jnp.ones((2, 3, 4), jnp.int32)}, "x is int32"),
+    "scale's rows": ({"scale": jnp.ones((1, 4))}, r"scale must be .*\(2, 4\).*got \(1, 4\)"),
+    "scale's width": ({"scale": jnp.ones((2, 5))}, r"scale must be .*\(2, 5\)"),
+    "flat x": ({"x": jnp.ones((3, 4))}, r"\[1, D\] = \(1, 4\)"),
+    "shift's shape": ({"shift": jnp.ones((2, 3, 4))}, r"shift .*\(2, 4\), got \(2, 3, 4\)"),
+    "shift's dtype": ({"shift": jnp.ones((2, 4), F16)}, "shift is float16; .*float32"),
+    "ids' shape": ({"segment_ids": jnp.zeros((2, 4), int)}, r"segment_ids .*\(2, 3\).*\(2, 4\)"),
+    "ids' dtype": ({"segment_ids": jnp.zeros((2, 3))}, "segment_ids are float32"),
+    "unsigned ids": ({"segment_ids": jnp.zeros((2, 3), jnp.uint32)}, "segment_ids are uint32"),
+    "block alone": ({"segment_block": 8}, "segment_block=8 needs segment_ids"),
+    "empty block": (
+        {"segment_block": 0, "segment_ids": jnp.zeros((2, 3), int)},
+        "segment_block is 0",
+    ),
+    "empty table": (
+        {
+            "segment_ids": jnp.zeros((2, 3), int),
+            "scale": jnp.ones((0, 4)),
+            "shift": jnp.ones((0, 4)),
+        },
+        r"at least 1.*\(0, 4\)",
+    ),
+    "implementation": ({"implementation": "magic"}, "'magic' is unknown.*auto, triton, xla"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(name):
+    change, words = WRONG[name]
     arguments = {"x": jnp.ones((2, 3, 4)), "scale": jnp.ones((2, 4)), "shift": jnp.ones((2, 4))}
-    arguments |= change
-    with pytest.raises(error, match=words):
-        layernorm_modulate(**arguments)
+    with pytest.raises(ValueError, match=f"layernorm_modulate: .*{words}"):
+        layernorm_modulate(**(arguments | change))
+
+
+WRONG_RESIDUALS = {
+    "y's shape": ({"y": jnp.ones((2, 3, 5))}, r"y must have .*\(2, 3, 4\), got \(2, 3, 5\)"),
+    "y's dtype": ({"y": jnp.ones((2, 3, 4), jnp.int8)}, "y is int8"),
+    "gate's shape": ({"gate": jnp.ones((1, 4))}, r"gate .*\(2, 4\), got \(1, 4\)"),
+    "gate's dtype": ({"gate": jnp.ones((2, 4), F16)}, "gate is float16"),
+    "residual dtype": ({"residual_dtype": BF16}, "residual_dtype is bfloat16.*float32"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RESIDUALS)
+def test_wrong_residuals_are_named(name):
+    change, words = WRONG_RESIDUALS[name]
+    x, row = jnp.ones((2, 3, 4)), jnp.ones((2, 4))
+    arguments = {"x": x, "y": x, "gate": row, "scale": row, "shift": row}
+    with pytest.raises(ValueError, match=f"residual_layernorm_modulate: .*{words}"):
+        residual_layernorm_modulate(**(arguments | change))

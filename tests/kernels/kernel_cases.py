@@ -1,0 +1,298 @@
+"""Inputs, a float64 oracle and tolerances for the tests of LayerNorm-Modulate's kernels."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import settings
+
+from pallas_kernels.layernorm_modulate.differentiable import Static, fused
+from pallas_kernels.layernorm_modulate.operands import Operands, normalise
+from pallas_kernels.layernorm_modulate.reference import reference
+
+EPS = 1e-6
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+ROUNDING = {jnp.dtype(BF16): 2.0**-8, jnp.dtype(F16): 2.0**-11, jnp.dtype(F32): 2.0**-24}
+"""One rounding to each dtype, relative."""
+SMALLEST = {jnp.dtype(BF16): 0.0, jnp.dtype(F16): 2.0**-25, jnp.dtype(F32): 0.0}
+"""Half the spacing of subnormals, where they are coarse."""
+FLOAT32 = 2.5e-7
+"""Error of float32 arithmetic on rows of unit scale; it grows with √D, and √rows in sums."""
+
+DX, DSCALE, DSHIFT, DY, DGATE = range(5)
+NAMES = ("x", "scale", "shift", "y", "gate")
+
+
+def tolerance(dtype, expected, dim, *, rows=1, condition=1.0):
+    arithmetic = FLOAT32 * (1 + np.sqrt(dim) / 16) * np.sqrt(rows) * condition
+    dtype = jnp.dtype(dtype)
+    return ROUNDING[dtype] * np.abs(expected) + SMALLEST[dtype] + arithmetic
+
+
+def examples(count):
+    return settings(max_examples=count, deadline=None, derandomize=True)
+
+
+def numpy64(value):
+    return None if value is None else np.asarray(value).astype(np.float64)
+
+
+def assert_within(actual, expected, bound, what=""):
+    actual = numpy64(actual)
+    assert actual.shape == expected.shape, what
+    error = np.abs(actual - expected)
+    ratio = np.divide(error, bound, out=np.zeros_like(error), where=error != 0)
+    worst = np.max(ratio, initial=0.0)
+    assert worst <= 1.0, f"{what}: {worst:.3g} times the tolerance"
+
+
+def assert_same_bits(left, right):
+    leaves = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    for one, other in leaves:
+        assert one.dtype == other.dtype
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+# Running the kernels -----------------------------------------------------------------------------
+
+
+def implementation(interpret, sharding=None, *, residual_dtype=None, segment_block=None, eps=EPS):
+    """The kernels as a function of Operands as users give them; "xla" for the reference."""
+
+    def run(operands):
+        normal, options = normalise(
+            "test", operands, eps=eps, residual_dtype=residual_dtype, segment_block=segment_block
+        )
+        if interpret == "xla":
+            h, out = reference(normal, options)
+        else:
+            options = dataclasses.replace(options, interpret=interpret)
+            h, out = fused(Static(options, sharding), normal)
+        shape = operands.x.shape
+        return None if h is None else h.reshape(shape), out.reshape(shape)
+
+    return run
+
+
+def with_gradients(run):
+    """(h, out) and the gradients of x, scale, shift, y and gate, as one compiled function."""
+
+    def both(operands, cotangents):
+        ids = operands.segment_ids
+
+        def floats(*arrays):
+            return run(Operands(*arrays, segment_ids=ids))
+
+        outputs, pullback = jax.vjp(floats, *operands[:5])
+        return outputs, pullback(cotangents)
+
+    return jax.jit(both)
+
+
+def make(
+    shape,
+    table=None,
+    *,
+    x_dtype=F32,
+    modulation=F32,
+    y_dtype=None,
+    gate=False,
+    ids=None,
+    seed=0,
+    mean=0.0,
+    spread=1.0,
+):
+    """Random operands; `table` is the shape of scale, [B, D] unless given."""
+    rng = np.random.default_rng(seed)
+    table = (*shape[:-2], shape[-1]) if table is None else table
+
+    def draw(dtype, size, centre=0.0, width=1.0):
+        return jnp.asarray(centre + width * rng.normal(size=size).astype(np.float32), dtype)
+
+    return Operands(
+        x=draw(x_dtype, shape, mean, spread),
+        scale=draw(modulation, table, 0.0, 0.5),
+        shift=draw(modulation, table),
+        y=None if y_dtype is None else draw(y_dtype, shape),
+        gate=draw(modulation, table) if gate else None,
+        segment_ids=None if ids is None else jnp.asarray(ids, jnp.int32),
+    )
+
+
+def cotangents_for(operands, residual_dtype=None, seed=99):
+    """Random cotangents of h (None without y) and of the modulated value."""
+    rng = np.random.default_rng(seed)
+    y, shape = operands.y, operands.x.shape
+    draw = [rng.normal(size=shape).astype(np.float32) for _ in range(2)]
+    if y is None:
+        return None, jnp.asarray(draw[1], operands.x.dtype)
+    h_dtype = operands.x.dtype if residual_dtype is None else residual_dtype
+    return jnp.asarray(draw[0], h_dtype), jnp.asarray(draw[1], y.dtype)
+
+
+# The oracle --------------------------------------------------------------------------------------
+
+
+class Oracle:
+    """Float64 by hand. `h` is the kernel's own, because the norm is that of the rounded sum."""
+
+    def __init__(self, operands, h=None, eps=EPS):
+        self.operands, self.eps = operands, eps
+        self.shape = operands.x.shape
+        self.dim = self.shape[-1]
+        scale = numpy64(operands.scale)
+        ids = None if operands.segment_ids is None else np.asarray(operands.segment_ids)
+        self.ids = ids
+        self.padding = np.zeros(self.shape[:-1], bool) if ids is None else ids < 0
+        self.table = scale.shape
+        self.scale, self.shift, self.gate, self.y = (
+            None if v is None else self.per_token(numpy64(v))
+            for v in (operands.scale, operands.shift, operands.gate, None)
+        )
+        self.y = None if operands.y is None else self.clear(numpy64(operands.y))
+        self.x = self.clear(numpy64(operands.x))
+        self.h = self.x if h is None else self.clear(numpy64(h))
+        self.mean = self.h.mean(-1, keepdims=True)
+        self.rstd = 1 / np.sqrt(((self.h - self.mean) ** 2).mean(-1, keepdims=True) + eps)
+        self.normed = (self.h - self.mean) * self.rstd
+
+    def per_token(self, table):
+        """A table's row for each token."""
+        if self.ids is None:
+            if table.shape == self.shape:
+                return table
+            return np.broadcast_to(
+                table[..., None, :] if len(self.shape) == 3 else table, self.shape
+            )
+        own = np.maximum(self.ids, 0)
+        if table.ndim == 2:
+            return table[own]
+        return np.stack([rows[ids] for rows, ids in zip(table, own, strict=True)])
+
+    def clear(self, value):
+        return np.where(self.padding[..., None], 0.0, value)
+
+    @property
+    def condition(self):
+        """How much a relative error of h's elements grows in the normed row."""
+        size = np.abs(self.h).max(-1, keepdims=True)
+        return 1 + size * self.rstd
+
+    def residual(self):
+        """h, and the size of what it adds up."""
+        branch = self.y if self.gate is None else self.gate * self.y
+        return self.clear(self.x + branch), self.clear(np.abs(self.x) + np.abs(branch))
+
+    def modulated(self):
+        return self.clear(self.normed * (1 + self.scale) + self.shift)
+
+    def gradients(self, cotangents):
+        """By token: of x, y, scale, shift, gate, float64; and the size of x's terms."""
+        dh, dout = (None if c is None else self.clear(numpy64(c)) for c in cotangents)
+        gained = dout * (1 + self.scale)
+        constant = gained.mean(-1, keepdims=True)
+        slope = (gained * self.normed).mean(-1, keepdims=True)
+        dx = self.rstd * (gained - constant - self.normed * slope)
+        size = self.rstd * (np.abs(gained).max(-1, keepdims=True) + np.abs(self.normed * slope))
+        dx = dx if dh is None else dx + dh
+        by_token = {"x": self.clear(dx), "scale": dout * self.normed, "shift": dout}
+        if self.y is not None:
+            by_token["y"] = self.clear(dx if self.gate is None else dx * self.gate)
+        if self.gate is not None:
+            by_token["gate"] = self.clear(dx * self.y)
+        return by_token, self.clear(np.broadcast_to(size, self.shape))
+
+    def summed(self, by_token):
+        """Added up over the tokens of each table row."""
+        if self.ids is None:
+            if self.table == self.shape:
+                return by_token
+            return by_token.sum(-2, keepdims=len(self.shape) == 2)
+        total = np.zeros(self.table)
+        for place in np.ndindex(self.shape[:-1]):
+            if self.ids[place] >= 0:
+                row = (self.ids[place],) if len(self.table) == 2 else (place[0], self.ids[place])
+                total[row] += by_token[place]
+        return total
+
+
+def check(operands, outputs, gradients=None, cotangents=None, *, eps=EPS, what=""):
+    """Compares outputs, and gradients where given, with the oracle."""
+    h, out = outputs
+    oracle = Oracle(operands, h, eps)
+    dim = oracle.dim
+    if h is not None:
+        expected, size = oracle.residual()
+        assert_within(h, expected, tolerance(h.dtype, expected, 1, condition=size), f"{what} h")
+    expected = oracle.modulated()
+    # An element's error is that of the normed row times its own gain.
+    condition = oracle.condition * np.abs(1 + oracle.scale) + np.abs(oracle.shift)
+    bound = tolerance(out.dtype, expected, dim, condition=condition)
+    assert_within(out, expected, bound, f"{what} out")
+    if gradients is not None:
+        check_gradients(oracle, gradients, cotangents, what)
+
+
+def check_gradients(oracle, gradients, cotangents, what=""):
+    by_token, size = oracle.gradients(cotangents)
+    noise = size * oracle.condition / 3 + 1.0
+    rows = int(np.prod(oracle.shape[:-1]))
+    for name, actual in zip(NAMES, gradients, strict=True):
+        if name not in by_token:
+            assert actual is None, name
+            continue
+        assert actual.dtype == getattr(oracle.operands, name).dtype, name
+        own = by_token[name]
+        if name in ("x", "y"):
+            factor = noise * (np.abs(oracle.gate) if name == "y" and oracle.gate is not None else 1)
+            bound = tolerance(actual.dtype, own, oracle.dim, condition=factor + 1e-30)
+            assert_within(actual, own, bound, f"{what} d{name}")
+            continue
+        # The largest term of a sum decides: √rows such errors add up at random.
+        term = {
+            "scale": np.abs(numpy64(cotangents[1])) * oracle.condition,
+            "shift": np.abs(numpy64(cotangents[1])),
+        }.get(name)
+        term = noise * np.abs(oracle.y) if term is None else term
+        worst = 1 + np.max(np.where(oracle.padding[..., None], 0, term), initial=0)
+        expected = oracle.summed(own)
+        count = 1 if oracle.table == oracle.shape else rows
+        bound = tolerance(actual.dtype, expected, oracle.dim, rows=count, condition=worst)
+        assert_within(actual, expected, bound, f"{what} d{name}")
+
+
+def run_and_check(operands, interpret, what="", **static):
+    """Forward and backward of one case against the oracle; returns what the kernels gave."""
+    cotangents = cotangents_for(operands, static.get("residual_dtype"))
+    both = with_gradients(implementation(interpret, **static))
+    outputs, gradients = both(operands, cotangents)
+    check(operands, outputs, gradients, cotangents, what=what)
+    return outputs, gradients
+
+
+# Lowering ----------------------------------------------------------------------------------------
+
+
+def lowered_for_cuda(function, *arguments):
+    """The text of a function's module for CUDA, made on a host without one."""
+    traced_on = jax.jit(function).trace
+    if jax.default_backend() == "gpu":
+        return traced_on(*arguments).lower().as_text()
+    if jax.__version_info__ < (0, 11):
+        return traced_on(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return traced_on(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels_launched(module):
+    """Names of the kernels in a lowered module, once for each launch in its text."""
+    calls = [line for line in module.splitlines() if "custom_call" in line and "triton" in line]
+    names = [re.search(r'\bname = "(\w+)"', line) for line in calls]
+    assert all(names), "a kernel without a name"
+    return [name.group(1).removeprefix("layernorm_modulate_") for name in names]

@@ -1,0 +1,172 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import (
+    BF16,
+    F16,
+    F32,
+    assert_same_bits,
+    check,
+    cotangents_for,
+    implementation,
+    make,
+    run_and_check,
+    with_gradients,
+)
+
+from pallas_kernels.layernorm_modulate.operands import Operands
+
+WIDTHS = (1, 31, 64, 96, 128, 256, 1152, 1536, 3072, 5120, 8192)
+LENGTHS = (1, 7, 37, 1000)
+BATCHES = (1, 2, 5)
+DTYPES = ((BF16, F32), (F32, F32), (BF16, BF16), (F16, F32), (F16, F16))
+NARROW = 256
+"""Width up to which the interpreter takes a second for 1000 tokens; beyond, minutes."""
+
+
+def sweep():
+    """Every width with every length and every batch size; dtypes take turns."""
+    for i, dim in enumerate(WIDTHS):
+        for j, seq_len in enumerate(LENGTHS):
+            batch = BATCHES[(i + j) % 3]
+            yield (batch, seq_len, dim), *DTYPES[(i * 4 + j) % 5]
+
+
+def quick(case):
+    _, seq_len, dim = case[0]
+    return seq_len < 1000 or dim <= NARROW
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(("shape", "dtype", "modulation"), [c for c in sweep() if quick(c)])
+def test_each_width_with_each_length_and_batch(shape, dtype, modulation, interpret):
+    run_and_check(make(shape, x_dtype=dtype, modulation=modulation), interpret)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "dtype", "modulation"), [c for c in sweep() if not quick(c)])
+def test_each_width_with_long_sequences(shape, dtype, modulation, on_gpu):
+    run_and_check(make(shape, x_dtype=dtype, modulation=modulation), False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    list(itertools.product(itertools.product(BATCHES, LENGTHS, WIDTHS), (BF16, F32))),
+)
+def test_every_combination_of_batch_length_and_width(shape, dtype, on_gpu):
+    run_and_check(make(shape, x_dtype=dtype), False)
+
+
+@pytest.mark.parametrize("shape", [(1, 7, 1), (2, 37, 96), (5, 7, 1152), (1, 37, 3072)])
+@pytest.mark.parametrize("residual", [False, True])
+def test_with_the_measured_number_of_programs(shape, residual, interpret):
+    run_and_check(make(shape, y_dtype=BF16 if residual else None, gate=residual), interpret)
+
+
+LAYOUTS = {"row": (2, 37, 96), "token": (2, 37, 96), "flat row": (37, 96), "flat token": (37, 96)}
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("branch", ["none", "plain", "gated"])
+def test_every_layout(layout, branch, interpret):
+    shape = LAYOUTS[layout]
+    table = shape if "token" in layout else (*shape[:-2], shape[-1])
+    if layout == "flat row":
+        table = (1, shape[-1])
+    y_dtype = None if branch == "none" else F32
+    operands = make(shape, table, y_dtype=y_dtype, gate=branch == "gated")
+    run_and_check(operands, interpret)
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("branch", [None, BF16])
+def test_a_row_for_each_token_at_a_ragged_width(branch, interpret):
+    operands = make((2, 7, 1000), (2, 7, 1000), y_dtype=branch, gate=branch is not None)
+    run_and_check(operands, interpret)
+
+
+def residual_dtypes():
+    for x, y in itertools.product((BF16, F16, F32), repeat=2):
+        for h in sorted({jnp.dtype(x), jnp.dtype(F32)}, key=str):
+            for modulation in sorted({jnp.dtype(x), jnp.dtype(y), jnp.dtype(F32)}, key=str):
+                yield jnp.dtype(x), jnp.dtype(y), h, modulation
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(("x", "y", "h", "modulation"), list(residual_dtypes()), ids=str)
+def test_every_mix_of_dtypes_with_a_residual(x, y, h, modulation, interpret):
+    gated = (x.itemsize + y.itemsize + h.itemsize) % 4 != 0 or modulation == F32
+    operands = make((2, 5, 40), x_dtype=x, y_dtype=y, modulation=modulation, gate=gated)
+    outputs, _ = run_and_check(operands, interpret, residual_dtype=h)
+    assert (outputs[0].dtype, outputs[1].dtype) == (h, y)
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_scale_shift_and_gate_may_differ_in_dtype(interpret):
+    operands = make((2, 5, 40), x_dtype=BF16, y_dtype=F16, gate=True)
+    operands = operands._replace(scale=operands.scale.astype(BF16), gate=operands.gate.astype(F16))
+    run_and_check(operands, interpret)
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(
+    ("gated", "sizes"),
+    [(False, (1, 2)), (True, (1, 4)), pytest.param(True, (2, 3), marks=pytest.mark.slow)],
+)
+def test_any_subset_of_arguments_has_the_same_gradients(gated, sizes, interpret):
+    operands = make((2, 7, 40), y_dtype=F32 if gated else None, gate=gated)
+    cotangents = cotangents_for(operands)
+    run = implementation(interpret)
+    _, everything = with_gradients(run)(operands, cotangents)
+    present = [n for n, value in enumerate(operands[:5]) if value is not None]
+
+    def loss(*arrays):
+        outputs = zip(run(Operands(*arrays)), cotangents, strict=True)
+        return sum(jnp.vdot(value, ct) for value, ct in outputs if ct is not None)
+
+    for subset in itertools.chain(*(itertools.combinations(present, n) for n in sizes)):
+        some = jax.jit(jax.grad(loss, argnums=subset))(*operands[:5])
+        assert_same_bits(some, [everything[n] for n in subset])
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("residual", [False, True])
+def test_two_runs_give_the_same_bits(residual, interpret):
+    operands = make((2, 37, 96), x_dtype=BF16, y_dtype=BF16 if residual else None, gate=residual)
+    both = with_gradients(implementation(interpret))
+    cotangents = cotangents_for(operands)
+    assert_same_bits(both(operands, cotangents), both(operands, cotangents))
+
+
+def assert_close_on_rows(operands, outputs, gradients, cotangents, rows):
+    """Values and dx of some rows of a batch of one, against the oracle."""
+
+    def some(tree):
+        return jax.tree.map(lambda v: v if v.shape[0] == 1 and v.ndim == 2 else v[:, rows], tree)
+
+    picked = some(operands)
+    check(picked, some(outputs))
+    dx = with_gradients(implementation("xla"))(picked, some(cotangents))[1][0]
+    actual = np.asarray(gradients[0][:, rows], np.float32)
+    np.testing.assert_allclose(actual, np.asarray(dx, np.float32), rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("seq_len", "dim"), [(131_072, 1536), (2**31 // 8192 + 1000, 8192)], ids=["long", "over 2**31"]
+)
+def test_on_sampled_rows_of_a_large_tensor(seq_len, dim, on_gpu):
+    shape = (1, seq_len, dim)
+    x = jax.random.normal(jax.random.key(0), shape, BF16)
+    operands = Operands(x, *(jax.random.normal(jax.random.key(n), (1, dim)) for n in (1, 2)))
+    cotangents = (None, jax.random.normal(jax.random.key(3), shape, BF16))
+    outputs, gradients = with_gradients(implementation(False))(operands, cotangents)
+    rows = np.r_[0:3, np.random.default_rng(0).integers(0, seq_len, 50), seq_len - 3 : seq_len]
+    assert_close_on_rows(operands, outputs, gradients, cotangents, rows)
+    summed = jax.jit(lambda d: d.astype(F32).sum(1))(cotangents[1])
+    np.testing.assert_allclose(gradients[2], summed, rtol=1e-4, atol=1e-5 * np.sqrt(seq_len) * 50)
