@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from alload_jax.errors import InputError
 from alload_jax.models.attention import AttentionImplementation, attention
@@ -13,7 +14,8 @@ from alload_jax.models.embedding import ClassEmbedding, TimestepEmbedding
 from alload_jax.models.patches import patchify, unpatchify
 from alload_jax.models.remat import RematPolicy, rematerialise
 from alload_jax.models.rotary import apply_rotary, grid_positions, rotary_table
-from pallas_kernels import layernorm_modulate
+from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
+from pallas_kernels.layernorm_modulate import Implementation as NormImplementation
 
 RotaryTable = tuple[jax.Array, jax.Array]
 
@@ -34,6 +36,8 @@ class DiTConfig:
       eps: of every norm.
       dtype: of the computation; parameters are float32. `auto` is bfloat16 on a GPU, else float32.
       attention: implementation of attention; `auto` is cuDNN where it can run.
+      norm: implementation of the modulated norms: `triton` (our kernels, GPU only), `xla`, or
+        `auto`, whichever was measured as faster on this device.
       remat: what blocks keep for the backward pass.
     """
 
@@ -48,6 +52,7 @@ class DiTConfig:
     eps: float = 1e-6
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: AttentionImplementation = "auto"
+    norm: NormImplementation = "auto"
     remat: RematPolicy = "none"
 
     def __post_init__(self) -> None:
@@ -66,7 +71,7 @@ class DiTConfig:
 
     def architecture(self) -> dict[str, Any]:
         """The fields that the parameters depend on, as JSON values."""
-        free = ("dtype", "attention", "remat")
+        free = ("dtype", "attention", "norm", "remat")
         fields = {k: v for k, v in vars(self).items() if k not in free}
         return fields | {"patch_size": list(self.patch_size)}
 
@@ -128,7 +133,7 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: DiTConfig, *, rngs: nnx.Rngs):
-        self.eps = config.eps
+        self.norm_options: dict[str, Any] = {"eps": config.eps, "implementation": config.norm}
         self.modulation = nnx.Param(jnp.zeros((6, config.dim), jnp.float32))
         self.self_attention = Attention(config, rngs=rngs)
         self.cross_norm = nnx.LayerNorm(
@@ -138,16 +143,29 @@ class Block(nnx.Module):
         self.feed_forward = FeedForward(config, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, modulation: jax.Array, condition: jax.Array, rotary: RotaryTable
+        self,
+        x: jax.Array,
+        modulation: jax.Array,
+        condition: jax.Array,
+        rotary: RotaryTable,
+        sharding: NamedSharding | None = None,
     ) -> jax.Array:
         """x: [B, S, D]; modulation: [B, 6, D] float32; condition: [B, L, D] → [B, S, D]."""
         shift1, scale1, gate1, shift2, scale2, gate2 = jnp.unstack(
             self.modulation[...] + modulation, axis=1
         )
-        y = layernorm_modulate(x, scale1, shift1, eps=self.eps)
-        x = _gated_add(x, self.self_attention(y, y, rotary), gate1)
-        x = x + self.cross_attention(self.cross_norm(x), condition)
-        y = layernorm_modulate(x, scale2, shift2, eps=self.eps)
+        # The affine norm is a modulation too: by (weight − 1, bias), alike for every row.
+        weight, bias = self.cross_norm.scale, self.cross_norm.bias
+        assert weight is not None
+        assert bias is not None
+        cross_scale = jnp.broadcast_to(weight[...] - 1.0, shift1.shape)
+        cross_shift = jnp.broadcast_to(bias[...], shift1.shape)
+        options = self.norm_options | {"sharding": sharding}
+        y = layernorm_modulate(x, scale1, shift1, **options)
+        y = self.self_attention(y, y, rotary)
+        x, y = residual_layernorm_modulate(x, y, gate1, cross_scale, cross_shift, **options)
+        y = self.cross_attention(y, condition)
+        x, y = residual_layernorm_modulate(x, y, None, scale2, shift2, **options)
         return _gated_add(x, self.feed_forward(y), gate2)
 
 
@@ -155,7 +173,7 @@ class Head(nnx.Module):
     """Modulated norm and projection from tokens back to patches."""
 
     def __init__(self, config: DiTConfig, patch_dim: int, *, rngs: nnx.Rngs):
-        self.eps = config.eps
+        self.norm_options: dict[str, Any] = {"eps": config.eps, "implementation": config.norm}
         self.modulation = nnx.Param(jnp.zeros((2, config.dim), jnp.float32))
         self.out = nnx.Linear(
             config.dim,
@@ -165,10 +183,13 @@ class Head(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x: jax.Array, time: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, time: jax.Array, sharding: NamedSharding | None = None
+    ) -> jax.Array:
         """x: [B, S, D]; time: [B, D] float32 → [B, S, patch_dim]."""
         shift, scale = jnp.unstack(self.modulation[...] + time[:, None], axis=1)
-        return self.out(layernorm_modulate(x, scale, shift, eps=self.eps))
+        y = layernorm_modulate(x, scale, shift, sharding=sharding, **self.norm_options)
+        return self.out(y)
 
 
 class DiT(nnx.Module):
@@ -188,13 +209,20 @@ class DiT(nnx.Module):
         self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys))(rngs.split(config.num_layers))
         self.head = Head(config, patch_dim, rngs=rngs)
 
-    def __call__(self, latents: jax.Array, timestep: jax.Array, labels: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        latents: jax.Array,
+        timestep: jax.Array,
+        labels: jax.Array,
+        sharding: NamedSharding | None = None,
+    ) -> jax.Array:
         """Predicts the velocity of the flow.
 
         Args:
           latents: [B, frames, height, width, channels], each a multiple of the patch.
           timestep: [B] float32, 0 (data) to 1000 (noise).
           labels: [B, L] int32 classes; `num_classes` means none.
+          sharding: how rows are split over a mesh of Auto axes; kernels need to know.
 
         Returns:
           [B, frames, height, width, channels] float32.
@@ -203,11 +231,16 @@ class DiT(nnx.Module):
         tokens = patchify(latents, patch)
         grid = [size // step for size, step in zip(latents.shape[1:4], patch, strict=True)]
         rotary = rotary_table(grid_positions(*grid), self.config.dim // self.config.num_heads)
-        velocity = self.transform(tokens, timestep, labels, rotary)
+        velocity = self.transform(tokens, timestep, labels, rotary, sharding)
         return unpatchify(velocity.astype(jnp.float32), latents.shape, patch)
 
     def transform(
-        self, tokens: jax.Array, timestep: jax.Array, labels: jax.Array, rotary: RotaryTable
+        self,
+        tokens: jax.Array,
+        timestep: jax.Array,
+        labels: jax.Array,
+        rotary: RotaryTable,
+        sharding: NamedSharding | None = None,
     ) -> jax.Array:
         """The transformer on tokens: [B, S, patch_dim] → [B, S, patch_dim]."""
         x = self.patch_embedding(tokens)
@@ -216,10 +249,11 @@ class DiT(nnx.Module):
         graph, layers = nnx.split(self.blocks)
 
         def apply_layer(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, layer)(x, modulation, condition, rotary), None
+            block = nnx.merge(graph, layer)
+            return block(x, modulation, condition, rotary, sharding), None
 
         x, _ = jax.lax.scan(rematerialise(apply_layer, self.config.remat), x, layers)
-        return self.head(x, time)
+        return self.head(x, time, sharding)
 
 
 def _gated_add(x: jax.Array, y: jax.Array, gate: jax.Array) -> jax.Array:

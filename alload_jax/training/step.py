@@ -22,7 +22,7 @@ from alload_jax.diffusion.flow import TIMESTEP_SCALE, interpolate, squared_error
 from alload_jax.diffusion.timesteps import TimestepConfig, sample_sigma
 from alload_jax.errors import InputError
 from alload_jax.models.dit import DiTConfig
-from alload_jax.sharding.mesh import replicated
+from alload_jax.sharding.mesh import batch_sharding, replicated
 from alload_jax.sharding.rules import tree_shardings
 from alload_jax.training.optimizer import OptimizerConfig, update_ema
 from alload_jax.training.state import TrainState, model_graph
@@ -102,7 +102,8 @@ def make_accumulate(model: DiTConfig, diffusion: DiffusionConfig, mesh: Mesh) ->
 
     def weighted_loss(params: Any, batch: Batch, key: jax.Array) -> jax.Array:
         latents, target, sigma, labels = noised(batch, key, diffusion, model)
-        predicted = nnx.merge(graph, params)(latents, sigma * TIMESTEP_SCALE, labels)
+        transformer = nnx.merge(graph, params)
+        predicted = transformer(latents, sigma * TIMESTEP_SCALE, labels, batch_sharding(mesh))
         return jnp.sum(batch.weight * squared_error(predicted, target))
 
     @partial(jax.jit, donate_argnums=1)
