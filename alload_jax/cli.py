@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from alload_jax.commands import plan, prepare
+from alload_jax.commands import bench, plan, prepare
 from alload_jax.errors import InputError, run_command
 
 
@@ -29,9 +29,11 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str]) -> int:
     """Runs `alload` with these arguments; returns the exit status."""
-    parser = _Parser(prog="alload", description="Plan and prepare the training of video DiTs.")
+    parser = _Parser(
+        prog="alload", description="Plan, prepare and measure the training of video DiTs."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (plan, prepare):
+    for command in (plan, prepare, bench):
         name = command.__name__.rsplit(".", 1)[-1]
         sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(sub)

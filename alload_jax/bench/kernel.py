@@ -1,0 +1,239 @@
+"""Times the LayerNorm-Modulate kernels against XLA's fusion and what else is installed."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from alload_jax.bench import competitors
+from alload_jax.bench.device_time import DeviceTime, device_time, rotating
+from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
+from pallas_kernels.layernorm_modulate.workloads import Workload
+
+Function = Literal[
+    "layernorm_modulate",
+    "residual_layernorm_modulate",
+    "segment_layernorm_modulate",
+    "token_layernorm_modulate",
+]
+Pass = Literal["forward", "backward"]
+
+TENSORS: dict[tuple[Function, Pass], int] = {
+    ("layernorm_modulate", "forward"): 2,
+    ("layernorm_modulate", "backward"): 3,
+    ("residual_layernorm_modulate", "forward"): 4,
+    ("residual_layernorm_modulate", "backward"): 6,
+    ("segment_layernorm_modulate", "forward"): 2,
+    ("segment_layernorm_modulate", "backward"): 3,
+    ("token_layernorm_modulate", "forward"): 6,
+    ("token_layernorm_modulate", "backward"): 9,
+}
+"""How many tensors of x's bytes a pass must read and write at least: x → y; x, dy → dx;
+x, y → h, out; h, y, dh, dout → dx, dy. A float32 scale or shift for each token counts two."""
+
+SEGMENTS = 16
+"""Equal segments of each row in `segment_layernorm_modulate`."""
+
+_ROTATED_BYTES = 512 << 20
+"""What the sets of arguments together exceed: several times the L2 cache of any GPU."""
+
+_MOST_SETS = 8
+"""Each costs a compilation. Shapes so small that eight stay in the cache do so in a model, too."""
+
+
+class Entry(NamedTuple):
+    """One measurement.
+
+    Attributes:
+      workload: its name.
+      shape: [B, S, D] of x, bfloat16; scale and shift are float32 [B, D].
+      function: what was run.
+      direction: forward or backward.
+      implementation: triton, xla, torch, torch.compile or tokamax.
+      us: median device time in µs.
+      us_low: 10th percentile.
+      us_high: 90th percentile.
+      bytes_moved: that the pass must read and write at least.
+      kernels: (name, µs) of each kernel, where known.
+    """
+
+    workload: str
+    shape: tuple[int, int, int]
+    function: Function
+    direction: Pass
+    implementation: str
+    us: float
+    us_low: float
+    us_high: float
+    bytes_moved: int
+    kernels: tuple[tuple[str, float], ...]
+
+
+class Arguments(NamedTuple):
+    """Of one call: x, y, dh, dout [B, S, D] bfloat16; scale, shift, gate [B, D] float32."""
+
+    x: jax.Array
+    y: jax.Array
+    dh: jax.Array
+    dout: jax.Array
+    scale: jax.Array
+    shift: jax.Array
+    gate: jax.Array
+
+
+def measure(
+    workloads: dict[str, Workload], functions: Sequence[Function], others: bool
+) -> Iterator[Entry]:
+    """Measures all workloads, functions and passes; `others` adds PyTorch and tokamax if there."""
+    for name, workload in workloads.items():
+        sets = make_arguments(workload)
+        for function in functions:
+            for direction in ("forward", "backward"):
+                key: tuple[Function, Pass] = (function, direction)
+                moved = TENSORS[key] * math.prod(workload.shape) * sets[0].x.dtype.itemsize
+                for implementation in ("triton", "xla"):
+                    time = _time(function, direction, implementation, sets)
+                    yield _entry(name, workload, key, implementation, time, moved)
+                if others and function == "layernorm_modulate":
+                    for implementation, time in competitors.measure(direction, sets):
+                        yield _entry(name, workload, key, implementation, time, moved)
+
+
+def make_arguments(workload: Workload) -> list[Arguments]:
+    """Two to eight sets of random arguments, that together exceed the L2 cache if they can."""
+
+    @jax.jit
+    def make(seed: jax.Array) -> Arguments:
+        keys = jax.random.split(jax.random.key(seed), 7)
+        wide = [jax.random.normal(key, workload.shape, jnp.bfloat16) for key in keys[:4]]
+        tables = [jax.random.normal(key, (workload.batch, workload.dim)) for key in keys[4:]]
+        return Arguments(*wide, *tables)
+
+    count = max(2, math.ceil(_ROTATED_BYTES / (4 * math.prod(workload.shape))))
+    return [make(jnp.int32(seed)) for seed in range(min(count, _MOST_SETS))]
+
+
+def _time(
+    function: Function, direction: Pass, implementation: Any, sets: Sequence[Arguments]
+) -> DeviceTime:
+    """XLA's backward starts from the inputs, as its fusions do; the kernels' from what is kept."""
+    forward, inputs, cotangent = _FUNCTIONS[function](implementation)
+    if direction == "forward":
+        calls = [inputs(arguments) for arguments in sets]
+        return _run(forward, calls)
+    operands = [(inputs(arguments), cotangent(arguments)) for arguments in sets]
+    if implementation == "xla":
+        return _run(lambda given, cotangents: jax.vjp(forward, *given)[1](cotangents), operands)
+    linearise = jax.jit(lambda given: jax.vjp(forward, *given)[1])
+    kept = [(linearise(given), cotangents) for given, cotangents in operands]
+    return _run(lambda vjp, cotangents: vjp(cotangents), kept)
+
+
+def _run(function: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> DeviceTime:
+    return device_time(rotating(function, sets), sets)
+
+
+def _plain(implementation: Any) -> tuple[Callable, Callable, Callable]:
+    def forward(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
+        return layernorm_modulate(x, scale, shift, implementation=implementation)
+
+    return forward, lambda a: (a.x, a.scale, a.shift), lambda a: a.dout
+
+
+def _residual(implementation: Any) -> tuple[Callable, Callable, Callable]:
+    def forward(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return residual_layernorm_modulate(*operands, implementation=implementation)
+
+    return (
+        forward,
+        lambda a: (a.x, a.y, a.gate, a.scale, a.shift),
+        lambda a: (a.dh, a.dout),
+    )
+
+
+def _segment(implementation: Any) -> tuple[Callable, Callable, Callable]:
+    def forward(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
+        tokens = jnp.arange(x.shape[1], dtype=jnp.int32)
+        ids = jnp.broadcast_to(tokens * SEGMENTS // x.shape[1], x.shape[:2])
+        ids = jax.lax.optimization_barrier(ids)  # in training they are data, not constants
+        return layernorm_modulate(x, scale, shift, segment_ids=ids, implementation=implementation)
+
+    def tables(value: jax.Array) -> jax.Array:
+        return jnp.repeat(value[:, None], SEGMENTS, axis=1)
+
+    return forward, lambda a: (a.x, tables(a.scale), tables(a.shift)), lambda a: a.dout
+
+
+def _token(implementation: Any) -> tuple[Callable, Callable, Callable]:
+    forward, _, cotangent = _plain(implementation)
+
+    def each(value: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.repeat(value[:, None], x.shape[1], axis=1)
+
+    return forward, lambda a: (a.x, each(a.scale, a.x), each(a.shift, a.x)), cotangent
+
+
+_FUNCTIONS: dict[Function, Callable[[Any], tuple[Callable, Callable, Callable]]] = {
+    "layernorm_modulate": _plain,
+    "residual_layernorm_modulate": _residual,
+    "segment_layernorm_modulate": _segment,
+    "token_layernorm_modulate": _token,
+}
+
+
+def _entry(
+    name: str,
+    workload: Workload,
+    key: tuple[Function, Pass],
+    implementation: str,
+    time: DeviceTime,
+    moved: int,
+) -> Entry:
+    times = (time.median, time.low, time.high)
+    return Entry(name, workload.shape, *key, implementation, *times, moved, time.kernels)
+
+
+def ratios(entries: Sequence[Entry], against: str) -> dict[tuple[str, str, str], float]:
+    """How many times faster the kernels are, by (workload, function, pass)."""
+    us = {(*_case(e), e.implementation): e.us for e in entries}
+    return {
+        _case(e): us[(*_case(e), against)] / e.us
+        for e in entries
+        if e.implementation == "triton" and (*_case(e), against) in us
+    }
+
+
+def summary(entries: Sequence[Entry], copy_bytes_per_second: float) -> list[dict[str, Any]]:
+    """For each function and pass: the geometric mean and the least ratio, and share of the floor.
+
+    The floor of a pass is the bytes it must move at the rate of the device's own copies.
+    """
+    found = []
+    for function, direction in TENSORS:
+        chosen = [e for e in entries if (e.function, e.direction) == (function, direction)]
+        shares = [
+            share_of_copy(e, copy_bytes_per_second) for e in chosen if e.implementation == "triton"
+        ]
+        if not shares:
+            continue
+        others = {e.implementation for e in chosen} - {"triton"}
+        row: dict[str, Any] = {"function": function, "direction": direction}
+        row["least_share_of_copy"] = min(shares)
+        for other in sorted(others):
+            times = list(ratios(chosen, other).values())
+            row[f"times_{other}_mean"] = statistics.geometric_mean(times)
+            row[f"times_{other}_least"] = min(times)
+        found.append(row)
+    return found
+
+
+def share_of_copy(entry: Entry, copy_bytes_per_second: float) -> float:
+    """Bytes that must be moved a second, over those that a plain copy moves."""
+    return entry.bytes_moved / (entry.us * 1e-6) / copy_bytes_per_second
+
+
+def _case(entry: Entry) -> tuple[str, str, str]:
+    return (entry.workload, entry.function, entry.direction)

@@ -1,0 +1,208 @@
+"""One training step of a Wan-1.3B-shaped transformer with the norms' kernels and with XLA's fusion.
+
+    python benchmarks/wan_step.py --out benchmarks/results/wan_step_h200.json
+
+Measures, each in a process of its own: the time of a step (gradient and update), the memory that
+it takes at most, and the longest clip of 480×832 whose step still fits. Also, by what autodiff
+keeps and without a GPU, the activation memory of the modulated norms against the formula written
+in plain jax.numpy.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import itertools
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from alload_jax.data.batch import Batch
+from alload_jax.models.dit import DiTConfig
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
+from alload_jax.training.state import init_state
+from alload_jax.training.step import DiffusionConfig, make_accumulate, make_update, zero_sums
+from pallas_kernels.layernorm_modulate.differentiable import Static, fused
+from pallas_kernels.layernorm_modulate.operands import Operands, normalise
+
+SHAPES = {"1x32760": (1, 21, 60, 104), "8x4096": (8, 1, 128, 128)}
+"""Tokens → latents (rows, frames, height, width)."""
+
+TEXT_LENGTH = 512
+WARMUP, STEPS = 3, 8
+IMPLEMENTATIONS = ("triton", "xla")
+MEMORY_SHARE = "0.95"
+
+
+def model_config(norm: Any, remat: Any) -> DiTConfig:
+    """Wan 2.1's 1.3B, but for its text encoder's tokens, which are classes here."""
+    shape: dict[str, Any] = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30}
+    return DiTConfig(
+        **shape, in_channels=16, patch_size=(1, 2, 2), norm=norm, remat=remat, dtype="bfloat16"
+    )
+
+
+class Step:
+    """A training step of one model: gradient of one micro-batch, then the update."""
+
+    def __init__(self, norm: str, remat: str):
+        model, optimizer = model_config(norm, remat), OptimizerConfig()
+        self.mesh = make_mesh(MeshConfig())
+        transform = make_optimizer(optimizer, STEPS)
+        self.state = init_state(model, transform, self.mesh, 0)
+        self.sums = zero_sums(self.state.params, self.mesh)
+        self.accumulate: Any = make_accumulate(model, DiffusionConfig(), self.mesh)
+        self.update: Any = make_update(transform, optimizer, self.mesh)
+
+    def compile(self, latents: tuple[int, ...]) -> Any:
+        """The gradient's program for latents (rows, frames, height, width)."""
+        batch = jax.eval_shape(lambda: _batch(latents))
+        epoch = jax.ShapeDtypeStruct((), jnp.int32)
+        lowered = self.accumulate.lower(self.state.params, self.sums, batch, self.state.key, epoch)
+        return lowered.compile()
+
+    def run(self, gradient: Any, batch: Batch) -> float:
+        """Seconds of one step."""
+        begin = time.perf_counter()
+        self.sums = gradient(self.state.params, self.sums, batch, self.state.key, jnp.int32(0))
+        self.state, self.sums, metrics = self.update(self.state, self.sums)
+        loss = float(metrics["loss"])
+        if not np.isfinite(loss):
+            raise SystemExit(f"the loss is {loss}")
+        return time.perf_counter() - begin
+
+
+def time_step(norm: str, remat: str, shape: str) -> dict[str, Any]:
+    """Median seconds of a step and the most memory that it took."""
+    step = Step(norm, remat)
+    gradient = step.compile(SHAPES[shape])
+    batch = jax.jit(_batch, static_argnums=0)(SHAPES[shape])
+    seconds = [step.run(gradient, batch) for _ in range(WARMUP + STEPS)][WARMUP:]
+    return {
+        "seconds": statistics.median(seconds),
+        "seconds_least": min(seconds),
+        "seconds_most": max(seconds),
+        "peak_bytes": (jax.devices()[0].memory_stats() or {})["peak_bytes_in_use"],
+        "temporary_bytes": gradient.memory_analysis().temp_size_in_bytes,
+    }
+
+
+def longest(norm: str, remat: str) -> dict[str, Any]:
+    """The most latent frames of 480×832 that fit: by two programs' memory, proven by a step."""
+    step = Step(norm, remat)
+
+    def needed(frames: int) -> int:
+        memory = step.compile((1, frames, 60, 104)).memory_analysis()
+        return memory.temp_size_in_bytes + memory.argument_size_in_bytes
+
+    few, many = 21, 63
+    slope = (needed(many) - needed(few)) / (many - few)
+    limit = (jax.devices()[0].memory_stats() or {})["bytes_limit"]
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves((step.state.opt_state, step.state.ema)))
+    frames = int(many + (limit - held - needed(many)) / slope)
+    while True:
+        latents = (1, frames, 60, 104)
+        try:
+            seconds = step.run(step.compile(latents), jax.jit(_batch, static_argnums=0)(latents))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            # What was donated to the failed step is gone with it.
+            step, frames = Step(norm, remat), frames - 1
+            continue
+        return {
+            "latent_frames": frames,
+            "tokens": frames * 30 * 52,
+            "seconds_with_first_run": seconds,
+            "bytes_per_latent_frame": slope,
+        }
+
+
+def adaln_memory() -> dict[str, Any]:
+    """Bytes an element of x that a modulated norm keeps for its backward, bfloat16."""
+    shape = (1, 4096, 1536)
+    x = jnp.ones(shape, jnp.bfloat16)
+    table = jnp.ones((1, shape[-1]))
+    _, options = normalise(
+        "adaln", Operands(x, table, table), eps=1e-6, residual_dtype=None, segment_block=None
+    )
+
+    def unfused(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, -1, keepdims=True)
+        variance = jnp.mean(centred**2, -1, keepdims=True)
+        normed = centred / jnp.sqrt(variance + 1e-6)
+        return (normed * (1 + scale[:, None]) + shift[:, None]).astype(x.dtype)
+
+    def kept(function: Any) -> float:
+        vjp = jax.eval_shape(lambda *a: jax.vjp(function, *a)[1], x, table, table)
+        return sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(vjp)) / x.size
+
+    kernel: Any = kept(lambda *a: fused(Static(options, None), Operands(*a))[1])
+    plain = kept(unfused)
+    return {
+        "bytes_per_element_unfused": plain,
+        "bytes_per_element_kernel": kernel,
+        "saved_share": 1 - kernel / plain,
+    }
+
+
+def _batch(latents: tuple[int, ...]) -> Batch:
+    rows = latents[0]
+    return Batch(
+        latents=jax.random.normal(jax.random.key(1), (*latents, 16)),
+        labels=jnp.zeros((rows, TEXT_LENGTH), jnp.int32),
+        sample=jnp.arange(rows, dtype=jnp.int32),
+        weight=jnp.ones((rows,)),
+    )
+
+
+def _case(*arguments: str) -> dict[str, Any]:
+    """Runs one case in a process of its own, for a peak of memory of its own."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_SHARE}
+    command = [sys.executable, __file__, "--case", *arguments]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    print(*arguments, result, flush=True)
+    return {"case": list(arguments), **result}
+
+
+def main() -> None:
+    """Runs all cases and writes them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="wan_step.json")
+    parser.add_argument("--remat", nargs="+", default=["attention"])
+    parser.add_argument("--case", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        what, *rest = options.case
+        run: Any = {"step": time_step, "longest": longest, "adaln_memory": adaln_memory}[what]
+        print(json.dumps(run(*rest)))
+        return
+    content: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(),
+        "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "flax")},
+        "cases": [],
+    }
+    cases: list[tuple[str, ...]] = [("adaln_memory",)]
+    for remat, shape, norm in itertools.product(options.remat, SHAPES, IMPLEMENTATIONS):
+        cases.append(("step", norm, remat, shape))
+    cases += [("longest", norm, options.remat[0]) for norm in IMPLEMENTATIONS]
+    for case in cases:
+        content["cases"].append(_case(*case))
+        Path(options.out).write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
