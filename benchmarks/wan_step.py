@@ -9,8 +9,6 @@ in plain jax.numpy.
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import itertools
 import json
 import os
@@ -26,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from alload_jax.bench.surroundings import surroundings
 from alload_jax.data.batch import Batch
 from alload_jax.models.dit import DiTConfig
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
@@ -191,8 +190,7 @@ def main() -> None:
         return
     content: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "flax")},
+        **surroundings(["jax", "jaxlib", "flax"]),
         "cases": [],
     }
     cases: list[tuple[str, ...]] = [("adaln_memory",)]

@@ -1,7 +1,6 @@
 """The same function in other libraries, measured where they can be imported."""
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
@@ -29,10 +28,9 @@ def measure(direction: str, sets: Sequence[Any]) -> Iterator[tuple[str, DeviceTi
         yield "tokamax", _tokamax(direction, sets)
 
 
-def versions() -> dict[str, str]:
-    """Versions of those that are installed."""
-    names = [name for name in ("torch", "triton", "tokamax") if _importable(name)]
-    return {name: importlib.metadata.version(name) for name in names}
+def installed() -> list[str]:
+    """Names of the packages that are measured here."""
+    return [name for name in ("torch", "triton", "tokamax") if _importable(name)]
 
 
 @cache

@@ -1,12 +1,8 @@
 """`alload bench`: what the kernels gain on this device."""
 
 import argparse
-import datetime
-import importlib.metadata
 import json
-import platform
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
     from alload_jax.bench import competitors, kernel
     from alload_jax.bench.device_time import copy_bandwidth, require_gpu
     from alload_jax.bench.picture import write_picture
+    from alload_jax.bench.surroundings import surroundings
 
     workloads = _workloads(options)
     functions = _functions(options)
@@ -67,22 +64,18 @@ def run(options: argparse.Namespace) -> int:
         console.print(_line(entry, kernel.share_of_copy(entry, copy)))
     content = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "device": device,
-        "driver": _driver(),
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in _PACKAGES}
-        | competitors.versions(),
+        **surroundings([*_PACKAGES, *competitors.installed()]),
         "copy_bytes_per_second": copy,
         "summary": kernel.summary(entries, copy),
         "entries": [entry._asdict() for entry in entries],
     }
-    out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
-    write_picture(out.with_suffix(".png"), entries, copy, device)
+    written = [out.with_name(f"{out.name}.{kind}") for kind in ("json", "png")]
+    written[0].write_text(json.dumps(content, indent=1) + "\n")
+    write_picture(written[1], entries, copy, device)
     console.print(_table(entries, copy, device))
     for row in content["summary"]:
         console.print(_verdict(row))
-    print(f"written: {out.with_suffix('.json')}, {out.with_suffix('.png')}")
+    print(f"written: {written[0]}, {written[1]}")
     return 0
 
 
@@ -157,13 +150,3 @@ def _verdict(row: dict[str, Any]) -> str:
         f"{row['function']} {row['direction']}: {times:.2f}× XLA's fusion in the geometric mean, "
         f"{least:.2f}× at least; {row['least_share_of_copy']:.2f} of a copy at least"
     )
-
-
-def _driver() -> str | None:
-    """The NVIDIA driver's version; None where nvidia-smi does not say."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.splitlines()[0].strip()
