@@ -51,10 +51,10 @@ def run(options: argparse.Namespace) -> int:
 
     workloads = _workloads(options)
     functions = _functions(options)
-    require_gpu()
     out = Path(options.out)
     if not out.parent.is_dir():
         raise InputError(f"alload bench: --out {out}: the folder {out.parent} does not exist")
+    require_gpu()
     device = jax.devices()[0].device_kind
     copy = copy_bandwidth()
     entries: list[kernel.Entry] = []
