@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 
     Attributes:
       workload: its name.
-      shape: [B, S, D] of x, bfloat16; scale and shift are float32 [B, D].
+      shape: [B, S, D] of x, bfloat16; scale and shift are float32.
       function: what was run.
       direction: forward or backward.
       implementation: triton, xla, torch, torch.compile or tokamax.

@@ -16,8 +16,16 @@ def surroundings(packages: Iterable[str]) -> dict[str, Any]:
         "device": device,
         "driver": driver,
         "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in packages},
+        | {name: _version(name) for name in packages},
     }
+
+
+def _version(package: str) -> str | None:
+    """None where the package was installed under another name."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _nvidia_smi() -> tuple[str | None, str | None]:

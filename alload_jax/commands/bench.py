@@ -15,6 +15,11 @@ from alload_jax.errors import InputError
 
 HELP = "Measure kernels on this device: against XLA's fusion, and PyTorch where it is installed."
 
+_FUNCTIONS_HELP = (
+    "layernorm_modulate, residual_layernorm_modulate (these two by default), "
+    "segment_layernorm_modulate (packed rows), token_layernorm_modulate (a scale for each token)"
+)
+
 _WIDTH = 160
 """Columns of the table: it is made to be copied, not to fit a terminal."""
 
@@ -33,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--functions",
         nargs="+",
         metavar="NAME",
-        help="layernorm_modulate, residual_… (these two by default), segment_…, token_…",
+        help=_FUNCTIONS_HELP,
     )
     add("--without-others", action="store_true", help="leave PyTorch and tokamax out")
     add("--out", default="layernorm_modulate", help="written: OUT.json and OUT.png")
@@ -52,28 +57,32 @@ def run(options: argparse.Namespace) -> int:
     workloads = _workloads(options)
     functions = _functions(options)
     out = Path(options.out)
+    if not out.name:
+        raise InputError(f"alload bench: --out {options.out!r} is no file name; give one")
     if not out.parent.is_dir():
         raise InputError(f"alload bench: --out {out}: the folder {out.parent} does not exist")
     require_gpu()
     device = jax.devices()[0].device_kind
     copy = copy_bandwidth()
+    made_with = surroundings([*_PACKAGES, *competitors.installed()])
+    written = [out.with_name(f"{out.name}.{kind}") for kind in ("json", "png")]
     entries: list[kernel.Entry] = []
     console = Console(soft_wrap=True, width=_WIDTH)
     for entry in kernel.measure(workloads, functions, not options.without_others):
         entries.append(entry)
         console.print(_line(entry, kernel.share_of_copy(entry, copy)))
-    content = {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        **surroundings([*_PACKAGES, *competitors.installed()]),
-        "copy_bytes_per_second": copy,
-        "summary": kernel.summary(entries, copy),
-        "entries": [entry._asdict() for entry in entries],
-    }
-    written = [out.with_name(f"{out.name}.{kind}") for kind in ("json", "png")]
-    written[0].write_text(json.dumps(content, indent=1) + "\n")
+        content = {
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            **made_with,
+            "copy_bytes_per_second": copy,
+            "summary": kernel.summary(entries, copy),
+            "entries": [each._asdict() for each in entries],
+        }
+        # After each, so that a failure loses nothing that was measured.
+        written[0].write_text(json.dumps(content, indent=1) + "\n")
     write_picture(written[1], entries, copy, device)
     console.print(_table(entries, copy, device))
-    for row in content["summary"]:
+    for row in kernel.summary(entries, copy):
         console.print(_verdict(row))
     print(f"written: {written[0]}, {written[1]}")
     return 0
@@ -104,12 +113,12 @@ def _functions(options: argparse.Namespace) -> list[Any]:
             raise InputError(
                 f"alload bench: --functions {name} is unknown; there are {', '.join(known)}"
             )
-    return options.functions or known
+    return options.functions or known[:2]
 
 
 def _shape(text: str) -> tuple[int, int, int]:
     parts = text.split(",")
-    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not three whole numbers such as 1,4096,1536")
     return (int(parts[0]), int(parts[1]), int(parts[2]))
 

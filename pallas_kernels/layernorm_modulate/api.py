@@ -1,5 +1,6 @@
 """LayerNorm-Modulate, the public functions: check the arguments and pick the implementation."""
 
+import dataclasses
 from typing import Literal, get_args
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from pallas_kernels.layernorm_modulate import devices, tuning
-from pallas_kernels.layernorm_modulate.differentiable import Static, fused, on_shards
+from pallas_kernels.layernorm_modulate.differentiable import Static, fused, on_shards, placed
 from pallas_kernels.layernorm_modulate.operands import Operands, Options, normalise
 from pallas_kernels.layernorm_modulate.reference import reference
 
@@ -39,9 +40,9 @@ def layernorm_modulate(
         [M, D] or [B, M, D] with `segment_ids`: token t takes row `segment_ids[t]`, of a table that
         all rows of the batch share or of its own.
       shift: shaped like scale, float32 or x's dtype.
-      segment_ids: x's shape without D, signed integers. Segments are contiguous in a row; −1 is
-        padding, whose output and gradients are zero. Segments that are not contiguous, or not
-        below M, give NaN with the kernel where it cannot serve them.
+      segment_ids: x's shape without D, signed integers. Segments are contiguous in a row; negative
+        is padding (−1), whose output and gradients are zero. Where segments are not contiguous, or
+        not below M, the kernel may give NaN.
       segment_block: promises that segments begin at multiples of it, which saves finding them.
       eps: added to the variance.
       implementation: "triton" (the kernels), "xla" (XLA's fusion), or "auto": whichever was
@@ -135,23 +136,34 @@ def _run(
     obstacle = devices.obstacle(operands.x, sharding)
     if implementation == "triton" and obstacle is not None:
         raise type(obstacle)(f"{name}: the Triton kernels cannot run, {obstacle}")
-    faster = tuning.kernel_is_faster(
-        devices.device_kind(), options.layout, operands.x.size, operands.x.shape[-1]
+    shape = operands.x.shape
+    faster = implementation == "auto" and tuning.kernel_is_faster(
+        devices.device_kind(),
+        options.layout,
+        operands.x.size // devices.shards_of(sharding),
+        shape[-1],
     )
-    wanted = implementation == "triton" or (implementation == "auto" and faster)
+    wanted = implementation == "triton" or faster
+    if sharding is not None and tuple(sharding.spec)[1:2] not in ((), (None,)):
+        # A shard may begin where no segment block does.
+        options = dataclasses.replace(options, segment_block=None)
     static = Static(options, sharding)
     if wanted and obstacle is None and operands.x.size:
-        return fused(static, operands)
-    if sharding is not None and options.layout == "segment":
-        return on_shards(static, reference, operands)
-    return reference(operands, options)
+        return fused(static, placed(static, operands))
+    whole = sharding is None or devices.sharding_obstacle(operands.x, sharding) is not None
+    if options.layout != "segment" or whole:
+        return reference(operands, options)
+    return on_shards(static, reference, placed(static, operands))
 
 
 def _three_axes(x: jax.Array, sharding: NamedSharding | None) -> NamedSharding | None:
     """The sharding of x as [B, S, D]: as given, or as an Explicit mesh shows it."""
-    sharding = devices.visible_sharding(x) if sharding is None else sharding
-    if sharding is None or sharding.mesh.size == 1:
+    if sharding is not None and not isinstance(sharding, NamedSharding):
+        raise ValueError(f"sharding is {sharding!r}; it must be a jax.sharding.NamedSharding")
+    if sharding is None:
+        sharding = devices.visible_sharding(x)
+    elif sharding.mesh.size == 1:
         return None
-    if x.ndim == 3:
+    if sharding is None or x.ndim == 3:
         return sharding
     return NamedSharding(sharding.mesh, jax.P(None, *sharding.spec))

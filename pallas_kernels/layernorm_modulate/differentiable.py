@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.layernorm_modulate import triton
 from pallas_kernels.layernorm_modulate.forward import forward
@@ -125,6 +125,19 @@ def _specs(static: Static) -> _Specs:
 def _operand_specs(static: Static) -> Any:
     stream, table, ids, _ = _specs(static)
     return Operands._make((stream, table, table, stream, table, ids))
+
+
+def placed(static: Static, operands: Operands) -> Operands:
+    """Operands split as x is; only Explicit axes ask for it, XLA moves what Auto axes need."""
+    if static.sharding is None or AxisType.Explicit not in static.sharding.mesh.axis_types:
+        return operands
+    mesh, specs = static.sharding.mesh, _operand_specs(static)
+    return Operands._make(
+        (
+            None if value is None else jax.sharding.reshard(value, NamedSharding(mesh, spec))
+            for value, spec in zip(operands, specs, strict=True)
+        )
+    )
 
 
 def on_shards(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from pallas_kernels.layernorm_modulate import triton
@@ -61,8 +61,16 @@ def _keep_used(used: list[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | 
     return [True] * len(eqn.invars), eqn.replace(outvars=variables, params=params)
 
 
+def _refuse_jvp(*_: Any, **__: Any) -> None:
+    raise NotImplementedError(
+        "layernorm_modulate: the Triton kernels differentiate once, in reverse mode; "
+        "use implementation='xla' for second derivatives"
+    )
+
+
 _forward_p.def_impl(lambda *leaves, **params: jax.jit(partial(_run, **params))(*leaves))
 _forward_p.def_abstract_eval(_abstract)
 mlir.register_lowering(_forward_p, mlir.lower_fun(_run, multiple_results=True))
 batching.primitive_batchers[_forward_p] = _batch
 pe.dce_rules[_forward_p] = _keep_used
+ad.primitive_jvps[_forward_p] = _refuse_jvp

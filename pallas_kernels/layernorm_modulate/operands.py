@@ -1,5 +1,6 @@
 """The operands of both functions in one form, and the checks that bring them into it."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +22,7 @@ class Operands(NamedTuple):
       shift: like `scale`.
       y: [B, S, D], added to x before the norm; None where there is no residual.
       gate: like `scale`, multiplies y; None for a plain sum.
-      segment_ids: [B, S] int32 (layout "segment"), −1 for padding; else None.
+      segment_ids: [B, S] int32 (layout "segment"), negative for padding; else None.
     """
 
     x: jax.Array
@@ -90,6 +91,11 @@ def normalise(
     Raises:
       ValueError: a shape or a dtype does not fit; the message names it.
     """
+    _check_scalars(function, eps, segment_block)
+    for name in ("x", "scale", "shift"):
+        if getattr(operands, name) is None:
+            raise ValueError(f"{function}: {name} is None; give an array")
+    operands = jax.tree.map(jnp.asarray, operands)
     x, y = operands.x, operands.y
     if x.ndim not in (2, 3):
         raise ValueError(f"{function}: x must be [B, S, D] or [T, D], got shape {x.shape}")
@@ -113,6 +119,14 @@ def normalise(
         )
     options = Options(layout, eps, x.dtype, h_dtype, jnp.dtype(out_dtype), segment_block)
     return _three_dimensional(operands, layout), options
+
+
+def _check_scalars(function: str, eps: float, segment_block: int | None) -> None:
+    # Both are static: a kernel is made for each of their values.
+    if isinstance(eps, bool) or not isinstance(eps, float | int) or not 0 <= eps < math.inf:
+        raise ValueError(f"{function}: eps is {eps!r}; it must be a finite number, 0 or more")
+    if segment_block is not None and not isinstance(segment_block, int):
+        raise ValueError(f"{function}: segment_block is {segment_block!r}; it must be an int")
 
 
 def _layout(function: str, operands: Operands) -> Layout:

@@ -12,7 +12,7 @@ from pallas_kernels.layernorm_modulate.operands import Options
 PADDING, IMPOSSIBLE = -1, -2
 """Table rows of pieces that hold padding, and of segments that no table row can serve: more runs
 of equal segment_ids than the table's size allows (segments are not contiguous), or a segment
-beyond the table. Their outputs are NaN: a traced function cannot raise."""
+beyond the table. What scale or gate touch there is NaN: a traced function cannot raise."""
 
 
 @dataclass(frozen=True)

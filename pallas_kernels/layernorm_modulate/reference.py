@@ -24,7 +24,8 @@ def reference(operands: Operands, options: Options) -> tuple[jax.Array | None, j
     padding = None if operands.segment_ids is None else operands.segment_ids[..., None] < 0
     wide = operands.x.astype(jnp.float32)
     if operands.y is not None:
-        y = operands.y.astype(jnp.float32)
+        # Cleared first: what padding holds must not reach the gate's gradient.
+        y = _cleared(operands.y.astype(jnp.float32), padding)
         wide = wide + (y if gate is None else gate * y)
     wide = _cleared(wide, padding)
     h = wide.astype(options.residual_dtype)

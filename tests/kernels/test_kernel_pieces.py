@@ -15,7 +15,7 @@ from pallas_kernels.layernorm_modulate.pieces import (
     even_grid,
     segment_pieces,
 )
-from pallas_kernels.layernorm_modulate.tiles import split_width
+from pallas_kernels.layernorm_modulate.triton.tiles import split_width
 
 SIZES = st.integers(1, 3000)
 

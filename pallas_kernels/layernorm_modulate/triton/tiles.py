@@ -69,6 +69,11 @@ def wide(values: Tiles) -> Tiles:
     return [value.astype(jnp.float32) for value in values]
 
 
+def where_valid(valid: Any, values: Tiles) -> Tiles:
+    """Zeroes a row unless it is valid."""
+    return [jnp.where(valid, value, jnp.zeros_like(value)) for value in values]
+
+
 def tile_map(function: Callable[..., jax.Array], *rows: Tiles) -> Tiles:
     """Applies a function to the tiles of rows."""
     return [function(*parts) for parts in zip(*rows, strict=True)]

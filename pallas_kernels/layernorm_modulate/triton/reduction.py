@@ -1,0 +1,86 @@
+"""Adding the programs' partial rows, in a fixed order."""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+REDUCE = "layernorm_modulate_reduce"
+"""Name of the kernel."""
+
+_TOGETHER = 8
+"""Groups of partial rows that are loaded at once."""
+
+
+def reduce_partials(
+    partial_sums: jax.Array,
+    table_row: jax.Array | None,
+    per_row: int,
+    table: tuple[int, ...],
+    interpret: bool,
+) -> jax.Array:
+    """Partial sums [K·B·P, D] → sums [K·B·M, D], float32, for tables [B, D] or [B, M, D].
+
+    Args:
+      partial_sums: of K gradients.
+      table_row: [B·P] which row of the flattened table each piece belongs to; None for tables with
+        one row for each row of the batch.
+      per_row: P, pieces of each row of the batch.
+      table: shape of the tables.
+      interpret: run in Pallas's interpreter.
+    """
+    dim, tables = table[-1], math.prod(table[1:-1])
+    rows = partial_sums.shape[0] // per_row * tables
+    depth, tile, num_warps = (256, 32, 8) if per_row > 256 else (128, 32, 4)
+    depth = min(depth, pl.next_power_of_2(per_row))
+    shape = {"batch": table[0], "pieces": per_row, "tables": tables}
+    return pl.pallas_call(
+        partial(_reduce_kernel, **shape, depth=depth, tile=tile),
+        out_shape=jax.ShapeDtypeStruct((rows, dim), jnp.float32),
+        grid=(rows, pl.cdiv(dim, tile)),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        interpret=interpret,
+        name=REDUCE,
+    )(partial_sums, *(() if table_row is None else (table_row,)))
+
+
+def _reduce_kernel(
+    partial_ref: Any, *refs: Any, batch: int, pieces: int, tables: int, depth: int, tile: int
+) -> None:
+    """Adds the pieces of one table row: [K·B·P, D] → [K·B·M, D], `depth` pieces at a time.
+
+    Each of K gradients has B·P partial rows, P pieces for each row of the batch. With a
+    `table_row` ref, those of P that name the table row count; else all.
+    """
+    *table_row_ref, out_ref = refs
+    group, wanted = pl.program_id(0) // tables, pl.program_id(0) % tables
+    columns = pl.ds(pl.program_id(1) * tile, tile)
+    in_row = (pl.program_id(1) * tile + jnp.arange(tile) < out_ref.shape[1])[None, :]
+
+    def add(total: jax.Array, first: Any) -> jax.Array:
+        place = first + jnp.arange(depth)
+        counts = place < pieces
+        if table_row_ref:
+            here = table_row_ref[0].at[pl.ds(group % batch * pieces + first, depth)]
+            named = plgpu.load(here, mask=counts, other=-1)
+            counts = counts & (named == group % batch * tables + wanted)
+        mask = jnp.broadcast_to(in_row, total.shape)
+        mask = mask & jnp.broadcast_to(counts[:, None], total.shape)
+        rows = partial_ref.at[pl.ds(group * pieces + first, depth), columns]
+        return total + plgpu.load(rows, mask=mask, other=0.0)
+
+    def add_together(n: Any, total: jax.Array) -> jax.Array:
+        # Loads of one iteration are under way at the same time.
+        for offset in range(0, min(pieces, _TOGETHER * depth), depth):
+            total = add(total, n * _TOGETHER * depth + offset)
+        return total
+
+    rounds = pl.cdiv(pieces, _TOGETHER * depth)
+    total = lax.fori_loop(0, rounds, add_together, jnp.zeros((depth, tile), jnp.float32))
+    out = out_ref.at[pl.ds(pl.program_id(0), 1), columns]
+    plgpu.store(out, jnp.sum(total, axis=0)[None, :], mask=in_row)
