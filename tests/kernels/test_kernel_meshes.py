@@ -154,7 +154,7 @@ def obstacle_in_a_trace(mesh, x_spec, sharding, shape=SHAPE):
 
     def look(x):
         seen = devices.visible_sharding(x) if sharding is None else sharding
-        found.append(devices._sharding_obstacle(x, seen))
+        found.append(devices.sharding_obstacle(x, seen))
         return x
 
     with jax.set_mesh(mesh):
