@@ -140,11 +140,11 @@ def _run(
     faster = implementation == "auto" and tuning.kernel_is_faster(
         devices.device_kind(),
         options.layout,
-        operands.x.size // devices.shards_of(sharding),
+        operands.x.size // (devices.shards_of(sharding, 0) * devices.shards_of(sharding, 1)),
         shape[-1],
     )
     wanted = implementation == "triton" or faster
-    if sharding is not None and tuple(sharding.spec)[1:2] not in ((), (None,)):
+    if devices.mesh_axes(sharding, 1):
         # A shard may begin where no segment block does.
         options = dataclasses.replace(options, segment_block=None)
     static = Static(options, sharding)

@@ -10,8 +10,14 @@ _OLDEST = 8.0
 
 
 def device_kind() -> str:
-    """The kind of the first device, such as "NVIDIA H200"."""
-    return jax.devices()[0].device_kind
+    """The kind of the device to run on, such as "NVIDIA H200"."""
+    return _device().device_kind
+
+
+def _device() -> jax.Device:
+    """The default device if one was chosen, else the first."""
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
 
 
 def visible_sharding(x: jax.Array) -> NamedSharding | None:
@@ -29,12 +35,17 @@ def hidden_axes(x: jax.Array) -> list[str]:
     return [name for name, kind in kinds if kind == AxisType.Auto and mesh.shape[name] > 1]
 
 
-def shards_of(sharding: NamedSharding | None) -> int:
-    """How many parts x is split into."""
-    if sharding is None:
-        return 1
-    names = [axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec if axes]
-    return math.prod(sharding.mesh.shape[name] for axes in names for name in axes)
+def mesh_axes(sharding: NamedSharding | None, dimension: int) -> tuple[str, ...]:
+    """Names of the mesh axes that split a dimension of x; empty if nothing does."""
+    spec = () if sharding is None else tuple(sharding.spec)
+    axes = spec[dimension] if dimension < len(spec) else None
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def shards_of(sharding: NamedSharding | None, dimension: int) -> int:
+    """How many parts a dimension of x is split into."""
+    names = mesh_axes(sharding, dimension)
+    return math.prod(sharding.mesh.shape[name] for name in names) if sharding is not None else 1
 
 
 def obstacle(x: jax.Array, sharding: NamedSharding | None) -> Exception | None:
@@ -43,8 +54,7 @@ def obstacle(x: jax.Array, sharding: NamedSharding | None) -> Exception | None:
 
 
 def _device_obstacle() -> Exception | None:
-    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
-    device = chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
+    device = _device()
     if device.platform != "gpu":
         return NotImplementedError(
             f"the backend is {device.platform!r}, not 'gpu'; use 'xla' or 'auto'"
@@ -76,15 +86,14 @@ def sharding_obstacle(x: jax.Array, sharding: NamedSharding | None) -> Exception
                 "give sharding=NamedSharding(mesh, P(batch axes, sequence axes, None))"
             )
         return None
-    spec = (*sharding.spec, None, None, None)[:3]
-    if spec[2] is not None:
+    if split := mesh_axes(sharding, 2):
         return NotImplementedError(
-            f"x's width is split over {spec[2]!r}, and a row's statistics need all of it; "
+            f"x's width is split over {', '.join(split)}, and a row's statistics need all of it; "
             "split batch or sequence, or use 'xla'"
         )
-    for size, axes in zip(x.shape, spec[:2], strict=False):
-        names = () if axes is None else (axes,) if isinstance(axes, str) else axes
-        shards = math.prod(sharding.mesh.shape[name] for name in names)
+    for dimension, size in enumerate(x.shape[:2]):
+        shards = shards_of(sharding, dimension)
         if size % shards:
-            return ValueError(f"{shards} shards over {axes!r} do not divide {size} of x {x.shape}")
+            names = ", ".join(mesh_axes(sharding, dimension))
+            return ValueError(f"{shards} shards over {names} do not divide {size} of x {x.shape}")
     return None

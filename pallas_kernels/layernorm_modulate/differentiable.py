@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.layernorm_modulate import triton
+from pallas_kernels.layernorm_modulate.devices import mesh_axes
 from pallas_kernels.layernorm_modulate.forward import forward
 from pallas_kernels.layernorm_modulate.operands import Operands, Options, Saved
 from pallas_kernels.layernorm_modulate.tuning import Pass, blocks_for
@@ -118,8 +119,8 @@ def _specs(static: Static) -> _Specs:
         "token": stream,
         "segment": PartitionSpec(batch, None, None),
     }[static.options.layout]
-    axes = () if sequence is None else (sequence,) if isinstance(sequence, str) else sequence
-    return _Specs(stream, table, PartitionSpec(batch, sequence), tuple(axes))
+    axes = mesh_axes(static.sharding, 1)
+    return _Specs(stream, table, PartitionSpec(batch, sequence), axes)
 
 
 def _operand_specs(static: Static) -> Any:
