@@ -6,7 +6,7 @@ kernel` (benchmarks/results/layernorm_modulate_h200.json), on an NVIDIA H200.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pallas_kernels.layernorm_modulate.operands import Layout
 
@@ -92,11 +92,26 @@ _MEASURED: dict[Pass, dict[int, Blocks]] = {
 }
 _WIDER = _blocks(2048, 16, 1, prefetch=False, hold=False)
 
-_LEAST_ELEMENTS: dict[str, int] = {"NVIDIA H200": 256 * 1536}
-"""By device kind, the least x that was measured (layernorm_modulate_small_h200.json): from there
-on the kernels, forward and backward, were faster than XLA's fusion at every width of the table
-above, with one row of scale and shift for each row of the batch. At a width of 128 the forward
-alone was not; other layouts were not measured."""
+
+class Range(NamedTuple):
+    """Where kernels were faster than XLA's fusion, forward and backward, all through.
+
+    Attributes:
+      least_elements: of x.
+      widths: narrowest and widest.
+    """
+
+    least_elements: int
+    widths: tuple[int, int]
+
+
+_FASTER: dict[tuple[str, Layout], Range] = {
+    ("NVIDIA H200", "row"): Range(256 * 1536, (256, 8192)),
+    ("NVIDIA H200", "segment"): Range(8 * 4096 * 1152, (1152, 5120)),
+    ("NVIDIA H200", "token"): Range(32760 * 1536, (1536, 5120)),
+}
+"""By device kind and layout of scale, from layernorm_modulate_{,small_,layouts_}h200.json. Not so,
+in the forward alone: rows of width 128, and a scale for each token at width 1152."""
 
 
 def blocks_for(kernel: Pass, dim: int) -> Blocks:
@@ -109,6 +124,7 @@ def blocks_for(kernel: Pass, dim: int) -> Blocks:
 
 def kernel_is_faster(device_kind: str, layout: Layout, elements: int, dim: int) -> bool:
     """Whether the kernels were measured as faster for x's size and width; False if unknown."""
-    widths = _MEASURED["forward"]
-    measured = layout == "row" and min(widths) <= dim <= max(widths)
-    return measured and elements >= _LEAST_ELEMENTS.get(device_kind, math.inf)
+    if (faster := _FASTER.get((device_kind, layout))) is None:
+        return False
+    narrowest, widest = faster.widths
+    return narrowest <= dim <= widest and elements >= faster.least_elements

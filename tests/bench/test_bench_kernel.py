@@ -95,7 +95,11 @@ def test_surroundings_are_json():
     assert json.loads(json.dumps(surroundings(["jax"])))["versions"]["jax"] == jax.__version__
 
 
-@pytest.mark.parametrize("name", ["layernorm_modulate_h200", "layernorm_modulate_small_h200"])
+NAMES = [f"layernorm_modulate_{part}h200" for part in ("", "small_", "layouts_")]
+LAYOUTS = {"segment_layernorm_modulate": "segment", "token_layernorm_modulate": "token"}
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_committed_results_bear_out_their_summary(name):
     stored = json.loads((RESULTS / f"{name}.json").read_text())
     entries = [
@@ -108,7 +112,7 @@ def test_committed_results_bear_out_their_summary(name):
     ]
 
 
-@pytest.mark.parametrize("name", ["layernorm_modulate_h200", "layernorm_modulate_small_h200"])
+@pytest.mark.parametrize("name", NAMES)
 def test_auto_never_chooses_what_was_measured_as_slower(name):
     stored = json.loads((RESULTS / f"{name}.json").read_text())
     us = {
@@ -117,8 +121,9 @@ def test_auto_never_chooses_what_was_measured_as_slower(name):
     }
     for (*case, implementation), each in us.items():
         elements, dim = math.prod(each["shape"]), each["shape"][-1]
-        chosen = kernel_is_faster(stored["device"], "row", elements, dim)
-        assert chosen == (dim >= 256)
+        layout = LAYOUTS.get(case[1], "row")
+        chosen = kernel_is_faster(stored["device"], layout, elements, dim)
+        assert chosen == (dim >= {"row": 256, "segment": 1152, "token": 1536}[layout])
         if implementation == "triton" and chosen:
             assert each["us"] <= us[*case, "xla"]["us"]
 
@@ -127,7 +132,9 @@ def test_auto_never_chooses_what_was_measured_as_slower(name):
     "call",
     [
         ("NVIDIA A100", "row", 1 << 30, 1536),
-        ("NVIDIA H200", "segment", 1 << 30, 1536),
+        ("NVIDIA H200", "segment", 1 << 20, 1536),
+        ("NVIDIA H200", "segment", 1 << 30, 8192),
+        ("NVIDIA H200", "token", 1 << 30, 1152),
         ("NVIDIA H200", "row", 1 << 10, 1536),
         ("NVIDIA H200", "row", 1 << 30, 128),
         ("NVIDIA H200", "row", 1 << 30, 16384),
