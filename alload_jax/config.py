@@ -17,7 +17,7 @@ from jsonargparse import ArgumentParser
 from alload_jax.data.digits import DigitsConfig
 from alload_jax.data.source import LoaderConfig
 from alload_jax.errors import InputError
-from alload_jax.models.dit import DiTConfig
+from alload_jax.models.config import DiTConfig
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.report.samples import SamplingConfig
 from alload_jax.sharding.mesh import MeshConfig

@@ -26,7 +26,7 @@ import numpy as np
 
 from alload_jax.bench.surroundings import surroundings
 from alload_jax.data.batch import Batch
-from alload_jax.models.dit import DiTConfig
+from alload_jax.models.config import DiTConfig
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state

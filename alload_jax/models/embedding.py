@@ -1,23 +1,28 @@
-"""What enters the transformer beside the latents: the timestep and the condition."""
+"""What enters the transformer beside the latents: the timestep, text or classes, an image."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from alload_jax.models.config import DiTConfig, ImageConfig, TextConfig
+
+_IMAGE_NORM_EPS = 1e-5
+"""Of the image embedding's norms, in Wan 2.1 and in diffusers, whatever the blocks have."""
 
 
 def sinusoid(timestep: jax.Array, dim: int, max_period: float = 10_000.0) -> jax.Array:
     """Sinusoidal embedding, cosines first, as in DiT and Wan 2.1.
 
     Args:
-      timestep: [B], 0 to 1000.
+      timestep: [...], 0 to 1000.
       dim: even.
 
     Returns:
-      [B, dim] float32.
+      [..., dim] float32.
     """
     half = dim // 2
     frequencies = max_period ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = timestep.astype(jnp.float32)[:, None] * frequencies
+    angle = timestep.astype(jnp.float32)[..., None] * frequencies
     return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
 
 
@@ -33,10 +38,10 @@ class TimestepEmbedding(nnx.Module):
         self.modulation = nnx.Linear(dim, 6 * dim, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
     def __call__(self, timestep: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """timestep: [B] in 0 to 1000 → ([B, D], [B, 6, D]) float32."""
+        """timestep: [B], or [B, S] for one a token → ([..., D], [..., 6, D]) float32."""
         embedded = self.out(nnx.silu(self.hidden(sinusoid(timestep, self.freq_dim))))
         modulation = self.modulation(nnx.silu(embedded))
-        return embedded, modulation.reshape(-1, 6, self.dim)
+        return embedded, modulation.reshape(*timestep.shape, 6, self.dim)
 
 
 class ClassEmbedding(nnx.Module):
@@ -56,3 +61,49 @@ class ClassEmbedding(nnx.Module):
     def __call__(self, labels: jax.Array) -> jax.Array:
         """labels: [B, L] int32, `num_classes` standing for none → [B, L, D]."""
         return self.table(labels)
+
+
+class TextEmbedding(nnx.Module):
+    """Text embeddings → condition tokens: linear, GELU (tanh form), linear."""
+
+    def __init__(self, text: TextConfig, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.hidden = nnx.Linear(text.dim, dim, dtype=dtype, rngs=rngs)
+        self.out = nnx.Linear(dim, dim, dtype=dtype, rngs=rngs)
+
+    def __call__(self, text: jax.Array) -> jax.Array:
+        """[B, L, text.dim] → [B, L, D]."""
+        return self.out(nnx.gelu(self.hidden(text), approximate=True))
+
+
+class ImageEmbedding(nnx.Module):
+    """Image embeddings → condition tokens: norm, linear, GELU, linear, norm."""
+
+    def __init__(self, image: ImageConfig, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        def norm(size: int) -> nnx.LayerNorm:
+            return nnx.LayerNorm(size, epsilon=_IMAGE_NORM_EPS, dtype=dtype, rngs=rngs)
+
+        self.position = (
+            nnx.Param(jnp.zeros((image.positions, image.dim), jnp.float32))
+            if image.positions
+            else None
+        )
+        self.norm_in = norm(image.dim)
+        self.hidden = nnx.Linear(image.dim, image.dim, dtype=dtype, rngs=rngs)
+        self.out = nnx.Linear(image.dim, dim, dtype=dtype, rngs=rngs)
+        self.norm_out = norm(dim)
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        """[B, N, image.dim] → [B, N, D]."""
+        if self.position is not None:
+            image = image + self.position[...]
+        return self.norm_out(
+            self.out(nnx.gelu(self.hidden(self.norm_in(image)), approximate=False))
+        )
+
+
+def condition_embedding(config: DiTConfig, *, rngs: nnx.Rngs) -> ClassEmbedding | TextEmbedding:
+    """The embedding of the condition that the config names."""
+    dim, dtype = config.dim, config.compute_dtype
+    if config.text:
+        return TextEmbedding(config.text, dim, dtype=dtype, rngs=rngs)
+    return ClassEmbedding(config.num_classes, dim, dtype=dtype, rngs=rngs)

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+RotaryTable = tuple[jax.Array, jax.Array]
+"""Cosines and sines, [S, head_dim // 2] float32 each."""
 
-def grid_positions(frames: int, height: int, width: int) -> np.ndarray:
+
+def grid_positions(frames: int, height: int, width: int) -> jax.Array:
     """Positions of the tokens of one clip, in the order in which it is patchified.
 
     Args:
@@ -14,38 +17,42 @@ def grid_positions(frames: int, height: int, width: int) -> np.ndarray:
     Returns:
       [frames·height·width, 3] int32, the (t, h, w) of each token.
     """
-    grid = np.indices((frames, height, width), dtype=np.int32)
+    grid = jnp.indices((frames, height, width), dtype=jnp.int32)
     return grid.reshape(3, -1).T
 
 
 def rotary_table(
-    positions: jax.Array | np.ndarray, head_dim: int, theta: float = 10_000.0
-) -> tuple[jax.Array, jax.Array]:
+    positions: jax.Array | np.ndarray,
+    limits: tuple[int, int, int],
+    head_dim: int,
+    theta: float = 10_000.0,
+) -> RotaryTable:
     """Cosines and sines for every token and every pair of channels.
 
     A head's channels are shared out as in Wan 2.1: 2·(head_dim // 6) each for h and w, the rest
     for t; within each share, pairs turn at the usual geometric frequencies (arXiv 2104.09864).
+    Angles are float64, a small table for each axis, and looked up by position.
 
     Args:
-      positions: [S, 3] integers.
+      positions: [S, 3] integers from 0.
+      limits: (t, h, w) that no position reaches.
       head_dim: even.
 
     Returns:
       cos, sin: [S, head_dim // 2] float32.
     """
     spatial = 2 * (head_dim // 6)
-    angles = []
+    cosines, sines = [], []
     for axis, size in enumerate((head_dim - 2 * spatial, spatial, spatial)):
         frequencies = theta ** -(np.arange(0, size, 2, dtype=np.float64) / max(size, 1))
-        angles.append(
-            jnp.asarray(positions)[:, axis, None].astype(jnp.float32)
-            * jnp.asarray(frequencies, jnp.float32)
-        )
-    angle = jnp.concatenate(angles, axis=-1)
-    return jnp.cos(angle), jnp.sin(angle)
+        angle = np.arange(limits[axis])[:, None] * frequencies
+        place = jnp.asarray(positions)[:, axis]
+        cosines.append(jnp.asarray(np.cos(angle), jnp.float32)[place])
+        sines.append(jnp.asarray(np.sin(angle), jnp.float32)[place])
+    return jnp.concatenate(cosines, axis=-1), jnp.concatenate(sines, axis=-1)
 
 
-def apply_rotary(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+def apply_rotary(x: jax.Array, table: RotaryTable) -> jax.Array:
     """Turns neighbouring channel pairs (2i, 2i + 1) by the table's angles, in float32.
 
     Args:

@@ -18,7 +18,7 @@ from alload_jax.diffusion.flow import TIMESTEP_SCALE
 from alload_jax.diffusion.samplers import euler, guided
 from alload_jax.diffusion.timesteps import TimestepConfig, shift_of, sigma_schedule
 from alload_jax.errors import InputError
-from alload_jax.models.dit import DiTConfig
+from alload_jax.models.config import DiTConfig
 from alload_jax.report.digit_accuracy import Draw, digit_accuracy
 from alload_jax.report.pictures import ClipFormat, has_mp4, write_grid
 from alload_jax.training.state import model_graph

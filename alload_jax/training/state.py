@@ -8,7 +8,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from alload_jax.models.dit import DiT, DiTConfig
+from alload_jax.models.config import DiTConfig
+from alload_jax.models.dit import DiT
 from alload_jax.sharding.rules import tree_shardings
 
 

@@ -21,7 +21,7 @@ from alload_jax.data.batch import Batch
 from alload_jax.diffusion.flow import TIMESTEP_SCALE, interpolate, squared_error, velocity
 from alload_jax.diffusion.timesteps import TimestepConfig, sample_sigma
 from alload_jax.errors import InputError
-from alload_jax.models.dit import DiTConfig
+from alload_jax.models.config import DiTConfig
 from alload_jax.sharding.mesh import batch_sharding, replicated
 from alload_jax.sharding.rules import tree_shardings
 from alload_jax.training.optimizer import OptimizerConfig, update_ema
@@ -103,7 +103,9 @@ def make_accumulate(model: DiTConfig, diffusion: DiffusionConfig, mesh: Mesh) ->
     def weighted_loss(params: Any, batch: Batch, key: jax.Array) -> jax.Array:
         latents, target, sigma, labels = noised(batch, key, diffusion, model)
         transformer = nnx.merge(graph, params)
-        predicted = transformer(latents, sigma * TIMESTEP_SCALE, labels, batch_sharding(mesh))
+        predicted = transformer(
+            latents, sigma * TIMESTEP_SCALE, labels, sharding=batch_sharding(mesh)
+        )
         return jnp.sum(batch.weight * squared_error(predicted, target))
 
     @partial(jax.jit, donate_argnums=1)

@@ -16,7 +16,7 @@ from alload_jax.data.batch import Batch
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.placement import PlacedStep
 from alload_jax.errors import InputError
-from alload_jax.models.dit import DiTConfig
+from alload_jax.models.config import DiTConfig
 from alload_jax.planning.plan import Plan
 from alload_jax.sharding.mesh import batch_sharding
 from alload_jax.training.optimizer import OptimizerConfig

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from alload_jax.errors import InputError
-from alload_jax.models.dit import DiT, DiTConfig
+from alload_jax.models.config import DiTConfig
+from alload_jax.models.dit import DiT
 
 CONFIG = DiTConfig(
     dim=24, ffn_dim=40, num_heads=2, num_layers=3, in_channels=2, freq_dim=16, dtype="float32"

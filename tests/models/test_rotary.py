@@ -13,7 +13,7 @@ def test_positions_run_through_width_then_height_then_frames():
 
 @pytest.mark.parametrize("head_dim", [2, 8, 24, 32, 128])
 def test_equals_complex_multiplication(head_dim):
-    positions = grid_positions(3, 2, 5)
+    positions = np.asarray(grid_positions(3, 2, 5))
     x = np.random.default_rng(0).normal(size=(2, 30, 3, head_dim)).astype(np.float32)
     spatial = 2 * (head_dim // 6)
     angles = []
@@ -22,9 +22,10 @@ def test_equals_complex_multiplication(head_dim):
             angles.append(positions[:, axis] * 10_000.0 ** (-2 * i / size))
     turn = np.exp(1j * np.stack(angles, -1))
     expected = (x[..., 0::2] + 1j * x[..., 1::2]) * turn[None, :, None]
-    turned = np.asarray(apply_rotary(jnp.asarray(x), rotary_table(positions, head_dim)))
-    np.testing.assert_allclose(turned[..., 0::2], expected.real, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(turned[..., 1::2], expected.imag, rtol=1e-4, atol=1e-5)
+    table = rotary_table(positions, (3, 2, 5), head_dim)
+    turned = np.asarray(apply_rotary(jnp.asarray(x), table))
+    np.testing.assert_allclose(turned[..., 0::2], expected.real, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(turned[..., 1::2], expected.imag, rtol=1e-6, atol=1e-6)
 
 
 def test_products_depend_on_differences_of_position_alone():
@@ -33,7 +34,7 @@ def test_products_depend_on_differences_of_position_alone():
 
     def product(here, there):
         turned = [
-            apply_rotary(x, rotary_table(np.asarray([place]), 32))
+            apply_rotary(x, rotary_table(np.asarray([place]), (16, 16, 16), 32))
             for x, place in ((query, here), (key, there))
         ]
         return float((turned[0] * turned[1]).sum())

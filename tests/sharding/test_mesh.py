@@ -12,7 +12,7 @@ from alload_jax.data.batch import Batch
 from alload_jax.data.collate import HostStep
 from alload_jax.data.placement import PlacedStep, place_ahead
 from alload_jax.errors import InputError
-from alload_jax.models.dit import DiTConfig
+from alload_jax.models.config import DiTConfig
 from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, make_mesh, ranks_of
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from alload_jax.errors import InputError
-from alload_jax.models.dit import DiTConfig
+from alload_jax.models.config import DiTConfig
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer

@@ -8,7 +8,7 @@ import pytest
 from alload_jax.data.batch import Batch
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
-from alload_jax.models.dit import DiTConfig
+from alload_jax.models.config import DiTConfig
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state
