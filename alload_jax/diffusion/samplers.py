@@ -1,28 +1,42 @@
 """From noise to data along the flow."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-Velocity = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(latents [B, ...], sigma [B], labels [B, L]) → velocity [B, ...]."""
+from alload_jax.diffusion import unipc
+from alload_jax.diffusion.schedules import Sampler, check_sampler
+
+Velocity = Callable[[jax.Array, jax.Array, Any], jax.Array]
+"""(latents [B, ...], sigma [B], condition) → velocity [B, ...].
+
+The condition is a pytree of arrays [B, ...]: labels, embeddings of text, or both.
+"""
+
+Slope = Callable[[jax.Array, jax.Array], jax.Array]
+"""A `Velocity` whose condition is given: (latents [B, ...], sigma scalar) → velocity [B, ...]."""
 
 
-def guided(model: Velocity, null_labels: jax.Array, guidance: float) -> Velocity:
+def guided(model: Velocity, null_condition: Any, guidance: float) -> Velocity:
     """Classifier-free guidance (arXiv 2207.12598): unconditional + guidance·(difference).
 
     Args:
       model: the velocity of the flow.
-      null_labels: [B, L], the empty condition.
-      guidance: 1 is the model's own conditional velocity.
+      null_condition: the empty condition, arrays of the same shapes as in the condition.
+      guidance: 1 is the model's own conditional velocity, and costs half as much as others.
     """
+    if guidance == 1:
+        return model
 
-    def velocity(latents: jax.Array, sigma: jax.Array, labels: jax.Array) -> jax.Array:
+    def velocity(latents: jax.Array, sigma: jax.Array, condition: Any) -> jax.Array:
         both = model(
             jnp.concatenate([latents, latents]),
             jnp.concatenate([sigma, sigma]),
-            jnp.concatenate([labels, null_labels]),
+            jax.tree.map(lambda *halves: jnp.concatenate(halves), condition, null_condition),
         )
         conditional, unconditional = jnp.split(both, 2)
         return unconditional + guidance * (conditional - unconditional)
@@ -30,23 +44,87 @@ def guided(model: Velocity, null_labels: jax.Array, guidance: float) -> Velocity
     return velocity
 
 
-def euler(velocity: Velocity, noise: jax.Array, labels: jax.Array, sigmas: jax.Array) -> jax.Array:
-    """Follows the flow by Euler's method.
+def sample(
+    sampler: Sampler,
+    velocity: Velocity,
+    noise: jax.Array,
+    condition: Any,
+    sigmas: np.ndarray | jax.Array,
+) -> jax.Array:
+    """Follows the flow from noise to data.
+
+    May be called inside `jax.jit`. The model is compiled once, whatever the number of steps.
 
     Args:
-      velocity: of the flow.
-      noise: [B, ...], the start.
-      labels: [B, L], the condition.
-      sigmas: [steps + 1] from 1 down to 0.
+      sampler: euler, the straight line from each level to the next; or unipc (arXiv 2302.04867),
+        of second order, which needs fewer steps for the same error.
+      velocity: of the flow; evaluated once per step.
+      noise: [B, ...] float32, the start.
+      condition: a pytree of arrays [B, ...], handed to `velocity`.
+      sigmas: [steps + 1], falling to 0: `noise_levels(sampler, steps, shift)`. For unipc they
+        cannot be traced.
 
     Returns:
-      [B, ...], the data drawn.
+      [B, ...] float32, the data drawn.
+
+    Raises:
+      InputError: the sampler is unknown, or sigmas don't fall from at most 1 to 0 (unipc).
+      jax.errors.TracerArrayConversionError: sigmas are traced (unipc).
     """
+    advance, state, steps = _method(sampler, velocity, noise, condition, sigmas)
+    state, _ = jax.lax.scan(lambda state, step: (advance(state, step), None), state, steps)
+    return state[0]
 
-    def advance(latents: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        now, after = pair
-        slope = velocity(latents, jnp.full(latents.shape[0], now), labels)
-        return latents + (after - now) * slope, None
 
-    drawn, _ = jax.lax.scan(advance, noise, (sigmas[:-1], sigmas[1:]))
-    return drawn
+def trajectory(
+    sampler: Sampler,
+    velocity: Velocity,
+    noise: jax.Array,
+    condition: Any,
+    sigmas: np.ndarray | jax.Array,
+) -> jax.Array:
+    """What `sample` goes through: [steps + 1, B, ...] float32, from the noise to the data.
+
+    Takes and raises what `sample` does. For unipc the latents are those at which the model is
+    evaluated, before correction.
+    """
+    advance, state, steps = _method(sampler, velocity, noise, condition, sigmas)
+
+    def record(state: Any, step: Any) -> tuple[Any, jax.Array]:
+        state = advance(state, step)
+        return state, state[0]
+
+    _, path = jax.lax.scan(record, state, steps)
+    return jnp.concatenate([noise[None], path])
+
+
+def euler(
+    velocity: Velocity, noise: jax.Array, condition: Any, sigmas: np.ndarray | jax.Array
+) -> jax.Array:
+    """`sample` by Euler's method; sigmas may be traced."""
+    return sample("euler", velocity, noise, condition, sigmas)
+
+
+def _method(
+    sampler: Sampler,
+    velocity: Velocity,
+    noise: jax.Array,
+    condition: Any,
+    sigmas: np.ndarray | jax.Array,
+) -> tuple[Callable[[Any, Any], Any], Any, Any]:
+    """A step, the state before the first one (latents come first in it), what steps differ in."""
+
+    def slope(latents: jax.Array, sigma: jax.Array) -> jax.Array:
+        return velocity(latents, jnp.full(latents.shape[0], sigma), condition)
+
+    check_sampler(sampler)
+    if sampler == "unipc":
+        return partial(unipc.advance, slope), unipc.start(noise), unipc.steps_of(sigmas)
+    return partial(_euler_step, slope), (noise,), (sigmas[:-1], sigmas[1:])
+
+
+def _euler_step(
+    slope: Slope, state: tuple[jax.Array], step: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array]:
+    (latents,), (now, after) = state, step
+    return (latents + (after - now) * slope(latents, now),)

@@ -1,0 +1,253 @@
+"""The samplers against golden files from diffusers (tests/parity/draw_samplers.py) and exact flows.
+
+Golden latents are float32, as ours are, rounded in another order: 20 steps measured 4.4e-7 apart.
+"""
+
+from pathlib import Path
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from alload_jax.diffusion import unipc
+from alload_jax.diffusion.samplers import euler, guided, sample, trajectory
+from alload_jax.diffusion.schedules import Sampler, noise_levels
+from alload_jax.diffusion.timesteps import sigma_schedule
+from alload_jax.errors import InputError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "samplers"
+FLOW = load_file(GOLDEN / "flow.safetensors")
+CONDITION = {"gain": jnp.asarray(FLOW["gain"]), "text": jnp.asarray(FLOW["text"])}
+SAMPLERS = get_args(Sampler)
+TOLERANCE = 2e-6
+
+each_sampler = pytest.mark.parametrize("sampler", SAMPLERS)
+
+
+def golden_flow(latents, sigma, condition):
+    gain, scale = condition["gain"][:, None, None], 1 + sigma[:, None, None]
+    return jnp.tanh(latents @ FLOW["matrix"]) * scale * gain + condition["text"]
+
+
+def noise():
+    return jnp.asarray(FLOW["noise"])
+
+
+def assert_steps_agree(ours, theirs):
+    """Each step's largest difference, relative to the largest latent of that step."""
+    assert ours.shape == theirs.shape
+    for step, (mine, expected) in enumerate(zip(np.asarray(ours), theirs, strict=True)):
+        bound = TOLERANCE * np.abs(expected).max()
+        np.testing.assert_allclose(mine, expected, rtol=0, atol=bound, err_msg=f"step {step}")
+
+
+@each_sampler
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("shift", [1, 3, 5])
+def test_every_step_is_that_of_diffusers(sampler, steps, shift):
+    golden = load_file(GOLDEN / f"{sampler}.safetensors")
+    sigmas = noise_levels(sampler, steps, shift)
+    path = trajectory(sampler, golden_flow, noise(), CONDITION, sigmas)
+    assert_steps_agree(path, golden[f"{steps}_steps_shift_{shift}.latents"])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("shift", [1, 3, 5])
+def test_levels_are_those_of_diffusers(steps, shift):
+    case = f"{steps}_steps_shift_{shift}.sigmas"
+    ours = {sampler: noise_levels(sampler, steps, shift) for sampler in SAMPLERS}
+    theirs = {sampler: load_file(GOLDEN / f"{sampler}.safetensors")[case] for sampler in SAMPLERS}
+    np.testing.assert_array_equal(ours["unipc"], theirs["unipc"])
+    # Diffusers shifts Euler's levels in float32, we in float64.
+    np.testing.assert_allclose(ours["euler"], theirs["euler"], rtol=5e-7, atol=0)
+
+
+@each_sampler
+@pytest.mark.parametrize("steps", [1, 2, 50])
+@pytest.mark.parametrize("shift", [0.2, 1.0, 12.0])
+def test_levels_fall_to_zero(sampler, steps, shift):
+    sigmas = noise_levels(sampler, steps, shift)
+    assert sigmas.shape == (steps + 1,)
+    assert sigmas.dtype == np.float32
+    assert sigmas[0] == np.float32(1 if sampler == "euler" else 1 - 1e-6)
+    assert sigmas[-1] == 0
+    assert (np.diff(sigmas) < 0).all()
+
+
+def test_eulers_levels_are_the_schedule():
+    shift = 3.0
+    ours, schedule = noise_levels("euler", 30, shift), sigma_schedule(30, shift)
+    # The schedule's equal spacing is rounded to float32 at 1; the shift stretches that, at most
+    # by its slope at 0.
+    bound = shift * np.finfo(np.float32).eps
+    np.testing.assert_allclose(ours, schedule, rtol=0, atol=bound)
+
+
+@each_sampler
+def test_a_sample_is_the_end_of_its_trajectory(sampler):
+    sigmas = noise_levels(sampler, 7, 3.0)
+    path = trajectory(sampler, golden_flow, noise(), CONDITION, sigmas)
+    assert path.shape == (8, *noise().shape)
+    np.testing.assert_array_equal(path[0], noise())
+    drawn = sample(sampler, golden_flow, noise(), CONDITION, sigmas)
+    np.testing.assert_array_equal(drawn, path[-1])
+
+
+def test_euler_takes_traced_levels():
+    sigmas = noise_levels("euler", 7, 3.0)
+    drawn = jax.jit(lambda levels: euler(golden_flow, noise(), CONDITION, levels))(sigmas)
+    np.testing.assert_allclose(
+        drawn, sample("euler", golden_flow, noise(), CONDITION, sigmas), rtol=1e-5, atol=1e-6
+    )
+
+
+@each_sampler
+def test_compiled_and_eager_samples_agree(sampler):
+    sigmas = noise_levels(sampler, 20, 3.0)
+
+    def draw(start, condition):
+        return sample(sampler, golden_flow, start, condition, sigmas)
+
+    compiled = jax.jit(draw)
+    assert_steps_agree(
+        compiled(noise(), CONDITION)[None], np.asarray(draw(noise(), CONDITION))[None]
+    )
+    np.testing.assert_array_equal(compiled(noise(), CONDITION), compiled(noise(), CONDITION))
+
+
+@each_sampler
+def test_the_program_does_not_grow_with_the_steps(sampler):
+    def length(steps):
+        sigmas = noise_levels(sampler, steps, 3.0)
+        program = jax.make_jaxpr(lambda x: sample(sampler, golden_flow, x, CONDITION, sigmas))
+        return len(str(program(noise())).splitlines())
+
+    assert length(50) == length(5)
+
+
+@each_sampler
+def test_rows_do_not_see_each_other(sampler):
+    sigmas = noise_levels(sampler, 5, 3.0)
+    both = sample(sampler, golden_flow, noise(), CONDITION, sigmas)
+    second = jax.tree.map(lambda array: array[1:], (noise(), CONDITION))
+    alone = sample(sampler, golden_flow, *second, sigmas)
+    np.testing.assert_allclose(alone, both[1:], rtol=1e-5, atol=1e-6)
+
+
+@each_sampler
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 50])
+def test_the_flow_to_a_single_point_reaches_it(sampler, steps):
+    target = CONDITION["text"]
+
+    def towards_target(latents, sigma, condition):
+        return (latents - target) / sigma[:, None, None]
+
+    drawn = sample(sampler, towards_target, noise(), None, noise_levels(sampler, steps, 5.0))
+    np.testing.assert_allclose(drawn, target, atol=1e-5)
+
+
+def gaussian_error(sampler, steps, spread=1.5):
+    """Largest error on the way; from data N(0, s²) the flow carries noise x through √(…)·x."""
+
+    def gaussian(latents, sigma, condition):
+        t = sigma[0]
+        return latents * (t - (1 - t) * spread**2) / ((1 - t) ** 2 * spread**2 + t**2)
+
+    sigmas = noise_levels(sampler, steps, 1.0)
+    path = trajectory(sampler, gaussian, noise(), None, sigmas)
+    exact = np.sqrt((1 - sigmas) ** 2 * spread**2 + sigmas**2)[:, None, None, None] * noise()
+    return np.abs(path - exact).max()
+
+
+@pytest.mark.parametrize(("sampler", "least", "most"), [("euler", 1.8, 2.1), ("unipc", 4.0, 5.0)])
+def test_order_of_convergence(sampler, least, most):
+    """Twice the steps: half the error at first order, a quarter or less at second."""
+    errors = np.array([gaussian_error(sampler, steps) for steps in (10, 20, 40, 80)])
+    gains = errors[:-1] / errors[1:]
+    assert (gains > least).all()
+    assert (gains < most).all()
+
+
+def test_unipc_needs_fewer_steps():
+    assert gaussian_error("unipc", 20) < gaussian_error("euler", 160)
+
+
+def test_unipc_may_start_at_pure_noise():
+    """Where ln(α / σ) is −∞ and the first step Euler's; diffusers starts 1e-6 below."""
+    sigmas = noise_levels("unipc", 5, 3.0)
+    sigmas[0] = 1
+    path = trajectory("unipc", golden_flow, noise(), CONDITION, sigmas)
+    straight = trajectory("euler", golden_flow, noise(), CONDITION, sigmas)
+    assert_steps_agree(path[:2], np.asarray(straight[:2]))
+    assert np.isfinite(path).all()
+
+
+@pytest.mark.parametrize("steps", range(1, 51))
+def test_weights_are_finite_and_leave_alone_what_is_data_already(steps):
+    """Latents equal to the data predicted from them stay: both weights of level s add up to 1."""
+    weights = unipc.steps_of(noise_levels("unipc", steps, 5.0))
+    assert all(np.isfinite(array).all() for array in jax.tree.leaves(weights))
+    for update in (weights.corrector, weights.predictor):
+        np.testing.assert_allclose(update.origin + update.x0, 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("guidance", [1, 1.0, 3.0])
+def test_guidance_takes_any_tree_and_skips_what_it_does_not_need(guidance):
+    rows = []
+
+    def model(latents, sigma, condition):
+        rows.append((len(latents), len(sigma), *map(len, jax.tree.leaves(condition))))
+        return golden_flow(latents, sigma, condition)
+
+    null = jax.tree.map(jnp.zeros_like, CONDITION)
+    sigma = jnp.full(2, 0.5)
+    steered = guided(model, null, guidance)(noise(), sigma, CONDITION)
+    assert rows == [(2,) * 4 if guidance == 1 else (4,) * 4]
+    conditional, empty = (golden_flow(noise(), sigma, tree) for tree in (CONDITION, null))
+    expected = empty + guidance * (conditional - empty)
+    np.testing.assert_allclose(steered, expected, rtol=1e-5, atol=1e-6)
+
+
+@each_sampler
+@pytest.mark.parametrize(
+    ("steps", "shift", "complaint"),
+    [
+        (0, 1.0, "noise_levels: steps is 0; it must be at least 1"),
+        (-2, 1.0, "noise_levels: steps is -2; it must be at least 1"),
+        (5, 0.0, "noise_levels: shift is 0.0; it must be above 0 and finite"),
+        (5, -1.0, "noise_levels: shift is -1.0; it must be above 0 and finite"),
+        (5, np.nan, "noise_levels: shift is nan; it must be above 0 and finite"),
+        (5, np.inf, "noise_levels: shift is inf; it must be above 0 and finite"),
+        (5, 1e9, "noise_levels: shift is 1000000000.0 with 5 steps, .* coincide; choose a shift"),
+    ],
+)
+def test_senseless_schedules_are_refused(sampler, steps, shift, complaint):
+    with pytest.raises(InputError, match=f"^{complaint}") as refusal:
+        noise_levels(sampler, steps, shift)
+    assert "\n" not in str(refusal.value)
+
+
+def test_unknown_samplers_are_refused():
+    complaint = "^sampler is 'heun'; choose euler or unipc$"
+    with pytest.raises(InputError, match=complaint):
+        noise_levels("heun", 5, 1.0)
+    with pytest.raises(InputError, match=complaint):
+        sample("heun", golden_flow, noise(), CONDITION, noise_levels("euler", 5, 1.0))
+
+
+@pytest.mark.parametrize(
+    "sigmas", [[0.0], [0.0, 0.5, 1.0], [1.0, 0.5, 0.5, 0.0], [1.0, 0.5], [2.0, 0.0], [np.nan, 0.0]]
+)
+def test_unipc_refuses_levels_that_do_not_fall_from_one_to_zero(sigmas):
+    with pytest.raises(InputError, match=r"^unipc: sigmas are \[.*\]; they must fall") as refusal:
+        sample("unipc", golden_flow, noise(), CONDITION, np.array(sigmas))
+    assert "\n" not in str(refusal.value)
+
+
+def test_unipc_refuses_traced_levels():
+    draw = jax.jit(lambda levels: sample("unipc", golden_flow, noise(), CONDITION, levels))
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        draw(noise_levels("unipc", 5, 1.0))
