@@ -10,12 +10,14 @@ from pathlib import Path
 
 from alload_jax.config import read_config, use_compilation_cache, write_config
 from alload_jax.data.collate import Collator
+from alload_jax.data.condition import conditions_for
 from alload_jax.data.digits import prepare_digits
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.placement import place_ahead
 from alload_jax.data.source import PlanSource, StepLoader
 from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError, run_command
+from alload_jax.models.weights import initial_weights
 from alload_jax.planning.settings import make_plan
 from alload_jax.report.samples import SampleWriter
 from alload_jax.report.summary import print_summary, read_summary, summarise
@@ -49,8 +51,7 @@ def main(argv: list[str]) -> int:
     collator = Collator(
         StoreReader(manifest),
         ranks=local_plan_ranks(mesh, plan.layout.ranks),
-        text_length=manifest.longest_text(),
-        null_label=config.model.num_classes,
+        conditions=conditions_for(config.model, manifest),
     )
     sampler = SampleWriter(
         folder / "samples", config.model, config.diffusion.timesteps, config.sampling, manifest
@@ -74,7 +75,8 @@ def main(argv: list[str]) -> int:
             like = abstract_state(config.model, optimizer, mesh, config.run.seed)
             state = checkpoints.restore(start, like)
         else:
-            state = init_state(config.model, optimizer, mesh, config.run.seed)
+            weights = initial_weights(config.run.initial_weights, config.model, mesh)
+            state = init_state(config.model, optimizer, mesh, config.run.seed, weights)
         trainer = Trainer(config.model, config.diffusion, optimizer, config.optimizer, mesh, state)
 
         # ------------------------------------------------------------ run folder
@@ -91,7 +93,7 @@ def main(argv: list[str]) -> int:
         # ------------------------------------------------------------ compilation
         missing = shapes if start < config.run.steps else []
         with ProgressBar("compiling", len(missing)) as bar:
-            for shape in trainer.compile(missing, collator.text_length):
+            for shape in trainer.compile(missing, collator.conditions):
                 bar.advance("x".join(map(str, shape)))
                 if stop:
                     break

@@ -35,12 +35,15 @@ class RunConfig:
       folder: for everything that the run writes. If it holds a checkpoint, the run goes on there.
       steps: optimizer steps.
       seed: of weights, noise and the order of samples.
+      initial_weights: to start from: a `transformer/` folder of diffusers, a folder of Wan's own
+        repository, or one safetensors file of either; null draws them.
       compilation_cache: folder in which compiled programs outlive the run; null for none.
     """
 
     folder: str
     steps: int = 1000
     seed: int = 0
+    initial_weights: str | None = None
     compilation_cache: str | None = None
 
     def __post_init__(self) -> None:
@@ -103,7 +106,13 @@ def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
     parser.command_line = argv
     parser.add_argument("--config", action="config", help="a YAML file; later flags override it")
     parser.add_class_arguments(Config)
-    parsed = parser.instantiate(parser.parse_args(list(argv)))
+    arguments = parser.parse_args(list(argv))
+    try:
+        parsed = parser.instantiate(arguments)
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(_reason_in_union(str(error))) from error
     return Config(**{part.name: parsed[part.name] for part in dataclasses.fields(Config)})
 
 
@@ -163,6 +172,12 @@ def _one_line(message: str, argv: Sequence[str]) -> str:
     place = " or ".join(_config_files(argv))
     typed = any(part.startswith("--") and part[2:].split("=")[0] in text for part in argv)
     return text if typed or not place else f"{place}: {text}; `--help` explains every key"
+
+
+def _reason_in_union(message: str) -> str:
+    """What our own check said of a part that may also be null: jsonargparse lists all reasons."""
+    reasons = re.findall(r"^  - (.*)$", message, re.MULTILINE)
+    return next((r for r in reasons if not r.startswith("Expected a")), message.splitlines()[0])
 
 
 def _unknown(key: str, argv: Sequence[str]) -> str:

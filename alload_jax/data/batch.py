@@ -8,12 +8,13 @@ class Batch(NamedTuple):
 
     Attributes:
       latents: [B, frames, height, width, channels] float32.
-      labels: [B, L] int32 classes; the number of classes stands for none.
+      condition: [B, L] int32 classes, the number of classes standing for none; or [B, L, width]
+        text embeddings.
       sample: [B] int32, the manifest's row numbers; −1 for filler.
       weight: [B] float32; 0 for filler.
     """
 
     latents: Any
-    labels: Any
+    condition: Any
     sample: Any
     weight: Any

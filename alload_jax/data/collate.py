@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from alload_jax.data.batch import Batch
-from alload_jax.data.record import LABELS, LATENTS
+from alload_jax.data.condition import Conditions
+from alload_jax.data.record import LATENTS
 from alload_jax.data.store import BadRecordError, StoreReader
 from alload_jax.planning.plan import MicroBatch, Step
 
@@ -36,14 +37,12 @@ class Collator:
     Attributes:
       reader: of the samples.
       ranks: the plan's ranks that this process feeds; only their records are read.
-      text_length: condition tokens of every row, shorter conditions filled with `null_label`.
-      null_label: the label that stands for none.
+      conditions: how the model takes the samples' conditions.
     """
 
     reader: StoreReader
     ranks: frozenset[int]
-    text_length: int
-    null_label: int
+    conditions: Conditions
 
     def __call__(self, step: Step) -> HostStep:
         """Reads the step's records. Damaged ones become zero-weight rows and are reported."""
@@ -62,30 +61,29 @@ class Collator:
             for row, sample in enumerate(part.samples, start=first_row):
                 try:
                     arrays = self.reader.read(sample)
-                    self._check_labels(arrays[LABELS], sample)
+                    condition = self._condition(arrays, sample)
                 except BadRecordError as error:
                     problems.append(str(error))
                     continue
-                labels = arrays[LABELS]
                 batch.latents[row] = arrays[LATENTS]
-                batch.labels[row, : len(labels)] = labels
+                batch.condition[row, : len(condition)] = condition
                 batch.sample[row] = sample
                 batch.weight[row] = 1.0
             first_row += part.rows
         return batch
 
-    def _check_labels(self, labels: np.ndarray, sample: int) -> None:
-        if labels.size and not 0 <= labels.min() <= labels.max() < self.null_label:
-            raise BadRecordError(
-                f"{self.reader.manifest.path}: sample {sample} has labels {labels.tolist()}; "
-                f"they must be from 0 to below model.num_classes, which is {self.null_label}"
-            )
+    def _condition(self, arrays: dict[str, np.ndarray], sample: int) -> np.ndarray:
+        try:
+            return self.conditions.of(arrays)
+        except ValueError as error:
+            place = f"{self.reader.manifest.path}: sample {sample}"
+            raise BadRecordError(f"{place} {error}") from error
 
     def _filler(self, rows: int, part: MicroBatch) -> Batch:
         """Rows without weight, of the part's shape."""
         return Batch(
             latents=np.zeros((rows, *self.reader.manifest.latent_shape(part.shape)), np.float32),
-            labels=np.full((rows, self.text_length), self.null_label, np.int32),
+            condition=self.conditions.empty(rows),
             sample=np.full(rows, -1, np.int32),
             weight=np.zeros(rows, np.float32),
         )

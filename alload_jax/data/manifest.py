@@ -42,6 +42,7 @@ class Manifest:
       text_length: [N] int32, its condition tokens.
       checksum: [N] uint32, CRC-32 of its record.
       vae_stride: pixels per latent of the stored latents.
+      text_dim: width of the samples' text embeddings; None where they have classes.
       shard_bytes: size of every shard.
       origin: what the data was made from, as its maker wrote it down.
     """
@@ -54,6 +55,7 @@ class Manifest:
     text_length: np.ndarray
     checksum: np.ndarray
     vae_stride: Triple
+    text_dim: int | None
     shard_bytes: dict[str, int]
     origin: dict[str, Any]
 
@@ -135,6 +137,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         text_length=column["text_length"],
         checksum=column["checksum"],
         vae_stride=tuple(notes["vae_stride"]),
+        text_dim=notes.get("text_dim"),
         shard_bytes=notes["shard_bytes"],
         origin=notes["origin"],
     )

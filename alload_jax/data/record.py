@@ -11,6 +11,8 @@ LATENTS = "latents"
 """[frames, height, width, channels], what the model learns to draw."""
 LABELS = "labels"
 """[L] int32, the classes that the sample shows."""
+TEXT = "text"
+"""[L, width] embeddings of the text that describes the sample, in place of classes."""
 
 _DTYPES = {
     "F64": np.float64,

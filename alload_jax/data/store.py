@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import ml_dtypes
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -25,7 +26,7 @@ class StoreWriter:
     Use as a context manager:
 
         with StoreWriter(folder, vae_stride=(4, 8, 8)) as writer:
-            writer.add(latents, labels, size=(81, 480, 832))
+            writer.add(latents, condition, size=(81, 480, 832))
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class StoreWriter:
         self._samples_per_shard = samples_per_shard
         self._partial = self.folder.with_name(self.folder.name + ".partial")
         self._rows: list[dict[str, Any]] = []
+        self._text_dim: int | None = None
         self._shards: list[Path] = []
         self._writer: Any = None
 
@@ -63,17 +65,18 @@ class StoreWriter:
         self._partial.mkdir(parents=True)
         return self
 
-    def add(self, latents: np.ndarray, labels: np.ndarray, size: tuple[int, int, int]) -> None:
+    def add(self, latents: np.ndarray, condition: np.ndarray, size: tuple[int, int, int]) -> None:
         """Appends a sample.
 
         Args:
           latents: [frames, height, width, channels].
-          labels: [L] int32, its classes.
+          condition: [L] whole numbers, its classes; or [L, width] floats, embeddings of its text.
+            All samples of a folder have the same kind and width.
           size: (frames, height, width) in pixels.
 
         Raises:
           ValueError: the latents don't have the shape that `size` and the VAE's stride give, or
-            other channels than the samples before.
+            other channels or another kind of condition than the samples before.
         """
         expected = self._geometry.latent_grid(*np.asarray(size)[:, None])[0]
         latents = np.asarray(latents)
@@ -84,22 +87,18 @@ class StoreWriter:
                 f"{self._geometry.vae_stride} and the samples before give "
                 f"{(*expected.tolist(), channels)}"
             )
-        if np.ndim(labels) != 1:
-            raise ValueError(f"labels have shape {np.shape(labels)}; they must be [L]")
-        if len(labels) and np.asarray(labels).dtype.kind not in "iu":
-            raise ValueError(f"labels are {np.asarray(labels).dtype}; they must be whole numbers")
+        condition = self._checked_condition(np.asarray(condition))
         if len(self._rows) % self._samples_per_shard == 0:
             self._next_shard()
-        data = records.encode(
-            {records.LATENTS: latents, records.LABELS: np.asarray(labels, np.int32)}
-        )
+        name = records.LABELS if self._text_dim is None else records.TEXT
+        data = records.encode({records.LATENTS: latents, name: condition})
         self._writer.write(data)
         values = (
             self._shards[-1].name,
             len(self._rows) % self._samples_per_shard,
             *size,
             latents.shape[-1],
-            len(labels),
+            len(condition),
             records.checksum(data),
         )
         self._rows.append(dict(zip(SCHEMA.names, values, strict=True)))
@@ -116,6 +115,26 @@ class StoreWriter:
         finally:
             shutil.rmtree(self._partial, ignore_errors=True)
 
+    def _checked_condition(self, condition: np.ndarray) -> np.ndarray:
+        """Classes as int32, text as it is; the first sample decides which they are."""
+        shape, dtype = condition.shape, condition.dtype
+        if condition.ndim not in (1, 2):
+            raise ValueError(
+                f"condition has shape {shape}; it must be labels [L] or text [L, width]"
+            )
+        if condition.ndim == 1 and len(condition) and dtype.kind not in "iu":
+            raise ValueError(f"labels are {dtype}; they must be whole numbers")
+        if condition.ndim == 2 and not (dtype.kind == "f" or dtype == ml_dtypes.bfloat16):
+            raise ValueError(f"text is {dtype}; embeddings must be floats")
+        text_dim = shape[1] if condition.ndim == 2 else None
+        if self._rows and text_dim != self._text_dim:
+            raise ValueError(
+                f"condition has shape {shape}; the samples before have "
+                f"{'classes' if self._text_dim is None else f'text of width {self._text_dim}'}"
+            )
+        self._text_dim = text_dim
+        return condition.astype(np.int32) if text_dim is None else condition
+
     def _next_shard(self) -> None:
         if self._writer is not None:
             self._writer.close()
@@ -126,6 +145,7 @@ class StoreWriter:
     def _write_manifest(self) -> None:
         notes = {
             "vae_stride": list(self._geometry.vae_stride),
+            "text_dim": self._text_dim,
             "shard_bytes": {path.name: path.stat().st_size for path in self._shards},
             "origin": self._origin,
         }
@@ -198,10 +218,14 @@ class StoreReader:
         return self._readers[shard]
 
     def _check_shapes(self, arrays: dict[str, np.ndarray], sample: int, place: str) -> None:
-        expected = {
-            records.LATENTS: self.manifest.latent_shape(tuple(self.manifest.shape[sample])),
-            records.LABELS: (int(self.manifest.text_length[sample]),),
+        expected: dict[str, tuple[int, ...]] = {
+            records.LATENTS: self.manifest.latent_shape(tuple(self.manifest.shape[sample]))
         }
+        length, width = int(self.manifest.text_length[sample]), self.manifest.text_dim
+        if width is None:
+            expected[records.LABELS] = (length,)
+        else:
+            expected[records.TEXT] = (length, width)
         for name, shape in expected.items():
             found = arrays[name].shape if name in arrays else "nothing"
             if found != shape:

@@ -21,7 +21,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
 from alload_jax.models.dit import DiT
-from alload_jax.models.wan import diffusers_fields
+from alload_jax.models.wan import (
+    diffusers_fields,
+    read_model_config,
+    require_same_architecture,
+)
 from alload_jax.models.wan_keys import Tensor, naming_of, tensors
 from alload_jax.sharding.rules import tree_shardings
 
@@ -103,6 +107,20 @@ def load_weights(place: str | Path, config: DiTConfig, mesh: Mesh) -> Any:
             layer = _placed(value, _of_one_layer(sharding))
             params[tensor.path] = _set_layer(params[tensor.path], layer, tensor.layer)
         return unflatten_dict(params, sep="/")
+
+
+def initial_weights(place: str | None, config: DiTConfig, mesh: Mesh) -> Any:
+    """What a run starts from: `load_weights`, or None where no place is named.
+
+    Raises:
+      InputError: as `load_weights`; or the place's config.json describes another architecture.
+    """
+    if place is None:
+        return None
+    described = Path(place) / "config.json"
+    if described.is_file():
+        require_same_architecture(config, read_model_config(described), Path(place))
+    return load_weights(place, config, mesh)
 
 
 def save_weights(

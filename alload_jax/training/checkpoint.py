@@ -1,5 +1,6 @@
 """Checkpoints through Orbax: written in the background, whole or not at all."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import jax
 import orbax.checkpoint as ocp
 
 from alload_jax.errors import InputError
@@ -55,8 +57,11 @@ class Checkpoints:
             max_to_keep=config.keep,
             keep_period=config.keep_every,
             enable_async_checkpointing=True,
-            cleanup_tmp_directories=True,
         )
+        # Not by Orbax, whose thread for it outlives a program that ends at once.
+        if jax.process_index() == 0:
+            for left in self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+                shutil.rmtree(left, ignore_errors=True)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def __enter__(self) -> Self:

@@ -37,16 +37,27 @@ def model_graph(config: DiTConfig) -> nnx.GraphDef:
 
 
 def init_state(
-    config: DiTConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int
+    config: DiTConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    seed: int,
+    params: Any = None,
 ) -> TrainState:
     """A fresh state, each device making only the part that it will hold.
+
+    Args:
+      config: the transformer.
+      optimizer: whose state is made.
+      mesh: where it all lies.
+      seed: of weights and noise.
+      params: weights to start from, on the mesh; given up to the state. None draws them.
 
     Raises:
       InputError: the mesh does not divide a parameter.
     """
     make = _maker(config, optimizer, seed)
     shardings = tree_shardings(jax.eval_shape(make), mesh)
-    return jax.jit(make, out_shardings=shardings)()
+    return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
 
 
 def abstract_state(
@@ -62,10 +73,11 @@ def abstract_state(
 
 
 def _maker(config: DiTConfig, optimizer: optax.GradientTransformation, seed: int) -> Any:
-    def make() -> TrainState:
+    def make(params: Any = None) -> TrainState:
         weights, noise = jax.random.split(jax.random.key(seed))
-        model = DiT(config, rngs=nnx.Rngs(weights))
-        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        if params is None:
+            model = DiT(config, rngs=nnx.Rngs(weights))
+            params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             key=jax.random.key_data(noise),

@@ -34,7 +34,8 @@ class DiffusionConfig:
 
     Attributes:
       timesteps: distribution of noise levels.
-      condition_dropout: share of samples trained without their condition, for guidance.
+      condition_dropout: share of samples trained without their condition, for guidance: without
+        class, or with a text of zeros.
     """
 
     timesteps: TimestepConfig = field(default_factory=TimestepConfig)
@@ -75,7 +76,7 @@ def noised(
       key: the epoch's key.
 
     Returns:
-      latents [B, ...], target velocity [B, ...], sigma [B], labels [B, L].
+      latents [B, ...], target velocity [B, ...], sigma [B], condition like the batch's.
     """
     seq_len = math.prod(batch.latents.shape[1:4]) // math.prod(model.patch_size)
 
@@ -88,9 +89,11 @@ def noised(
         )
 
     noise, sigma, dropped = jax.vmap(draw)(batch.sample)
-    labels = jnp.where(dropped[:, None], model.num_classes, batch.labels)
+    null = 0 if model.text else model.num_classes
+    dropped = dropped.reshape(-1, *(1,) * (batch.condition.ndim - 1))
+    condition = jnp.where(dropped, jnp.asarray(null, batch.condition.dtype), batch.condition)
     latents = interpolate(batch.latents, noise, sigma)
-    return latents, velocity(batch.latents, noise), sigma, labels
+    return latents, velocity(batch.latents, noise), sigma, condition
 
 
 def make_accumulate(model: DiTConfig, diffusion: DiffusionConfig, mesh: Mesh) -> Accumulate:
@@ -101,10 +104,10 @@ def make_accumulate(model: DiTConfig, diffusion: DiffusionConfig, mesh: Mesh) ->
     graph = model_graph(model)
 
     def weighted_loss(params: Any, batch: Batch, key: jax.Array) -> jax.Array:
-        latents, target, sigma, labels = noised(batch, key, diffusion, model)
+        latents, target, sigma, condition = noised(batch, key, diffusion, model)
         transformer = nnx.merge(graph, params)
         predicted = transformer(
-            latents, sigma * TIMESTEP_SCALE, labels, sharding=batch_sharding(mesh)
+            latents, sigma * TIMESTEP_SCALE, condition, sharding=batch_sharding(mesh)
         )
         return jnp.sum(batch.weight * squared_error(predicted, target))
 

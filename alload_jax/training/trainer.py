@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from alload_jax.data.batch import Batch
+from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.placement import PlacedStep
 from alload_jax.errors import InputError
@@ -52,18 +53,20 @@ class Trainer:
         self._update = make_update(optimizer, optimizer_config, mesh)
         self._sums = zero_sums(state.params, mesh)
 
-    def compile(self, shapes: Sequence[LatentShape], text_length: int) -> Iterator[LatentShape]:
+    def compile(
+        self, shapes: Sequence[LatentShape], conditions: Conditions
+    ) -> Iterator[LatentShape]:
         """Compiles the gradient of every shape, in parallel, yielding each as it is done.
 
         A shape that can't be compiled fails here rather than days into a run.
 
         Args:
           shapes: of the micro-batches' latents.
-          text_length: condition tokens of every row.
+          conditions: of every row.
         """
 
         def compile_one(shape: LatentShape) -> Any:
-            batch = _abstract_batch(shape, text_length, self._mesh)
+            batch = _abstract_batch(shape, conditions, self._mesh)
             epoch = jax.ShapeDtypeStruct((), jnp.int32)
             return self._accumulate.lower(
                 self.state.params, self._sums, batch, self.state.key, epoch
@@ -111,7 +114,7 @@ def micro_batch_shapes(plan: Plan, manifest: Manifest) -> list[LatentShape]:
     return sorted(shapes, key=lambda shape: (-math.prod(shape), shape))
 
 
-def _abstract_batch(latents: LatentShape, text_length: int, mesh: Mesh) -> Batch:
+def _abstract_batch(latents: LatentShape, conditions: Conditions, mesh: Mesh) -> Batch:
     """A micro-batch's shapes, dtypes and shardings."""
     rows, sharding = latents[0], batch_sharding(mesh)
 
@@ -120,7 +123,7 @@ def _abstract_batch(latents: LatentShape, text_length: int, mesh: Mesh) -> Batch
 
     return Batch(
         latents=array(latents, jnp.float32),
-        labels=array((rows, text_length), jnp.int32),
+        condition=array(conditions.shape(rows), conditions.dtype),
         sample=array((rows,), jnp.int32),
         weight=array((rows,), jnp.float32),
     )

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow.parquet
 from hypothesis import strategies as st
 
+from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import MANIFEST_NAME, Manifest
 from alload_jax.data.store import BadRecordError, StoreWriter
 from alload_jax.planning.plan import Plan
@@ -13,6 +14,10 @@ from alload_jax.planning.settings import PlanningConfig, make_plan
 
 PATCH = (1, 2, 2)
 NULL_LABEL = 10
+
+
+def classes(length):
+    return Conditions(length, np.dtype(np.int32), None, NULL_LABEL)
 
 
 class Sample(NamedTuple):
@@ -84,6 +89,7 @@ def manifest_of(sizes, text_lengths):
         text_length=np.array(text_lengths, np.int64),
         checksum=np.zeros(count, np.int64),
         vae_stride=(1, 1, 1),
+        text_dim=None,
         shard_bytes={},
         origin={},
     )

@@ -2,7 +2,7 @@ import dataclasses
 import itertools
 
 import numpy as np
-from data_helpers import NULL_LABEL, SpyReader, cases, plan_over
+from data_helpers import NULL_LABEL, SpyReader, cases, classes, plan_over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +13,7 @@ from alload_jax.data.store import StoreReader
 
 def collator(reader, ranks, text_length=None):
     length = reader.manifest.longest_text() if text_length is None else text_length
-    return Collator(reader, frozenset(ranks), length, NULL_LABEL)
+    return Collator(reader, frozenset(ranks), classes(length))
 
 
 def all_ranks(case):
@@ -37,7 +37,7 @@ def assert_rows_hold_their_samples(batch, reader, text_length):
         labels = reader.labels(sample).tolist() if sample >= 0 else []
         np.testing.assert_array_equal(batch.latents[row], latents)
         padding = [NULL_LABEL] * (text_length - len(labels))
-        assert batch.labels[row].tolist() == labels + padding
+        assert batch.condition[row].tolist() == labels + padding
         assert batch.weight[row] == (sample >= 0)
 
 
@@ -107,7 +107,7 @@ def test_batches_have_the_documented_dtypes_and_shapes(case, epoch):
             parts = [part for part in step.micro_batches if part.index == index]
             rows = sum(part.rows for part in parts)
             assert batch.latents.shape == (rows, *parts[0].shape, 1)
-            assert batch.labels.shape == (rows, 4)
+            assert batch.condition.shape == (rows, 4)
             assert batch.sample.shape == batch.weight.shape == (rows,)
             dtypes = [part.dtype.name for part in batch]
             assert dtypes == ["float32", "int32", "int32", "float32"]
@@ -152,7 +152,7 @@ def test_a_real_store_is_collated(store, samples):
     manifest = read_manifest(store)
     steps = epoch_of(manifest, collator(StoreReader(manifest), {0, 1}))
     rows = {
-        int(sample): (batch.latents[row], batch.labels[row])
+        int(sample): (batch.latents[row], batch.condition[row])
         for step in steps
         for batch in step.batches
         for row, sample in enumerate(batch.sample)

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from data_helpers import NULL_LABEL, SpyReader, assert_says, manifest_of, plan_over
+from data_helpers import SpyReader, assert_says, classes, manifest_of, plan_over
 
 from alload_jax.data.collate import Collator
 from alload_jax.data.manifest import read_manifest
@@ -26,7 +26,7 @@ def plan(manifest):
 
 @pytest.fixture(scope="module")
 def collate(manifest):
-    return Collator(SpyReader(manifest), frozenset({0, 1}), 1, NULL_LABEL)
+    return Collator(SpyReader(manifest), frozenset({0, 1}), classes(1))
 
 
 def load(plan, collate, first, stop, **config):
@@ -178,7 +178,7 @@ def test_an_error_while_reading_reaches_the_training_loop(plan, collate):
 def test_worker_processes_give_the_same_steps(store):
     manifest = read_manifest(store)
     plan = plan_over(manifest)
-    collate = Collator(StoreReader(manifest), frozenset({0, 1}), 2, NULL_LABEL)
+    collate = Collator(StoreReader(manifest), frozenset({0, 1}), classes(2))
     stop = plan.steps_per_epoch + 2
     assert_equal_steps(
         load(plan, collate, 1, stop, processes=1), load(plan, collate, 1, stop, processes=0)

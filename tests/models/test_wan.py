@@ -108,34 +108,13 @@ def test_the_originals_names_give_the_same_parameters(case, tmp_path):
 def test_names_of_the_original_repository():
     config = DiTConfig(num_layers=1, text=TextConfig(6, 3))
     keys = {tensor.key for tensor in tensors(config, "original")}
-    linear = [
-        "patch_embedding",
-        "text_embedding.0",
-        "text_embedding.2",
-        "time_embedding.0",
-        "time_embedding.2",
-        "time_projection.1",
-        "head.head",
-        "blocks.0.self_attn.q",
-        "blocks.0.self_attn.k",
-        "blocks.0.self_attn.v",
-        "blocks.0.self_attn.o",
-        "blocks.0.cross_attn.q",
-        "blocks.0.cross_attn.k",
-        "blocks.0.cross_attn.v",
-        "blocks.0.cross_attn.o",
-        "blocks.0.norm3",
-        "blocks.0.ffn.0",
-        "blocks.0.ffn.2",
-    ]
-    alone = [
-        "blocks.0.modulation",
-        "head.modulation",
-        "blocks.0.self_attn.norm_q.weight",
-        "blocks.0.self_attn.norm_k.weight",
-        "blocks.0.cross_attn.norm_q.weight",
-        "blocks.0.cross_attn.norm_k.weight",
-    ]
+    block = "blocks.0."
+    attention = [f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"]
+    linear = ["patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0"]
+    linear += ["time_embedding.2", "time_projection.1", "head.head"]
+    linear += [block + part for part in (*attention, "norm3", "ffn.0", "ffn.2")]
+    norms = [f"{kind}_attn.norm_{part}.weight" for kind in ("self", "cross") for part in "qk"]
+    alone = ["head.modulation", *(block + part for part in ("modulation", *norms))]
     assert keys == {f"{n}.{part}" for n in linear for part in ("weight", "bias")} | set(alone)
 
 

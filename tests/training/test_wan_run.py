@@ -1,0 +1,113 @@
+"""train.py on text data, from weights in diffusers' format; and the Wan configs."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from training_runs import ROOT, Runs
+
+from alload_jax.config import read_config
+from alload_jax.data.store import StoreWriter
+from alload_jax.models.weights import parameter_count
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
+from alload_jax.training.optimizer import make_optimizer
+from alload_jax.training.state import abstract_state
+
+WEIGHTS = ROOT / "tests" / "golden" / "wan" / "t2v" / "transformer"
+
+
+class WanRuns(Runs):
+    def tiny(self):
+        config = super().tiny()
+        config["model"] = {
+            "dim": 24,
+            "ffn_dim": 40,
+            "num_heads": 2,
+            "num_layers": 2,
+            "in_channels": 4,
+            "freq_dim": 16,
+            "text": {"dim": 10, "length": 7},
+        }
+        config["run"] |= {"steps": 4, "initial_weights": str(WEIGHTS)}
+        config["diffusion"] = {"condition_dropout": 0.5}
+        del config["sampling"]
+        return config
+
+
+@pytest.fixture
+def wan(tmp_path):
+    rng = np.random.default_rng(0)
+    with StoreWriter(tmp_path / "data", vae_stride=(1, 1, 1)) as writer:
+        for n in range(12):
+            size = ((1, 4, 4), (2, 4, 8))[n % 2]
+            text = rng.normal(size=(n % 7 + 1, 10)).astype(np.float32)
+            writer.add(rng.normal(size=(*size, 4)).astype(np.float32), text, size)
+    return WanRuns(tmp_path, tmp_path / "data")
+
+
+def params_of(runs, step, *flags):
+    config = read_config(["--config", str(runs.folder / "run" / "config.yaml"), *flags])
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    optimizer = make_optimizer(config.optimizer, config.run.steps)
+    like = abstract_state(config.model, optimizer, mesh, 0)
+    folder = runs.folder / "run" / "checkpoints"
+    saved = json.loads((folder / str(step) / "identity" / "metadata").read_text())
+    with Checkpoints(folder, CheckpointConfig(), saved) as checkpoints:
+        return checkpoints.restore(step, like).params
+
+
+def test_a_run_starts_from_the_weights_and_leaves_them_slowly(wan):
+    from safetensors.numpy import load_file
+
+    done = wan.run("--optimizer.learning_rate", "1e-6", "--run.steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert all(np.isfinite(row["loss"]) for row in wan.metrics())
+    golden = load_file(WEIGHTS / "diffusion_pytorch_model.safetensors")
+    found = np.asarray(params_of(wan, 3)["head"]["out"]["kernel"]).T
+    distance = np.abs(found - golden["proj_out.weight"]).max()
+    assert 0 < distance < 1e-5
+    again = wan.run("--optimizer.learning_rate", "1e-6", "--run.steps", "4")
+    assert "continuing" in again.stdout, again.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--model.num_layers", "3"), "model.num_layers is 3, there 2"),
+        (("--run.initial_weights", "/no/such"), "/no/such: holds no safetensors"),
+        (("--model.text.length", "2"), "has a text of 7 tokens"),
+        (("--model.text", "null"), "model.text is null"),
+        (("--model.text.dim", "0"), "model.text.dim is 0"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(wan, flags, words):
+    done = wan.run(*flags)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (wan.folder / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("wan2_1_t2v_1_3b", 1_418_996_800), ("wan2_1_t2v_14b", 14_288_491_584)]
+)
+def test_wan_configs_have_the_parameters_that_diffusers_has(name, count):
+    """By diffusers' own meta-device models; tests/parity/test_wan_parity.py counts them anew."""
+    config = read_config(["--config", str(ROOT / "configs" / f"{name}.yaml")])
+    assert parameter_count(config.model) == count
+
+
+def test_wan_configs_without_data_say_what_is_missing(tmp_path):
+    for name in ("wan2_1_t2v_1_3b", "wan2_1_t2v_14b"):
+        command = [sys.executable, str(ROOT / "train.py"), "--config"]
+        command += [str(ROOT / "configs" / f"{name}.yaml")]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "set data.folder" in done.stderr
+        assert not list(tmp_path.iterdir())
+    assert yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["model"]["dim"] == 5120
