@@ -16,28 +16,21 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from alload_jax.bench.jax_step import Step, random_batch
 from alload_jax.bench.surroundings import surroundings
-from alload_jax.data.batch import Batch
 from alload_jax.models.config import DiTConfig
-from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
-from alload_jax.training.state import init_state
-from alload_jax.training.step import DiffusionConfig, make_accumulate, make_update, zero_sums
 from pallas_kernels.layernorm_modulate.differentiable import Static, fused
 from pallas_kernels.layernorm_modulate.operands import Operands, normalise
 
 SHAPES = {"1x32760": (1, 21, 60, 104), "8x4096": (8, 1, 128, 128)}
 """Tokens → latents (rows, frames, height, width)."""
 
-TEXT_LENGTH = 512
 WARMUP, STEPS = 3, 8
 IMPLEMENTATIONS = ("triton", "xla")
 MEMORY_SHARE = "0.95"
@@ -51,41 +44,11 @@ def model_config(norm: Any, remat: Any) -> DiTConfig:
     )
 
 
-class Step:
-    """A training step of one model: gradient of one micro-batch, then the update."""
-
-    def __init__(self, norm: str, remat: str):
-        model, optimizer = model_config(norm, remat), OptimizerConfig()
-        self.mesh = make_mesh(MeshConfig())
-        transform = make_optimizer(optimizer, STEPS)
-        self.state = init_state(model, transform, self.mesh, 0)
-        self.sums = zero_sums(self.state.params, self.mesh)
-        self.accumulate: Any = make_accumulate(model, DiffusionConfig(), self.mesh)
-        self.update: Any = make_update(transform, optimizer, self.mesh)
-
-    def compile(self, latents: tuple[int, ...]) -> Any:
-        """The gradient's program for latents (rows, frames, height, width)."""
-        batch = jax.eval_shape(lambda: _batch(latents))
-        epoch = jax.ShapeDtypeStruct((), jnp.int32)
-        lowered = self.accumulate.lower(self.state.params, self.sums, batch, self.state.key, epoch)
-        return lowered.compile()
-
-    def run(self, gradient: Any, batch: Batch) -> float:
-        """Seconds of one step."""
-        begin = time.perf_counter()
-        self.sums = gradient(self.state.params, self.sums, batch, self.state.key, jnp.int32(0))
-        self.state, self.sums, metrics = self.update(self.state, self.sums)
-        loss = float(metrics["loss"])
-        if not np.isfinite(loss):
-            raise SystemExit(f"the loss is {loss}")
-        return time.perf_counter() - begin
-
-
 def time_step(norm: str, remat: str, shape: str) -> dict[str, Any]:
     """Median seconds of a step and the most memory that it took."""
-    step = Step(norm, remat)
+    step = Step(model_config(norm, remat))
     gradient = step.compile(SHAPES[shape])
-    batch = jax.jit(_batch, static_argnums=0)(SHAPES[shape])
+    batch = jax.jit(random_batch, static_argnums=(0, 1))(step.model, SHAPES[shape])
     seconds = [step.run(gradient, batch) for _ in range(WARMUP + STEPS)][WARMUP:]
     return {
         "seconds": statistics.median(seconds),
@@ -98,7 +61,7 @@ def time_step(norm: str, remat: str, shape: str) -> dict[str, Any]:
 
 def longest(norm: str, remat: str) -> dict[str, Any]:
     """The most latent frames of 480×832 that fit: by two programs' memory, proven by a step."""
-    step = Step(norm, remat)
+    step = Step(model_config(norm, remat))
 
     def needed(frames: int) -> int:
         memory = step.compile((1, frames, 60, 104)).memory_analysis()
@@ -112,12 +75,15 @@ def longest(norm: str, remat: str) -> dict[str, Any]:
     while True:
         latents = (1, frames, 60, 104)
         try:
-            seconds = step.run(step.compile(latents), jax.jit(_batch, static_argnums=0)(latents))
+            seconds = step.run(
+                step.compile(latents),
+                jax.jit(random_batch, static_argnums=(0, 1))(step.model, latents),
+            )
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             # What was donated to the failed step is gone with it.
-            step, frames = Step(norm, remat), frames - 1
+            step, frames = Step(model_config(norm, remat)), frames - 1
             continue
         return {
             "latent_frames": frames,
@@ -154,16 +120,6 @@ def adaln_memory() -> dict[str, Any]:
         "bytes_per_element_kernel": kernel,
         "saved_share": 1 - kernel / plain,
     }
-
-
-def _batch(latents: tuple[int, ...]) -> Batch:
-    rows = latents[0]
-    return Batch(
-        latents=jax.random.normal(jax.random.key(1), (*latents, 16)),
-        labels=jnp.zeros((rows, TEXT_LENGTH), jnp.int32),
-        sample=jnp.arange(rows, dtype=jnp.int32),
-        weight=jnp.ones((rows,)),
-    )
 
 
 def _case(*arguments: str) -> dict[str, Any]:

@@ -1,161 +1,21 @@
-"""`alload bench`: what the kernels gain on this device."""
+"""`alload bench`: what this device makes of the kernels and of whole training steps."""
 
 import argparse
-import json
-import shlex
-import sys
-from pathlib import Path
-from typing import Any
 
-import rich.box
-from rich.console import Console
-from rich.table import Table
+from alload_jax.commands import bench_kernel, bench_step
 
-from alload_jax.errors import InputError
-
-HELP = "Measure kernels on this device: against XLA's fusion, and PyTorch where it is installed."
-
-_FUNCTIONS_HELP = (
-    "layernorm_modulate, residual_layernorm_modulate (these two by default), "
-    "segment_layernorm_modulate (packed rows), token_layernorm_modulate (a scale for each token)"
-)
-
-_WIDTH = 160
-"""Columns of the table: it is made to be copied, not to fit a terminal."""
-
-_PACKAGES = ("jax", "jaxlib", "numpy")
+HELP = "Measure kernels and training steps on this device against other implementations."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's flags."""
-    add = parser.add_argument
-    add("what", choices=("kernel",), help="kernel: LayerNorm-Modulate, alone and after a residual")
-    add("--workloads", nargs="+", metavar="NAME", help="named shapes; default: all")
-    add(
-        "--shape", action="append", type=_shape, help="a shape of your own, as 1,32760,1536 (B,S,D)"
-    )
-    add(
-        "--functions",
-        nargs="+",
-        metavar="NAME",
-        help=_FUNCTIONS_HELP,
-    )
-    add("--without-others", action="store_true", help="leave PyTorch and tokamax out")
-    add("--out", default="layernorm_modulate", help="written: OUT.json and OUT.png")
+    """Declares what can be measured, each with flags of its own."""
+    choices = parser.add_subparsers(required=True, metavar="WHAT")
+    for name, measured in (("kernel", bench_kernel), ("step", bench_step)):
+        sub = choices.add_parser(name, help=measured.HELP, description=measured.HELP)
+        measured.add_arguments(sub)
+        sub.set_defaults(measure=measured.run, parser=sub)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints a table, writes JSON and PNG."""
-    # Only now: `alload plan` and `--help` need neither JAX nor a GPU.
-    import jax
-
-    from alload_jax.bench import competitors, kernel
-    from alload_jax.bench.device_time import copy_bandwidth, require_gpu
-    from alload_jax.bench.picture import write_picture
-    from alload_jax.bench.surroundings import surroundings
-
-    workloads = _workloads(options)
-    functions = _functions(options)
-    out = Path(options.out)
-    if not out.name:
-        raise InputError(f"alload bench: --out {options.out!r} is no file name; give one")
-    if not out.parent.is_dir():
-        raise InputError(f"alload bench: --out {out}: the folder {out.parent} does not exist")
-    require_gpu()
-    device = jax.devices()[0].device_kind
-    copy = copy_bandwidth()
-    made_with = surroundings([*_PACKAGES, *competitors.installed()])
-    written = [out.with_name(f"{out.name}.{kind}") for kind in ("json", "png")]
-    entries: list[kernel.Entry] = []
-    console = Console(soft_wrap=True, width=_WIDTH)
-    for entry in kernel.measure(workloads, functions, not options.without_others):
-        entries.append(entry)
-        console.print(_line(entry, kernel.share_of_copy(entry, copy)))
-        content = {
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            **made_with,
-            "copy_bytes_per_second": copy,
-            "summary": kernel.summary(entries, copy),
-            "entries": [each._asdict() for each in entries],
-        }
-        # After each, so that a failure loses nothing that was measured.
-        written[0].write_text(json.dumps(content, indent=1) + "\n")
-    write_picture(written[1], entries, copy, device)
-    console.print(_table(entries, copy, device))
-    for row in kernel.summary(entries, copy):
-        console.print(_verdict(row))
-    print(f"written: {written[0]}, {written[1]}")
-    return 0
-
-
-def _workloads(options: argparse.Namespace) -> dict[str, Any]:
-    from pallas_kernels.layernorm_modulate.workloads import WORKLOADS, Workload
-
-    own = {
-        f"{batch}×{seq_len}×{dim}": Workload(batch, seq_len, dim, "given with --shape")
-        for batch, seq_len, dim in options.shape or []
-    }
-    names = options.workloads or ([] if own else list(WORKLOADS))
-    for name in names:
-        if name not in WORKLOADS:
-            raise InputError(
-                f"alload bench: --workloads {name} is unknown; there are {', '.join(WORKLOADS)}"
-            )
-    return {name: WORKLOADS[name] for name in names} | own
-
-
-def _functions(options: argparse.Namespace) -> list[Any]:
-    from alload_jax.bench.kernel import TENSORS
-
-    known = list(dict.fromkeys(function for function, _ in TENSORS))
-    for name in options.functions or []:
-        if name not in known:
-            raise InputError(
-                f"alload bench: --functions {name} is unknown; there are {', '.join(known)}"
-            )
-    return options.functions or known[:2]
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not three whole numbers such as 1,4096,1536")
-    return (int(parts[0]), int(parts[1]), int(parts[2]))
-
-
-def _line(entry: Any, share: float) -> str:
-    where = f"{entry.workload} {entry.function} {entry.direction} {entry.implementation}"
-    return f"{where}: {entry.us:,.1f} µs, {share:.2f} of copy"
-
-
-def _table(entries: list[Any], copy: float, device: str) -> Table:
-    from alload_jax.bench.kernel import ratios, share_of_copy
-
-    others = [n for n in dict.fromkeys(e.implementation for e in entries) if n != "triton"]
-    title = f"{device}, copy {copy / 1e12:.2f} TB/s; times faster than …"
-    table = Table(title=title, title_justify="left", box=rich.box.MARKDOWN)
-    for name in ("workload", "shape", "function", "pass", "µs", "TB/s", "of copy", *others):
-        table.add_column(name, justify="left" if name in ("workload", "function") else "right")
-    against = {other: ratios(entries, other) for other in others}
-    for entry in (e for e in entries if e.implementation == "triton"):
-        case = (entry.workload, entry.function, entry.direction)
-        gains = [against[other].get(case) for other in others]
-        table.add_row(
-            entry.workload,
-            "×".join(map(str, entry.shape)),
-            entry.function,
-            entry.direction,
-            f"{entry.us:,.1f}",
-            f"{entry.bytes_moved / entry.us / 1e6:.2f}",
-            f"{share_of_copy(entry, copy):.2f}",
-            *("–" if gain is None else f"{gain:.2f}×" for gain in gains),
-        )
-    return table
-
-
-def _verdict(row: dict[str, Any]) -> str:
-    times, least = row["times_xla_mean"], row["times_xla_least"]
-    return (
-        f"{row['function']} {row['direction']}: {times:.2f}× XLA's fusion in the geometric mean, "
-        f"{least:.2f}× at least; {row['least_share_of_copy']:.2f} of a copy at least"
-    )
+    """Measures what was asked for."""
+    return options.measure(options)

@@ -1,0 +1,142 @@
+"""One training step of this project, measured in a process of its own.
+
+`python -m alload_jax.bench.jax_step '{"model": {...}, ...}'` prints one line of JSON; a process of
+its own gives each measurement a peak of memory of its own. `torch_step` is its counterpart.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from alload_jax.bench.surroundings import surroundings
+from alload_jax.data.batch import Batch
+from alload_jax.models.config import DiTConfig, TextConfig
+from alload_jax.models.weights import parameter_count
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
+from alload_jax.training.state import init_state
+from alload_jax.training.step import DiffusionConfig, make_accumulate, make_update, zero_sums
+
+_LR_STEPS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+      model: fields of `DiTConfig`; `text` as a dict.
+      batch: rows.
+      latents: (frames, height, width).
+      warmup, steps: runs before, and those that are timed.
+    """
+
+    model: dict[str, Any]
+    batch: int
+    latents: tuple[int, int, int]
+    warmup: int = 2
+    steps: int = 6
+
+    def config(self) -> DiTConfig:
+        """The model."""
+        fields = dict(self.model)
+        if fields.get("text"):
+            fields["text"] = TextConfig(**fields["text"])
+        return DiTConfig(**fields | {"patch_size": tuple(fields.get("patch_size", (1, 2, 2)))})
+
+
+class Step:
+    """A training step of one model: gradient of one micro-batch, then the update."""
+
+    def __init__(self, model: DiTConfig):
+        optimizer = OptimizerConfig()
+        self.model = model
+        self.mesh = make_mesh(MeshConfig())
+        transform = make_optimizer(optimizer, _LR_STEPS)
+        self.state = init_state(model, transform, self.mesh, 0)
+        self.sums = zero_sums(self.state.params, self.mesh)
+        self.accumulate: Any = make_accumulate(model, DiffusionConfig(), self.mesh)
+        self.update: Any = make_update(transform, optimizer, self.mesh)
+
+    def compile(self, latents: tuple[int, ...]) -> Any:
+        """The gradient's program for latents (rows, frames, height, width)."""
+        batch = jax.eval_shape(lambda: random_batch(self.model, latents))
+        epoch = jax.ShapeDtypeStruct((), jnp.int32)
+        lowered = self.accumulate.lower(self.state.params, self.sums, batch, self.state.key, epoch)
+        return lowered.compile()
+
+    def run(self, gradient: Any, batch: Batch) -> float:
+        """Seconds of one step."""
+        begin = time.perf_counter()
+        self.sums = gradient(self.state.params, self.sums, batch, self.state.key, jnp.int32(0))
+        self.state, self.sums, metrics = self.update(self.state, self.sums)
+        loss = float(metrics["loss"])
+        if not np.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss}")
+        return time.perf_counter() - begin
+
+
+def random_batch(model: DiTConfig, latents: tuple[int, ...], text_length: int = 512) -> Batch:
+    """Random latents (rows, frames, height, width) and conditions of the model's kind."""
+    rows = latents[0]
+    if model.text:
+        shape = (rows, model.text.length, model.text.dim)
+        condition = jax.random.normal(jax.random.key(2), shape, model.compute_dtype)
+    else:
+        condition = jnp.zeros((rows, text_length), jnp.int32)
+    return Batch(
+        latents=jax.random.normal(jax.random.key(1), (*latents, model.in_channels)),
+        condition=condition,
+        sample=jnp.arange(rows, dtype=jnp.int32),
+        weight=jnp.ones((rows,)),
+    )
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Median seconds of a step and the most memory that it took; or the error that it ended in."""
+    model, latents = settings.config(), (settings.batch, *settings.latents)
+    noted = surroundings(["jax", "jaxlib", "flax"]) | {
+        "settings": dataclasses.asdict(settings),
+        "parameters": parameter_count(model),
+        "tokens": settings.batch * math.prod(settings.latents) // math.prod(model.patch_size),
+    }
+    begin = time.perf_counter()
+    try:
+        step = Step(model)
+        gradient = step.compile(latents)
+        compiled = time.perf_counter()
+        batch = jax.jit(random_batch, static_argnums=(0, 1))(model, latents)
+        runs = settings.warmup + settings.steps
+        seconds = [step.run(gradient, batch) for _ in range(runs)][settings.warmup :]
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return noted | {"error": "out of memory"}
+    memory = jax.local_devices()[0].memory_stats() or {}
+    return noted | {
+        "seconds": statistics.median(seconds),
+        "seconds_least": min(seconds),
+        "seconds_most": max(seconds),
+        "compile_seconds": compiled - begin,
+        "peak_bytes": memory.get("peak_bytes_in_use"),
+        "temporary_bytes": gradient.memory_analysis().temp_size_in_bytes,
+    }
+
+
+def main() -> None:
+    """Measures what the first argument asks for."""
+    fields = json.loads(sys.argv[1])
+    fields["latents"] = tuple(fields["latents"])
+    print(json.dumps(measure(Settings(**fields))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""`alload bench step`: one training step, by rematerialisation policy and against PyTorch."""
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+
+from alload_jax.errors import InputError
+
+HELP = "One training step of a Wan-shaped model: seconds and memory, against diffusers in PyTorch."
+
+_WIDTH = 150
+_MEMORY_SHARE = "0.95"
+"""Of the device, for JAX: what it takes at start is not what is reported."""
+
+_MODELS: dict[str, dict[str, int]] = {
+    "1.3b": {"num_heads": 12, "head_dim": 128, "ffn_dim": 8960, "num_layers": 30},
+    "14b": {"num_heads": 40, "head_dim": 128, "ffn_dim": 13824, "num_layers": 40},
+    "tiny": {"num_heads": 2, "head_dim": 16, "ffn_dim": 64, "num_layers": 2},
+}
+_TEXT = {"dim": 4096, "length": 512}
+
+_POLICIES = ("full", "attention", "matmuls_and_attention", "none")
+"""As in `model.remat`, whose module would import JAX."""
+
+_TORCH_CASES: tuple[dict[str, Any], ...] = (
+    {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "full"},
+    {"precision": "bf16_copy", "attention": "cudnn", "compile": True, "remat": "full"},
+    {"precision": "bf16_copy", "attention": "flash", "compile": "blocks", "remat": "full"},
+    {"precision": "autocast", "attention": "cudnn", "compile": "blocks", "remat": "full"},
+    {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "none"},
+)
+"""PyTorch at its best is not known beforehand: all of these are measured."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's flags."""
+    add = parser.add_argument
+    add("--model", choices=tuple(_MODELS), default="1.3b", help="Wan 2.1's; tiny is for trying")
+    add("--layers", type=int, help="fewer layers than the model has")
+    add("--batch", type=int, default=1, help="rows (default 1)")
+    add(
+        "--latents",
+        nargs=3,
+        type=int,
+        metavar=("FRAMES", "HEIGHT", "WIDTH"),
+        default=(21, 60, 104),
+        help="of a row; default 21 60 104, 81 frames of 480×832: 32,760 tokens",
+    )
+    add("--remat", nargs="+", choices=_POLICIES, default=_POLICIES, help="default: all")
+    add("--residual", nargs="+", choices=("compute", "float32"), default=("compute",))
+    add("--against", choices=("diffusers",), help="also diffusers' model in PyTorch")
+    add(
+        "--torch-cases",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help=f"which of the {len(_TORCH_CASES)} PyTorch variants, from 0; default: all",
+    )
+    add("--steps", type=int, default=6, help="timed steps")
+    add("--out", default="step.json", help="written after each measurement")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures each case in a process of its own, prints a table, writes JSON."""
+    out = Path(options.out)
+    if not out.name or not out.parent.is_dir():
+        raise InputError(f"alload bench step: --out {out}: no file in an existing folder; name one")
+    if min(options.batch, options.steps, options.layers or 1, *options.latents) < 1:
+        raise InputError("alload bench step: --batch, --latents, --layers, --steps are at least 1")
+    for module in ("torch", "diffusers") if options.against else ():
+        if importlib.util.find_spec(module) is None:
+            raise InputError(
+                f"alload bench step: --against diffusers needs {module}; "
+                "install alload-jax[parity], or leave the flag out"
+            )
+    content: dict[str, Any] = {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "model": _model(options),
+        "batch": options.batch,
+        "latents": list(options.latents),
+        "cases": [],
+    }
+    console = Console(soft_wrap=True, width=_WIDTH)
+    for name, module, settings in _cases(options):
+        result = _measured(module, settings)
+        content["cases"].append({"name": name, **result})
+        console.print(f"{name}: {_outcome(result)}")
+        # After each, so that a failure loses nothing that was measured.
+        out.write_text(json.dumps(content, indent=1) + "\n")
+    console.print(_table(content))
+    print(f"written: {out}")
+    return 0
+
+
+def _model(options: argparse.Namespace) -> dict[str, int]:
+    chosen = _MODELS[options.model]
+    return chosen | ({"num_layers": options.layers} if options.layers else {})
+
+
+def _cases(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(name, module, settings) of each measurement."""
+    model = _model(options)
+    shared = {"batch": options.batch, "latents": list(options.latents), "steps": options.steps}
+    ours: dict[str, Any] = {k: v for k, v in model.items() if k != "head_dim"}
+    ours |= {"dim": model["num_heads"] * model["head_dim"], "in_channels": 16, "text": _TEXT}
+    for residual in options.residual:
+        for remat in options.remat:
+            fields = ours | {"remat": remat, "residual_dtype": residual, "dtype": "bfloat16"}
+            name = f"alload, keep {remat}" + (", float32 residual" * (residual == "float32"))
+            yield name, "alload_jax.bench.jax_step", shared | {"model": fields, "warmup": 2}
+    if not options.against:
+        return
+    theirs = {k: v for k, v in model.items() if k not in ("num_heads", "head_dim")}
+    theirs |= {"num_attention_heads": model["num_heads"], "attention_head_dim": model["head_dim"]}
+    for number in options.torch_cases or range(len(_TORCH_CASES)):
+        if not 0 <= number < len(_TORCH_CASES):
+            raise InputError(f"alload bench step: --torch-cases {number} is not one of 0 to 4")
+        case = _TORCH_CASES[number]
+        compiled = "whole" if case["compile"] is True else case["compile"]
+        name = f"diffusers, {case['precision']}, {case['attention']}, compiled {compiled}"
+        name += f", checkpointing {case['remat']}"
+        settings = shared | case | {"model": theirs, "text_length": _TEXT["length"], "warmup": 2}
+        yield name, "alload_jax.bench.torch_step", settings
+
+
+def _measured(module: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The last line that the measurement prints, or how it failed: the others go on."""
+    environment = os.environ | {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": _MEMORY_SHARE,
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    command = [sys.executable, "-m", module, json.dumps(settings)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"error": f"ended with status {done.returncode}: {reason}", "settings": settings}
+
+
+def _outcome(result: dict[str, Any]) -> str:
+    if "error" in result:
+        return result["error"]
+    return f"{result['seconds']:.3f} s, {_gigabytes(result)}"
+
+
+def _gigabytes(result: dict[str, Any]) -> str:
+    peak = result.get("peak_bytes")
+    return "memory not known" if peak is None else f"{peak / 1e9:.1f} GB"
+
+
+def _table(content: dict[str, Any]) -> Table:
+    latents = "×".join(map(str, content["latents"]))
+    title = f"one training step, {content['batch']}×{latents} latents"
+    table = Table(title=title, box=rich.box.MARKDOWN)
+    for name, side in (
+        ("", "left"),
+        ("s", "right"),
+        ("tokens/s", "right"),
+        ("model TFLOP/s", "right"),
+        ("most memory", "right"),
+        ("to compile, s", "right"),
+    ):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    for case in content["cases"]:
+        if "error" in case:
+            table.add_row(case["name"], case["error"])
+            continue
+        seconds = case["seconds"]
+        flops = step_flops(content["model"], content["batch"], case["tokens"])
+        table.add_row(
+            case["name"],
+            f"{seconds:.3f}",
+            f"{case['tokens'] / seconds:,.0f}",
+            f"{flops / seconds / 1e12:.0f}",
+            _gigabytes(case),
+            f"{case.get('compile_seconds', case.get('warmup_seconds', 0)):.0f}",
+        )
+    return table
+
+
+def step_flops(model: dict[str, int], batch: int, tokens: int) -> float:
+    """Matrix products and attention of a step, recomputation not counted: three times forward's."""
+    dim, text = model["num_heads"] * model["head_dim"], _TEXT["length"]
+    seq_len = tokens // batch
+    per_row = (
+        12 * seq_len * dim**2
+        + 4 * seq_len * dim * model["ffn_dim"]
+        + 4 * seq_len**2 * dim
+        + 4 * text * dim**2
+        + 4 * seq_len * text * dim
+    )
+    return 3.0 * model["num_layers"] * batch * per_row
