@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from alload_jax.commands import bench, plan, prepare
+from alload_jax.commands import bench, export, plan, prepare, sample
 from alload_jax.errors import InputError, run_command
 
 
@@ -30,10 +30,11 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     """Runs `alload` with these arguments; returns the exit status."""
     parser = _Parser(
-        prog="alload", description="Plan, prepare and measure the training of video DiTs."
+        prog="alload",
+        description="Plan, prepare and measure the training of video DiTs; draw from them.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (plan, prepare, bench):
+    for command in (plan, prepare, sample, export, bench):
         name = command.__name__.rsplit(".", 1)[-1]
         sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(sub)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
 from alload_jax.errors import InputError
 
@@ -59,8 +58,3 @@ def shift_of(config: TimestepConfig, seq_len: int) -> float:
 def shift_sigma(sigma: jax.Array, shift: float) -> jax.Array:
     """shift·σ / (1 + (shift − 1)·σ): above 1, more of the levels are noisy."""
     return shift * sigma / (1 + (shift - 1) * sigma)
-
-
-def sigma_schedule(steps: int, shift: float) -> jax.Array:
-    """Noise levels for sampling, from 1 down to 0: [steps + 1] float32."""
-    return shift_sigma(jnp.linspace(1.0, 0.0, steps + 1), shift)

@@ -1,6 +1,7 @@
 """A diffusion transformer of Wan 2.1's kind, for latents of any number of frames, height, width."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,12 @@ from alload_jax.models.embedding import ImageEmbedding, TimestepEmbedding, condi
 from alload_jax.models.patches import patchify, unpatchify
 from alload_jax.models.remat import rematerialise
 from alload_jax.models.rotary import RotaryTable, grid_positions, rotary_table
+
+
+def abstract_params(config: DiTConfig) -> dict[str, Any]:
+    """Shapes and dtypes of the parameters, as a nested dict; nothing is computed."""
+    model = nnx.eval_shape(lambda: DiT(config, rngs=nnx.Rngs(0)))
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 class DiT(nnx.Module):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,13 +13,12 @@ import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
-from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
-from alload_jax.models.dit import DiT
+from alload_jax.models.dit import abstract_params
 from alload_jax.models.wan import (
     diffusers_fields,
     read_model_config,
@@ -93,8 +91,8 @@ def load_weights(place: str | Path, config: DiTConfig, mesh: Mesh) -> Any:
         naming = naming_of(set(checkpoint.keys))
         wanted = tensors(config, naming)
         _check_keys(checkpoint, wanted)
-        shapes = flatten_dict(_abstract_params(config), sep="/")
-        shardings = flatten_dict(tree_shardings(_abstract_params(config), mesh), sep="/")
+        shapes = flatten_dict(abstract_params(config), sep="/")
+        shardings = flatten_dict(tree_shardings(abstract_params(config), mesh), sep="/")
         params: dict[str, jax.Array] = {}
         for tensor in wanted:
             value = tensor.to_ours(checkpoint.read(tensor.key))
@@ -212,11 +210,6 @@ def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor]) -> None:
         )
 
 
-def _abstract_params(config: DiTConfig) -> Mapping[str, Any]:
-    model = nnx.eval_shape(lambda: DiT(config, rngs=nnx.Rngs(0)))
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
-
-
 def _placed(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """One tensor as float32, each device given its part alone."""
     return jax.make_array_from_callback(
@@ -264,4 +257,4 @@ def _file_name(number: int, count: int) -> str:
 
 def parameter_count(config: DiTConfig) -> int:
     """Parameters of the model."""
-    return sum(leaf.size for leaf in jax.tree.leaves(_abstract_params(config)))
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config)))

@@ -10,18 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from alload_jax.data.digits import DIGIT
 from alload_jax.data.manifest import Manifest
-from alload_jax.diffusion.flow import TIMESTEP_SCALE
-from alload_jax.diffusion.samplers import euler, guided
-from alload_jax.diffusion.timesteps import TimestepConfig, shift_of, sigma_schedule
+from alload_jax.diffusion.schedules import Sampler, noise_levels
+from alload_jax.diffusion.timesteps import TimestepConfig, shift_of
 from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
 from alload_jax.report.digit_accuracy import Draw, digit_accuracy
 from alload_jax.report.pictures import ClipFormat, has_mp4, write_grid
-from alload_jax.training.state import model_graph
+from alload_jax.training.inference import Condition, make_flow
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,8 @@ class SamplingConfig:
 
     Attributes:
       every: optimizer steps between drawings; null draws at the end alone.
-      steps: Euler steps.
+      sampler: euler, or unipc, which needs fewer steps.
+      steps: evaluations of the model.
       guidance: classifier-free guidance; 1 is none.
       seed: of the starting noise.
       grids: the pictures.
@@ -62,6 +61,7 @@ class SamplingConfig:
     """
 
     every: int | None = None
+    sampler: Sampler = "euler"
     steps: int = 30
     guidance: float = 2.0
     seed: int = 0
@@ -82,24 +82,21 @@ class SamplingConfig:
 
 
 def make_draw(model: DiTConfig, timesteps: TimestepConfig, config: SamplingConfig) -> Draw:
-    """A function that draws samples by Euler steps with classifier-free guidance.
+    """A function that draws samples with classifier-free guidance.
 
     Noise levels are shifted by sequence length as they were in training.
     """
-    graph = model_graph(model)
 
     @partial(jax.jit, static_argnums=3)
     def draw(
         params: Any, key: jax.Array, labels: jax.Array, size: tuple[int, int, int]
     ) -> jax.Array:
-        def velocity(latents: jax.Array, sigma: jax.Array, labels: jax.Array) -> jax.Array:
-            return nnx.merge(graph, params)(latents, sigma * TIMESTEP_SCALE, labels)
-
         noise = jax.random.normal(key, (len(labels), *size, model.in_channels))
         seq_len = math.prod(size) // math.prod(model.patch_size)
-        sigmas = sigma_schedule(config.steps, shift_of(timesteps, seq_len))
-        steered = guided(velocity, jnp.full_like(labels, model.num_classes), config.guidance)
-        return euler(steered, noise, labels, sigmas)
+        sigmas = noise_levels(config.sampler, config.steps, shift_of(timesteps, seq_len))
+        null = jnp.full_like(labels, model.num_classes)
+        flow = make_flow(model, config.sampler, sigmas, config.guidance)
+        return flow(params, noise, Condition(labels), Condition(null))
 
     def draw_on_host(
         params: Any, key: jax.Array, labels: np.ndarray, size: tuple[int, int, int]
@@ -193,6 +190,11 @@ def _check_digits(model: DiTConfig) -> None:
 
 
 def _check_grids(grids: Sequence[GridConfig], model: DiTConfig, manifest: Manifest) -> None:
+    if grids and model.text:
+        raise InputError(
+            "sampling.grids: a column shows a class, but the model's condition is text; leave "
+            "sampling.grids empty, and draw by `alload sample`"
+        )
     if grids and manifest.vae_stride != (1, 1, 1):
         raise InputError(
             f"sampling.grids: the data are VAE latents (stride {manifest.vae_stride}), which "

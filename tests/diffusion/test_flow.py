@@ -5,12 +5,12 @@ import pytest
 
 from alload_jax.diffusion.flow import interpolate, squared_error, velocity
 from alload_jax.diffusion.samplers import euler, guided
+from alload_jax.diffusion.schedules import noise_levels
 from alload_jax.diffusion.timesteps import (
     TimestepConfig,
     sample_sigma,
     shift_of,
     shift_sigma,
-    sigma_schedule,
 )
 from alload_jax.errors import InputError
 
@@ -44,7 +44,9 @@ def test_euler_is_exact_on_the_flow_to_a_single_point(steps, shift):
     def towards_target(latents, sigma, labels):
         return (latents - target) / sigma[:, None, None, None, None]
 
-    drawn = euler(towards_target, noise, jnp.zeros((3, 1), jnp.int32), sigma_schedule(steps, shift))
+    drawn = euler(
+        towards_target, noise, jnp.zeros((3, 1), jnp.int32), noise_levels("euler", steps, shift)
+    )
     np.testing.assert_allclose(drawn, target, atol=1e-5)
 
 
@@ -58,7 +60,9 @@ def test_euler_converges_at_first_order_on_a_gaussian():
         return latents * (t - (1 - t) * spread**2) / variance
 
     def error(steps):
-        drawn = euler(gaussian, noise, jnp.zeros((3, 1), jnp.int32), sigma_schedule(steps, 1.0))
+        drawn = euler(
+            gaussian, noise, jnp.zeros((3, 1), jnp.int32), noise_levels("euler", steps, 1.0)
+        )
         return float(jnp.abs(drawn - spread * noise).max())
 
     assert error(400) < 0.6 * error(200) < 0.36 * error(100)
@@ -113,13 +117,6 @@ def test_the_shift_grows_with_the_root_of_length():
     assert shift_of(config, 16) == 2.0
     assert shift_of(config, 64) == 4.0
     assert np.median(draws(config, 1024)) > np.median(draws(config, 16)) + 0.2
-
-
-def test_a_schedule_falls_from_one_to_zero():
-    sigmas = np.asarray(sigma_schedule(10, 3.0))
-    assert sigmas[0] == 1
-    assert sigmas[-1] == 0
-    assert (np.diff(sigmas) < 0).all()
 
 
 @pytest.mark.parametrize("name", ["std", "shift", "shift_seq_len"])

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from alload_jax.diffusion import unipc
 from alload_jax.diffusion.samplers import euler, guided, sample, trajectory
 from alload_jax.diffusion.schedules import Sampler, noise_levels
-from alload_jax.diffusion.timesteps import sigma_schedule
+from alload_jax.diffusion.timesteps import shift_sigma
 from alload_jax.errors import InputError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "samplers"
@@ -77,13 +77,12 @@ def test_levels_fall_to_zero(sampler, steps, shift):
     assert (np.diff(sigmas) < 0).all()
 
 
-def test_eulers_levels_are_the_schedule():
+def test_eulers_levels_are_shifted_as_those_of_training():
     shift = 3.0
-    ours, schedule = noise_levels("euler", 30, shift), sigma_schedule(30, shift)
-    # The schedule's equal spacing is rounded to float32 at 1; the shift stretches that, at most
-    # by its slope at 0.
+    ours, theirs = noise_levels("euler", 30, shift), shift_sigma(jnp.linspace(1, 0, 31), shift)
+    # Equal spacing is rounded to float32 at 1; the shift stretches that, at most by its slope at 0.
     bound = shift * np.finfo(np.float32).eps
-    np.testing.assert_allclose(ours, schedule, rtol=0, atol=bound)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound)
 
 
 @each_sampler

@@ -1,0 +1,174 @@
+"""What `--checkpoint` names: a run folder of train.py, or a folder of Wan's weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+from jax.sharding import Mesh
+
+from alload_jax.config import Config, read_config
+from alload_jax.data.manifest import MANIFEST_NAME, manifest_metadata
+from alload_jax.diffusion.schedules import Sampler
+from alload_jax.diffusion.timesteps import shift_of
+from alload_jax.errors import InputError
+from alload_jax.models.config import DiTConfig
+from alload_jax.models.wan import read_model_config
+from alload_jax.models.weights import load_weights
+from alload_jax.planning.geometry import Geometry, Triple
+from alload_jax.training.inference import WeightsKind, find_step, restore_params
+
+WAN_SHIFT = 5.0
+WAN_GUIDANCE = 5.0
+
+
+@dataclass(frozen=True)
+class RunSource:
+    """A run folder of train.py.
+
+    Attributes:
+      folder: of the run.
+      run: its config.
+      step: of the checkpoint.
+      weights: which of the two that it holds.
+    """
+
+    folder: Path
+    run: Config
+    step: int
+    weights: WeightsKind
+
+    @property
+    def config(self) -> DiTConfig:
+        """The model's."""
+        return self.run.model
+
+    @property
+    def sampler(self) -> Sampler:
+        """The one that the run draws with."""
+        return self.run.sampling.sampler
+
+    @property
+    def guidance(self) -> float:
+        """The one that the run draws with."""
+        return self.run.sampling.guidance
+
+    def shift(self, seq_len: int) -> float:
+        """That of training, for sequences of that length."""
+        return shift_of(self.run.diffusion.timesteps, seq_len)
+
+    def params(self, mesh: Mesh) -> Any:
+        """Reads the parameters onto the mesh.
+
+        Raises:
+          InputError: the checkpoint is damaged or of another model.
+        """
+        folder = self.folder / "checkpoints"
+        return restore_params(folder, self.step, self.config, mesh, self.weights)
+
+    @property
+    def manifest(self) -> Path:
+        """Of the data that the run learnt from; may be gone."""
+        return Path(self.run.data.folder) / MANIFEST_NAME
+
+    def vae_stride(self) -> Triple:
+        """As the data's manifest says; without one, that of pixels or of Wan's VAE."""
+        found = manifest_metadata(self.manifest).get("vae_stride")
+        return tuple(found) if found else _likely_stride(self.config)
+
+    def text_length(self) -> int | None:
+        """Classes that each sample is trained with; None if the manifest is gone."""
+        try:
+            table = pyarrow.parquet.read_table(self.manifest, columns=["text_length"])
+        except (pa.ArrowException, OSError):
+            return None
+        return max(1, *table["text_length"].to_pylist())
+
+
+@dataclass(frozen=True)
+class WanSource:
+    """A `transformer/` folder of diffusers, or a folder of Wan's own repository.
+
+    Attributes:
+      folder: of the weights.
+      config: the model's.
+    """
+
+    folder: Path
+    config: DiTConfig
+    sampler: Sampler = "unipc"
+    guidance: float = WAN_GUIDANCE
+
+    def shift(self, seq_len: int) -> float:
+        """Wan's for 720p."""
+        return WAN_SHIFT
+
+    def params(self, mesh: Mesh) -> Any:
+        """Reads the parameters onto the mesh.
+
+        Raises:
+          InputError: files are missing or damaged, or hold other tensors than config.json says.
+        """
+        return load_weights(self.folder, self.config, mesh)
+
+    def vae_stride(self) -> Triple:
+        """That of Wan's VAE, unless the channels are those of pixels."""
+        return _likely_stride(self.config)
+
+    def text_length(self) -> None:
+        """Texts are filled to the model's own length."""
+        return
+
+
+def find_source(
+    place: str | Path, weights: WeightsKind | None = None, step: int | None = None
+) -> RunSource | WanSource:
+    """Looks at what a checkpoint is; its parameters are not read yet.
+
+    Args:
+      place: a run folder of train.py, or a folder of config.json and safetensors.
+      weights: of a run; None for its EMA.
+      step: of a run's checkpoint; None for the newest.
+
+    Raises:
+      InputError: it is neither, it holds no such checkpoint, or it is no run and weights or step
+        are given.
+    """
+    place = Path(place)
+    if (place / "config.yaml").is_file():
+        return find_run(place, weights, step)
+    if not (place / "config.json").is_file():
+        inner = place / "transformer"
+        near = f"; did you mean {inner}?" if (inner / "config.json").is_file() else ""
+        raise InputError(
+            f"{place}: is neither a run folder of train.py (config.yaml) nor a transformer folder "
+            f"of diffusers (config.json){near or '; name one'}"
+        )
+    for flag, value in (("--weights", weights), ("--step", step)):
+        if value is not None:
+            raise InputError(
+                f"{place}: is no run folder of train.py, so that {flag} {value} has no meaning; "
+                "leave it out"
+            )
+    return WanSource(place, read_model_config(place / "config.json"))
+
+
+def find_run(
+    place: str | Path, weights: WeightsKind | None = None, step: int | None = None
+) -> RunSource:
+    """`find_source` where only a run will do.
+
+    Raises:
+      InputError: it is none, or holds no such checkpoint.
+    """
+    place = Path(place)
+    file = place / "config.yaml"
+    if not file.is_file():
+        raise InputError(f"{place}: is no run folder of train.py: it has no config.yaml; name one")
+    config = read_config(["--config", str(file)], prog="alload")
+    return RunSource(place, config, find_step(place / "checkpoints", step), weights or "ema")
+
+
+def _likely_stride(config: DiTConfig) -> Triple:
+    return (1, 1, 1) if config.in_channels in (1, 3) else Geometry().vae_stride

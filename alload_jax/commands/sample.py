@@ -1,0 +1,221 @@
+"""`alload sample`: draws from a checkpoint and writes a file for each sample."""
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+import numpy as np
+
+from alload_jax.diffusion.schedules import Sampler, noise_levels
+from alload_jax.errors import InputError
+
+if TYPE_CHECKING:  # they need JAX, which only `run` imports
+    from alload_jax.commands.model_source import RunSource, WanSource
+    from alload_jax.models.config import DiTConfig
+    from alload_jax.report.requests import Asked, Request
+
+HELP = "Draw samples from a run of train.py or from Wan's weights."
+
+_LIST = """\
+JSON lines, an object for each sample with any of class, prompt_embeds, negative_embeds,
+image_embeds, frames, height, width, seed, out, which override the flags; files are relative to
+the list's folder"""
+
+_LISTED = ("negative_embeds", "image_embeds", "frames", "height", "width", "seed", "out")
+"""Flags that hold for every line of a list which does not say otherwise."""
+
+
+class _Group(NamedTuple):
+    """Requests that are drawn by one compiled program.
+
+    Attributes:
+      requests: of one shape.
+      shift: of the noise levels.
+      sigmas: [steps + 1], the noise levels.
+    """
+
+    requests: "list[Request]"
+    shift: float
+    sigmas: np.ndarray
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's flags."""
+    add = parser.add_argument
+    add("--checkpoint", required=True, help="a run folder, or a transformer folder of diffusers")
+    add("--weights", choices=["ema", "raw"], help="which of a run's; default ema")
+    add("--step", type=int, help="which of a run's checkpoints; default the newest")
+    _add_conditions(parser)
+    add("--frames", type=int, help="of the clip; 1 is a still")
+    add("--height", type=int, help="in pixels")
+    add("--width", type=int, help="in pixels")
+    add("--vae-stride", nargs="+", metavar="N", help="pixels per latent, T H W; default: the "
+        "data's, 1 1 1 for a model of 1 or 3 channels, else 4 8 8")  # fmt: skip
+    add("--steps", type=int, default=30, help="evaluations of the model; default 30")
+    add("--sampler", choices=get_args(Sampler), help="default: the run's; unipc for diffusers")
+    add("--guidance", type=float, help="classifier-free; 1 is none; default: the run's, else 5")
+    add("--shift", type=float, help="of noise levels; default: the run's at this size, else 5, "
+        "which Wan advises for 720p; 3 is for 480p")  # fmt: skip
+    add("--dtype", choices=["auto", "float32", "bfloat16"], help="of the computation; default: "
+        "the run's, else auto: bfloat16 on a GPU")  # fmt: skip
+    add("--seed", type=int, default=0, help="of the noise; default 0")
+    add("--batch", type=int, default=1, help="samples at once, default 1; the last batch is filled "
+        "up, so that a sample depends on its own seed and this number alone")  # fmt: skip
+    add("--zoom", type=int, default=1, help="enlarges pictures by a whole number; default 1")
+    add("--out", help="x.png (one frame), x.gif, x.mp4, or x.safetensors: latents")
+    add("--force", action="store_true", help="replace files that exist")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Checks everything, reads the weights, draws, writes."""
+    from alload_jax.commands.model_source import find_source
+    from alload_jax.report.requests import Target, check_request
+
+    _check_numbers(options)
+    source = find_source(options.checkpoint, options.weights, options.step)
+    if source.config.latent_channels != source.config.in_channels:
+        raise NotImplementedError(
+            f"{options.checkpoint}: takes {source.config.in_channels} channels and predicts "
+            f"{source.config.latent_channels}: conditioning frames, which image-to-video models "
+            "need, are not supported here; choose a text-to-video model"
+        )
+    stride = _stride(options.vae_stride) or source.vae_stride()
+    length = source.text_length()
+    if length is None and source.config.text is None:
+        print("note: the data's manifest is gone; each sample is told its classes alone, where "
+            "training may have filled them up", file=sys.stderr)  # fmt: skip
+    target = Target(source.config, stride, length, options.zoom)
+    requests = [check_request(asked, target) for asked in _asked(options)]
+    _check_outs(requests, options.force)
+    groups = _groups(requests, options, source)
+    _draw(groups, options, source)
+    return 0
+
+
+def _add_conditions(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--class", dest="classes", metavar="N", nargs="+", type=int,
+        help="classes that one sample is to show")  # fmt: skip
+    what.add_argument("--prompt-embeds", metavar="FILE",
+        help="safetensors with `text` [L, width]; filled up with zeros")  # fmt: skip
+    what.add_argument("--list", metavar="FILE", help=_LIST)
+    parser.add_argument("--negative-embeds", metavar="FILE",
+        help="likewise, for guidance; default zeros")  # fmt: skip
+    parser.add_argument("--image-embeds", metavar="FILE",
+        help="safetensors with `image` [N, width], for models that take one")  # fmt: skip
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name in ("steps", "batch", "zoom"):
+        if (value := getattr(options, name)) < 1:
+            raise InputError(f"alload sample: --{name} is {value}; it must be at least 1")
+    if options.guidance is not None and not math.isfinite(options.guidance):
+        raise InputError(f"alload sample: --guidance is {options.guidance}; it must be finite")
+    if options.shift is not None and not 0 < options.shift < math.inf:
+        raise InputError(
+            f"alload sample: --shift is {options.shift}; it must be above 0 and finite"
+        )
+
+
+def _stride(parts: list[str] | None) -> tuple[int, int, int] | None:
+    """From `4 8 8`, or `4,8,8` as `alload plan` has it."""
+    if parts is None:
+        return None
+    numbers = ",".join(parts).split(",")
+    if len(numbers) != 3 or not all(one.isdecimal() and int(one) > 0 for one in numbers):
+        raise InputError(
+            f"alload sample: --vae-stride is {' '.join(parts)}; give three whole numbers from 1, "
+            "such as 4 8 8"
+        )
+    return (int(numbers[0]), int(numbers[1]), int(numbers[2]))
+
+
+def _asked(options: argparse.Namespace) -> "list[Asked]":
+    """What the flags ask for, or the list with the flags where it says nothing."""
+    from alload_jax.report.requests import FILES, Asked, read_list
+
+    given = {name: getattr(options, name) for name in (*_LISTED, "prompt_embeds")}
+    given |= {"class": options.classes and tuple(options.classes)}
+    values: dict[str, Any] = {
+        name: Path(value) if name in FILES else value
+        for name, value in given.items()
+        if value is not None
+    }
+    return read_list(Path(options.list), values) if options.list else [Asked(values)]
+
+
+def _check_outs(requests: "list[Request]", force: bool) -> None:
+    seen: set[Path] = set()
+    for request in requests:
+        place = request.out.resolve()
+        if place in seen:
+            raise InputError(f"{request.out}: is named for two samples; name a file for each")
+        if place.is_dir():
+            raise InputError(f"{request.out}: is a folder; name a file")
+        if place.exists() and not force:
+            raise InputError(
+                f"{request.out}: exists already; give --force to replace it, or name another file"
+            )
+        seen.add(place)
+
+
+def _groups(
+    requests: "list[Request]", options: argparse.Namespace, source: "RunSource | WanSource"
+) -> list[_Group]:
+    """Requests by what must be equal to draw them at once, in order of first appearance."""
+    by_shape: dict[Any, list[Request]] = {}
+    for request in requests:
+        by_shape.setdefault(request.shape(), []).append(request)
+    groups = []
+    for members in by_shape.values():
+        seq_len = math.prod(members[0].grid) // math.prod(source.config.patch_size)
+        shift = source.shift(seq_len) if options.shift is None else options.shift
+        sigmas = noise_levels(options.sampler or source.sampler, options.steps, shift)
+        groups.append(_Group(members, shift, sigmas))
+    return groups
+
+
+def _draw(
+    groups: list[_Group], options: argparse.Namespace, source: "RunSource | WanSource"
+) -> None:
+    """Reads the weights, draws and writes, batch by batch."""
+    import jax
+
+    from alload_jax.report.clips import write_clip
+    from alload_jax.training.inference import make_flow, one_device_mesh
+
+    config = dataclasses.replace(source.config, dtype=options.dtype or source.config.dtype)
+    sampler = options.sampler or source.sampler
+    guidance = source.guidance if options.guidance is None else options.guidance
+    notes = {"steps": options.steps, "sampler": sampler, "guidance": float(guidance)}
+    params = source.params(one_device_mesh())
+    for group in groups:
+        draw = jax.jit(make_flow(config, sampler, group.sigmas, guidance))
+        for part in _batches(group.requests, options.batch):
+            filled = part + part[-1:] * (options.batch - len(part))
+            drawn = np.asarray(draw(params, *_inputs(filled, config)))
+            for request, clip in zip(part, drawn, strict=False):
+                own = {"seed": request.seed, "shift": float(group.shift)}
+                write_clip(request.out, clip, notes | own, options.zoom)
+                print(request.out, flush=True)
+
+
+def _inputs(requests: "list[Request]", config: "DiTConfig") -> tuple[Any, Any, Any]:
+    """Noise, condition and null condition of a batch; each row's from its own request alone."""
+    import jax
+    import jax.numpy as jnp
+
+    from alload_jax.report.requests import conditions
+
+    shape = (*requests[0].grid, config.in_channels)
+    noise = jnp.stack([jax.random.normal(jax.random.key(r.seed), shape) for r in requests])
+    return (noise, *conditions(requests, config))
+
+
+def _batches(requests: "list[Request]", size: int) -> "Iterator[list[Request]]":
+    for begin in range(0, len(requests), size):
+        yield requests[begin : begin + size]

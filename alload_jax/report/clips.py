@@ -1,0 +1,146 @@
+"""One sample as a file: a picture, a moving picture, or its latents.
+
+The same sample gives the same bytes. A file is written whole or not at all.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from alload_jax.errors import InputError
+from alload_jax.report.pictures import has_mp4
+
+PICTURES = (".png", ".gif", ".mp4")
+LATENTS = ".safetensors"
+
+_FRAME_MILLISECONDS = 110
+
+
+def check_format(place: str, path: Path, size: tuple[int, int, int], channels: int | None) -> None:
+    """Checks that a sample can be written so.
+
+    Args:
+      place: what the path came from, for the message.
+      path: whose suffix names the format.
+      size: (frames, height, width) of the picture, in pixels.
+      channels: of the picture; None if the sample is latents that need a decoder.
+
+    Raises:
+      InputError: it cannot.
+    """
+    frames, height, width = size
+    suffix = path.suffix.lower()
+    if suffix == LATENTS:
+        return
+    if suffix not in PICTURES:
+        known = ", ".join((*PICTURES, LATENTS))
+        raise InputError(f"{place}: {path} has none of the suffixes {known}; give it one")
+    if channels not in (1, 3):
+        raise InputError(
+            f"{place}: {path} is a picture, but this model draws latents that need a decoder; "
+            f"give it the suffix {LATENTS}"
+        )
+    if suffix == ".png" and frames > 1:
+        raise InputError(
+            f"{place}: {path} holds one frame, but {frames} are drawn; choose .gif or .mp4"
+        )
+    if suffix == ".mp4" and not has_mp4():
+        raise InputError(
+            f"{place}: {path} needs the package av; install alload-jax[media], or choose .gif"
+        )
+    if suffix == ".mp4" and (height % 2 or width % 2):
+        raise InputError(
+            f"{place}: {path} would have {height}×{width} pixels, but MP4 takes even sizes alone; "
+            "choose .gif, or --zoom 2"
+        )
+
+
+def write_clip(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int = 1) -> None:
+    """Writes a sample in the format that the suffix names, making folders as need be.
+
+    Args:
+      path: .png (one frame), .gif (loops), .mp4, or .safetensors.
+      clip: [frames, height, width, channels] float32. Pictures have 1 or 3 channels, −1 (black)
+        to 1 (white).
+      notes: on how it was drawn; kept by .safetensors alone, as strings.
+      zoom: pixels of a picture along the side of each of the sample's.
+
+    Raises:
+      InputError: a value is not finite.
+      KeyError: there is no such format; see `check_format`.
+    """
+    if not np.isfinite(clip).all():
+        raise InputError(f"{path}: what the model drew is not finite; choose another checkpoint")
+    suffix = path.suffix.lower()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        if suffix == LATENTS:
+            partial.write_bytes(_safetensors({"latents": clip}, notes))
+        else:
+            _WRITERS[suffix](partial, pixels(clip, zoom))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def pixels(clip: np.ndarray, zoom: int = 1) -> list[Image.Image]:
+    """[frames, height, width, 1 or 3] from −1 to 1 as pictures, enlarged but not blurred."""
+    values = np.clip((clip + 1) * 127.5, 0, 255).astype(np.uint8)
+    values = values.repeat(zoom, axis=1).repeat(zoom, axis=2)
+    values = values[..., 0] if values.shape[-1] == 1 else values
+    return [Image.fromarray(np.ascontiguousarray(frame)) for frame in values]
+
+
+def _write_png(path: Path, frames: list[Image.Image]) -> None:
+    frames[0].save(path, format="PNG")
+
+
+def _write_gif(path: Path, frames: list[Image.Image]) -> None:
+    frames[0].save(
+        path,
+        format="GIF",
+        save_all=True,
+        append_images=frames[1:],
+        duration=_FRAME_MILLISECONDS,
+        loop=0,
+    )
+
+
+def _write_mp4(path: Path, frames: list[Image.Image]) -> None:
+    import av  # of the extra `media`
+
+    # Neither versions and dates in the file, nor a number of threads that depends on the machine.
+    with av.open(str(path), "w", format="mp4", options={"fflags": "+bitexact"}) as container:
+        rate = round(1000 / _FRAME_MILLISECONDS)
+        stream = container.add_stream("libx264", rate=rate, options={"threads": "1"})
+        stream.width, stream.height = frames[0].size
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        container.mux(stream.encode())
+
+
+_WRITERS: dict[str, Callable[[Path, list[Image.Image]], None]] = {
+    ".png": _write_png,
+    ".gif": _write_gif,
+    ".mp4": _write_mp4,
+}
+
+
+def _safetensors(arrays: dict[str, np.ndarray], notes: dict[str, Any]) -> bytes:
+    """The format's bytes, float32; the library's own writer shuffles metadata."""
+    header: dict[str, Any] = {"__metadata__": {key: str(notes[key]) for key in sorted(notes)}}
+    end = 0
+    for name, array in arrays.items():
+        begin, end = end, end + 4 * array.size
+        shape = list(array.shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    content = (np.ascontiguousarray(array, "<f4").tobytes() for array in arrays.values())
+    return b"".join((len(text).to_bytes(8, "little"), text, *content))

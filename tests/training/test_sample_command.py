@@ -1,0 +1,486 @@
+"""`alload sample` and `alload export`, as a user types them."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+from flax import nnx
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+from training_runs import Runs
+
+from alload_jax import cli
+from alload_jax.config import Config, DataConfig, RunConfig, write_config
+from alload_jax.diffusion.flow import TIMESTEP_SCALE
+from alload_jax.diffusion.schedules import noise_levels
+from alload_jax.diffusion.timesteps import TimestepConfig
+from alload_jax.errors import run_command
+from alload_jax.models.config import DiTConfig, ImageConfig, TextConfig
+from alload_jax.models.wan import read_model_config
+from alload_jax.models.weights import load_weights, save_weights
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.report.samples import SamplingConfig
+from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
+from alload_jax.training.inference import one_device_mesh
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
+from alload_jax.training.state import init_state, model_graph
+from alload_jax.training.step import DiffusionConfig
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "wan"
+T2V = GOLDEN / "t2v" / "transformer"
+STILL = ["--frames", 1, "--height", 8, "--width", 8, "--steps", 2]
+CLIP = ["--frames", 5, "--height", 8, "--width", 8, "--steps", 2]
+LATENTS = ["--frames", 5, "--height", 16, "--width", 16, "--steps", 3]
+TEXT_MODEL = DiTConfig(
+    dim=16, ffn_dim=16, num_heads=2, num_layers=2, in_channels=4, freq_dim=8, text=TextConfig(6, 4)
+)
+
+
+@pytest.fixture(scope="module")
+def class_run(tmp_path_factory, digits_folder):
+    """A run that train.py trained."""
+    runs = Runs(tmp_path_factory.mktemp("trained"), digits_folder)
+    finished = runs.run("--run.steps", "6", "--sampling.grids", "[]")
+    assert finished.returncode == 0, finished.stderr
+    return runs.folder / "run"
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory):
+    """A run of a text model, saved at step 7 without training; and its state."""
+    folder = tmp_path_factory.mktemp("text") / "run"
+    optimizer = make_optimizer(OptimizerConfig(), 10)
+    state = init_state(TEXT_MODEL, optimizer, one_device_mesh(), 0)
+    state = state._replace(ema=jax.tree.map(lambda p: p + 0.01, state.params))
+    config = Config(
+        run=RunConfig(str(folder)),
+        data=DataConfig(str(folder / "none")),
+        planning=PlanningConfig(m_mem=10),
+        model=TEXT_MODEL,
+        diffusion=DiffusionConfig(TimestepConfig(shift=2.0, shift_seq_len=1, shift_power=0.5)),
+        sampling=SamplingConfig(guidance=1.5, sampler="unipc"),
+    )
+    write_config(config, folder / "config.yaml")
+    identity = {"model": TEXT_MODEL.architecture()}
+    with Checkpoints(folder / "checkpoints", CheckpointConfig(), identity) as checkpoints:
+        checkpoints.save(7, state)
+    return folder, state
+
+
+@pytest.fixture
+def alload(tmp_path, monkeypatch, capsys):
+    """Runs a command that succeeds, in an empty folder; returns what it prints."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv):
+        status = run_command(cli.main, [str(part) for part in argv])
+        printed = capsys.readouterr()
+        assert status == 0, printed.err
+        return printed.out
+
+    return run
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Runs what must be refused in one line, and write nothing; returns that line."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv):
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        status = run_command(cli.main, [str(part) for part in argv])
+        printed = capsys.readouterr()
+        assert status == 2, printed.out
+        assert printed.err.startswith("error: ")
+        assert printed.err.count("\n") == 1
+        after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert after == before
+        return printed.err
+
+    return run
+
+
+def embeddings(path, tokens, width, seed=0, name="text"):
+    values = np.random.default_rng(seed).normal(size=(tokens, width)).astype(np.float32)
+    save_file({name: values}, path)
+    return values
+
+
+def notes(path):
+    with safetensors.safe_open(path, framework="numpy") as file:
+        return file.metadata()
+
+
+# ------------------------------------------------------------------------------ runs of classes
+
+
+def test_a_seed_gives_the_same_files_again(alload, class_run):
+    names = ["x.png", "x.gif", "x.mp4", "x.safetensors"]
+
+    def files(folder, seed):
+        Path(folder).mkdir()
+        lines = [{"frames": 1 if name == "x.png" else 5, "out": name} for name in names]
+        text = "".join(json.dumps(line | {"class": 3, "seed": seed}) + "\n" for line in lines)
+        Path(folder, "list").write_text(text)
+        alload("sample", "--checkpoint", class_run, *STILL, "--list", f"{folder}/list")
+        return [Path(folder, name).read_bytes() for name in names]
+
+    first = files("first", 0)
+    assert files("second", 0) == first
+    assert all(a != b for a, b in zip(files("third", 1), first, strict=True))
+
+
+def test_a_single_sample_goes_where_out_says(alload, class_run):
+    command = ["sample", "--checkpoint", class_run, "--class", 3, *CLIP, "--zoom", 4]
+    assert alload(*command, "--out", "new/x.gif") == "new/x.gif\n"
+    with Image.open("new/x.gif") as picture:
+        assert (picture.size, picture.n_frames) == ((32, 32), 5)
+
+
+def test_weights_classes_and_steps_change_what_is_drawn(alload, class_run):
+    variants = {
+        "ema": [],
+        "raw": ["--weights", "raw"],
+        "older": ["--step", 5],
+        "plain": ["--guidance", 1],
+        "unipc": ["--sampler", "unipc"],
+        "shifted": ["--shift", 3],
+    }
+    for name, flags in variants.items():
+        command = ["sample", "--checkpoint", class_run, "--class", 3, *STILL, *flags]
+        alload(*command, "--out", f"{name}.safetensors")
+    drawn = [load_file(f"{name}.safetensors")["latents"] for name in variants]
+    assert drawn[0].shape == (1, 8, 8, 1)
+    assert drawn[0].dtype == np.float32
+    for n, one in enumerate(drawn):
+        for other in drawn[:n]:
+            assert np.abs(one - other).max() > 1e-6
+    assert notes("ema.safetensors") == {
+        "seed": "0",
+        "steps": "2",
+        "sampler": "euler",
+        "guidance": "2.0",
+        "shift": "1.0",
+    }
+
+
+def test_a_sample_depends_on_its_own_line_alone(alload, class_run):
+    """Whatever else is in the list, in whichever order, at the same --batch."""
+    items = [
+        {"class": n, "seed": 10 + n, "out": f"{n}.safetensors"} | ({"width": 16} if n == 1 else {})
+        for n in range(4)
+    ]
+    files = {"all": items, "turned": items[::-1], "last": items[3:]}
+    command = ["sample", "--checkpoint", class_run, *STILL, "--batch", 2, "--list"]
+    for name, lines in files.items():
+        Path(name).mkdir()
+        Path(name, "x.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+        printed = alload(*command, f"{name}/x.jsonl")
+        assert sorted(printed.split()) == sorted(f"{name}/{line['out']}" for line in lines)
+    for n in range(4):
+        content = Path(f"all/{n}.safetensors").read_bytes()
+        assert Path(f"turned/{n}.safetensors").read_bytes() == content
+    assert Path("last/3.safetensors").read_bytes() == content
+    assert load_file("all/1.safetensors")["latents"].shape == (1, 8, 16, 1)
+    # By itself, without a list:
+    flags = ["--class", 3, "--seed", 13, *STILL]
+    alload("sample", "--checkpoint", class_run, *flags, "--batch", 2, "--out", "b2.safetensors")
+    assert Path("b2.safetensors").read_bytes() == content
+    # Another batch size rounds otherwise, no more.
+    alload("sample", "--checkpoint", class_run, *flags, "--out", "b1.safetensors")
+    alone, drawn = load_file("b1.safetensors"), load_file("b2.safetensors")
+    np.testing.assert_allclose(alone["latents"], drawn["latents"], rtol=1e-4, atol=1e-5)
+
+
+def test_sampling_leaves_the_run_alone(alload, class_run, tmp_path):
+    run = shutil.copytree(class_run, tmp_path / "copy")
+    (run / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()  # as if it were being written
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    alload("sample", "--checkpoint", run, "--class", 3, *STILL, "--out", "x.png")
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_without_its_data_a_run_still_draws(alload, class_run, tmp_path, capsys):
+    run = shutil.copytree(class_run, tmp_path / "copy")
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("/digits\n", "/gone\n"))
+    command = ["sample", "--checkpoint", run, "--class", 3, 4, *STILL, "--out", "x.png"]
+    assert run_command(cli.main, [str(part) for part in command]) == 0
+    assert "note: the data's manifest is gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--class", 10], ["--class is 10", "from 0 to 9"]),
+        (["--class", -1], ["--class"]),
+        (["--class", 1, 2], ["2 classes", "at most"]),
+        (["--class", 1, "--height", 9], ["--height is 9", "nearest: 8 and 12"]),
+        (["--class", 1, "--width", 1], ["--width is 1", "nearest: 4"]),
+        (["--class", 1, "--frames", 0], ["--frames is 0", "nearest: 1"]),
+        (["--class", 1, "--vae-stride", 1, 3], ["--vae-stride", "4 8 8"]),
+        (["--class", 1, "--vae-stride", 4, 8, 8], ["nearest: 32"]),
+        (["--class", 1, "--vae-stride", 1, 2, 2], ["need a decoder", ".safetensors"]),
+        (["--class", 1, "--steps", 0], ["--steps is 0"]),
+        (["--class", 1, "--batch", 0], ["--batch is 0"]),
+        (["--class", 1, "--zoom", 0], ["--zoom is 0"]),
+        (["--class", 1, "--shift", 0], ["--shift is 0"]),
+        (["--class", 1, "--guidance", "nan"], ["--guidance is nan"]),
+        (["--class", 1, "--seed", -1], ["--seed is -1"]),
+        (["--class", 1, "--seed", 2**32], ["--seed is 4294967296"]),
+        (["--class", 1, "--step", 4], ["checkpoints", "step 4", "5, 6"]),
+        (["--class", 1, "--out", "x.jpg"], ["x.jpg", "suffix"]),
+        (["--class", 1, "--frames", 5], ["x.png", "one frame"]),
+        (["--class", 1, "--prompt-embeds", "x"], ["--prompt-embeds", "--class"]),
+        (["--prompt-embeds", "x"], ["--class is not given", "classes"]),
+        (["--class", 1, "--negative-embeds", "x"], ["--negative-embeds", "classes"]),
+        (["--class", 1, "--image-embeds", "x"], ["--image-embeds", "no image"]),
+        (["--list", "none.jsonl"], ["none.jsonl"]),
+        ([], ["--class", "--prompt-embeds", "--list"]),
+    ],
+)
+def test_what_a_class_model_cannot_draw_is_refused(refused, class_run, flags, named):
+    message = refused("sample", "--checkpoint", class_run, *STILL, "--out", "x.png", *flags)
+    for part in named:
+        assert part in message
+
+
+@pytest.mark.parametrize("missing", ["--frames", "--height", "--width", "--out"])
+def test_sizes_and_a_file_must_be_given(refused, class_run, missing):
+    flags = [*STILL, "--out", "x.png"]
+    at = flags.index(missing)
+    command = ["sample", "--checkpoint", class_run, "--class", 1, *flags[:at], *flags[at + 2 :]]
+    assert f"{missing} is not given" in refused(*command)
+
+
+def test_a_file_that_exists_is_replaced_by_force_alone(alload, refused, class_run, tmp_path):
+    command = ["sample", "--checkpoint", class_run, "--class", 1, *STILL, "--out", "x.png"]
+    (tmp_path / "x.png").write_text("mine")
+    assert "x.png: exists already; give --force" in refused(*command)
+    alload(*command, "--force")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "y.png").mkdir()
+    assert "y.png: is a folder" in refused(*command[:-1], "y.png", "--force")
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("{", "line 2: is no JSON"),
+        ("[1]", "line 2: holds list"),
+        ('{"clas": 1}', "line 2: clas is unknown; did you mean class?"),
+        ('{"class": "one"}', "line 2: class is 'one'"),
+        ('{"class": []}', "line 2: class is []"),
+        ('{"class": true}', "line 2: class is True"),
+        ('{"class": 10, "out": "b.png"}', "line 2: class is 10"),
+        ('{"class": 1, "width": 2.5}', "line 2: width is 2.5"),
+        ('{"class": 1, "width": 9}', "line 2: width is 9"),
+        ('{"class": 1, "seed": -1}', "line 2: seed is -1"),
+        ('{"class": 1, "out": 3}', "line 2: out is 3"),
+        ('{"class": 1, "out": "x.jpg"}', "line 2: out"),
+        ('{"class": 1}', "line 2: out is not given"),
+        ('{"prompt_embeds": "p.safetensors", "out": "b.png"}', "line 2: class is not given"),
+        ('{"class": 1, "out": "a.png"}', "a.png: is named for two samples"),
+    ],
+)
+def test_a_list_that_cannot_be_drawn_is_refused(refused, class_run, tmp_path, line, named):
+    (tmp_path / "x.jsonl").write_text('{"class": 1, "out": "a.png"}\n' + line)
+    message = refused("sample", "--checkpoint", class_run, *STILL, "--list", "x.jsonl")
+    assert named in message
+    assert ("x.jsonl" in message) == ("two samples" not in message)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe"])
+def test_a_list_that_holds_nothing_is_refused(refused, class_run, tmp_path, content):
+    (tmp_path / "x.jsonl").write_bytes(content)
+    command = ["sample", "--checkpoint", class_run, *STILL, "--list", "x.jsonl"]
+    assert "x.jsonl" in refused(*command)
+
+
+# -------------------------------------------------------------------------------- Wan's weights
+
+
+def straight(model, noise, text, negative, sigmas, guidance):
+    """Euler's steps with guidance, one evaluation after the other."""
+    x = noise[None]
+    for now, after in pairwise(sigmas):
+        t = jnp.full(1, now * TIMESTEP_SCALE)
+        with_text, without = model(x, t, text[None]), model(x, t, negative[None])
+        x = x + (after - now) * (without + guidance * (with_text - without))
+    return x[0]
+
+
+def test_guidance_follows_the_difference_from_the_negative_text(alload):
+    text, negative = np.zeros((2, 512, 10), np.float32)
+    text[:5] = embeddings("p.safetensors", 5, 10, 0)
+    negative[:3] = embeddings("n.safetensors", 3, 10, 1, name="anything")
+    flags = ["--prompt-embeds", "p.safetensors", *LATENTS, "--sampler", "euler", "--seed", 3]
+    command = ["sample", "--checkpoint", T2V, *flags, "--vae-stride", "4,4,4"]
+    alload(*command, "--out", "zeros.safetensors")
+    flags = ["--negative-embeds", "n.safetensors", "--guidance", 3, "--shift", 2]
+    alload(*command, *flags, "--out", "negative.safetensors")
+
+    config = read_model_config(T2V / "config.json")
+    params = load_weights(T2V, config, one_device_mesh())
+    model = jax.jit(lambda *inputs: nnx.merge(model_graph(config), params)(*inputs))
+    noise = jax.random.normal(jax.random.key(3), (2, 4, 4, 4))
+    cases = (("zeros", 0 * negative, 5.0, 5.0), ("negative", negative, 2.0, 3.0))
+    for name, against, shift, guidance in cases:
+        sigmas = noise_levels("euler", 3, shift)
+        expected = straight(model, noise, text, against, sigmas, guidance)
+        found = load_file(f"{name}.safetensors")["latents"]
+        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_wans_weights_bring_wans_settings(alload):
+    low = embeddings("p.safetensors", 5, 10).astype(ml_dtypes.bfloat16)
+    save_file({"text": low}, "p.safetensors")
+    command = ["sample", "--checkpoint", T2V, "--prompt-embeds", "p.safetensors", *LATENTS]
+    alload(*command, "--out", "a.safetensors")
+    expected = {"seed": "0", "steps": "3", "sampler": "unipc", "guidance": "5.0", "shift": "5.0"}
+    assert notes("a.safetensors") == expected
+    assert load_file("a.safetensors")["latents"].shape == (2, 2, 2, 4)
+    alload(*command, "--dtype", "bfloat16", "--out", "low.safetensors")
+    exact, low = (load_file(f"{n}.safetensors")["latents"] for n in ("a", "low"))
+    assert 0 < np.abs(exact - low).max() < 0.5
+
+
+def test_an_image_is_a_second_condition(alload, refused, tmp_path):
+    config = dataclasses.replace(TEXT_MODEL, image=ImageConfig(5, positions=3))
+    params = init_state(config, make_optimizer(OptimizerConfig(), 1), one_device_mesh(), 0).params
+    save_weights(tmp_path / "wan", jax.tree.map(lambda p: p + 0.05, params), config)
+    embeddings("p.safetensors", 2, 6)
+    command = ["sample", "--checkpoint", "wan", "--prompt-embeds", "p.safetensors", *LATENTS]
+    assert "--image-embeds is not given" in refused(*command, "--out", "x.safetensors")
+    for n in range(2):
+        embeddings(f"i{n}.safetensors", 3, 5, n, name="image")
+        alload(*command, "--image-embeds", f"i{n}.safetensors", "--out", f"{n}.safetensors")
+    first, second = (load_file(f"{n}.safetensors")["latents"] for n in range(2))
+    assert np.abs(first - second).max() > 1e-5
+    for tokens, width in ((2, 5), (3, 4)):
+        embeddings("wrong.safetensors", tokens, width, name="image")
+        flags = ["--image-embeds", "wrong.safetensors", "--out", "x.safetensors"]
+        assert "wrong.safetensors" in refused(*command, *flags)
+
+
+def test_image_to_video_is_not_there_yet(refused):
+    command = ["sample", "--checkpoint", GOLDEN / "i2v" / "transformer", *LATENTS]
+    message = refused(*command, "--prompt-embeds", "p", "--out", "x.safetensors")
+    assert "conditioning frames" in message
+    assert "not supported" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--class", 1], ["--class is given", "text"]),
+        (["--prompt-embeds", "none"], ["none: no such file"]),
+        (["--prompt-embeds", "bad"], ["bad: is no whole safetensors file"]),
+        (["--prompt-embeds", "two"], ["two: holds a, b", "text"]),
+        (["--prompt-embeds", "long"], ["--prompt-embeds", "513 tokens", "512"]),
+        (["--prompt-embeds", "wide"], ["--prompt-embeds", "[5, 11]", "[tokens, 10]"]),
+        (["--prompt-embeds", "p", "--negative-embeds", "wide"], ["--negative-embeds", "[5, 11]"]),
+        (["--prompt-embeds", "p", "--weights", "raw"], ["--weights raw has no meaning"]),
+        (["--prompt-embeds", "p", "--step", 3], ["--step 3 has no meaning"]),
+        (["--prompt-embeds", "p", "--frames", 4], ["--frames is 4", "1 and 5"]),
+        (["--prompt-embeds", "p", "--height", 24], ["--height is 24", "16 and 32"]),
+        (["--prompt-embeds", "p", "--out", "x.gif"], ["x.gif", "decoder", ".safetensors"]),
+        (["--prompt-embeds", "p", "--shift", 1e9], ["shift is 1000000000.0", "coincide"]),
+    ],
+)
+def test_what_a_text_model_cannot_draw_is_refused(refused, tmp_path, flags, named):
+    for name, tokens, width in (("p", 5, 10), ("long", 513, 10), ("wide", 5, 11)):
+        embeddings(tmp_path / name, tokens, width)
+    save_file({"a": np.zeros(2), "b": np.zeros(2)}, tmp_path / "two")
+    (tmp_path / "bad").write_bytes(b"bad")
+    message = refused("sample", "--checkpoint", T2V, *LATENTS, "--out", "x.safetensors", *flags)
+    for part in named:
+        assert part in message
+
+
+# ------------------------------------------------------------------- runs of text, and checkpoints
+
+
+def test_a_run_of_text_draws_with_its_own_settings(alload, text_run):
+    embeddings("p.safetensors", 2, 6)
+    command = ["sample", "--checkpoint", text_run[0], "--prompt-embeds", "p.safetensors", *LATENTS]
+    alload(*command, "--out", "x.safetensors")
+    # Two tokens; 2·(2/1)^0.5
+    expected = {"guidance": "1.5", "sampler": "unipc", "shift": str(2 * 2**0.5)}
+    assert notes("x.safetensors").items() >= expected.items()
+
+
+@pytest.mark.parametrize("weights", ["ema", "raw"])
+def test_an_exported_run_holds_the_weights_that_were_asked_for(alload, text_run, weights):
+    folder, state = text_run
+    printed = alload("export", "--checkpoint", folder, "--out", "wan", "--weights", weights)
+    count = sum(p.size for p in jax.tree.leaves(state.params))
+    assert printed.count("\n") == 1
+    assert f"wan: {count:,} parameters of step 7" in printed
+    assert "WanTransformer3DModel.from_pretrained('wan')" in printed
+    found = load_weights("wan", TEXT_MODEL, one_device_mesh())
+    expected = state.ema if weights == "ema" else state.params
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_an_export_can_be_halved(alload, text_run):
+    alload("export", "--checkpoint", text_run[0], "--out", "wan", "--dtype", "bfloat16")
+    found = load_weights("wan", TEXT_MODEL, one_device_mesh())
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16).astype(jnp.float32)),
+        found,
+        text_run[1].ema,
+    )
+
+
+def test_what_cannot_be_exported_is_refused(refused, class_run, text_run, tmp_path):
+    assert "model.text is null" in refused("export", "--checkpoint", class_run, "--out", "wan")
+    assert "no run folder" in refused("export", "--checkpoint", T2V, "--out", "wan")
+    (tmp_path / "wan").mkdir()
+    (tmp_path / "wan" / "mine").write_text("mine")
+    assert "wan: exists already" in refused("export", "--checkpoint", text_run[0], "--out", "wan")
+
+
+def test_what_is_no_checkpoint_is_refused(refused, text_run, tmp_path):
+    flags = ["--prompt-embeds", "p.safetensors", *LATENTS, "--out", "x.safetensors"]
+    embeddings("p.safetensors", 2, 6)
+
+    def message(place):
+        return refused("sample", "--checkpoint", place, *flags)
+
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(T2V, tmp_path / "pipeline" / "transformer")
+    assert "empty: is neither a run folder" in message("empty")
+    assert "none: is neither a run folder" in message("none")
+    assert "did you mean pipeline/transformer?" in message("pipeline")
+    run = shutil.copytree(text_run[0], tmp_path / "run")
+    for path in (run / "checkpoints" / "7" / "state").rglob("*"):
+        if path.is_file() and path.stat().st_size > 2000:
+            path.write_bytes(path.read_bytes()[:1000])
+    assert "checkpoints/7: this checkpoint cannot be read" in message("run")
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("num_layers: 2", "num_layers: 3"))
+    assert "checkpoints/7: its model is" in message("run")
+    shutil.rmtree(run / "checkpoints")
+    assert "holds no whole checkpoint" in message("run")
+
+
+def test_help_needs_no_jax():
+    code = (
+        "import sys; from alload_jax import cli\n"
+        "try: cli.main(['sample', '--help'])\n"
+        "except SystemExit: print('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\nFalse\n")
+    assert "480p" in done.stdout
