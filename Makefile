@@ -4,7 +4,7 @@ BIN := .venv/bin
 CONFIG ?= configs/digits.yaml
 PYTEST = $(BIN)/python -m pytest
 
-.PHONY: install train test test-all test-gpu lint format clean
+.PHONY: install train test test-all test-parity test-gpu lint format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -15,16 +15,24 @@ PYTEST = $(BIN)/python -m pytest
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .[test]
 	touch $@
 
+.venv/installed-parity: .venv/installed-test
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .[parity]
+	touch $@
+
 install: .venv/installed
 
 train: .venv/installed
 	$(BIN)/python train.py --config $(CONFIG)
 
 test: lint
-	$(PYTEST) -n 2 -m "not slow and not gpu"
+	$(PYTEST) -n 2 -m "not slow and not gpu and not parity"
 
 test-all: lint
-	$(PYTEST) -n 2 -m "not gpu"
+	$(PYTEST) -n 2 -m "not gpu and not parity"
+
+# Against diffusers itself, which needs PyTorch; elsewhere golden files stand for it.
+test-parity: .venv/installed-parity
+	$(PYTEST) -n 2 -m parity tests/parity
 
 # On a machine with a GPU, in an environment that has the extra cuda12 or cuda13.
 test-gpu:

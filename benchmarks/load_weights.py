@@ -1,0 +1,111 @@
+"""Host memory that reading weights takes beside the weights themselves.
+
+    python benchmarks/load_weights.py --out benchmarks/results/load_weights_cpu.json
+
+Writes a transformer folder of random weights (Wan 2.1's 1.3B: 5.7 GB in float32) to a temporary
+folder, then reads it onto the CPU in a fresh process, watching anonymous memory (pages of the
+files themselves, which the kernel drops at will, left out).
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from alload_jax.bench.surroundings import surroundings
+from alload_jax.models.config import DiTConfig, TextConfig
+from alload_jax.models.dit import abstract_params
+from alload_jax.models.wan_keys import tensors
+from alload_jax.models.weights import load_weights, save_weights
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+
+
+def model_config(layers: int) -> DiTConfig:
+    """Wan 2.1's 1.3B, or fewer layers of it."""
+    return DiTConfig(
+        dim=1536, ffn_dim=8960, num_heads=12, num_layers=layers, in_channels=16, text=TextConfig()
+    )
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file stands behind."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def measure(folder: str, layers: int) -> dict[str, Any]:
+    """Reads the folder; most memory on the way, and what the weights take in the end."""
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    before, most, done = anonymous_bytes(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.005):
+            most = max(most, anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    begin = time.perf_counter()
+    params = jax.block_until_ready(load_weights(folder, model_config(layers), mesh))
+    seconds = time.perf_counter() - begin
+    done.set()
+    watcher.join()
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    config = model_config(layers)
+    return {
+        "layers": layers,
+        "weights_bytes": weights,
+        "largest_tensor_bytes": max(
+            4 * int(np.prod(t.shape)) for t in tensors(config, "diffusers")
+        ),
+        "peak_beside_weights_bytes": most - before - weights,
+        "seconds": seconds,
+    }
+
+
+def random_params(layers: int) -> Any:
+    """Weights that compress to nothing and repeat nowhere."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: rng.standard_normal(leaf.shape, np.float32),
+        abstract_params(model_config(layers)),
+    )
+
+
+def main() -> None:
+    """Writes the folder, reads it in a process of its own, writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="load_weights.json")
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.folder:
+        print(json.dumps(measure(options.folder, options.layers)))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "transformer"
+        save_weights(folder, random_params(options.layers), model_config(options.layers))
+        command = [sys.executable, __file__, "--layers", str(options.layers)]
+        done = subprocess.run(
+            [*command, "--folder", str(folder)], stdout=subprocess.PIPE, text=True, check=True
+        )
+    result = {
+        "command": shlex.join(["python", *sys.argv]),
+        **surroundings(["jax", "safetensors"]),
+        **json.loads(done.stdout.splitlines()[-1]),
+    }
+    Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
