@@ -40,9 +40,8 @@ def error_of(value, expected):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("residual_dtype", ["compute", "float32"])
-def test_equals_diffusers_in_outputs_and_all_gradients(case, residual_dtype):
-    config = golden_config(case, residual_dtype=residual_dtype)
+def test_equals_diffusers_in_outputs_and_all_gradients(case):
+    config = golden_config(case)
     graph, params = model_graph(config), golden_params(case, config)
     calls, expected = golden_calls(case)
 
@@ -63,6 +62,40 @@ def test_equals_diffusers_in_outputs_and_all_gradients(case, residual_dtype):
             flat[tensor.path] if tensor.layer is None else flat[tensor.path][tensor.layer]
         )
         assert error_of(tensor.to_theirs(ours), expected[tensor.key]) < 1e-4, tensor.key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("residual_dtype", ["compute", "float32"])
+def test_kernels_in_bfloat16_stay_near_diffusers(case, residual_dtype):
+    """Within twice what bfloat16 alone makes: the same model without our kernels."""
+    calls, _ = golden_calls(case)
+
+    def errors(norm):
+        config = golden_config(case, residual_dtype=residual_dtype, norm=norm)
+        config = dataclasses.replace(config, dtype="bfloat16")
+        model = nnx.merge(model_graph(config), golden_params(case, config))
+        return [
+            error_of(np.asarray(model(c.latents, c.timestep, c.text, c.image)), c.output)
+            for c in calls
+        ]
+
+    for kernel, plain in zip(errors("triton"), errors("xla"), strict=True):
+        assert kernel < 2 * plain < 0.1
+
+
+def rounding(residual_dtype):
+    """How far bfloat16 is from diffusers' float32, over the calls of a case."""
+    config = dataclasses.replace(golden_config("t2v"), dtype="bfloat16")
+    config = dataclasses.replace(config, residual_dtype=residual_dtype)
+    model = nnx.merge(model_graph(config), golden_params("t2v", config))
+    calls, _ = golden_calls("t2v")
+    outputs = [np.asarray(model(c.latents, c.timestep, c.text)) for c in calls]
+    return sum(error_of(o, c.output) for o, c in zip(outputs, calls, strict=True))
+
+
+def test_a_float32_residual_rounds_less():
+    assert rounding("float32") < rounding("compute")
 
 
 @pytest.mark.parametrize("case", CASES)
