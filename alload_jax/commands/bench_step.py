@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from alload_jax.errors import InputError
 HELP = "One training step of a Wan-shaped model: seconds and memory, against diffusers in PyTorch."
 
 _WIDTH = 150
+_ERROR_LINE = re.compile(r"[\w.]*(Error|Exception): ")
 _MEMORY_SHARE = "0.95"
 """Of the device, for JAX: what it takes at start is not what is reported."""
 
@@ -84,6 +86,7 @@ def run(options: argparse.Namespace) -> int:
                 f"alload bench step: --against diffusers needs {module}; "
                 "install alload-jax[parity], or leave the flag out"
             )
+    cases = list(_cases(options))
     content: dict[str, Any] = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "model": _model(options),
@@ -92,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         "cases": [],
     }
     console = Console(soft_wrap=True, width=_WIDTH)
-    for name, module, settings in _cases(options):
+    for name, module, settings in cases:
         result = _measured(module, settings)
         content["cases"].append({"name": name, **result})
         console.print(f"{name}: {_outcome(result)}")
@@ -100,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         out.write_text(json.dumps(content, indent=1) + "\n")
     console.print(_table(content))
     print(f"written: {out}")
-    return 0
+    return 0 if any("seconds" in case for case in content["cases"]) else 1
 
 
 def _model(options: argparse.Namespace) -> dict[str, int]:
@@ -145,7 +148,8 @@ def _measured(module: str, settings: dict[str, Any]) -> dict[str, Any]:
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
         return json.loads(lines[-1])
-    reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    errors = [line for line in done.stderr.splitlines() if _ERROR_LINE.match(line)]
+    reason = (errors or done.stderr.strip().splitlines() or ["no output"])[-1]
     return {"error": f"ended with status {done.returncode}: {reason}", "settings": settings}
 
 

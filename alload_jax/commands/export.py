@@ -1,6 +1,7 @@
 """`alload export`: a run's weights as a folder that diffusers loads."""
 
 import argparse
+from pathlib import Path
 
 HELP = "Write a run's weights as a transformer folder of diffusers."
 
@@ -20,14 +21,17 @@ def run(options: argparse.Namespace) -> int:
     # Only now: they need JAX, which takes a second to import.
     from alload_jax.commands.model_source import find_run
     from alload_jax.models.wan import diffusers_fields
-    from alload_jax.models.weights import parameter_count, save_weights
+    from alload_jax.models.weights import parameter_count, require_free, save_weights
     from alload_jax.training.inference import one_device_mesh
 
     source = find_run(options.checkpoint, options.weights, options.step)
     diffusers_fields(source.config)  # refuses what diffusers has no model for
+    require_free(Path(options.out))
     save_weights(options.out, source.params(one_device_mesh()), source.config, options.dtype)
+    assert source.config.text is not None
     print(
         f"{options.out}: {parameter_count(source.config):,} parameters of step {source.step}, "
-        f"{options.dtype}; load it with WanTransformer3DModel.from_pretrained({options.out!r})"
+        f"{options.dtype}; load it with WanTransformer3DModel.from_pretrained({options.out!r}) "
+        f"and fill texts to {source.config.text.length} tokens (max_sequence_length)"
     )
     return 0

@@ -61,9 +61,19 @@ class StoreWriter:
         self._writer: Any = None
 
     def __enter__(self) -> Self:
-        shutil.rmtree(self._partial, ignore_errors=True)
+        self._remove_leftover()
         self._partial.mkdir(parents=True)
         return self
+
+    def _remove_leftover(self) -> None:
+        """Removes what a killed writer left, and nothing else that may have that name."""
+        found = list(self._partial.iterdir()) if self._partial.is_dir() else []
+        if strangers := [path for path in found if path.suffix not in (".arrayrecord", ".parquet")]:
+            raise InputError(
+                f"{strangers[0]}: is in the way of {self.folder}, which is written there first; "
+                "move it away or name another folder"
+            )
+        shutil.rmtree(self._partial, ignore_errors=True)
 
     def add(self, latents: np.ndarray, condition: np.ndarray, size: tuple[int, int, int]) -> None:
         """Appends a sample.

@@ -19,7 +19,8 @@ def noise_levels(sampler: Sampler, steps: int, shift: float) -> np.ndarray:
 
     Those of euler are equally spaced before the shift. Those of unipc are the ones that diffusers'
     UniPCMultistepScheduler has with `use_flow_sigmas`: equally spaced from 1 towards 1/1000, and
-    then 0, so that its last step is longer than the others.
+    then 0, so that its last step is longer than the others. The model is told 1000·σ itself, where
+    diffusers' pipelines round that down to a whole number.
 
     Args:
       sampler: which sampler they are for.

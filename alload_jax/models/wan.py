@@ -10,6 +10,13 @@ from alload_jax.models.config import DiTConfig, ImageConfig, TextConfig
 
 _CLASS = "WanTransformer3DModel"
 _ROPE_MAX_SEQ_LEN = 1024
+_COUNTS = frozenset(
+    (
+        *("num_attention_heads", "attention_head_dim", "ffn_dim", "num_layers", "in_channels"),
+        *("num_heads", "dim", "in_dim", "out_dim", "freq_dim", "text_dim", "text_len"),
+    )
+)
+_OPTIONAL_COUNTS = frozenset(["out_channels", "image_dim", "pos_embed_seq_len"])
 _TEXT_LENGTH = 512
 """Tokens that Wan's pipelines fill every text to; diffusers' config does not hold it."""
 
@@ -29,6 +36,7 @@ def read_model_config(path: Path) -> DiTConfig:
     if not isinstance(fields, dict):
         raise InputError(f"{path}: holds {type(fields).__name__}, not an object; download it again")
     name = fields.get("_class_name", "none")
+    _check_types(path, fields)
     try:
         if name == _CLASS:
             return _from_diffusers(fields)
@@ -37,6 +45,26 @@ def read_model_config(path: Path) -> DiTConfig:
     except KeyError as error:
         raise InputError(f"{path}: lacks {error}; download it again") from error
     raise InputError(f"{path}: _class_name is {name}; this reads {_CLASS} and WanModel")
+
+
+def _check_types(path: Path, fields: dict[str, Any]) -> None:
+    for key, value in fields.items():
+        if key in _COUNTS or (key in _OPTIONAL_COUNTS and value is not None):
+            good = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 31
+            wanted = "a whole number above 0"
+        elif key == "eps":
+            good, wanted = isinstance(value, int | float), "a number"
+        elif key == "cross_attn_norm":
+            good, wanted = isinstance(value, bool), "true or false"
+        elif key == "patch_size":
+            good = isinstance(value, list) and [type(part) for part in value] == [int] * 3
+            wanted = "three whole numbers"
+        else:
+            continue
+        if not good:
+            raise InputError(
+                f"{path}: {key} is {value!r}; it must be {wanted}: download the file again"
+            )
 
 
 def _from_diffusers(fields: dict[str, Any]) -> DiTConfig:
@@ -94,7 +122,7 @@ def diffusers_fields(config: DiTConfig) -> dict[str, Any]:
     image = config.image
     return {
         "_class_name": _CLASS,
-        "_diffusers_version": "0.35.0",
+        "_diffusers_version": "0.42.1",
         "added_kv_proj_dim": config.dim if image else None,
         "attention_head_dim": config.dim // config.num_heads,
         "cross_attn_norm": config.cross_norm,

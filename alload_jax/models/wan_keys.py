@@ -1,7 +1,7 @@
 """Names and layouts of Wan's parameters: ours, diffusers' and those of Wan's own repository.
 
-Facts read from diffusers' WanTransformer3DModel (0.42) and the Wan 2.1 repository's WanModel; what
-they compute alike they name and lay out differently.
+Facts read from diffusers' WanTransformer3DModel (0.42.1) and the Wan 2.1 repository's WanModel;
+what they compute alike they name and lay out differently.
 """
 
 import math

@@ -1,8 +1,9 @@
 """Weights in and out: safetensors of diffusers or Wan's own repository, tensor by tensor."""
 
+import dataclasses
 import json
-import shutil
-from contextlib import ExitStack
+import math
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +18,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alload_jax.errors import InputError
-from alload_jax.models.config import DiTConfig
+from alload_jax.models.config import DiTConfig, TextConfig
 from alload_jax.models.dit import abstract_params
+from alload_jax.models.safetensor_files import INDEX, STEM, Checkpoint
 from alload_jax.models.wan import (
     diffusers_fields,
     read_model_config,
@@ -27,48 +29,12 @@ from alload_jax.models.wan import (
 from alload_jax.models.wan_keys import Tensor, naming_of, tensors
 from alload_jax.sharding.rules import tree_shardings
 
-_STEM = "diffusion_pytorch_model"
-_INDEX = f"{_STEM}.safetensors.index.json"
+_TEXT_LENGTH = "alload_text_length"
+"""Under this name an export's metadata say to how many tokens texts were filled in training."""
 _IGNORED = "norm_added_q"
 """Keys that some published files hold and no model uses; diffusers ignores them too."""
 
 WeightsDtype = Literal["float32", "bfloat16"]
-
-
-class Checkpoint:
-    """The tensors of a folder (or file) of safetensors, read one at a time.
-
-    Use as a context manager. `keys` maps each name to its file's handle.
-    """
-
-    def __init__(self, place: str | Path):
-        self.place = Path(place)
-        self.files = _files(self.place)
-        self.keys: dict[str, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "Checkpoint":
-        for file in self.files:
-            try:
-                handle = self._stack.enter_context(safetensors.safe_open(file, framework="numpy"))
-            except (safetensors.SafetensorError, OSError) as error:
-                self._stack.close()
-                raise InputError(
-                    f"{file}: is no whole safetensors file ({error}); download it again"
-                ) from error
-            self.keys |= dict.fromkeys(handle.keys(), handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Of one tensor; only the header is read."""
-        return tuple(self.keys[key].get_slice(key).get_shape())
-
-    def read(self, key: str) -> np.ndarray:
-        """One tensor, in the file's dtype."""
-        return self.keys[key].get_tensor(key)
 
 
 def load_weights(place: str | Path, config: DiTConfig, mesh: Mesh) -> Any:
@@ -121,6 +87,34 @@ def initial_weights(place: str | None, config: DiTConfig, mesh: Mesh) -> Any:
     return load_weights(place, config, mesh)
 
 
+def read_transformer(folder: Path) -> DiTConfig:
+    """The model that a folder of config.json and safetensors holds.
+
+    diffusers' config does not say to how many tokens texts are filled; our own exports note it in
+    the safetensors' metadata. Others are taken to be Wan's, with 512.
+
+    Raises:
+      InputError: config.json or the safetensors are missing or damaged.
+    """
+    config = read_model_config(folder / "config.json")
+    with Checkpoint(folder) as checkpoint:
+        noted = checkpoint.note(_TEXT_LENGTH)
+    if noted is None or not noted.isdecimal() or config.text is None:
+        return config
+    return dataclasses.replace(config, text=TextConfig(config.text.dim, int(noted)))
+
+
+def require_free(folder: Path) -> None:
+    """Checks that `save_weights` may make this folder.
+
+    Raises:
+      InputError: it exists, and is no empty folder.
+    """
+    empty = folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
+    if (folder.exists() or folder.is_symlink()) and not empty:
+        raise InputError(f"{folder}: exists already; name another folder or remove it")
+
+
 def save_weights(
     folder: str | Path,
     params: Any,
@@ -138,61 +132,46 @@ def save_weights(
       shard_bytes: most bytes of a file; as many are held on the host at a time.
 
     Raises:
-      InputError: the folder is not empty, or diffusers has no such model.
+      InputError: the folder is not empty, it cannot be written, or diffusers has no such model.
     """
     folder = Path(folder)
     fields = diffusers_fields(config)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise InputError(f"{folder}: exists already; name another folder or remove it")
-    partial_folder = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    partial_folder.mkdir(parents=True)
+    require_free(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
+    ) as scratch:
+        whole = Path(scratch) / "transformer"
+        whole.mkdir()
+        try:
+            names = _write_tensors(whole, params, config, dtype, shard_bytes)
+        except safetensors.SafetensorError as error:
+            raise InputError(f"{folder}: cannot be written ({error}); make room there") from error
+        (whole / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        whole.replace(folder)  # an empty folder gives way
+    return [folder / name for name in names]
+
+
+def _write_tensors(
+    folder: Path, params: Any, config: DiTConfig, dtype: WeightsDtype, shard_bytes: int
+) -> list[str]:
+    """Writes the safetensors and, where they are several, their index; returns their names."""
+    assert config.text is not None
     arrays = flatten_dict(params, sep="/")
     target = np.dtype(np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
     groups = _groups(tensors(config, "diffusers"), target.itemsize, shard_bytes)
     names = [_file_name(n, len(groups)) for n in range(len(groups))]
+    notes = {"format": "pt", _TEXT_LENGTH: str(config.text.length)}
     for name, group in zip(names, groups, strict=True):
         content = {t.key: _theirs(t, arrays[t.path]).astype(target) for t in group}
-        safetensors.numpy.save_file(content, partial_folder / name, metadata={"format": "pt"})
-        (partial_folder / name).chmod(0o644)  # safetensors lets no one else read it
+        safetensors.numpy.save_file(content, folder / name, metadata=notes)
+        (folder / name).chmod(0o644)  # safetensors lets no one else read it
     if len(groups) > 1:
         weight_map = {t.key: name for name, g in zip(names, groups, strict=True) for t in g}
-        total = sum(int(np.prod(t.shape)) for g in groups for t in g) * target.itemsize
+        total = sum(math.prod(t.shape) for g in groups for t in g) * target.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (partial_folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    (partial_folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    if folder.exists():
-        folder.rmdir()
-    partial_folder.rename(folder)
-    return [folder / name for name in names]
-
-
-def _files(place: Path) -> list[Path]:
-    """The safetensors files that a checkpoint consists of."""
-    pickled = [*place.glob("*.pth"), *place.glob("*.pt"), *place.glob("*.bin")]
-    if place.suffix in (".pth", ".pt", ".bin", ".ckpt"):
-        pickled = [place]
-    if place.is_file() and not pickled:
-        return [place]
-    index = place / _INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{index}: is no index of safetensors; download it again") from error
-        if lost := [name for name in names if not (place / name).is_file()]:
-            raise InputError(f"{place}: lacks {', '.join(lost)}; download it again")
-        return [place / name for name in names]
-    if found := sorted(place.glob("*.safetensors")):
-        return found
-    if pickled:
-        raise InputError(
-            f"{pickled[0]}: is pickled, which can run code and is not read here; convert it with "
-            "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'x.safetensors')"
-        )
-    raise InputError(
-        f"{place}: holds no safetensors; name a folder with config.json and *.safetensors"
-    )
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return names
 
 
 def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor]) -> None:
@@ -203,10 +182,12 @@ def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor]) -> None:
     for tensor in wanted:
         if tensor.key in present and (shape := checkpoint.shape(tensor.key)) != tensor.shape:
             problems.append(f"{tensor.key} has shape {shape}, not {tensor.shape}")
+        if tensor.key in present and not checkpoint.is_float(tensor.key):
+            problems.append(f"{tensor.key} is {checkpoint.dtype(tensor.key)}, not float 16 to 64")
     if problems:
         raise InputError(
             f"{checkpoint.place}: does not fit the model: {'; '.join(problems)}; "
-            "set model.* to the checkpoint's architecture"
+            "name a whole checkpoint of the model's architecture"
         )
 
 
@@ -240,7 +221,7 @@ def _groups(wanted: list[Tensor], itemsize: int, most: int) -> list[list[Tensor]
     groups: list[list[Tensor]] = [[]]
     size = 0
     for tensor in wanted:
-        bytes_ = int(np.prod(tensor.shape)) * itemsize
+        bytes_ = math.prod(tensor.shape) * itemsize
         if groups[-1] and size + bytes_ > most:
             groups.append([])
             size = 0
@@ -251,8 +232,8 @@ def _groups(wanted: list[Tensor], itemsize: int, most: int) -> list[list[Tensor]
 
 def _file_name(number: int, count: int) -> str:
     if count == 1:
-        return f"{_STEM}.safetensors"
-    return f"{_STEM}-{number + 1:05d}-of-{count:05d}.safetensors"
+        return f"{STEM}.safetensors"
+    return f"{STEM}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def parameter_count(config: DiTConfig) -> int:

@@ -168,6 +168,16 @@ def test_what_a_killed_writer_left_is_replaced(tmp_path):
     assert not (store / "shard-99999.arrayrecord").exists()
 
 
+def test_a_folder_of_the_users_in_the_way_is_left_alone(tmp_path):
+    make_used_folder(tmp_path / "store.partial")
+    with (
+        pytest.raises(InputError, match=r"notes\.txt: is in the way"),
+        StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)),
+    ):
+        pass
+    assert (tmp_path / "store.partial" / "notes.txt").read_text() == "mine"
+
+
 def make_used_folder(path):
     path.mkdir()
     (path / "notes.txt").write_text("mine")

@@ -14,11 +14,16 @@ from flax.traverse_util import flatten_dict
 from wan_golden import CASES, GOLDEN, golden_calls
 
 from alload_jax.errors import InputError
-from alload_jax.models import weights
 from alload_jax.models.config import DiTConfig, TextConfig
+from alload_jax.models.safetensor_files import INDEX
 from alload_jax.models.wan import read_model_config, require_same_architecture
 from alload_jax.models.wan_keys import tensors
-from alload_jax.models.weights import load_weights, parameter_count, save_weights
+from alload_jax.models.weights import (
+    load_weights,
+    parameter_count,
+    read_transformer,
+    save_weights,
+)
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.state import model_graph
 
@@ -151,7 +156,7 @@ def test_names_of_the_original_repository():
     assert keys == {f"{n}.{part}" for n in linear for part in ("weight", "bias")} | set(alone)
 
 
-def test_weights_arrive_on_the_meshs_shardings(tmp_path):
+def test_weights_arrive_on_the_meshs_shardings():
     config = golden_config("t2v")
     mesh = make_mesh(MeshConfig(data=4, fsdp=2))
     params = load_weights(GOLDEN / "t2v" / "transformer", config, mesh)
@@ -200,11 +205,38 @@ def spoil_torn(folder):
 
 
 def spoil_lost(folder):
-    (folder / weights._INDEX).write_text('{"weight_map": {"x": "a-00001-of-00002.safetensors"}}')
+    (folder / INDEX).write_text('{"weight_map": {"x": "a-00001-of-00002.safetensors"}}')
 
 
 def spoil_index(folder):
-    (folder / weights._INDEX).write_text("{}")
+    (folder / INDEX).write_text("{}")
+
+
+def spoil_index_of_numbers(folder):
+    (folder / INDEX).write_text('{"weight_map": {"x": 3}}')
+
+
+def spoil_index_outside(folder):
+    (folder / INDEX).write_text('{"weight_map": {"x": "/etc/passwd"}}')
+
+
+def spoil_twice(folder):
+    shutil.copy(folder / "diffusion_pytorch_model.safetensors", folder / "other.safetensors")
+
+
+def spoil_folder(folder):
+    (folder / "x.safetensors").mkdir()
+
+
+def spoil_integers(folder):
+    file = folder / "diffusion_pytorch_model.safetensors"
+    golden = safetensors.numpy.load_file(file)
+    safetensors.numpy.save_file(golden | {"proj_out.bias": np.ones(16, np.int64)}, file)
+
+
+def spoil_float8(folder):
+    file = folder / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F8_E4M3"'))
 
 
 def spoil_empty(folder):
@@ -218,6 +250,12 @@ def spoil_empty(folder):
         (spoil_torn, "no whole safetensors file"),
         (spoil_lost, "lacks a-00001-of-00002"),
         (spoil_index, "is no index"),
+        (spoil_index_of_numbers, "names 3, which is no file beside it"),
+        (spoil_index_outside, "names '/etc/passwd'"),
+        (spoil_twice, r"is in both diffusion_pytorch_model\.safetensors and other\.safetensors"),
+        (spoil_folder, "is a folder"),
+        (spoil_integers, r"proj_out\.bias is I64, not float"),
+        (spoil_float8, "no whole safetensors file"),
         (spoil_empty, "holds no safetensors"),
     ],
 )
@@ -244,6 +282,69 @@ def test_config_files_that_are_none(text, words, tmp_path):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=words):
         read_model_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_attention_heads", "2"),
+        ("num_layers", {}),
+        ("ffn_dim", None),
+        ("freq_dim", True),
+        ("text_dim", 2.0),
+        ("out_channels", "4"),
+        ("eps", "a"),
+        ("patch_size", [2, 2]),
+        ("patch_size", 2),
+        ("cross_attn_norm", "yes"),
+    ],
+)
+def test_config_values_of_a_wrong_kind_are_named(key, value, tmp_path):
+    fields = json.loads((GOLDEN / "t2v" / "transformer" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {key: value}))
+    with pytest.raises(InputError, match=f"config.json: {key} is "):
+        read_model_config(tmp_path / "config.json")
+
+
+def test_comfyuis_prefix_is_known(tmp_path):
+    golden = safetensors.numpy.load_file(
+        GOLDEN / "t2v" / "transformer" / "diffusion_pytorch_model.safetensors"
+    )
+    prefixed = {f"model.diffusion_model.{key}": value for key, value in golden.items()}
+    safetensors.numpy.save_file(prefixed, tmp_path / "wan.safetensors")
+    config = golden_config("t2v")
+    mesh = make_mesh(ONE_DEVICE, jax.devices()[:1])
+    params = load_weights(tmp_path / "wan.safetensors", config, mesh)
+    jax.tree.map(np.testing.assert_array_equal, params, golden_params("t2v", config))
+
+
+def test_an_export_knows_how_long_its_texts_were(tmp_path):
+    config = golden_config("t2v", text=TextConfig(10, 7))
+    save_weights(tmp_path / "out", golden_params("t2v", config), config)
+    assert read_transformer(tmp_path / "out").text == config.text
+    assert read_transformer(GOLDEN / "t2v" / "transformer").text == TextConfig(10, 512)
+
+
+def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch):
+    config = golden_config("t2v")
+    params = golden_params("t2v", config)
+    (tmp_path / "out.partial").mkdir()  # a user's own folder
+
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", fail)
+    with pytest.raises(KeyboardInterrupt):
+        save_weights(tmp_path / "out", params, config)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+
+
+def test_a_link_is_not_written_over(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    config = golden_config("t2v")
+    with pytest.raises(InputError, match="exists already"):
+        save_weights(tmp_path / "link", golden_params("t2v", config), config)
 
 
 def test_the_originals_config_file(tmp_path):
