@@ -81,6 +81,8 @@ def main(argv: list[str]) -> int:
 
         # ------------------------------------------------------------ run folder
         write_config(config, folder / "config.yaml")
+        known = {"vae_stride": list(manifest.vae_stride), "text_length": manifest.longest_text()}
+        write_json(folder / "data.json", known)  # for `alload sample`, wherever the data goes
         append_environment(folder / "environment.json", argv, start)
         monitor = Monitor(
             plan,

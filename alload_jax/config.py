@@ -101,6 +101,7 @@ def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
     Raises:
       InputError: something in it is wrong.
     """
+    _check_yaml(_config_files(argv))
     description = "Train a video diffusion transformer."
     parser = _Parser(prog=prog, description=description, allow_abbrev=False)
     parser.command_line = argv
@@ -150,6 +151,20 @@ class _Parser(ArgumentParser):
                 raise cause
             cause = cause.__cause__ or cause.__context__
         raise InputError(_one_line(message, self.command_line)) from ex
+
+
+def _check_yaml(files: Sequence[str]) -> None:
+    """Names a file that is no YAML, and the line, which jsonargparse does not."""
+    for file in files:
+        try:
+            yaml.safe_load(Path(file).read_text())
+        except OSError:
+            continue
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            mark = getattr(error, "problem_mark", None)
+            line = f": line {mark.line + 1}" if mark else ""
+            reason = " ".join((getattr(error, "problem", None) or str(error)).split())
+            raise InputError(f"{file}{line}: is no YAML ({reason}); mend it") from error
 
 
 def _one_line(message: str, argv: Sequence[str]) -> str:

@@ -28,9 +28,10 @@ def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"error: {error.filename}: {error.strerror}; name another place", file=sys.stderr)
+        reason = error.strerror or str(error) or type(error).__name__
+        if error.filename is not None:
+            reason = f"{error.filename}: {reason}; name another place"
+        print(f"error: {' '.join(reason.split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

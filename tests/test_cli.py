@@ -335,6 +335,14 @@ def test_an_out_that_cannot_be_written_is_refused(alload, folder, out):
     assert sorted(folder.rglob("*")) == before
 
 
+def test_a_config_that_is_no_yaml_is_named_with_its_line(refused, folder):
+    (folder / "run.yaml").write_text("run:\n  folder: [x\ndata: y\n")
+    message = refused(*plan(*BOUNDS, "--config", "run.yaml", *OUT))
+    assert message.startswith("error: run.yaml: line 3: is no YAML (")
+    (folder / "run.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "run.yaml: is no YAML" in refused(*plan(*BOUNDS, "--config", "run.yaml", *OUT))
+
+
 def test_a_config_that_is_not_there_is_refused(refused):
     assert "none.yaml" in refused(*plan(*BOUNDS, "--config", "none.yaml", *OUT))
 
@@ -402,6 +410,23 @@ def test_run_command_ends_quietly_when_interrupted(capsys):
     assert capsys.readouterr() == ("", "interrupted\n")
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (OSError("two\nlines"), "two lines"),
+        (OSError(), "OSError"),
+        (OSError(28, "No space", "x"), "x: No space; name another place"),
+    ],
+)
+def test_run_command_turns_a_failure_of_the_system_into_a_line(capsys, error, line):
+    def fail(argv):
+        raise error
+
+    assert run_command(fail, []) == 2
+    assert capsys.readouterr() == ("", f"error: {line}\n")
+
+
 def test_run_command_hides_no_bug_behind_a_users_error():
     with pytest.raises(ZeroDivisionError):
         run_command(lambda argv: 1 // 0, [])
@@ -433,3 +458,17 @@ def test_planning_from_the_command_line_needs_no_jax(folder):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_no_help_needs_jax():
+    names = ["", "plan", "prepare", "sample", "export", "bench", "bench kernel", "bench step"]
+    code = (
+        "import sys; from alload_jax import cli\n"
+        f"for name in {names}:\n"
+        "    try: cli.main([*name.split(), '--help'])\n"
+        "    except SystemExit as stop: print('stopped', stop.code, 'jax' in sys.modules)"
+    )
+    done = shell("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("stopped 0 False\n") == len(names)
+    assert "480p" in done.stdout  # Wan's advice on --shift

@@ -14,13 +14,15 @@ from alload_jax.diffusion.schedules import Sampler
 from alload_jax.diffusion.timesteps import shift_of
 from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
-from alload_jax.models.wan import read_model_config
-from alload_jax.models.weights import load_weights
+from alload_jax.models.weights import load_weights, read_transformer
 from alload_jax.planning.geometry import Geometry, Triple
 from alload_jax.training.inference import WeightsKind, find_step, restore_params
+from alload_jax.training.telemetry import read_json
 
 WAN_SHIFT = 5.0
 WAN_GUIDANCE = 5.0
+DATA_NAME = "data.json"
+"""What train.py notes in its run folder about the data."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +74,38 @@ class RunSource:
         """Of the data that the run learnt from; may be gone."""
         return Path(self.run.data.folder) / MANIFEST_NAME
 
-    def vae_stride(self) -> Triple:
-        """As the data's manifest says; without one, that of pixels or of Wan's VAE."""
-        found = manifest_metadata(self.manifest).get("vae_stride")
-        return tuple(found) if found else _likely_stride(self.config)
+    def vae_stride(self) -> Triple | None:
+        """As data.json says, or the data's manifest; None if both are gone."""
+        noted = self._noted() or manifest_metadata(self.manifest)
+        found = noted.get("vae_stride")
+        return tuple(found) if found else None
 
     def text_length(self) -> int | None:
-        """Classes that each sample is trained with; None if the manifest is gone."""
+        """Classes that each sample is trained with; None if data.json and manifest are gone."""
+        if noted := self._noted():
+            return noted["text_length"]
         try:
             table = pyarrow.parquet.read_table(self.manifest, columns=["text_length"])
         except (pa.ArrowException, OSError):
             return None
         return max(1, *table["text_length"].to_pylist())
+
+    def _noted(self) -> dict[str, Any]:
+        """What train.py noted about the data; empty for a run from before it did."""
+        file = self.folder / DATA_NAME
+        if (noted := read_json(file)) is None:
+            return {}
+        stride, length = (
+            noted.get(key) if isinstance(noted, dict) else None
+            for key in ("vae_stride", "text_length")
+        )
+        parts = [*stride, length] if isinstance(stride, list) else []
+        if len(parts) != 4 or not all(type(one) is int and one > 0 for one in parts):
+            raise InputError(
+                f"{file}: needs vae_stride, three whole numbers from 1, and text_length, one; mend "
+                "it or remove it"
+            )
+        return noted
 
 
 @dataclass(frozen=True)
@@ -113,8 +135,8 @@ class WanSource:
         return load_weights(self.folder, self.config, mesh)
 
     def vae_stride(self) -> Triple:
-        """That of Wan's VAE, unless the channels are those of pixels."""
-        return _likely_stride(self.config)
+        """That of the VAE that has so many channels."""
+        return likely_stride(self.config)
 
     def text_length(self) -> None:
         """Texts are filled to the model's own length."""
@@ -151,7 +173,7 @@ def find_source(
                 f"{place}: is no run folder of train.py, so that {flag} {value} has no meaning; "
                 "leave it out"
             )
-    return WanSource(place, read_model_config(place / "config.json"))
+    return WanSource(place, read_transformer(place))
 
 
 def find_run(
@@ -170,5 +192,7 @@ def find_run(
     return RunSource(place, config, find_step(place / "checkpoints", step), weights or "ema")
 
 
-def _likely_stride(config: DiTConfig) -> Triple:
-    return (1, 1, 1) if config.in_channels in (1, 3) else Geometry().vae_stride
+def likely_stride(config: DiTConfig) -> Triple:
+    """That of pixels, of Wan 2.2's VAE or of Wan 2.1's, by the model's channels."""
+    known: dict[int, Triple] = {1: (1, 1, 1), 3: (1, 1, 1), 48: (4, 16, 16)}
+    return known.get(config.in_channels, Geometry().vae_stride)

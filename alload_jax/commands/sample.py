@@ -3,8 +3,10 @@
 import argparse
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -27,6 +29,11 @@ the list's folder"""
 
 _LISTED = ("negative_embeds", "image_embeds", "frames", "height", "width", "seed", "out")
 """Flags that hold for every line of a list which does not say otherwise."""
+
+_MOST = 1000
+"""Steps, samples at once, pixels along the side of one, and pixels per latent."""
+
+_STRIDES = frozenset(map(str, range(1, _MOST + 1)))
 
 
 class _Group(NamedTuple):
@@ -54,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--height", type=int, help="in pixels")
     add("--width", type=int, help="in pixels")
     add("--vae-stride", nargs="+", metavar="N", help="pixels per latent, T H W; default: the "
-        "data's, 1 1 1 for a model of 1 or 3 channels, else 4 8 8")  # fmt: skip
+        "data's, else by the channels: 1 1 1 for 1 or 3, 4 16 16 for 48, else 4 8 8")  # fmt: skip
     add("--steps", type=int, default=30, help="evaluations of the model; default 30")
     add("--sampler", choices=get_args(Sampler), help="default: the run's; unipc for diffusers")
     add("--guidance", type=float, help="classifier-free; 1 is none; default: the run's, else 5")
@@ -83,15 +90,14 @@ def run(options: argparse.Namespace) -> int:
             f"{source.config.latent_channels}: conditioning frames, which image-to-video models "
             "need, are not supported here; choose a text-to-video model"
         )
-    stride = _stride(options.vae_stride) or source.vae_stride()
-    length = source.text_length()
-    if length is None and source.config.text is None:
-        print("note: the data's manifest is gone; each sample is told its classes alone, where "
-            "training may have filled them up", file=sys.stderr)  # fmt: skip
-    target = Target(source.config, stride, length, options.zoom)
-    requests = [check_request(asked, target) for asked in _asked(options)]
-    _check_outs(requests, options.force)
+    asked = _asked(options)
+    target = Target(source.config, *_data(options, source), options.zoom)
+    requests = [check_request(one, target) for one in asked]
+    _check_outs(asked, options.force)
     groups = _groups(requests, options, source)
+    guidance = source.guidance if options.guidance is None else options.guidance
+    if guidance == 1 and any(request.negative for request in requests):
+        print("note: negative embeddings have no effect at --guidance 1", file=sys.stderr)
     _draw(groups, options, source)
     return 0
 
@@ -111,8 +117,9 @@ def _add_conditions(parser: argparse.ArgumentParser) -> None:
 
 def _check_numbers(options: argparse.Namespace) -> None:
     for name in ("steps", "batch", "zoom"):
-        if (value := getattr(options, name)) < 1:
-            raise InputError(f"alload sample: --{name} is {value}; it must be at least 1")
+        if not 1 <= (value := getattr(options, name)) <= _MOST:
+            bounds = f"at least 1 and at most {_MOST}"
+            raise InputError(f"alload sample: --{name} is {value}; it must be {bounds}")
     if options.guidance is not None and not math.isfinite(options.guidance):
         raise InputError(f"alload sample: --guidance is {options.guidance}; it must be finite")
     if options.shift is not None and not 0 < options.shift < math.inf:
@@ -126,12 +133,29 @@ def _stride(parts: list[str] | None) -> tuple[int, int, int] | None:
     if parts is None:
         return None
     numbers = ",".join(parts).split(",")
-    if len(numbers) != 3 or not all(one.isdecimal() and int(one) > 0 for one in numbers):
+    if len(numbers) != 3 or not all(one in _STRIDES for one in numbers):
         raise InputError(
-            f"alload sample: --vae-stride is {' '.join(parts)}; give three whole numbers from 1, "
-            "such as 4 8 8"
+            f"alload sample: --vae-stride is {' '.join(parts)}; give three whole numbers from 1 "
+            f"to {_MOST}, such as 4 8 8"
         )
     return (int(numbers[0]), int(numbers[1]), int(numbers[2]))
+
+
+def _data(
+    options: argparse.Namespace, source: "RunSource | WanSource"
+) -> tuple[tuple[int, int, int], int | None]:
+    """VAE stride and text length of the data; one note where they are guessed."""
+    from alload_jax.commands.model_source import likely_stride
+
+    length, guesses = source.text_length(), []
+    if (stride := _stride(options.vae_stride) or source.vae_stride()) is None:
+        stride = likely_stride(source.config)
+        guesses = [f"a VAE stride of {' '.join(map(str, stride))} is guessed; --vae-stride sets it"]
+    if length is None and source.config.text is None:
+        guesses += ["each sample is told its classes alone, where training may have filled them up"]
+    if guesses:
+        print(f"note: the data's manifest is gone: {'; '.join(guesses)}", file=sys.stderr)
+    return stride, length
 
 
 def _asked(options: argparse.Namespace) -> "list[Asked]":
@@ -148,19 +172,26 @@ def _asked(options: argparse.Namespace) -> "list[Asked]":
     return read_list(Path(options.list), values) if options.list else [Asked(values)]
 
 
-def _check_outs(requests: "list[Request]", force: bool) -> None:
-    seen: set[Path] = set()
-    for request in requests:
-        place = request.out.resolve()
-        if place in seen:
-            raise InputError(f"{request.out}: is named for two samples; name a file for each")
-        if place.is_dir():
-            raise InputError(f"{request.out}: is a folder; name a file")
-        if place.exists() and not force:
+def _check_outs(asked: "list[Asked]", force: bool) -> None:
+    """Refuses what cannot be written or must not be replaced; places are those the user gave."""
+    seen: set[str] = set()
+    for one in asked:
+        out, place = one.get("out"), f"{one.place('out')}: {one.get('out')}"
+        real = os.path.realpath(out)
+        if real in seen:
+            raise InputError(f"{place}: is named for two samples; name a file for each")
+        if os.path.isdir(real):
+            raise InputError(f"{place}: is a folder; name a file")
+        if os.path.lexists(out) and not force:
             raise InputError(
-                f"{request.out}: exists already; give --force to replace it, or name another file"
+                f"{place}: exists already; give --force to replace it, or name another file"
             )
-        seen.add(place)
+        folder = next(parent for parent in Path(real).parents if os.path.lexists(parent))
+        if not os.path.isdir(folder):
+            raise InputError(f"{place}: {folder} is no folder; name another place")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise InputError(f"{place}: {folder} may not be written to; name another place")
+        seen.add(real)
 
 
 def _groups(
@@ -193,15 +224,41 @@ def _draw(
     guidance = source.guidance if options.guidance is None else options.guidance
     notes = {"steps": options.steps, "sampler": sampler, "guidance": float(guidance)}
     params = source.params(one_device_mesh())
+    failed: list[str] = []
     for group in groups:
         draw = jax.jit(make_flow(config, sampler, group.sigmas, guidance))
         for part in _batches(group.requests, options.batch):
             filled = part + part[-1:] * (options.batch - len(part))
-            drawn = np.asarray(draw(params, *_inputs(filled, config)))
+            with _memory_named(part[0]):
+                drawn = np.asarray(draw(params, *_inputs(filled, config)))
             for request, clip in zip(part, drawn, strict=False):
+                if not np.isfinite(clip).all():
+                    failed.append(str(request.out))
+                    continue
                 own = {"seed": request.seed, "shift": float(group.shift)}
                 write_clip(request.out, clip, notes | own, options.zoom)
                 print(request.out, flush=True)
+    if failed:
+        raise InputError(
+            f"{', '.join(failed)}: what the model drew is not finite; choose another checkpoint, "
+            "or a guidance closer to 1"
+        )
+
+
+@contextmanager
+def _memory_named(request: "Request") -> Iterator[None]:
+    """JAX's word that memory is spent, in one line."""
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
+            raise
+        raise InputError(
+            f"{request.out}: latents of {request.grid} do not fit this device's memory; choose a "
+            "smaller size or --batch"
+        ) from error
 
 
 def _inputs(requests: "list[Request]", config: "DiTConfig") -> tuple[Any, Any, Any]:
@@ -209,7 +266,7 @@ def _inputs(requests: "list[Request]", config: "DiTConfig") -> tuple[Any, Any, A
     import jax
     import jax.numpy as jnp
 
-    from alload_jax.report.requests import conditions
+    from alload_jax.report.embeddings import conditions
 
     shape = (*requests[0].grid, config.in_channels)
     noise = jnp.stack([jax.random.normal(jax.random.key(r.seed), shape) for r in requests])

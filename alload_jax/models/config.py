@@ -14,7 +14,7 @@ from pallas_kernels.layernorm_modulate import Implementation as NormImplementati
 _ARITHMETIC = ("dtype", "attention", "norm", "remat", "residual_dtype")
 """Fields that no parameter depends on."""
 
-_LATER: dict[str, Any] = {
+LATER_FIELDS: dict[str, Any] = {
     "text": None,
     "image": None,
     "out_channels": None,
@@ -131,7 +131,7 @@ class DiTConfig:
     def architecture(self) -> dict[str, Any]:
         """The fields that the parameters depend on, as JSON values."""
         fields = {k: v for k, v in asdict(self).items() if k not in _ARITHMETIC}
-        fields = {k: v for k, v in fields.items() if k not in _LATER or v != _LATER[k]}
+        fields = {k: v for k, v in fields.items() if k not in LATER_FIELDS or v != LATER_FIELDS[k]}
         return fields | {"patch_size": list(self.patch_size)}
 
     @property

@@ -18,6 +18,7 @@ PICTURES = (".png", ".gif", ".mp4")
 LATENTS = ".safetensors"
 
 _FRAME_MILLISECONDS = 110
+_GIF_SIDE = 2**16 - 1
 
 
 def check_format(place: str, path: Path, size: tuple[int, int, int], channels: int | None) -> None:
@@ -48,6 +49,11 @@ def check_format(place: str, path: Path, size: tuple[int, int, int], channels: i
         raise InputError(
             f"{place}: {path} holds one frame, but {frames} are drawn; choose .gif or .mp4"
         )
+    if suffix == ".gif" and max(height, width) > _GIF_SIDE:
+        raise InputError(
+            f"{place}: {path} would have {height}×{width} pixels, but GIF takes sides up to "
+            f"{_GIF_SIDE}; choose .mp4 or a smaller size"
+        )
     if suffix == ".mp4" and not has_mp4():
         raise InputError(
             f"{place}: {path} needs the package av; install alload-jax[media], or choose .gif"
@@ -70,13 +76,31 @@ def write_clip(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int = 
       zoom: pixels of a picture along the side of each of the sample's.
 
     Raises:
-      InputError: a value is not finite.
+      InputError: a value is not finite, or the file cannot be written.
       KeyError: there is no such format; see `check_format`.
     """
     if not np.isfinite(clip).all():
         raise InputError(f"{path}: what the model drew is not finite; choose another checkpoint")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_whole(path, clip, notes, zoom)
+    except OSError as error:  # often without the name of the file, as when the disk is full
+        reason = error.strerror or str(error) or type(error).__name__
+        raise InputError(
+            f"{path}: cannot be written ({reason}); make room, or name another place"
+        ) from error
+
+
+def pixels(clip: np.ndarray, zoom: int = 1) -> list[Image.Image]:
+    """[frames, height, width, 1 or 3] from −1 to 1 as pictures, enlarged but not blurred."""
+    values = np.clip((clip + 1) * 127.5, 0, 255).astype(np.uint8)
+    values = values.repeat(zoom, axis=1).repeat(zoom, axis=2)
+    values = values[..., 0] if values.shape[-1] == 1 else values
+    return [Image.fromarray(np.ascontiguousarray(frame)) for frame in values]
+
+
+def _write_whole(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int) -> None:
     suffix = path.suffix.lower()
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     try:
         if suffix == LATENTS:
@@ -86,14 +110,6 @@ def write_clip(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int = 
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def pixels(clip: np.ndarray, zoom: int = 1) -> list[Image.Image]:
-    """[frames, height, width, 1 or 3] from −1 to 1 as pictures, enlarged but not blurred."""
-    values = np.clip((clip + 1) * 127.5, 0, 255).astype(np.uint8)
-    values = values.repeat(zoom, axis=1).repeat(zoom, axis=2)
-    values = values[..., 0] if values.shape[-1] == 1 else values
-    return [Image.fromarray(np.ascontiguousarray(frame)) for frame in values]
 
 
 def _write_png(path: Path, frames: list[Image.Image]) -> None:

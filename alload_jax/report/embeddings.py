@@ -1,39 +1,88 @@
 """Files of text or image embeddings: safetensors with one tensor, or one of the right name."""
 
+import functools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors
 
 from alload_jax.errors import InputError
+from alload_jax.models.config import DiTConfig
+from alload_jax.training.inference import Condition
+
+if TYPE_CHECKING:
+    from alload_jax.report.requests import Request
 
 
 def read_embeddings(path: Path, name: str) -> np.ndarray:
     """The tensor of that name in a safetensors file, or its only one: float32.
 
     Raises:
-      InputError: there is no such file or tensor.
+      InputError: there is no such file or tensor, or a value is not finite.
     """
     with _opened(path) as file:
-        return np.asarray(file.get_tensor(_key(path, file, name)), np.float32)
+        tensor = file.get_tensor(_key(path, file, name))
+    with np.errstate(over="ignore"):
+        values = np.asarray(tensor, np.float32)
+    if not np.isfinite(values).all():
+        raise InputError(f"{path}: holds values that are not finite in float32; make it anew")
+    return values
 
 
 def embeddings_shape(path: Path, name: str) -> tuple[int, ...]:
-    """The shape of what `read_embeddings` reads; only the file's header is read.
+    """The shape of what `read_embeddings` reads.
+
+    All of it is read and checked, but once: a list may name one file in many lines.
 
     Raises:
-      InputError: there is no such file or tensor.
+      InputError: there is no such file or tensor, or a value is not finite.
     """
-    with _opened(path) as file:
-        return tuple(file.get_slice(_key(path, file, name)).get_shape())
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return read_embeddings(path, name).shape
+    return _checked_shape(path, name, (found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+def conditions(requests: "Sequence[Request]", model: DiTConfig) -> tuple[Condition, Condition]:
+    """The condition of a batch and its null condition, float32 or int32 in host memory.
+
+    Args:
+      requests: of one `Request.shape()`.
+      model: that takes them.
+    """
+    image = None
+    if model.image:
+        image = np.stack([read_embeddings(r.image, "image") for r in requests if r.image])
+    if model.text is None:
+        tokens = np.array([request.classes for request in requests], np.int32)
+        return Condition(tokens, image), Condition(np.full_like(tokens, model.num_classes), image)
+    shape = (len(requests), model.text.length, model.text.dim)
+    text, negative = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    for row, request in enumerate(requests):
+        for array, file in ((text, request.prompt), (negative, request.negative)):
+            if file is not None:
+                found = read_embeddings(file, "text")
+                array[row, : len(found)] = found
+    return Condition(text, image), Condition(negative, image)
+
+
+@functools.lru_cache(maxsize=4096)
+def _checked_shape(path: Path, name: str, version: tuple[int, ...]) -> tuple[int, ...]:
+    return read_embeddings(path, name).shape
 
 
 def _opened(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; name a safetensors file of embeddings")
     try:
+        if not path.is_file():
+            raise InputError(f"{path}: no such file; name a safetensors file of embeddings")
+        path.open("rb").close()  # safetensors calls a file missing that may not be read
         return safetensors.safe_open(path, framework="numpy")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(f"{path}: cannot be read ({reason}); mend that or name another") from error
     except safetensors.SafetensorError as error:
         raise InputError(f"{path}: is no whole safetensors file ({error})") from error
 

@@ -2,7 +2,8 @@
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +14,7 @@ from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
 from alload_jax.planning.geometry import Geometry, Triple
 from alload_jax.report.clips import check_format
-from alload_jax.report.embeddings import embeddings_shape, read_embeddings
-from alload_jax.training.inference import Condition
+from alload_jax.report.embeddings import embeddings_shape
 
 NUMBERS = ("frames", "height", "width", "seed")
 FILES = ("prompt_embeds", "negative_embeds", "image_embeds", "out")
@@ -22,6 +22,8 @@ KEYS = ("class", *NUMBERS, *FILES)
 """What a request may hold; the flags are called likewise."""
 
 _SEEDS = 2**32
+_LARGEST = 2**31
+"""Of a size, and of the elements of a sample and of its picture."""
 
 
 class Target(NamedTuple):
@@ -112,6 +114,9 @@ def read_list(path: Path, defaults: Mapping[str, Any]) -> list[Asked]:
     """
     try:
         lines = path.read_text().splitlines()
+    except OSError as error:
+        place = f"alload sample: --list: {path}"
+        raise InputError(f"{place}: {error.strerror}; name a file of JSON lines") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: is no text ({error}); write JSON lines") from error
     found = [
@@ -138,11 +143,8 @@ def check_request(asked: Asked, target: Target) -> Request:
     out = asked.get("out")
     shown = (size[0], size[1] * target.zoom, size[2] * target.zoom)
     check_format(asked.place("out"), out, shown, target.picture_channels)
-    grid = Geometry(target.vae_stride, target.model.patch_size).latent_grid(
-        *(np.array([part]) for part in size)
-    )[0]
     return Request(
-        grid=(int(grid[0]), int(grid[1]), int(grid[2])),
+        grid=_grid(asked, size, target),
         seed=seed,
         out=out,
         classes=_classes(asked, target),
@@ -153,33 +155,10 @@ def check_request(asked: Asked, target: Target) -> Request:
     )
 
 
-def conditions(requests: Sequence[Request], model: DiTConfig) -> tuple[Condition, Condition]:
-    """The condition of a batch and its null condition, float32 or int32 in host memory.
-
-    Args:
-      requests: of one `Request.shape()`.
-      model: that takes them.
-    """
-    image = None
-    if model.image:
-        image = np.stack([read_embeddings(r.image, "image") for r in requests if r.image])
-    if model.text is None:
-        tokens = np.array([request.classes for request in requests], np.int32)
-        return Condition(tokens, image), Condition(np.full_like(tokens, model.num_classes), image)
-    shape = (len(requests), model.text.length, model.text.dim)
-    text, negative = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    for row, request in enumerate(requests):
-        for array, file in ((text, request.prompt), (negative, request.negative)):
-            if file is not None:
-                found = read_embeddings(file, "text")
-                array[row, : len(found)] = found
-    return Condition(text, image), Condition(negative, image)
-
-
 def _read_line(line: str, place: str, folder: Path, defaults: Mapping[str, Any]) -> Asked:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{place}: is no JSON ({error}); write an object") from error
     if not isinstance(fields, dict):
         raise InputError(f"{place}: holds {type(fields).__name__}; write an object")
@@ -212,6 +191,8 @@ def _check_size(asked: Asked, name: str, value: int, target: Target) -> None:
     """Sizes must be whole patches of whole latents; the first frame has a latent of its own."""
     axis = ("frames", "height", "width").index(name)
     stride, patch = target.vae_stride[axis], target.model.patch_size[axis]
+    if value > _LARGEST:
+        raise InputError(f"{asked.place(name)} is {value}; it must be at most {_LARGEST}")
     begin = 1 - stride if name == "frames" else 0
     step = stride * patch
     whole = (value - begin) // step
@@ -222,6 +203,20 @@ def _check_size(asked: Asked, name: str, value: int, target: Target) -> None:
         f"{asked.place(name)} is {value}, which a VAE stride of {stride} and patches of {patch} "
         f"don't divide; nearest: {' and '.join(near or [str(begin + step)])}"
     )
+
+
+def _grid(asked: Asked, size: Triple, target: Target) -> Triple:
+    """Latent (frames, height, width) of a sample that is not absurdly large."""
+    geometry = Geometry(target.vae_stride, target.model.patch_size)
+    found = geometry.latent_grid(*(np.array([part]) for part in size))[0].tolist()
+    shown = math.prod(size) * (target.zoom**2 * 3 if target.picture_channels else 0)
+    if math.prod(found) * target.model.in_channels > _LARGEST or shown > _LARGEST:
+        frames, height, width = size
+        raise InputError(
+            f"{asked.place('frames')} {frames} with height {height} and width {width} has more "
+            f"than {_LARGEST} values; choose a smaller size"
+        )
+    return (found[0], found[1], found[2])
 
 
 def _classes(asked: Asked, target: Target) -> tuple[int, ...] | None:
@@ -285,7 +280,7 @@ def _image_tokens(asked: Asked, model: DiTConfig) -> int:
 
 
 def _tokens(asked: Asked, key: str, name: str, dim: int) -> int:
-    """How many embeddings a file holds; only its header is read."""
+    """How many embeddings a file holds; all are read and checked."""
     path = asked.values[key]
     shape = embeddings_shape(path, name)
     if len(shape) != 2 or shape[0] < 1 or shape[1] != dim:

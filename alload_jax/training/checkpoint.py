@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from alload_jax.errors import InputError
+from alload_jax.models.config import LATER_FIELDS
 from alload_jax.training.state import TrainState
 
 
@@ -84,7 +85,7 @@ class Checkpoints:
         """
         with self._damage_named(step):
             part = ocp.args.Composite(identity=ocp.args.JsonRestore())
-            found = self._manager.restore(step, args=part).identity
+            found = dict(self._manager.restore(step, args=part).identity)
         self._check_identity(step, found)
 
     def restore(self, step: int, like: TrainState) -> TrainState:
@@ -98,16 +99,9 @@ class Checkpoints:
             part = ocp.args.Composite(state=ocp.args.StandardRestore(like))
             return self._manager.restore(step, args=part).state
 
-    @contextmanager
-    def _damage_named(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except (ValueError, KeyError, OSError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise InputError(
-                f"{self.folder / str(step)}: this checkpoint cannot be read ({reason}); move it "
-                "away to continue from the one before"
-            ) from error
+    def _damage_named(self, step: int) -> AbstractContextManager[None]:
+        remedy = "move it away to continue from the one before"
+        return damage_named(self.folder / str(step), remedy)
 
     def save(self, step: int, state: TrainState) -> None:
         """Begins to write a checkpoint and returns once `state` may be changed."""
@@ -131,16 +125,29 @@ class Checkpoints:
             if theirs != ours:
                 raise InputError(
                     f"{self.folder / str(step)}: checkpoint of another {name}: "
-                    f"{_difference(theirs, ours)}; restore the config or choose another run.folder"
+                    f"{difference(theirs, ours)}; restore the config or choose another run.folder"
                 )
 
 
-def _difference(theirs: Any, ours: Any) -> str:
-    """The first value that differs, named."""
+@contextmanager
+def damage_named(place: Path, remedy: str) -> Iterator[None]:
+    """What Orbax raises while it reads becomes an InputError; some of it is bare Exceptions."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{place}: this checkpoint cannot be read ({reason}); {remedy}") from error
+
+
+def difference(theirs: Any, ours: Any) -> str:
+    """The first value that differs, named; both as JSON values."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         # Digests of the data and of its order last: they follow from what else differs.
         keys = sorted(theirs.keys() | ours.keys(), key=lambda k: (k in ("samples", "order"), k))
         for key in keys:
-            if theirs.get(key) != ours.get(key):
-                return f"{key} was {theirs.get(key)!r} and is now {ours.get(key)!r}"
+            was, now = (found.get(key, LATER_FIELDS.get(key)) for found in (theirs, ours))
+            if was != now:
+                return f"{key} was {was!r} and is now {now!r}"
     return f"it was {theirs!r} and is now {ours!r}"

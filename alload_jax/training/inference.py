@@ -4,8 +4,7 @@ Parameters come to one device: a sample of one sequence has no rows to split. Th
 in training, so a model of N parameters needs 4·N bytes there.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +22,7 @@ from alload_jax.models.config import DiTConfig
 from alload_jax.models.dit import abstract_params
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.sharding.rules import tree_shardings
+from alload_jax.training.checkpoint import damage_named, difference
 from alload_jax.training.state import model_graph
 
 WeightsKind = Literal["ema", "raw"]
@@ -92,12 +92,14 @@ def restore_params(
       InputError: the checkpoint is damaged, or its model is another than the config's.
     """
     place = folder.absolute() / str(step)
-    with _damage_named(place):
-        identity = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(place / "identity")
-    if identity.get("model") != config.architecture():
+    remedy = "choose another by --step"
+    with damage_named(place, remedy):
+        reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
+        model = reader.restore(place / "identity")["model"]
+    if model != config.architecture():
         raise InputError(
-            f"{place}: its model is {identity.get('model')}, but config.yaml describes "
-            f"{config.architecture()}; restore the config that the run was trained with"
+            f"{place}: its model is not config.yaml's: {difference(model, config.architecture())}; "
+            "restore the config that the run was trained with"
         )
     like = {_FIELDS[weights]: _placed_like(config, mesh)}
     part = ocp.args.PyTreeRestore(
@@ -105,7 +107,7 @@ def restore_params(
         restore_args=ocp.checkpoint_utils.construct_restore_args(like),
         partial_restore=True,
     )
-    with _damage_named(place):
+    with damage_named(place, remedy):
         reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
         return reader.restore(place / "state", args=part)[_FIELDS[weights]]
 
@@ -142,14 +144,3 @@ def _placed_like(config: DiTConfig, mesh: Mesh) -> Any:
         shapes,
         tree_shardings(shapes, mesh),
     )
-
-
-@contextmanager
-def _damage_named(place: Path) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, KeyError, OSError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"{place}: this checkpoint cannot be read ({reason}); choose another by --step"
-        ) from error

@@ -76,7 +76,7 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
 
     monkeypatch.setitem(clips._WRITERS, ".gif", fail)
     (tmp_path / "x.gif").write_text("old")
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(InputError, match=r"x.gif: cannot be written \(no space\); make room"):
         write_clip(tmp_path / "x.gif", clip(), {})
     assert [path.name for path in tmp_path.iterdir()] == ["x.gif"]
     assert (tmp_path / "x.gif").read_text() == "old"
@@ -95,6 +95,7 @@ def test_what_is_not_finite_is_refused(tmp_path):
         ("x", (1, 8, 8), 1, "suffixes"),
         ("x.png", (2, 8, 8), 1, "choose .gif or .mp4"),
         ("x.mp4", (2, 9, 8), 3, "9×8 pixels"),
+        ("x.gif", (2, 8, 65536), 1, "8×65536 pixels, but GIF"),
         ("x.gif", (2, 8, 8), None, "need a decoder; give it the suffix .safetensors"),
     ],
 )

@@ -1,11 +1,15 @@
+import shutil
+
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
+from alload_jax.training.inference import one_device_mesh, restore_params
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import abstract_state, init_state
 
@@ -56,6 +60,10 @@ def test_the_newest_and_every_so_many_are_kept(tmp_path, made):
             {"model": {"dim": 16}, "plan": {"m_mem": 80, "seed": 0}},
             "another plan: m_mem was 40 and is now 80",
         ),
+        (
+            {"model": {"dim": 16, "cross_norm": False}, "plan": IDENTITY["plan"]},
+            "another model: cross_norm was True and is now False",
+        ),
     ],
 )
 def test_another_models_or_plans_checkpoint_is_refused(tmp_path, made, identity, words):
@@ -68,3 +76,48 @@ def test_another_models_or_plans_checkpoint_is_refused(tmp_path, made, identity,
         other.restore(1, like)
     other.close()
     assert (tmp_path / "1").exists()
+
+
+def remove_arrays(folder):
+    for found in list(folder.rglob("d")):
+        shutil.rmtree(found)
+
+
+def garble_arrays(folder):
+    for found in folder.rglob("d/*"):
+        found.write_bytes(bytes(reversed(found.read_bytes())))
+
+
+def garble_manifest(folder):
+    (folder / "state" / "manifest.ocdbt").write_bytes(b"x")
+
+
+def garble_identity(folder):
+    (folder / "identity" / "metadata").write_text("[1]")
+
+
+@pytest.mark.parametrize("damage", [remove_arrays, garble_arrays, garble_manifest, garble_identity])
+def test_a_damaged_checkpoint_is_one_line(tmp_path, made, damage):
+    state, like = made
+    identity = {"model": MODEL.architecture()}
+    with opened(tmp_path, identity) as checkpoints:
+        checkpoints.save(1, state)
+    damage(tmp_path / "1")
+    with opened(tmp_path, identity) as checkpoints:
+        with pytest.raises(InputError, match="1: this checkpoint cannot be read") as refused:
+            checkpoints.restore(1, like)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(InputError, match="choose another by --step") as refused:
+        restore_params(tmp_path, 1, MODEL, one_device_mesh())
+    assert "\n" not in str(refused.value)
+
+
+def test_what_orbax_raises_is_an_input_error(tmp_path, made, monkeypatch):
+    def fail(*_, **__):
+        raise Exception("bare\nand long")
+
+    with opened(tmp_path, {"model": MODEL.architecture()}) as checkpoints:
+        checkpoints.save(1, made[0])
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
+    with pytest.raises(InputError, match=r"cannot be read \(bare\); choose"):
+        restore_params(tmp_path, 1, MODEL, one_device_mesh())
