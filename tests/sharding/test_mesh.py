@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from alload_jax.data.batch import Batch
 from alload_jax.data.collate import HostStep
+from alload_jax.data.condition import Conditions
 from alload_jax.data.placement import PlacedStep, place_ahead
 from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
@@ -54,7 +55,7 @@ def train(devices, **axes):
     optimizer = make_optimizer(OPTIMIZER, STEPS)
     state = init_state(MODEL, optimizer, mesh, seed=0)
     trainer = Trainer(MODEL, DiffusionConfig(), optimizer, OPTIMIZER, mesh, state)
-    list(trainer.compile(SHAPES, text_length=2))
+    list(trainer.compile(SHAPES, Conditions(2, np.dtype(np.int32), None, MODEL.num_classes)))
     losses = [float(trainer.step(step)["loss"]) for step in place_ahead(host_steps(), mesh)]
     return trainer, losses
 
