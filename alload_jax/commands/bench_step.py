@@ -128,7 +128,10 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, An
     theirs |= {"num_attention_heads": model["num_heads"], "attention_head_dim": model["head_dim"]}
     for number in options.torch_cases or range(len(_TORCH_CASES)):
         if not 0 <= number < len(_TORCH_CASES):
-            raise InputError(f"alload bench step: --torch-cases {number} is not one of 0 to 4")
+            raise InputError(
+                f"alload bench step: --torch-cases {number} is unknown; "
+                f"there are 0 to {len(_TORCH_CASES) - 1}"
+            )
         case = _TORCH_CASES[number]
         compiled = "whole" if case["compile"] is True else case["compile"]
         name = f"diffusers, {case['precision']}, {case['attention']}, compiled {compiled}"

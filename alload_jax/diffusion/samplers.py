@@ -61,8 +61,8 @@ def sample(
       velocity: of the flow; evaluated once per step.
       noise: [B, ...] float32, the start.
       condition: a pytree of arrays [B, ...], handed to `velocity`.
-      sigmas: [steps + 1], falling to 0: `noise_levels(sampler, steps, shift)`. For unipc they
-        cannot be traced.
+      sigmas: [steps + 1], falling to 0: `noise_levels(sampler, steps, shift)`. For euler they
+        may be traced.
 
     Returns:
       [B, ...] float32, the data drawn.
@@ -96,13 +96,6 @@ def trajectory(
 
     _, path = jax.lax.scan(record, state, steps)
     return jnp.concatenate([noise[None], path])
-
-
-def euler(
-    velocity: Velocity, noise: jax.Array, condition: Any, sigmas: np.ndarray | jax.Array
-) -> jax.Array:
-    """`sample` by Euler's method; sigmas may be traced."""
-    return sample("euler", velocity, noise, condition, sigmas)
 
 
 def _method(

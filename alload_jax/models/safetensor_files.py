@@ -35,7 +35,7 @@ class Checkpoint:
         with self._stack:
             owner: dict[str, Path] = {}
             for file in self.files:
-                handle = self._stack.enter_context(_opened(file))
+                handle = self._stack.enter_context(open_safetensors(file))
                 names = handle.keys()  # a handle itself does not iterate
                 for key in names:
                     if key in owner:
@@ -77,14 +77,21 @@ class Checkpoint:
         return next((value for value in found if value is not None), None)
 
 
-def _opened(file: Path) -> Any:
-    if file.is_dir():
-        raise InputError(f"{file}: is a folder, not a safetensors file; remove or rename it")
+def open_safetensors(file: Path) -> Any:
+    """The file's handle, a context manager whose tensors are NumPy's.
+
+    Raises:
+      InputError: the file is missing, may not be read, or is not whole.
+    """
     try:
+        file.open("rb").close()  # safetensors calls a file missing that may not be read
         return safetensors.safe_open(file, framework="numpy")
-    except (safetensors.SafetensorError, OSError) as error:
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(f"{file}: cannot be read ({reason}); mend that or name another") from error
+    except safetensors.SafetensorError as error:
         raise InputError(
-            f"{file}: is no whole safetensors file ({error}); download it again"
+            f"{file}: is no whole safetensors file ({error}); get it anew, or name another"
         ) from error
 
 

@@ -4,20 +4,19 @@ The same sample gives the same bytes. A file is written whole or not at all.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 from PIL import Image
 
 from alload_jax.errors import InputError
-from alload_jax.report.pictures import has_mp4
+from alload_jax.report.frames import has_mp4, to_bytes, write_frames
 
 PICTURES = (".png", ".gif", ".mp4")
 LATENTS = ".safetensors"
 
-_FRAME_MILLISECONDS = 110
 _GIF_SIDE = 2**16 - 1
 
 
@@ -72,7 +71,8 @@ def write_clip(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int = 
       path: .png (one frame), .gif (loops), .mp4, or .safetensors.
       clip: [frames, height, width, channels] float32. Pictures have 1 or 3 channels, −1 (black)
         to 1 (white).
-      notes: on how it was drawn; kept by .safetensors alone, as strings.
+      notes: on how it was drawn; JSON values, kept by .safetensors alone, in
+        its metadata as `sampling`.
       zoom: pixels of a picture along the side of each of the sample's.
 
     Raises:
@@ -93,8 +93,7 @@ def write_clip(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int = 
 
 def pixels(clip: np.ndarray, zoom: int = 1) -> list[Image.Image]:
     """[frames, height, width, 1 or 3] from −1 to 1 as pictures, enlarged but not blurred."""
-    values = np.clip((clip + 1) * 127.5, 0, 255).astype(np.uint8)
-    values = values.repeat(zoom, axis=1).repeat(zoom, axis=2)
+    values = to_bytes(clip).repeat(zoom, axis=1).repeat(zoom, axis=2)
     values = values[..., 0] if values.shape[-1] == 1 else values
     return [Image.fromarray(np.ascontiguousarray(frame)) for frame in values]
 
@@ -104,59 +103,12 @@ def _write_whole(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int)
     partial = path.with_name(f"{path.name}.partial")
     try:
         if suffix == LATENTS:
-            partial.write_bytes(_safetensors({"latents": clip}, notes))
+            # One note that holds all: the library shuffles several from write to write.
+            note = {"sampling": json.dumps(notes, sort_keys=True, ensure_ascii=False)}
+            content = {"latents": np.ascontiguousarray(clip, np.float32)}
+            partial.write_bytes(safetensors.numpy.save(content, note))
         else:
-            _WRITERS[suffix](partial, pixels(clip, zoom))
+            write_frames(partial, pixels(clip, zoom), suffix)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _write_png(path: Path, frames: list[Image.Image]) -> None:
-    frames[0].save(path, format="PNG")
-
-
-def _write_gif(path: Path, frames: list[Image.Image]) -> None:
-    frames[0].save(
-        path,
-        format="GIF",
-        save_all=True,
-        append_images=frames[1:],
-        duration=_FRAME_MILLISECONDS,
-        loop=0,
-    )
-
-
-def _write_mp4(path: Path, frames: list[Image.Image]) -> None:
-    import av  # of the extra `media`
-
-    # Neither versions and dates in the file, nor a number of threads that depends on the machine.
-    with av.open(str(path), "w", format="mp4", options={"fflags": "+bitexact"}) as container:
-        rate = round(1000 / _FRAME_MILLISECONDS)
-        stream = container.add_stream("libx264", rate=rate, options={"threads": "1"})
-        stream.width, stream.height = frames[0].size
-        stream.pix_fmt = "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
-        container.mux(stream.encode())
-
-
-_WRITERS: dict[str, Callable[[Path, list[Image.Image]], None]] = {
-    ".png": _write_png,
-    ".gif": _write_gif,
-    ".mp4": _write_mp4,
-}
-
-
-def _safetensors(arrays: dict[str, np.ndarray], notes: dict[str, Any]) -> bytes:
-    """The format's bytes, float32; the library's own writer shuffles metadata."""
-    header: dict[str, Any] = {"__metadata__": {key: str(notes[key]) for key in sorted(notes)}}
-    end = 0
-    for name, array in arrays.items():
-        begin, end = end, end + 4 * array.size
-        shape = list(array.shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    content = (np.ascontiguousarray(array, "<f4").tobytes() for array in arrays.values())
-    return b"".join((len(text).to_bytes(8, "little"), text, *content))

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import safetensors
 
 from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
+from alload_jax.models.safetensor_files import open_safetensors
 from alload_jax.training.inference import Condition
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def read_embeddings(path: Path, name: str) -> np.ndarray:
     Raises:
       InputError: there is no such file or tensor, or a value is not finite.
     """
-    with _opened(path) as file:
+    with open_safetensors(path) as file:
         tensor = file.get_tensor(_key(path, file, name))
     with np.errstate(over="ignore"):
         values = np.asarray(tensor, np.float32)
@@ -72,19 +72,6 @@ def conditions(requests: "Sequence[Request]", model: DiTConfig) -> tuple[Conditi
 @functools.lru_cache(maxsize=4096)
 def _checked_shape(path: Path, name: str, version: tuple[int, ...]) -> tuple[int, ...]:
     return read_embeddings(path, name).shape
-
-
-def _opened(path: Path) -> Any:
-    try:
-        if not path.is_file():
-            raise InputError(f"{path}: no such file; name a safetensors file of embeddings")
-        path.open("rb").close()  # safetensors calls a file missing that may not be read
-        return safetensors.safe_open(path, framework="numpy")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(f"{path}: cannot be read ({reason}); mend that or name another") from error
-    except safetensors.SafetensorError as error:
-        raise InputError(f"{path}: is no whole safetensors file ({error})") from error
 
 
 def _key(path: Path, file: Any, name: str) -> str:

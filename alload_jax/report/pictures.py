@@ -1,11 +1,12 @@
 """Grids of stills and clips as PNG and GIF."""
 
-import importlib.util
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
+from alload_jax.report.frames import to_bytes, write_frames
 
 ClipFormat = Literal["gif", "mp4"]
 
@@ -13,7 +14,6 @@ _TARGET_WIDTH = 900
 _GAP = 4
 _HEADER = 30
 _PAPER, _INK = (24, 26, 32), (220, 224, 232)
-_FRAME_MILLISECONDS = 110
 
 
 def write_grid(
@@ -28,38 +28,8 @@ def write_grid(
       clip_format: of clips; MP4 needs the extra `media`.
     """
     frames = [_grid(clips[:, :, n], headers) for n in range(clips.shape[2])]
-    if len(frames) == 1:
-        frames[0].save(path.with_suffix(".png"))
-        return
-    if clip_format == "mp4":
-        _write_mp4(path.with_suffix(".mp4"), frames)
-        return
-    frames[0].save(
-        path.with_suffix(".gif"),
-        save_all=True,
-        append_images=frames[1:],
-        duration=_FRAME_MILLISECONDS,
-        loop=0,
-    )
-
-
-def has_mp4() -> bool:
-    """Whether the extra `media` is installed."""
-    return importlib.util.find_spec("av") is not None
-
-
-def _write_mp4(path: Path, frames: list[Image.Image]) -> None:
-    import av  # of the extra `media`
-
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=round(1000 / _FRAME_MILLISECONDS))
-        # The codec takes even sizes only.
-        stream.width, stream.height = (size - size % 2 for size in frames[0].size)
-        stream.pix_fmt = "yuv420p"
-        for frame in frames:
-            cut = frame.crop((0, 0, stream.width, stream.height))
-            container.mux(stream.encode(av.VideoFrame.from_image(cut)))
-        container.mux(stream.encode())
+    suffix = ".png" if len(frames) == 1 else f".{clip_format}"
+    write_frames(path.with_suffix(suffix), frames, suffix)
 
 
 def _grid(images: np.ndarray, headers: list[str]) -> Image.Image:
@@ -73,7 +43,7 @@ def _grid(images: np.ndarray, headers: list[str]) -> Image.Image:
     for column, header in enumerate(headers):
         centre = (_GAP + column * cell_width + (cell_width - _GAP) / 2, _HEADER / 2)
         draw.text(centre, header, fill=_INK, font=font, anchor="mm")
-    pixels = np.clip((images + 1) * 127.5, 0, 255).astype(np.uint8)
+    pixels = to_bytes(images)
     pixels = np.broadcast_to(pixels, (*pixels.shape[:-1], 3)) if channels == 1 else pixels
     for row in range(rows):
         for column in range(columns):

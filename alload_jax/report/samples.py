@@ -18,7 +18,8 @@ from alload_jax.diffusion.timesteps import TimestepConfig, shift_of
 from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
 from alload_jax.report.digit_accuracy import Draw, digit_accuracy
-from alload_jax.report.pictures import ClipFormat, has_mp4, write_grid
+from alload_jax.report.frames import has_mp4
+from alload_jax.report.pictures import ClipFormat, write_grid
 from alload_jax.training.inference import Condition, make_flow
 
 

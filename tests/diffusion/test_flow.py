@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from alload_jax.diffusion.flow import interpolate, squared_error, velocity
-from alload_jax.diffusion.samplers import euler, guided
+from alload_jax.diffusion.samplers import guided, sample
 from alload_jax.diffusion.schedules import noise_levels
 from alload_jax.diffusion.timesteps import (
     TimestepConfig,
@@ -44,8 +44,12 @@ def test_euler_is_exact_on_the_flow_to_a_single_point(steps, shift):
     def towards_target(latents, sigma, labels):
         return (latents - target) / sigma[:, None, None, None, None]
 
-    drawn = euler(
-        towards_target, noise, jnp.zeros((3, 1), jnp.int32), noise_levels("euler", steps, shift)
+    drawn = sample(
+        "euler",
+        towards_target,
+        noise,
+        jnp.zeros((3, 1), jnp.int32),
+        noise_levels("euler", steps, shift),
     )
     np.testing.assert_allclose(drawn, target, atol=1e-5)
 
@@ -60,8 +64,12 @@ def test_euler_converges_at_first_order_on_a_gaussian():
         return latents * (t - (1 - t) * spread**2) / variance
 
     def error(steps):
-        drawn = euler(
-            gaussian, noise, jnp.zeros((3, 1), jnp.int32), noise_levels("euler", steps, 1.0)
+        drawn = sample(
+            "euler",
+            gaussian,
+            noise,
+            jnp.zeros((3, 1), jnp.int32),
+            noise_levels("euler", steps, 1.0),
         )
         return float(jnp.abs(drawn - spread * noise).max())
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from alload_jax.diffusion import unipc
-from alload_jax.diffusion.samplers import euler, guided, sample, trajectory
+from alload_jax.diffusion.samplers import guided, sample, trajectory
 from alload_jax.diffusion.schedules import Sampler, noise_levels
 from alload_jax.diffusion.timesteps import shift_sigma
 from alload_jax.errors import InputError
@@ -97,7 +97,7 @@ def test_a_sample_is_the_end_of_its_trajectory(sampler):
 
 def test_euler_takes_traced_levels():
     sigmas = noise_levels("euler", 7, 3.0)
-    drawn = jax.jit(lambda levels: euler(golden_flow, noise(), CONDITION, levels))(sigmas)
+    drawn = jax.jit(lambda levels: sample("euler", golden_flow, noise(), CONDITION, levels))(sigmas)
     np.testing.assert_allclose(
         drawn, sample("euler", golden_flow, noise(), CONDITION, sigmas), rtol=1e-5, atol=1e-6
     )

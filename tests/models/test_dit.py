@@ -1,5 +1,7 @@
 """The transformer against an independent float64 one, and its invariances."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,8 +83,9 @@ class Oracle:
         shift1, scale1, gate1, shift2, scale2, gate2 = layer["modulation"] + modulation
         y = self.norm(x) * (1 + scale1) + shift1
         x = x + self.attend(layer["self_attention"], y, y, places) * gate1
-        affine = layer["cross_norm"]
-        y = self.norm(x) * affine["scale"] + affine["bias"]
+        y = x
+        if affine := layer.get("cross_norm"):
+            y = self.norm(x) * affine["scale"] + affine["bias"]
         x = x + self.attend(layer["cross_attention"], y, condition, None)
         y = self.norm(x) * (1 + scale2) + shift2
         hidden = self.linear(layer["feed_forward"]["hidden"], y)
@@ -90,8 +93,9 @@ class Oracle:
         return x + self.linear(layer["feed_forward"]["out"], gelu) * gate2
 
     def attend(self, layer, x, context, places):
-        query = self.rms(layer["query_norm"], self.linear(layer["query"], x))
-        key = self.rms(layer["key_norm"], self.linear(layer["key"], context))
+        query, key = self.linear(layer["query"], x), self.linear(layer["key"], context)
+        if self.config.qk_norm:
+            query, key = self.rms(layer["query_norm"], query), self.rms(layer["key_norm"], key)
         value = self.linear(layer["value"], context)
         size = self.config.dim // self.config.num_heads
         outputs = []
@@ -133,12 +137,19 @@ class Oracle:
         return x / (1 + np.exp(-x))
 
 
-@pytest.mark.parametrize("size", [(1, 2, 2), (1, 8, 6), (5, 4, 2), (3, 2, 10)])
-def test_equals_the_float64_oracle_at_any_size(size):
-    graph, params = randomised(CONFIG)
-    latents, timestep, labels = inputs(CONFIG, 3, size)
+SIZES = [(CONFIG, size) for size in ((1, 2, 2), (1, 8, 6), (5, 4, 2), (3, 2, 10))]
+WITHOUT = [{"qk_norm": False}, {"cross_norm": False}]
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    SIZES + [(dataclasses.replace(CONFIG, **changes), (3, 4, 4)) for changes in WITHOUT],
+)
+def test_equals_the_float64_oracle_at_any_size(config, size):
+    graph, params = randomised(config)
+    latents, timestep, labels = inputs(config, 3, size)
     drawn = np.asarray(nnx.merge(graph, params)(latents, timestep, labels), np.float64)
-    oracle = Oracle(CONFIG, params)
+    oracle = Oracle(config, params)
     for n in range(3):
         expected = oracle(
             np.asarray(latents[n], np.float64), float(timestep[n]), np.asarray(labels[n])

@@ -1,0 +1,60 @@
+"""Pictures and moving pictures as files; the same frames give the same bytes."""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+_FRAME_MILLISECONDS = 110
+
+
+def has_mp4() -> bool:
+    """Whether the extra `media` is installed."""
+    return importlib.util.find_spec("av") is not None
+
+
+def to_bytes(values: np.ndarray) -> np.ndarray:
+    """−1 (black) to 1 (white) → uint8."""
+    return np.clip((values + 1) * 127.5, 0, 255).astype(np.uint8)
+
+
+def write_frames(path: Path, frames: Sequence[Image.Image], suffix: str) -> None:
+    """Writes frames as `suffix` says: .png (the first), .gif (loops) or .mp4 (extra `media`).
+
+    Raises:
+      KeyError: there is no such format.
+    """
+    {".png": _write_png, ".gif": _write_gif, ".mp4": _write_mp4}[suffix](path, frames)
+
+
+def _write_png(path: Path, frames: Sequence[Image.Image]) -> None:
+    frames[0].save(path, format="PNG")
+
+
+def _write_gif(path: Path, frames: Sequence[Image.Image]) -> None:
+    frames[0].save(
+        path,
+        format="GIF",
+        save_all=True,
+        append_images=frames[1:],
+        duration=_FRAME_MILLISECONDS,
+        loop=0,
+    )
+
+
+def _write_mp4(path: Path, frames: Sequence[Image.Image]) -> None:
+    import av  # of the extra `media`
+
+    # Neither versions and dates in the file, nor a number of threads that depends on the machine.
+    with av.open(str(path), "w", format="mp4", options={"fflags": "+bitexact"}) as container:
+        rate = round(1000 / _FRAME_MILLISECONDS)
+        stream = container.add_stream("libx264", rate=rate, options={"threads": "1"})
+        # The codec takes even sizes only.
+        stream.width, stream.height = (size - size % 2 for size in frames[0].size)
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            cut = frame.crop((0, 0, stream.width, stream.height))
+            container.mux(stream.encode(av.VideoFrame.from_image(cut)))
+        container.mux(stream.encode())
