@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict, dataclass
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,46 +15,106 @@ FORMAT = "alload-cost-model-1"
 
 
 class CostModel(Protocol):
-    """Predicts the cost of micro-batches."""
+    """Predicts the cost of micro-batches: a launch, their sequences, and filler tokens."""
 
-    def cost(self, rows: np.ndarray, seq_len: np.ndarray) -> np.ndarray:
-        """Cost of micro-batches of `rows` sequences of `seq_len` tokens each.
-
-        Args:
-          rows: [W] integers.
-          seq_len: [W] integers.
-
-        Returns:
-          [W] float64.
-        """
+    @property
+    def launch(self) -> float:
+        """Cost of a micro-batch, whatever it holds."""
         ...
+
+    def of_sequences(self, seq_len: np.ndarray) -> np.ndarray:
+        """Cost of each sequence within a micro-batch: [N] integers → [N] float64."""
+        ...
+
+    def of_filler(self, tokens: np.ndarray) -> np.ndarray:
+        """Cost of tokens of a packed row that belong to no sequence: [N] integers → [N]."""
+        ...
+
+
+def bucketed_cost(model: CostModel, rows: np.ndarray, seq_len: np.ndarray) -> np.ndarray:
+    """Cost of micro-batches of `rows` ([W]) sequences of `seq_len` ([W]) tokens each: [W]."""
+    return model.launch + np.asarray(rows, np.float64) * model.of_sequences(seq_len)
 
 
 @dataclass(frozen=True)
 class PowerCost:
-    """a·B·S^p, as in AdaptiveLoad (arXiv 2605.17923). With a = 1 it has no unit."""
+    """a·B·S^p, as in AdaptiveLoad (arXiv 2605.17923). With a = 1 it has no unit.
+
+    Filler tokens count as sequences of length 1.
+    """
 
     p: float = 2.0
     a: float = 1.0
 
-    def cost(self, rows: np.ndarray, seq_len: np.ndarray) -> np.ndarray:
-        """See `CostModel.cost`."""
-        return self.a * np.asarray(rows, np.float64) * np.asarray(seq_len, np.float64) ** self.p
+    @property
+    def launch(self) -> float:
+        """See `CostModel.launch`."""
+        return 0.0
+
+    def of_sequences(self, seq_len: np.ndarray) -> np.ndarray:
+        """See `CostModel.of_sequences`."""
+        return self.a * np.asarray(seq_len, np.float64) ** self.p
+
+    def of_filler(self, tokens: np.ndarray) -> np.ndarray:
+        """See `CostModel.of_filler`."""
+        return self.a * np.asarray(tokens, np.float64)
 
 
 @dataclass(frozen=True)
 class QuadraticCost:
-    """c0 + c1·ΣS + c2·ΣS² seconds: launch, per-token work, attention."""
+    """c0 + c_sequence·B + c1·ΣS + c2·ΣS² seconds: launch, conditions, per-token work, attention.
+
+    Attributes:
+      c0: of every micro-batch.
+      c1: of every token.
+      c2: of every pair of tokens of a sequence.
+      c_sequence: of every sequence: keys and values of its text, whatever its own length.
+    """
 
     c0: float
     c1: float
     c2: float
+    c_sequence: float = 0.0
 
-    def cost(self, rows: np.ndarray, seq_len: np.ndarray) -> np.ndarray:
-        """See `CostModel.cost`."""
-        rows = np.asarray(rows, np.float64)
+    @property
+    def launch(self) -> float:
+        """See `CostModel.launch`."""
+        return self.c0
+
+    def of_sequences(self, seq_len: np.ndarray) -> np.ndarray:
+        """See `CostModel.of_sequences`."""
         seq_len = np.asarray(seq_len, np.float64)
-        return self.c0 + self.c1 * rows * seq_len + self.c2 * rows * seq_len**2
+        return self.c_sequence + self.c1 * seq_len + self.c2 * seq_len**2
+
+    def of_filler(self, tokens: np.ndarray) -> np.ndarray:
+        """See `CostModel.of_filler`."""
+        return self.c1 * np.asarray(tokens, np.float64)
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """bytes = base + per_token · tokens of a micro-batch, on one device."""
+
+    base: float
+    per_token: float
+
+    def bytes_of(self, tokens: float) -> float:
+        """Most bytes in use while a micro-batch of that many tokens is trained on."""
+        return self.base + self.per_token * tokens
+
+    def max_tokens(self, budget: float, margin: float = 0.05) -> int:
+        """M_mem: most tokens of a micro-batch in `budget` bytes, of which `margin` stays free.
+
+        Raises:
+          InputError: not even one token fits.
+        """
+        tokens = int((budget * (1 - margin) - self.base) // self.per_token)
+        if tokens < 1:
+            raise InputError(
+                f"the model takes {self.base / 1e9:.1f} GB before any token, and the device has "
+                f"{budget / 1e9:.1f} GB with a margin of {margin:.0%}; shard it over more devices"
+            )
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -63,14 +124,26 @@ class CostFile:
     Attributes:
       power: the power law; its `p` is what `dual_constraint` plans with.
       quadratic: preferred over `power` for predicted costs.
+      memory: bytes over tokens.
       m_mem: tokens a rank may hold in one micro-batch.
       m_comp: most B·S^p of one micro-batch.
+      anchor_bytes: that a token of a split sequence sends between devices in one step.
+      model: the architecture that it was made for, by field.
+      device: that it was made on or for, as in `NVIDIA H200`.
+      origin: `measured` by `alload calibrate`, or `analytic`.
+      details: how it came about: points, residuals, goodness of fit, versions; not interpreted.
     """
 
     power: PowerCost | None = None
     quadratic: QuadraticCost | None = None
+    memory: MemoryModel | None = None
     m_mem: int | None = None
     m_comp: float | None = None
+    anchor_bytes: float | None = None
+    model: dict[str, Any] | None = None
+    device: str | None = None
+    origin: str | None = None
+    details: dict[str, Any] | None = None
 
 
 def write_cost_file(path: str | Path, costs: CostFile) -> None:
@@ -94,25 +167,32 @@ def read_cost_file(path: str | Path) -> CostFile:
         raise InputError(f"{path}: not JSON ({error}); write the cost model anew") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise InputError(f"{path}: not a cost model; its format field must be {FORMAT!r}")
+    for name, kind in (("model", dict), ("details", dict), ("device", str), ("origin", str)):
+        if not isinstance(content.get(name, kind()), kind):
+            raise InputError(f"{path}: {name} is {content[name]!r}; write the cost model anew")
     _check_numbers(content, path)
     try:
-        parts = {"power": PowerCost, "quadratic": QuadraticCost}
+        parts = {"power": PowerCost, "quadratic": QuadraticCost, "memory": MemoryModel}
         fields = {k: parts[k](**v) if k in parts else v for k, v in content.items()}
         if "m_mem" in fields:
             fields["m_mem"] = int(fields["m_mem"])
         return CostFile(**fields)
     except TypeError as error:
         raise InputError(
-            f"{path}: {error}; the fields are power, quadratic, m_mem, m_comp"
+            f"{path}: {error}; the fields are {', '.join(f.name for f in fields_of(CostFile))}"
         ) from error
 
 
 def _check_numbers(content: dict[str, Any], path: Path) -> None:
     """Refuses values that are not finite numbers in their range."""
-    above_zero = {"p", "m_mem", "m_comp"}
-    flat = {name: content[name] for name in ("m_mem", "m_comp") if name in content}
-    for part in content.values():
-        flat |= part if isinstance(part, dict) else {}
+    above_zero = {"p", "m_mem", "m_comp", "per_token"}
+    single = ("m_mem", "m_comp", "anchor_bytes")
+    flat = {name: content[name] for name in single if name in content}
+    for name in ("power", "quadratic", "memory"):
+        part = content.get(name, {})
+        if not isinstance(part, dict):
+            raise InputError(f"{path}: {name} is {part!r}; it must be an object of numbers")
+        flat |= part
     for name, value in flat.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alload_jax.planning.cost import CostModel
+from alload_jax.planning.cost import CostModel, bucketed_cost
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.plan import Plan, Step
 
@@ -98,7 +98,7 @@ def plan_metrics(
       cost_model: predicts what a micro-batch costs.
       m_mem: tokens that a micro-batch may hold.
     """
-    cost = rank_costs(plan, cost_model.cost(plan.rows, plan.padded_len))
+    cost = rank_costs(plan, bucketed_cost(cost_model, plan.rows, plan.padded_len))
     squares = rank_costs(plan, plan.rows * plan.padded_len.astype(np.float64) ** 2)
     makespan = cost.max(axis=-1)
     computed = int((plan.rows * plan.padded_len).sum())
@@ -147,7 +147,9 @@ def step_metrics(step: Step, plan: Plan, cost_model: CostModel) -> StepMetrics:
     """Measures one step of a plan under a cost model."""
     cost = np.zeros(plan.layout.ranks)
     for part in step.micro_batches:
-        cost[part.rank] += cost_model.cost(np.asarray(part.rows), np.asarray(part.seq_len))
+        cost[part.rank] += bucketed_cost(
+            cost_model, np.asarray(part.rows), np.asarray(part.seq_len)
+        )
     placed = [sample for part in step.micro_batches for sample in part.samples]
     tokens = int(plan.samples.seq_len[placed].sum())
     computed = sum(part.rows * part.seq_len for part in step.micro_batches)
@@ -169,7 +171,7 @@ def rank_costs(plan: EpochPlan, cost: np.ndarray) -> np.ndarray:
 
 def _largest_piece(plan: EpochPlan, cost_model: CostModel) -> np.ndarray:
     """[steps]: cost of each step's costliest single sample, alone in a micro-batch."""
-    alone = cost_model.cost(np.ones_like(plan.rows), plan.padded_len)
+    alone = cost_model.launch + cost_model.of_sequences(plan.padded_len)
     largest = np.zeros(plan.steps)
     np.maximum.at(largest, plan.step, alone)
     return largest

@@ -8,7 +8,7 @@ import pytest
 from planning_cases import of_lengths, refusal, write_json
 
 import alload_jax.planning
-from alload_jax.planning.cost import FORMAT, CostFile, PowerCost, QuadraticCost
+from alload_jax.planning.cost import FORMAT, CostFile, PowerCost, QuadraticCost, bucketed_cost
 from alload_jax.planning.policies.dual_constraint import DualConstraint
 from alload_jax.planning.policies.equal_tokens import EqualTokens
 from alload_jax.planning.policies.fixed import Fixed
@@ -133,7 +133,7 @@ def test_values_of_a_cost_model_that_cannot_be_used_are_refused(cost_file, field
     def plan_and_predict():
         config = PlanningConfig(cost_model=cost_file(**{"m_mem": 50} | fields))
         make_plan(config, of_lengths(10, 20), 2, seed=0)
-        config.predictor().cost(np.array([1]), np.array([10]))
+        bucketed_cost(config.predictor(), np.array([1]), np.array([10]))
 
     assert re.search(rf"\b{named}\b", refusal(plan_and_predict))
 
