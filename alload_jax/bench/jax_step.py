@@ -37,6 +37,7 @@ class Settings:
       batch: rows.
       latents: (frames, height, width).
       warmup, steps: runs before, and those that are timed.
+      condition_tokens: of each row, where the condition is classes.
     """
 
     model: dict[str, Any]
@@ -44,6 +45,7 @@ class Settings:
     latents: tuple[int, int, int]
     warmup: int = 2
     steps: int = 6
+    condition_tokens: int = 512
 
     def config(self) -> DiTConfig:
         """The model."""
@@ -54,27 +56,60 @@ class Settings:
 
 
 class Step:
-    """A training step of one model: gradient of one micro-batch, then the update."""
+    """A training step of one model on one device: gradient of one micro-batch, then the update.
 
-    def __init__(self, model: DiTConfig):
-        optimizer = OptimizerConfig()
+    Attributes:
+      model: the transformer.
+      state, sums: what a step changes.
+      accumulate, update: the jitted halves of a step.
+    """
+
+    def __init__(
+        self,
+        model: DiTConfig,
+        optimizer: OptimizerConfig | None = None,
+        diffusion: DiffusionConfig | None = None,
+        condition_tokens: int = 512,
+    ):
+        """Draws the weights; `condition_tokens` counts where the condition is classes."""
+        optimizer = optimizer or OptimizerConfig()
         self.model = model
-        self.mesh = make_mesh(MeshConfig())
-        transform = make_optimizer(optimizer, _LR_STEPS)
-        self.state = init_state(model, transform, self.mesh, 0)
+        self.condition_tokens = condition_tokens
+        self.mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
+        self._transform = make_optimizer(optimizer, _LR_STEPS)
+        self.accumulate: Any = make_accumulate(model, diffusion or DiffusionConfig(), self.mesh)
+        self.update: Any = make_update(self._transform, optimizer, self.mesh)
+        self.renew()
+
+    def renew(self) -> None:
+        """A fresh state. What was donated to a step that failed is gone with it."""
+        self.state: Any = None
+        self.sums: Any = None
+        self.state = init_state(self.model, self._transform, self.mesh, 0)
         self.sums = zero_sums(self.state.params, self.mesh)
-        self.accumulate: Any = make_accumulate(model, DiffusionConfig(), self.mesh)
-        self.update: Any = make_update(transform, optimizer, self.mesh)
 
     def compile(self, latents: tuple[int, ...]) -> Any:
         """The gradient's program for latents (rows, frames, height, width)."""
-        batch = jax.eval_shape(lambda: random_batch(self.model, latents))
+        batch = self.batch_shape(latents)
         epoch = jax.ShapeDtypeStruct((), jnp.int32)
         lowered = self.accumulate.lower(self.state.params, self.sums, batch, self.state.key, epoch)
         return lowered.compile()
 
+    def batch_shape(self, latents: tuple[int, ...]) -> Batch:
+        """Shapes and dtypes of a micro-batch."""
+        return jax.eval_shape(lambda: random_batch(self.model, latents, self.condition_tokens))
+
+    def batch(self, latents: tuple[int, ...]) -> Batch:
+        """A random micro-batch."""
+        make = jax.jit(random_batch, static_argnums=(0, 1, 2))
+        return make(self.model, latents, self.condition_tokens)
+
     def run(self, gradient: Any, batch: Batch) -> float:
-        """Seconds of one step."""
+        """Seconds of one step.
+
+        Raises:
+          FloatingPointError: the loss is not finite.
+        """
         begin = time.perf_counter()
         self.sums = gradient(self.state.params, self.sums, batch, self.state.key, jnp.int32(0))
         self.state, self.sums, metrics = self.update(self.state, self.sums)
@@ -100,6 +135,11 @@ def random_batch(model: DiTConfig, latents: tuple[int, ...], text_length: int = 
     )
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error of JAX's runtime says that the device's memory did not suffice."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 def measure(settings: Settings) -> dict[str, Any]:
     """Median seconds of a step and the most memory that it took; or the error that it ended in."""
     model, latents = settings.config(), (settings.batch, *settings.latents)
@@ -110,14 +150,14 @@ def measure(settings: Settings) -> dict[str, Any]:
     }
     begin = time.perf_counter()
     try:
-        step = Step(model)
+        step = Step(model, condition_tokens=settings.condition_tokens)
         gradient = step.compile(latents)
         compiled = time.perf_counter()
-        batch = jax.jit(random_batch, static_argnums=(0, 1))(model, latents)
+        batch = step.batch(latents)
         runs = settings.warmup + settings.steps
         seconds = [step.run(gradient, batch) for _ in range(runs)][settings.warmup :]
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not out_of_memory(error):
             raise
         return noted | {"error": "out of memory"}
     memory = jax.local_devices()[0].memory_stats() or {}

@@ -134,6 +134,11 @@ class DiTConfig:
         fields = {k: v for k, v in fields.items() if k not in LATER_FIELDS or v != LATER_FIELDS[k]}
         return fields | {"patch_size": list(self.patch_size)}
 
+    def step_fields(self) -> dict[str, Any]:
+        """What a step's cost depends on, as JSON values: a cost model must agree with it."""
+        fields = self.architecture() | {name: getattr(self, name) for name in _ARITHMETIC}
+        return fields | {"dtype": str(self.compute_dtype)}
+
     @property
     def latent_channels(self) -> int:
         """Channels of what is predicted."""

@@ -10,6 +10,7 @@ from planning_cases import examples, refusal, write_json
 from alload_jax.planning.cost import (
     FORMAT,
     CostFile,
+    MemoryModel,
     PowerCost,
     QuadraticCost,
     bucketed_cost,
@@ -20,13 +21,17 @@ from alload_jax.planning.cost import (
 WORK = st.lists(st.tuples(st.integers(1, 512), st.integers(1, 100_000)), min_size=1, max_size=10)
 COEFFICIENT = st.floats(1e-12, 1e3)
 POWERS = st.builds(PowerCost, st.floats(0.5, 3.5), COEFFICIENT)
-QUADRATICS = st.builds(QuadraticCost, COEFFICIENT, COEFFICIENT, COEFFICIENT)
+QUADRATICS = st.builds(QuadraticCost, COEFFICIENT, COEFFICIENT, COEFFICIENT, COEFFICIENT)
 COST_FILES = st.builds(
     CostFile,
-    st.none() | POWERS,
-    st.none() | QUADRATICS,
-    st.none() | st.integers(1, 10**9),
-    st.none() | COEFFICIENT,
+    power=st.none() | POWERS,
+    quadratic=st.none() | QUADRATICS,
+    memory=st.none() | st.builds(MemoryModel, COEFFICIENT, COEFFICIENT),
+    m_mem=st.none() | st.integers(1, 10**9),
+    m_comp=st.none() | COEFFICIENT,
+    anchor_bytes=st.none() | COEFFICIENT,
+    model=st.none() | st.just({"dim": 8, "patch_size": [1, 2, 2]}),
+    device=st.none() | st.just("NVIDIA H200"),
 )
 
 
@@ -47,7 +52,8 @@ def test_power_cost_is_a_times_rows_times_length_to_the_p(work, model):
 def test_quadratic_cost_sums_its_terms_over_sequences(work, model):
     rows, seq_len = np.array(work).T
     expected = [
-        model.c0 + math.fsum([model.c1 * s + model.c2 * s * s] * b) for b, s in work
+        model.c0 + math.fsum([model.c_sequence + model.c1 * s + model.c2 * s * s] * b)
+        for b, s in work
     ]  # one addend for each sequence
     assert close(bucketed_cost(model, rows, seq_len), expected)
 
@@ -99,6 +105,8 @@ def test_json_of_another_format_is_refused(tmp_path, content):
     ("fields", "named"),
     [
         ({"memory": 3}, "memory"),
+        ({"memory": {"base": 1.0}}, "per_token"),
+        ({"throughput": 3}, "throughput"),
         ({"power": {"q": 2.0}}, "q"),
         ({"quadratic": {"c0": 1.0, "c1": 1.0, "c2": 1.0, "c3": 1.0}}, "c3"),
         ({"quadratic": {"c0": 1.0, "c1": 1.0}}, "c2"),
@@ -111,4 +119,20 @@ def test_fields_that_are_unknown_or_missing_are_refused(tmp_path, fields, named)
     message = refusal(read_cost_file, path)
     assert str(path) in message
     assert named in message
-    assert "power, quadratic, m_mem, m_comp" in message
+    assert "power, quadratic, memory, m_mem" in message or "object of numbers" in message
+
+
+@given(st.floats(0, 1e11), st.floats(1e3, 1e6), st.floats(1.1, 8), st.floats(0, 0.3))
+@examples(50)
+def test_m_mem_is_the_most_tokens_that_fit_beside_the_margin(base, per_token, times, margin):
+    memory = MemoryModel(base, per_token)
+    budget = times * (base + 1000 * per_token) / (1 - margin)
+    tokens = memory.max_tokens(budget, margin)
+    assert memory.bytes_of(tokens) <= budget * (1 - margin) * (1 + 1e-12)
+    assert memory.bytes_of(tokens + 1) > budget * (1 - margin) * (1 - 1e-12)
+
+
+def test_a_model_that_fills_a_device_alone_is_refused():
+    message = refusal(MemoryModel(80e9, 1e6).max_tokens, 80e9)
+    assert "80.0 GB before any token" in message
+    assert "more devices" in message

@@ -1,0 +1,203 @@
+"""From measured steps to a cost-model file, with all that lets it be judged."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from alload_jax.bench.calibration import MemoryFinding, Outcome
+from alload_jax.bench.jax_step import Step
+from alload_jax.bench.surroundings import surroundings
+from alload_jax.config import Config
+from alload_jax.errors import InputError
+from alload_jax.models.config import DiTConfig
+from alload_jax.planning.analytic import anchor_bytes
+from alload_jax.planning.architecture import from_fields
+from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost
+from alload_jax.planning.fit import Fit, Point, evaluate, fit_power, fit_quadratic, predicted
+from alload_jax.training.telemetry import peak_memory
+
+LEAST_POINTS = 5
+"""Below which nothing is fitted."""
+_HOLD_OUT_FROM = 8
+"""Points from which every fourth is held out of the fit."""
+
+
+@dataclass(frozen=True)
+class Fits:
+    """The cost models of one calibration.
+
+    Attributes:
+      points: all that were measured.
+      held_out: whether each was kept out of the fits.
+      quadratic: c0 + c_sequence·B + c1·ΣS + c2·ΣS².
+      three_term: the same without c_sequence.
+      power: a·B·S^p, fitted to the point with most rows of each length: it has no term for a
+        launch, and policies fill micro-batches. Its goodness is over all fitted points. None
+        where costs do not grow with length.
+    """
+
+    points: list[Point]
+    held_out: list[bool]
+    quadratic: Fit[QuadraticCost]
+    three_term: Fit[QuadraticCost]
+    power: Fit[PowerCost] | None
+
+    def summary(self) -> dict[str, Any]:
+        """Coefficients, R² and MAPE of each form, over fitted and held-out points."""
+        fits = ((name, getattr(self, name)) for name in FORMS)
+        return {name: self._form(fit) for name, fit in fits if fit}
+
+    def _form(self, fit: Fit[Any]) -> dict[str, Any]:
+        held = [p for p, out in zip(self.points, self.held_out, strict=True) if out]
+        return {
+            "coefficients": asdict(fit.model),
+            "r2": fit.goodness.r2,
+            "mape": fit.goodness.mape,
+            "held_out_mape": evaluate(fit.model, held).mape if held else None,
+        }
+
+
+FORMS = ("quadratic", "three_term", "power")
+"""Cost models that a calibration fits, by their names in `Fits`."""
+
+
+def fit_points(points: Sequence[Point]) -> Fits:
+    """Fits all forms, every fourth point held out; the longest sequence never is.
+
+    Raises:
+      InputError: fewer than `LEAST_POINTS` points.
+    """
+    if len(points) < LEAST_POINTS:
+        raise InputError(
+            f"{len(points)} steps were measured and a fit takes {LEAST_POINTS}; give more --seconds"
+        )
+    longest = max(point.seq_len for point in points)
+    held = [
+        len(points) >= _HOLD_OUT_FROM and number % 4 == 3 and point.seq_len < longest
+        for number, point in enumerate(points)
+    ]
+    fitted = [point for point, out in zip(points, held, strict=True) if not out]
+    return Fits(
+        points=list(points),
+        held_out=held,
+        quadratic=fit_quadratic(fitted),
+        three_term=fit_quadratic(fitted, per_sequence=False),
+        power=_fit_fullest(fitted),
+    )
+
+
+def _fit_fullest(points: Sequence[Point]) -> Fit[PowerCost] | None:
+    fullest = {p.seq_len: p for p in sorted(points, key=lambda p: p.rows)}
+    try:
+        power = fit_power(list(fullest.values())).model
+    except InputError:  # a tiny model's launches: no reason to lose the other forms
+        return None
+    return Fit(power, evaluate(power, points))
+
+
+def point_rows(fits: Fits, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Each measured point with what the quadratic form predicts of it."""
+    measured = [o for o in outcomes if o.seconds is not None]
+    seconds = predicted(fits.quadratic.model, fits.points).tolist()
+    return [
+        {
+            "rows": o.case.rows,
+            "seq_len": o.case.seq_len,
+            "seconds": o.seconds,
+            "seconds_least": o.least,
+            "seconds_most": o.most,
+            "repeats": o.repeats,
+            "predicted_seconds": found,
+            "residual": found / point.seconds - 1,
+            "held_out": out,
+            "compiled_bytes": o.bytes,
+        }
+        for o, point, found, out in zip(measured, fits.points, seconds, fits.held_out, strict=True)
+    ]
+
+
+def memory_details(finding: MemoryFinding, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What memory was found, and how far the model is from every compiled program."""
+    model = finding.model
+    compiled = [(o.case, o.bytes) for o in outcomes if o.bytes is not None]
+    return {
+        "limit_bytes": finding.limit,
+        "long_rows": asdict(finding.long),
+        "short_rows": asdict(finding.short),
+        "binding": "long_rows" if model is finding.long else "short_rows",
+        "sizes": [
+            {"rows": c.rows, "seq_len": c.seq_len, "compiled_bytes": b} for c, b in finding.sizes
+        ],
+        "worst_underestimate_of_limit": max(
+            ((b - model.bytes_of(c.tokens)) / finding.limit for c, b in compiled), default=None
+        ),
+    }
+
+
+def allocator_details(
+    finding: MemoryFinding, outcomes: Sequence[Outcome], peak: int | None
+) -> dict[str, Any] | None:
+    """The allocator's peak beside what the step that took most was predicted to; None on CPUs."""
+    ran = [o for o in outcomes if o.seconds is not None and o.bytes is not None]
+    if peak is None or not ran:
+        return None
+    largest = max(ran, key=lambda o: o.bytes or 0)
+    found = finding.model.bytes_of(largest.case.tokens)
+    return {
+        "rows": largest.case.rows,
+        "seq_len": largest.case.seq_len,
+        "peak_bytes": peak,
+        "compiled_bytes": largest.bytes,
+        "predicted_bytes": found,
+        "relative_error": found / peak - 1,
+    }
+
+
+def calibrated(
+    config: Config, step: Step, finding: MemoryFinding, outcomes: Sequence[Outcome], command: str
+) -> CostFile:
+    """The cost-model file of a calibration.
+
+    Args:
+      config: whose model was measured.
+      step: by which it was.
+      finding, outcomes: of the calibration.
+      command: that it was started by, for the file's details.
+
+    Raises:
+      InputError: too few points for a fit.
+    """
+    model = _model_fields(config.model, step.condition_tokens)
+    fits = fit_points([o.point() for o in outcomes if o.seconds is not None])
+    skipped = [o for o in outcomes if o.seconds is None]
+    details = {
+        "command": command,
+        **surroundings(["jax", "jaxlib", "flax", "numpy", "scipy"]),
+        "margin": finding.margin,
+        "fits": fits.summary(),
+        "memory": memory_details(finding, outcomes),
+        "allocator": allocator_details(finding, outcomes, peak_memory()),
+        "points": point_rows(fits, outcomes),
+        "skipped": [
+            {"rows": o.case.rows, "seq_len": o.case.seq_len, "note": o.note} for o in skipped
+        ],
+    }
+    itemsize = config.model.compute_dtype.itemsize
+    return CostFile(
+        power=fits.power.model if fits.power else None,
+        quadratic=fits.quadratic.model,
+        memory=finding.model,
+        m_mem=finding.m_mem,
+        anchor_bytes=anchor_bytes(from_fields(model), config.model.remat, itemsize),
+        model=model,
+        device=jax.local_devices()[0].device_kind,
+        origin="measured",
+        details=details,
+    )
+
+
+def _model_fields(model: DiTConfig, condition_tokens: int) -> dict[str, Any]:
+    fields = model.step_fields()
+    return fields if model.text else fields | {"condition_tokens": condition_tokens}

@@ -1,0 +1,80 @@
+"""Does a step at M_mem run, and does one beyond the device's memory not? In processes of their own.
+
+Whoever calls this must hold no device: JAX takes most of a GPU's memory when it starts.
+"""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from alload_jax.bench.calibration_cases import Case
+from alload_jax.errors import InputError
+from alload_jax.planning.cost import CostFile
+
+BEYOND = 1.1
+"""Tokens of the step that should fail, over those that would fill the memory to the last byte."""
+
+
+def check_memory(costs: CostFile) -> dict[str, Any]:
+    """Runs one step of M_mem tokens and one of `BEYOND` · M_mem / (1 − margin).
+
+    Rows are of the length whose memory bound M_mem.
+
+    Args:
+      costs: as `alload calibrate` writes it.
+
+    Returns:
+      The cases "within" and "beyond": tokens, whether it ran, the allocator's peak (None on
+      CPUs), the prediction, and their relative error.
+
+    Raises:
+      InputError: the file is no measured one.
+    """
+    if not (costs.details and costs.memory and costs.m_mem and costs.model):
+        raise InputError("memory check: the cost model was not measured; run alload calibrate")
+    memory = costs.details["memory"]
+    sizes = [size["seq_len"] for size in memory["sizes"]]
+    seq_len = max(sizes) if memory["binding"] == "long_rows" else min(sizes)
+    beyond = BEYOND * costs.m_mem / (1 - costs.details["margin"])
+    return {
+        "within": _step(costs, Case(max(1, costs.m_mem // seq_len), seq_len)),
+        "beyond": _step(costs, Case(-(-int(beyond) // seq_len), seq_len)),
+    }
+
+
+def _step(costs: CostFile, case: Case) -> dict[str, Any]:
+    assert costs.memory
+    assert costs.model
+    fields = dict(costs.model)
+    settings = {
+        "condition_tokens": fields.pop("condition_tokens", 1),
+        "model": fields,
+        "batch": case.rows,
+        "latents": case.latents(tuple(fields["patch_size"]))[1:],
+        "warmup": 0,
+        "steps": 1,
+    }
+    found = _measured(settings)
+    predicted, peak = costs.memory.bytes_of(case.tokens), found.get("peak_bytes")
+    return {
+        "rows": case.rows,
+        "seq_len": case.seq_len,
+        "tokens": case.tokens,
+        "ran": "error" not in found,
+        "error": found.get("error"),
+        "seconds_with_first_run": found.get("seconds"),
+        "predicted_bytes": predicted,
+        "peak_bytes": peak,
+        "relative_error": predicted / peak - 1 if peak else None,
+    }
+
+
+def _measured(settings: dict[str, Any]) -> dict[str, Any]:
+    """The line that the measurement prints, or how it failed."""
+    command = [sys.executable, "-m", "alload_jax.bench.jax_step", json.dumps(settings)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0 and done.stdout:
+        return json.loads(done.stdout.splitlines()[-1])
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"error": f"ended with status {done.returncode}: {last}"}

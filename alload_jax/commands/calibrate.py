@@ -1,0 +1,265 @@
+"""`alload calibrate`: what a training step of a model costs on this device."""
+
+import argparse
+import dataclasses
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+
+from alload_jax.errors import InputError
+from alload_jax.planning.cost import CostFile, read_cost_file, write_cost_file
+
+if TYPE_CHECKING:  # JAX takes a second to import, and a GPU's memory
+    from alload_jax.bench.calibration import Bounds, Calibration, MemoryFinding, Outcome
+    from alload_jax.bench.jax_step import Step
+    from alload_jax.config import Config
+
+HELP = "Measure training steps on this device and fit a cost model: seconds and memory by length."
+
+_WIDTH = 120
+_REPEATED = (
+    *("config", "out", "picture", "seconds", "shortest", "longest", "margin", "memory_gb"),
+    "layers",
+)
+"""Flags that a process for the measurements alone is given again."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's flags."""
+    add = parser.add_argument
+    add("--config", required=True, help="a training config: its model and optimizer are measured")
+    add(
+        "--set",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("KEY", "VALUE"),
+        help="overrides a key of the config, as in --set model.remat full",
+    )
+    add("--out", required=True, help="the cost model's JSON, for planning.cost_model")
+    add("--picture", help="PNG of measured and fitted steps")
+    add("--seconds", type=float, default=300.0, help="to spend on the grid (default 300)")
+    add("--shortest", type=int, default=256, help="tokens of the shortest sequence (default 256)")
+    add("--longest", type=int, help="of the longest; default: what fits, at most 80,000")
+    add("--margin", type=float, default=0.05, help="share of memory to leave free (default 0.05)")
+    add(
+        "--memory-gb",
+        type=float,
+        help="memory of the device in GB; default: what JAX may use, or half of a CPU host's",
+    )
+    add("--layers", type=int, help="fewer layers than the model has, for a quick trial")
+    add(
+        "--memory-check",
+        action="store_true",
+        help="on a GPU: prove by running that M_mem tokens fit and clearly more do not",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, fits, prints a table, writes the cost model."""
+    _check(options)
+    if options.memory_check:
+        return _run_with_memory_check(options)
+    from alload_jax.bench.calibration import Calibration
+    from alload_jax.bench.calibration_fit import calibrated
+    from alload_jax.config import use_compilation_cache
+
+    config = _config(options)
+    use_compilation_cache(config.run)
+    console = Console(soft_wrap=True, width=_WIDTH)
+    calibration = Calibration(_step(config, options), _bounds(options))
+    finding = calibration.memory()
+    console.print(
+        f"{finding.model.base / 1e9:.2f} GB + {finding.model.per_token / 1e3:.1f} kB a token: "
+        f"{finding.m_mem:,} tokens in {finding.limit / 1e9:.1f} GB, {options.margin:.0%} left free"
+    )
+    outcomes = _measured(calibration, finding, console)
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    costs = calibrated(config, calibration.step, finding, outcomes, command)
+    write_cost_file(options.out, costs)
+    _report(costs, console)
+    written = [options.out]
+    if options.picture:
+        from alload_jax.bench.calibration_picture import write_calibration_picture
+
+        write_calibration_picture(Path(options.picture), costs)
+        written.append(options.picture)
+    print(f"written: {', '.join(written)}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("out", "picture"):
+        value = getattr(options, name)
+        if value is not None and (not Path(value).name or not Path(value).parent.is_dir()):
+            raise InputError(
+                f"alload calibrate: --{name} {value}: no file in an existing folder; name one"
+            )
+    for name in ("seconds", "memory_gb"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            flag = name.replace("_", "-")
+            raise InputError(f"alload calibrate: --{flag} is {value}; it must be above 0")
+    for name in ("shortest", "longest", "layers"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise InputError(f"alload calibrate: --{name} is {value}; it must be at least 1")
+    if not 0 <= options.margin < 1:
+        raise InputError(
+            f"alload calibrate: --margin is {options.margin}; it must be from 0 to below 1"
+        )
+    if options.longest is not None and options.longest < 4 * options.shortest:
+        raise InputError(
+            f"alload calibrate: --longest {options.longest} is less than four times --shortest "
+            f"{options.shortest}; a fit needs lengths further apart"
+        )
+
+
+def _config(options: argparse.Namespace) -> "Config":
+    from alload_jax.config import read_config
+
+    if not Path(options.config).is_file():
+        raise InputError(
+            f"{options.config}: no such config; give the path of a YAML such as configs/digits.yaml"
+        )
+    overrides = [part for key, value in options.set for part in (f"--{key}", value)]
+    config = read_config(["--config", options.config, *overrides], prog="alload calibrate")
+    if config.model.image or config.model.latent_channels != config.model.in_channels:
+        raise InputError(
+            f"{options.config}: model.image and model.out_channels make an image-to-video model, "
+            "which cannot be trained yet; calibrate a text-to-video model"
+        )
+    if options.layers is None:
+        return config
+    model = dataclasses.replace(config.model, num_layers=options.layers)
+    return dataclasses.replace(config, model=model)
+
+
+def _bounds(options: argparse.Namespace) -> "Bounds":
+    from alload_jax.bench.calibration import Bounds
+
+    memory = None if options.memory_gb is None else options.memory_gb * 1e9
+    return Bounds(options.seconds, options.shortest, options.longest, options.margin, memory)
+
+
+def _step(config: "Config", options: argparse.Namespace) -> "Step":
+    """The step that is measured; refused before it is made if its state cannot fit."""
+    from alload_jax.bench.calibration import device_memory
+    from alload_jax.bench.jax_step import Step
+    from alload_jax.models.weights import parameter_count
+    from alload_jax.planning.analytic import GRADIENT_BYTES, STATE_BYTES
+    from alload_jax.planning.cost import MemoryModel
+
+    state = parameter_count(config.model) * (STATE_BYTES + GRADIENT_BYTES)
+    limit = device_memory(_bounds(options).memory)
+    MemoryModel(float(state), 1.0).max_tokens(limit, options.margin)
+    return Step(config.model, config.optimizer, config.diffusion, _condition_tokens(config))
+
+
+def _condition_tokens(config: "Config") -> int:
+    """Of a row with classes: the data's most, or one where the data are not at hand."""
+    from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
+
+    if config.model.text or not (Path(config.data.folder) / MANIFEST_NAME).is_file():
+        return 1
+    return read_manifest(config.data.folder).longest_text()
+
+
+def _measured(
+    calibration: "Calibration", finding: "MemoryFinding", console: Console
+) -> list["Outcome"]:
+    """All outcomes; after Ctrl-C those so far, if they suffice for a fit."""
+    from alload_jax.bench.calibration_fit import LEAST_POINTS
+
+    outcomes: list[Outcome] = []
+    try:
+        for outcome in calibration.measure(finding.m_mem):
+            outcomes.append(outcome)
+            case = outcome.case
+            took = f"{outcome.seconds:.4f} s" if outcome.seconds else outcome.note
+            console.print(f"{case.rows} × {case.seq_len:,} tokens: {took}")
+    except KeyboardInterrupt:
+        if sum(o.seconds is not None for o in outcomes) < LEAST_POINTS:
+            raise
+        console.print("interrupted: fitting what was measured")
+    return outcomes
+
+
+def _report(costs: CostFile, console: Console) -> None:
+    assert costs.details
+    table = Table(title=f"training steps on {costs.device}", box=rich.box.MARKDOWN)
+    for name in ("rows", "tokens of a row", "measured, s", "predicted, s", "off by", "held out"):
+        table.add_column(name, justify="right")
+    for row in costs.details["points"]:
+        table.add_row(
+            f"{row['rows']:,}",
+            f"{row['seq_len']:,}",
+            f"{row['seconds']:.4f}",
+            f"{row['predicted_seconds']:.4f}",
+            f"{row['residual']:+.1%}",
+            "yes" if row["held_out"] else "",
+        )
+    console.print(table)
+    forms = Table(title="fits", box=rich.box.MARKDOWN)
+    for name in ("form", "R²", "mean error", "held out", "coefficients"):
+        forms.add_column(name)
+    for name, form in costs.details["fits"].items():
+        held = form["held_out_mape"]
+        forms.add_row(
+            name.replace("_", " "),
+            "–" if form["r2"] is None else f"{form['r2']:.5f}",
+            f"{form['mape']:.2%}",
+            "–" if held is None else f"{held:.2%}",
+            ", ".join(f"{k} {v:.4g}" for k, v in form["coefficients"].items()),
+        )
+    console.print(forms)
+    if allocator := costs.details["allocator"]:
+        console.print(
+            f"allocator's peak {allocator['peak_bytes'] / 1e9:.2f} GB, "
+            f"predicted {allocator['relative_error']:+.1%}"
+        )
+
+
+def _run_with_memory_check(options: argparse.Namespace) -> int:
+    """Calibrates in a process of its own, so that the steps of the check have the device."""
+    from alload_jax.bench.memory_check import check_memory
+
+    command = [sys.executable, "-m", "alload_jax.cli", "calibrate", *_flags(options)]
+    interrupted = False
+    with subprocess.Popen(command) as child:
+        while True:
+            try:
+                status = child.wait()
+                break
+            except KeyboardInterrupt:  # the child has it too, and writes what it has
+                interrupted = True
+    if status or interrupted:
+        return status
+    costs = read_cost_file(options.out)
+    assert costs.details
+    if costs.details["allocator"] is None:
+        print("no memory check: the device has no limit that a step could meet")
+        return 0
+    costs.details["memory_check"] = found = check_memory(costs)
+    write_cost_file(options.out, costs)
+    for name, case in found.items():
+        error = case["relative_error"]
+        outcome = "ran" if case["ran"] else case["error"]
+        peak = "" if error is None else f", peak predicted {error:+.1%}"
+        print(f"{name} M_mem: {case['rows']} × {case['seq_len']:,} tokens: {outcome}{peak}")
+    return 0
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    """The command line again, without --memory-check."""
+    flags = [part for pair in options.set for part in ("--set", *pair)]
+    for name in _REPEATED:
+        if (value := getattr(options, name)) is not None:
+            flags += [f"--{name.replace('_', '-')}", str(value)]
+    return flags

@@ -1,0 +1,156 @@
+"""Fits of cost and memory models to measured points, and how good they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from scipy.optimize import nnls
+
+from alload_jax.errors import InputError
+from alload_jax.planning.cost import (
+    CostModel,
+    MemoryModel,
+    PowerCost,
+    QuadraticCost,
+    bucketed_cost,
+)
+
+ModelT = TypeVar("ModelT", bound=CostModel)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured step: `rows` sequences of `seq_len` tokens took `seconds`."""
+
+    rows: int
+    seq_len: int
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Of the micro-batch."""
+        return self.rows * self.seq_len
+
+
+@dataclass(frozen=True)
+class Goodness:
+    """How well a model meets points.
+
+    Attributes:
+      r2: 1 − Σ(t − t̂)² / Σ(t − t̄)², in seconds; None where all points took equally long.
+      mape: mean of |t̂ / t − 1|.
+      residuals: t̂ / t − 1 of each point.
+    """
+
+    r2: float | None
+    mape: float
+    residuals: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Fit(Generic[ModelT]):
+    """A model and how well it meets the points that it was fitted to."""
+
+    model: ModelT
+    goodness: Goodness
+
+
+def predicted(model: CostModel, points: Sequence[Point]) -> np.ndarray:
+    """Seconds of each point by the model: [N] float64."""
+    rows, seq_len, _ = _columns(points)
+    return bucketed_cost(model, rows, seq_len)
+
+
+def evaluate(model: CostModel, points: Sequence[Point]) -> Goodness:
+    """How well a model meets points, be it fitted to them or not.
+
+    Raises:
+      InputError: there are no points.
+    """
+    if not points:
+        raise InputError("fit: no points to compare a cost model with; measure at least one")
+    seconds = _columns(points)[2]
+    found = predicted(model, points)
+    residuals = found / seconds - 1
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    r2 = 1 - float(((seconds - found) ** 2).sum()) / spread if spread else None
+    return Goodness(r2, float(np.abs(residuals).mean()), tuple(residuals.tolist()))
+
+
+def fit_quadratic(points: Sequence[Point], *, per_sequence: bool = True) -> Fit[QuadraticCost]:
+    """c0 + c_sequence·B + c1·ΣS + c2·ΣS² with no coefficient below 0.
+
+    Least squares of the relative error: a step of 50 ms counts as much as one of 5 s.
+
+    Args:
+      points: as many as there are coefficients, or more.
+      per_sequence: whether there is a c_sequence; without it, three coefficients.
+
+    Raises:
+      InputError: too few points, or one that took no time.
+    """
+    _require(points, 4 if per_sequence else 3)
+    rows, seq_len, seconds = _columns(points)
+    terms = [np.ones_like(rows), rows * seq_len, rows * seq_len**2]
+    if per_sequence:
+        terms.append(rows)
+    matrix = np.stack(terms, axis=1) / seconds[:, None]
+    # Columns differ by twelve orders of magnitude; at equal norms the solver loses no digits.
+    scale = np.linalg.norm(matrix, axis=0)
+    solution, _ = nnls(matrix / scale, np.ones(len(points)))
+    model = QuadraticCost(*(solution / scale).tolist())
+    return Fit(model, evaluate(model, points))
+
+
+def fit_power(points: Sequence[Point]) -> Fit[PowerCost]:
+    """a·B·S^p: a line through log(t / B) over log S.
+
+    Raises:
+      InputError: too few points, all of one length, or none but shorter ones that cost more.
+    """
+    _require(points, 2)
+    rows, seq_len, seconds = _columns(points)
+    if len(set(seq_len.tolist())) < 2:
+        raise InputError(f"fit: all points have S = {seq_len[0]:.0f}; p needs two lengths or more")
+    p, log_a = np.polyfit(np.log(seq_len), np.log(seconds / rows), 1)
+    if p <= 0:
+        raise InputError(f"fit: p comes out as {p:.3f}; measure longer sequences, it must exceed 0")
+    model = PowerCost(float(p), float(np.exp(log_a)))
+    return Fit(model, evaluate(model, points))
+
+
+def fit_memory(tokens: Sequence[int], bytes_: Sequence[float]) -> MemoryModel:
+    """bytes = base + per_token · tokens by least squares, base not below 0.
+
+    Args:
+      tokens: of micro-batches, two sizes or more.
+      bytes_: most in use during a step of each.
+
+    Raises:
+      InputError: fewer than two sizes, or memory does not grow with tokens.
+    """
+    if len(set(tokens)) < 2:
+        raise InputError(f"fit: memory at {len(set(tokens))} size; measure two sizes or more")
+    matrix = np.stack([np.ones(len(tokens)), np.asarray(tokens, np.float64)], axis=1)
+    scale = np.linalg.norm(matrix, axis=0)
+    solution, _ = nnls(matrix / scale, np.asarray(bytes_, np.float64))
+    base, per_token = (solution / scale).tolist()
+    if not per_token > 0:
+        raise InputError("fit: memory does not grow with tokens; measure larger sizes")
+    return MemoryModel(base, per_token)
+
+
+def _columns(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, lengths, seconds: [N] float64 each."""
+    table = np.asarray([(p.rows, p.seq_len, p.seconds) for p in points], np.float64)
+    rows, seq_len, seconds = table.reshape(-1, 3).T
+    return rows, seq_len, seconds
+
+
+def _require(points: Sequence[Point], least: int) -> None:
+    if len(points) < least:
+        raise InputError(f"fit: {len(points)} points for {least} coefficients; measure more")
+    for point in points:
+        if not (np.isfinite(point.seconds) and point.seconds > 0):
+            raise InputError(f"fit: {point} is no measurement; its seconds must be above 0")

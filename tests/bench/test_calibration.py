@@ -1,0 +1,174 @@
+"""`alload calibrate`: one run of a tiny model on this host, and how it refuses."""
+
+import math
+
+import jax
+import pytest
+
+from alload_jax.bench import calibration
+from alload_jax.bench.calibration_cases import Case, grid
+from alload_jax.bench.calibration_fit import fit_points
+from alload_jax.bench.memory_check import check_memory
+from alload_jax.cli import main
+from alload_jax.commands import calibrate
+from alload_jax.errors import InputError
+from alload_jax.planning.cost import (
+    CostFile,
+    MemoryModel,
+    QuadraticCost,
+    bucketed_cost,
+    read_cost_file,
+)
+from alload_jax.planning.fit import Point
+
+CONFIG = """
+run: {folder: runs/tiny}
+data: {folder: data/none}
+planning: {m_mem: 64}
+model: {dim: 16, ffn_dim: 32, num_heads: 2, num_layers: 1, patch_size: [1, 1, 1]}
+"""
+SHORT = ["--seconds", "300", "--shortest", "4", "--longest", "16"]
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # Few compilations: the sizes for memory are points of the grid too.
+    monkeypatch.setattr("alload_jax.bench.calibration_cases._TARGETS", (8, 16))
+    monkeypatch.setattr(calibration, "_MEMORY_SIZES", (1, 2))
+    monkeypatch.setattr(calibration, "_MEMORY_LENGTH", 4)
+    monkeypatch.setattr("alload_jax.bench.calibration_fit._HOLD_OUT_FROM", 6)
+    monkeypatch.setattr(calibration, "_TIMED_SECONDS", 0.05)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(CONFIG)
+    jax.config.update("jax_disable_most_optimizations", True)  # halves the time to compile
+    yield path
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_a_tiny_model_is_calibrated(config, tmp_path, capsys):
+    out, picture = tmp_path / "cost.json", tmp_path / "fit.png"
+    flags = ["--config", str(config), "--out", str(out), "--picture", str(picture), *SHORT]
+    flags += ["--memory-gb", "0.5", "--set", "model.remat", "full"]
+    assert main(["calibrate", *flags]) == 0
+    costs = read_cost_file(out)
+    assert all(math.isfinite(value) for value in vars(costs.quadratic).values())
+    assert costs.power.p > 0
+    assert costs.origin == "measured"
+    assert costs.device == "cpu"
+    assert costs.model["remat"] == "full"
+    assert costs.memory.bytes_of(costs.m_mem) <= 0.95 * 0.5e9
+    assert costs.anchor_bytes == 12 * 4 * 16
+    points, fits = costs.details["points"], costs.details["fits"]
+    assert any(point["held_out"] for point in points)
+    assert all(math.isfinite(form["held_out_mape"]) for form in fits.values())
+    assert set(fits) == {"quadratic", "three_term", "power"}
+    assert picture.stat().st_size > 10_000
+    assert "held out" in capsys.readouterr().out
+
+
+def test_what_was_measured_before_an_interrupt_is_fitted(config, tmp_path, monkeypatch):
+    def interrupted(self, m_mem):
+        for n in range(6):
+            yield calibration.Outcome(Case(1, 4 * 2**n), 0.1 + n, 0.1, 9.0, 3, 10)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibration.Calibration, "measure", interrupted)
+    line = MemoryModel(1e6, 1e3)
+    finding = calibration.MemoryFinding(1e8, [(Case(1, 4), 10)], line, line, 0.05)
+    monkeypatch.setattr(calibration.Calibration, "memory", lambda self: finding)
+    out = tmp_path / "cost.json"
+    flags = ["--config", str(config), "--out", str(out), "--layers", "1", *SHORT]
+    assert main(["calibrate", *flags]) == 0
+    assert len(read_cost_file(out).details["points"]) == 6
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 256, 32_760, 80_000, 65_537])
+@pytest.mark.parametrize("patch", [(1, 2, 2), (1, 4, 4), (2, 3, 1)])
+def test_latents_make_as_many_tokens_as_asked_for(seq_len, patch):
+    rows, *latents = Case(3, seq_len).latents(patch)
+    assert rows == 3
+    assert math.prod(latents) == seq_len * math.prod(patch)
+    assert all(size % p == 0 for size, p in zip(latents, patch, strict=True))
+
+
+def test_the_grid_grows_and_keeps_within_memory():
+    cases = grid(256, 80_000, 100_000)
+    assert [c.tokens for c in cases] == sorted(c.tokens for c in cases)
+    assert {c.seq_len for c in cases} >= {256, 512, 65_536, 80_000}
+    assert all(Case(1, c.seq_len) in cases for c in cases)
+    assert max(c.tokens for c in grid(256, 4096, 5000)) <= 5000
+
+
+def test_held_out_points_do_not_enter_the_fit():
+    model = QuadraticCost(0.1, 1e-4, 1e-8, 1e-3)
+    cases = grid(256, 16_384, 70_000)
+    points = [
+        Point(c.rows, c.seq_len, float(bucketed_cost(model, c.rows, c.seq_len))) for c in cases
+    ]
+    held = fit_points(points).held_out
+    assert 0 < sum(held) <= len(points) / 4
+    spoilt = [
+        Point(p.rows, p.seq_len, p.seconds * (9 if out else 1))
+        for p, out in zip(points, held, strict=True)
+    ]
+    assert fit_points(spoilt).quadratic.model == fit_points(points).quadratic.model
+    assert fit_points(spoilt).summary()["quadratic"]["held_out_mape"] == pytest.approx(8 / 9)
+
+
+def test_the_memory_check_runs_steps_at_m_mem_and_beyond(monkeypatch):
+    asked = []
+
+    def measured(settings):
+        asked.append(settings)
+        return {"seconds": 1.0, "peak_bytes": 5e8} if len(asked) == 1 else {"error": "no memory"}
+
+    monkeypatch.setattr("alload_jax.bench.memory_check._measured", measured)
+    sizes = [{"seq_len": 256}, {"seq_len": 4096}]
+    costs = CostFile(
+        memory=MemoryModel(1e8, 4e3),
+        m_mem=100_000,
+        model={"dim": 16, "patch_size": [1, 2, 2], "condition_tokens": 3},
+        details={"margin": 0.05, "memory": {"binding": "long_rows", "sizes": sizes}},
+    )
+    found = check_memory(costs)
+    within, beyond = found["within"], found["beyond"]
+    assert (within["ran"], beyond["ran"]) == (True, False)
+    assert (within["rows"], within["seq_len"]) == (24, 4096)
+    assert within["relative_error"] == pytest.approx((1e8 + 4e3 * 24 * 4096) / 5e8 - 1)
+    assert beyond["tokens"] >= 1.1 * costs.m_mem / 0.95
+    assert asked[0]["condition_tokens"] == 3
+    assert "condition_tokens" not in asked[0]["model"]
+    costs.details["memory"]["binding"] = "short_rows"
+    assert check_memory(costs)["within"]["seq_len"] == 256
+
+
+def test_every_flag_reaches_the_process_that_measures():
+    parser = calibrate.argparse.ArgumentParser()
+    calibrate.add_arguments(parser)
+    named = {action.dest for action in parser._actions} - {"help", "set", "memory_check"}
+    assert set(calibrate._REPEATED) == named
+    flags = ["--config", "a", "--out", "b", "--set", "k", "v", "--memory-gb", "3.0"]
+    again = parser.parse_args(calibrate._flags(parser.parse_args([*flags, "--memory-check"])))
+    assert vars(again) == vars(parser.parse_args(flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--config", "none.yaml", "--out", "c.json"], "none.yaml: no such config"),
+        (["--config", "tiny.yaml", "--out", "no/c.json"], "no file in an existing folder"),
+        (["--config", "tiny.yaml", "--out", "c.json", "--seconds", "0"], "must be above 0"),
+        (["--config", "tiny.yaml", "--out", "c.json", "--margin", "1"], "below 1"),
+        (["--config", "tiny.yaml", "--out", "c.json", "--layers", "0"], "at least 1"),
+        (["--config", "tiny.yaml", "--out", "c.json", "--longest", "300"], "further apart"),
+        (["--config", "tiny.yaml", "--out", "c.json", "--set", "model.dym", "3"], "model.dim"),
+        (["--config", "tiny.yaml", "--out", "c.json", "--memory-gb", "1e-5"], "before any token"),
+        (["--config", "tiny.yaml", "--out", "c.json", "--longst", "3"], "did you mean --longest"),
+        (["--out", "c.json"], "required: --config"),
+    ],
+)
+def test_refusals_are_one_line(config, flags, words):
+    with pytest.raises(InputError, match=words) as raised:
+        main(["calibrate", *flags])
+    assert "\n" not in str(raised.value)

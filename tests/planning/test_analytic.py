@@ -1,0 +1,176 @@
+"""The analytic cost model: its counts, and what was measured on an H200."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from planning_cases import refusal
+
+from alload_jax.models.config import DiTConfig, TextConfig
+from alload_jax.models.weights import parameter_count
+from alload_jax.planning.analytic import analytic_costs, anchor_bytes, step_cost, step_memory
+from alload_jax.planning.architecture import NAMED, Architecture, architecture_named, from_fields
+from alload_jax.planning.cost import bucketed_cost, read_cost_file, write_cost_file
+from alload_jax.planning.devices import DEVICES, device_named
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+WAN = NAMED["wan2.1-1.3b"]
+H200 = DEVICES["h200"]
+REMAT = ("full", "attention", "matmuls_and_attention", "none")
+TOLERANCE = 0.15
+
+
+def measured_steps():
+    """(remat, rows, tokens of a row, seconds, bytes) of Wan 1.3B's steps on an H200."""
+    steps = []
+    for case in json.loads((RESULTS / "diffusers_step_h200.json").read_text())["cases"]:
+        settings = case["settings"]
+        if case["name"].startswith("alload") and "seconds" in case:
+            remat = settings["model"]["remat"]
+            steps.append((remat, 1, case["tokens"], case["seconds"], case["peak_bytes"]))
+    for case in json.loads((RESULTS / "wan_step_h200.json").read_text())["cases"]:
+        if case["case"][:2] == ["step", "triton"]:
+            rows, seq_len = map(int, case["case"][3].split("x"))
+            found = (case["case"][2], rows, seq_len, case["seconds"], case["peak_bytes"])
+            steps.append(found)
+    return steps
+
+
+def test_there_are_measured_steps_to_hold_it_to():
+    assert {(remat, rows) for remat, rows, *_ in measured_steps()} >= {
+        ("full", 1),
+        ("attention", 1),
+        ("attention", 8),
+        ("matmuls_and_attention", 1),
+    }
+
+
+@pytest.mark.parametrize("step", measured_steps(), ids=str)
+def test_measured_seconds_are_met(step):
+    remat, rows, seq_len, seconds, _ = step
+    [found] = bucketed_cost(step_cost(WAN, H200, remat), np.array([rows]), np.array([seq_len]))
+    assert found == pytest.approx(seconds, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("step", measured_steps(), ids=str)
+def test_measured_memory_is_met(step):
+    remat, rows, seq_len, _, bytes_ = step
+    found = step_memory(WAN, H200, remat).bytes_of(rows * seq_len)
+    assert found == pytest.approx(bytes_, rel=TOLERANCE)
+
+
+def test_the_longest_measured_clip_is_about_m_mem():
+    cases = json.loads((RESULTS / "wan_step_h200.json").read_text())["cases"]
+    [longest] = [c["tokens"] for c in cases if c["case"][:2] == ["longest", "triton"]]
+    assert analytic_costs(WAN, H200).m_mem == pytest.approx(longest, rel=TOLERANCE)
+
+
+MODELS = [
+    DiTConfig(dim=48, ffn_dim=100, num_heads=3, num_layers=2, in_channels=5, num_classes=7),
+    DiTConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=3, text=TextConfig(24, 9)),
+    DiTConfig(dim=32, num_heads=2, patch_size=(2, 1, 4), qk_norm=False, cross_norm=False),
+    DiTConfig(dim=32, num_heads=2, in_channels=6, out_channels=3, freq_dim=64),
+]
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_parameters_are_those_of_the_model(config):
+    fields = json.loads(json.dumps(config.architecture()))
+    assert from_fields(fields).parameters() == parameter_count(config)
+
+
+def test_wan_is_wan():
+    assert WAN.parameters() == 1_418_996_800
+    assert NAMED["wan2.1-14b"].parameters() == pytest.approx(14.3e9, rel=0.01)
+
+
+@pytest.mark.parametrize("architecture", [WAN, from_fields(MODELS[0].architecture())])
+def test_fields_come_back(architecture):
+    assert from_fields(json.loads(json.dumps(architecture.fields()))) == architecture
+
+
+def test_forward_flops_are_the_formula():
+    shape = Architecture(dim=6, ffn_dim=10, num_heads=3, num_layers=4, text_length=7)
+    d, f, t, s = 6, 10, 7, 11
+    block = 12 * s * d**2 + 4 * s * d * f + 4 * s**2 * d + 4 * t * d**2 + 4 * s * t * d
+    assert shape.forward_flops(s) == 4 * block
+
+
+@pytest.mark.parametrize(
+    ("name", "seq_len", "exponent"),
+    [("wan2.1-1.3b", 1560, 1.07), ("wan2.1-1.3b", 75_600, 1.84), ("wan2.1-14b", 32_760, 1.52)],
+)
+def test_local_exponents_of_forward_flops(name, seq_len, exponent):
+    low, high = (NAMED[name].forward_flops(s) for s in (seq_len - 10, seq_len + 10))
+    found = np.log(high / low) / np.log((seq_len + 10) / (seq_len - 10))
+    assert found == pytest.approx(exponent, abs=0.02)
+
+
+def test_what_is_recomputed_costs_time_and_what_is_kept_costs_memory():
+    seconds = [
+        float(bucketed_cost(step_cost(WAN, H200, remat), np.array([1]), np.array([32_760]))[0])
+        for remat in REMAT
+    ]
+    per_token = [step_memory(WAN, H200, remat).per_token for remat in REMAT]
+    assert seconds == sorted(seconds, reverse=True)
+    assert per_token == sorted(per_token)
+
+
+def test_a_file_holds_all_that_planning_asks_for(tmp_path):
+    costs = analytic_costs(WAN, H200)
+    write_cost_file(tmp_path / "cost.json", costs)
+    found = read_cost_file(tmp_path / "cost.json")
+    assert found == costs
+    assert found.origin == "analytic"
+    assert found.device == "NVIDIA H200"
+    assert from_fields(found.model) == WAN
+    assert found.anchor_bytes == 12 * 2 * 1536 * 30
+    assert 1 < found.power.p < 2
+
+
+def test_without_recomputation_nothing_is_sent_again():
+    assert anchor_bytes(WAN, "none") == pytest.approx(anchor_bytes(WAN, "attention") * 8 / 12)
+
+
+def test_shards_share_the_state():
+    whole, shared = (step_memory(WAN, H200, "full", shards) for shards in (1, 8))
+    assert shared.base == whole.base / 8
+    assert shared.per_token == whole.per_token
+
+
+@pytest.mark.parametrize("name", ["h200", "NVIDIA H200", "nvidia h200"])
+def test_devices_have_two_names(name):
+    assert device_named(name) == H200
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_every_device_gets_a_cost_model(device):
+    small = dataclasses.replace(WAN, num_layers=2)
+    costs = analytic_costs(small, device, "full")
+    assert costs.m_mem > 0
+    assert min(costs.quadratic.c0, costs.quadratic.c1, costs.quadratic.c2) > 0
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (lambda: device_named("tpu"), "choose one of h200 (NVIDIA H200)"),
+        (lambda: architecture_named("wan3"), "choose one of wan2.1-1.3b"),
+        (lambda: analytic_costs(WAN, H200, "most"), "choose one of full, attention"),
+        (lambda: analytic_costs(NAMED["wan2.1-14b"], H200), "shard it over more devices"),
+        (lambda: analytic_costs(WAN, H200, shards=0), "give at least 1"),
+        (lambda: from_fields({"dim": 8}), "model.ffn_dim is None"),
+        (lambda: from_fields(WAN.fields() | {"image": {"dim": 3}}), "image condition"),
+    ],
+)
+def test_refusals_are_one_line(action, words):
+    assert words in refusal(action)
+
+
+def test_the_analytic_model_needs_no_jax():
+    code = "import sys, alload_jax.planning.analytic; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
