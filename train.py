@@ -46,6 +46,9 @@ def main(argv: list[str]) -> int:
     manifest.require(config.model.in_channels, config.model.patch_size)
     samples = manifest.samples(config.model.patch_size)
     mesh = make_mesh(config.mesh)
+    config.planning.refuse_foreign_costs(
+        config.model.step_fields(), mesh.devices.flat[0].device_kind
+    )
     plan = make_plan(config.planning, samples, ranks_of(mesh), config.run.seed)
     shapes = micro_batch_shapes(plan, manifest)
     collator = Collator(

@@ -68,7 +68,7 @@ def plan(*flags, manifest="m.csv"):
 def test_plan_prints_every_metric_as_a_table(alload):
     status, out, err = alload(*plan(*BOUNDS))
     assert (status, err) == (0, "")
-    assert "2 ranks, synchronous" in out
+    assert "equal_tokens (synchronous) · 2 ranks" in out
     assert "m_mem 100" in out
     for field in dataclasses.fields(PlanMetrics):
         assert field.name.replace("_", " ") in out
@@ -93,7 +93,7 @@ def test_plan_writes_its_file_beside_what_it_prints(alload, folder, show):
 
 
 def test_metrics_that_are_not_known_are_dashes(alload):
-    flags = ["--policy", "fixed", "--rows", 2, "--ranks", 2]
+    flags = ["--policy", "fixed", "--rows", 2, "--ranks", 2, "--p", 2]
     (line,) = [line for line in alload(*plan(*flags))[1].splitlines() if "utilisation" in line]
     assert "–" in line
     assert json.loads(alload(*plan(*flags, "--json"))[1])["metrics"]["utilisation"] is None
@@ -202,8 +202,8 @@ OUT = ["--out", "plan.parquet"]
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--policy", "equal_tokens"], ["planning.m_mem", "planning.cost_model"]),
-        (["--policy", "dual_constraint"], ["planning.m_mem", "planning.cost_model"]),
+        (["--policy", "equal_tokens", "--p", 2], ["planning.m_mem", "planning.cost_model"]),
+        (["--policy", "dual_constraint", "--p", 2], ["planning.m_mem", "planning.cost_model"]),
         (["--policy", "fixed"], ["planning.rows"]),
         (["--policy", "fixed", "--rows", 0], ["0 rows", "at least 1"]),
         (["--policy", "fixed", "--rows", 3, "--m-mem", 100], ["bucket 40", "3 rows", "100"]),

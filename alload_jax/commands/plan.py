@@ -1,110 +1,201 @@
 """`alload plan`: what a policy makes of a data set, before anything is trained."""
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console
-from rich.table import Table
 
+from alload_jax.commands.plan_inputs import PlanInputs, plan_inputs
+from alload_jax.commands.plan_tables import case_table, comparison_table
 from alload_jax.errors import InputError
+from alload_jax.planning.architecture import NAMED
 from alload_jax.planning.files import plan_table, write_plan
-from alload_jax.planning.geometry import Geometry
-from alload_jax.planning.metrics import plan_metrics
-from alload_jax.planning.policies.bucketed import RanksMode
-from alload_jax.planning.samples import read_samples
-from alload_jax.planning.settings import PlanningConfig, PolicyName, make_plan
+from alload_jax.planning.policies.policy import RanksMode
+from alload_jax.planning.settings import PolicyName
+from alload_jax.planning.simulation import Surroundings
+from alload_jax.planning.study import Case, Study
+from alload_jax.planning.workloads import names
 
 HELP = "Plan an epoch and measure the plan: balance, padding, use of memory."
+
+_WIDTH = 150
+"""Columns of a comparison; a narrower terminal folds lines rather than figures."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
-    add = parser.add_argument
-    add("--manifest", required=True, help="Parquet or CSV: frames, height, width, or seq_len")
-    add("--config", help="a training config, whose planning section and model these flags override")
-    add("--policy", choices=get_args(PolicyName), help="how micro-batches are made")
-    add("--ranks", type=int, help="data-parallel ranks (GPUs)")
-    add("--ranks-mode", choices=get_args(RanksMode), help="whether ranks share a bucket")
-    add("--m-mem", type=int, help="most tokens of a micro-batch")
-    add("--m-comp", type=float, help="most B·S^p of a micro-batch; default: the longest's at B = 1")
-    add("--p", type=float, help="exponent of cost over sequence length; default 2")
+    data = parser.add_argument_group("what is planned")
+    data.add_argument("--manifest", help="Parquet or CSV: frames, height, width, or seq_len")
+    data.add_argument("--workload", choices=names(), metavar="NAME", help=", ".join(names()))
+    data.add_argument("--size", type=int, default=100_000, help="samples of the workload")
+    data.add_argument("--workload-seed", type=int, default=0, help="of the workload's samples")
+    data.add_argument("--vae-stride", type=_triple, help="pixels per latent, as 4,8,8")
+    data.add_argument("--patch-size", type=_triple, help="latents per token, as 1,2,2")
+    data.add_argument("--seed", type=int, help="of the order of samples")
+    data.add_argument("--epoch", type=int, default=0, help="which epoch to plan")
+    _add_costs(parser.add_argument_group("what it is planned for"))
+    _add_policies(parser.add_argument_group("how"))
+    _add_output(parser.add_argument_group("what comes out"))
+
+
+def _add_costs(group: Any) -> None:
+    add = group.add_argument
+    add("--config", help="a training config, whose planning section and model the flags override")
+    add("--model", choices=tuple(NAMED), help="for an analytic cost model; default wan2.1-1.3b")
+    add("--device", help="h200 (the default), h100, a100 or cpu")
+    add("--shards", type=int, default=1, help="devices that share one copy of the weights")
+    add("--cost-model", help="JSON written by `alload calibrate`, in place of the analytic model")
+    add("--foreign-cost-model", action="store_true", default=None, help="accept another's")
+    add("--memory-gb", type=float, help="of a device: gives M_mem by the cost model's memory")
+    add("--margin", type=float, default=0.05, help="share of it to leave free; default 0.05")
+
+
+def _add_policies(group: Any) -> None:
+    add = group.add_argument
+    policies, modes = get_args(PolicyName), get_args(RanksMode)
+    add("--policy", choices=policies, help="how micro-batches are made")
+    add(
+        "--compare",
+        nargs="+",
+        metavar="POLICY",
+        help=f"side by side, of {', '.join(policies)}; `equal_tokens:independent` names a mode",
+    )
+    add("--ranks", type=int, nargs="+", help="data-parallel ranks (GPUs), one number or several")
+    add("--ranks-mode", choices=modes, help="whether ranks share a bucket")
+    add("--m-mem", type=int, help="most tokens of a micro-batch; default: what the device holds")
+    add("--m-comp", type=_m_comp, help="most cost of a micro-batch: a number, longest or auto")
+    add("--p", type=float, help="exponent of cost over sequence length; default: fitted, or 2")
     add("--rows", type=int, help="batch size of every bucket, for --policy fixed")
     add("--micro-batches-per-step", type=int, help="that a rank accumulates before an update")
-    add("--cost-model", help="JSON of a cost model")
-    add("--vae-stride", type=_triple, help="pixels per latent, as 4,8,8 (frames, height, width)")
-    add("--patch-size", type=_triple, help="latents per token, as 1,2,2")
-    add("--seed", type=int, help="of the order of samples")
-    add("--epoch", type=int, default=0, help="which epoch to plan")
+    add("--align", type=int, help="packed samples begin at multiples of this")
+    add("--max-segments", type=int, help="most samples of a packed row")
+    add("--look-ahead", type=int, help="steps that packed policies choose from at once")
+    add("--max-delay", type=int, help="such windows that a sample waits at most")
+    add("--context", type=int, help="ranks over which `balanced` splits samples that are too long")
+    add("--link-bandwidth", type=float, help="bytes/s between them; default 76e9")
+
+
+def _add_output(group: Any) -> None:
+    add = group.add_argument
+    add("--simulate", action="store_true", help="replay the plan: throughput, idle time")
+    add("--noise", type=float, default=0.0, help="spread of a rank's time for the same work: 0.02")
+    add("--all-reduce", type=float, default=0.0, help="seconds added to every step")
+    add("--report", help="write one self-contained HTML page here")
     add("--out", help="write the plan to this Parquet file, a row for every placed sample")
-    add("--json", action="store_true", help="print the metrics as JSON")
+    add("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans, prints the metrics, writes the plan."""
-    planning, geometry, seed = _settings(options)
-    for name, value in (("seed", seed), ("epoch", options.epoch)):
-        if value < 0:
-            raise InputError(f"alload plan: --{name} is {value}; it must be 0 or more")
-    if options.out and Path(options.out).resolve() == Path(options.manifest).resolve():
-        raise InputError(f"alload plan: --out {options.out} is the manifest; name another file")
-    samples = read_samples(options.manifest, geometry)
-    if planning.ranks is None:
-        raise InputError("alload plan: --ranks is not given; give the number of ranks (GPUs)")
-    plan = make_plan(planning, samples, planning.ranks, seed)
-    epoch = plan.epoch(options.epoch)
-    m_mem = planning.tokens_bound()
-    predictor = planning.predictor()
-    metrics = plan_metrics(epoch, samples.seq_len, predictor, m_mem)
-    settings = plan.identity() | {
-        "manifest": options.manifest,
-        "epoch": options.epoch,
-        "m_mem": m_mem,
-        "sample_count": len(samples),
-        "cost_model": {"kind": type(predictor).__name__, **vars(predictor)},
-    }
-    figures = dataclasses.asdict(metrics)
+    """Plans, prints the figures, writes what was asked for."""
+    _check(options)
+    inputs = plan_inputs(options)
+    ranks = options.ranks or _configured_ranks(options)
+    surroundings = None
+    if options.simulate:
+        surroundings = Surroundings(options.noise, options.all_reduce, inputs.seed)
+    study = Study(
+        inputs.samples, inputs.planning, inputs.costs, inputs.seed, options.epoch, surroundings
+    )
+    mode = inputs.planning.ranks_mode
+    policies = options.compare or [f"{inputs.planning.policy}:{mode}"]
+    cases = list(study.cases(policies, ranks))
     if options.json:
-        print(json.dumps({"plan": settings, "metrics": figures}, indent=2))
+        print(json.dumps(_content(options, inputs, cases), indent=2))
     else:
-        _print_table(settings, figures)
+        _print_tables(inputs, cases)
     if options.out:
-        write_plan(options.out, plan_table(epoch, samples.seq_len, settings))
-        if not options.json:
-            print(f"plan: {options.out}")
+        table = plan_table(
+            cases[0].epoch, inputs.samples.seq_len, _settings(options, inputs, cases[0])
+        )
+        write_plan(options.out, table)
+        _say(options, f"plan: {options.out}")
+    if options.report:
+        from alload_jax.report.plan_report import write_report
+
+        write_report(options.report, study, cases, inputs.source, inputs.costs_source)
+        _say(options, f"report: {options.report}")
     return 0
 
 
-def _settings(options: argparse.Namespace) -> tuple[PlanningConfig, Geometry, int]:
-    """The config's settings, if there is one, overridden by the flags."""
-    base: dict[str, Any] = {}
-    patch_size, seed = Geometry().patch_size, 0
+def _check(options: argparse.Namespace) -> None:
+    for name in ("seed", "epoch", "workload_seed", "noise", "all_reduce"):
+        value = getattr(options, name)
+        if value is not None and value < 0:
+            flag = name.replace("_", "-")
+            raise InputError(f"alload plan: --{flag} is {value}; it must be 0 or more")
+    if options.ranks and min(options.ranks) < 1:
+        raise InputError(f"alload plan: --ranks is {min(options.ranks)}; it must be at least 1")
+    if not 0 <= options.margin < 1:
+        raise InputError(f"alload plan: --margin is {options.margin}; give a share below 1")
+    for flag in ("out", "report"):
+        written = getattr(options, flag)
+        if (
+            written
+            and options.manifest
+            and Path(written).resolve() == Path(options.manifest).resolve()
+        ):
+            raise InputError(f"alload plan: --{flag} {written} is the manifest; name another file")
+    if options.out and (len(options.compare or []) > 1 or len(options.ranks or []) > 1):
+        raise InputError("alload plan: --out writes one plan; give one policy and one --ranks")
+
+
+def _configured_ranks(options: argparse.Namespace) -> list[int]:
     if options.config:
-        # Only now: reading a whole training config needs JAX, which takes a second to import.
         from alload_jax.config import read_config
 
-        config = read_config(["--config", options.config], prog="alload plan")
-        base = {
-            f.name: getattr(config.planning, f.name) for f in dataclasses.fields(PlanningConfig)
-        }
-        patch_size, seed = config.model.patch_size, config.run.seed
-    given = {f.name: getattr(options, f.name, None) for f in dataclasses.fields(PlanningConfig)}
-    planning = PlanningConfig(**base | {k: v for k, v in given.items() if v is not None})
-    geometry = Geometry(
-        options.vae_stride or _stored_stride(options.manifest) or Geometry().vae_stride,
-        options.patch_size or patch_size,
-    )
-    return planning, geometry, seed if options.seed is None else options.seed
+        ranks = read_config(["--config", options.config], prog="alload plan").planning.ranks
+        if ranks is not None:
+            return [ranks]
+    raise InputError("alload plan: --ranks is not given; give the number of ranks (GPUs)")
 
 
-def _stored_stride(manifest: str) -> tuple[int, int, int] | None:
-    """The VAE stride that our own writer notes in a manifest."""
-    from alload_jax.data.manifest import manifest_metadata
+def _content(options: argparse.Namespace, inputs: PlanInputs, cases: list[Case]) -> dict[str, Any]:
+    """One case's settings and figures as they are; several under `cases`."""
+    each = [
+        {"ranks": case.ranks, "plan": _settings(options, inputs, case)} | case.figures()
+        for case in cases
+    ]
+    return each[0] if len(cases) == 1 else {"cases": each}
 
-    stride = manifest_metadata(Path(manifest)).get("vae_stride")
-    return tuple(stride) if stride else None
+
+def _print_tables(inputs: PlanInputs, cases: list[Case]) -> None:
+    console = Console(soft_wrap=True)
+    console.width = max(console.width, _WIDTH)
+    console.print(f"data: {inputs.source}", highlight=False)
+    console.print(f"cost model: {inputs.costs_source}", highlight=False)
+    console.print(case_table(cases[0]) if len(cases) == 1 else comparison_table(cases))
+
+
+def _settings(options: argparse.Namespace, inputs: PlanInputs, case: Case) -> dict[str, Any]:
+    """How a plan was made and measured, as JSON values."""
+    predictor = inputs.planning.predictor(inputs.costs)
+    return case.plan.identity() | {
+        "data": inputs.source,
+        "manifest": options.manifest,
+        "epoch": options.epoch,
+        "m_mem": case.plan_m_mem,
+        "sample_count": len(inputs.samples),
+        "cost_model": {"kind": type(predictor).__name__, **vars(predictor)},
+        "cost_model_source": inputs.costs_source,
+        "anchor_seconds": case.config.anchor_seconds(inputs.costs),
+    }
+
+
+def _say(options: argparse.Namespace, line: str) -> None:
+    if not options.json:
+        print(line)
+
+
+def _m_comp(text: str) -> float | str:
+    if text in ("auto", "longest"):
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        message = f"{text!r} is neither a number nor auto nor longest"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _triple(text: str) -> tuple[int, int, int]:
@@ -112,32 +203,3 @@ def _triple(text: str) -> tuple[int, int, int]:
     if len(parts) != 3 or not all(part.isdigit() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not three whole numbers such as 4,8,8")
     return (int(parts[0]), int(parts[1]), int(parts[2]))
-
-
-def _bound(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{bucket}: {rows}" for bucket, rows in value.items())
-    return f"{value:,}"
-
-
-def _print_table(settings: dict[str, Any], figures: dict[str, Any]) -> None:
-    bounds = " · ".join(
-        f"{name} {_bound(settings[name])}"
-        for name in ("m_mem", "m_comp", "p", "rows")
-        if settings.get(name)
-    )
-    title = f"{settings['policy']} · {settings['ranks']} ranks, {settings['mode']} · {bounds}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("metric")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        table.add_row(name.replace("_", " "), _readable(name, value))
-    Console(soft_wrap=True).print(table)
-
-
-def _readable(name: str, value: float | None) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.4g}" if name == "cost" else f"{value:.2%}"

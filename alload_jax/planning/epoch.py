@@ -1,8 +1,32 @@
 """One epoch of a plan, as columns: which rank takes which samples in which micro-batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What a packed epoch says beyond a bucketed one: where in its row each part of a sample lies.
+
+    A part is what of a sample lies on one rank. A whole sample is one part. An anchor is split
+    over the `context` ranks of a group: rank r of the group holds tokens [r·A, (r + 1)·A) of a
+    joint row in which the group's anchors lie one after another, and keeps them as the first A
+    tokens of its own row.
+
+    Attributes:
+      context: ranks of a group, consecutive; 1 where nothing is split.
+      anchor_tokens: [W] int64, A of each micro-batch, equal over the ranks of a step.
+      tokens: [P] int64, tokens of each part.
+      offset: [P] int64, where the part begins in its rank's row.
+      anchor: [P] bool, whether the part belongs to an anchor.
+    """
+
+    context: int
+    anchor_tokens: np.ndarray
+    tokens: np.ndarray
+    offset: np.ndarray
+    anchor: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -13,11 +37,14 @@ class EpochPlan:
       ranks: data-parallel ranks.
       steps: optimizer steps.
       step, micro_batch, rank: [W] int64, where each micro-batch stands.
-      rows: [W] int64, sequences it computes, zero-weight filler rows included.
+      rows: [W] int64, rows it computes, zero-weight filler rows included; 1 where packed.
       padded_len: [W] int64, tokens of each of its rows.
-      shape: [W, 3] int64, (frames, height, width) of its rows; zeros where unknown.
+      shape: [W, 3] int64, (frames, height, width) of its rows; zeros where unknown or packed.
       offsets: [W + 1] int64; micro-batch w holds `sample[offsets[w]:offsets[w + 1]]`.
-      sample: [N] int64, the manifest's row numbers; each stands here once.
+      sample: [P] int64, the manifest's row numbers; each stands here once, an anchor once for
+        each rank that holds a part of it.
+      packing: where parts lie in packed rows; None for bucketed micro-batches, whose rows hold a
+        sample each.
     """
 
     ranks: int
@@ -30,12 +57,53 @@ class EpochPlan:
     shape: np.ndarray
     offsets: np.ndarray
     sample: np.ndarray
+    packing: Packing | None = None
 
     def of_step(self, step: int) -> slice:
         """The micro-batches of one step, as a slice of the columns [W]."""
         start, stop = np.searchsorted(self.step, [step, step + 1])
         return slice(int(start), int(stop))
 
-    def samples_of(self, micro_batch: int) -> np.ndarray:
-        """The samples of the micro-batch at one position of the columns [W]."""
-        return self.sample[self.offsets[micro_batch] : self.offsets[micro_batch + 1]]
+    def only(self, step: int) -> "EpochPlan":
+        """One step as an epoch of its own."""
+        work = self.of_step(step)
+        parts = slice(int(self.offsets[work.start]), int(self.offsets[work.stop]))
+        packing = self.packing and replace(
+            self.packing,
+            anchor_tokens=self.packing.anchor_tokens[work],
+            tokens=self.packing.tokens[parts],
+            offset=self.packing.offset[parts],
+            anchor=self.packing.anchor[parts],
+        )
+        return replace(
+            self,
+            steps=1,
+            step=self.step[work] - step,
+            micro_batch=self.micro_batch[work],
+            rank=self.rank[work],
+            rows=self.rows[work],
+            padded_len=self.padded_len[work],
+            shape=self.shape[work],
+            offsets=self.offsets[work.start : work.stop + 1] - self.offsets[work.start],
+            sample=self.sample[parts],
+            packing=packing,
+        )
+
+    def parts_of(self, micro_batch: int) -> slice:
+        """The parts of the micro-batch at one position of the columns [W], as a slice of [P]."""
+        return slice(int(self.offsets[micro_batch]), int(self.offsets[micro_batch + 1]))
+
+    def micro_batch_of_part(self) -> np.ndarray:
+        """[P] int64: the position in the columns [W] that each part belongs to."""
+        return np.repeat(np.arange(len(self.step)), np.diff(self.offsets))
+
+    def part_tokens(self, seq_len: np.ndarray) -> np.ndarray:
+        """[P] int64: tokens of each part, from those of every sample of the manifest ([N])."""
+        return self.packing.tokens if self.packing else seq_len[self.sample]
+
+    def part_offsets(self) -> np.ndarray:
+        """[P] int64: where each part begins in its micro-batch, rows laid end to end."""
+        if self.packing:
+            return self.packing.offset
+        owner = self.micro_batch_of_part()
+        return (np.arange(len(owner)) - self.offsets[owner]) * self.padded_len[owner]

@@ -15,13 +15,16 @@ METADATA_KEY = b"alload-plan"
 
 
 def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -> pa.Table:
-    """One row per placed sample, in the order of (step, micro_batch, rank).
+    """One row per placed sample, or per part of one that is split: by step, micro_batch and rank.
 
-    Columns: `step, rank, micro_batch, sample, seq_len, padded_len, rows, frames, height, width`.
-    `sample` is the manifest's row number; `rows` is how many sequences of `padded_len` tokens the
-    micro-batch holds on its rank, zero-weight filler included; the shape is that of its rows, zeros
-    where the manifest has none. In synchronous mode a rank that has no row in a micro-batch
-    computes filler of the shape that the others have; in independent mode it idles.
+    Columns: `step, rank, micro_batch, sample, seq_len, padded_len, tokens, offset, region, rows,
+    frames, height, width`.
+    `sample` is the manifest's row number; `tokens` is the part of it that lies on the rank, from
+    `offset` on (rows laid end to end); `region` is `anchor` where it is split over the ranks of a
+    context-parallel group, else `whole`. `rows` is how many rows of `padded_len` tokens the
+    micro-batch holds on its rank, zero-weight filler included; packed micro-batches are one row.
+    The shape is that of its rows, zeros where unknown or packed. A rank without a sample has no
+    line here: in synchronous and packed plans it computes filler, in independent ones it idles.
 
     Args:
       plan: the epoch.
@@ -42,6 +45,9 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
             "sample": plan.sample,
             "seq_len": seq_len[plan.sample],
             "padded_len": spread(plan.padded_len),
+            "tokens": plan.part_tokens(seq_len),
+            "offset": plan.part_offsets(),
+            "region": _regions(plan),
             "rows": spread(plan.rows),
             "frames": spread(plan.shape[:, 0]),
             "height": spread(plan.shape[:, 1]),
@@ -49,6 +55,11 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
         }
     )
     return table.replace_schema_metadata({METADATA_KEY: json.dumps(settings).encode()})
+
+
+def _regions(plan: EpochPlan) -> pa.DictionaryArray:
+    anchor = plan.packing.anchor if plan.packing else np.zeros(len(plan.sample), bool)
+    return pa.DictionaryArray.from_arrays(pa.array(anchor.astype(np.int8)), ["whole", "anchor"])
 
 
 def write_plan(path: str | Path, table: pa.Table) -> None:

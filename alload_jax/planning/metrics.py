@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alload_jax.planning.cost import CostModel, bucketed_cost
+from alload_jax.planning.cost import CostModel, QuadraticCost
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.plan import Plan, Step
+from alload_jax.planning.step_costs import largest_piece, micro_batch_costs, rank_costs
 
 
 def imbalance(cost: np.ndarray) -> np.ndarray:
@@ -56,7 +57,8 @@ class PlanMetrics:
       steps: optimizer steps of the epoch.
       samples: samples placed.
       tokens: tokens of these samples.
-      buckets: distinct (rows, shape) of micro-batches: programs to compile.
+      buckets: distinct (rows, shape, A) of micro-batches: programs to compile.
+      segments: most samples of a micro-batch on one rank.
       imbalance, imbalance_max: max/mean − 1 of cost over ranks; its mean and its largest.
       idle: 1 − Σmean/Σmax of cost over ranks: the share of rank time spent waiting.
       cost_cv: variation (std/mean) of cost over ranks.
@@ -64,7 +66,9 @@ class PlanMetrics:
       step_cv: variation of the steps' makespan over the epoch.
       padding: computed tokens that belong to no sample, over all computed tokens.
       utilisation: real tokens over M_mem of every micro-batch; None without M_mem.
-      excess: makespan over its lower bound, minus 1.
+      excess, excess_max: makespan over its lower bound, minus 1; its mean and its largest.
+      order_correlation: of a step's place in the epoch with the mean length of its samples.
+      length_share: distinct lengths of a step's samples, over those of the data set.
       cost: summed makespan of the epoch.
       dropped, duplicated: samples never placed, placements beyond the first; both must be 0.
     """
@@ -73,6 +77,7 @@ class PlanMetrics:
     samples: int
     tokens: int
     buckets: int
+    segments: int
     imbalance: float
     imbalance_max: float
     idle: float
@@ -82,13 +87,20 @@ class PlanMetrics:
     padding: float
     utilisation: float | None
     excess: float
+    excess_max: float
+    order_correlation: float
+    length_share: float
     cost: float
     dropped: int
     duplicated: int
 
 
 def plan_metrics(
-    plan: EpochPlan, seq_len: np.ndarray, cost_model: CostModel, m_mem: int | None
+    plan: EpochPlan,
+    seq_len: np.ndarray,
+    cost_model: CostModel,
+    m_mem: int | None,
+    anchor_seconds: float = 0.0,
 ) -> PlanMetrics:
     """Measures an epoch.
 
@@ -97,19 +109,24 @@ def plan_metrics(
       seq_len: [N] int64, tokens of every sample of the manifest.
       cost_model: predicts what a micro-batch costs.
       m_mem: tokens that a micro-batch may hold.
+      anchor_seconds: cost of communication for each token of a rank that is split.
     """
-    cost = rank_costs(plan, bucketed_cost(cost_model, plan.rows, plan.padded_len))
-    squares = rank_costs(plan, plan.rows * plan.padded_len.astype(np.float64) ** 2)
+    cost = rank_costs(plan, micro_batch_costs(plan, seq_len, cost_model, anchor_seconds))
+    squares = rank_costs(plan, micro_batch_costs(plan, seq_len, _SQUARES))
     makespan = cost.max(axis=-1)
+    excess = excess_over_bound(cost, largest_piece(plan, seq_len, cost_model))
     computed = int((plan.rows * plan.padded_len).sum())
-    tokens = int(seq_len[plan.sample].sum())
-    placed = np.bincount(plan.sample, minlength=len(seq_len))
-    shapes = np.column_stack([plan.rows, plan.padded_len, plan.shape])
+    part_tokens = plan.part_tokens(seq_len)
+    placed = np.bincount(plan.sample, weights=part_tokens, minlength=len(seq_len))
+    copies = (placed // seq_len).astype(np.int64)
+    tokens = int(part_tokens.sum())
+    correlation, share = _representativeness(plan, seq_len)
     return PlanMetrics(
         steps=plan.steps,
-        samples=len(plan.sample),
+        samples=int(copies.sum()),
         tokens=tokens,
-        buckets=len(np.unique(shapes, axis=0)),
+        buckets=_programs(plan),
+        segments=int(np.diff(plan.offsets).max()),
         imbalance=float(imbalance(cost).mean()),
         imbalance_max=float(imbalance(cost).max()),
         idle=float(1 - _ratio(cost.mean(axis=-1).sum(), makespan.sum())),
@@ -118,11 +135,36 @@ def plan_metrics(
         step_cv=float(coefficient_of_variation(makespan)),
         padding=padding_ratio(tokens, computed),
         utilisation=tokens / (m_mem * len(plan.rows)) if m_mem else None,
-        excess=float(excess_over_bound(cost, _largest_piece(plan, cost_model)).mean()),
+        excess=float(excess.mean()),
+        excess_max=float(excess.max()),
+        order_correlation=correlation,
+        length_share=share,
         cost=float(makespan.sum()),
-        dropped=int((placed == 0).sum()),
-        duplicated=int(np.maximum(placed - 1, 0).sum()),
+        dropped=int((placed < seq_len).sum()),
+        duplicated=int((copies - 1).clip(0).sum()),
     )
+
+
+_SQUARES = QuadraticCost(0.0, 0.0, 1.0)
+
+
+def _programs(plan: EpochPlan) -> int:
+    split = plan.packing.anchor_tokens if plan.packing else np.zeros_like(plan.rows)
+    shapes = np.column_stack([plan.rows, plan.padded_len, plan.shape, split])
+    return len(np.unique(shapes, axis=0))
+
+
+def _representativeness(plan: EpochPlan, seq_len: np.ndarray) -> tuple[float, float]:
+    """Correlation of steps' place and mean length, and the mean share of distinct lengths."""
+    step = plan.step[plan.micro_batch_of_part()]
+    lengths, kind = np.unique(seq_len[plan.sample], return_inverse=True)
+    distinct = len(np.unique(step * len(lengths) + kind)) / plan.steps / len(lengths)
+    count = np.bincount(step, minlength=plan.steps)
+    total = np.bincount(step, weights=seq_len[plan.sample], minlength=plan.steps)
+    mean = _ratio(total, count, when_zero=0.0)
+    if plan.steps < 2 or np.ptp(mean) == 0:
+        return 0.0, distinct
+    return float(np.corrcoef(np.arange(plan.steps), mean)[0, 1]), distinct
 
 
 class StepMetrics(NamedTuple):
@@ -143,38 +185,22 @@ class StepMetrics(NamedTuple):
     padding: float
 
 
-def step_metrics(step: Step, plan: Plan, cost_model: CostModel) -> StepMetrics:
+def step_metrics(
+    step: Step, plan: Plan, cost_model: CostModel, anchor_seconds: float = 0.0
+) -> StepMetrics:
     """Measures one step of a plan under a cost model."""
-    cost = np.zeros(plan.layout.ranks)
-    for part in step.micro_batches:
-        cost[part.rank] += bucketed_cost(
-            cost_model, np.asarray(part.rows), np.asarray(part.seq_len)
-        )
-    placed = [sample for part in step.micro_batches for sample in part.samples]
-    tokens = int(plan.samples.seq_len[placed].sum())
-    computed = sum(part.rows * part.seq_len for part in step.micro_batches)
+    seq_len = plan.samples.seq_len
+    part = plan.epoch(step.epoch).only(step.index % plan.steps_per_epoch)
+    cost = rank_costs(part, micro_batch_costs(part, seq_len, cost_model, anchor_seconds))[0]
+    tokens = int(part.part_tokens(seq_len).sum())
+    computed = int((part.rows * part.padded_len).sum())
     return StepMetrics(
-        samples=len(placed),
+        samples=len(np.unique(part.sample)),
         tokens=tokens,
         predicted_cost=float(cost.max()),
         imbalance=float(imbalance(cost)),
         padding=padding_ratio(tokens, computed),
     )
-
-
-def rank_costs(plan: EpochPlan, cost: np.ndarray) -> np.ndarray:
-    """Sums micro-batch costs by step and rank: [W] → [steps, ranks]."""
-    place = plan.step * plan.ranks + plan.rank
-    total = np.bincount(place, weights=cost, minlength=plan.steps * plan.ranks)
-    return total.reshape(plan.steps, plan.ranks)
-
-
-def _largest_piece(plan: EpochPlan, cost_model: CostModel) -> np.ndarray:
-    """[steps]: cost of each step's costliest single sample, alone in a micro-batch."""
-    alone = cost_model.launch + cost_model.of_sequences(plan.padded_len)
-    largest = np.zeros(plan.steps)
-    np.maximum.at(largest, plan.step, alone)
-    return largest
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray, when_zero: float = 1.0) -> np.ndarray:

@@ -2,28 +2,29 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from alload_jax.planning.epoch import EpochPlan
-from alload_jax.planning.policies.bucketed import BucketedPolicy, RankLayout, plan_bucketed_epoch
+from alload_jax.planning.policies.policy import Policy, RankLayout
 from alload_jax.planning.samples import Samples
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank computes at once: rows of one shape, the last of which may be filler.
+    """What one rank computes at once: rows of one shape, or one packed row.
 
     Attributes:
       rank: who computes it.
       index: its place among the rank's micro-batches of the step.
-      rows: sequences, filler included.
+      rows: rows, filler included; 1 where packed.
       seq_len: tokens of each.
-      shape: (frames, height, width) in pixels; zeros where unknown.
-      samples: the manifest's row numbers, at most `rows` of them.
+      shape: (frames, height, width) in pixels; zeros where unknown or packed.
+      samples: the manifest's row numbers, one for each row or each part of a packed row.
+      packed: where the parts lie, in the order of `samples`; None for a row each.
     """
 
     rank: int
@@ -32,6 +33,24 @@ class MicroBatch:
     seq_len: int
     shape: tuple[int, int, int]
     samples: tuple[int, ...]
+    packed: "PackedRow | None" = None
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """Where the parts of a packed row lie (see `Packing`).
+
+    Attributes:
+      anchor_tokens: A, tokens that hold parts of anchors.
+      tokens: of each part.
+      offsets: where each part begins.
+      anchors: whether each part belongs to an anchor.
+    """
+
+    anchor_tokens: int
+    tokens: tuple[int, ...]
+    offsets: tuple[int, ...]
+    anchors: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -52,7 +71,7 @@ class Step:
 class Plan:
     """A random-access sequence of steps, without end: epoch follows epoch, each in a new order."""
 
-    def __init__(self, samples: Samples, policy: BucketedPolicy, layout: RankLayout, seed: int):
+    def __init__(self, samples: Samples, policy: Policy, layout: RankLayout, seed: int):
         """Plans with `policy` over `samples` for the ranks of `layout`.
 
         Raises:
@@ -71,7 +90,7 @@ class Plan:
 
     def _plan_epoch(self, epoch: int) -> EpochPlan:
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
-        return plan_bucketed_epoch(self.samples, self.policy, self.layout, rng)
+        return self.policy.plan_epoch(self.samples, self.layout, rng)
 
     def step(self, index: int) -> Step:
         """Step number `index`, counted from the start of training."""
@@ -91,7 +110,7 @@ class Plan:
         """
         return {
             "policy": type(self.policy).__name__,
-            **vars(self.policy),
+            **asdict(self.policy),  # type: ignore[call-overload]
             **vars(self.layout),
             "seed": self.seed,
             "samples": _digest(self.samples.shape, self.samples.seq_len),
@@ -119,5 +138,18 @@ def _micro_batch(plan: EpochPlan, position: int) -> MicroBatch:
         rows=int(plan.rows[position]),
         seq_len=int(plan.padded_len[position]),
         shape=(frames, height, width),
-        samples=tuple(plan.samples_of(position).tolist()),
+        samples=tuple(plan.sample[plan.parts_of(position)].tolist()),
+        packed=_packed_row(plan, position),
+    )
+
+
+def _packed_row(plan: EpochPlan, position: int) -> PackedRow | None:
+    if plan.packing is None:
+        return None
+    parts = plan.parts_of(position)
+    return PackedRow(
+        anchor_tokens=int(plan.packing.anchor_tokens[position]),
+        tokens=tuple(plan.packing.tokens[parts].tolist()),
+        offsets=tuple(plan.packing.offset[parts].tolist()),
+        anchors=tuple(plan.packing.anchor[parts].tolist()),
     )

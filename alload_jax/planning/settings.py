@@ -1,19 +1,24 @@
 """The planning section of a config, and the plan that it asks for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, CostModel, PowerCost, read_cost_file
+from alload_jax.planning.m_comp import MCompCurve, longest_alone, search_m_comp
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies.bucketed import BucketedPolicy, RankLayout, RanksMode
+from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.dual_constraint import DualConstraint
 from alload_jax.planning.policies.equal_tokens import EqualTokens
+from alload_jax.planning.policies.first_fit import FirstFit
 from alload_jax.planning.policies.fixed import Fixed
+from alload_jax.planning.policies.policy import Policy, RankLayout, RanksMode
 from alload_jax.planning.samples import Samples
 
-PolicyName = Literal["fixed", "equal_tokens", "dual_constraint"]
+PolicyName = Literal["fixed", "equal_tokens", "dual_constraint", "first_fit", "balanced"]
+PACKED: tuple[PolicyName, ...] = ("first_fit", "balanced")
+"""Policies whose micro-batches are packed rows; those of the others hold samples of one shape."""
 
 
 @dataclass(frozen=True)
@@ -21,28 +26,47 @@ class PlanningConfig:
     """What a micro-batch may hold, and who runs it.
 
     Attributes:
-      policy: fixed, equal_tokens or dual_constraint.
-      ranks_mode: synchronous (ranks share a bucket) or independent (plans only, so far).
+      policy: fixed, equal_tokens or dual_constraint; first_fit or balanced (plans only, so far).
+      ranks_mode: of bucketed policies: synchronous (ranks share a bucket) or independent (plans
+        only, so far).
       micro_batches_per_step: micro-batches that every rank accumulates before an update.
       m_mem: most tokens of a micro-batch on one rank; null takes it from `cost_model`.
-      m_comp: most B·S^p of a micro-batch; null takes it from `cost_model`, or else that of the
-        longest sequence at B = 1.
+      m_comp: most cost of a micro-batch, B·S^p for `dual_constraint`, the cost model's unit for
+        `balanced`; `longest` is the cost of the longest sample alone, `auto` what minimises the
+        predicted time of an epoch. Null takes it from `cost_model`, or else `longest` for
+        `dual_constraint` and no bound for `balanced`.
       p: exponent of cost over sequence length; null takes it from `cost_model`, or else 2.
       rows: for `fixed`, a batch size, or one for each bucket's name (`17x16x16`).
       ranks: data-parallel ranks that the plan is made for; null takes the mesh's. A multiple of
         the mesh's lets fewer devices do the work of more, sample for sample.
       cost_model: path of a cost-model JSON.
+      foreign_cost_model: accept one that was made for another model or device.
+      align: of packed rows: samples begin at multiples of this many tokens.
+      max_segments: most samples of a packed row; null for four times the mean.
+      look_ahead: steps that packed policies choose from at once.
+      max_delay: such windows that `balanced` lets a sample wait at most.
+      context: ranks of a context-parallel group, over which `balanced` splits samples that are
+        too long for one rank's fair share; 1 splits none.
+      link_bandwidth: bytes a second that a rank sends to its group, to predict what splitting
+        costs; 76 GB/s is what plain all-to-alls reach between H200s of one host.
     """
 
     policy: PolicyName = "dual_constraint"
     ranks_mode: RanksMode = "synchronous"
     micro_batches_per_step: int = 1
     m_mem: int | None = None
-    m_comp: float | None = None
+    m_comp: float | Literal["auto", "longest"] | None = None
     p: float | None = None
     rows: int | dict[str, int] | None = None
     ranks: int | None = None
     cost_model: str | None = None
+    foreign_cost_model: bool = False
+    align: int = 1
+    max_segments: int | None = None
+    look_ahead: int = 32
+    max_delay: int = 8
+    context: int = 1
+    link_bandwidth: float = 76e9
 
     def __post_init__(self) -> None:
         for name, choices in (("policy", PolicyName), ("ranks_mode", RanksMode)):
@@ -51,13 +75,16 @@ class PlanningConfig:
                     f"planning.{name} is {getattr(self, name)!r}; "
                     f"choose one of {', '.join(get_args(choices))}"
                 )
-        for name in ("micro_batches_per_step", "m_mem", "ranks"):
+        at_least_one = ("micro_batches_per_step", "m_mem", "ranks", "align", "max_segments")
+        for name in (*at_least_one, "look_ahead", "max_delay", "context"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"planning.{name} is {value}; it must be at least 1")
-        for name in ("m_comp", "p"):
+        for name in ("m_comp", "p", "link_bandwidth"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if isinstance(value, str) and value not in ("auto", "longest"):
+                raise InputError(f"planning.{name} is {value!r}; give a number, auto or longest")
+            if isinstance(value, int | float) and not value > 0:
                 raise InputError(f"planning.{name} is {value}; it must be above 0")
         if self.policy == "fixed" and self.rows is None:
             raise InputError("planning.policy is fixed but planning.rows is not given; give it")
@@ -66,37 +93,79 @@ class PlanningConfig:
                 f"planning.policy {self.policy} needs planning.m_mem (tokens) or "
                 "planning.cost_model; neither is given"
             )
+        if self.context > 1 and self.policy != "balanced":
+            raise InputError(
+                f"planning.context is {self.context}, but {self.policy} splits no sample; "
+                "choose planning.policy balanced, or leave context at 1"
+            )
 
     def costs(self) -> CostFile:
         """What the cost-model JSON says; nothing if there is none."""
         return read_cost_file(Path(self.cost_model)) if self.cost_model else CostFile()
 
-    def exponent(self) -> float:
-        """The p in force."""
-        power = self.costs().power
+    def exponent(self, costs: CostFile | None = None) -> float:
+        """The p in force, `costs` being the cost model's file if not that of the config."""
+        power = (costs or self.costs()).power
         return float(self.p or (power.p if power else 2.0))
 
-    def tokens_bound(self) -> int | None:
-        """The M_mem in force."""
-        return self.m_mem or self.costs().m_mem
+    def tokens_bound(self, costs: CostFile | None = None) -> int | None:
+        """The M_mem in force; `costs` as in `exponent`."""
+        return self.m_mem or (costs or self.costs()).m_mem
 
-    def predictor(self) -> CostModel:
-        """The cost model that predicts steps: the JSON's best one, or else B·S^p."""
-        costs = self.costs()
+    def predictor(self, costs: CostFile | None = None) -> CostModel:
+        """What predicts steps: the cost model's best form, or else B·S^p; see `exponent`."""
+        costs = costs or self.costs()
         if costs.quadratic:
             return costs.quadratic
         if costs.power and self.p is None:
             return costs.power
-        return PowerCost(self.exponent())
+        return PowerCost(self.exponent(costs))
+
+    def anchor_seconds(self, costs: CostFile | None = None) -> float:
+        """Predicted seconds of communication for each token of a rank that is split; 0 if unknown.
+
+        In an all-to-all a rank keeps 1/c of what it holds and sends the rest. `costs` as in
+        `exponent`.
+        """
+        costs = costs or self.costs()
+        if not costs.anchor_bytes or not costs.quadratic:
+            return 0.0
+        return costs.anchor_bytes * (1 - 1 / self.context) / self.link_bandwidth
+
+    def refuse_foreign_costs(self, model: dict[str, Any], device: str | None) -> None:
+        """Raises InputError if the cost model was made for another model or device.
+
+        Args:
+          model: fields of the architecture in use; those that the cost model knows must agree.
+          device: as JAX names it; None where it is not known.
+        """
+        costs = self.costs()
+        if self.foreign_cost_model or not self.cost_model:
+            return
+        theirs = costs.model or {}
+        differing = [k for k in theirs if k in model and theirs[k] != model[k]]
+        where = [f"{k} {theirs[k]} (here {model[k]})" for k in differing]
+        if device and costs.device and costs.device != device:
+            where.append(f"device {costs.device} (here {device})")
+        if where:
+            raise InputError(
+                f"{self.cost_model}: was made for {', '.join(where)}; run `alload calibrate` "
+                "here, or set planning.foreign_cost_model"
+            )
 
 
-def make_policy(config: PlanningConfig) -> BucketedPolicy:
-    """The policy that the config names, with its bounds.
+def make_policy(config: PlanningConfig, costs: CostFile | None = None) -> Policy:
+    """The policy that the config names, with its bounds; `m_comp` is a number or left open.
+
+    Args:
+      config: the settings.
+      costs: the cost model's file; None reads what the config names.
 
     Raises:
       InputError: a bound that the policy needs is given nowhere.
     """
-    m_mem = config.tokens_bound()
+    costs = costs or config.costs()
+    m_mem = config.tokens_bound(costs)
     if config.policy == "fixed":
         assert config.rows is not None
         return Fixed(config.rows, m_mem)
@@ -106,20 +175,66 @@ def make_policy(config: PlanningConfig) -> BucketedPolicy:
         )
     if config.policy == "equal_tokens":
         return EqualTokens(m_mem)
-    m_comp = config.m_comp or config.costs().m_comp
-    return DualConstraint(m_mem, None if m_comp is None else float(m_comp), config.exponent())
+    if config.policy == "first_fit":
+        return FirstFit(m_mem, config.align, config.max_segments, config.look_ahead)
+    assert not isinstance(config.m_comp, str)
+    if config.policy == "balanced":
+        return Balanced(
+            m_mem,
+            config.predictor(costs),
+            config.m_comp,
+            config.align,
+            config.max_segments,
+            config.look_ahead,
+            config.max_delay,
+            config.context,
+            config.anchor_seconds(costs),
+        )
+    m_comp = config.m_comp or costs.m_comp
+    return DualConstraint(m_mem, None if m_comp is None else float(m_comp), config.exponent(costs))
 
 
-def make_plan(config: PlanningConfig, samples: Samples, ranks: int, seed: int) -> Plan:
+def make_plan(
+    config: PlanningConfig,
+    samples: Samples,
+    ranks: int,
+    seed: int,
+    costs: CostFile | None = None,
+) -> Plan:
     """The plan that the config asks for.
 
     Args:
       samples: the manifest's columns.
       ranks: data-parallel ranks, where the config leaves them open.
       seed: decides the order of samples.
+      costs: the cost model's file; None reads what the config names.
 
     Raises:
       InputError: a sample cannot be placed, or a bound is missing.
     """
     layout = RankLayout(config.ranks or ranks, config.ranks_mode, config.micro_batches_per_step)
-    return Plan(samples, make_policy(config), layout, seed)
+    costs = costs or config.costs()
+    if config.m_comp == "longest":
+        open_bound = make_policy(replace(config, m_comp=None), costs)
+        config = replace(config, m_comp=longest_alone(open_bound, samples))
+    elif config.m_comp == "auto":
+        config = replace(config, m_comp=m_comp_curve(config, samples, layout, costs).chosen)
+    return Plan(samples, make_policy(config, costs), layout, seed)
+
+
+def m_comp_curve(
+    config: PlanningConfig, samples: Samples, layout: RankLayout, costs: CostFile | None = None
+) -> MCompCurve:
+    """Predicted time of an epoch over `m_comp`, all else as the config says.
+
+    Raises:
+      InputError: the policy knows no M_comp, or can't place a sample.
+    """
+    costs = costs or config.costs()
+    return search_m_comp(
+        lambda m_comp: make_policy(replace(config, m_comp=m_comp), costs),
+        samples,
+        layout,
+        config.predictor(costs),
+        config.anchor_seconds(costs),
+    )

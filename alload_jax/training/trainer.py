@@ -101,8 +101,13 @@ def micro_batch_shapes(plan: Plan, manifest: Manifest) -> list[LatentShape]:
     """Every shape of micro-batch that a synchronous plan holds, largest first.
 
     Raises:
-      InputError: the plan's ranks are independent.
+      InputError: the plan's ranks are independent, or its rows packed.
     """
+    if plan.epoch(0).packing is not None:
+        raise InputError(
+            "planning.policy packs samples into rows; training runs bucketed plans so far, such "
+            "as dual_constraint (`alload plan` shows both)"
+        )
     if plan.layout.mode != "synchronous":
         raise InputError(
             f"planning.ranks_mode is {plan.layout.mode}; training runs synchronous plans so far "

@@ -24,6 +24,9 @@ COLUMNS = [
     "sample",
     "seq_len",
     "padded_len",
+    "tokens",
+    "offset",
+    "region",
     "rows",
     "frames",
     "height",
@@ -58,6 +61,8 @@ def flags_of(manifest, config, seed):
         value = getattr(config, name)
         if isinstance(value, dict):
             value = min(value.values())
+        if name == "p":
+            value = value or 2.0  # by default the command fits it to a device
         if value is not None:
             flags += [f"--{name.replace('_', '-')}", value]
     for name in ("vae_stride", "patch_size"):
@@ -102,6 +107,13 @@ def excess(costs, largest_piece):
     return max(costs) / max(statistics.fmean(costs), largest_piece) - 1
 
 
+def correlation(by_step):
+    """Pearson's, of keys and values; 0 where one of them is constant."""
+    if len(set(by_step.values())) < 2:
+        return 0.0
+    return statistics.correlation(list(by_step), list(by_step.values()))
+
+
 def recomputed(path, cost):
     rows, settings = read_plan(path)
     work = micro_batches(rows, settings)
@@ -113,6 +125,10 @@ def recomputed(path, cost):
     for row in rows:
         largest[row["step"]] = max(largest[row["step"]], cost(1, row["seq_len"]))
     tokens = sum(row["seq_len"] for row in rows)
+    lengths = defaultdict(list)
+    for row in rows:
+        lengths[row["step"]].append(row["seq_len"])
+    above = [excess(costs[step], largest[step]) for step in costs]
     placed = Counter(row["sample"] for row in rows)
     m_mem = settings["m_mem"]
     return {
@@ -120,6 +136,7 @@ def recomputed(path, cost):
         "samples": len(rows),
         "tokens": tokens,
         "buckets": len(set(held)),
+        "segments": max(Counter((r["step"], r["micro_batch"], r["rank"]) for r in rows).values()),
         "imbalance": statistics.fmean(map(imbalance, costs.values())),
         "imbalance_max": max(map(imbalance, costs.values())),
         "idle": 1 - sum(map(statistics.fmean, costs.values())) / sum(makespans),
@@ -128,7 +145,11 @@ def recomputed(path, cost):
         "step_cv": variation(makespans),
         "padding": 1 - tokens / sum(b * s for b, s in held),
         "utilisation": tokens / (m_mem * len(held)) if m_mem else None,
-        "excess": statistics.fmean(excess(costs[step], largest[step]) for step in costs),
+        "excess": statistics.fmean(above),
+        "excess_max": max(above),
+        "order_correlation": correlation({k: statistics.fmean(v) for k, v in lengths.items()}),
+        "length_share": statistics.fmean(len(set(v)) for v in lengths.values())
+        / len({row["seq_len"] for row in rows}),
         "cost": sum(makespans),
         "dropped": max(placed) + 1 - len(placed),
         "duplicated": len(rows) - len(placed),
@@ -191,7 +212,8 @@ def test_the_file_tells_apart_buckets_of_equal_length(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("left", "right"), [([], ["--p", 3]), (["--p", 1.5], ["--cost-model", "cost.json"])]
+    ("left", "right"),
+    [([], ["--p", 3]), (["--p", 1.5], ["--cost-model", "cost.json"]), ([], ["--device", "a100"])],
 )
 def test_the_file_says_what_predicted_the_costs(tmp_path, monkeypatch, left, right):
     monkeypatch.chdir(tmp_path)
@@ -228,12 +250,15 @@ def test_the_file_is_the_plan(tmp_path_factory, case, epoch):
             "sample": sample,
             "seq_len": manifest.lengths()[sample],
             "padded_len": part.seq_len,
+            "tokens": manifest.lengths()[sample],
+            "offset": row * part.seq_len,
+            "region": "whole",
             "rows": part.rows,
             **dict(zip(("frames", "height", "width"), part.shape, strict=True)),
         }
         for index in range(plan.steps_per_epoch)
         for part in plan.step(first + index).micro_batches
-        for sample in part.samples
+        for row, sample in enumerate(part.samples)
     ]
     assert rows == expected
     assert settings == plan.identity()
@@ -247,7 +272,9 @@ def test_the_file_has_the_documented_columns_order_and_settings(tmp_path, mode):
     reported = alload_plan("--manifest", path, "--out", out, "--ranks-mode", mode, *flags)
     table = pa.parquet.read_table(out)
     assert table.column_names == COLUMNS
-    assert set(table.schema.types) == {pa.int64()}
+    assert {k: table.schema.field(k).type for k in COLUMNS if k != "region"} == dict.fromkeys(
+        (k for k in COLUMNS if k != "region"), pa.int64()
+    )
     assert METADATA_KEY == b"alload-plan"
     rows, settings = read_plan(out)
     places = [(row["step"], row["micro_batch"], row["rank"]) for row in rows]

@@ -19,8 +19,8 @@ from alload_jax.planning.metrics import (
     step_metrics,
 )
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies.bucketed import RankLayout
 from alload_jax.planning.policies.fixed import Fixed
+from alload_jax.planning.policies.policy import RankLayout
 from alload_jax.planning.settings import make_plan
 
 COSTS = st.integers(1, 9).flatmap(
@@ -230,7 +230,8 @@ def test_synchronous_ranks_are_balanced(case):
 def test_dropped_and_duplicated_samples_are_counted(placements):
     samples = of_lengths(*[5] * 10)
     epoch = Plan(samples, Fixed(1), RankLayout(2), seed=0).epoch(0)
-    broken = dataclasses.replace(epoch, sample=np.array(placements))
+    offsets = np.r_[np.zeros(len(epoch.rows), int), len(placements)]
+    broken = dataclasses.replace(epoch, sample=np.array(placements), offsets=offsets)
     found = plan_metrics(broken, samples.seq_len, LINEAR, None)
     assert found.dropped == 10 - len(set(placements))
     assert found.duplicated == len(placements) - len(set(placements))
@@ -240,4 +241,12 @@ def test_metrics_are_plain_numbers():
     values = dataclasses.asdict(metrics_of([10, 30, 10], rows=2, ranks=3, m_mem=60))
     assert {type(value) for value in values.values()} == {int, float}
     whole = {name for name, value in values.items() if type(value) is int}
-    assert whole == {"steps", "samples", "tokens", "buckets", "dropped", "duplicated"}
+    assert whole == {
+        "steps",
+        "samples",
+        "tokens",
+        "buckets",
+        "segments",
+        "dropped",
+        "duplicated",
+    }

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from planning_cases import MODES, POLICIES, cases, examples, manifests, of_lengths, of_shapes
 
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies.bucketed import RankLayout
 from alload_jax.planning.policies.fixed import Fixed
+from alload_jax.planning.policies.policy import RankLayout
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig, make_plan
 

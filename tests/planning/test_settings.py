@@ -75,7 +75,7 @@ def test_the_cost_model_gives_what_the_config_leaves_open(cost_file):
     path = cost_file(power={"p": 1.7, "a": 2.0}, m_mem=50, m_comp=900.0)
     config = PlanningConfig(cost_model=path)
     assert make_policy(config) == DualConstraint(50, 900.0, 1.7)
-    assert config.costs() == CostFile(PowerCost(1.7, 2.0), None, 50, 900.0)
+    assert config.costs() == CostFile(PowerCost(1.7, 2.0), m_mem=50, m_comp=900.0)
     assert make_policy(PlanningConfig("equal_tokens", cost_model=path)) == EqualTokens(50)
     assert make_policy(PlanningConfig("fixed", rows=1, cost_model=path)) == Fixed(1, 50)
 

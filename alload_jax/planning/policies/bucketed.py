@@ -1,80 +1,56 @@
 """What all bucketed policies share: micro-batches of one shape, drawn in random order."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import numpy as np
 
 from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.policies.policy import RankLayout
 from alload_jax.planning.samples import Buckets, Samples
 
-RanksMode = Literal["synchronous", "independent"]
-"""`synchronous`: all ranks of a micro-batch share one bucket. `independent`: each has its own."""
 
+class Bucketed(ABC):
+    """A policy whose micro-batches hold samples of one shape."""
 
-class BucketedPolicy(Protocol):
-    """Decides how many samples of each bucket make a micro-batch."""
-
+    @abstractmethod
     def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
         """[K] int64, at least 1 each. Raises InputError where a bucket can't be placed."""
-        ...
 
+    def plan_epoch(
+        self, samples: Samples, layout: RankLayout, rng: np.random.Generator
+    ) -> EpochPlan:
+        """See `Policy.plan_epoch`.
 
-@dataclass(frozen=True)
-class RankLayout:
-    """Who runs a step.
+        Each bucket is shuffled and cut into groups: a micro-batch of one rank (`independent`) or
+        of all ranks (`synchronous`). The groups are shuffled and dealt to steps in that order. A
+        bucket's last group may be short; its missing rows are filler, which ranks share evenly.
+        """
+        buckets = samples.buckets()
+        rows = self.rows_per_bucket(buckets)
+        ranks_per_group = layout.ranks if layout.mode == "synchronous" else 1
+        cut = _cut_into_groups(buckets, rows * ranks_per_group)
+        slot_of_group = rng.permutation(len(cut.bucket))
+        bucket_of_slot = np.empty_like(cut.bucket)
+        bucket_of_slot[slot_of_group] = cut.bucket
 
-    Attributes:
-      ranks: data-parallel ranks.
-      mode: whether ranks share a bucket.
-      micro_batches_per_step: micro-batches that a rank accumulates before it updates.
-    """
-
-    ranks: int
-    mode: RanksMode = "synchronous"
-    micro_batches_per_step: int = 1
-
-
-def plan_bucketed_epoch(
-    samples: Samples, policy: BucketedPolicy, layout: RankLayout, rng: np.random.Generator
-) -> EpochPlan:
-    """Places every sample once.
-
-    Each bucket is shuffled and cut into groups: a micro-batch of one rank (`independent`) or of
-    all ranks (`synchronous`). The groups are shuffled and dealt to steps in that order. A
-    bucket's last group may be short; its missing rows are filler, which ranks share evenly.
-
-    Args:
-      samples: N samples.
-      policy: rows of a micro-batch, by bucket.
-      layout: ranks and steps.
-      rng: decides the order; equal generators give equal epochs.
-    """
-    buckets = samples.buckets()
-    rows = policy.rows_per_bucket(buckets)
-    ranks_per_group = layout.ranks if layout.mode == "synchronous" else 1
-    cut = _cut_into_groups(buckets, rows * ranks_per_group)
-    slot_of_group = rng.permutation(len(cut.bucket))
-    bucket_of_slot = np.empty_like(cut.bucket)
-    bucket_of_slot[slot_of_group] = cut.bucket
-
-    work_bucket = np.repeat(bucket_of_slot, ranks_per_group)
-    work_of_sample = slot_of_group[cut.group] * ranks_per_group + cut.member % ranks_per_group
-    counts = np.bincount(work_of_sample, minlength=len(work_bucket))
-    turn, rank = np.divmod(np.arange(len(work_bucket)), layout.ranks)
-    step, micro_batch = np.divmod(turn, layout.micro_batches_per_step)
-    return EpochPlan(
-        ranks=layout.ranks,
-        steps=int(step[-1]) + 1,
-        step=step,
-        micro_batch=micro_batch,
-        rank=rank,
-        rows=rows[work_bucket],
-        padded_len=buckets.seq_len[work_bucket],
-        shape=buckets.shape[work_bucket],
-        offsets=np.r_[0, np.cumsum(counts)],
-        sample=_shuffle_within(buckets, rng)[np.argsort(work_of_sample, kind="stable")],
-    )
+        work_bucket = np.repeat(bucket_of_slot, ranks_per_group)
+        work_of_sample = slot_of_group[cut.group] * ranks_per_group + cut.member % ranks_per_group
+        counts = np.bincount(work_of_sample, minlength=len(work_bucket))
+        turn, rank = np.divmod(np.arange(len(work_bucket)), layout.ranks)
+        step, micro_batch = np.divmod(turn, layout.micro_batches_per_step)
+        return EpochPlan(
+            ranks=layout.ranks,
+            steps=int(step[-1]) + 1,
+            step=step,
+            micro_batch=micro_batch,
+            rank=rank,
+            rows=rows[work_bucket],
+            padded_len=buckets.seq_len[work_bucket],
+            shape=buckets.shape[work_bucket],
+            offsets=np.r_[0, np.cumsum(counts)],
+            sample=_shuffle_within(buckets, rng)[np.argsort(work_of_sample, kind="stable")],
+        )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from alload_jax.planning.policies.bucketed import Bucketed
 from alload_jax.planning.policies.limits import refuse_longer_than
 from alload_jax.planning.samples import Buckets
 
@@ -11,7 +12,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class DualConstraint:
+class DualConstraint(Bucketed):
     """B = max(1, min(M_mem // S, M_comp // S^p)).
 
     Attributes:
@@ -25,7 +26,7 @@ class DualConstraint:
     p: float = 2.0
 
     def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
-        """See `BucketedPolicy.rows_per_bucket`."""
+        """See `Bucketed.rows_per_bucket`."""
         refuse_longer_than(buckets, self.m_mem, "dual_constraint")
         with np.errstate(over="ignore"):
             cost = buckets.seq_len.astype(np.float64) ** self.p

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from alload_jax.planning.policies.bucketed import Bucketed
 from alload_jax.planning.policies.limits import refuse_longer_than
 from alload_jax.planning.samples import Buckets
 
 
 @dataclass(frozen=True)
-class EqualTokens:
+class EqualTokens(Bucketed):
     """B = M_mem // S.
 
     Attributes:
@@ -19,6 +20,6 @@ class EqualTokens:
     m_mem: int
 
     def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
-        """See `BucketedPolicy.rows_per_bucket`."""
+        """See `Bucketed.rows_per_bucket`."""
         refuse_longer_than(buckets, self.m_mem, "equal_tokens")
         return self.m_mem // buckets.seq_len

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from alload_jax.errors import InputError
+from alload_jax.planning.policies.bucketed import Bucketed
 from alload_jax.planning.policies.limits import refuse_longer_than
 from alload_jax.planning.samples import Buckets
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Bucketed):
     """B as given.
 
     Attributes:
@@ -24,7 +25,7 @@ class Fixed:
     m_mem: int | None = None
 
     def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
-        """See `BucketedPolicy.rows_per_bucket`."""
+        """See `Bucketed.rows_per_bucket`."""
         if self.m_mem is not None:
             refuse_longer_than(buckets, self.m_mem, "fixed")
         rows = np.asarray([self._rows(buckets.name(k)) for k in range(len(buckets))], np.int64)

@@ -1,0 +1,154 @@
+"""What `alload plan` plans for: samples, settings and a cost model, from flags and a config."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from alload_jax.errors import InputError
+from alload_jax.planning.analytic import analytic_costs
+from alload_jax.planning.architecture import NAMED, from_fields
+from alload_jax.planning.cost import CostFile, PowerCost, read_cost_file
+from alload_jax.planning.devices import device_named
+from alload_jax.planning.geometry import Geometry
+from alload_jax.planning.samples import Samples, read_samples
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.workloads import make_workload
+
+_DEFAULT_MODEL, _DEFAULT_DEVICE = "wan2.1-1.3b", "h200"
+
+
+class PlanInputs(NamedTuple):
+    """Everything that a plan is made from.
+
+    Attributes:
+      samples: the data set.
+      source: what it is, in words.
+      planning: settings; `m_mem` is filled in.
+      costs: the cost model's file.
+      costs_source: where it comes from, in words.
+      seed: of the order of samples.
+    """
+
+    samples: Samples
+    source: str
+    planning: PlanningConfig
+    costs: CostFile
+    costs_source: str
+    seed: int
+
+
+class _Base(NamedTuple):
+    """What a training config says, or the defaults."""
+
+    planning: dict[str, Any]
+    patch_size: tuple[int, int, int]
+    seed: int
+    model: dict[str, Any] | None
+    remat: str
+
+
+def plan_inputs(options: argparse.Namespace) -> PlanInputs:
+    """Reads the config, if there is one, overridden by the flags.
+
+    Raises:
+      InputError: something in them is wrong.
+    """
+    base = _from_config(options.config)
+    given = {f.name: getattr(options, f.name, None) for f in dataclasses.fields(PlanningConfig)}
+    fields = base.planning | {k: v for k, v in given.items() if v is not None}
+    fields.pop("ranks", None)
+    if options.compare:
+        fields["policy"] = "balanced"  # knows every setting; each case takes what concerns it
+    costs, source = _costs(options, fields, base)
+    if fields.get("m_mem") is None and fields.get("policy") != "fixed":
+        fields["m_mem"] = _m_mem(options, costs)
+    planning = PlanningConfig(**fields)
+    if options.config and base.model:
+        planning.refuse_foreign_costs(base.model | {"remat": base.remat}, None)
+    samples, data = _samples(options, base.patch_size)
+    seed = base.seed if options.seed is None else options.seed
+    return PlanInputs(samples, data, planning, costs, source, seed)
+
+
+def _from_config(path: str | None) -> _Base:
+    if path is None:
+        return _Base({}, Geometry().patch_size, 0, None, "attention")
+    # Only now: reading a whole training config needs JAX, which takes a second to import.
+    from alload_jax.config import read_config
+
+    config = read_config(["--config", path], prog="alload plan")
+    planning = {
+        f.name: getattr(config.planning, f.name) for f in dataclasses.fields(PlanningConfig)
+    }
+    model = config.model
+    return _Base(
+        planning, model.patch_size, config.run.seed, model.architecture(), str(model.remat)
+    )
+
+
+def _costs(
+    options: argparse.Namespace, fields: dict[str, Any], base: _Base
+) -> tuple[CostFile, str]:
+    """The cost model, and where it comes from."""
+    if fields.get("cost_model"):
+        costs = read_cost_file(fields["cost_model"])
+        _refuse_other_device(options, fields, costs)
+        made_on = f", {costs.origin or 'given'} for {costs.device}" if costs.device else ""
+        return costs, f"{fields['cost_model']}{made_on}"
+    asked = options.model or options.device
+    if fields.get("p") and not asked:
+        return CostFile(power=PowerCost(fields["p"])), f"B·S^p with p = {fields['p']:g}, no unit"
+    device = device_named(options.device or _DEFAULT_DEVICE)
+    if options.model or base.model is None:
+        name = options.model or _DEFAULT_MODEL
+        architecture, model = NAMED[name], name
+    else:
+        architecture, model = from_fields(base.model), options.config
+    costs = analytic_costs(architecture, device, base.remat, shards=options.shards)
+    return costs, f"analytic, not measured: {model} on {device.name}; see `alload calibrate`"
+
+
+def _refuse_other_device(
+    options: argparse.Namespace, fields: dict[str, Any], costs: CostFile
+) -> None:
+    if not options.device or not costs.device or fields.get("foreign_cost_model"):
+        return
+    wanted = device_named(options.device).name
+    if wanted != costs.device:
+        raise InputError(
+            f"{fields['cost_model']}: was made for {costs.device}, not for {wanted}; run "
+            "`alload calibrate` there, or give --foreign-cost-model"
+        )
+
+
+def _m_mem(options: argparse.Namespace, costs: CostFile) -> int | None:
+    if options.memory_gb is not None:
+        if costs.memory is None:
+            raise InputError(
+                "alload plan: --memory-gb needs a cost model that knows memory; give --m-mem"
+            )
+        return costs.memory.max_tokens(options.memory_gb * 1e9, options.margin)
+    return costs.m_mem
+
+
+def _samples(options: argparse.Namespace, patch_size: tuple[int, int, int]) -> tuple[Samples, str]:
+    if (options.workload is None) == (options.manifest is None):
+        raise InputError("alload plan: give either --workload NAME or --manifest FILE")
+    stride = options.vae_stride
+    if options.manifest:
+        stride = stride or _stored_stride(options.manifest)
+    geometry = Geometry(stride or Geometry().vae_stride, options.patch_size or patch_size)
+    if options.manifest:
+        samples = read_samples(options.manifest, geometry)
+        return samples, f"{options.manifest}, {len(samples):,} samples"
+    samples = make_workload(options.workload, options.size, options.workload_seed, geometry)
+    return samples, f"{options.workload}, {len(samples):,} samples"
+
+
+def _stored_stride(manifest: str) -> tuple[int, int, int] | None:
+    """The VAE stride that our own writer notes in a manifest."""
+    from alload_jax.data.manifest import manifest_metadata
+
+    stride = manifest_metadata(Path(manifest)).get("vae_stride")
+    return tuple(stride) if stride else None

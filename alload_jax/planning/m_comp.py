@@ -1,0 +1,125 @@
+"""The choice of M_comp: a search over what an epoch is predicted to take."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from alload_jax.errors import InputError
+from alload_jax.planning.cost import CostModel
+from alload_jax.planning.policies.balanced import Balanced
+from alload_jax.planning.policies.dual_constraint import DualConstraint
+from alload_jax.planning.policies.policy import Policy, RankLayout
+from alload_jax.planning.samples import Samples
+from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
+
+_POINTS, _FINE_POINTS = 17, 10
+"""Over the whole range, then between the neighbours of the best."""
+_MOST_SAMPLES, _MOST_PER_RANK = 20_000, 200
+"""Planned at each point, whichever is more; a larger data set is drawn from."""
+
+
+@dataclass(frozen=True)
+class MCompCurve:
+    """Predicted time of an epoch over M_comp.
+
+    Attributes:
+      m_comp: [K] float64, ascending, in the policy's measure.
+      cost: [K] float64, predicted time of an epoch, in the cost model's unit.
+      chosen: the value of least cost; of equal ones the largest, which makes the fewest steps.
+    """
+
+    m_comp: np.ndarray
+    cost: np.ndarray
+
+    @property
+    def chosen(self) -> float:
+        """See the class."""
+        return float(self.m_comp[np.flatnonzero(self.cost == self.cost.min())[-1]])
+
+
+def longest_alone(policy: Policy, samples: Samples) -> float:
+    """The paper-faithful M_comp: cost of the longest sample at B = 1, in the policy's measure.
+
+    Raises:
+      InputError: the policy knows no M_comp.
+    """
+    return float(_measure(policy, samples.seq_len.max()[None])[0])
+
+
+def search_m_comp(
+    policy_at: Callable[[float], Policy],
+    samples: Samples,
+    layout: RankLayout,
+    model: CostModel,
+    anchor_seconds: float = 0.0,
+) -> MCompCurve:
+    """Plans an epoch at values of M_comp from the shortest sample's cost to where it binds no more.
+
+    Args:
+      policy_at: the policy with a given M_comp.
+      samples: of the data set.
+      layout: ranks and steps.
+      model: predicts what a step takes.
+      anchor_seconds: cost of communication for each token of a rank that is split.
+
+    Raises:
+      InputError: the policy knows no M_comp, or can't place a sample.
+    """
+    probe = policy_at(1.0)
+    least, most = _range(probe, samples.seq_len)
+    drawn = _draw(samples, layout.ranks)
+
+    def curve(values: np.ndarray) -> MCompCurve:
+        plans = (policy_at(float(value)) for value in values)
+        cost = [_epoch_cost(plan, drawn, layout, model, anchor_seconds) for plan in plans]
+        return MCompCurve(values, np.asarray(cost) * len(samples) / len(drawn))
+
+    coarse = curve(np.unique(np.geomspace(least, most, _POINTS)))
+    best = int(np.searchsorted(coarse.m_comp, coarse.chosen))
+    below, above = coarse.m_comp[max(0, best - 1)], coarse.m_comp[best + 1 :][:1]
+    around = np.geomspace(below, float(above[0]) if len(above) else most, _FINE_POINTS + 2)
+    inner = np.setdiff1d(around[1:-1], coarse.m_comp)
+    fine = curve(inner)
+    order = np.argsort(np.r_[coarse.m_comp, fine.m_comp])
+    return MCompCurve(
+        np.r_[coarse.m_comp, fine.m_comp][order], np.r_[coarse.cost, fine.cost][order]
+    )
+
+
+def _measure(policy: Policy, seq_len: np.ndarray) -> np.ndarray:
+    """What M_comp bounds, of a micro-batch that holds one sample."""
+    if isinstance(policy, DualConstraint):
+        return np.asarray(seq_len, np.float64) ** policy.p
+    if isinstance(policy, Balanced):
+        return policy.cost_alone(seq_len)
+    raise InputError(
+        f"policy {type(policy).__name__} has no M_comp; choose dual_constraint or balanced"
+    )
+
+
+def _range(policy: Policy, seq_len: np.ndarray) -> tuple[float, float]:
+    alone = _measure(policy, np.unique(seq_len))
+    if isinstance(policy, DualConstraint):
+        full = alone * (policy.m_mem // np.unique(seq_len))
+        return float(alone.min()), float(full.max())
+    # Many samples to a row: what a row of mean samples costs, four times over, binds no more.
+    return float(alone.min()), float(max(alone.max(), 4 * alone.mean()))
+
+
+def _draw(samples: Samples, ranks: int) -> Samples:
+    most = max(_MOST_SAMPLES, _MOST_PER_RANK * ranks)
+    if len(samples) <= most:
+        return samples
+    drawn = np.random.default_rng(0).choice(len(samples), most, replace=False)
+    drawn = np.union1d(drawn, np.argmax(samples.seq_len))
+    return Samples(samples.shape[drawn], samples.seq_len[drawn])
+
+
+def _epoch_cost(
+    policy: Policy, samples: Samples, layout: RankLayout, model: CostModel, anchor_seconds: float
+) -> float:
+    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, 0])))
+    plan = policy.plan_epoch(samples, layout, rng)
+    cost = rank_costs(plan, micro_batch_costs(plan, samples.seq_len, model, anchor_seconds))
+    return float(cost.max(axis=1).sum())

@@ -1,0 +1,194 @@
+"""Anchors: samples that cost more than a rank's fair share, split over a context-parallel group.
+
+A group of c ranks joins the first A tokens of each rank's row into one row of c·A tokens, in which
+its anchors lie one after another (an all-to-all turns tokens into heads and back). Every A is a
+program to compile, so an epoch keeps to a few.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from alload_jax.planning.policies.dealing import LEFT, Bins, deal, water_level
+
+_LEVELS = 4
+"""Values of A beside 0."""
+
+
+@dataclass(frozen=True)
+class AnchorRule:
+    """Which samples are split, and what regions they may be put into.
+
+    Attributes:
+      context: c, ranks of a group.
+      threshold: samples of more weight are split.
+      longest_whole: so are samples that take more tokens.
+      levels: [L] int64, the values that A takes, ascending, from 0.
+    """
+
+    context: int
+    threshold: float
+    longest_whole: int
+    levels: np.ndarray
+
+    def applies(self, footprint: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """[N] bool: which samples are split."""
+        if self.context == 1:
+            return np.zeros(len(footprint), bool)
+        return (weight > self.threshold) | (footprint > self.longest_whole)
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The joint rows of a window's groups.
+
+    Attributes:
+      group: [N] int64, the group whose region holds a sample, or LEFT.
+      tokens: [G] int64, A of each group.
+      load: [G] float64, weight of what its region holds.
+      count: [G] int64, samples that it holds.
+    """
+
+    group: np.ndarray
+    tokens: np.ndarray
+    load: np.ndarray
+    count: np.ndarray
+
+
+def fair_share(footprint: np.ndarray, weight: np.ndarray, row_tokens: int) -> float:
+    """Weight of a mean row."""
+    return float(weight.sum() / footprint.sum() * row_tokens)
+
+
+def fill_regions(
+    rule: AnchorRule,
+    footprint: np.ndarray,
+    weight: np.ndarray,
+    first: np.ndarray,
+    groups: int,
+    per_step: int,
+) -> Regions:
+    """Deals anchors to groups; then short samples to what the regions have to spare.
+
+    Groups of like load are put into the same steps and get the same A.
+
+    Args:
+      rule: which samples are split.
+      footprint, weight: [N], of the window's samples, longest first.
+      first: [N] bool, samples to deal before the others.
+      groups: G, a multiple of `per_step`.
+      per_step: groups of a step.
+    """
+    bins = _bins(groups, np.full(groups, rule.context * rule.levels[-1]))
+    found = np.full(len(footprint), LEFT, np.int64)
+    split = rule.applies(footprint, weight)
+    for mask in (split & first, split & ~first):
+        level = water_level(weight[mask], groups, float(bins.load.sum()))
+        found[mask] = deal(footprint[mask], weight[mask], bins, level)
+    used = rule.context * rule.levels[-1] - bins.free
+    tokens = _levels_of(used, rule, per_step)
+    bins.free[:] = rule.context * tokens - used
+    others = np.flatnonzero(~split & (footprint <= bins.free.max(initial=0)))
+    found[others] = deal(footprint[others], weight[others], bins, float(bins.load.max(initial=0)))
+    count = np.bincount(found[found != LEFT], minlength=groups)
+    return Regions(found, tokens, bins.load, count)
+
+
+def anchor_levels(
+    footprint: np.ndarray,
+    weight: np.ndarray,
+    rule: AnchorRule,
+    groups: int,
+    per_step: int,
+    align: int,
+) -> np.ndarray:
+    """The few values of A that leave the least of the regions empty, for samples like these.
+
+    Args:
+      footprint, weight: [N], of a window's samples, longest first.
+      rule: whose levels are not used.
+      groups, per_step: see `fill_regions`.
+      align: values are multiples of it.
+    """
+    split = rule.applies(footprint, weight)
+    if not split.any():
+        return np.zeros(1, np.int64)
+    bins = _bins(groups, np.full(groups, rule.context * rule.longest_whole))
+    level = water_level(weight[split], groups)
+    deal(footprint[split], weight[split], bins, level)
+    used = np.sort(rule.context * rule.longest_whole - bins.free)[::-1][::per_step]
+    wanted = -(-used // (rule.context * align)) * align
+    # The longest of all must fit, even if it is alone in its region.
+    wanted = np.r_[wanted, -(-int(footprint.max()) // (rule.context * align)) * align]
+    return np.unique(np.r_[0, _least_waste(np.unique(wanted, return_counts=True))])
+
+
+def split_evenly(
+    start: np.ndarray, tokens: np.ndarray, region: np.ndarray, context: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts samples of joint rows into the ranks' parts.
+
+    Args:
+      start, tokens: [N] int64, where each sample lies in its joint row.
+      region: [N] int64, A of that row.
+      context: ranks of a group.
+
+    Returns:
+      [P] each: the sample's position in the arguments, the rank within the group, the part's
+      offset in that rank's row, and its tokens.
+    """
+    first, last = start // region, (start + tokens - 1) // region
+    item = np.repeat(np.arange(len(start)), last - first + 1)
+    before = np.cumsum(last - first + 1) - (last - first + 1)
+    rank = first[item] + np.arange(len(item)) - before[item]
+    assert not len(rank) or rank.max() < context
+    begin = np.maximum(start[item], rank * region[item])
+    end = np.minimum((start + tokens)[item], (rank + 1) * region[item])
+    return item, rank, begin - rank * region[item], end - begin
+
+
+def _bins(groups: int, free: np.ndarray) -> Bins:
+    unlimited = np.full(groups, np.iinfo(np.int64).max)
+    return Bins(free.astype(np.int64), np.zeros(groups), unlimited, np.inf)
+
+
+def _levels_of(used: np.ndarray, rule: AnchorRule, per_step: int) -> np.ndarray:
+    """[G]: the least level that holds every group of a step, steps being groups of like load."""
+    order = np.argsort(-used, kind="stable")
+    most = used[order][::per_step]
+    level = rule.levels[np.searchsorted(rule.levels * rule.context, most)]
+    tokens = np.empty_like(used)
+    tokens[order] = np.repeat(level, per_step)
+    return tokens
+
+
+def _least_waste(wanted: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Up to `_LEVELS` of the ascending values, so that rounding up to them adds the least in all.
+
+    Dynamic programming over (values covered, levels used); values are thinned to a hundred first.
+    """
+    values, counts = wanted
+    if len(values) > 100:
+        kept = np.unique(np.linspace(0, len(values) - 1, 100).round().astype(int))
+        counts = np.add.reduceat(counts, np.r_[0, kept[:-1] + 1])
+        values = values[kept]
+    n = len(values)
+    weight = np.r_[0, np.cumsum(counts)]
+    total = np.r_[0, np.cumsum(counts * values)]
+    # waste[i, j]: values i to j − 1 rounded up to value j − 1
+    waste = np.full((n + 1, n + 1), np.inf)
+    for j in range(1, n + 1):
+        i = np.arange(j)
+        waste[i, j] = values[j - 1] * (weight[j] - weight[i]) - (total[j] - total[i])
+    best, choice = waste[0], [np.zeros(n + 1, np.int64)]
+    for _ in range(min(_LEVELS, n) - 1):
+        through = best[:, None] + waste
+        through[0] = waste[0]
+        choice.append(through.argmin(axis=0))
+        best = through.min(axis=0)
+    chosen, j = [], n
+    for step in reversed(choice):
+        if j:
+            chosen.append(values[j - 1])
+            j = int(step[j])
+    return np.asarray(chosen[::-1], np.int64)

@@ -1,0 +1,275 @@
+"""Packed rows that are full and cost the same on every rank of a step."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from alload_jax.errors import InputError
+from alload_jax.planning.cost import CostModel
+from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.policies.anchors import (
+    AnchorRule,
+    Regions,
+    anchor_levels,
+    fair_share,
+    fill_regions,
+    split_evenly,
+)
+from alload_jax.planning.policies.dealing import LEFT, Bins, deal, water_level
+from alload_jax.planning.policies.gathering import NOBODY, gather
+from alload_jax.planning.policies.packed import (
+    PackedEpoch,
+    PlacedSteps,
+    RowShape,
+    refuse_unplaceable,
+    row_shape,
+)
+from alload_jax.planning.policies.policy import RankLayout
+from alload_jax.planning.policies.queue import Window, place_all
+from alload_jax.planning.samples import Samples
+
+_FEWEST_SAMPLES = 8192
+"""Of a window: with fewer, rows of equal cost are hard to find."""
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """Fills rows to M_mem tokens at most, and gathers rows of equal predicted cost into steps.
+
+    A window of samples is dealt to all rows of its steps at once (`dealing.deal`), which evens out
+    both tokens and cost as far as the samples allow. Rows that still cost more than others, for
+    the sake of a long sample, wait until there is one for every rank (`gathering.gather`), as long
+    documents do in WLB-LLM (arXiv 2503.17924). With a context-parallel group, samples over a
+    rank's fair share are split instead (`anchors`), as in Zellige (arXiv 2608.01150).
+
+    Attributes:
+      m_mem: T, tokens of a row.
+      cost: predicts what rows cost.
+      m_comp: most cost of a row that holds more than one sample; None for no bound.
+      align: samples begin at multiples of this.
+      max_segments: M, most samples of a row; None for four times the mean.
+      look_ahead: steps of a window, if these hold some thousand samples.
+      max_delay: windows that a sample waits at most.
+      context: ranks of a context-parallel group; 1 splits nothing.
+      anchor_seconds: of communication, for each of the A tokens of a rank that are split.
+    """
+
+    m_mem: int
+    cost: CostModel
+    m_comp: float | None = None
+    align: int = 1
+    max_segments: int | None = None
+    look_ahead: int = 32
+    max_delay: int = 8
+    context: int = 1
+    anchor_seconds: float = 0.0
+
+    def plan_epoch(
+        self, samples: Samples, layout: RankLayout, rng: np.random.Generator
+    ) -> EpochPlan:
+        """See `Policy.plan_epoch`."""
+        if layout.ranks % self.context:
+            raise InputError(
+                f"planning.context is {self.context}, which does not divide {layout.ranks} ranks; "
+                "choose a divisor"
+            )
+        shape = row_shape(samples, self.m_mem, self.max_segments, self.align)
+        refuse_unplaceable(samples, shape, "balanced", layout.ranks, self.context)
+        footprint = shape.footprint(samples.seq_len)
+        steps = self._window_steps(samples, layout.ranks)
+        weights = self._weights(samples.seq_len)
+        rule = self._rule(footprint, weights, layout.ranks, steps)
+        epoch = PackedEpoch(shape, layout.ranks, layout.micro_batches_per_step, self.context)
+        planner = _WindowPlanner(self, shape, rule, layout.ranks, steps, weights, samples, rng)
+
+        def place(window: Window) -> np.ndarray:
+            placed_steps, placed = planner.place(window)
+            epoch.add(placed_steps)
+            return placed
+
+        window_tokens = steps * layout.ranks * shape.tokens
+        place_all(rng.permutation(len(samples)), footprint, window_tokens, place)
+        return epoch.finish()
+
+    def cost_alone(self, seq_len: np.ndarray) -> np.ndarray:
+        """Cost of rows that hold one sample each: [N] integers → [N] float64."""
+        row = self.cost.launch + self.cost.of_filler(np.asarray(self.m_mem))
+        return row + self._weights(seq_len)
+
+    def _weights(self, seq_len: np.ndarray) -> np.ndarray:
+        """What a sample costs beyond filler of its length, which a row computes anyway."""
+        beyond = self.cost.of_sequences(seq_len) - self.cost.of_filler(seq_len)
+        return np.maximum(beyond, 0.0)
+
+    def _window_steps(self, samples: Samples, ranks: int) -> int:
+        per_step = max(1.0, ranks * self.m_mem / float(samples.seq_len.mean()))
+        return max(self.look_ahead, int(np.ceil(_FEWEST_SAMPLES / per_step)))
+
+    def _rule(
+        self, footprint: np.ndarray, weights: np.ndarray, ranks: int, steps: int
+    ) -> AnchorRule:
+        """Decided from one window that depends on the manifest alone: epochs share programs."""
+        share = fair_share(footprint, weights, self.m_mem)
+        rule = AnchorRule(self.context, share, self.m_mem, np.zeros(1, np.int64))
+        if self.context == 1:
+            return rule
+        drawn = np.random.default_rng(0).permutation(len(footprint))
+        upto = int(np.searchsorted(np.cumsum(footprint[drawn]), steps * ranks * self.m_mem))
+        drawn = np.r_[drawn[: max(1, upto)], np.argmax(footprint)]
+        drawn = drawn[np.argsort(-footprint[drawn], kind="stable")]
+        per_step = ranks // self.context
+        levels = anchor_levels(
+            footprint[drawn], weights[drawn], rule, steps * per_step, per_step, self.align
+        )
+        return replace(rule, levels=levels)
+
+
+@dataclass(frozen=True)
+class _WindowPlanner:
+    """Places one window after another."""
+
+    policy: Balanced
+    shape: RowShape
+    rule: AnchorRule
+    ranks: int
+    steps: int
+    weights: np.ndarray
+    samples: Samples
+    rng: np.random.Generator
+
+    def place(self, window: Window) -> tuple[PlacedSteps, np.ndarray]:
+        """The steps, and a mask of the samples that they hold."""
+        waited = window.age >= self.policy.max_delay
+        must = np.ones_like(waited) if window.last else waited
+        steps = self.steps
+        if window.last:
+            steps = -(-int(window.footprint.sum()) // (self.ranks * self.shape.tokens))
+        while True:
+            regions, bins, row = self._deal(window, waited, steps)
+            if not (must & (regions.group == LEFT) & (row == LEFT)).any():
+                return self._gather(window, must, regions, bins, row)
+            steps += 1
+
+    def _deal(
+        self, window: Window, first: np.ndarray, steps: int
+    ) -> tuple[Regions, Bins, np.ndarray]:
+        """Regions of groups, then rows of ranks: [N] each, LEFT where a sample is not placed."""
+        context, weight = self.policy.context, self.weights[window.sample]
+        per_step = self.ranks // context
+        regions = fill_regions(
+            self.rule, window.footprint, weight, first, steps * per_step, per_step
+        )
+        anchors = np.repeat(regions.tokens, context)
+        bins = Bins(
+            free=self.shape.tokens - anchors,
+            load=np.repeat(regions.load / context, context) + self.policy.anchor_seconds * anchors,
+            room=np.maximum(1, self.shape.segments - np.repeat(regions.count, context)),
+            most_load=self._most_load(),
+        )
+        row = np.full(len(window.sample), LEFT, np.int64)
+        whole = (regions.group == LEFT) & ~self.rule.applies(window.footprint, weight)
+        for mask in (whole & first, whole & ~first):
+            level = water_level(weight[mask], len(bins.free), float(bins.load.sum()))
+            row[mask] = deal(window.footprint[mask], weight[mask], bins, level)
+        return regions, bins, row
+
+    def _most_load(self) -> float:
+        if self.policy.m_comp is None:
+            return np.inf
+        return self.policy.m_comp - self._row_cost()
+
+    def _row_cost(self) -> float:
+        """What a row costs before anything lies in it."""
+        return self.policy.cost.launch + float(
+            self.policy.cost.of_filler(np.asarray(self.shape.tokens))
+        )
+
+    def _gather(
+        self, window: Window, must: np.ndarray, regions: Regions, bins: Bins, row: np.ndarray
+    ) -> tuple[PlacedSteps, np.ndarray]:
+        """Steps of groups that cost the same, in random order."""
+        context = self.policy.context
+        row, load = _regrouped(row, bins.load, regions, context)
+        group = np.where(row == LEFT, regions.group, row // context)
+        bound = np.zeros(len(regions.tokens), bool)
+        bound[group[must & (group != LEFT)]] = True
+        cost = self._row_cost() + load.reshape(-1, context)
+        per_step = self.ranks // context
+        gathered, tokens = [], []
+        for level in np.unique(regions.tokens):
+            same = np.flatnonzero(regions.tokens == level)
+            chosen = gather(cost[same].max(axis=1), cost[same].mean(axis=1), bound[same], per_step)
+            gathered.append(np.where(chosen == NOBODY, NOBODY, same[chosen]))
+            tokens.append(np.full(len(chosen), level))
+        order = self.rng.permutation(sum(map(len, tokens)))
+        steps = self.rng.permuted(np.concatenate(gathered)[order], axis=1)
+        place = np.full(len(regions.tokens) + 1, LEFT, np.int64)
+        place[steps.ravel()] = np.arange(steps.size)
+        place[NOBODY] = LEFT
+        at = np.where(group == LEFT, LEFT, place[group])
+        placed = at != LEFT
+        parts = self._parts(window, regions, row, at, np.concatenate(tokens)[order])
+        return parts, placed
+
+    def _parts(
+        self,
+        window: Window,
+        regions: Regions,
+        row: np.ndarray,
+        at: np.ndarray,
+        anchor_tokens: np.ndarray,
+    ) -> PlacedSteps:
+        """Turns (group, row) into (step, rank), and anchors into their ranks' parts."""
+        context, per_step = self.policy.context, self.ranks // self.policy.context
+        seq_len = self.samples.seq_len[window.sample]
+        whole = np.flatnonzero((at != LEFT) & (row != LEFT))
+        split = np.flatnonzero((at != LEFT) & (row == LEFT))
+        split = split[np.argsort(regions.group[split], kind="stable")]
+        group = regions.group[split]
+        taken = window.footprint[split]
+        before = np.cumsum(taken) - taken
+        opens = np.r_[True, group[1:] != group[:-1]] if len(group) else np.zeros(0, bool)
+        start = before - np.maximum.accumulate(np.where(opens, before, 0))
+        item, member, offset, tokens = split_evenly(
+            start, seq_len[split], regions.tokens[group], context
+        )
+        of = np.r_[whole, split[item]]
+        step, slot = np.divmod(at[of], per_step)
+        inside = np.r_[row[whole] % context, member]
+        return PlacedSteps(
+            sample=window.sample[of],
+            step=step,
+            rank=slot * context + inside,
+            tokens=np.r_[seq_len[whole], tokens],
+            offset=np.r_[np.zeros(len(whole), np.int64), offset],
+            anchor=np.r_[np.zeros(len(whole), bool), np.ones(len(item), bool)],
+            anchor_tokens=anchor_tokens,
+        )
+
+
+def _regrouped(
+    row: np.ndarray, load: np.ndarray, regions: Regions, context: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Puts rows of like cost into a group, the costlier ones where anchors weigh less.
+
+    Any row may move to any group of the same A.
+
+    Args:
+      row: [N] int64, the row of each sample, or LEFT.
+      load: [B] float64, of each row, anchors included.
+      regions: of the groups.
+      context: rows of a group.
+
+    Returns:
+      `row` and `load` after the moves.
+    """
+    if context == 1:
+        return row, load
+    split = np.repeat(regions.load / context, context)
+    tokens = np.repeat(regions.tokens, context)
+    whole = load - split
+    moved_to = np.empty(len(load), np.int64)
+    moved_to[np.lexsort((-whole, tokens))] = np.lexsort((split, tokens))
+    moved = np.empty_like(load)
+    moved[moved_to] = whole
+    return np.where(row == LEFT, LEFT, moved_to[row]), moved + split

@@ -1,0 +1,110 @@
+"""First-fit decreasing: rows as full as can be, whatever they cost. What others ship."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+
+from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.policies.packed import (
+    PackedEpoch,
+    RowShape,
+    refuse_unplaceable,
+    row_shape,
+    whole_samples,
+)
+from alload_jax.planning.policies.policy import RankLayout
+from alload_jax.planning.policies.queue import Window, place_all
+from alload_jax.planning.samples import Samples
+
+
+@dataclass(frozen=True)
+class FirstFit:
+    """Packs each window's samples, the longest first, each into the first row that has room.
+
+    Attributes:
+      m_mem: tokens of a row.
+      align: samples begin at multiples of this.
+      max_segments: most samples of a row; None for four times the mean.
+      look_ahead: steps of a window.
+    """
+
+    m_mem: int
+    align: int = 1
+    max_segments: int | None = None
+    look_ahead: int = 32
+
+    def plan_epoch(
+        self, samples: Samples, layout: RankLayout, rng: np.random.Generator
+    ) -> EpochPlan:
+        """See `Policy.plan_epoch`."""
+        shape = row_shape(samples, self.m_mem, self.max_segments, self.align)
+        refuse_unplaceable(samples, shape, "first_fit", layout.ranks)
+        epoch = PackedEpoch(shape, layout.ranks, layout.micro_batches_per_step)
+
+        def place(window: Window) -> np.ndarray:
+            row, rows = first_fit_decreasing(window.footprint, shape)
+            steps = -(-rows // layout.ranks) if window.last else rows // layout.ranks
+            placed = row < steps * layout.ranks
+            step, rank = np.divmod(rng.permutation(steps * layout.ranks), layout.ranks)
+            sample, where = window.sample[placed], row[placed]
+            epoch.add(whole_samples(sample, samples.seq_len, step[where], rank[where], steps))
+            return placed
+
+        window_tokens = self.look_ahead * layout.ranks * shape.tokens
+        footprint = shape.footprint(samples.seq_len)
+        place_all(rng.permutation(len(samples)), footprint, window_tokens, place)
+        return epoch.finish()
+
+
+def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.ndarray, int]:
+    """The row of each item, and how many rows there are.
+
+    Filling one row after another, each time with the longest item that still fits, gives the same
+    rows as offering each item, the longest first, to the rows in turn.
+
+    Args:
+      footprint: [N] int64, largest first, none over `shape.tokens`.
+      shape: of the rows.
+    """
+    lengths, counts = np.unique(footprint, return_counts=True)
+    stock = _Stock(lengths.tolist(), counts.tolist())
+    rows_of_length: list[list[int]] = [[] for _ in lengths]
+    left, rows = len(footprint), 0
+    while left:
+        free, room = shape.tokens, shape.segments
+        while room and (kind := stock.longest_within(free)) >= 0:
+            stock.take(kind)
+            rows_of_length[kind].append(rows)
+            free -= stock.lengths[kind]
+            room -= 1
+            left -= 1
+        rows += 1
+    by_length = [row for kind in reversed(rows_of_length) for row in kind]
+    return np.asarray(by_length, np.int64), rows
+
+
+class _Stock:
+    """Items by length; finds the longest that fits in near-constant time."""
+
+    def __init__(self, lengths: list[int], counts: list[int]):
+        self.lengths = lengths
+        self._counts = counts
+        self._at_or_below = list(range(len(lengths)))  # a kind in stock, or a step towards one
+
+    def longest_within(self, free: int) -> int:
+        """The longest kind in stock of at most `free` tokens, or −1."""
+        kind = bisect_right(self.lengths, free) - 1
+        passed = []
+        while kind >= 0 and self._at_or_below[kind] != kind:
+            passed.append(kind)
+            kind = self._at_or_below[kind]
+        for other in passed:
+            self._at_or_below[other] = kind
+        return kind
+
+    def take(self, kind: int) -> None:
+        """Removes one item."""
+        self._counts[kind] -= 1
+        if not self._counts[kind]:
+            self._at_or_below[kind] = kind - 1

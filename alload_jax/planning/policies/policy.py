@@ -1,0 +1,49 @@
+"""The one interface behind which all policies stand."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.samples import Samples
+
+RanksMode = Literal["synchronous", "independent"]
+"""`synchronous`: all ranks of a micro-batch share one bucket. `independent`: each has its own.
+
+Ranks of packed policies are always alike: every row has the same shape.
+"""
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Who runs a step.
+
+    Attributes:
+      ranks: data-parallel ranks.
+      mode: whether ranks share a bucket.
+      micro_batches_per_step: micro-batches that a rank accumulates before it updates.
+    """
+
+    ranks: int
+    mode: RanksMode = "synchronous"
+    micro_batches_per_step: int = 1
+
+
+class Policy(Protocol):
+    """Turns a data set's columns into an epoch. A frozen dataclass: its fields are its identity."""
+
+    def plan_epoch(
+        self, samples: Samples, layout: RankLayout, rng: np.random.Generator
+    ) -> EpochPlan:
+        """Places every sample once.
+
+        Args:
+          samples: N samples.
+          layout: ranks and steps.
+          rng: decides the order; equal generators give equal epochs.
+
+        Raises:
+          InputError: a sample can't be placed; it names the samples and what would place them.
+        """
+        ...

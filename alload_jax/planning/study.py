@@ -1,0 +1,132 @@
+"""Several policies over several numbers of ranks, planned and measured side by side."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast, get_args
+
+from alload_jax.errors import InputError
+from alload_jax.planning.cost import CostFile, CostModel
+from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.metrics import PlanMetrics, plan_metrics
+from alload_jax.planning.plan import Plan
+from alload_jax.planning.policies.policy import RanksMode
+from alload_jax.planning.samples import Samples
+from alload_jax.planning.settings import PACKED, PlanningConfig, PolicyName, make_plan
+from alload_jax.planning.simulation import Simulation, Surroundings, simulate
+
+
+@dataclass(frozen=True)
+class Case:
+    """One policy on one number of ranks.
+
+    Attributes:
+      name: of the policy, with its ranks' mode where it has one.
+      ranks: data-parallel ranks.
+      config: the settings in force.
+      plan: the plan.
+      epoch: the epoch that was measured.
+      metrics: of the epoch.
+      simulation: its replay; None where none was asked for.
+    """
+
+    name: str
+    ranks: int
+    config: PlanningConfig
+    plan: Plan
+    epoch: EpochPlan
+    metrics: PlanMetrics
+    simulation: Simulation | None
+
+    def figures(self) -> dict[str, Any]:
+        """What was measured, as JSON values."""
+        content: dict[str, Any] = {"name": self.name, "metrics": asdict(self.metrics)}
+        return content | ({"simulation": asdict(self.simulation)} if self.simulation else {})
+
+    @property
+    def plan_m_mem(self) -> int | None:
+        """The M_mem in force."""
+        return getattr(self.plan.policy, "m_mem", None)
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all cases share.
+
+    Attributes:
+      samples: the data set.
+      config: settings of all policies.
+      costs: the cost model's file.
+      seed, epoch: which order of samples.
+      surroundings: of the replay; None for no replay.
+    """
+
+    samples: Samples
+    config: PlanningConfig
+    costs: CostFile
+    seed: int = 0
+    epoch: int = 0
+    surroundings: Surroundings | None = None
+
+    @property
+    def predictor(self) -> CostModel:
+        """What costs are measured by, for every policy alike."""
+        return self.config.predictor(self.costs)
+
+    def cases(self, policies: Sequence[str], ranks: Sequence[int]) -> Iterator[Case]:
+        """Every policy on every number of ranks.
+
+        Args:
+          policies: names, as `balanced`, or with the mode of their ranks, as
+            `equal_tokens:independent`.
+          ranks: data-parallel ranks.
+
+        Raises:
+          InputError: a policy is unknown, or can't place a sample.
+        """
+        for count in ranks:
+            for policy in policies:
+                yield self.case(policy, count)
+
+    def case(self, policy: str, ranks: int) -> Case:
+        """One policy on one number of ranks; see `cases`."""
+        config = policy_config(self.config, policy)
+        plan = make_plan(replace(config, ranks=ranks), self.samples, ranks, self.seed, self.costs)
+        epoch = plan.epoch(self.epoch)
+        seq_len, anchor_seconds = self.samples.seq_len, config.anchor_seconds(self.costs)
+        m_mem = config.tokens_bound(self.costs)
+        metrics = plan_metrics(epoch, seq_len, self.predictor, m_mem, anchor_seconds)
+        replay = None
+        if self.surroundings:
+            replay = simulate(epoch, seq_len, self.predictor, self.surroundings, anchor_seconds)
+        return Case(case_name(config), ranks, config, plan, epoch, metrics, replay)
+
+
+def policy_config(config: PlanningConfig, policy: str) -> PlanningConfig:
+    """The settings for `balanced` or `equal_tokens:independent`, all else as `config` says.
+
+    Raises:
+      InputError: the policy or the mode is unknown.
+    """
+    name, _, mode = policy.partition(":")
+    if name not in get_args(PolicyName):
+        raise InputError(
+            f"policy {name!r} is unknown; choose one of {', '.join(get_args(PolicyName))}"
+        )
+    if mode and mode not in get_args(RanksMode):
+        raise InputError(
+            f"policy {policy!r}: choose {name}:{f' or {name}:'.join(get_args(RanksMode))}"
+        )
+    named = replace(
+        config,
+        policy=cast(PolicyName, name),
+        context=config.context if name == "balanced" else 1,
+        m_comp=config.m_comp if name in ("dual_constraint", "balanced") else None,
+    )
+    return replace(named, ranks_mode=cast(RanksMode, mode)) if mode else named
+
+
+def case_name(config: PlanningConfig) -> str:
+    """The policy as people call it."""
+    if config.policy not in PACKED:
+        return f"{config.policy} ({config.ranks_mode})"
+    return config.policy + (f" (anchors, c = {config.context})" if config.context > 1 else "")

@@ -1,0 +1,154 @@
+"""The page of `alload plan --report`: from measured cases to what the page draws."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from alload_jax.planning.cost import CostModel, PowerCost
+from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.metrics import imbalance
+from alload_jax.planning.policies.policy import RankLayout
+from alload_jax.planning.settings import m_comp_curve
+from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
+from alload_jax.planning.study import Case, Study
+from alload_jax.report.plan_page import PlanPage, PolicyPart, StepBars, write_page
+
+_DRAWN_AT = (0.25, 0.5, 0.75)
+"""Places in the epoch whose steps are drawn."""
+
+_SHOWN = (
+    "imbalance",
+    "imbalance_max",
+    "idle",
+    "excess",
+    "compute_cv",
+    "step_cv",
+    "padding",
+    "utilisation",
+    "steps",
+    "buckets",
+    "dropped",
+    "duplicated",
+)
+
+
+def write_report(
+    path: str | Path, study: Study, cases: Sequence[Case], data: str, cost_model: str
+) -> None:
+    """Writes the page: the cases of the first number of ranks in full, the others as curves.
+
+    Args:
+      path: of the HTML file.
+      study: what the cases share.
+      cases: the first is the baseline.
+      data: the data set in words.
+      cost_model: where the cost model comes from, in words.
+
+    Raises:
+      InputError: the path cannot be written.
+    """
+    ranks = cases[0].ranks
+    main = [case for case in cases if case.ranks == ranks]
+    page = PlanPage(
+        title=f"How to feed {ranks} GPUs",
+        facts={"data": data, "ranks": f"{ranks:,}"}
+        | ({"M_mem": f"{main[0].plan_m_mem:,} tokens"} if main[0].plan_m_mem else {})
+        | {"cost model": cost_model},
+        seq_len=study.samples.seq_len,
+        sequence_cost=study.predictor.of_sequences(study.samples.seq_len),
+        cost_unit=_unit(study.predictor),
+        policies=tuple(_policy_part(case, study) for case in main),
+        curve=_curve(main, study),
+        over_ranks=_over_ranks(cases),
+        notes=_notes(study, cost_model),
+    )
+    write_page(path, page)
+
+
+def _unit(model: CostModel) -> str:
+    return "" if isinstance(model, PowerCost) and model.a == 1.0 else "s"
+
+
+def _policy_part(case: Case, study: Study) -> PolicyPart:
+    epoch, seq_len = case.epoch, study.samples.seq_len
+    seconds = case.config.anchor_seconds(study.costs)
+    cost = rank_costs(epoch, micro_batch_costs(epoch, seq_len, study.predictor, seconds))
+    metrics = {k: v for k, v in asdict(case.metrics).items() if k in _SHOWN}
+    if _unit(study.predictor):
+        metrics["seconds_per_epoch"] = case.metrics.cost
+        metrics["tokens_per_second"] = case.metrics.tokens / case.metrics.cost
+    else:
+        metrics["cost"] = case.metrics.cost
+    drawn = sorted({int(share * (epoch.steps - 1)) for share in _DRAWN_AT})
+    bars = tuple(_bars(epoch, step, seq_len, study.predictor, seconds) for step in drawn)
+    return PolicyPart(case.name, metrics, bars, imbalance(cost))
+
+
+def _bars(
+    epoch: EpochPlan, step: int, seq_len: np.ndarray, model: CostModel, anchor_seconds: float
+) -> StepBars:
+    """What each rank of a step is busy with."""
+    part = epoch.only(step)
+    total = micro_batch_costs(part, seq_len, model, anchor_seconds)
+    owner, lengths = part.micro_batch_of_part(), seq_len[part.sample]
+    if part.packing is None:
+        cost, anchor = model.of_sequences(lengths), np.zeros(len(lengths), bool)
+    else:
+        cost, anchor = _packed_costs(part, lengths, model)
+    rest = total - np.bincount(owner, weights=cost, minlength=len(total))
+    columns = (part.rank[owner], cost, lengths, np.where(anchor, "anchor", "whole"))
+    parts = list(zip(*(column.tolist() for column in columns), strict=True))
+    parts += [
+        (int(rank), float(value), 0, "filler")
+        for rank, value in zip(part.rank, rest, strict=True)
+        if value > 0
+    ]
+    return StepBars(step, part.ranks, parts)
+
+
+def _packed_costs(
+    part: EpochPlan, lengths: np.ndarray, model: CostModel
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of every part: its tokens, and its share of what its sample costs beyond them."""
+    assert part.packing is not None
+    tokens, anchor = part.packing.tokens, part.packing.anchor
+    beyond = model.of_sequences(lengths) - model.of_filler(lengths)
+    share = np.where(anchor, tokens / np.maximum(1, lengths), 1.0)
+    return model.of_filler(tokens) + beyond * share, anchor
+
+
+def _curve(cases: Sequence[Case], study: Study) -> tuple[np.ndarray, np.ndarray, float] | None:
+    """M_comp's, of the first policy that knows one."""
+    for case in cases:
+        if case.config.policy == "dual_constraint":
+            layout = RankLayout(
+                case.ranks, case.config.ranks_mode, case.config.micro_batches_per_step
+            )
+            curve = m_comp_curve(case.config, study.samples, layout, study.costs)
+            return curve.m_comp, curve.cost, curve.chosen
+    return None
+
+
+def _over_ranks(cases: Sequence[Case]) -> dict[str, list[tuple[int, float]]] | None:
+    if len({case.ranks for case in cases}) == 1:
+        return None
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for case in cases:
+        curves.setdefault(case.name, []).append((case.ranks, case.metrics.imbalance))
+    return curves
+
+
+def _notes(study: Study, cost_model: str) -> tuple[str, ...]:
+    notes = ["Every figure on this page is predicted by a cost model, none is measured."]
+    if study.costs.origin == "analytic":
+        notes.append(
+            "The cost model counts FLOPs and bytes; `alload calibrate` measures one on your device."
+        )
+    if study.surroundings:
+        notes.append(
+            f"The replay adds noise of {study.surroundings.noise:.0%} and "
+            f"{study.surroundings.all_reduce:g} s of all-reduce to every step."
+        )
+    return (*notes, f"Cost model: {cost_model}.")

@@ -1,0 +1,88 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planning_cases import of_lengths, refusal
+
+from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost
+from alload_jax.planning.m_comp import longest_alone, search_m_comp
+from alload_jax.planning.metrics import plan_metrics
+from alload_jax.planning.policies.balanced import Balanced
+from alload_jax.planning.policies.dual_constraint import DualConstraint
+from alload_jax.planning.policies.equal_tokens import EqualTokens
+from alload_jax.planning.policies.policy import RankLayout
+from alload_jax.planning.settings import PlanningConfig, m_comp_curve, make_plan
+
+LENGTHS = [100] * 400 + [400] * 100 + [2000] * 20
+COST = QuadraticCost(1e-3, 1e-5, 1e-7)
+
+
+def config(**fields):
+    return PlanningConfig(m_mem=4000, ranks=4, ranks_mode="independent", p=2.0, **fields)
+
+
+def test_the_curve_is_what_an_epoch_is_predicted_to_take():
+    samples, layout = of_lengths(*LENGTHS), RankLayout(4, "independent")
+    curve = search_m_comp(lambda m: DualConstraint(4000, m, 2.0), samples, layout, COST)
+    assert (np.diff(curve.m_comp) > 0).all()
+    assert curve.m_comp[0] == pytest.approx(100**2)
+    assert curve.m_comp[-1] == pytest.approx(2000**2 * 2)
+    for m_comp, cost in list(zip(curve.m_comp, curve.cost, strict=True))[::8]:
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, 0])))
+        plan = DualConstraint(4000, float(m_comp), 2.0).plan_epoch(samples, layout, rng)
+        assert cost == pytest.approx(plan_metrics(plan, samples.seq_len, COST, None).cost)
+
+
+def test_auto_takes_the_least_and_of_equals_the_largest():
+    samples, costs = of_lengths(*LENGTHS), CostFile(quadratic=COST)
+    curve = m_comp_curve(config(), samples, RankLayout(4, "independent"), costs)
+    plan = make_plan(config(m_comp="auto"), samples, 4, 0, costs)
+    assert plan.policy.m_comp == curve.chosen
+    assert curve.cost[curve.m_comp == curve.chosen] == curve.cost.min()
+    flat = replace(curve, cost=np.ones_like(curve.cost))
+    assert flat.chosen == curve.m_comp[-1]
+
+
+def test_longest_is_the_papers_choice():
+    samples = of_lengths(*LENGTHS)
+    plan = make_plan(config(m_comp="longest"), samples, 4, 0)
+    assert plan.policy == DualConstraint(4000, 2000.0**2, 2.0)
+    left_open = make_plan(config(), samples, 4, 0)
+    assert (plan.epoch(0).sample == left_open.epoch(0).sample).all()
+
+
+def test_balanced_measures_rows_by_the_cost_model():
+    samples = of_lengths(*LENGTHS)
+    policy = Balanced(4000, COST)
+    expected = 1e-3 + 1e-5 * 4000 + 1e-7 * 2000**2
+    assert longest_alone(policy, samples) == pytest.approx(expected)
+    plan = make_plan(
+        config(policy="balanced", m_comp="auto"), samples, 4, 0, CostFile(quadratic=COST)
+    )
+    assert plan.policy.m_comp > 0
+
+
+def test_a_large_data_set_is_drawn_from_and_its_epoch_scaled():
+    samples, layout = of_lengths(*LENGTHS * 60), RankLayout(4, "independent")
+    curve = search_m_comp(lambda m: DualConstraint(4000, m, 2.0), samples, layout, COST)
+    whole = make_plan(config(m_comp=curve.chosen), samples, 4, 0, CostFile(quadratic=COST))
+    found = plan_metrics(whole.epoch(0), samples.seq_len, COST, None).cost
+    assert curve.cost.min() == pytest.approx(found, rel=0.05)
+
+
+def test_power_costs_are_searched_too():
+    samples = of_lengths(*LENGTHS)
+    plan = make_plan(config(m_comp="auto"), samples, 4, 0, CostFile(power=PowerCost(1.5, 1e-6)))
+    assert plan.policy.m_comp > 0
+
+
+def test_a_policy_without_m_comp_is_refused():
+    message = refusal(
+        search_m_comp, lambda m: EqualTokens(4000), of_lengths(5), RankLayout(1), COST
+    )
+    assert "EqualTokens has no M_comp" in message
+
+
+@pytest.mark.parametrize("value", ["car", "", "0x"])
+def test_an_m_comp_that_is_no_choice_is_refused(value):
+    assert "auto or longest" in refusal(config, m_comp=value)

@@ -1,0 +1,296 @@
+"""What every packed plan must hold, on random data; and how good `balanced` is on named mixes."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_cases import examples, of_lengths, refusal
+
+from alload_jax.planning.cost import PowerCost, QuadraticCost
+from alload_jax.planning.metrics import plan_metrics
+from alload_jax.planning.policies.balanced import Balanced
+from alload_jax.planning.policies.dealing import LEFT, Bins, deal, water_level
+from alload_jax.planning.policies.first_fit import FirstFit, first_fit_decreasing
+from alload_jax.planning.policies.gathering import NOBODY, TOLERANCE, gather
+from alload_jax.planning.policies.packed import RowShape
+from alload_jax.planning.policies.policy import RankLayout
+from alload_jax.planning.workloads import make_workload
+
+WAN = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
+"""Seconds of Wan 2.1's 1.3B model on an H200, about."""
+
+
+def rng(seed=0):
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+@st.composite
+def cases(draw):
+    """(samples, policy, layout) of a packed plan that can be made."""
+    ranks = draw(st.integers(1, 9))
+    divisors = [c for c in range(1, ranks + 1) if ranks % c == 0]
+    balanced = draw(st.booleans())
+    context = draw(st.sampled_from(divisors)) if balanced else 1
+    align = draw(st.sampled_from([1, 1, 4]))
+    row = align * draw(st.integers(8, 200))
+    kinds = draw(st.lists(st.integers(1, row * context), min_size=1, max_size=8))
+    count = draw(st.integers(1, 200))
+    lengths = np.random.default_rng(draw(st.integers(0, 99))).choice(kinds, count)
+    segments = draw(st.none() | st.integers(1, 40))
+    if not balanced:
+        policy = FirstFit(row, align, segments, draw(st.integers(1, 4)))
+    else:
+        cost = draw(st.sampled_from([WAN, PowerCost(1.0), PowerCost(2.0), QuadraticCost(0, 0, 0)]))
+        policy = Balanced(
+            row,
+            cost,
+            m_comp=draw(st.none() | st.floats(1e-9, 1e9)),
+            align=align,
+            max_segments=segments,
+            look_ahead=draw(st.integers(1, 4)),
+            max_delay=draw(st.integers(0, 3)),
+            context=context,
+            anchor_seconds=draw(st.sampled_from([0.0, 1e-5])),
+        )
+    layout = RankLayout(ranks, micro_batches_per_step=draw(st.integers(1, 3)))
+    return of_lengths(*lengths.tolist()), policy, layout
+
+
+@given(cases(), st.integers(0, 9))
+@examples(150)
+def test_every_token_of_every_sample_is_placed_once(case, seed):
+    samples, policy, layout = case
+    plan = policy.plan_epoch(samples, layout, rng(seed))
+    placed = np.bincount(plan.sample, weights=plan.packing.tokens, minlength=len(samples))
+    assert (placed == samples.seq_len).all()
+    assert (plan.packing.tokens > 0).all()
+    whole = ~plan.packing.anchor
+    assert (np.bincount(plan.sample[whole], minlength=len(samples)) <= 1).all()
+
+
+@given(cases(), st.integers(0, 9))
+@examples(150)
+def test_parts_of_a_row_are_aligned_and_do_not_overlap(case, seed):
+    samples, policy, layout = case
+    plan = policy.plan_epoch(samples, layout, rng(seed))
+    assert (plan.padded_len == policy.m_mem).all()
+    for row in range(len(plan.rows)):
+        parts = plan.parts_of(row)
+        begin, tokens = plan.packing.offset[parts], plan.packing.tokens[parts]
+        anchor, region = plan.packing.anchor[parts], plan.packing.anchor_tokens[row]
+        assert (begin[1:] >= (begin + tokens)[:-1]).all()
+        assert ((begin + tokens)[anchor] <= region).all()
+        assert (begin[~anchor] >= region).all()
+        assert ((begin + tokens) <= policy.m_mem).all()
+        assert (begin[~anchor] % policy.align == 0).all()
+
+
+@given(cases(), st.integers(0, 9))
+@examples(100)
+def test_micro_batches_stand_in_order_and_equal_seeds_give_equal_plans(case, seed):
+    samples, policy, layout = case
+    plan = policy.plan_epoch(samples, layout, rng(seed))
+    again = policy.plan_epoch(samples, layout, rng(seed))
+    for name in ("step", "micro_batch", "rank", "offsets", "sample"):
+        assert (getattr(plan, name) == getattr(again, name)).all()
+    assert (plan.packing.offset == again.packing.offset).all()
+    place = np.column_stack([plan.step, plan.micro_batch, plan.rank])
+    assert (np.unique(place, axis=0) == place).all()
+    assert plan.steps == plan.step[-1] + 1
+    assert plan.micro_batch.max() < layout.micro_batches_per_step
+
+
+@given(cases(), st.integers(0, 9))
+@examples(100)
+def test_an_anchor_is_one_run_of_tokens_over_the_ranks_of_its_group(case, seed):
+    samples, policy, layout = case
+    plan = policy.plan_epoch(samples, layout, rng(seed))
+    packing = plan.packing
+    by_turn = packing.anchor_tokens.reshape(-1, layout.ranks)
+    assert (by_turn == by_turn[:, :1]).all()
+    assert len(np.unique(by_turn)) <= 5
+    owner = plan.micro_batch_of_part()
+    joint = owner % layout.ranks % packing.context * packing.anchor_tokens[owner] + packing.offset
+    for sample in np.unique(plan.sample[packing.anchor]):
+        parts = np.flatnonzero((plan.sample == sample) & packing.anchor)
+        assert len(np.unique(owner[parts] // packing.context)) == 1
+        order = parts[np.argsort(joint[parts])]
+        assert (joint[order][1:] == (joint + packing.tokens)[order][:-1]).all()
+
+
+@given(cases(), st.integers(0, 9))
+@examples(60)
+def test_rows_hold_no_more_samples_and_cost_than_allowed(case, seed):
+    samples, policy, layout = case
+    plan = policy.plan_epoch(samples, layout, rng(seed))
+    whole = np.bincount(plan.micro_batch_of_part()[~plan.packing.anchor], minlength=len(plan.rows))
+    if policy.max_segments is not None:
+        assert whole.max() <= max(1, policy.max_segments)
+    if isinstance(policy, Balanced) and policy.m_comp is not None and policy.context == 1:
+        beyond = np.maximum(
+            policy.cost.of_sequences(samples.seq_len) - policy.cost.of_filler(samples.seq_len), 0
+        )
+        row = policy.cost.launch + policy.cost.of_filler(np.array(policy.m_mem))
+        for place in np.flatnonzero(whole > 1):
+            weights = beyond[plan.sample[plan.parts_of(place)]]
+            assert row + weights.sum() <= policy.m_comp * (1 + 1e-9) or weights.sum() == 0
+
+
+def naive_first_fit(footprint, shape):
+    rows = []
+    for tokens in sorted(footprint, reverse=True):
+        for row in rows:
+            if sum(row) + tokens <= shape.tokens and len(row) < shape.segments:
+                row.append(tokens)
+                break
+        else:
+            rows.append([tokens])
+    return rows
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 90), st.integers(1, 9)
+)
+@examples(80)
+def test_first_fit_is_that_of_the_textbook(lengths, tokens, segments):
+    shape = RowShape(tokens, segments)
+    footprint = np.sort(np.array(lengths))[::-1]
+    row, rows = first_fit_decreasing(footprint, shape)
+    expected = naive_first_fit(lengths, shape)
+    found = [footprint[row == k].tolist() for k in range(rows)]
+    assert found == expected
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=40), st.integers(1, 12))
+@examples(80)
+def test_the_water_level_is_what_giants_leave_for_the_other_bins(weights, bins):
+    weights = np.sort(np.array(weights))[::-1]
+    level = water_level(weights, bins)
+    giants = [w for w in weights if w > level * (1 + 1e-9)][: bins - 1]
+    rest = sum(weights) - sum(giants)
+    assert level == pytest.approx(rest / (bins - len(giants)))
+
+
+def test_dealing_evens_out_tokens_and_cost():
+    lengths = np.sort(rng().choice([100, 300, 700, 3000], 4000, p=[0.5, 0.3, 0.15, 0.05]))[::-1]
+    weight = lengths.astype(float) ** 2
+    tokens = int(lengths.sum() / 200 / 0.99)
+    bins = Bins(np.full(200, tokens), np.zeros(200), np.full(200, 1000), np.inf)
+    found = deal(lengths, weight, bins, water_level(weight, 200))
+    assert (found == LEFT).mean() < 0.03
+    assert (tokens - bins.free).min() > 0.97 * tokens
+    assert bins.load.max() / bins.load.mean() < 1.02
+
+
+@given(
+    st.lists(st.floats(0.1, 10), min_size=0, max_size=40),
+    st.lists(st.booleans(), min_size=40, max_size=40),
+    st.integers(1, 6),
+)
+@examples(150)
+def test_gathered_steps_hold_each_unit_once_and_all_that_must_go(costs, must, size):
+    cost, must = np.array(costs), np.array(must[: len(costs)], bool)
+    steps = gather(cost, cost, must, size)
+    placed = steps[steps != NOBODY]
+    assert len(np.unique(placed)) == len(placed)
+    assert set(np.flatnonzero(must)) <= set(placed)
+    for step in steps:
+        members = step[step != NOBODY]
+        assert len(members)
+        if not must[members].any():
+            assert len(members) == size
+            assert cost[members].max() <= (1 + TOLERANCE) * cost[members].mean() * (1 + 1e-12)
+
+
+def test_units_that_stand_out_wait_for_company():
+    cost = np.array([9.0, 1.0, 1.0, 1.0, 1.0])
+    steps = gather(cost, cost, np.zeros(5, bool), 2)
+    assert sorted(steps.ravel()) == [1, 2, 3, 4]
+
+
+# ----------------------------------------------------------------------------- how good it is
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "size"),
+    [("wan-480p", 66_816, 40_000), ("mixed-resolution", 81_920, 40_000)],
+)
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_balanced_is_near_its_bound_and_full_on_named_workloads(name, row, size, ranks):
+    samples = make_workload(name, size)
+    policy = Balanced(row, WAN)
+    plan = policy.plan_epoch(samples, RankLayout(ranks), rng())
+    found = plan_metrics(plan, samples.seq_len, WAN, row)
+    assert found.excess < 0.01
+    assert found.idle < 0.01
+    # The last steps of an epoch take what is left: they weigh much in so short an epoch.
+    last = 0.5 / found.steps
+    assert found.padding < 0.01 + last
+    assert (found.dropped, found.duplicated) == (0, 0)
+    assert abs(found.order_correlation) < 0.35
+
+
+def test_anchors_bring_a_step_with_one_long_video_near_the_mean():
+    lengths = [50_000, *[500] * 7 * 100] * 20
+    samples = of_lengths(*lengths)
+    whole = Balanced(60_000, WAN).plan_epoch(samples, RankLayout(8), rng())
+    split = Balanced(60_000, WAN, context=8).plan_epoch(samples, RankLayout(8), rng())
+    found = plan_metrics(split, samples.seq_len, WAN, 60_000)
+    assert split.packing.anchor.any()
+    assert found.imbalance < 0.01
+    assert found.imbalance < plan_metrics(whole, samples.seq_len, WAN, 60_000).imbalance
+
+
+def test_waiting_is_bounded():
+    # Few of the longest: they would wait for company for ever.
+    lengths = np.r_[[900] * 5, [100] * 20_000]
+    samples = of_lengths(*lengths.tolist())
+    policy = Balanced(1000, PowerCost(2.0), look_ahead=1, max_delay=2)
+    plan = policy.plan_epoch(samples, RankLayout(8), np.random.Generator(_Ordered()))
+    step = plan.step[plan.micro_batch_of_part()][np.argsort(plan.sample)]
+    window = -(-8192 // 80)
+    assert step[:5].max() < 4 * window
+
+
+class _Ordered(np.random.PCG64):
+    """A plain generator: the test's samples are few enough to be found in the first windows."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "named"),
+    [
+        (FirstFit(99), ["first_fit", "m_mem is 99 tokens", "1 (100 tokens)", "at least 300"]),
+        (
+            Balanced(99, WAN),
+            ["balanced", "3 (300 tokens)", "at least 300", "context to at least 4"],
+        ),
+        (
+            Balanced(99, WAN, context=2),
+            ["2 ranks hold 198", "at least 150", "context to at least 4"],
+        ),
+    ],
+)
+def test_a_sample_that_no_row_holds_is_refused_with_what_would_do(policy, named):
+    samples = of_lengths(50, 100, 99, 300)
+    message = refusal(policy.plan_epoch, samples, RankLayout(4), rng())
+    for part in named:
+        assert part in message
+
+
+def test_what_would_do_does():
+    samples = of_lengths(50, 100, 99, 300)
+    for policy in (FirstFit(300), Balanced(300, WAN), Balanced(99, WAN, context=4)):
+        plan = policy.plan_epoch(samples, RankLayout(4), rng())
+        assert set(plan.sample) == {0, 1, 2, 3}
+
+
+def test_a_context_that_does_not_divide_the_ranks_is_refused():
+    message = refusal(Balanced(99, WAN, context=3).plan_epoch, of_lengths(5), RankLayout(4), rng())
+    assert "planning.context is 3" in message
+    assert "4 ranks" in message
+
+
+def test_an_alignment_that_does_not_divide_the_row_is_refused():
+    message = refusal(FirstFit(100, align=64).plan_epoch, of_lengths(5), RankLayout(4), rng())
+    assert "planning.align is 64" in message
+    assert "m_mem to 64" in message
