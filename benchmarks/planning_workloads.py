@@ -1,0 +1,279 @@
+"""How policies plan the named workloads, from 8 to 1,024 ranks, and how fast.
+
+    python benchmarks/planning_workloads.py
+
+Predicted by the cost model that `alload calibrate` measured on an H200. Writes
+benchmarks/results/planning_workloads.json and a picture, and prints the README's tables. About ten
+minutes on one core, and 3 GB for the plan of ten million samples.
+"""
+
+import argparse
+import json
+import platform
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alload_jax.bench.surroundings import surroundings
+from alload_jax.planning.cost import read_cost_file
+from alload_jax.planning.metrics import excess_over_bound
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.step_costs import largest_piece, micro_batch_costs, rank_costs
+from alload_jax.planning.study import Case, Study
+from alload_jax.planning.workloads import make_workload
+
+ROOT = Path(__file__).parents[1]
+COSTS = ROOT / "benchmarks" / "results" / "calibration_wan_1_3b_h200.json"
+RESULT = ROOT / "benchmarks" / "results" / "planning_workloads.json"
+PICTURE = ROOT / "docs" / "results" / "planning" / "imbalance.png"
+
+M_MEM = {"wan-480p": 66_816, "mixed-resolution": 81_920} | {
+    f"long-video-V{share}": 350_000 for share in range(35, 61, 5)
+}
+RANKS = (8, 16, 64, 1024)
+SAMPLES_PER_RANK = 1200
+POLICIES = (
+    "equal_tokens:independent",
+    "dual_constraint:independent",
+    "dual_constraint:synchronous",
+    "first_fit",
+    "balanced",
+)
+CONTEXT = 8
+PAPER = {"equal_tokens": 0.39, "dual_constraint": 0.189}
+"""Imbalance on 16 GPUs (arXiv 2605.17923)."""
+PAPER_M_MEM = {"wan-480p": 131_072, "mixed-resolution": 151_200} | {
+    f"long-video-V{share}": 700_000 for share in range(35, 61, 5)
+}
+"""Two to four of the longest samples: below two, M_comp never binds before M_mem does."""
+
+
+_PAPER_CASES: tuple[tuple[str, Any], ...] = (
+    ("equal_tokens", None),
+    ("dual_constraint", "longest"),
+    ("dual_constraint", "auto"),
+    ("balanced", None),
+)
+
+
+def main() -> None:
+    """Measures, writes and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cost-model", default=str(COSTS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--workloads", nargs="+", choices=tuple(M_MEM), default=tuple(M_MEM))
+    parser.add_argument("--out", default=str(RESULT))
+    parser.add_argument("--ten-million", action="store_true", help="in a process of its own")
+    options = parser.parse_args()
+    if options.ten_million:
+        print(json.dumps(_ten_million(options.cost_model)))
+        return
+    content = {
+        "command": shlex.join(["python", "benchmarks/planning_workloads.py", *sys.argv[1:]]),
+        **surroundings(["numpy"]),
+        "device": f"none (planning only); {platform.machine()}",
+        "cost_model": Path(options.cost_model).name,
+        "m_mem": M_MEM,
+        "plans": list(_plans(options)),
+        "paper": list(_paper(options)),
+        "speed": _speed(options.cost_model),
+    }
+    Path(options.out).write_text(json.dumps(content, indent=1) + "\n")
+    _draw(content["paper"])
+    print("\n\n".join(_tables(content)))
+
+
+def _study(cost_model: str, workload: str, size: int, m_mem: int, **fields: Any) -> Study:
+    config = PlanningConfig(policy="balanced", m_mem=m_mem, cost_model=cost_model, **fields)
+    return Study(make_workload(workload, size), config, read_cost_file(cost_model))
+
+
+def _plans(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every policy on every workload and number of ranks."""
+    for workload in options.workloads:
+        for ranks in options.ranks:
+            size = max(100_000, SAMPLES_PER_RANK * ranks)
+            study = _study(options.cost_model, workload, size, M_MEM[workload], m_comp="auto")
+            anchors = replace(study, config=replace(study.config, m_comp=None, context=CONTEXT))
+            open_bound = replace(study, config=replace(study.config, m_comp=None))
+            cases = [study.case(policy, ranks) for policy in POLICIES[:3]]
+            cases += [open_bound.case(policy, ranks) for policy in POLICIES[3:]]
+            for case in [*cases, anchors.case("balanced", ranks)]:
+                found = {"workload": workload, "ranks": ranks} | _figures(case, study)
+                print(workload, ranks, case.name, f"{case.metrics.imbalance:.4f}", flush=True)
+                yield found
+
+
+def _figures(case: Case, study: Study) -> dict[str, Any]:
+    """Metrics, and the distance from the bound of steps that hold at least 4 samples a rank."""
+    epoch, seq_len = case.epoch, study.samples.seq_len
+    seconds = case.config.anchor_seconds(study.costs)
+    cost = rank_costs(epoch, micro_batch_costs(epoch, seq_len, study.predictor, seconds))
+    excess = excess_over_bound(cost, largest_piece(epoch, seq_len, study.predictor))
+    held = rank_costs(epoch, np.diff(epoch.offsets).astype(np.float64))
+    enough = excess[held.mean(axis=1) >= 4]
+    return {
+        "policy": case.name,
+        "metrics": asdict(case.metrics),
+        "tokens_per_second": case.metrics.tokens / case.metrics.cost,
+        "steps_of_4_samples_a_rank": len(enough),
+        "excess_of_4": float(enough.mean()) if len(enough) else None,
+        "excess_max_of_4": float(enough.max()) if len(enough) else None,
+        "steps_above_3_percent": int((enough > 0.03).sum()),
+    }
+
+
+def _paper(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The paper's comparison: independent ranks, its own choice of M_comp and the best one."""
+    for workload in options.workloads:
+        m_mem = PAPER_M_MEM[workload]
+        study = _study(options.cost_model, workload, 60_000, m_mem, ranks_mode="independent")
+        for ranks in (8, 16):
+            found: dict[str, Any] = {"workload": workload, "ranks": ranks, "m_mem": m_mem}
+            for policy, m_comp in _PAPER_CASES:
+                config = replace(study.config, m_comp=m_comp)
+                case = replace(study, config=config).case(policy, ranks)
+                found[f"{policy} {m_comp}" if m_comp else policy] = {
+                    "imbalance": case.metrics.imbalance,
+                    "step_cv": case.metrics.step_cv,
+                    "compute_cv": case.metrics.compute_cv,
+                    "tokens_per_second": case.metrics.tokens / case.metrics.cost,
+                    "m_comp": getattr(case.plan.policy, "m_comp", None),
+                }
+            yield found
+
+
+def _speed(cost_model: str) -> dict[str, Any]:
+    """Samples planned a second on one core, a step of 1,024 ranks, and ten million samples."""
+    found: dict[str, Any] = {}
+    for policy, ranks in (
+        ("equal_tokens", 64),
+        ("dual_constraint", 64),
+        ("first_fit", 64),
+        ("balanced", 64),
+        ("balanced", 1024),
+    ):
+        study = _study(cost_model, "mixed-resolution", 400_000, M_MEM["mixed-resolution"])
+        plan = study.case(policy, ranks).plan
+        seconds = statistics.median(_seconds(plan.epoch, epoch) for epoch in (1, 2, 3))
+        found[f"{policy}, {ranks} ranks"] = {
+            "samples_per_second": len(study.samples) / seconds,
+            "milliseconds_per_step": 1000 * seconds / plan.epoch(3).steps,
+        }
+    command = [sys.executable, __file__, "--ten-million", "--cost-model", cost_model]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return found | {"ten million, 1024 ranks": json.loads(done.stdout)}
+
+
+def _seconds(work: Any, *arguments: Any) -> float:
+    begin = time.perf_counter()
+    work(*arguments)
+    return time.perf_counter() - begin
+
+
+def _ten_million(cost_model: str) -> dict[str, Any]:
+    """Time and memory of an epoch of ten million samples on 1,024 ranks."""
+    study = _study(cost_model, "mixed-resolution", 10_000_000, M_MEM["mixed-resolution"])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seconds = _seconds(study.case, "balanced", 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "seconds_planned_and_measured": seconds,
+        "bytes_before": before,
+        "bytes_most": peak,
+    }
+
+
+def _draw(rows: list[dict[str, Any]]) -> None:
+    """Imbalance on 16 ranks: the paper's figures beside every workload's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    bars = {
+        "equal_tokens": ("equal_tokens (the paper's baseline)", "#9aa5b1"),
+        "dual_constraint longest": ("dual_constraint, M_comp of the longest sample", "#4f86c6"),
+        "dual_constraint auto": ("dual_constraint, M_comp chosen by cost", "#1d4e89"),
+        "balanced": ("balanced", "#e07a1f"),
+    }
+    rows = [row for row in rows if row["ranks"] == 16]
+    groups = ["AdaptiveLoad,\nas published", *(row["workload"] for row in rows)]
+    figure, axes = plt.subplots(figsize=(11, 4.6), layout="constrained")
+    for number, (key, (label, colour)) in enumerate(bars.items()):
+        published = PAPER.get(key.split()[0]) if "auto" not in key else None
+        values = [published or 0.0, *(row[key]["imbalance"] for row in rows)]
+        places = np.arange(len(groups)) + (number - 1.5) * 0.2
+        drawn = axes.bar(places, [100 * v for v in values], 0.19, color=colour, label=label)
+        texts = [f"{100 * v:.0f}" if v >= 0.095 else f"{100 * v:.1f}" for v in values]
+        texts[0] = f"{100 * published:.3g}" if published else ""
+        axes.bar_label(drawn, texts, fontsize=8, padding=2)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylabel("imbalance over ranks, % (max/mean − 1)")
+    axes.set_title("Each of 16 ranks with its own bucket: who waits for whom", loc="left")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(y=0.1)
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PICTURE, dpi=160)
+
+
+_HEAD = (
+    "workload",
+    "ranks",
+    "policy",
+    "imbalance",
+    "idle",
+    "padding",
+    "of M_mem",
+    "programs",
+    "above bound, mean",
+    "worst",
+    "tokens/s over balanced",
+)
+
+
+def _tables(content: dict[str, Any]) -> Iterator[str]:
+    yield _markdown(_HEAD, _plan_rows(content["plans"]))
+    yield _markdown(
+        ("workload", "ranks", "equal_tokens", "dual, longest", "dual, auto", "balanced"),
+        [
+            [row["workload"], row["ranks"]]
+            + [f"{row[key]['imbalance']:.1%}" for key in list(row)[3:]]
+            for row in content["paper"]
+        ],
+    )
+    yield json.dumps(content["speed"], indent=1)
+
+
+def _plan_rows(plans: list[dict[str, Any]]) -> Iterator[list[Any]]:
+    best = {(p["workload"], p["ranks"]): p for p in plans if p["policy"] == "balanced"}
+    for plan in plans:
+        metrics = plan["metrics"]
+        ratio = (
+            plan["tokens_per_second"] / best[plan["workload"], plan["ranks"]]["tokens_per_second"]
+        )
+        row = [plan["workload"], f"{plan['ranks']:,}", f"`{plan['policy']}`"]
+        names = ("imbalance", "idle", "padding", "utilisation")
+        row += [f"{metrics[name]:.1%}" for name in names]
+        bound = [plan["excess_of_4"], plan["excess_max_of_4"]]
+        row += [metrics["buckets"], *("–" if v is None else f"{v:.2%}" for v in bound)]
+        yield [*row, f"{ratio:.2f}×"]
+
+
+def _markdown(head: tuple[str, ...], rows: Any) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+if __name__ == "__main__":
+    main()
