@@ -1,10 +1,14 @@
 """The one place that computes attention: an adapter over the implementations JAX offers."""
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+
+from alload_jax.models.packed_attention import cudnn_packed, packed_obstacle, xla_packed
+from alload_jax.models.segments import Segments
 
 AttentionImplementation = Literal["auto", "xla", "cudnn"]
 
@@ -12,26 +16,42 @@ ATTENTION_OUTPUT = "attention_output"
 """Name under which rematerialisation policies find the output of attention."""
 
 
+class Packed(NamedTuple):
+    """Who attends to whom in packed rows: segment m of the queries to segment m of the keys.
+
+    Attributes:
+      query, key: where segments lie among queries and among keys.
+    """
+
+    query: Segments
+    key: Segments
+
+
 def attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     *,
+    segments: Packed | None = None,
     implementation: AttentionImplementation = "auto",
+    sharding: NamedSharding | None = None,
 ) -> jax.Array:
-    """softmax(query·keyᵀ/√head_dim)·value, each row attending to all keys of its row.
+    """softmax(query·keyᵀ/√head_dim)·value, each row attending to all keys of its row or segment.
 
     Args:
       query: [B, S, num_heads, head_dim].
       key: [B, T, num_heads, head_dim].
       value: [B, T, num_heads, head_dim].
+      segments: in packed rows, where segments lie; tokens outside them get zeros.
       implementation: "cudnn" (fused, GPU only), "xla", or "auto": cuDNN where it can be used.
+      sharding: of packed rows over a mesh of Auto axes, B split and nothing else.
 
     Returns:
       [B, S, num_heads, head_dim] in the query's dtype.
 
     Raises:
-      NotImplementedError: cuDNN was asked for where it cannot run; the message says why.
+      NotImplementedError: cuDNN was asked for where it cannot run, or packed rows came to a GPU
+        that cannot run it on them; the message says why.
       ValueError: the implementation's name is unknown.
     """
     if implementation not in get_args(AttentionImplementation):
@@ -40,6 +60,9 @@ def attention(
             f"choose one of {', '.join(get_args(AttentionImplementation))}"
         )
     obstacle = _cudnn_obstacle(query)
+    if segments is not None:
+        output = _packed(query, key, value, segments, implementation, obstacle, sharding)
+        return checkpoint_name(output, ATTENTION_OUTPUT)
     if implementation == "cudnn" and obstacle:
         raise NotImplementedError(f"attention: cuDNN cannot run here, {obstacle}; use 'xla'")
     if implementation == "xla" or obstacle:
@@ -47,6 +70,32 @@ def attention(
     else:
         output = _cudnn(query, key, value)
     return checkpoint_name(output, ATTENTION_OUTPUT)
+
+
+def _packed(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: Packed,
+    implementation: AttentionImplementation,
+    obstacle: str,
+    sharding: NamedSharding | None,
+) -> jax.Array:
+    """Each device attends within its own rows."""
+    obstacle = obstacle or packed_obstacle(query, key)
+    on_gpu = jax.default_backend() == "gpu"
+    if obstacle and (implementation == "cudnn" or (implementation == "auto" and on_gpu)):
+        raise NotImplementedError(
+            f"attention: cuDNN cannot run on packed rows here, {obstacle}; choose a bucketed "
+            "planning.policy such as dual_constraint"
+        )
+    run = xla_packed if obstacle or implementation == "xla" else cudnn_packed
+    if sharding is None or sharding.mesh.size == 1:
+        return run(query, key, value, *segments)
+    spec = jax.P(sharding.spec[0])
+    return jax.shard_map(
+        run, mesh=sharding.mesh, in_specs=(spec,) * 5, out_specs=spec, check_vma=False
+    )(query, key, value, *segments)
 
 
 def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
