@@ -22,7 +22,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--config", default=str(ROOT / "configs" / "wan2_1_t2v_1_3b.yaml"))
-    add("--seconds", default="300", help="for the grid; the rest takes about three minutes more")
+    add("--seconds", default="360", help="for the grid; the rest takes about three minutes more")
     add("--name", default="calibration_wan_1_3b_h200", help="of the results")
     add("--results", default=str(ROOT / "benchmarks" / "results"), help="folder of the JSON")
     add("--pictures", default=str(ROOT / "docs" / "results" / "planning"), help="of the PNG")

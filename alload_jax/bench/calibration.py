@@ -80,25 +80,21 @@ class MemoryFinding:
     Attributes:
       limit: bytes of the device that JAX may use.
       sizes: (case, bytes) of long rows and of many short ones, whose conditions take memory too.
-      long, short: the models fitted to each.
+      model: fitted to them.
       margin: share of the limit that stays free.
+      shortest: tokens of the shortest sequence; M_mem must hold for it too.
     """
 
     limit: float
     sizes: list[tuple[Case, int]]
-    long: MemoryModel
-    short: MemoryModel
+    model: MemoryModel
     margin: float
-
-    @property
-    def model(self) -> MemoryModel:
-        """The one that allows fewer tokens: M_mem must hold for every length."""
-        return min((self.long, self.short), key=lambda m: m.max_tokens(self.limit, self.margin))
+    shortest: int
 
     @property
     def m_mem(self) -> int:
         """Most tokens of a micro-batch."""
-        return self.model.max_tokens(self.limit, self.margin)
+        return self.model.max_tokens(self.limit, self.margin, self.shortest)
 
 
 def device_memory(given: float | None) -> float:
@@ -139,11 +135,11 @@ class Calibration:
         cases = list(dict.fromkeys(case for found in kinds for case in found))
         self._compile(cases)
         bytes_ = {case: self._bytes(case) for case in cases}
-        long_rows, short_rows = (
-            fit_memory([c.tokens for c in found], [bytes_[c] for c in found]) for found in kinds
+        model = fit_memory(
+            [c.rows for c in cases], [c.tokens for c in cases], [bytes_[c] for c in cases]
         )
         limit, margin = device_memory(self.bounds.memory), self.bounds.margin
-        finding = MemoryFinding(limit, list(bytes_.items()), long_rows, short_rows, margin)
+        finding = MemoryFinding(limit, list(bytes_.items()), model, margin, short)
         if finding.m_mem < self.bounds.shortest:
             raise InputError(
                 f"{limit / 1e9:.1f} GB hold {finding.m_mem} tokens, fewer than the shortest "

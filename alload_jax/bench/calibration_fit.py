@@ -124,14 +124,12 @@ def memory_details(finding: MemoryFinding, outcomes: Sequence[Outcome]) -> dict[
     compiled = [(o.case, o.bytes) for o in outcomes if o.bytes is not None]
     return {
         "limit_bytes": finding.limit,
-        "long_rows": asdict(finding.long),
-        "short_rows": asdict(finding.short),
-        "binding": "long_rows" if model is finding.long else "short_rows",
+        "shortest": finding.shortest,
         "sizes": [
             {"rows": c.rows, "seq_len": c.seq_len, "compiled_bytes": b} for c, b in finding.sizes
         ],
-        "worst_underestimate_of_limit": max(
-            ((b - model.bytes_of(c.tokens)) / finding.limit for c, b in compiled), default=None
+        "worst_relative_error": max(
+            (abs(model.bytes_of(c.tokens, c.rows) / b - 1) for c, b in compiled), default=None
         ),
     }
 
@@ -144,7 +142,7 @@ def allocator_details(
     if peak is None or not ran:
         return None
     largest = max(ran, key=lambda o: o.bytes or 0)
-    found = finding.model.bytes_of(largest.case.tokens)
+    found = finding.model.bytes_of(largest.case.tokens, largest.case.rows)
     return {
         "rows": largest.case.rows,
         "seq_len": largest.case.seq_len,

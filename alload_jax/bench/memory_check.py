@@ -19,7 +19,7 @@ BEYOND = 1.1
 def check_memory(costs: CostFile) -> dict[str, Any]:
     """Runs one step of M_mem tokens and one of `BEYOND` · M_mem / (1 − margin).
 
-    Rows are of the length whose memory bound M_mem.
+    Rows are the shortest ones, of which M_mem tokens take most memory.
 
     Args:
       costs: as `alload calibrate` writes it.
@@ -34,8 +34,7 @@ def check_memory(costs: CostFile) -> dict[str, Any]:
     if not (costs.details and costs.memory and costs.m_mem and costs.model):
         raise InputError("memory check: the cost model was not measured; run alload calibrate")
     memory = costs.details["memory"]
-    sizes = [size["seq_len"] for size in memory["sizes"]]
-    seq_len = max(sizes) if memory["binding"] == "long_rows" else min(sizes)
+    seq_len = memory["shortest"]
     beyond = BEYOND * costs.m_mem / (1 - costs.details["margin"])
     return {
         "within": _step(costs, Case(max(1, costs.m_mem // seq_len), seq_len)),
@@ -56,7 +55,7 @@ def _step(costs: CostFile, case: Case) -> dict[str, Any]:
         "steps": 1,
     }
     found = _measured(settings)
-    predicted, peak = costs.memory.bytes_of(case.tokens), found.get("peak_bytes")
+    predicted, peak = costs.memory.bytes_of(case.tokens, case.rows), found.get("peak_bytes")
     return {
         "rows": case.rows,
         "seq_len": case.seq_len,

@@ -76,11 +76,12 @@ def run(options: argparse.Namespace) -> int:
     calibration = Calibration(_step(config, options), _bounds(options))
     finding = calibration.memory()
     console.print(
-        f"{finding.model.base / 1e9:.2f} GB + {finding.model.per_token / 1e3:.1f} kB a token: "
+        f"{finding.model.base / 1e9:.2f} GB + {finding.model.per_token / 1e3:.1f} kB a token + "
+        f"{finding.model.per_sequence / 1e6:.2f} MB a sequence: "
         f"{finding.m_mem:,} tokens in {finding.limit / 1e9:.1f} GB, {options.margin:.0%} left free"
     )
     outcomes = _measured(calibration, finding, console)
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = shlex.join(["alload", *sys.argv[1:]])
     costs = calibrated(config, calibration.step, finding, outcomes, command)
     write_cost_file(options.out, costs)
     _report(costs, console)

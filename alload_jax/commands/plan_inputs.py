@@ -61,12 +61,12 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     if options.compare:
         fields["policy"] = "balanced"  # knows every setting; each case takes what concerns it
     costs, source = _costs(options, fields, base)
+    samples, data = _samples(options, base.patch_size)
     if fields.get("m_mem") is None and fields.get("policy") != "fixed":
-        fields["m_mem"] = _m_mem(options, costs)
+        fields["m_mem"] = _m_mem(options, costs, int(samples.seq_len.min()))
     planning = PlanningConfig(**fields)
     if options.config and base.model:
         planning.refuse_foreign_costs(base.model | {"remat": base.remat}, None)
-    samples, data = _samples(options, base.patch_size)
     seed = base.seed if options.seed is None else options.seed
     return PlanInputs(samples, data, planning, costs, source, seed)
 
@@ -122,13 +122,13 @@ def _refuse_other_device(
         )
 
 
-def _m_mem(options: argparse.Namespace, costs: CostFile) -> int | None:
+def _m_mem(options: argparse.Namespace, costs: CostFile, shortest: int) -> int | None:
     if options.memory_gb is not None:
         if costs.memory is None:
             raise InputError(
                 "alload plan: --memory-gb needs a cost model that knows memory; give --m-mem"
             )
-        return costs.memory.max_tokens(options.memory_gb * 1e9, options.margin)
+        return costs.memory.max_tokens(options.memory_gb * 1e9, options.margin, shortest)
     return costs.m_mem
 
 

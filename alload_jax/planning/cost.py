@@ -93,22 +93,36 @@ class QuadraticCost:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """bytes = base + per_token · tokens of a micro-batch, on one device."""
+    """bytes = base + per_token·ΣS + per_sequence·B of a micro-batch, on one device.
+
+    Attributes:
+      base: weights, optimizer state, and what else is there before any token.
+      per_token: of every token.
+      per_sequence: of every sequence, whatever its length: its text takes memory too.
+    """
 
     base: float
     per_token: float
+    per_sequence: float = 0.0
 
-    def bytes_of(self, tokens: float) -> float:
-        """Most bytes in use while a micro-batch of that many tokens is trained on."""
-        return self.base + self.per_token * tokens
+    def bytes_of(self, tokens: float, sequences: float = 0.0) -> float:
+        """Most bytes in use while a micro-batch of so many tokens and sequences is trained on."""
+        return self.base + self.per_token * tokens + self.per_sequence * sequences
 
-    def max_tokens(self, budget: float, margin: float = 0.05) -> int:
+    def max_tokens(self, budget: float, margin: float = 0.05, shortest: int | None = None) -> int:
         """M_mem: most tokens of a micro-batch in `budget` bytes, of which `margin` stays free.
+
+        Args:
+          budget: of the device.
+          margin: a share.
+          shortest: tokens of the shortest sequence: as many of them must fit. None leaves what
+            sequences take beside their tokens out.
 
         Raises:
           InputError: not even one token fits.
         """
-        tokens = int((budget * (1 - margin) - self.base) // self.per_token)
+        per_token = self.per_token + (self.per_sequence / shortest if shortest else 0.0)
+        tokens = int((budget * (1 - margin) - self.base) // per_token)
         if tokens < 1:
             raise InputError(
                 f"the model takes {self.base / 1e9:.1f} GB before any token, and the device has "

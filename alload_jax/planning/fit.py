@@ -120,11 +120,12 @@ def fit_power(points: Sequence[Point]) -> Fit[PowerCost]:
     return Fit(model, evaluate(model, points))
 
 
-def fit_memory(tokens: Sequence[int], bytes_: Sequence[float]) -> MemoryModel:
-    """bytes = base + per_token · tokens by least squares, base not below 0.
+def fit_memory(rows: Sequence[int], tokens: Sequence[int], bytes_: Sequence[float]) -> MemoryModel:
+    """bytes = base + per_token·ΣS + per_sequence·B by least squares, no coefficient below 0.
 
     Args:
-      tokens: of micro-batches, two sizes or more.
+      rows: sequences of micro-batches.
+      tokens: of all their rows, two sizes or more.
       bytes_: most in use during a step of each.
 
     Raises:
@@ -132,13 +133,13 @@ def fit_memory(tokens: Sequence[int], bytes_: Sequence[float]) -> MemoryModel:
     """
     if len(set(tokens)) < 2:
         raise InputError(f"fit: memory at {len(set(tokens))} size; measure two sizes or more")
-    matrix = np.stack([np.ones(len(tokens)), np.asarray(tokens, np.float64)], axis=1)
+    matrix = np.stack([np.ones(len(tokens)), tokens, rows], axis=1).astype(np.float64)
     scale = np.linalg.norm(matrix, axis=0)
     solution, _ = nnls(matrix / scale, np.asarray(bytes_, np.float64))
-    base, per_token = (solution / scale).tolist()
+    base, per_token, per_sequence = (solution / scale).tolist()
     if not per_token > 0:
         raise InputError("fit: memory does not grow with tokens; measure larger sizes")
-    return MemoryModel(base, per_token)
+    return MemoryModel(base, per_token, per_sequence)
 
 
 def _columns(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

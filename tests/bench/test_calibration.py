@@ -75,7 +75,7 @@ def test_what_was_measured_before_an_interrupt_is_fitted(config, tmp_path, monke
 
     monkeypatch.setattr(calibration.Calibration, "measure", interrupted)
     line = MemoryModel(1e6, 1e3)
-    finding = calibration.MemoryFinding(1e8, [(Case(1, 4), 10)], line, line, 0.05)
+    finding = calibration.MemoryFinding(1e8, [(Case(1, 4), 10)], line, 0.05, 4)
     monkeypatch.setattr(calibration.Calibration, "memory", lambda self: finding)
     out = tmp_path / "cost.json"
     flags = ["--config", str(config), "--out", str(out), "--layers", "1", *SHORT]
@@ -124,22 +124,21 @@ def test_the_memory_check_runs_steps_at_m_mem_and_beyond(monkeypatch):
         return {"seconds": 1.0, "peak_bytes": 5e8} if len(asked) == 1 else {"error": "no memory"}
 
     monkeypatch.setattr("alload_jax.bench.memory_check._measured", measured)
-    sizes = [{"seq_len": 256}, {"seq_len": 4096}]
     costs = CostFile(
-        memory=MemoryModel(1e8, 4e3),
+        memory=MemoryModel(1e8, 4e3, 1e5),
         m_mem=100_000,
         model={"dim": 16, "patch_size": [1, 2, 2], "condition_tokens": 3},
-        details={"margin": 0.05, "memory": {"binding": "long_rows", "sizes": sizes}},
+        details={"margin": 0.05, "memory": {"shortest": 4096}},
     )
     found = check_memory(costs)
     within, beyond = found["within"], found["beyond"]
     assert (within["ran"], beyond["ran"]) == (True, False)
     assert (within["rows"], within["seq_len"]) == (24, 4096)
-    assert within["relative_error"] == pytest.approx((1e8 + 4e3 * 24 * 4096) / 5e8 - 1)
+    assert within["relative_error"] == pytest.approx((1e8 + 4e3 * 24 * 4096 + 24e5) / 5e8 - 1)
     assert beyond["tokens"] >= 1.1 * costs.m_mem / 0.95
     assert asked[0]["condition_tokens"] == 3
     assert "condition_tokens" not in asked[0]["model"]
-    costs.details["memory"]["binding"] = "short_rows"
+    costs.details["memory"]["shortest"] = 256
     assert check_memory(costs)["within"]["seq_len"] == 256
 
 

@@ -26,7 +26,7 @@ COST_FILES = st.builds(
     CostFile,
     power=st.none() | POWERS,
     quadratic=st.none() | QUADRATICS,
-    memory=st.none() | st.builds(MemoryModel, COEFFICIENT, COEFFICIENT),
+    memory=st.none() | st.builds(MemoryModel, COEFFICIENT, COEFFICIENT, COEFFICIENT),
     m_mem=st.none() | st.integers(1, 10**9),
     m_comp=st.none() | COEFFICIENT,
     anchor_bytes=st.none() | COEFFICIENT,
@@ -130,6 +130,13 @@ def test_m_mem_is_the_most_tokens_that_fit_beside_the_margin(base, per_token, ti
     tokens = memory.max_tokens(budget, margin)
     assert memory.bytes_of(tokens) <= budget * (1 - margin) * (1 + 1e-12)
     assert memory.bytes_of(tokens + 1) > budget * (1 - margin) * (1 - 1e-12)
+
+
+def test_m_mem_leaves_room_for_what_short_sequences_take_besides():
+    memory = MemoryModel(1e9, 1e5, 1e7)
+    tokens = memory.max_tokens(5e9, 0.0, shortest=100)
+    assert memory.bytes_of(tokens, tokens / 100) == pytest.approx(5e9, rel=1e-3)
+    assert tokens < memory.max_tokens(5e9, 0.0)
 
 
 def test_a_model_that_fills_a_device_alone_is_refused():

@@ -106,17 +106,18 @@ def test_no_r2_where_nothing_varies():
     assert evaluate(QuadraticCost(1.0, 0.0, 0.0), points).r2 is None
 
 
-@given(st.floats(1e6, 1e12), st.floats(1e3, 1e7))
+@given(st.floats(1e6, 1e12), st.floats(1e3, 1e7), st.just(0.0) | st.floats(1e4, 1e8))
 @examples(40)
-def test_memory_is_a_line_through_its_sizes(base, per_token):
-    tokens = [4096, 8192, 16_384]
-    model = fit_memory(tokens, [base + per_token * t for t in tokens])
-    assert model.base == pytest.approx(base, rel=1e-6, abs=per_token * 1e-3)
-    assert model.per_token == pytest.approx(per_token, rel=1e-4)
+def test_memory_is_a_plane_through_its_sizes(base, per_token, per_sequence):
+    rows, tokens = np.array([1, 2, 4, 16, 32, 64]), np.array([1, 2, 4, 1, 2, 4]) * 4096
+    model = fit_memory(rows, tokens, base + per_token * tokens + per_sequence * rows)
+    for b, t in zip(rows.tolist(), tokens.tolist(), strict=True):
+        expected = base + per_token * t + per_sequence * b
+        assert model.bytes_of(t, b) == pytest.approx(expected, rel=1e-6)
 
 
 def test_memory_has_no_base_below_zero():
-    model = fit_memory([1, 2], [0.0, 10.0])
+    model = fit_memory([1, 1], [1, 2], [0.0, 10.0])
     assert model.base == 0
     assert isinstance(model, MemoryModel)
 
@@ -134,8 +135,8 @@ def test_memory_has_no_base_below_zero():
         (lambda: fit_power([Point(1, 2, 1.0), Point(2, 2, 2.0)]), "two lengths"),
         (lambda: fit_power([Point(1, 2, 1.0), Point(1, 4, 0.5)]), "p comes out as -1.000"),
         (lambda: evaluate(PowerCost(), []), "no points"),
-        (lambda: fit_memory([5, 5], [1.0, 1.0]), "at 1 size"),
-        (lambda: fit_memory([1, 2], [5.0, 0.0]), "does not grow"),
+        (lambda: fit_memory([1, 1], [5, 5], [1.0, 1.0]), "at 1 size"),
+        (lambda: fit_memory([1, 1], [1, 2], [5.0, 0.0]), "does not grow"),
     ],
 )
 def test_what_cannot_be_fitted_is_one_line(action, words):
