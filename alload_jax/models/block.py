@@ -7,21 +7,37 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from alload_jax.models.attention import attention
+from alload_jax.models.attention import Packed, attention
 from alload_jax.models.config import DiTConfig
 from alload_jax.models.rotary import RotaryTable, apply_rotary
+from alload_jax.models.segments import Segments
 from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
+
+
+class PackedRows(NamedTuple):
+    """Where the segments of packed rows lie, among tokens and among condition tokens.
+
+    Attributes:
+      tokens, condition: the segments of each.
+      ids: [B, S] int32, the segment of each token, −1 for none.
+    """
+
+    tokens: Segments
+    condition: Segments
+    ids: jax.Array
 
 
 class Context(NamedTuple):
     """What all blocks share.
 
     Attributes:
-      modulation: [B, 6, D] float32, or [B, S, 6, D] where every token has a timestep of its own.
+      modulation: [B, 6, D] float32; [B, S, 6, D] where every token has a timestep of its own;
+        [B, M, 6, D] for the segments of packed rows.
       condition: [B, L, D], of text or classes.
       image: [B, N, D], or None.
       rotary: of the queries and keys of self-attention.
       sharding: of x over a mesh of Auto axes; kernels need to know.
+      packed: where segments lie; None where every row is one sample.
     """
 
     modulation: jax.Array
@@ -29,6 +45,15 @@ class Context(NamedTuple):
     image: jax.Array | None
     rotary: RotaryTable
     sharding: NamedSharding | None
+    packed: PackedRows | None = None
+
+    def within_tokens(self) -> Packed | None:
+        """Tokens attend to those of their segment."""
+        return self.packed and Packed(self.packed.tokens, self.packed.tokens)
+
+    def to_condition(self) -> Packed | None:
+        """Tokens attend to the condition of their segment."""
+        return self.packed and Packed(self.packed.tokens, self.packed.condition)
 
 
 class Attention(nnx.Module):
@@ -60,22 +85,29 @@ class Attention(nnx.Module):
         *,
         rotary: RotaryTable | None = None,
         image: jax.Array | None = None,
+        segments: Packed | None = None,
+        sharding: NamedSharding | None = None,
     ) -> jax.Array:
         """x: [B, S, D] attends to context: [B, T, D], and besides to image: [B, N, D]."""
         query = self._heads(self.query(x), self.query_norm)
         key = self._heads(self.key(context), self.key_norm)
         if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
-        mixed = self._attend(query, key, self.value(context))
+        mixed = attention(
+            query,
+            key,
+            self._heads(self.value(context), None),
+            segments=segments,
+            implementation=self.implementation,
+            sharding=sharding,
+        )
         if image is not None:
             assert self.image_key is not None
             assert self.image_value is not None
             key = self._heads(self.image_key(image), self.image_key_norm)
-            mixed = mixed + self._attend(query, key, self.image_value(image))
+            value = self._heads(self.image_value(image), None)
+            mixed = mixed + attention(query, key, value, implementation=self.implementation)
         return self.out(mixed.reshape(x.shape))
-
-    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return attention(query, key, self._heads(value, None), implementation=self.implementation)
 
     def _heads(self, x: jax.Array, norm: nnx.RMSNorm | None) -> jax.Array:
         x = x if norm is None else norm(x)
@@ -120,25 +152,43 @@ class Block(nnx.Module):
         shift1, scale1, gate1, shift2, scale2, gate2 = jnp.unstack(
             self.modulation[...] + context.modulation, axis=-2
         )
-        options = self.norm_options | {"sharding": context.sharding}
+        packed, sharding = context.packed, context.sharding
+        options = self.norm_options | {"sharding": sharding}
+        if packed is not None:
+            options["segment_ids"] = packed.ids
         y = layernorm_modulate(x, scale1, shift1, **options).astype(self.dtype)
-        y = self.self_attention(y, y, rotary=context.rotary)
+        within = context.within_tokens()
+        y = self.self_attention(y, y, rotary=context.rotary, segments=within, sharding=sharding)
         x, y = self._before_cross_attention(x, y, gate1, options)
-        y = self.cross_attention(y, context.condition, image=context.image)
+        y = self.cross_attention(
+            y,
+            context.condition,
+            image=context.image,
+            segments=context.to_condition(),
+            sharding=sharding,
+        )
         x, y = residual_layernorm_modulate(x, y, None, scale2, shift2, **options)
-        return _gated_add(x, self.feed_forward(y), gate2)
+        return self._gated_add(x, self.feed_forward(y), gate2, options)
+
+    def _gated_add(
+        self, x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]
+    ) -> jax.Array:
+        if "segment_ids" in options:
+            return _gated_add_by_segment(x, y, gate, options)
+        return _gated_add(x, y, gate)
 
     def _before_cross_attention(
         self, x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]
     ) -> tuple[jax.Array, jax.Array]:
         """h = x + gate·y and its affine norm, which is a modulation too: by (weight − 1, bias)."""
+        by_segment = "segment_ids" in options
         if self.cross_norm is None:
-            h = _gated_add(x, y, gate)
+            h = self._gated_add(x, y, gate, options)
             return h, h.astype(self.dtype)
         weight, bias = self.cross_norm.scale, self.cross_norm.bias
         assert weight is not None
         assert bias is not None
-        rows = (x.shape[0], x.shape[-1])
+        rows = gate.shape if by_segment else (x.shape[0], x.shape[-1])
         scale = jnp.broadcast_to(weight[...] - 1.0, rows)
         shift = jnp.broadcast_to(bias[...], rows)
         if gate.shape == rows:
@@ -160,11 +210,16 @@ class Head(nnx.Module):
         )
 
     def __call__(
-        self, x: jax.Array, time: jax.Array, sharding: NamedSharding | None = None
+        self,
+        x: jax.Array,
+        time: jax.Array,
+        sharding: NamedSharding | None = None,
+        segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """x: [B, S, D]; time: [B, D] or [B, S, D] float32 → [B, S, patch_dim]."""
+        """x: [B, S, D]; time: [B, D], [B, S, D] or [B, M, D] float32 → [B, S, patch_dim]."""
         shift, scale = jnp.unstack(self.modulation[...] + time[..., None, :], axis=-2)
-        y = layernorm_modulate(x, scale, shift, sharding=sharding, **self.norm_options)
+        options = self.norm_options | {"sharding": sharding, "segment_ids": segment_ids}
+        y = layernorm_modulate(x, scale, shift, **options)
         return self.out(y.astype(self.dtype))
 
 
@@ -172,3 +227,15 @@ def _gated_add(x: jax.Array, y: jax.Array, gate: jax.Array) -> jax.Array:
     """x + y·gate in float32, rounded once; gate: [B, D] or [B, S, D] float32."""
     gate = gate[:, None, :] if gate.ndim == 2 else gate
     return (x.astype(jnp.float32) + y.astype(jnp.float32) * gate).astype(x.dtype)
+
+
+def _gated_add_by_segment(
+    x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]
+) -> jax.Array:
+    """`_gated_add` with a gate for each segment, [B, M, D]; zero outside segments.
+
+    The fused norm's residual sum is what is wanted here: its gradient of the gate is a reduction
+    over segments, where that of a gather would be a scatter of every token.
+    """
+    none = jnp.zeros_like(gate)
+    return residual_layernorm_modulate(x, y, gate, none, none, **options)[0]

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from alload_jax.models.block import Block, Context, Head
+from alload_jax.models.block import Block, Context, Head, PackedRows
 from alload_jax.models.config import DiTConfig
 from alload_jax.models.embedding import ImageEmbedding, TimestepEmbedding, condition_embedding
 from alload_jax.models.patches import patchify, unpatchify
 from alload_jax.models.remat import rematerialise
 from alload_jax.models.rotary import RotaryTable, grid_positions, rotary_table
+from alload_jax.models.segments import Segments, equal_segments
 
 
 def abstract_params(config: DiTConfig) -> dict[str, Any]:
@@ -78,6 +79,48 @@ class DiT(nnx.Module):
         shape = (*latents.shape[:-1], self.config.latent_channels)
         return unpatchify(velocity.astype(jnp.float32), shape, patch)
 
+    def packed(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        limits: tuple[int, int, int],
+        segments: Segments,
+        timestep: jax.Array,
+        condition: jax.Array,
+        sharding: NamedSharding | None = None,
+    ) -> jax.Array:
+        """Predicts the velocity of many samples in packed rows; the same function of each sample.
+
+        Args:
+          tokens: [R, T, patch_dim], samples' patches (`patchify`) one after another.
+          positions: [R, T, 3] int32, the (t, h, w) of each token within its sample.
+          limits: (t, h, w) that no position reaches.
+          segments: where samples lie, [R, M].
+          timestep: [R, M] float32.
+          condition: [R, M, L] int32 classes or [R, M, L, text.dim] text embeddings.
+          sharding: how rows are split over a mesh of Auto axes.
+
+        Returns:
+          [R, T, patch_dim of the output] float32; of no meaning outside segments.
+
+        Raises:
+          NotImplementedError: the model takes image conditions, or attention can't run packed.
+        """
+        if self.image_embedding is not None:
+            raise NotImplementedError(
+                "model.image is set, and packed rows hold no image conditions; choose a bucketed "
+                "planning.policy such as dual_constraint"
+            )
+        length = condition.shape[2]
+        rows = PackedRows(
+            segments, equal_segments(segments.length > 0, length), segments.ids(tokens.shape[1])
+        )
+        head_dim = self.config.dim // self.config.num_heads
+        rotary = rotary_table(positions, limits, head_dim)
+        by_token = condition.reshape(condition.shape[0], -1, *condition.shape[3:])
+        velocity = self.transform(tokens, timestep, by_token, None, rotary, sharding, rows)
+        return velocity.astype(jnp.float32)
+
     def transform(
         self,
         tokens: jax.Array,
@@ -86,6 +129,7 @@ class DiT(nnx.Module):
         image: jax.Array | None,
         rotary: RotaryTable,
         sharding: NamedSharding | None = None,
+        packed: PackedRows | None = None,
     ) -> jax.Array:
         """The transformer on tokens: [B, S, patch_dim] → [B, S, patch_dim]."""
         x = self.patch_embedding(tokens).astype(self.config.stream_dtype)
@@ -94,11 +138,11 @@ class DiT(nnx.Module):
             assert image is not None
             image = self.image_embedding(image)
         embedded = self.condition_embedding(condition)
-        context = Context(modulation, embedded, image, rotary, sharding)
+        context = Context(modulation, embedded, image, rotary, sharding, packed)
         graph, layers = nnx.split(self.blocks)
 
         def apply_layer(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(graph, layer)(x, context), None
 
         x, _ = jax.lax.scan(rematerialise(apply_layer, self.config.remat), x, layers)
-        return self.head(x, time, sharding)
+        return self.head(x, time, sharding, None if packed is None else packed.ids)

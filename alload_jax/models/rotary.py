@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 RotaryTable = tuple[jax.Array, jax.Array]
-"""Cosines and sines, [S, head_dim // 2] float32 each."""
+"""Cosines and sines, [S, head_dim // 2] or [R, S, head_dim // 2] float32 each."""
 
 
 def grid_positions(frames: int, height: int, width: int) -> jax.Array:
@@ -34,19 +34,19 @@ def rotary_table(
     Angles are float64, a small table for each axis, and looked up by position.
 
     Args:
-      positions: [S, 3] integers from 0.
+      positions: [S, 3] integers from 0; [R, S, 3] where every row has its own.
       limits: (t, h, w) that no position reaches.
       head_dim: even.
 
     Returns:
-      cos, sin: [S, head_dim // 2] float32.
+      cos, sin: [S, head_dim // 2] float32, or [R, S, head_dim // 2].
     """
     spatial = 2 * (head_dim // 6)
     cosines, sines = [], []
     for axis, size in enumerate((head_dim - 2 * spatial, spatial, spatial)):
         frequencies = theta ** -(np.arange(0, size, 2, dtype=np.float64) / max(size, 1))
         angle = np.arange(limits[axis])[:, None] * frequencies
-        place = jnp.asarray(positions)[:, axis]
+        place = jnp.asarray(positions)[..., axis]
         cosines.append(jnp.asarray(np.cos(angle), jnp.float32)[place])
         sines.append(jnp.asarray(np.sin(angle), jnp.float32)[place])
     return jnp.concatenate(cosines, axis=-1), jnp.concatenate(sines, axis=-1)
@@ -57,12 +57,12 @@ def apply_rotary(x: jax.Array, table: RotaryTable) -> jax.Array:
 
     Args:
       x: [B, S, num_heads, head_dim].
-      table: cos and sin, [S, head_dim // 2] each.
+      table: cos and sin, [S, head_dim // 2] each, or [B, S, head_dim // 2].
 
     Returns:
       [B, S, num_heads, head_dim] in `x.dtype`.
     """
-    cos, sin = (part[None, :, None, :] for part in table)
+    cos, sin = (part[..., :, None, :] for part in table)
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
