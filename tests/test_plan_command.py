@@ -1,6 +1,8 @@
 """`alload plan` beyond one policy: workloads, comparisons, replay, page, cost models."""
 
 import json
+import os
+import stat
 import subprocess
 import sys
 
@@ -162,6 +164,13 @@ def test_a_cost_model_of_another_model_is_refused_unless_told_otherwise(alload, 
         ([*SMALL, "--m-comp", "much"], ["much", "auto"]),
         ([*SMALL, "--noise", -1], ["--noise is -1"]),
         ([*SMALL, "--margin", 1], ["--margin is 1"]),
+        ([*SMALL, "--noise", "nan"], ["--noise is nan"]),
+        ([*SMALL, "--p", "inf"], ["planning.p is inf"]),
+        ([*SMALL, "--policy", "balanced", "--m-mem", 10**23], ["at most 1,000,000,000,000"]),
+        ([*SMALL, "--policy", "balanced", "--align", 70_000], ["align is 70000", "smaller"]),
+        ([*SMALL, "--compare", "balanced:independent"], ["say balanced"]),
+        ([*SMALL, "--size", 10**13], ["at most 1,000,000,000"]),
+        ([*SMALL, "--out", ""], ["is empty"]),
         ([*SMALL, "--policy", "equal_tokens", "--context", 2], ["splits no sample"]),
         ([*SMALL, "--policy", "balanced", "--context", 3], ["context is 3", "4 ranks"]),
         ([*SMALL, "--policy", "balanced", "--m-mem", 30_000], ["(33390 tokens)", "at least 33390"]),
@@ -179,6 +188,39 @@ def test_what_cannot_be_planned_is_one_line(alload, flags, named):
     assert err.count("\n") == 1
     for part in named:
         assert part in err
+
+
+@pytest.mark.parametrize("flag", ["--out", "--report"])
+def test_nothing_that_is_no_plain_file_is_replaced(alload, tmp_path, flag):
+    os.mkfifo(tmp_path / "pipe")
+    status, _, err = alload(*SMALL, "--policy", "balanced", flag, "pipe")
+    assert status == 2
+    assert "pipe: is no plain file" in err
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_link_is_followed(alload, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "plan.parquet").symlink_to("there/plan.parquet")
+    assert alload(*SMALL, "--policy", "balanced", "--out", "plan.parquet")[0] == 0
+    assert (tmp_path / "plan.parquet").is_symlink()
+    assert (tmp_path / "there" / "plan.parquet").is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--out", "x", "--report", "x"], "--report x is --out too"),
+        (["--out", "cost.json", "--cost-model", "cost.json"], "--out cost.json is --cost-model"),
+        (["--report", "./cost.json", "--cost-model", "cost.json"], "is --cost-model too"),
+    ],
+)
+def test_no_file_is_two_things(alload, tmp_path, cost_file, flags, named):
+    before = (tmp_path / cost_file).read_bytes()
+    status, _, err = alload(*SMALL, "--policy", "balanced", *flags)
+    assert status == 2
+    assert named in err
+    assert (tmp_path / cost_file).read_bytes() == before
 
 
 def test_planning_a_workload_imports_no_jax(tmp_path):

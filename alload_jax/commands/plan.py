@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,7 +12,7 @@ from alload_jax.commands.plan_inputs import PlanInputs, plan_inputs
 from alload_jax.commands.plan_tables import case_table, comparison_table
 from alload_jax.errors import InputError
 from alload_jax.planning.architecture import NAMED
-from alload_jax.planning.files import plan_table, write_plan
+from alload_jax.planning.files import plan_table, replaceable, write_plan
 from alload_jax.planning.policies.policy import RanksMode
 from alload_jax.planning.settings import PolicyName
 from alload_jax.planning.simulation import Surroundings
@@ -98,8 +99,7 @@ def run(options: argparse.Namespace) -> int:
     study = Study(
         inputs.samples, inputs.planning, inputs.costs, inputs.seed, options.epoch, surroundings
     )
-    mode = inputs.planning.ranks_mode
-    policies = options.compare or [f"{inputs.planning.policy}:{mode}"]
+    policies = list(dict.fromkeys(options.compare or [inputs.planning.policy]))
     cases = list(study.cases(policies, ranks))
     if options.json:
         print(json.dumps(_content(options, inputs, cases), indent=2))
@@ -122,23 +122,33 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     for name in ("seed", "epoch", "workload_seed", "noise", "all_reduce"):
         value = getattr(options, name)
-        if value is not None and value < 0:
+        if value is not None and not 0 <= value < math.inf:
             flag = name.replace("_", "-")
-            raise InputError(f"alload plan: --{flag} is {value}; it must be 0 or more")
+            raise InputError(f"alload plan: --{flag} is {value}; it must be a number, 0 or more")
     if options.ranks and min(options.ranks) < 1:
         raise InputError(f"alload plan: --ranks is {min(options.ranks)}; it must be at least 1")
     if not 0 <= options.margin < 1:
         raise InputError(f"alload plan: --margin is {options.margin}; give a share below 1")
-    for flag in ("out", "report"):
-        written = getattr(options, flag)
-        if (
-            written
-            and options.manifest
-            and Path(written).resolve() == Path(options.manifest).resolve()
-        ):
-            raise InputError(f"alload plan: --{flag} {written} is the manifest; name another file")
+    _check_files(options)
     if options.out and (len(options.compare or []) > 1 or len(options.ranks or []) > 1):
         raise InputError("alload plan: --out writes one plan; give one policy and one --ranks")
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """What is written replaces nothing that is read, and no two things are written to one file."""
+    taken = {
+        Path(value).resolve(): f"--{name.replace('_', '-')}"
+        for name in ("manifest", "cost_model", "config")
+        if (value := getattr(options, name))
+    }
+    for name in ("out", "report"):
+        value = getattr(options, name)
+        if value is None:
+            continue
+        path = replaceable(value)
+        if path in taken:
+            raise InputError(f"alload plan: --{name} {value} is {taken[path]} too; name another")
+        taken[path] = f"--{name}"
 
 
 def _configured_ranks(options: argparse.Namespace) -> list[int]:
@@ -200,6 +210,6 @@ def _m_comp(text: str) -> float | str:
 
 def _triple(text: str) -> tuple[int, int, int]:
     parts = text.split(",")
-    if len(parts) != 3 or not all(part.isdigit() for part in parts):
+    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not three whole numbers such as 4,8,8")
     return (int(parts[0]), int(parts[1]), int(parts[2]))

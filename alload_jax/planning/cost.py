@@ -31,6 +31,11 @@ class CostModel(Protocol):
         ...
 
 
+def beyond_filler(model: CostModel, seq_len: np.ndarray) -> np.ndarray:
+    """What sequences cost beyond filler of their lengths, at least 0: [N] → [N] float64."""
+    return np.maximum(model.of_sequences(seq_len) - model.of_filler(seq_len), 0.0)
+
+
 def bucketed_cost(model: CostModel, rows: np.ndarray, seq_len: np.ndarray) -> np.ndarray:
     """Cost of micro-batches of `rows` ([W]) sequences of `seq_len` ([W]) tokens each: [W]."""
     return model.launch + np.asarray(rows, np.float64) * model.of_sequences(seq_len)
@@ -121,6 +126,8 @@ class MemoryModel:
         Raises:
           InputError: not even one token fits.
         """
+        if not (math.isfinite(budget) and budget > 0):
+            raise InputError(f"a device of {budget / 1e9:g} GB holds nothing; give its memory")
         per_token = self.per_token + (self.per_sequence / shortest if shortest else 0.0)
         tokens = int((budget * (1 - margin) - self.base) // per_token)
         if tokens < 1:

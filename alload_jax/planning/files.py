@@ -17,14 +17,15 @@ METADATA_KEY = b"alload-plan"
 def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -> pa.Table:
     """One row per placed sample, or per part of one that is split: by step, micro_batch and rank.
 
-    Columns: `step, rank, micro_batch, sample, seq_len, padded_len, tokens, offset, region, rows,
-    frames, height, width`.
+    Columns: `step, rank, micro_batch, sample, seq_len, padded_len, tokens, offset, region,
+    anchor_tokens, rows, frames, height, width`.
     `sample` is the manifest's row number; `tokens` is the part of it that lies on the rank, from
     `offset` on (rows laid end to end); `region` is `anchor` where it is split over the ranks of a
-    context-parallel group, else `whole`. `rows` is how many rows of `padded_len` tokens the
-    micro-batch holds on its rank, zero-weight filler included; packed micro-batches are one row.
-    The shape is that of its rows, zeros where unknown or packed. A rank without a sample has no
-    line here: in synchronous and packed plans it computes filler, in independent ones it idles.
+    context-parallel group, else `whole`; the first `anchor_tokens` of a row are kept for such.
+    `rows` is how many rows of `padded_len` tokens the micro-batch holds on its rank, zero-weight
+    filler included; packed micro-batches are one row. The shape is that of its rows, zeros where
+    unknown or packed. A rank without a sample has no line here: in synchronous and packed plans it
+    computes filler, in independent ones it idles.
 
     Args:
       plan: the epoch.
@@ -48,6 +49,7 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
             "tokens": plan.part_tokens(seq_len),
             "offset": plan.part_offsets(),
             "region": _regions(plan),
+            "anchor_tokens": spread(plan.packing.anchor_tokens if plan.packing else 0 * plan.rows),
             "rows": spread(plan.rows),
             "frames": spread(plan.shape[:, 0]),
             "height": spread(plan.shape[:, 1]),
@@ -62,15 +64,29 @@ def _regions(plan: EpochPlan) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(anchor.astype(np.int8)), ["whole", "anchor"])
 
 
+def replaceable(path: str | Path) -> Path:
+    """The file to write at a path, links followed.
+
+    Raises:
+      InputError: a folder, or something else that is no plain file, is there.
+    """
+    if not str(path):
+        raise InputError("the path of a file to write is empty; name a file")
+    found = Path(path).resolve()
+    if found.is_dir():
+        raise InputError(f"{path}: is a folder; name a file")
+    if found.exists() and not found.is_file():
+        raise InputError(f"{path}: is no plain file and would be replaced; name another")
+    return found
+
+
 def write_plan(path: str | Path, table: pa.Table) -> None:
     """Writes the table of `plan_table` as Parquet, whole or not at all.
 
     Raises:
       InputError: the path cannot be written.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder; name a file for the plan")
+    path = replaceable(path)
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

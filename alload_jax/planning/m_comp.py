@@ -68,6 +68,8 @@ def search_m_comp(
     """
     probe = policy_at(1.0)
     least, most = _range(probe, samples.seq_len)
+    if not least > 0:
+        raise InputError("the cost model says that samples cost nothing: no M_comp can be chosen")
     drawn = _draw(samples, layout.ranks)
 
     def curve(values: np.ndarray) -> MCompCurve:

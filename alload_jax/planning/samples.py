@@ -84,7 +84,7 @@ def samples_from_columns(columns: dict[str, np.ndarray], geometry: Geometry, pla
     sized = [name for name in ("frames", "height", "width") if name in columns]
     if len(sized) == 3:
         shape = np.stack([_whole(columns[name], name, place) for name in sized], axis=-1)
-        samples = Samples(shape, geometry.seq_len(*shape.T))
+        samples = Samples(shape, _tokens(shape, geometry, place))
     elif "seq_len" in columns:
         seq_len = _whole(columns["seq_len"], "seq_len", place)
         samples = Samples(np.zeros((len(seq_len), 3), np.int64), seq_len)
@@ -131,6 +131,20 @@ def _read_table(path: Path) -> pa.Table:
             f"{path}: column {', '.join(sorted(doubled))} stands there twice; keep one"
         )
     return table
+
+
+def _tokens(shape: np.ndarray, geometry: Geometry, place: str) -> np.ndarray:
+    """Tokens of each shape; refuses what no device could ever hold, before it overflows."""
+    about = shape.astype(np.float64).prod(axis=1) / np.prod(
+        np.multiply(geometry.vae_stride, geometry.patch_size, dtype=np.float64)
+    )
+    if (about > _LARGEST).any():
+        row = int(about.argmax())
+        raise InputError(
+            f"{place}: row {row} is {'×'.join(map(str, shape[row]))} (frames, height, width), "
+            f"about {about[row]:.3g} tokens; at most {_LARGEST:,} can be planned"
+        )
+    return geometry.seq_len(*shape.T)
 
 
 def _whole(values: np.ndarray, name: str, place: str) -> np.ndarray:

@@ -1,5 +1,7 @@
 """The planning section of a config, and the plan that it asks for."""
 
+import math
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,6 +19,8 @@ from alload_jax.planning.policies.policy import Policy, RankLayout, RanksMode
 from alload_jax.planning.samples import Samples
 
 PolicyName = Literal["fixed", "equal_tokens", "dual_constraint", "first_fit", "balanced"]
+_MOST, _MOST_P = 10**12, 10.0
+
 PACKED: tuple[PolicyName, ...] = ("first_fit", "balanced")
 """Policies whose micro-batches are packed rows; those of the others hold samples of one shape."""
 
@@ -78,14 +82,18 @@ class PlanningConfig:
         at_least_one = ("micro_batches_per_step", "m_mem", "ranks", "align", "max_segments")
         for name in (*at_least_one, "look_ahead", "max_delay", "context"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"planning.{name} is {value}; it must be at least 1")
+            if value is not None and not 1 <= value <= _MOST:
+                bound = "at least 1" if value < 1 else f"at most {_MOST:,}"
+                raise InputError(f"planning.{name} is {value}; it must be {bound}")
         for name in ("m_comp", "p", "link_bandwidth"):
             value = getattr(self, name)
             if isinstance(value, str) and value not in ("auto", "longest"):
                 raise InputError(f"planning.{name} is {value!r}; give a number, auto or longest")
-            if isinstance(value, int | float) and not value > 0:
-                raise InputError(f"planning.{name} is {value}; it must be above 0")
+            most = math.inf if name == "m_comp" else sys.float_info.max
+            if isinstance(value, int | float) and not 0 < value <= most:
+                raise InputError(f"planning.{name} is {value}; it must be a number above 0")
+        if self.p is not None and self.p > _MOST_P:
+            raise InputError(f"planning.p is {self.p}; it must be at most {_MOST_P:g}")
         if self.policy == "fixed" and self.rows is None:
             raise InputError("planning.policy is fixed but planning.rows is not given; give it")
         if self.policy != "fixed" and self.m_mem is None and self.cost_model is None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from alload_jax.planning.cost import CostModel, bucketed_cost
+from alload_jax.planning.cost import CostModel, beyond_filler, bucketed_cost
 from alload_jax.planning.epoch import EpochPlan
 
 
@@ -23,7 +23,7 @@ def micro_batch_costs(
     """
     if plan.packing is None:
         return bucketed_cost(model, plan.rows, plan.padded_len)
-    beyond = _beyond_filler(plan, seq_len, model)
+    beyond = beyond_filler(model, seq_len[plan.sample])
     owner, anchor, context = plan.micro_batch_of_part(), plan.packing.anchor, plan.packing.context
     share = beyond * plan.packing.tokens / np.maximum(1, seq_len[plan.sample])
     whole = np.bincount(owner, weights=np.where(anchor, 0, beyond), minlength=len(plan.rows))
@@ -51,13 +51,7 @@ def largest_piece(plan: EpochPlan, seq_len: np.ndarray, model: CostModel) -> np.
         np.maximum.at(largest, plan.step, alone)
         return largest
     row = model.launch + model.of_filler(plan.padded_len)
-    beyond = np.where(plan.packing.anchor, 0, _beyond_filler(plan, seq_len, model))
+    beyond = np.where(plan.packing.anchor, 0, beyond_filler(model, seq_len[plan.sample]))
     owner = plan.micro_batch_of_part()
     np.maximum.at(largest, plan.step[owner], row[owner] + beyond)
     return largest
-
-
-def _beyond_filler(plan: EpochPlan, seq_len: np.ndarray, model: CostModel) -> np.ndarray:
-    """[P]: what each part's sample costs beyond filler of its length."""
-    lengths = seq_len[plan.sample]
-    return model.of_sequences(lengths) - model.of_filler(lengths)

@@ -116,6 +116,8 @@ def policy_config(config: PlanningConfig, policy: str) -> PlanningConfig:
         raise InputError(
             f"policy {policy!r}: choose {name}:{f' or {name}:'.join(get_args(RanksMode))}"
         )
+    if mode and name in PACKED:
+        raise InputError(f"policy {policy!r}: packed rows are alike on all ranks; say {name}")
     named = replace(
         config,
         policy=cast(PolicyName, name),

@@ -40,6 +40,7 @@ ASPECT_RATIOS: dict[tuple[int, int], float] = {
 """(width, height) of an aspect ratio → its weight."""
 
 _MULTIPLE = 16
+_MOST_SAMPLES = 10**9
 _LONG_VIDEO_SHARES = range(35, 61, 5)
 _LONG_VIDEO_FRAMES = (161,)
 
@@ -77,8 +78,10 @@ def make_workload(
     Raises:
       InputError: there is no such workload, or `size` is below 1.
     """
-    if size < 1:
-        raise InputError(f"workload {name}: size is {size}; it must be at least 1")
+    if not 1 <= size <= _MOST_SAMPLES:
+        raise InputError(
+            f"workload {name}: size is {size}; it must be at least 1 and at most {_MOST_SAMPLES:,}"
+        )
     geometry = geometry or Geometry()
     kinds = _kinds(components(name, geometry, aspect_ratios), aspect_ratios)
     shapes, weights = np.asarray([shape for shape, _ in kinds]), [weight for _, weight in kinds]

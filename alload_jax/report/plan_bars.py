@@ -224,6 +224,6 @@ def _legend(drawn: Sequence[StepBars], classes: LengthClasses) -> str:
     if "anchor" in regions:
         entries.append(("anchor key-anchor", "anchor"))
     if "filler" in regions:
-        entries.append(("filler", "filler"))
+        entries.append(("filler", "filler, launch"))
     entries += [("waiting", "waiting"), ("line makespan", "slowest rank"), ("line mean", "mean")]
     return legend(entries, "tokens")

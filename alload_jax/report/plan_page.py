@@ -5,6 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from alload_jax.errors import InputError
+from alload_jax.planning.files import replaceable
 from alload_jax.report.plan_bars import bars_figure
 from alload_jax.report.plan_curves import curve_figure, epoch_figure, ranks_figure
 from alload_jax.report.plan_figures import headline, lede, metrics_table
@@ -98,9 +99,7 @@ def write_page(path: str | Path, page: PlanPage) -> None:
     Raises:
       InputError: the path cannot be written.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder; name a file for the page")
+    path = replaceable(path)
     partial = path.with_name(path.name + ".partial")
     text = render(page)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from alload_jax.planning.cost import CostModel, PowerCost
+from alload_jax.planning.cost import CostModel, PowerCost, beyond_filler
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.metrics import imbalance
 from alload_jax.planning.policies.policy import RankLayout
@@ -76,7 +76,7 @@ def _policy_part(case: Case, study: Study) -> PolicyPart:
     seconds = case.config.anchor_seconds(study.costs)
     cost = rank_costs(epoch, micro_batch_costs(epoch, seq_len, study.predictor, seconds))
     metrics = {k: v for k, v in asdict(case.metrics).items() if k in _SHOWN}
-    if _unit(study.predictor):
+    if _unit(study.predictor) and case.metrics.cost:
         metrics["seconds_per_epoch"] = case.metrics.cost
         metrics["tokens_per_second"] = case.metrics.tokens / case.metrics.cost
     else:
@@ -114,7 +114,7 @@ def _packed_costs(
     """Of every part: its tokens, and its share of what its sample costs beyond them."""
     assert part.packing is not None
     tokens, anchor = part.packing.tokens, part.packing.anchor
-    beyond = model.of_sequences(lengths) - model.of_filler(lengths)
+    beyond = beyond_filler(model, lengths)
     share = np.where(anchor, tokens / np.maximum(1, lengths), 1.0)
     return model.of_filler(tokens) + beyond * share, anchor
 

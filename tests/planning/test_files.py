@@ -27,6 +27,7 @@ COLUMNS = [
     "tokens",
     "offset",
     "region",
+    "anchor_tokens",
     "rows",
     "frames",
     "height",
@@ -253,6 +254,7 @@ def test_the_file_is_the_plan(tmp_path_factory, case, epoch):
             "tokens": manifest.lengths()[sample],
             "offset": row * part.seq_len,
             "region": "whole",
+            "anchor_tokens": 0,
             "rows": part.rows,
             **dict(zip(("frames", "height", "width"), part.shape, strict=True)),
         }

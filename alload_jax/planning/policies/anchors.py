@@ -46,13 +46,11 @@ class Regions:
       group: [N] int64, the group whose region holds a sample, or LEFT.
       tokens: [G] int64, A of each group.
       load: [G] float64, weight of what its region holds.
-      count: [G] int64, samples that it holds.
     """
 
     group: np.ndarray
     tokens: np.ndarray
     load: np.ndarray
-    count: np.ndarray
 
 
 def fair_share(footprint: np.ndarray, weight: np.ndarray, row_tokens: int) -> float:
@@ -67,6 +65,8 @@ def fill_regions(
     first: np.ndarray,
     groups: int,
     per_step: int,
+    segments: int,
+    most_load: float,
 ) -> Regions:
     """Deals anchors to groups; then short samples to what the regions have to spare.
 
@@ -78,8 +78,15 @@ def fill_regions(
       first: [N] bool, samples to deal before the others.
       groups: G, a multiple of `per_step`.
       per_step: groups of a step.
+      segments: most samples of a region.
+      most_load: most weight of a rank's row that holds more than one sample.
     """
-    bins = _bins(groups, np.full(groups, rule.context * rule.levels[-1]))
+    bins = Bins(
+        np.full(groups, rule.context * rule.levels[-1]),
+        np.zeros(groups),
+        np.full(groups, segments),
+        rule.context * most_load,
+    )
     found = np.full(len(footprint), LEFT, np.int64)
     split = rule.applies(footprint, weight)
     for mask in (split & first, split & ~first):
@@ -90,8 +97,7 @@ def fill_regions(
     bins.free[:] = rule.context * tokens - used
     others = np.flatnonzero(~split & (footprint <= bins.free.max(initial=0)))
     found[others] = deal(footprint[others], weight[others], bins, float(bins.load.max(initial=0)))
-    count = np.bincount(found[found != LEFT], minlength=groups)
-    return Regions(found, tokens, bins.load, count)
+    return Regions(found, tokens, bins.load)
 
 
 def anchor_levels(
@@ -113,10 +119,11 @@ def anchor_levels(
     split = rule.applies(footprint, weight)
     if not split.any():
         return np.zeros(1, np.int64)
-    bins = _bins(groups, np.full(groups, rule.context * rule.longest_whole))
+    most = rule.context * rule.longest_whole
+    bins = Bins(np.full(groups, most), np.zeros(groups), np.full(groups, len(footprint)), np.inf)
     level = water_level(weight[split], groups)
     deal(footprint[split], weight[split], bins, level)
-    used = np.sort(rule.context * rule.longest_whole - bins.free)[::-1][::per_step]
+    used = np.sort(most - bins.free)[::-1][::per_step]
     wanted = -(-used // (rule.context * align)) * align
     # The longest of all must fit, even if it is alone in its region.
     wanted = np.r_[wanted, -(-int(footprint.max()) // (rule.context * align)) * align]
@@ -145,11 +152,6 @@ def split_evenly(
     begin = np.maximum(start[item], rank * region[item])
     end = np.minimum((start + tokens)[item], (rank + 1) * region[item])
     return item, rank, begin - rank * region[item], end - begin
-
-
-def _bins(groups: int, free: np.ndarray) -> Bins:
-    unlimited = np.full(groups, np.iinfo(np.int64).max)
-    return Bins(free.astype(np.int64), np.zeros(groups), unlimited, np.inf)
 
 
 def _levels_of(used: np.ndarray, rule: AnchorRule, per_step: int) -> np.ndarray:

@@ -1,11 +1,12 @@
 """Packed rows that are full and cost the same on every rank of a step."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import CostModel
+from alload_jax.planning.cost import CostModel, beyond_filler
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.policies.anchors import (
     AnchorRule,
@@ -16,6 +17,7 @@ from alload_jax.planning.policies.anchors import (
     split_evenly,
 )
 from alload_jax.planning.policies.dealing import LEFT, Bins, deal, water_level
+from alload_jax.planning.policies.first_fit import FirstFit
 from alload_jax.planning.policies.gathering import NOBODY, gather
 from alload_jax.planning.policies.packed import (
     PackedEpoch,
@@ -30,6 +32,10 @@ from alload_jax.planning.samples import Samples
 
 _FEWEST_SAMPLES = 8192
 """Of a window: with fewer, rows of equal cost are hard to find."""
+
+
+_GROWTH = 1.3
+"""Of the steps added to a window into which not all fits that must go."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,8 @@ class Balanced:
       cost: predicts what rows cost.
       m_comp: most cost of a row that holds more than one sample; None for no bound.
       align: samples begin at multiples of this.
-      max_segments: M, most samples of a row; None for four times the mean.
+      max_segments: M, most whole samples of a row, and most anchors of a group; None for four
+        times the mean.
       look_ahead: steps of a window, if these hold some thousand samples.
       max_delay: windows that a sample waits at most.
       context: ranks of a context-parallel group; 1 splits nothing.
@@ -75,19 +82,26 @@ class Balanced:
             )
         shape = row_shape(samples, self.m_mem, self.max_segments, self.align)
         refuse_unplaceable(samples, shape, "balanced", layout.ranks, self.context)
+        if layout.ranks == 1 and self.m_comp is None:
+            # Nobody waits for a single rank: its rows are best as full as can be.
+            full = FirstFit(self.m_mem, self.align, self.max_segments, self.look_ahead)
+            return full.plan_epoch(samples, layout, rng)
         footprint = shape.footprint(samples.seq_len)
-        steps = self._window_steps(samples, layout.ranks)
         weights = self._weights(samples.seq_len)
+        row_tokens = self._row_tokens(shape, footprint, weights)
+        steps = self._window_steps(footprint, layout.ranks, row_tokens)
         rule = self._rule(footprint, weights, layout.ranks, steps)
         epoch = PackedEpoch(shape, layout.ranks, layout.micro_batches_per_step, self.context)
-        planner = _WindowPlanner(self, shape, rule, layout.ranks, steps, weights, samples, rng)
+        planner = _WindowPlanner(
+            self, shape, rule, layout.ranks, steps, row_tokens, weights, samples, rng
+        )
 
         def place(window: Window) -> np.ndarray:
             placed_steps, placed = planner.place(window)
             epoch.add(placed_steps)
             return placed
 
-        window_tokens = steps * layout.ranks * shape.tokens
+        window_tokens = int(steps * layout.ranks * row_tokens)
         place_all(rng.permutation(len(samples)), footprint, window_tokens, place)
         return epoch.finish()
 
@@ -98,12 +112,27 @@ class Balanced:
 
     def _weights(self, seq_len: np.ndarray) -> np.ndarray:
         """What a sample costs beyond filler of its length, which a row computes anyway."""
-        beyond = self.cost.of_sequences(seq_len) - self.cost.of_filler(seq_len)
-        return np.maximum(beyond, 0.0)
+        return beyond_filler(self.cost, seq_len)
 
-    def _window_steps(self, samples: Samples, ranks: int) -> int:
-        per_step = max(1.0, ranks * self.m_mem / float(samples.seq_len.mean()))
-        return max(self.look_ahead, int(np.ceil(_FEWEST_SAMPLES / per_step)))
+    def most_load(self, shape: RowShape) -> float:
+        """What M_comp leaves a row for the weights of its samples."""
+        if self.m_comp is None:
+            return np.inf
+        row = self.cost.launch + self.cost.of_filler(np.asarray(shape.tokens))
+        return max(0.0, self.m_comp - float(row))
+
+    def _row_tokens(self, shape: RowShape, footprint: np.ndarray, weights: np.ndarray) -> float:
+        """Tokens that a row will hold on average: M_comp or M may bind before M_mem does."""
+        mean, density = footprint.mean(), weights.sum() / footprint.sum()
+        by_load = self.most_load(shape) / density if density else np.inf
+        # Where even one sample is over M_comp, a row holds one.
+        return float(max(mean, min(shape.tokens, by_load, shape.segments * mean)))
+
+    def _window_steps(self, footprint: np.ndarray, ranks: int, row_tokens: float) -> int:
+        """Steps of a window: the look-ahead, or more to hold enough samples; at most an epoch's."""
+        per_step = max(1.0, ranks * row_tokens / float(footprint.mean()))
+        epoch = -(-int(footprint.sum()) // max(1, int(ranks * row_tokens)))
+        return max(1, min(epoch, max(self.look_ahead, int(np.ceil(_FEWEST_SAMPLES / per_step)))))
 
     def _rule(
         self, footprint: np.ndarray, weights: np.ndarray, ranks: int, steps: int
@@ -133,6 +162,7 @@ class _WindowPlanner:
     rule: AnchorRule
     ranks: int
     steps: int
+    row_tokens: float
     weights: np.ndarray
     samples: Samples
     rng: np.random.Generator
@@ -143,12 +173,14 @@ class _WindowPlanner:
         must = np.ones_like(waited) if window.last else waited
         steps = self.steps
         if window.last:
-            steps = -(-int(window.footprint.sum()) // (self.ranks * self.shape.tokens))
-        while True:
-            regions, bins, row = self._deal(window, waited, steps)
+            steps = int(np.ceil(window.footprint.sum() / (self.ranks * self.row_tokens)))
+        for attempt in itertools.count():
+            # One step more at first; where much is missing, soon many more.
+            more = int(_GROWTH**attempt) if attempt else 0
+            regions, bins, row = self._deal(window, waited, steps + more)
             if not (must & (regions.group == LEFT) & (row == LEFT)).any():
                 return self._gather(window, must, regions, bins, row)
-            steps += 1
+        raise AssertionError("unreachable")
 
     def _deal(
         self, window: Window, first: np.ndarray, steps: int
@@ -157,14 +189,21 @@ class _WindowPlanner:
         context, weight = self.policy.context, self.weights[window.sample]
         per_step = self.ranks // context
         regions = fill_regions(
-            self.rule, window.footprint, weight, first, steps * per_step, per_step
+            self.rule,
+            window.footprint,
+            weight,
+            first,
+            steps * per_step,
+            per_step,
+            self.shape.segments,
+            self.policy.most_load(self.shape),
         )
         anchors = np.repeat(regions.tokens, context)
         bins = Bins(
             free=self.shape.tokens - anchors,
             load=np.repeat(regions.load / context, context) + self.policy.anchor_seconds * anchors,
-            room=np.maximum(1, self.shape.segments - np.repeat(regions.count, context)),
-            most_load=self._most_load(),
+            room=np.full(len(anchors), self.shape.segments),
+            most_load=self.policy.most_load(self.shape),
         )
         row = np.full(len(window.sample), LEFT, np.int64)
         whole = (regions.group == LEFT) & ~self.rule.applies(window.footprint, weight)
@@ -172,11 +211,6 @@ class _WindowPlanner:
             level = water_level(weight[mask], len(bins.free), float(bins.load.sum()))
             row[mask] = deal(window.footprint[mask], weight[mask], bins, level)
         return regions, bins, row
-
-    def _most_load(self) -> float:
-        if self.policy.m_comp is None:
-            return np.inf
-        return self.policy.m_comp - self._row_cost()
 
     def _row_cost(self) -> float:
         """What a row costs before anything lies in it."""
@@ -189,7 +223,9 @@ class _WindowPlanner:
     ) -> tuple[PlacedSteps, np.ndarray]:
         """Steps of groups that cost the same, in random order."""
         context = self.policy.context
-        row, load = _regrouped(row, bins.load, regions, context)
+        load = bins.load
+        if self.policy.m_comp is None:  # a row that moves may come to cost more
+            row, load = _regrouped(row, load, regions, context)
         group = np.where(row == LEFT, regions.group, row // context)
         bound = np.zeros(len(regions.tokens), bool)
         bound[group[must & (group != LEFT)]] = True

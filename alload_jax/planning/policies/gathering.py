@@ -42,5 +42,8 @@ def gather(most: np.ndarray, mean: np.ndarray, must: np.ndarray, size: int) -> n
             # The cheapest step lets as many of its costliest units wait.
             steps[-1] = order[end - size : end]
         else:
-            steps.append(np.r_[order[at:end], np.full(size - (end - at), NOBODY)])
+            rest = np.setdiff1d(order, np.concatenate([*steps, order[at:end]]))
+            others = rest[np.argsort(mean[rest], kind="stable")][: size - (end - at)]
+            nobody = np.full(size - (end - at) - len(others), NOBODY)
+            steps.append(np.r_[order[at:end], others, nobody])
     return np.asarray(steps, np.int64).reshape(-1, size)

@@ -37,6 +37,8 @@ def row_shape(samples: Samples, tokens: int, segments: int | None, align: int) -
     Raises:
       InputError: `align` does not divide `tokens`.
     """
+    if align > tokens:
+        raise InputError(f"planning.align is {align}, more than m_mem = {tokens}; make it smaller")
     if tokens % align:
         raise InputError(
             f"planning.align is {align}, which does not divide m_mem = {tokens}; "
