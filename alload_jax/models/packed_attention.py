@@ -38,12 +38,19 @@ def packed_obstacle(query: jax.Array, key: jax.Array) -> str:
 def cudnn_packed(
     query: jax.Array, key: jax.Array, value: jax.Array, queries: Segments, keys: Segments
 ) -> jax.Array:
-    """cuDNN's packed attention; shapes as `xla_packed`."""
+    """cuDNN's packed attention; shapes as `xla_packed`.
+
+    cuDNN leaves what lies outside segments unwritten, in outputs and gradients alike: it is set to
+    zero here, in the output and, by the gradient of the same, in those of all three inputs.
+    """
     module = _private_module()
     assert module is not None
+    of_query = queries.ids(query.shape[1]) != PADDING
+    of_key = keys.ids(key.shape[1]) != PADDING
+    query, key, value = _only(of_query, query), _only(of_key, key), _only(of_key, value)
     q_seqlen, q_offsets = _for_cudnn(queries)
     kv_seqlen, kv_offsets = _for_cudnn(keys)
-    return module.dot_product_attention(
+    output = module.dot_product_attention(
         query,
         key,
         value,
@@ -54,6 +61,7 @@ def cudnn_packed(
         scale=1 / math.sqrt(query.shape[-1]),
         mask_type=module.MaskType.PADDING,
     )
+    return _only(of_query, output)
 
 
 def xla_packed(
@@ -87,6 +95,10 @@ def xla_packed(
     spoilt = (allowed & ~finite[:, None, None, :]).any(axis=-1)
     output = jnp.where(spoilt.transpose(0, 2, 1)[..., None], jnp.nan, output)
     return output.astype(query.dtype)
+
+
+def _only(inside: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(inside[..., None, None], x, jnp.zeros((), x.dtype))
 
 
 def _for_cudnn(segments: Segments) -> tuple[jax.Array, jax.Array]:
