@@ -40,7 +40,9 @@ M_MEM = {"wan-480p": 66_816, "mixed-resolution": 81_920} | {
     f"long-video-V{share}": 350_000 for share in range(35, 61, 5)
 }
 RANKS = (8, 16, 64, 1024)
-SAMPLES_PER_RANK = 1200
+SAMPLES_PER_RANK = {"wan-480p": 1200, "mixed-resolution": 1200}
+LONG_VIDEO_SAMPLES_PER_RANK = 4000
+"""So that an epoch has sixty steps or more, of which the last few are the odd ones."""
 POLICIES = (
     "equal_tokens:independent",
     "dual_constraint:independent",
@@ -101,7 +103,8 @@ def _plans(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every policy on every workload and number of ranks."""
     for workload in options.workloads:
         for ranks in options.ranks:
-            size = max(100_000, SAMPLES_PER_RANK * ranks)
+            each = SAMPLES_PER_RANK.get(workload, LONG_VIDEO_SAMPLES_PER_RANK)
+            size = max(100_000, each * ranks)
             study = _study(options.cost_model, workload, size, M_MEM[workload], m_comp="auto")
             anchors = replace(study, config=replace(study.config, m_comp=None, context=CONTEXT))
             open_bound = replace(study, config=replace(study.config, m_comp=None))

@@ -13,6 +13,8 @@ from alload_jax.planning.policies.dealing import LEFT, Bins, deal, water_level
 
 _LEVELS = 4
 """Values of A beside 0."""
+_MARGIN = 1.25
+"""Of the largest A, over what a mean region needs."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,11 @@ def anchor_levels(
     deal(footprint[split], weight[split], bins, level)
     used = np.sort(most - bins.free)[::-1][::per_step]
     wanted = -(-used // (rule.context * align)) * align
-    # The longest of all must fit, even if it is alone in its region.
-    wanted = np.r_[wanted, -(-int(footprint.max()) // (rule.context * align)) * align]
+    # The longest of all must fit, even if it is alone in its region; and more than the mean must,
+    # lest anchors wait longer and longer.
+    demand = _MARGIN * footprint[split].sum() / groups
+    for least in (int(footprint.max()), int(min(demand, most))):
+        wanted = np.r_[wanted, -(-least // (rule.context * align)) * align]
     return np.unique(np.r_[0, _least_waste(np.unique(wanted, return_counts=True))])
 
 

@@ -34,6 +34,9 @@ _FEWEST_SAMPLES = 8192
 """Of a window: with fewer, rows of equal cost are hard to find."""
 
 
+_WINDOWS_FOR_LEVELS = 8
+"""From which the values of A are chosen: anchors are few, and vary from window to window."""
+
 _GROWTH = 1.3
 """Of the steps added to a window into which not all fits that must go."""
 
@@ -137,12 +140,14 @@ class Balanced:
     def _rule(
         self, footprint: np.ndarray, weights: np.ndarray, ranks: int, steps: int
     ) -> AnchorRule:
-        """Decided from one window that depends on the manifest alone: epochs share programs."""
+        """Decided from windows that depend on the manifest alone: epochs share programs."""
         share = fair_share(footprint, weights, self.m_mem)
         rule = AnchorRule(self.context, share, self.m_mem, np.zeros(1, np.int64))
         if self.context == 1:
             return rule
         drawn = np.random.default_rng(0).permutation(len(footprint))
+        epoch = -(-int(footprint.sum()) // (ranks * self.m_mem))
+        steps = max(1, min(epoch, _WINDOWS_FOR_LEVELS * steps))
         upto = int(np.searchsorted(np.cumsum(footprint[drawn]), steps * ranks * self.m_mem))
         drawn = np.r_[drawn[: max(1, upto)], np.argmax(footprint)]
         drawn = drawn[np.argsort(-footprint[drawn], kind="stable")]
