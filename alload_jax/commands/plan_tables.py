@@ -76,7 +76,8 @@ def readable(name: str, value: float | None) -> str:
         return f"{value:,}"
     if name in _COUNTS:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{value:.3f}" if name in _PLAIN else f"{value:.2%}"
+    shown = f"{value:.3f}" if name in _PLAIN else f"{value:.2%}"
+    return shown.lstrip("-") if float(shown.rstrip("%")) == 0 else shown
 
 
 def _bound(value: Any) -> str:
