@@ -26,7 +26,6 @@ CONFIG = DiTConfig(
     dtype="float32",
 )
 VARIANTS = {
-    "classes": CONFIG,
     "text": DiTConfig(**vars(CONFIG) | {"text": TextConfig(dim=6, length=3)}),
     "no cross norm": DiTConfig(**vars(CONFIG) | {"cross_norm": False}),
 }

@@ -61,7 +61,7 @@ def cases(draw):
 
 
 @given(cases(), st.integers(0, 9))
-@examples(150)
+@examples(80)
 def test_every_token_of_every_sample_is_placed_once(case, seed):
     samples, policy, layout = case
     plan = policy.plan_epoch(samples, layout, rng(seed))
@@ -73,7 +73,7 @@ def test_every_token_of_every_sample_is_placed_once(case, seed):
 
 
 @given(cases(), st.integers(0, 9))
-@examples(150)
+@examples(80)
 def test_parts_of_a_row_are_aligned_and_do_not_overlap(case, seed):
     samples, policy, layout = case
     plan = policy.plan_epoch(samples, layout, rng(seed))
