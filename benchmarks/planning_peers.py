@@ -79,10 +79,6 @@ SECONDS_OF_TOKEN = 1 / 1024
 TIMED = 20_000
 """Samples after which the timing of a peer ends, if its epoch has not."""
 
-MOST_ORDER = 0.3
-"""Correlation of a step's place with its mean length up to which an epoch counts as shuffled. It
-does not decide what is fastest: where lhotse's fastest settings exceed it, both rows are shown."""
-
 Steps = list[list[np.ndarray]]
 """[steps][ranks] → sample numbers; an empty array where a rank has no work."""
 T = TypeVar("T")
@@ -355,13 +351,9 @@ def rate(counts: Iterable[int]) -> float:
     return done / (time.perf_counter() - begin)
 
 
-def best(rows: Sequence[dict[str, Any]], most_order: float = 1.0) -> int:
-    """Which row has most tokens a second, of those whose order is random enough if any is."""
-
-    def merit(i: int) -> tuple[bool, float]:
-        return abs(rows[i]["order_correlation"]) <= most_order, rows[i]["tokens_per_second"]
-
-    return max(range(len(rows)), key=merit)
+def best(rows: Sequence[dict[str, Any]]) -> int:
+    """Which row has most tokens a second."""
+    return max(range(len(rows)), key=lambda i: rows[i]["tokens_per_second"])
 
 
 def lhotse_sweep(sync: bool, cost: QuadraticCost) -> list[list[Lhotse]]:
@@ -410,8 +402,8 @@ def tuned_on(case: Case, peer: str, size: int) -> Case:
 
 def _tune(
     case: Case, peer: str, cost: QuadraticCost, size: int
-) -> tuple[dict[str, tuple[Any, dict[str, Any]]], list[dict[str, Any]]]:
-    """By name the settings to show, each with its epoch's figures; then all that were tried."""
+) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
+    """The best settings, their epoch's figures, and all that were tried."""
     variant = peer.endswith(("synchronous", "best-fit"))
     rounds: Sequence[Sequence[Any]] = (
         lhotse_sweep(variant, cost) if peer in LHOTSE else grain_sweep(variant)
@@ -428,13 +420,7 @@ def _tune(
             tried.append(other)
             found.append({"settings": dataclasses.asdict(other)} | {k: row[k] for k in SWEPT})
         chosen = tried[best(found)]
-    shown = {peer: chosen}
-    shuffled = tried[best(found, MOST_ORDER)]
-    if small == case and shuffled != chosen:
-        shown[f"{peer}, shuffled"] = shuffled
-    return {
-        name: (planner, measure(planner.epoch(case), case, cost)) for name, planner in shown.items()
-    }, found
+    return chosen, measure(chosen.epoch(case), case, cost), found
 
 
 LHOTSE = ("lhotse, synchronous", "lhotse, independent")
@@ -465,12 +451,8 @@ def _tune_all(
         found = {}
         for key, job in jobs_of.items():
             found[key] = job.result()
-            names = [planner for planner, _ in found[key][0].values()]
-            print(
-                f"{key[0].workload}, {key[0].ranks} ranks: {names}",
-                file=sys.stderr,
-                flush=True,
-            )
+            chosen = found[key][0]
+            print(f"{key[0].workload}, {key[0].ranks} ranks: {chosen}", file=sys.stderr, flush=True)
     return found
 
 
@@ -598,12 +580,12 @@ def main(argv: list[str]) -> int:
     for case in cases:
         rows = [_of_ours(case, *o, costs, cost, options.repeats) for o in OURS]
         for peer in (*LHOTSE, *GRAIN):
-            for name, (planner, figures) in tuned[case, peer][0].items():
-                rows.append(_of_peer(case, name, planner, figures, options.repeats))
+            planner, figures, _ = tuned[case, peer]
+            rows.append(_of_peer(case, peer, planner, figures, options.repeats))
         sweeps = {
             peer: {
                 "on": dataclasses.asdict(tuned_on(case, peer, options.tune_size)),
-                "rows": tuned[case, peer][1],
+                "rows": tuned[case, peer][2],
             }
             for peer in (*LHOTSE, *GRAIN)
         }
