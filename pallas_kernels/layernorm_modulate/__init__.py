@@ -5,5 +5,12 @@ from pallas_kernels.layernorm_modulate.api import (
     layernorm_modulate,
     residual_layernorm_modulate,
 )
+from pallas_kernels.layernorm_modulate.pieces import Segmentation, segmentation
 
-__all__ = ["Implementation", "layernorm_modulate", "residual_layernorm_modulate"]
+__all__ = [
+    "Implementation",
+    "Segmentation",
+    "layernorm_modulate",
+    "residual_layernorm_modulate",
+    "segmentation",
+]

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from pallas_kernels.layernorm_modulate import devices, tuning
 from pallas_kernels.layernorm_modulate.differentiable import Static, fused, on_shards, placed
 from pallas_kernels.layernorm_modulate.operands import Operands, Options, normalise
+from pallas_kernels.layernorm_modulate.pieces import Segmentation
 from pallas_kernels.layernorm_modulate.reference import reference
 
 Implementation = Literal["auto", "triton", "xla"]
@@ -20,7 +21,7 @@ def layernorm_modulate(
     scale: jax.Array,
     shift: jax.Array,
     *,
-    segment_ids: jax.Array | None = None,
+    segment_ids: jax.Array | Segmentation | None = None,
     segment_block: int | None = None,
     eps: float = 1e-6,
     implementation: Implementation = "auto",
@@ -42,7 +43,8 @@ def layernorm_modulate(
       shift: shaped like scale, float32 or x's dtype.
       segment_ids: x's shape without D, signed integers. Segments are contiguous in a row; negative
         is padding (−1), whose output and gradients are zero. Where segments are not contiguous, or
-        not below M, the kernel may give NaN.
+        not below M, the kernel may give NaN. Where many calls share them, prepare them once with
+        `segmentation`, for tables of M rows of width D.
       segment_block: promises that segments begin at multiples of it, which saves finding them.
       eps: added to the variance.
       implementation: "triton" (the kernels), "xla" (XLA's fusion), or "auto": whichever was
@@ -60,7 +62,7 @@ def layernorm_modulate(
     name = "layernorm_modulate"
     operands, options = normalise(
         name,
-        Operands(x, scale, shift, segment_ids=segment_ids),
+        _with_segments(name, Operands(x, scale, shift), segment_ids, segment_block),
         eps=eps,
         residual_dtype=None,
         segment_block=segment_block,
@@ -77,7 +79,7 @@ def residual_layernorm_modulate(
     shift: jax.Array,
     *,
     residual_dtype: jnp.dtype | None = None,
-    segment_ids: jax.Array | None = None,
+    segment_ids: jax.Array | Segmentation | None = None,
     segment_block: int | None = None,
     eps: float = 1e-6,
     implementation: Implementation = "auto",
@@ -111,7 +113,7 @@ def residual_layernorm_modulate(
     name = "residual_layernorm_modulate"
     operands, options = normalise(
         name,
-        Operands(x, scale, shift, y=y, gate=gate, segment_ids=segment_ids),
+        _with_segments(name, Operands(x, scale, shift, y=y, gate=gate), segment_ids, segment_block),
         eps=eps,
         residual_dtype=residual_dtype,
         segment_block=segment_block,
@@ -119,6 +121,24 @@ def residual_layernorm_modulate(
     h, out = _run(name, operands, options, implementation, _three_axes(x, sharding))
     assert h is not None
     return h.reshape(x.shape), out.reshape(x.shape)
+
+
+def _with_segments(
+    name: str,
+    operands: Operands,
+    segments: jax.Array | Segmentation | None,
+    segment_block: int | None,
+) -> Operands:
+    if not isinstance(segments, Segmentation):
+        return operands._replace(segment_ids=segments)
+    if segments.table_rows != operands.scale.shape[-2]:
+        raise ValueError(
+            f"{name}: segment_ids were prepared for tables of {segments.table_rows} rows, and "
+            f"scale has {operands.scale.shape[-2]}; prepare them for these"
+        )
+    if segment_block is not None:
+        raise ValueError(f"{name}: prepared segment_ids take no segment_block; leave it out")
+    return operands._replace(segment_ids=segments.ids, pieces=segments.pieces)
 
 
 def _run(
@@ -147,13 +167,14 @@ def _run(
     if devices.mesh_axes(sharding, 1):
         # A shard may begin where no segment block does.
         options = dataclasses.replace(options, segment_block=None)
+        operands = operands._replace(pieces=None)
     static = Static(options, sharding)
     if wanted and obstacle is None and operands.x.size:
         return fused(static, placed(static, operands))
     whole = sharding is None or devices.sharding_obstacle(operands.x, sharding) is not None
     if options.layout != "segment" or whole:
         return reference(operands, options)
-    return on_shards(static, reference, placed(static, operands))
+    return on_shards(static, reference, placed(static, operands._replace(pieces=None)))
 
 
 def _three_axes(x: jax.Array, sharding: NamedSharding | None) -> NamedSharding | None:

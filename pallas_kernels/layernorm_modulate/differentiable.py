@@ -9,16 +9,18 @@ mesh axes that split the sequence.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.layernorm_modulate import triton
 from pallas_kernels.layernorm_modulate.devices import mesh_axes
 from pallas_kernels.layernorm_modulate.forward import forward
 from pallas_kernels.layernorm_modulate.operands import Operands, Options, Saved
+from pallas_kernels.layernorm_modulate.pieces import RowPieces
 from pallas_kernels.layernorm_modulate.tuning import Pass, blocks_for
 
 
@@ -45,12 +47,14 @@ def fused(static: Static, operands: Operands) -> tuple[jax.Array | None, jax.Arr
 def _run_forward(static: Static, operands: Operands, statistics: bool) -> Any:
     kernel: Pass = "forward" if operands.y is None else "residual_forward"
     blocks = blocks_for(kernel, operands.x.shape[-1])
+    operands = _with_pieces_of(kernel, operands)
     run = partial(forward, options=static.options, blocks=blocks, statistics=statistics)
     stream = _specs(static).stream
     return _on_shards(static, run, (_operand_specs(static),), (stream, stream, stream))(operands)
 
 
-def _forward(static: Static, operands: Operands) -> tuple[Any, Saved]:
+def _forward(static: Static, primals: Any) -> tuple[Any, Saved]:
+    operands = jax.tree.map(lambda primal: primal.value, primals)
     h, out, statistics = _run_forward(static, operands, statistics=True)
     saved = Saved(
         h=operands.x if h is None else h,
@@ -60,16 +64,32 @@ def _forward(static: Static, operands: Operands) -> tuple[Any, Saved]:
         y=None if operands.gate is None else operands.y,
         gate=operands.gate,
         segment_ids=operands.segment_ids,
+        pieces=operands.pieces,
     )
     return (h, out), saved
 
 
+Given = TypeVar("Given", Operands, Saved)
+
+
+def _with_pieces_of(kernel: Pass, given: Given) -> Given:
+    """Of the pieces that were prepared, those of one kernel."""
+    return given._replace(pieces=given.pieces and getattr(given.pieces, kernel))
+
+
 def _backward(static: Static, saved: Saved, cotangents: Any) -> tuple[Operands]:
     dh, dout = cotangents
+    if dh is not None and isinstance(dh, SymbolicZero):
+        dh = jnp.zeros(dh.shape, dh.dtype)
+    if isinstance(dout, SymbolicZero):
+        # Only the sum h was wanted: the norm has no part in its gradients.
+        dout = None if dh is not None else jnp.zeros(dout.shape, dout.dtype)
     specs, token = _specs(static), static.options.layout == "token"
-    blocks = blocks_for("backward" if dh is None else "residual_backward", saved.h.shape[-1])
+    kernel: Pass = "backward" if dh is None else "residual_backward"
+    blocks = blocks_for(kernel, saved.h.shape[-1])
+    saved = _with_pieces_of(kernel, saved)
 
-    def run(saved: Saved, dh: Any, dout: jax.Array) -> Any:
+    def run(saved: Saved, dh: Any, dout: Any) -> Any:
         dx, dy, tables = triton.backward(saved, dh, dout, static.options, blocks)
         if specs.sequence_axes and not token:
             tables = jax.lax.psum(tables, specs.sequence_axes)
@@ -79,7 +99,7 @@ def _backward(static: Static, saved: Saved, cotangents: Any) -> tuple[Operands]:
     saved_specs = Saved._make(
         (
             *(specs.stream, specs.stream, specs.table, PartitionSpec()),
-            *(specs.stream, specs.table, specs.ids),
+            *(specs.stream, specs.table, specs.ids, specs.pieces),
         )
     )
     in_specs = (saved_specs, specs.stream, specs.stream)
@@ -94,19 +114,21 @@ def _backward(static: Static, saved: Saved, cotangents: Any) -> tuple[Operands]:
             y=dy,
             gate=dgate[0].astype(saved.gate.dtype) if saved.gate is not None else None,
             segment_ids=None,
+            pieces=None,
         ),
     )
 
 
-fused.defvjp(_forward, _backward)
+fused.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 class _Specs(NamedTuple):
-    """How x, tables and segment_ids are split, and the mesh axes that split the sequence."""
+    """How x, tables, segment_ids and pieces are split, and the axes that split the sequence."""
 
     stream: PartitionSpec
     table: PartitionSpec
     ids: PartitionSpec
+    pieces: RowPieces
     sequence_axes: tuple[str, ...]
 
 
@@ -120,12 +142,13 @@ def _specs(static: Static) -> _Specs:
         "segment": PartitionSpec(batch, None, None),
     }[static.options.layout]
     axes = mesh_axes(static.sharding, 1)
-    return _Specs(stream, table, PartitionSpec(batch, sequence), axes)
+    pieces = RowPieces._make([PartitionSpec(batch, None)] * 3)
+    return _Specs(stream, table, PartitionSpec(batch, sequence), pieces, axes)
 
 
 def _operand_specs(static: Static) -> Any:
-    stream, table, ids, _ = _specs(static)
-    return Operands._make((stream, table, table, stream, table, ids))
+    stream, table, ids, pieces, _ = _specs(static)
+    return Operands._make((stream, table, table, stream, table, ids, pieces))
 
 
 def placed(static: Static, operands: Operands) -> Operands:
@@ -133,10 +156,11 @@ def placed(static: Static, operands: Operands) -> Operands:
     if static.sharding is None or AxisType.Explicit not in static.sharding.mesh.axis_types:
         return operands
     mesh, specs = static.sharding.mesh, _operand_specs(static)
+    # Pieces are found anew: it is what tracing sees of an Explicit mesh that says how ids lie.
     return Operands._make(
         (
             None if value is None else jax.sharding.reshard(value, NamedSharding(mesh, spec))
-            for value, spec in zip(operands, specs, strict=True)
+            for value, spec in zip(operands._replace(pieces=None), specs, strict=True)
         )
     )
 

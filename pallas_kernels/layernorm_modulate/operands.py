@@ -23,6 +23,8 @@ class Operands(NamedTuple):
       y: [B, S, D], added to x before the norm; None where there is no residual.
       gate: like `scale`, multiplies y; None for a plain sum.
       segment_ids: [B, S] int32 (layout "segment"), negative for padding; else None.
+      pieces: derived of segment_ids beforehand (`PreparedPieces`, then those of one kernel), or
+        None.
     """
 
     x: jax.Array
@@ -31,6 +33,7 @@ class Operands(NamedTuple):
     y: jax.Array | None = None
     gate: jax.Array | None = None
     segment_ids: jax.Array | None = None
+    pieces: Any = None
 
 
 class Saved(NamedTuple):
@@ -44,6 +47,7 @@ class Saved(NamedTuple):
       y: None without a gate.
       gate: None for a plain sum.
       segment_ids: [B, S] int32 or None.
+      pieces: as in `Operands`.
     """
 
     h: jax.Array
@@ -53,6 +57,7 @@ class Saved(NamedTuple):
     y: jax.Array | None
     gate: jax.Array | None
     segment_ids: jax.Array | None
+    pieces: Any = None
 
 
 @dataclass(frozen=True)
@@ -216,4 +221,5 @@ def _three_dimensional(operands: Operands, layout: Layout) -> Operands:
         y=stream(operands.y),
         gate=modulation(operands.gate),
         segment_ids=None if ids is None else ids.astype(jnp.int32),
+        pieces=operands.pieces,
     )

@@ -1,13 +1,17 @@
 """Cutting rows into pieces: consecutive rows that share scale, shift, gate; one program each."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding
 
+from pallas_kernels.layernorm_modulate.devices import shards_of
 from pallas_kernels.layernorm_modulate.operands import Options
+from pallas_kernels.layernorm_modulate.tuning import Pass, blocks_for
 
 PADDING, IMPOSSIBLE = -1, -2
 """Table rows of pieces that hold padding, and of segments that no table row can serve: more runs
@@ -39,8 +43,49 @@ class Grid:
         return start, stop, row
 
 
+class RowPieces(NamedTuple):
+    """Pieces that follow segments, row by row: int32 [B, P] each.
+
+    Attributes:
+      start: first token, in its row.
+      stop: last token + 1; equal to `start` in unused pieces.
+      segment: row of the table [M, D], PADDING or IMPOSSIBLE.
+    """
+
+    start: jax.Array
+    stop: jax.Array
+    segment: jax.Array
+
+
+class PreparedPieces(NamedTuple):
+    """Pieces for each of the kernels, found once for many calls."""
+
+    forward: RowPieces
+    backward: RowPieces
+    residual_forward: RowPieces
+    residual_backward: RowPieces
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("ids", "pieces"), meta_fields=("table_rows",)
+)
+@dataclass(frozen=True)
+class Segmentation:
+    """`segment_ids` together with the pieces that kernels of one width derive from them.
+
+    Attributes:
+      ids: [B, S] int32.
+      pieces: of each kernel.
+      table_rows: M.
+    """
+
+    ids: jax.Array
+    pieces: PreparedPieces
+    table_rows: int
+
+
 class Pieces(NamedTuple):
-    """Pieces that follow segments: int32 [B·P] each.
+    """Pieces that follow segments, of all rows: int32 [B·P] each.
 
     Attributes:
       start: first row, in the flattened [B·S, D].
@@ -61,19 +106,43 @@ def even_grid(shape: tuple[int, ...], options: Options, programs: int) -> Grid:
     return Grid(batch, seq_len, max(1, min(seq_len, programs // batch)))
 
 
+def segmentation(
+    segment_ids: jax.Array, table_rows: int, width: int, sharding: NamedSharding | None = None
+) -> Segmentation:
+    """Prepares segment ids for many calls, such as those of a transformer's layers.
+
+    Finding where segments end takes a dozen small kernels, which every call would otherwise start.
+
+    Args:
+      segment_ids: [B, S] signed integers, as `layernorm_modulate` takes them.
+      table_rows: M, rows of the tables of scale, shift and gate.
+      width: D.
+      sharding: of x, if rows are split over a mesh of Auto axes.
+    """
+    ids = segment_ids.astype(jnp.int32)
+
+    def pieces(kernel: Pass) -> RowPieces:
+        # Each device has the programs for its own rows.
+        programs = blocks_for(kernel, width).programs * shards_of(sharding, 0)
+        return segment_pieces(ids, table_rows, None, programs)
+
+    prepared = PreparedPieces(*(pieces(kernel) for kernel in get_args(Pass)))
+    return Segmentation(ids, prepared, table_rows)
+
+
 def segment_pieces(
-    segment_ids: jax.Array, table_rows: int, options: Options, programs: int
-) -> tuple[Pieces, int]:
-    """Pieces that end where a segment does, and how many each batch row has.
+    segment_ids: jax.Array, table_rows: int, segment_block: int | None, programs: int
+) -> RowPieces:
+    """Pieces that end where a segment does.
 
     At most ⌈S / block⌉ + 2M + 1 of them: each of the M segments, and each run of padding between
     them, adds at most one to the even cuts. With a `segment_block` the cuts alone will do.
     """
     batch, seq_len = segment_ids.shape
     block = pl.cdiv(seq_len, max(1, min(seq_len, programs // batch)))
-    aligned = options.segment_block is not None and options.segment_block >= block
+    aligned = segment_block is not None and segment_block >= block
     if aligned:
-        block = _halved(options.segment_block or 1, block)
+        block = _halved(segment_block or 1, block)
         count = pl.cdiv(seq_len, block)
     else:
         count = min(seq_len, pl.cdiv(seq_len, block) + 2 * table_rows + 1)
@@ -92,11 +161,16 @@ def segment_pieces(
         segment = jnp.where(lost | (segment >= table_rows), IMPOSSIBLE, segment)
         return start, stop, jnp.maximum(segment, IMPOSSIBLE)
 
-    start, stop, segment = jax.vmap(cut)(segment_ids)
-    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    return RowPieces(*jax.vmap(cut)(segment_ids))
+
+
+def of_all_rows(pieces: RowPieces, seq_len: int, table_rows: int) -> Pieces:
+    """Rows laid end to end, and their tables."""
+    row = jnp.arange(len(pieces.start), dtype=jnp.int32)[:, None]
+    segment = pieces.segment
     table_row = jnp.where(segment >= 0, row * table_rows + segment, segment)
-    pieces = (start + row * seq_len, stop + row * seq_len, table_row)
-    return Pieces(*(part.reshape(-1) for part in pieces)), count
+    parts = (pieces.start + row * seq_len, pieces.stop + row * seq_len, table_row)
+    return Pieces(*(part.reshape(-1) for part in parts))
 
 
 def _halved(segment_block: int, block: int) -> int:

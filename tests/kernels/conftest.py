@@ -3,7 +3,7 @@ import dataclasses
 import jax
 import pytest
 
-from pallas_kernels.layernorm_modulate import differentiable
+from pallas_kernels.layernorm_modulate import differentiable, pieces
 
 
 @pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
@@ -24,6 +24,7 @@ def few_programs(monkeypatch, interpret):
 
     if interpret:
         monkeypatch.setattr(differentiable, "blocks_for", seven)
+        monkeypatch.setattr(pieces, "blocks_for", seven)
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_split_over_one_of_them(spec, mesh, interpret):
 
 def public(sharding, choice):
     def run(operands):
-        x, scale, shift, y, gate, ids = operands
+        x, scale, shift, y, gate, ids, _ = operands
         static = {"segment_ids": ids, "implementation": choice, "sharding": sharding}
         if y is None:
             return None, layernorm_modulate(x, scale, shift, **static)

@@ -13,6 +13,7 @@ from pallas_kernels.layernorm_modulate.pieces import (
     IMPOSSIBLE,
     PADDING,
     even_grid,
+    of_all_rows,
     segment_pieces,
 )
 from pallas_kernels.layernorm_modulate.triton.tiles import split_width
@@ -20,9 +21,9 @@ from pallas_kernels.layernorm_modulate.triton.tiles import split_width
 SIZES = st.integers(1, 3000)
 
 
-def options(layout, segment_block=None):
+def options(layout):
     dtype = jnp.dtype(jnp.float32)
-    return Options(layout, 1e-6, dtype, dtype, dtype, segment_block)
+    return Options(layout, 1e-6, dtype, dtype, dtype)
 
 
 @examples(30)
@@ -47,15 +48,12 @@ def test_even_pieces_cover_each_row_once(batch, seq_len, programs, layout):
 
 
 @cache
-def compiled(tables, given_options, programs):
-    counts = []
-
+def compiled(tables, block, programs):
     def cut(ids):
-        pieces, count = segment_pieces(ids, tables, given_options, programs)
-        counts.append(count)
-        return pieces
+        pieces = segment_pieces(ids, tables, block, programs)
+        return of_all_rows(pieces, ids.shape[1], tables)
 
-    return jax.jit(cut), counts
+    return jax.jit(cut)
 
 
 @st.composite
@@ -83,9 +81,8 @@ def segments(draw):
 def test_segment_pieces_cover_a_row_and_never_cross(case, programs, promise):
     ids, tables, unit = case
     seq_len = ids.shape[1]
-    cut, counts = compiled(tables, options("segment", unit if promise else None), programs)
+    cut = compiled(tables, unit if promise else None, programs)
     pieces = [np.asarray(part).reshape(len(ids), -1) for part in cut(jnp.asarray(ids))]
-    assert pieces[0].shape[1] in counts
     for row, (start, stop, table_row) in enumerate(zip(*pieces, strict=True)):
         first = row * seq_len
         np.testing.assert_array_equal(stop[:-1], start[1:])
@@ -100,15 +97,15 @@ def test_segment_pieces_cover_a_row_and_never_cross(case, programs, promise):
 
 def test_more_runs_than_segments_allow_are_impossible():
     ids = jnp.asarray(np.tile([0, 1], 30)[None])
-    pieces, _ = segment_pieces(ids, 2, options("segment"), 4)
-    assert (np.asarray(pieces.table_row) == IMPOSSIBLE).all()
+    pieces = segment_pieces(ids, 2, None, 4)
+    assert (np.asarray(pieces.segment) == IMPOSSIBLE).all()
 
 
 @pytest.mark.parametrize("row", [3, 1000])
 def test_segments_beyond_the_table_are_impossible(row):
-    pieces, _ = segment_pieces(jnp.full((1, 8), row), 3, options("segment"), 4)
+    pieces = segment_pieces(jnp.full((1, 8), row), 3, None, 4)
     used = np.asarray(pieces.stop > pieces.start)
-    assert (np.asarray(pieces.table_row)[used] == IMPOSSIBLE).all()
+    assert (np.asarray(pieces.segment)[used] == IMPOSSIBLE).all()
 
 
 @examples(200)

@@ -1,5 +1,6 @@
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ from kernel_cases import (
     run_and_check,
     with_gradients,
 )
+
+from pallas_kernels import layernorm_modulate, segmentation
+from pallas_kernels.layernorm_modulate.operands import Operands
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -179,3 +183,35 @@ def test_more_runs_than_pieces_are_nan(interpret):
 
 def test_few_runs_that_are_not_contiguous_are_right(interpret):
     run_and_check(make((24, DIM), (2, DIM), ids=runs((0, 8), (1, 8), (0, 8))), interpret)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_prepared_segments_give_the_same_bits(residual, interpret):
+    ids = jnp.asarray([ROWS["padding between"], ROWS["not sorted"]], jnp.int32)
+    y_dtype = F32 if residual else None
+    operands = make((2, LENGTH, DIM), (2, 5, DIM), ids=ids, y_dtype=y_dtype, gate=residual)
+    prepared = segmentation(ids, 5, DIM)
+    run = with_gradients(implementation(interpret))
+    cotangents = cotangents_for(operands)
+
+    def prepared_run(operands, cotangents):
+        def floats(*arrays):
+            each = Operands(*arrays, segment_ids=prepared.ids, pieces=prepared.pieces)
+            return implementation(interpret)(each)
+
+        outputs, pullback = jax.vjp(floats, *operands[:5])
+        return outputs, pullback(cotangents)
+
+    assert_same_bits(jax.jit(prepared_run)(operands, cotangents), run(operands, cotangents))
+
+
+def test_segments_prepared_for_other_tables_are_refused():
+    ids = jnp.asarray([ROWS["not sorted"]], jnp.int32)
+    x, table = jnp.zeros((1, LENGTH, DIM)), jnp.zeros((1, 5, DIM))
+    with pytest.raises(ValueError, match="prepared for tables of 4 rows, and scale has 5"):
+        layernorm_modulate(x, table, table, segment_ids=segmentation(ids, 4, DIM))
+    ready = segmentation(ids, 5, DIM)
+    with pytest.raises(ValueError, match="take no segment_block"):
+        layernorm_modulate(x, table, table, segment_ids=ready, segment_block=8)
+    plain = layernorm_modulate(x, table, table, segment_ids=ids)
+    assert_same_bits(layernorm_modulate(x, table, table, segment_ids=ready), plain)

@@ -165,3 +165,42 @@ def test_checkpointed_gradients_are_the_same(saved, interpret):
         for f in (block, jax.checkpoint(block, policy=policy))
     )
     close(plain, remat, 1e-6)
+
+
+IDS = np.repeat([[0, 1, -1, 3], [2, -1, -1, 0]], 4, axis=1)
+SUMS = {
+    "row": {"shape": (2, 16, 24)},
+    "token": {"shape": (2, 16, 24), "table": (2, 16, 24)},
+    "segment": {"shape": (2, 16, 24), "table": (2, 4, 24), "ids": IDS},
+}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("layout", SUMS)
+@pytest.mark.parametrize("x_dtype", [F32, BF16])
+def test_where_the_sum_alone_is_used_the_norm_has_no_part(layout, gated, x_dtype, interpret):
+    operands = make(**SUMS[layout], x_dtype=x_dtype, y_dtype=x_dtype, gate=gated)
+    wave = jnp.sin(jnp.arange(operands.x.size)).reshape(operands.x.shape)
+
+    def gradients(how):
+        def loss(*arrays):
+            each = Operands(*arrays, segment_ids=operands.segment_ids)
+            return (implementation(how)(each)[0].astype(F32) * wave).sum()
+
+        places = tuple(n for n in range(5) if operands[n] is not None)
+        return jax.jit(jax.grad(loss, places))(*operands[:5])
+
+    close(gradients(interpret), gradients("xla"), 2e-2 if x_dtype == BF16 else 1e-6)
+
+
+def test_a_norm_that_is_not_used_is_not_run_backwards():
+    operands = make((2, 64, 96), (2, 3, 96), y_dtype=F32, gate=True, ids=np.zeros((2, 64)))
+    run = implementation(False)
+    block = jax.checkpoint(lambda each: run(each)[0])
+    floats = operands._replace(segment_ids=None)
+
+    def loss(floats):
+        return jnp.sin(block(floats._replace(segment_ids=operands.segment_ids))).sum()
+
+    found = Counter(kernels_launched(lowered_for_cuda(jax.grad(loss), floats)))
+    assert found == {"forward": 1, "sum_backward": 1, "reduce": 1}

@@ -17,7 +17,7 @@ from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
 
 
 def public(operands, **options):
-    x, scale, shift, y, gate, ids = operands
+    x, scale, shift, y, gate, ids, _ = operands
     options |= {"segment_ids": ids}
     if y is None:
         return None, layernorm_modulate(x, scale, shift, **options)

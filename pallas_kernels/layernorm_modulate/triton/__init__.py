@@ -15,9 +15,18 @@ from pallas_kernels.layernorm_modulate.triton.calls import (
     BACKWARD,
     FORWARD,
     STATISTICS,
+    SUM_BACKWARD,
     backward,
     forward,
 )
 from pallas_kernels.layernorm_modulate.triton.reduction import REDUCE
 
-__all__ = ["BACKWARD", "FORWARD", "REDUCE", "STATISTICS", "backward", "forward"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "REDUCE",
+    "STATISTICS",
+    "SUM_BACKWARD",
+    "backward",
+    "forward",
+]

@@ -10,14 +10,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.layernorm_modulate.operands import Operands, Options, Saved
-from pallas_kernels.layernorm_modulate.pieces import Grid, Pieces, even_grid, segment_pieces
-from pallas_kernels.layernorm_modulate.triton.kernels import backward_kernel, forward_kernel
+from pallas_kernels.layernorm_modulate.pieces import (
+    Grid,
+    Pieces,
+    even_grid,
+    of_all_rows,
+    segment_pieces,
+)
+from pallas_kernels.layernorm_modulate.triton.kernels import (
+    backward_kernel,
+    forward_kernel,
+    sum_backward_kernel,
+)
 from pallas_kernels.layernorm_modulate.triton.reduction import reduce_partials
 from pallas_kernels.layernorm_modulate.triton.rows import Launch
 from pallas_kernels.layernorm_modulate.tuning import Blocks
 
-FORWARD, STATISTICS, BACKWARD = (
-    f"layernorm_modulate_{part}" for part in ("forward", "statistics", "backward")
+FORWARD, STATISTICS, BACKWARD, SUM_BACKWARD = (
+    f"layernorm_modulate_{part}" for part in ("forward", "statistics", "backward", "sum_backward")
 )
 """Names of the kernels, as profilers and lowered modules show them."""
 
@@ -30,10 +40,16 @@ class _Cut(NamedTuple):
     per_row: int
 
     @classmethod
-    def of(cls, h: jax.Array, scale: jax.Array, ids: Any, options: Options, blocks: Blocks) -> Any:
+    def of(
+        cls, h: jax.Array, scale: jax.Array, of: Operands | Saved, options: Options, blocks: Blocks
+    ) -> Any:
         if options.layout == "segment":
-            table, per_row = segment_pieces(ids, scale.shape[1], options, blocks.programs)
-            return cls(None, table, per_row)
+            rows, found = scale.shape[1], of.pieces
+            if found is None:
+                assert of.segment_ids is not None
+                block = options.segment_block
+                found = segment_pieces(of.segment_ids, rows, block, blocks.programs)
+            return cls(None, of_all_rows(found, h.shape[1], rows), found.start.shape[1])
         grid = even_grid(h.shape, options, blocks.programs)
         return cls(grid, None, grid.per_row)
 
@@ -53,32 +69,36 @@ def forward(
         name: jax.ShapeDtypeStruct((rows, 2 if name == "statistics" else x.shape[-1]), dtypes[name])
         for name in outputs
     }
-    inputs = operands._asdict() | {"segment_ids": None}
-    cut = _Cut.of(x, operands.scale, ids, options, blocks)
-    name = FORWARD if "out" in outputs else STATISTICS
+    inputs = operands._asdict() | {"segment_ids": None, "pieces": None}
+    cut = _Cut.of(x, operands.scale, operands, options, blocks)
+    name = STATISTICS if "statistics" in outputs and "out" not in outputs else FORWARD
     result = _call(forward_kernel, name, inputs, ids, shapes, options, blocks, cut)
     return [result[key].reshape(*x.shape[:-1], -1) for key in outputs]
 
 
 def backward(
-    saved: Saved, dh: jax.Array | None, dout: jax.Array, options: Options, blocks: Blocks
+    saved: Saved, dh: jax.Array | None, dout: jax.Array | None, options: Options, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array | None, Sequence[jax.Array] | jax.Array]:
     """Gradients of x, of y (None without), and of scale, shift and, where there is one, gate.
 
     Args:
       saved: by the forward.
       dh: [B, S, D] cotangent of h; None without y.
-      dout: [B, S, D] cotangent of the modulated value.
+      dout: [B, S, D] cotangent of the modulated value; None where it was not used.
 
     Returns:
       dx and dy [B, S, D]; the rest as one float32 array [K, *scale.shape], in the order scale,
       shift, gate, or in the layout "token" as K arrays of the operands' dtypes.
     """
+    if dout is None:
+        assert dh is not None
+        return _sum_backward(saved, dh, options, blocks)
     h, batch = saved.h, saved.h.shape[0]
     inputs = saved._asdict() | {"dout": dout, "dh": dh, "shift": None}
     ids = inputs.pop("segment_ids")
+    del inputs["pieces"]
     inputs["kept"] = inputs.pop("statistics")
-    cut = _Cut.of(h, saved.scale, ids, options, blocks)
+    cut = _Cut.of(h, saved.scale, saved, options, blocks)
     tables = {"scale": saved.scale, "shift": saved.shift}
     tables |= {} if saved.gate is None else {"gate": saved.gate}
     shape = (h.size // h.shape[-1], h.shape[-1])
@@ -106,6 +126,39 @@ def backward(
         options.interpret,
     )
     return dx, dy, sums.reshape(len(tables), *saved.scale.shape)
+
+
+def _sum_backward(
+    saved: Saved, dh: jax.Array, options: Options, blocks: Blocks
+) -> tuple[jax.Array, jax.Array, Sequence[jax.Array] | jax.Array]:
+    """`backward` of h = x + gate·y alone."""
+    zeros = [jnp.zeros(saved.scale.shape, jnp.float32)] * 2
+    if saved.gate is None:
+        inside = True if saved.segment_ids is None else saved.segment_ids[..., None] >= 0
+        kept = jnp.where(inside, dh, jnp.zeros((), dh.dtype))
+        tables = zeros if options.layout == "token" else jnp.stack(zeros)
+        return kept.astype(options.x_dtype), kept.astype(options.out_dtype), tables
+    ids, shape = saved.segment_ids, (dh.size // dh.shape[-1], dh.shape[-1])
+    cut = _Cut.of(dh, saved.gate, saved, options, blocks)
+    shapes = {
+        "dx": jax.ShapeDtypeStruct(shape, options.x_dtype),
+        "dy": jax.ShapeDtypeStruct(shape, options.out_dtype),
+    }
+    if options.layout == "token":
+        shapes["dgate"] = jax.ShapeDtypeStruct(shape, saved.gate.dtype)
+    else:
+        shapes["partial"] = jax.ShapeDtypeStruct((dh.shape[0] * cut.per_row, shape[1]), jnp.float32)
+    inputs = {"dh": dh, "y": saved.y, "gate": saved.gate}
+    name = SUM_BACKWARD
+    result = _call(sum_backward_kernel, name, inputs, ids, shapes, options, blocks, cut)
+    dx, dy = (result[key].reshape(dh.shape) for key in ("dx", "dy"))
+    if options.layout == "token":
+        return dx, dy, [*zeros, result["dgate"].reshape(dh.shape)]
+    table_row = None if cut.table is None else cut.table.table_row
+    total = reduce_partials(
+        result["partial"], table_row, cut.per_row, saved.gate.shape, options.interpret
+    )
+    return dx, dy, jnp.stack([*zeros, total.reshape(saved.gate.shape)])
 
 
 def _call(

@@ -31,6 +31,8 @@ def forward_kernel(*refs: Any, launch: Launch) -> None:
             if "h" in rows.ref:
                 rows.store("h", row, h)
             h = wide(h)
+        if not {"out", "statistics"} & rows.ref.keys():
+            return carry
         (total,) = row_sums(h)
         centred = rows.clear_beyond([part - total / dim for part in h])
         (squares,) = row_sums([part * part for part in centred])
@@ -53,6 +55,25 @@ def forward_kernel(*refs: Any, launch: Launch) -> None:
         return carry
 
     rows.walk(work, ())
+
+
+def sum_backward_kernel(*refs: Any, launch: Launch) -> None:
+    """dh, y, gate → dx, dy, gradient of the gate or its sums: where h alone was used."""
+    rows = Rows(launch, refs, ("dh", "y"))
+
+    def work(row: Any, value: dict[str, Tiles], valid: Any, total: Tiles) -> Any:
+        dh = value["dh"]
+        rows.store("dx", row, dh)
+        rows.store("dy", row, tile_map(jnp.multiply, value["gate"], dh))
+        grad = tile_map(jnp.multiply, dh, value["y"])
+        if rows.per_token:
+            rows.store("dgate", row, grad)
+            return total
+        return tile_map(jnp.add, total, grad)
+
+    total = rows.walk(work, [] if rows.per_token else rows.zeros())
+    if not rows.per_token:
+        rows.store("partial", pl.program_id(0), total)
 
 
 def backward_kernel(*refs: Any, launch: Launch) -> None:
