@@ -1,6 +1,7 @@
 """The one place that computes attention: an adapter over the implementations JAX offers."""
 
-from typing import Literal, NamedTuple, get_args
+import math
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,23 +9,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from alload_jax.models.packed_attention import cudnn_packed, packed_obstacle, xla_packed
-from alload_jax.models.segments import Segments
+from alload_jax.models.remat import ATTENTION_OUTPUT
+from alload_jax.models.segments import Packed
 
 AttentionImplementation = Literal["auto", "xla", "cudnn"]
-
-ATTENTION_OUTPUT = "attention_output"
-"""Name under which rematerialisation policies find the output of attention."""
-
-
-class Packed(NamedTuple):
-    """Who attends to whom in packed rows: segment m of the queries to segment m of the keys.
-
-    Attributes:
-      query, key: where segments lie among queries and among keys.
-    """
-
-    query: Segments
-    key: Segments
 
 
 def attention(
@@ -42,7 +30,7 @@ def attention(
       query: [B, S, num_heads, head_dim].
       key: [B, T, num_heads, head_dim].
       value: [B, T, num_heads, head_dim].
-      segments: in packed rows, where segments lie; tokens outside them get zeros.
+      segments: in packed rows, where segments lie.
       implementation: "cudnn" (fused, GPU only), "xla", or "auto": cuDNN where it can be used.
       sharding: of packed rows over a mesh of Auto axes, B split and nothing else.
 
@@ -61,15 +49,13 @@ def attention(
         )
     obstacle = _cudnn_obstacle(query)
     if segments is not None:
-        output = _packed(query, key, value, segments, implementation, obstacle, sharding)
-        return checkpoint_name(output, ATTENTION_OUTPUT)
+        return _packed(query, key, value, segments, implementation, obstacle, sharding)
     if implementation == "cudnn" and obstacle:
         raise NotImplementedError(f"attention: cuDNN cannot run here, {obstacle}; use 'xla'")
     if implementation == "xla" or obstacle:
         output = jax.nn.dot_product_attention(query, key, value, implementation="xla")
-    else:
-        output = _cudnn(query, key, value)
-    return checkpoint_name(output, ATTENTION_OUTPUT)
+        return checkpoint_name(output, ATTENTION_OUTPUT)
+    return _cudnn(query, key, value)
 
 
 def _packed(
@@ -81,8 +67,9 @@ def _packed(
     obstacle: str,
     sharding: NamedSharding | None,
 ) -> jax.Array:
-    """Each device attends within its own rows."""
-    obstacle = obstacle or packed_obstacle(query, key)
+    """Attention within segments, on each device within its own rows."""
+    rows = 1 if sharding is None else math.prod(sharding.mesh.shape[a] for a in _axes(sharding))
+    obstacle = obstacle or packed_obstacle(max(query.size, key.size) // rows)
     on_gpu = jax.default_backend() == "gpu"
     if obstacle and (implementation == "cudnn" or (implementation == "auto" and on_gpu)):
         raise NotImplementedError(
@@ -91,11 +78,17 @@ def _packed(
         )
     run = xla_packed if obstacle or implementation == "xla" else cudnn_packed
     if sharding is None or sharding.mesh.size == 1:
-        return run(query, key, value, *segments)
+        return run(query, key, value, segments)
     spec = jax.P(sharding.spec[0])
     return jax.shard_map(
-        run, mesh=sharding.mesh, in_specs=(spec,) * 5, out_specs=spec, check_vma=False
-    )(query, key, value, *segments)
+        run, mesh=sharding.mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False
+    )(query, key, value, segments)
+
+
+def _axes(sharding: NamedSharding) -> tuple[str, ...]:
+    """The mesh axes that rows are split over."""
+    axes = sharding.spec[0]
+    return axes if isinstance(axes, tuple) else (axes,)
 
 
 def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

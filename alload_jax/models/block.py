@@ -1,5 +1,6 @@
 """A transformer block of Wan 2.1's kind, and the head that follows the last one."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -7,24 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from alload_jax.models.attention import Packed, attention
+from alload_jax.models.attention import attention
 from alload_jax.models.config import DiTConfig
+from alload_jax.models.lone_rows import in_pieces
 from alload_jax.models.rotary import RotaryTable, apply_rotary
-from alload_jax.models.segments import Segments
-from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
-
-
-class PackedRows(NamedTuple):
-    """Where the segments of packed rows lie, among tokens and among condition tokens.
-
-    Attributes:
-      tokens, condition: the segments of each.
-      ids: [B, S] int32, the segment of each token, −1 for none.
-    """
-
-    tokens: Segments
-    condition: Segments
-    ids: jax.Array
+from alload_jax.models.segments import Packed, PackedRows
+from pallas_kernels import Segmentation, layernorm_modulate, residual_layernorm_modulate
 
 
 class Context(NamedTuple):
@@ -38,6 +27,7 @@ class Context(NamedTuple):
       rotary: of the queries and keys of self-attention.
       sharding: of x over a mesh of Auto axes; kernels need to know.
       packed: where segments lie; None where every row is one sample.
+      segmentation: of packed rows, for the norms.
     """
 
     modulation: jax.Array
@@ -46,14 +36,7 @@ class Context(NamedTuple):
     rotary: RotaryTable
     sharding: NamedSharding | None
     packed: PackedRows | None = None
-
-    def within_tokens(self) -> Packed | None:
-        """Tokens attend to those of their segment."""
-        return self.packed and Packed(self.packed.tokens, self.packed.tokens)
-
-    def to_condition(self) -> Packed | None:
-        """Tokens attend to the condition of their segment."""
-        return self.packed and Packed(self.packed.tokens, self.packed.condition)
+    segmentation: Segmentation | None = None
 
 
 class Attention(nnx.Module):
@@ -89,14 +72,12 @@ class Attention(nnx.Module):
         sharding: NamedSharding | None = None,
     ) -> jax.Array:
         """x: [B, S, D] attends to context: [B, T, D], and besides to image: [B, N, D]."""
-        query = self._heads(self.query(x), self.query_norm)
-        key = self._heads(self.key(context), self.key_norm)
-        if rotary is not None:
-            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        heads = partial(self._heads, sharding=sharding)
+        query = heads(x, self.query, self.query_norm, rotary)
         mixed = attention(
             query,
-            key,
-            self._heads(self.value(context), None),
+            heads(context, self.key, self.key_norm, rotary),
+            heads(context, self.value),
             segments=segments,
             implementation=self.implementation,
             sharding=sharding,
@@ -104,14 +85,29 @@ class Attention(nnx.Module):
         if image is not None:
             assert self.image_key is not None
             assert self.image_value is not None
-            key = self._heads(self.image_key(image), self.image_key_norm)
-            value = self._heads(self.image_value(image), None)
+            key = heads(image, self.image_key, self.image_key_norm)
+            value = heads(image, self.image_value)
             mixed = mixed + attention(query, key, value, implementation=self.implementation)
-        return self.out(mixed.reshape(x.shape))
+        return in_pieces(self.out, sharding, mixed.reshape(x.shape))
 
-    def _heads(self, x: jax.Array, norm: nnx.RMSNorm | None) -> jax.Array:
-        x = x if norm is None else norm(x)
-        return x.reshape(*x.shape[:-1], self.num_heads, -1)
+    def _heads(
+        self,
+        x: jax.Array,
+        linear: nnx.Linear,
+        norm: nnx.RMSNorm | None = None,
+        rotary: RotaryTable | None = None,
+        *,
+        sharding: NamedSharding | None,
+    ) -> jax.Array:
+        """[B, S, D] projected, normed, cut into heads and turned: [B, S, num_heads, head_dim]."""
+
+        def projected(x: jax.Array, *rotary: jax.Array) -> jax.Array:
+            y = linear(x) if norm is None else norm(linear(x))
+            y = y.reshape(*x.shape[:-1], self.num_heads, -1)
+            return apply_rotary(y, rotary) if rotary else y
+
+        tables = (jnp.broadcast_to(part, (*x.shape[:2], part.shape[-1])) for part in rotary or ())
+        return in_pieces(projected, sharding, x, *tables)
 
 
 class FeedForward(nnx.Module):
@@ -122,9 +118,13 @@ class FeedForward(nnx.Module):
         self.hidden = nnx.Linear(config.dim, config.ffn_dim, dtype=dtype, rngs=rngs)
         self.out = nnx.Linear(config.ffn_dim, config.dim, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, sharding: NamedSharding | None = None) -> jax.Array:
         """[B, S, D] → [B, S, D]."""
-        return self.out(nnx.gelu(self.hidden(x), approximate=True))
+
+        def both(x: jax.Array) -> jax.Array:
+            return self.out(nnx.gelu(self.hidden(x), approximate=True))
+
+        return in_pieces(both, sharding, x)
 
 
 class Block(nnx.Module):
@@ -155,20 +155,25 @@ class Block(nnx.Module):
         packed, sharding = context.packed, context.sharding
         options = self.norm_options | {"sharding": sharding}
         if packed is not None:
-            options["segment_ids"] = packed.ids
+            options["segment_ids"] = context.segmentation
         y = layernorm_modulate(x, scale1, shift1, **options).astype(self.dtype)
-        within = context.within_tokens()
-        y = self.self_attention(y, y, rotary=context.rotary, segments=within, sharding=sharding)
+        y = self.self_attention(
+            y,
+            y,
+            rotary=context.rotary,
+            segments=packed and packed.within_tokens(),
+            sharding=sharding,
+        )
         x, y = self._before_cross_attention(x, y, gate1, options)
         y = self.cross_attention(
             y,
             context.condition,
             image=context.image,
-            segments=context.to_condition(),
+            segments=packed and packed.to_condition(),
             sharding=sharding,
         )
         x, y = residual_layernorm_modulate(x, y, None, scale2, shift2, **options)
-        return self._gated_add(x, self.feed_forward(y), gate2, options)
+        return self._gated_add(x, self.feed_forward(y, sharding), gate2, options)
 
     def _gated_add(
         self, x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]
@@ -214,7 +219,7 @@ class Head(nnx.Module):
         x: jax.Array,
         time: jax.Array,
         sharding: NamedSharding | None = None,
-        segment_ids: jax.Array | None = None,
+        segment_ids: Segmentation | None = None,
     ) -> jax.Array:
         """x: [B, S, D]; time: [B, D], [B, S, D] or [B, M, D] float32 → [B, S, patch_dim]."""
         shift, scale = jnp.unstack(self.modulation[...] + time[..., None, :], axis=-2)

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from alload_jax.models.block import Block, Context, Head, PackedRows
+from alload_jax.models.block import Block, Context, Head
 from alload_jax.models.config import DiTConfig
 from alload_jax.models.embedding import ImageEmbedding, TimestepEmbedding, condition_embedding
 from alload_jax.models.patches import patchify, unpatchify
 from alload_jax.models.remat import rematerialise
 from alload_jax.models.rotary import RotaryTable, grid_positions, rotary_table
-from alload_jax.models.segments import Segments, equal_segments
+from alload_jax.models.segments import PackedRows
+from pallas_kernels import segmentation
 
 
 def abstract_params(config: DiTConfig) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class DiT(nnx.Module):
         tokens: jax.Array,
         positions: jax.Array,
         limits: tuple[int, int, int],
-        segments: Segments,
+        rows: PackedRows,
         timestep: jax.Array,
         condition: jax.Array,
         sharding: NamedSharding | None = None,
@@ -95,13 +96,13 @@ class DiT(nnx.Module):
           tokens: [R, T, patch_dim], samples' patches (`patchify`) one after another.
           positions: [R, T, 3] int32, the (t, h, w) of each token within its sample.
           limits: (t, h, w) that no position reaches.
-          segments: where samples lie, [R, M].
+          rows: where samples lie among tokens, [R, M] of T, and among condition tokens.
           timestep: [R, M] float32.
-          condition: [R, M, L] int32 classes or [R, M, L, text.dim] text embeddings.
+          condition: [R, C] int32 classes or [R, C, text.dim] text embeddings.
           sharding: how rows are split over a mesh of Auto axes.
 
         Returns:
-          [R, T, patch_dim of the output] float32; of no meaning outside segments.
+          [R, T, patch_dim of the output] float32.
 
         Raises:
           NotImplementedError: the model takes image conditions, or attention can't run packed.
@@ -111,14 +112,9 @@ class DiT(nnx.Module):
                 "model.image is set, and packed rows hold no image conditions; choose a bucketed "
                 "planning.policy such as dual_constraint"
             )
-        length = condition.shape[2]
-        rows = PackedRows(
-            segments, equal_segments(segments.length > 0, length), segments.ids(tokens.shape[1])
-        )
         head_dim = self.config.dim // self.config.num_heads
         rotary = rotary_table(positions, limits, head_dim)
-        by_token = condition.reshape(condition.shape[0], -1, *condition.shape[3:])
-        velocity = self.transform(tokens, timestep, by_token, None, rotary, sharding, rows)
+        velocity = self.transform(tokens, timestep, condition, None, rotary, sharding, rows)
         return velocity.astype(jnp.float32)
 
     def transform(
@@ -138,11 +134,14 @@ class DiT(nnx.Module):
             assert image is not None
             image = self.image_embedding(image)
         embedded = self.condition_embedding(condition)
-        context = Context(modulation, embedded, image, rotary, sharding, packed)
+        by_segment = packed and segmentation(
+            packed.tokens.ids, timestep.shape[1], self.config.dim, sharding
+        )
+        context = Context(modulation, embedded, image, rotary, sharding, packed, by_segment)
         graph, layers = nnx.split(self.blocks)
 
         def apply_layer(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(graph, layer)(x, context), None
 
         x, _ = jax.lax.scan(rematerialise(apply_layer, self.config.remat), x, layers)
-        return self.head(x, time, sharding, None if packed is None else packed.ids)
+        return self.head(x, time, sharding, by_segment)

@@ -1,9 +1,14 @@
 """Latents to tokens and back."""
 
+from typing import TypeVar
+
 import jax
+import numpy as np
+
+Array = TypeVar("Array", jax.Array, np.ndarray)
 
 
-def patchify(latents: jax.Array, patch: tuple[int, int, int]) -> jax.Array:
+def patchify(latents: Array, patch: tuple[int, int, int]) -> Array:
     """Cuts latents into patches, in (t, h, w) order.
 
     Args:
@@ -21,7 +26,7 @@ def patchify(latents: jax.Array, patch: tuple[int, int, int]) -> jax.Array:
     return split.reshape(batch, -1, pt * ph * pw * channels)
 
 
-def unpatchify(tokens: jax.Array, shape: tuple[int, ...], patch: tuple[int, int, int]) -> jax.Array:
+def unpatchify(tokens: Array, shape: tuple[int, ...], patch: tuple[int, int, int]) -> Array:
     """The inverse of `patchify`.
 
     Args:

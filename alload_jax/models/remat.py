@@ -5,18 +5,19 @@ from typing import Any, Literal
 
 import jax
 
-from alload_jax.models.attention import ATTENTION_OUTPUT
-
 RematPolicy = Literal["none", "full", "attention", "matmuls_and_attention"]
 """`none` keeps all; `full` keeps nothing but the block's input; `attention` keeps what attention
 puts out; `matmuls_and_attention` keeps that and the outputs of matrix products."""
+
+ATTENTION_OUTPUT = "attention_output"
+"""Name under which policies find what attention puts out, where it is not JAX's fused attention."""
 
 _policies = jax.checkpoint_policies
 
 
 def _keeps_fused_attention(prim: Any, *_: Any, **__: Any) -> bool:
-    """Keeps cuDNN's outputs, softmax statistics included, so that its forward runs once."""
-    return "dot_product_attention_fwd" in prim.name
+    """Keeps what JAX's cuDNN attention puts out, softmax statistics included: it runs once."""
+    return prim.name == "dot_product_attention_fwd_wrapper"
 
 
 _KEEP_ATTENTION = _policies.save_from_both_policies(

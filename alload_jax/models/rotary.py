@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-RotaryTable = tuple[jax.Array, jax.Array]
+RotaryTable = tuple[jax.Array, ...]
 """Cosines and sines, [S, head_dim // 2] or [R, S, head_dim // 2] float32 each."""
 
 

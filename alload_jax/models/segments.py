@@ -1,40 +1,71 @@
 """Where the segments of packed rows lie."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 PADDING = -1
 """The segment of tokens that belong to none."""
 
 
 class Segments(NamedTuple):
-    """Up to M segments in each of R rows, in the order in which they lie; unused slots come last.
+    """Up to M segments in each of R rows of T tokens; unused slots come last.
 
     Attributes:
       offset: [R, M] int32, the first token of each segment.
       length: [R, M] int32, its tokens; 0 in unused slots.
+      ids: [R, T] int32, the slot of each token's segment, or PADDING.
     """
 
-    offset: jax.Array
-    length: jax.Array
-
-    def ids(self, tokens: int) -> jax.Array:
-        """[R, tokens] int32: the slot of each token's segment, or PADDING."""
-        place = jnp.arange(tokens, dtype=jnp.int32)
-        # Unused slots begin behind the row, where no token finds them.
-        offset = jnp.where(self.length > 0, self.offset, tokens)
-        slot = jax.vmap(lambda begins: jnp.searchsorted(begins, place, side="right"))(offset) - 1
-        clipped = jnp.maximum(slot, 0)
-        end = jnp.take_along_axis(self.offset + self.length, clipped, axis=1)
-        inside = (slot >= 0) & (place < end)
-        return jnp.where(inside, slot, PADDING).astype(jnp.int32)
+    offset: Any
+    length: Any
+    ids: Any
 
 
-def equal_segments(used: jax.Array, length: int) -> Segments:
-    """Segments of one length, end to end: [R, M] bool, which slots are used."""
-    offset = jnp.arange(used.shape[1], dtype=jnp.int32) * length
-    return Segments(
-        jnp.broadcast_to(offset, used.shape), jnp.where(used, length, 0).astype(jnp.int32)
-    )
+@partial(jax.tree_util.register_dataclass, data_fields=("query", "key"), meta_fields=("longest",))
+@dataclass(frozen=True)
+class Packed:
+    """Who attends to whom in packed rows: segment m of the queries to segment m of the keys.
+
+    Attributes:
+      query: where segments lie among queries, every one of which belongs to a segment.
+      key: where segments lie among keys.
+      longest: static bounds on the tokens of a segment of queries, and of keys.
+    """
+
+    query: Segments
+    key: Segments
+    longest: tuple[int, int]
+
+
+class PackedRows(NamedTuple):
+    """Where the segments of packed rows lie, among tokens and among condition tokens.
+
+    Attributes:
+      tokens, condition: the segments of each; every token belongs to one.
+      longest: static bounds on the tokens and the condition tokens of a segment.
+    """
+
+    tokens: Segments
+    condition: Segments
+    longest: tuple[int, int]
+
+    def within_tokens(self) -> Packed:
+        """Tokens attend to those of their segment."""
+        return Packed(self.tokens, self.tokens, (self.longest[0],) * 2)
+
+    def to_condition(self) -> Packed:
+        """Tokens attend to the condition of their segment."""
+        return Packed(self.tokens, self.condition, self.longest)
+
+
+def segments_of(offset: np.ndarray, length: np.ndarray, tokens: int) -> Segments:
+    """Segments in host memory, from offsets and lengths [R, M] int32, of rows of `tokens`."""
+    ids = np.full((len(offset), tokens), PADDING, np.int32)
+    for row, slot in zip(*np.nonzero(length), strict=True):
+        begin = offset[row, slot]
+        ids[row, begin : begin + length[row, slot]] = slot
+    return Segments(offset.astype(np.int32), length.astype(np.int32), ids)

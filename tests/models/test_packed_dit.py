@@ -13,7 +13,7 @@ from alload_jax.models.config import DiTConfig, TextConfig
 from alload_jax.models.dit import DiT
 from alload_jax.models.patches import patchify, unpatchify
 from alload_jax.models.rotary import grid_positions
-from alload_jax.models.segments import Segments
+from alload_jax.models.segments import PackedRows, segments_of
 
 CONFIG = DiTConfig(
     dim=24,
@@ -65,9 +65,10 @@ def pack(config, rows, gap=1):
     tokens = np.zeros((len(rows), TOKENS, patch), np.float32)
     positions = np.zeros((len(rows), TOKENS, 3), np.int32)
     table = np.zeros((2, len(rows), SLOTS), np.int32)
+    of_condition = np.zeros((2, len(rows), SLOTS), np.int32)
     timestep = np.zeros((len(rows), SLOTS), np.float32)
-    shape, dtype = rows[0][0][2].shape, rows[0][0][2].dtype
-    condition = np.zeros((len(rows), SLOTS, *shape), dtype)
+    (length, *width), dtype = rows[0][0][2].shape, rows[0][0][2].dtype
+    condition = np.zeros((len(rows), SLOTS * length, *width), dtype)
     for row, samples in enumerate(rows):
         at = 0
         for slot, (latents, time, text) in enumerate(samples):
@@ -77,15 +78,21 @@ def pack(config, rows, gap=1):
             grid = [n // p for n, p in zip(latents.shape, config.patch_size, strict=False)]
             positions[row, here] = np.asarray(grid_positions(*grid))
             table[:, row, slot] = at, len(patches)
-            timestep[row, slot], condition[row, slot] = time, text
+            timestep[row, slot] = time
+            first = slot * length
+            condition[row, first : first + length] = text
+            of_condition[:, row, slot] = first, length
             at += len(patches) + gap
-    return tokens, positions, Segments(*table), timestep, condition
+    segments = segments_of(*table, TOKENS)
+    of_condition = segments_of(*of_condition, condition.shape[1])
+    return tokens, positions, (segments, of_condition), timestep, condition
 
 
 def run_packed(graph, state, arguments, sharding=None):
     tokens, positions, segments, timestep, condition = arguments
     model = nnx.merge(graph, state)
-    return model.packed(tokens, positions, LIMITS, segments, timestep, condition, sharding)
+    rows = PackedRows(*segments, (TOKENS, condition.shape[1]))
+    return model.packed(tokens, positions, LIMITS, rows, timestep, condition, sharding)
 
 
 def outputs_of(config, rows, packed, segments):
@@ -93,7 +100,7 @@ def outputs_of(config, rows, packed, segments):
     found = []
     for row, samples in enumerate(rows):
         for slot, (latents, _, _) in enumerate(samples):
-            at, length = (int(part[row, slot]) for part in segments)
+            at, length = (int(part[row, slot]) for part in segments[0][:2])
             shape = (1, *latents.shape)
             found.append(unpatchify(packed[row, at : at + length][None], shape, config.patch_size))
     return found
