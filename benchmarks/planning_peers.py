@@ -296,6 +296,8 @@ def packed_epoch(steps: Steps, seq_len: np.ndarray, row_tokens: int) -> EpochPla
         padded_len=np.full(rows, row_tokens),
         shape=np.zeros((rows, 3), np.int64),
         packing=Packing(
+            segments=int(np.diff(work["offsets"]).max()),
+            align=1,
             context=1,
             anchor_tokens=np.zeros(rows, np.int64),
             tokens=tokens,

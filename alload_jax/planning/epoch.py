@@ -15,6 +15,8 @@ class Packing:
     tokens of its own row.
 
     Attributes:
+      segments: M, most samples of a row.
+      align: samples begin at multiples of this many tokens.
       context: ranks of a group, consecutive; 1 where nothing is split.
       anchor_tokens: [W] int64, A of each micro-batch, equal over the ranks of a step.
       tokens: [P] int64, tokens of each part.
@@ -22,6 +24,8 @@ class Packing:
       anchor: [P] bool, whether the part belongs to an anchor.
     """
 
+    segments: int
+    align: int
     context: int
     anchor_tokens: np.ndarray
     tokens: np.ndarray

@@ -56,8 +56,15 @@ class Geometry:
         Returns:
           [N] int64.
         """
-        grid = self.latent_grid(frames, height, width)
-        return _ceil_div(grid, np.asarray(self.patch_size)).prod(axis=-1)
+        return self.token_grid(frames, height, width).prod(axis=-1)
+
+    def token_grid(self, frames: np.ndarray, height: np.ndarray, width: np.ndarray) -> np.ndarray:
+        """Tokens along (frames, height, width) of each sample; arguments as `latent_grid`'s.
+
+        Returns:
+          [N, 3] int64.
+        """
+        return _ceil_div(self.latent_grid(frames, height, width), np.asarray(self.patch_size))
 
 
 def _ceil_div(value: np.ndarray, divisor: int | np.ndarray) -> np.ndarray:

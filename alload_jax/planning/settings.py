@@ -46,7 +46,7 @@ class PlanningConfig:
       cost_model: path of a cost-model JSON.
       foreign_cost_model: accept one that was made for another model or device.
       align: of packed rows: samples begin at multiples of this many tokens.
-      max_segments: most samples of a packed row; null for four times the mean.
+      max_segments: most samples of a packed row; null for 2.5 times the mean (`first_fit`: 4).
       look_ahead: steps that packed policies choose from at once.
       max_delay: such windows that `balanced` lets a sample wait at most.
       context: ranks of a context-parallel group, over which `balanced` splits samples that are

@@ -9,7 +9,6 @@ from alload_jax.planning.cost import CostModel, beyond_filler
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.policies.anchors import AnchorRule, anchor_levels, fair_share
 from alload_jax.planning.policies.balanced_window import WindowPlanner
-from alload_jax.planning.policies.first_fit import FirstFit
 from alload_jax.planning.policies.packed import (
     PackedEpoch,
     RowShape,
@@ -23,6 +22,9 @@ from alload_jax.planning.samples import Samples
 _FEWEST_SAMPLES = 8192
 """Of a window: with fewer, rows of equal cost are hard to find."""
 
+
+_ROOMINESS = 2.5
+"""Rows mix long and short samples, so that few hold many more than the mean."""
 
 _WINDOWS_FOR_LEVELS = 8
 """From which the values of A are chosen: anchors are few, and vary from window to window."""
@@ -43,7 +45,7 @@ class Balanced:
       cost: predicts what rows cost.
       m_comp: most cost of a row that holds more than one sample; None for no bound.
       align: samples begin at multiples of this.
-      max_segments: M, most whole samples of a row, and most anchors of a group; None for four
+      max_segments: M, most whole samples of a row, and most anchors of a group; None for 2.5
         times the mean.
       look_ahead: steps of a window, if these hold some thousand samples.
       max_delay: windows that a sample waits at most.
@@ -70,12 +72,8 @@ class Balanced:
                 f"planning.context is {self.context}, which does not divide {layout.ranks} ranks; "
                 "choose a divisor"
             )
-        shape = row_shape(samples, self.m_mem, self.max_segments, self.align)
+        shape = row_shape(samples, self.m_mem, self.max_segments, self.align, _ROOMINESS)
         refuse_unplaceable(samples, shape, "balanced", layout.ranks, self.context)
-        if layout.ranks == 1 and self.m_comp is None:
-            # Nobody waits for a single rank: its rows are best as full as can be.
-            full = FirstFit(self.m_mem, self.align, self.max_segments, self.look_ahead)
-            return full.plan_epoch(samples, layout, rng)
         footprint = shape.footprint(samples.seq_len)
         weights = self._weights(samples.seq_len)
         row_tokens = self._row_tokens(shape, footprint, weights)

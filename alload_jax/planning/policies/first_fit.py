@@ -17,6 +17,9 @@ from alload_jax.planning.policies.policy import RankLayout
 from alload_jax.planning.policies.queue import Window, place_all
 from alload_jax.planning.samples import Samples
 
+_ROOMINESS = 4.0
+"""Rows of short samples alone are common: nothing mixes long and short."""
+
 
 @dataclass(frozen=True)
 class FirstFit:
@@ -38,7 +41,7 @@ class FirstFit:
         self, samples: Samples, layout: RankLayout, rng: np.random.Generator
     ) -> EpochPlan:
         """See `Policy.plan_epoch`."""
-        shape = row_shape(samples, self.m_mem, self.max_segments, self.align)
+        shape = row_shape(samples, self.m_mem, self.max_segments, self.align, _ROOMINESS)
         refuse_unplaceable(samples, shape, "first_fit", layout.ranks)
         epoch = PackedEpoch(shape, layout.ranks, layout.micro_batches_per_step)
 

@@ -9,7 +9,6 @@ from alload_jax.planning.epoch import EpochPlan, Packing
 from alload_jax.planning.samples import Samples
 
 _NAMED = 5
-_ROOMY = 4
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,17 @@ class RowShape:
         return -(-np.asarray(seq_len, np.int64) // self.align) * self.align
 
 
-def row_shape(samples: Samples, tokens: int, segments: int | None, align: int) -> RowShape:
-    """The row that a policy fills; by default with room for four times the samples of a mean row.
+def row_shape(
+    samples: Samples, tokens: int, segments: int | None, align: int, roominess: float
+) -> RowShape:
+    """The row that a policy fills.
+
+    Args:
+      samples: of the manifest.
+      tokens: T.
+      segments: M; None for `roominess` times the samples of a mean row, at most what fits.
+      align: of samples' beginnings.
+      roominess: see `segments`.
 
     Raises:
       InputError: `align` does not divide `tokens`.
@@ -46,7 +54,8 @@ def row_shape(samples: Samples, tokens: int, segments: int | None, align: int) -
         )
     if segments is None:
         typical = tokens / max(1.0, float(samples.seq_len.mean()))
-        segments = min(tokens, -(-int(np.ceil(_ROOMY * typical)) // 8) * 8)
+        most = max(1, tokens // int(samples.seq_len.min()))
+        segments = min(most, -(-int(np.ceil(roominess * typical)) // 4) * 4)
     return RowShape(tokens, segments, align)
 
 
@@ -152,6 +161,8 @@ class PackedEpoch:
             offsets=offsets,
             sample=part["sample"],
             packing=Packing(
+                segments=self.shape.segments,
+                align=self.shape.align,
                 context=self.context,
                 anchor_tokens=anchor_tokens,
                 tokens=part["tokens"],
