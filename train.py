@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 from alload_jax.config import read_config, use_compilation_cache, write_config
+from alload_jax.data.batch import describe
 from alload_jax.data.collate import Collator
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.digits import prepare_digits
+from alload_jax.data.layout import layout_for
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.placement import place_ahead
 from alload_jax.data.source import PlanSource, StepLoader
@@ -29,7 +31,7 @@ from alload_jax.training.progress import ProgressBar
 from alload_jax.training.signals import StopRequest
 from alload_jax.training.state import abstract_state, init_state
 from alload_jax.training.telemetry import MetricsLog, append_environment, peak_memory, write_json
-from alload_jax.training.trainer import Trainer, micro_batch_shapes
+from alload_jax.training.trainer import Trainer
 
 
 def main(argv: list[str]) -> int:
@@ -50,12 +52,10 @@ def main(argv: list[str]) -> int:
         config.model.step_fields(), mesh.devices.flat[0].device_kind
     )
     plan = make_plan(config.planning, samples, ranks_of(mesh), config.run.seed)
-    shapes = micro_batch_shapes(plan, manifest)
-    collator = Collator(
-        StoreReader(manifest),
-        ranks=local_plan_ranks(mesh, plan.layout.ranks),
-        conditions=conditions_for(config.model, manifest),
-    )
+    conditions = conditions_for(config.model, manifest)
+    layout = layout_for(plan, manifest, config.model, conditions)
+    ranks = local_plan_ranks(mesh, plan.layout.ranks)
+    collator = Collator(StoreReader(manifest), ranks, layout)
     sampler = SampleWriter(
         folder / "samples", config.model, config.diffusion.timesteps, config.sampling, manifest
     )
@@ -96,10 +96,10 @@ def main(argv: list[str]) -> int:
         )
 
         # ------------------------------------------------------------ compilation
-        missing = shapes if start < config.run.steps else []
+        missing = layout.shapes(plan) if start < config.run.steps else []
         with ProgressBar("compiling", len(missing)) as bar:
-            for shape in trainer.compile(missing, collator.conditions):
-                bar.advance("x".join(map(str, shape)))
+            for shape in trainer.compile(missing):
+                bar.advance(describe(shape))
                 if stop:
                     break
 

@@ -22,8 +22,8 @@ from alload_jax.planning.settings import PlanningConfig
 from alload_jax.report.samples import SamplingConfig
 from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training.checkpoint import CheckpointConfig
+from alload_jax.training.objective import DiffusionConfig
 from alload_jax.training.optimizer import OptimizerConfig
-from alload_jax.training.step import DiffusionConfig
 from alload_jax.training.telemetry import write_whole
 
 

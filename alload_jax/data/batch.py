@@ -1,10 +1,16 @@
-"""The arrays of a micro-batch in the bucketed layout."""
+"""The arrays of a micro-batch, in either layout."""
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
+
+import jax
+
+from alload_jax.models.segments import Segments
 
 
 class Batch(NamedTuple):
-    """A micro-batch of one shape.
+    """A micro-batch of one shape: the bucketed layout.
 
     Attributes:
       latents: [B, frames, height, width, channels] float32.
@@ -18,3 +24,70 @@ class Batch(NamedTuple):
     condition: Any
     sample: Any
     weight: Any
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What is static of the samples in packed rows.
+
+    Attributes:
+      grid: (t, h, w) in tokens that no sample exceeds.
+      tokens: most tokens of a segment.
+      condition: most condition tokens of a segment.
+    """
+
+    grid: tuple[int, int, int]
+    tokens: int
+    condition: int
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=(
+        *("tokens", "position", "segments", "condition", "condition_segments"),
+        *("sample", "weight"),
+    ),
+    meta_fields=("bounds",),
+)
+@dataclass(frozen=True)
+class PackedBatch:
+    """Rows of T tokens that hold up to M segments each: the packed layout.
+
+    Every token belongs to a segment. A segment is a sample, or filler of weight 0.
+
+    Attributes:
+      tokens: [R, T, patch_dim] float32, the samples' patches one after another; 0 for filler.
+      position: [R, T, 3] int32, the (t, h, w) of each token in its sample; 0 for filler.
+      segments: where samples and filler lie, [R, M] in T.
+      condition: [R, C] int32 classes or [R, C, width] text embeddings.
+      condition_segments: where the segments' conditions lie, [R, M] in C.
+      sample: [R, M] int32, the manifest's row numbers; −1 for filler and unused slots.
+      weight: [R, M] float32; 0 for filler and unused slots.
+      bounds: static.
+    """
+
+    tokens: Any
+    position: Any
+    segments: Segments
+    condition: Any
+    condition_segments: Segments
+    sample: Any
+    weight: Any
+    bounds: Bounds
+
+
+AnyBatch = Batch | PackedBatch
+Signature = tuple[tuple[int, ...], ...]
+
+
+def signature(batch: AnyBatch) -> Signature:
+    """The shapes of a batch's arrays: batches of equal signature run the same program."""
+    return tuple(tuple(part.shape) for part in jax.tree.leaves(batch))
+
+
+def describe(batch: AnyBatch) -> str:
+    """`2x17x16x16x1` for a bucket's latents, `4 rows of 65,536 tokens` for packed rows."""
+    if isinstance(batch, PackedBatch):
+        rows, tokens = batch.tokens.shape[:2]
+        return f"{rows} row{'s' * (rows > 1)} of {tokens:,} tokens"
+    return "x".join(map(str, batch.latents.shape))

@@ -27,15 +27,15 @@ class Conditions:
     text_dim: int | None
     null_label: int
 
-    def shape(self, rows: int) -> tuple[int, ...]:
-        """[rows, length] for classes, [rows, length, text_dim] for text."""
+    def shape(self, rows: int, tokens: int | None = None) -> tuple[int, ...]:
+        """[rows, length] for classes, [rows, length, text_dim] for text; `tokens` for length."""
         width = () if self.text_dim is None else (self.text_dim,)
-        return (rows, self.length, *width)
+        return (rows, self.length if tokens is None else tokens, *width)
 
-    def empty(self, rows: int) -> np.ndarray:
-        """Rows without a condition: no class, or zeros."""
+    def empty(self, rows: int, tokens: int | None = None) -> np.ndarray:
+        """Rows without a condition, no class or zeros, shaped as `shape` says."""
         null = self.null_label if self.text_dim is None else 0
-        return np.full(self.shape(rows), null, self.dtype)
+        return np.full(self.shape(rows, tokens), null, self.dtype)
 
     def of(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
         """A record's own condition, not yet filled up: [L] or [L, text_dim].

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from alload_jax.data.batch import Batch
+from alload_jax.data.batch import AnyBatch
 from alload_jax.data.collate import HostStep
 from alload_jax.sharding.mesh import batch_sharding
 
@@ -27,7 +27,7 @@ class PlacedStep(NamedTuple):
 
     number: int
     epoch: int
-    batches: tuple[Batch, ...]
+    batches: tuple[AnyBatch, ...]
     problems: tuple[str, ...]
     wait_seconds: float
 
@@ -54,6 +54,6 @@ def place_ahead(steps: Iterator[HostStep], mesh: Mesh, depth: int = 1) -> Iterat
             waited = 0.0
 
 
-def _place(batch: Batch, mesh: Mesh) -> Batch:
+def _place(batch: AnyBatch, mesh: Mesh) -> AnyBatch:
     sharding = batch_sharding(mesh)
-    return Batch(*(jax.make_array_from_process_local_data(sharding, part) for part in batch))
+    return jax.tree.map(lambda part: jax.make_array_from_process_local_data(sharding, part), batch)

@@ -1,9 +1,10 @@
 """Which noise levels training looks at."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from alload_jax.errors import InputError
 
@@ -35,7 +36,7 @@ class TimestepConfig:
                 raise InputError(f"diffusion.timesteps.{name} is {value}; it must be above 0")
 
 
-def sample_sigma(key: jax.Array, config: TimestepConfig, seq_len: int) -> jax.Array:
+def sample_sigma(key: jax.Array, config: TimestepConfig, seq_len: int | jax.Array) -> jax.Array:
     """Draws a noise level, a float32 scalar from 0 (data) to 1 (noise).
 
     Args:
@@ -47,14 +48,20 @@ def sample_sigma(key: jax.Array, config: TimestepConfig, seq_len: int) -> jax.Ar
         sigma = jax.random.uniform(key)
     else:
         sigma = jax.nn.sigmoid(config.mean + config.std * jax.random.normal(key))
-    return shift_sigma(sigma, shift_of(config, seq_len))
+    # Computed where it runs even if it is known when compiled, so that a sample's level has the
+    # same bits in either layout: the model hears the last of them.
+    length = jax.lax.optimization_barrier(jnp.asarray(seq_len, jnp.float32))
+    return shift_sigma(sigma, shift_of(config, length))
 
 
-def shift_of(config: TimestepConfig, seq_len: int) -> float:
+Length = TypeVar("Length", float, jax.Array)
+
+
+def shift_of(config: TimestepConfig, seq_len: Length) -> Length:
     """The shift for sequences of that length."""
     return config.shift * (seq_len / config.shift_seq_len) ** config.shift_power
 
 
-def shift_sigma(sigma: jax.Array, shift: float) -> jax.Array:
+def shift_sigma(sigma: jax.Array, shift: float | jax.Array) -> jax.Array:
     """shift·σ / (1 + (shift − 1)·σ): above 1, more of the levels are noisy."""
     return shift * sigma / (1 + (shift - 1) * sigma)

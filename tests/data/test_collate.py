@@ -6,6 +6,7 @@ from data_helpers import NULL_LABEL, SpyReader, cases, classes, plan_over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alload_jax.data.bucketed import BucketedLayout
 from alload_jax.data.collate import Collator
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader
@@ -13,7 +14,7 @@ from alload_jax.data.store import StoreReader
 
 def collator(reader, ranks, text_length=None):
     length = reader.manifest.longest_text() if text_length is None else text_length
-    return Collator(reader, frozenset(ranks), classes(length))
+    return Collator(reader, frozenset(ranks), BucketedLayout(reader.manifest, classes(length)))
 
 
 def all_ranks(case):

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from alload_jax.data.bucketed import BucketedLayout
 from alload_jax.data.collate import Collator
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.manifest import read_manifest
@@ -33,7 +34,8 @@ def test_texts_are_collated_and_filled_with_zeros(stored, computed, tmp_path):
     model = dataclasses.replace(MODEL, dtype=computed)
     conditions = conditions_for(model, manifest)
     plan = make_plan(PlanningConfig(m_mem=16), manifest.samples(model.patch_size), 1, 0)
-    collate = Collator(StoreReader(manifest), frozenset({0}), conditions)
+    layout = BucketedLayout(manifest, conditions)
+    collate = Collator(StoreReader(manifest), frozenset({0}), layout)
     seen = set()
     for number in range(plan.steps_per_epoch):
         step = collate(plan.step(number))

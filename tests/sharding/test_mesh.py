@@ -10,14 +10,13 @@ from jax.sharding import PartitionSpec
 
 from alload_jax.data.batch import Batch
 from alload_jax.data.collate import HostStep
-from alload_jax.data.condition import Conditions
 from alload_jax.data.placement import PlacedStep, place_ahead
 from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
 from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, make_mesh, ranks_of
+from alload_jax.training.objective import DiffusionConfig
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state
-from alload_jax.training.step import DiffusionConfig
 from alload_jax.training.trainer import Trainer
 
 MODEL = DiTConfig(dim=32, ffn_dim=64, num_heads=4, num_layers=2, freq_dim=16, dtype="float32")
@@ -55,7 +54,9 @@ def train(devices, **axes):
     optimizer = make_optimizer(OPTIMIZER, STEPS)
     state = init_state(MODEL, optimizer, mesh, seed=0)
     trainer = Trainer(MODEL, DiffusionConfig(), optimizer, OPTIMIZER, mesh, state)
-    list(trainer.compile(SHAPES, Conditions(2, np.dtype(np.int32), None, MODEL.num_classes)))
+    batches = next(host_steps()).batches
+    shapes = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), batches)
+    list(trainer.compile(shapes))
     losses = [float(trainer.step(step)["loss"]) for step in place_ahead(host_steps(), mesh)]
     return trainer, losses
 

@@ -34,9 +34,9 @@ from alload_jax.report.samples import SamplingConfig
 from alload_jax.training import inference
 from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
 from alload_jax.training.inference import one_device_mesh
+from alload_jax.training.objective import DiffusionConfig
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state, model_graph
-from alload_jax.training.step import DiffusionConfig
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "wan"
 T2V = GOLDEN / "t2v" / "transformer"

@@ -10,15 +10,10 @@ from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.objective import DiffusionConfig, noised
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state
-from alload_jax.training.step import (
-    DiffusionConfig,
-    make_accumulate,
-    make_update,
-    noised,
-    zero_sums,
-)
+from alload_jax.training.step import make_accumulate, make_update, zero_sums
 
 MODEL = DiTConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=2, freq_dim=8, dtype="float32")
 DIFFUSION = DiffusionConfig(TimestepConfig(shift_power=0.5), condition_dropout=0.3)

@@ -1,0 +1,71 @@
+"""The bucketed layout: a row for each sample, all of one shape."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from alload_jax.data.batch import Batch
+from alload_jax.data.condition import Conditions
+from alload_jax.data.manifest import Manifest
+from alload_jax.planning.plan import MicroBatch, Plan
+
+
+@dataclass(frozen=True)
+class BucketedLayout:
+    """Lays samples into rows (see `Layout`).
+
+    Attributes:
+      manifest: of the samples.
+      conditions: of every row.
+    """
+
+    manifest: Manifest
+    conditions: Conditions
+
+    def shapes(self, plan: Plan) -> list[Batch]:
+        """See `Layout.shapes`."""
+        epoch = plan.epoch(0)
+        distinct = np.unique(np.column_stack([epoch.rows * epoch.ranks, epoch.shape]), axis=0)
+        found = [(n, *self.manifest.latent_shape(tuple(size))) for n, *size in distinct.tolist()]
+        found.sort(key=lambda shape: (-math.prod(shape), shape))
+        return [self._abstract(shape) for shape in found]
+
+    def _abstract(self, latents: tuple[int, ...]) -> Batch:
+        rows = latents[0]
+        return Batch(
+            latents=jax.ShapeDtypeStruct(latents, np.float32),
+            condition=jax.ShapeDtypeStruct(self.conditions.shape(rows), self.conditions.dtype),
+            sample=jax.ShapeDtypeStruct((rows,), np.int32),
+            weight=jax.ShapeDtypeStruct((rows,), np.float32),
+        )
+
+    def empty(self, parts: Sequence[MicroBatch]) -> Batch:
+        """See `Layout.empty`."""
+        rows = sum(part.rows for part in parts)
+        shape = self.manifest.latent_shape(parts[0].shape)
+        return Batch(
+            latents=np.zeros((rows, *shape), np.float32),
+            condition=self.conditions.empty(rows),
+            sample=np.full(rows, -1, np.int32),
+            weight=np.zeros(rows, np.float32),
+        )
+
+    def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, int]]:
+        """See `Layout.places`; a place is a row."""
+        first_row = 0
+        for part in parts:
+            for row, sample in enumerate(part.samples, start=first_row):
+                yield sample, row
+            first_row += part.rows
+
+    def put(
+        self, batch: Batch, place: int, sample: int, latents: np.ndarray, condition: np.ndarray
+    ) -> None:
+        """See `Layout.put`."""
+        batch.latents[place] = latents
+        batch.condition[place, : len(condition)] = condition
+        batch.sample[place] = sample
+        batch.weight[place] = 1.0

@@ -1,0 +1,79 @@
+"""How a plan's micro-batches become arrays: the layouts, and which one a plan has."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from alload_jax.data.batch import AnyBatch
+from alload_jax.data.bucketed import BucketedLayout
+from alload_jax.data.condition import Conditions
+from alload_jax.data.manifest import Manifest
+from alload_jax.data.packed import PackedLayout
+from alload_jax.errors import InputError
+from alload_jax.models.config import DiTConfig
+from alload_jax.planning.plan import MicroBatch, Plan
+
+
+class Layout(Protocol):
+    """Lays the samples of micro-batches into arrays."""
+
+    @property
+    def conditions(self) -> Conditions:
+        """How the model takes the samples' conditions."""
+        ...
+
+    def shapes(self, plan: Plan) -> Sequence[AnyBatch]:
+        """Every micro-batch of all ranks that a plan can ask for, as `jax.ShapeDtypeStruct`s.
+
+        Those that need most memory come first.
+        """
+        ...
+
+    def empty(self, parts: Sequence[MicroBatch]) -> AnyBatch:
+        """One micro-batch of these ranks' parts in host memory, without samples: weight 0."""
+        ...
+
+    def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Any]]:
+        """Each sample of the parts and its place in the batch."""
+        ...
+
+    def put(
+        self, batch: Any, place: Any, sample: int, latents: np.ndarray, condition: np.ndarray
+    ) -> None:
+        """Writes a sample into its place, with weight 1."""
+        ...
+
+
+def layout_for(plan: Plan, manifest: Manifest, model: DiTConfig, conditions: Conditions) -> Layout:
+    """The layout of a plan's micro-batches.
+
+    Raises:
+      InputError: the plan's ranks are independent, or samples are split over ranks.
+    """
+    packing = plan.epoch(0).packing
+    if packing is None and plan.layout.mode != "synchronous":
+        raise InputError(
+            f"planning.ranks_mode is {plan.layout.mode}; training runs synchronous plans so far "
+            "(`alload plan` shows both)"
+        )
+    if packing is None:
+        return BucketedLayout(manifest, conditions)
+    if packing.context > 1:
+        raise InputError(
+            f"planning.context is {packing.context}; training splits no sample over ranks so far "
+            "(`alload plan` shows what it would do): leave it at 1"
+        )
+    if model.image is not None:
+        raise InputError(
+            "model.image is set, and packed rows hold no image conditions; choose a bucketed "
+            "planning.policy such as dual_constraint"
+        )
+    return PackedLayout.of(plan, manifest, model, conditions)
+
+
+def by_micro_batch(parts: Sequence[MicroBatch]) -> Iterator[list[MicroBatch]]:
+    """The parts of a step's micro-batches, one after another."""
+    for _, group in itertools.groupby(parts, key=lambda part: part.index):
+        yield list(group)

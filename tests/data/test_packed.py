@@ -1,0 +1,131 @@
+"""Packed rows hold every sample where the plan says, and filler in all the rest."""
+
+import numpy as np
+from data_helpers import PATCH, SpyReader, classes, manifest_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alload_jax.data.batch import signature
+from alload_jax.data.collate import Collator
+from alload_jax.data.packed import PackedLayout
+from alload_jax.models.config import DiTConfig
+from alload_jax.models.patches import unpatchify
+from alload_jax.planning.settings import PlanningConfig, make_plan
+
+MODEL = DiTConfig(dim=16, num_heads=2, num_layers=1, patch_size=PATCH)
+SIZES = [(1, 4, 4), (1, 4, 8), (5, 4, 4), (5, 8, 6), (9, 2, 2)]
+
+
+@st.composite
+def packed_cases(draw, ranks=(1, 2, 4)):
+    rows = draw(st.lists(st.tuples(st.sampled_from(SIZES), st.integers(0, 3)), min_size=1))
+    manifest = manifest_of(*zip(*rows, strict=True))
+    align = draw(st.sampled_from([1, 1, 8]))
+    config = PlanningConfig(
+        policy=draw(st.sampled_from(["first_fit", "balanced"])),
+        m_mem=draw(st.integers(64, 150)) // align * align,
+        align=align,
+        max_segments=draw(st.sampled_from([None, 3])),
+        micro_batches_per_step=draw(st.integers(1, 2)),
+        ranks=draw(st.sampled_from(ranks)),
+        look_ahead=2,
+    )
+    plan = make_plan(config, manifest.samples(PATCH), 1, draw(st.integers(0, 9)))
+    conditions = classes(draw(st.integers(0, 2)) + manifest.longest_text())
+    return manifest, plan, PackedLayout.of(plan, manifest, MODEL, conditions)
+
+
+def collated(case, ranks=None, damaged=()):
+    manifest, plan, layout = case
+    wanted = frozenset(range(plan.layout.ranks) if ranks is None else ranks)
+    collate = Collator(SpyReader(manifest, damaged), wanted, layout)
+    return [collate(plan.step(number)) for number in range(plan.steps_per_epoch)]
+
+
+def samples_in(batch):
+    """(sample, row, slot, slice of its tokens) of every sample."""
+    for row, slot in zip(*np.nonzero(batch.weight), strict=True):
+        begin = batch.segments.offset[row, slot]
+        here = slice(begin, begin + batch.segments.length[row, slot])
+        yield batch.sample[row, slot], row, slot, here
+
+
+@settings(max_examples=40, deadline=None)
+@given(packed_cases())
+def test_an_epoch_holds_each_sample_once_as_it_is_stored(case):
+    manifest, _, layout = case
+    reader, seen = SpyReader(manifest), []
+    for step in collated(case):
+        for batch in step.batches:
+            for sample, row, slot, here in samples_in(batch):
+                shape = (1, *manifest.shape[sample], 1)
+                found = unpatchify(batch.tokens[row, here][None], shape, PATCH)
+                assert (found[0] == reader.latents(sample)).all()
+                grid = np.asarray(manifest.shape[sample]) // PATCH
+                assert (batch.position[row, here] == np.indices(grid).reshape(3, -1).T).all()
+                assert (batch.position[row, here] < layout.bounds.grid).all()
+                of_text = batch.condition_segments
+                begin, length = of_text.offset[row, slot], of_text.length[row, slot]
+                labels = reader.labels(sample).tolist()
+                padding = [MODEL.num_classes] * (layout.conditions.length - len(labels))
+                assert batch.condition[row, begin : begin + length].tolist() == labels + padding
+                seen.append(int(sample))
+    assert sorted(seen) == list(range(len(manifest)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(packed_cases())
+def test_segments_cover_every_token_and_filler_weighs_nothing(case):
+    _, _, layout = case
+    for step in collated(case):
+        for batch in step.batches:
+            for segments in (batch.segments, batch.condition_segments):
+                for row, ids in enumerate(segments.ids):
+                    used = segments.length[row] > 0
+                    assert (used[:-1] >= used[1:]).all()
+                    counts = np.bincount(ids[ids >= 0], minlength=len(used))
+                    assert (counts == segments.length[row]).all()
+                    begins = [np.argmax(ids == slot) for slot in np.flatnonzero(used)]
+                    assert begins == segments.offset[row, used].tolist()
+            assert (batch.segments.ids >= 0).all()
+            assert batch.segments.length.max() <= layout.bounds.tokens
+            assert batch.condition_segments.length.max() <= layout.bounds.condition
+            filler = (batch.segments.length > 0) & (batch.weight == 0)
+            assert (batch.sample[filler] == -1).all()
+            assert (batch.condition_segments.length[filler] == 1).all()
+            inside = np.take_along_axis(filler, batch.segments.ids, axis=1)
+            assert not batch.tokens[inside].any()
+
+
+@settings(max_examples=20, deadline=None)
+@given(packed_cases())
+def test_every_micro_batch_has_the_one_shape_that_is_compiled(case):
+    _, plan, layout = case
+    (shape,) = layout.shapes(plan)
+    for step in collated(case):
+        for batch in step.batches:
+            assert signature(batch) == signature(shape)
+            assert batch.bounds == shape.bounds
+
+
+@settings(max_examples=15, deadline=None)
+@given(packed_cases(ranks=(4,)))
+def test_two_processes_halves_stacked_are_the_whole(case):
+    whole, first, second = (collated(case, ranks) for ranks in (None, {0, 1}, {2, 3}))
+    for step, upper, lower in zip(whole, first, second, strict=True):
+        for batch, *halves in zip(step.batches, upper.batches, lower.batches, strict=True):
+            stacked = [np.concatenate([half.tokens for half in halves])]
+            assert (stacked[0] == batch.tokens).all()
+            assert (np.concatenate([half.sample for half in halves]) == batch.sample).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(packed_cases(), st.data())
+def test_damaged_records_become_filler_and_are_reported(case, data):
+    manifest = case[0]
+    damaged = data.draw(st.sets(st.integers(0, len(manifest) - 1), min_size=1))
+    steps = collated(case, damaged=damaged)
+    problems = [problem for step in steps for problem in step.problems]
+    assert sorted(problems) == sorted(f"shard: record {n} is damaged" for n in damaged)
+    shown = [int(s) for step in steps for b in step.batches for s, *_ in samples_in(b)]
+    assert sorted(shown) == sorted(set(range(len(manifest))) - damaged)
