@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from alload_jax.bench.surroundings import surroundings
-from alload_jax.data.batch import Batch
+from alload_jax.data.batch import AnyBatch, Batch
 from alload_jax.models.config import DiTConfig, TextConfig
 from alload_jax.models.weights import parameter_count
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.objective import DiffusionConfig
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state
-from alload_jax.training.step import DiffusionConfig, make_accumulate, make_update, zero_sums
+from alload_jax.training.step import make_accumulate, make_update, zero_sums
 
 _LR_STEPS = 1000
 
@@ -49,10 +50,15 @@ class Settings:
 
     def config(self) -> DiTConfig:
         """The model."""
-        fields = dict(self.model)
-        if fields.get("text"):
-            fields["text"] = TextConfig(**fields["text"])
-        return DiTConfig(**fields | {"patch_size": tuple(fields.get("patch_size", (1, 2, 2)))})
+        return model_config(self.model)
+
+
+def model_config(fields: dict[str, Any]) -> DiTConfig:
+    """A model from JSON's values."""
+    fields = dict(fields)
+    if fields.get("text"):
+        fields["text"] = TextConfig(**fields["text"])
+    return DiTConfig(**fields | {"patch_size": tuple(fields.get("patch_size", (1, 2, 2)))})
 
 
 class Step:
@@ -90,7 +96,10 @@ class Step:
 
     def compile(self, latents: tuple[int, ...]) -> Any:
         """The gradient's program for latents (rows, frames, height, width)."""
-        batch = self.batch_shape(latents)
+        return self.compile_for(self.batch_shape(latents))
+
+    def compile_for(self, batch: AnyBatch) -> Any:
+        """The gradient's program for a micro-batch's shapes and dtypes."""
         epoch = jax.ShapeDtypeStruct((), jnp.int32)
         lowered = self.accumulate.lower(self.state.params, self.sums, batch, self.state.key, epoch)
         return lowered.compile()
@@ -104,7 +113,7 @@ class Step:
         make = jax.jit(random_batch, static_argnums=(0, 1, 2))
         return make(self.model, latents, self.condition_tokens)
 
-    def run(self, gradient: Any, batch: Batch) -> float:
+    def run(self, gradient: Any, batch: AnyBatch) -> float:
         """Seconds of one step.
 
         Raises:

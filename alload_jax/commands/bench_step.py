@@ -1,4 +1,4 @@
-"""`alload bench step`: one training step, by rematerialisation policy and against PyTorch."""
+"""`alload bench step`: training steps, by rematerialisation, against PyTorch, by policy."""
 
 import argparse
 import importlib.util
@@ -16,9 +16,10 @@ import rich.box
 from rich.console import Console
 from rich.table import Table
 
+from alload_jax.commands import bench_layouts
 from alload_jax.errors import InputError
 
-HELP = "One training step of a Wan-shaped model: seconds and memory, against diffusers in PyTorch."
+HELP = "Training steps of a Wan-shaped model: against diffusers in PyTorch, or by planning policy."
 
 _WIDTH = 150
 _ERROR_LINE = re.compile(r"[\w.]*(Error|Exception): ")
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"which of the {len(_TORCH_CASES)} PyTorch variants, from 0; default: all",
     )
+    bench_layouts.add_arguments(parser)
     add("--steps", type=int, default=6, help="timed steps")
     add("--out", default="step.json", help="written after each measurement")
 
@@ -80,6 +82,9 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"alload bench step: --out {out}: no file in an existing folder; name one")
     if min(options.batch, options.steps, options.layers or 1, *options.latents) < 1:
         raise InputError("alload bench step: --batch, --latents, --layers, --steps are at least 1")
+    bench_layouts.check(options)
+    if options.workload or options.same:
+        return bench_layouts.run(options, _ours(options, "attention", "compute"), _measured)
     for module in ("torch", "diffusers") if options.against else ():
         if importlib.util.find_spec(module) is None:
             raise InputError(
@@ -115,11 +120,9 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, An
     """(name, module, settings) of each measurement."""
     model = _model(options)
     shared = {"batch": options.batch, "latents": list(options.latents), "steps": options.steps}
-    ours: dict[str, Any] = {k: v for k, v in model.items() if k != "head_dim"}
-    ours |= {"dim": model["num_heads"] * model["head_dim"], "in_channels": 16, "text": _TEXT}
     for residual in options.residual:
         for remat in options.remat:
-            fields = ours | {"remat": remat, "residual_dtype": residual, "dtype": "bfloat16"}
+            fields = _ours(options, remat, residual)
             name = f"alload, keep {remat}" + (", float32 residual" * (residual == "float32"))
             yield name, "alload_jax.bench.jax_step", shared | {"model": fields, "warmup": 2}
     if not options.against:
@@ -138,6 +141,14 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, An
         name += f", checkpointing {case['remat']}"
         settings = shared | case | {"model": theirs, "text_length": _TEXT["length"], "warmup": 2}
         yield name, "alload_jax.bench.torch_step", settings
+
+
+def _ours(options: argparse.Namespace, remat: str, residual: str) -> dict[str, Any]:
+    """Fields of our model's config."""
+    model = _model(options)
+    fields: dict[str, Any] = {k: v for k, v in model.items() if k != "head_dim"}
+    fields |= {"dim": model["num_heads"] * model["head_dim"], "in_channels": 16, "text": _TEXT}
+    return fields | {"remat": remat, "residual_dtype": residual, "dtype": "bfloat16"}
 
 
 def _measured(module: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,242 @@
+"""Training steps of a workload under some policies, measured in a process of its own.
+
+`python -m alload_jax.bench.workload_step '{"model": {...}, ...}'` prints one line of JSON. The way
+is that of training: the plan's steps, the collator, the layout, the compiled programs. Latents and
+texts are random.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from alload_jax.bench.jax_step import Step, model_config, out_of_memory
+from alload_jax.bench.surroundings import surroundings
+from alload_jax.bench.workload_samples import model_flops, samples_of
+from alload_jax.data.batch import AnyBatch, Signature, describe, signature
+from alload_jax.data.collate import Collator
+from alload_jax.data.condition import Conditions, conditions_for
+from alload_jax.data.layout import layout_for
+from alload_jax.data.manifest import Manifest
+from alload_jax.data.record import LABELS, LATENTS, TEXT
+from alload_jax.models.config import DiTConfig
+from alload_jax.planning.geometry import Geometry
+from alload_jax.planning.plan import Plan
+from alload_jax.planning.samples import Samples
+from alload_jax.planning.settings import PlanningConfig, make_plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+      model: fields of `DiTConfig`; `text` as a dict.
+      plannings: fields of `PlanningConfig`, for each policy.
+      workload: named; or None for samples of one shape.
+      shape: (frames, height, width) in pixels of all samples, without a workload.
+      samples: of the epoch that is planned.
+      one_aspect: 16:9 alone, so that bucketed policies have few shapes to compile.
+      steps: of the epoch that are timed where all run one program; else one of each program.
+    """
+
+    model: dict[str, Any]
+    plannings: list[dict[str, Any]]
+    workload: str | None
+    shape: tuple[int, int, int] | None
+    samples: int
+    one_aspect: bool
+    steps: int
+
+
+class RandomReader:
+    """Reads a record's arrays out of one random array, in place of `StoreReader`."""
+
+    def __init__(self, manifest: Manifest, conditions: Conditions):
+        """Draws as much as the largest sample needs."""
+        self.manifest = manifest
+        rng = np.random.default_rng(0)
+        shapes = np.unique(manifest.shape, axis=0)
+        largest = max(math.prod(manifest.latent_shape(tuple(shape))) for shape in shapes)
+        self._latents = rng.standard_normal(largest, np.float32)
+        self._condition = {LABELS: np.zeros(1, np.int32)}
+        if conditions.text_dim is not None:
+            text = rng.standard_normal((conditions.length, conditions.text_dim), np.float32)
+            self._condition = {TEXT: text.astype(conditions.dtype)}
+
+    def read(self, sample: int) -> dict[str, np.ndarray]:
+        """Random latents of the sample's shape, and a condition."""
+        shape = self.manifest.latent_shape(tuple(self.manifest.shape[sample]))
+        return {LATENTS: self._latents[: math.prod(shape)].reshape(shape)} | self._condition
+
+
+class Measured(NamedTuple):
+    """Times of a program.
+
+    Attributes:
+      name: of what it computes.
+      seconds: of each timed step.
+    """
+
+    name: str
+    seconds: list[float]
+
+
+def manifest_of(samples: Samples, model: DiTConfig) -> Manifest:
+    """The samples as a data folder's manifest, with nothing on disk."""
+    count, none = len(samples), np.zeros(len(samples), np.int64)
+    return Manifest(
+        path=Path("random"),
+        shard=np.full(count, "random", object),
+        index=none,
+        shape=samples.shape,
+        channels=np.full(count, model.in_channels),
+        text_length=np.full(count, _condition_length(model)),
+        checksum=none,
+        vae_stride=Geometry().vae_stride,
+        text_dim=model.text.dim if model.text else None,
+        shard_bytes={},
+        origin={},
+    )
+
+
+def _condition_length(model: DiTConfig) -> int:
+    return model.text.length if model.text else 1
+
+
+def programs_of(plan: Plan) -> list[list[int]]:
+    """The steps of an epoch that run the same program: those with micro-batches of one shape."""
+    epoch = plan.epoch(0)
+    kinds = np.column_stack([epoch.rows, epoch.padded_len, epoch.shape])
+    _, kind = np.unique(kinds, axis=0, return_inverse=True)
+    return [epoch.step[kind == number].tolist() for number in range(kind.max() + 1)]
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Tokens a second of each policy's epoch, and what they take; or the error it ended in."""
+    model = model_config(settings.model)
+    samples = samples_of(dataclasses.asdict(settings))
+    noted = surroundings(["jax", "jaxlib", "flax"]) | {
+        "samples": len(samples),
+        "tokens": int(samples.seq_len.sum()),
+        "flops": model_flops(settings.model, samples.seq_len, _condition_length(model)),
+    }
+    plans = [
+        make_plan(PlanningConfig(**planning), samples, 1, 0) for planning in settings.plannings
+    ]
+    runner = _Runner(model, samples)
+    try:
+        cases = [runner.measure(plan, settings.steps) for plan in plans]
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return noted | {"settings": dataclasses.asdict(settings), "error": "out of memory"}
+    memory = jax.local_devices()[0].memory_stats() or {}
+    peak = memory.get("peak_bytes_in_use")
+    return noted | {
+        "settings": dataclasses.asdict(settings),
+        "peak_bytes": peak,
+        "cases": [
+            {"policy": planning["policy"], "planning": planning} | case
+            for planning, case in zip(settings.plannings, cases, strict=True)
+        ],
+    }
+
+
+class _Runner:
+    """Compiles and runs the steps of plans over the same samples; a program is timed once."""
+
+    def __init__(self, model: DiTConfig, samples: Samples):
+        self._manifest = manifest_of(samples, model)
+        self._model, self._samples = model, samples
+        self._step = step = Step(model)
+        step.update = step.update.lower(step.state, step.sums).compile()
+        self._programs: dict[Signature, Any] = {}
+        self._measured: dict[Signature, Measured] = {}
+
+    def measure(self, plan: Plan, most: int) -> dict[str, Any]:
+        """Seconds of a plan's epoch, from at most `most` steps of each program."""
+        conditions = conditions_for(self._model, self._manifest)
+        layout = layout_for(plan, self._manifest, self._model, conditions)
+        begin = time.perf_counter()
+        self._compile(layout.shapes(plan))
+        compiled = time.perf_counter() - begin
+        reader: Any = RandomReader(self._manifest, conditions)
+        collate = Collator(reader, frozenset({0}), layout)
+        counted = []
+        alone = len(programs_of(plan)) == 1
+        for steps in programs_of(plan):
+            first = _placed(collate, plan, steps[0])
+            key = signature(first)
+            if key not in self._measured:
+                self._run(first)
+                seconds = [self._run(first)]
+                if alone:
+                    others = _spaced(steps, most)[1:]
+                    seconds += [self._run(_placed(collate, plan, number)) for number in others]
+                self._measured[key] = Measured(describe(first), seconds)
+            counted.append((len(steps), self._measured[key]))
+        return _summary(plan, self._samples, counted) | {"compile_seconds": compiled}
+
+    def _compile(self, shapes: Sequence[AnyBatch]) -> None:
+        """What is not compiled yet, in parallel."""
+        missing = [shape for shape in shapes if signature(shape) not in self._programs]
+        # XLA compiles one program on several cores already.
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+            programs = pool.map(self._step.compile_for, missing)
+            for shape, program in zip(missing, programs, strict=True):
+                self._programs[signature(shape)] = program
+
+    def _run(self, batch: AnyBatch) -> float:
+        return self._step.run(self._programs[signature(batch)], batch)
+
+
+def _placed(collate: Collator, plan: Plan, number: int) -> AnyBatch:
+    (batch,) = collate(plan.step(number)).batches
+    return jax.block_until_ready(jax.tree.map(jnp.asarray, batch))
+
+
+def _spaced(steps: Sequence[int], most: int) -> list[int]:
+    """At most so many of the steps, evenly spaced."""
+    places = np.linspace(0, len(steps) - 1, min(most, len(steps)), dtype=int)
+    return [steps[place] for place in places]
+
+
+def _summary(
+    plan: Plan, samples: Samples, counted: Sequence[tuple[int, Measured]]
+) -> dict[str, Any]:
+    """Figures of an epoch from (steps, times) of each of its programs."""
+    epoch, tokens = plan.epoch(0), float(samples.seq_len.sum())
+    seconds = sum(steps * statistics.fmean(each.seconds) for steps, each in counted)
+    return {
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "samples_per_second": len(samples) / seconds,
+        "steps": plan.steps_per_epoch,
+        "programs": len(counted),
+        "padding": 1 - tokens / float((epoch.rows * epoch.padded_len).sum()),
+        "measured": [{"steps": steps} | each._asdict() for steps, each in counted],
+    }
+
+
+def main() -> None:
+    """Measures what the first argument asks for."""
+    fields = json.loads(sys.argv[1])
+    if fields["shape"]:
+        fields["shape"] = tuple(fields["shape"])
+    print(json.dumps(measure(Settings(**fields))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""`alload bench step --workload`: training steps under several policies, on the same samples."""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+
+from alload_jax.errors import InputError
+from alload_jax.planning.devices import DEVICES
+from alload_jax.planning.settings import PACKED, PlanningConfig
+from alload_jax.planning.workloads import names
+
+_POLICIES = ("balanced", "first_fit", "dual_constraint", "equal_tokens")
+_SHARED = ("date", "device", "driver", "versions", "samples", "tokens", "flops")
+_WIDTH = 150
+Measure = Callable[[str, dict[str, Any]], dict[str, Any]]
+"""Runs a module with settings in a process of its own."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of this part of `alload bench step`."""
+    add = parser.add_argument
+    add("--workload", choices=names(), help="steps of a named workload under --policies")
+    add(
+        "--same",
+        nargs=3,
+        type=int,
+        metavar=("FRAMES", "HEIGHT", "WIDTH"),
+        help="in place of --workload: all samples have this shape in pixels",
+    )
+    add(
+        "--policies",
+        nargs="+",
+        choices=_POLICIES,
+        default=("balanced", "dual_constraint", "equal_tokens"),
+        help="default: balanced (packed), dual_constraint, equal_tokens",
+    )
+    add("--m-mem", type=int, default=65_536, help="tokens of a micro-batch (default 65,536)")
+    add("--samples", type=int, default=2000, help="of the epoch (default 2000)")
+    add("--one-aspect", action="store_true", help="16:9 alone: fewer buckets to compile")
+    add("--cost-model", help="JSON of `alload calibrate`, for policies that balance by cost")
+
+
+def run(options: argparse.Namespace, model: dict[str, Any], measure: Measure) -> int:
+    """Measures each policy, prints a table, writes JSON.
+
+    Args:
+      options: of the command line.
+      model: fields of `DiTConfig`.
+      measure: see `Measure`.
+    """
+    if options.workload and options.same:
+        raise InputError("alload bench step: --workload and --same are both given; give one")
+    out = Path(options.out)
+    console = Console(soft_wrap=True, width=_WIDTH)
+    content: dict[str, Any] = {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "model": model,
+        "workload": options.workload or f"all samples {'x'.join(map(str, options.same))}",
+        "m_mem": options.m_mem,
+        "cases": [],
+    }
+    for settings in _settings(options, model):
+        found = measure("alload_jax.bench.workload_step", settings)
+        for case in _cases(found, settings):
+            if "seconds" in case:
+                case["mfu"] = _utilisation(found, case)
+            content["cases"].append(case)
+            console.print(f"{case['policy']}: {_outcome(case)}")
+        content |= {key: found[key] for key in _SHARED if key in found}
+        # After each, so that a failure loses nothing that was measured.
+        out.write_text(json.dumps(content, indent=1) + "\n")
+    console.print(_table(content))
+    print(f"written: {out}")
+    return 0 if any("seconds" in case for case in content["cases"]) else 1
+
+
+def _settings(options: argparse.Namespace, model: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each process: one for each packed policy, one for all bucketed, which share programs."""
+    shared = {
+        "model": model,
+        "workload": options.workload,
+        "shape": options.same,
+        "samples": options.samples,
+        "one_aspect": options.one_aspect,
+        "steps": options.steps,
+    }
+    plannings = [_planning(options, policy) for policy in options.policies]
+    groups = [[each] for each in plannings if each["policy"] in PACKED]
+    groups.append([each for each in plannings if each["policy"] not in PACKED])
+    return [shared | {"plannings": group} for group in groups if group]
+
+
+def _planning(options: argparse.Namespace, policy: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {"policy": policy, "m_mem": options.m_mem}
+    if options.cost_model:
+        fields["cost_model"] = options.cost_model
+    if policy == "dual_constraint":
+        fields["m_comp"] = "auto"
+    PlanningConfig(**fields)
+    return fields
+
+
+def _cases(found: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The figures of each policy of a process; what the process has in common is in each."""
+    if "error" in found:
+        names = [planning["policy"] for planning in settings["plannings"]]
+        return [{"policy": name, "error": found["error"]} for name in names]
+    return [case | {"peak_bytes": found["peak_bytes"]} for case in found["cases"]]
+
+
+def _utilisation(found: dict[str, Any], case: dict[str, Any]) -> float | None:
+    """Model FLOPs over what the device could do by its data sheet; None where it is not known."""
+    peaks = [device.peak_flops for device in DEVICES.values() if device.name == found["device"]]
+    if not peaks:
+        return None
+    return found["flops"] / case["seconds"] / peaks[0]
+
+
+def _outcome(case: dict[str, Any]) -> str:
+    if "error" in case:
+        return case["error"]
+    return f"{case['tokens_per_second']:,.0f} tokens/s"
+
+
+def _table(content: dict[str, Any]) -> Table:
+    title = f"{content['workload']}, {content['m_mem']:,} tokens a micro-batch"
+    table = Table(title=title, box=rich.box.MARKDOWN)
+    for name in (
+        *("policy", "tokens/s", "samples/s", "MFU", "most memory", "padding", "steps"),
+        *("programs", "to compile, s"),
+    ):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for case in content["cases"]:
+        if "error" in case:
+            table.add_row(case["policy"], case["error"])
+            continue
+        peak, mfu = case["peak_bytes"], case["mfu"]
+        table.add_row(
+            case["policy"],
+            f"{case['tokens_per_second']:,.0f}",
+            f"{case['samples_per_second']:.3f}",
+            "not known" if mfu is None else f"{mfu:.3f}",
+            "not known" if peak is None else f"{peak / 1e9:.1f} GB",
+            f"{case['padding']:.2%}",
+            f"{case['steps']:,}",
+            f"{case['programs']}",
+            f"{case['compile_seconds']:.0f}",
+        )
+    return table
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises InputError where a flag makes no sense."""
+    sizes = (options.m_mem, options.samples, *(options.same or ()))
+    if min(sizes) < 1:
+        raise InputError("alload bench step: --m-mem, --samples and --same are at least 1")
+    if options.cost_model and not Path(options.cost_model).is_file():
+        raise InputError(f"alload bench step: --cost-model {options.cost_model}: no such file")
