@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from alload_jax.config import read_config, use_compilation_cache, write_config
+from alload_jax.config import read_config, use_compilation_cache, with_policy, write_config
 from alload_jax.data.batch import describe
 from alload_jax.data.collate import Collator
 from alload_jax.data.condition import conditions_for
@@ -37,7 +37,7 @@ from alload_jax.training.trainer import Trainer
 def main(argv: list[str]) -> int:
     """Runs the training that the command line asks for; returns the exit status."""
     began = time.monotonic()
-    config = read_config(argv)
+    config = with_policy(read_config(argv))
     use_compilation_cache(config.run)
     folder = Path(config.run.folder)
 

@@ -18,6 +18,7 @@ from alload_jax.data.digits import DigitsConfig
 from alload_jax.data.source import LoaderConfig
 from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
+from alload_jax.models.dit import obstacle_to_packing
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.report.samples import SamplingConfig
 from alload_jax.sharding.mesh import MeshConfig
@@ -115,6 +116,12 @@ def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
     except ValueError as error:
         raise InputError(_reason_in_union(str(error))) from error
     return Config(**{part.name: parsed[part.name] for part in dataclasses.fields(Config)})
+
+
+def with_policy(config: Config) -> Config:
+    """With a policy in place of planning.policy auto, by this process's devices."""
+    planning = config.planning.resolved(packs=not obstacle_to_packing(config.model))
+    return dataclasses.replace(config, planning=planning)
 
 
 def write_config(config: Config, path: Path) -> None:

@@ -181,10 +181,9 @@ class _Runner:
             key = signature(first)
             if key not in self._measured:
                 self._run(first)
-                seconds = [self._run(first)]
-                if alone:
-                    others = _spaced(steps, most)[1:]
-                    seconds += [self._run(_placed(collate, plan, number)) for number in others]
+                chosen = representative(steps, _squares(plan, self._samples), most) if alone else []
+                batches = (_placed(collate, plan, number) for number in chosen)
+                seconds = [self._run(batch) for batch in batches] or [self._run(first)]
                 self._measured[key] = Measured(describe(first), seconds)
             counted.append((len(steps), self._measured[key]))
         return _summary(plan, self._samples, counted) | {"compile_seconds": compiled}
@@ -207,10 +206,26 @@ def _placed(collate: Collator, plan: Plan, number: int) -> AnyBatch:
     return jax.block_until_ready(jax.tree.map(jnp.asarray, batch))
 
 
-def _spaced(steps: Sequence[int], most: int) -> list[int]:
-    """At most so many of the steps, evenly spaced."""
-    places = np.linspace(0, len(steps) - 1, min(most, len(steps)), dtype=int)
-    return [steps[place] for place in places]
+def representative(steps: Sequence[int], cost: np.ndarray, most: int) -> list[int]:
+    """At most so many of the steps, one from each of as many equal shares by cost.
+
+    Args:
+      steps: of an epoch.
+      cost: of every step of the epoch, as far as it differs between steps.
+      most: steps to choose.
+    """
+    if len(steps) <= most:
+        return list(steps)
+    order = np.asarray(steps)[np.argsort(cost[list(steps)], kind="stable")]
+    middles = (np.arange(most) + 0.5) * len(steps) / most
+    return order[middles.astype(int)].tolist()
+
+
+def _squares(plan: Plan, samples: Samples) -> np.ndarray:
+    """[steps]: squared tokens of each step's samples, all that differs between packed rows."""
+    epoch = plan.epoch(0)
+    tokens = epoch.part_tokens(samples.seq_len).astype(np.float64)
+    return np.bincount(epoch.step[epoch.micro_batch_of_part()], tokens**2, epoch.steps)
 
 
 def _summary(

@@ -64,7 +64,8 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     samples, data = _samples(options, base.patch_size)
     if fields.get("m_mem") is None and fields.get("policy") != "fixed":
         fields["m_mem"] = _m_mem(options, costs, int(samples.seq_len.min()))
-    planning = PlanningConfig(**fields)
+    # Costs are those of a GPU: auto is what training would do on one.
+    planning = PlanningConfig(**fields).resolved(packs=True)
     if options.config and base.model:
         planning.refuse_foreign_costs(base.model | {"remat": base.remat}, None)
     seed = base.seed if options.seed is None else options.seed

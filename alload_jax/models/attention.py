@@ -47,7 +47,7 @@ def attention(
             f"attention: implementation={implementation!r} is unknown; "
             f"choose one of {', '.join(get_args(AttentionImplementation))}"
         )
-    obstacle = _cudnn_obstacle(query)
+    obstacle = cudnn_obstacle(query)
     if segments is not None:
         return _packed(query, key, value, segments, implementation, obstacle, sharding)
     if implementation == "cudnn" and obstacle:
@@ -109,8 +109,8 @@ def _to_even(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
 
 
-def _cudnn_obstacle(query: jax.Array) -> str:
-    """Why cuDNN's fused attention can't take this query; empty when it can."""
+def cudnn_obstacle(query: jax.Array | jax.ShapeDtypeStruct) -> str:
+    """Why cuDNN's fused attention can't take a query like this; empty when it can."""
     head_dim = query.shape[-1]
     if jax.default_backend() != "gpu":
         return f"the backend is {jax.default_backend()!r}, not 'gpu'"

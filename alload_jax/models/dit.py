@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from alload_jax.models.attention import cudnn_obstacle
 from alload_jax.models.block import Block, Context, Head
 from alload_jax.models.config import DiTConfig
 from alload_jax.models.embedding import ImageEmbedding, TimestepEmbedding, condition_embedding
+from alload_jax.models.packed_attention import packed_obstacle
 from alload_jax.models.patches import patchify, unpatchify
 from alload_jax.models.remat import rematerialise
 from alload_jax.models.rotary import RotaryTable, grid_positions, rotary_table
@@ -22,6 +24,14 @@ def abstract_params(config: DiTConfig) -> dict[str, Any]:
     """Shapes and dtypes of the parameters, as a nested dict; nothing is computed."""
     model = nnx.eval_shape(lambda: DiT(config, rngs=nnx.Rngs(0)))
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def obstacle_to_packing(config: DiTConfig) -> str:
+    """Why this model had better not train on packed rows here; empty when it can."""
+    if config.image is not None:
+        return "packed rows hold no image conditions"
+    head = jax.ShapeDtypeStruct((1, 1, 1, config.dim // config.num_heads), config.compute_dtype)
+    return cudnn_obstacle(head) or packed_obstacle()
 
 
 class DiT(nnx.Module):

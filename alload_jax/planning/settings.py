@@ -19,6 +19,7 @@ from alload_jax.planning.policies.policy import Policy, RankLayout, RanksMode
 from alload_jax.planning.samples import Samples
 
 PolicyName = Literal["fixed", "equal_tokens", "dual_constraint", "first_fit", "balanced"]
+AUTO: Literal["auto"] = "auto"
 _MOST, _MOST_P = 10**12, 10.0
 
 PACKED: tuple[PolicyName, ...] = ("first_fit", "balanced")
@@ -30,7 +31,9 @@ class PlanningConfig:
     """What a micro-batch may hold, and who runs it.
 
     Attributes:
-      policy: fixed, equal_tokens or dual_constraint; first_fit or balanced (plans only, so far).
+      policy: bucketed fixed, equal_tokens or dual_constraint; packed first_fit or balanced; or
+        auto, which is balanced where attention runs on packed rows (NVIDIA Hopper or newer) and
+        dual_constraint elsewhere.
       ranks_mode: of bucketed policies: synchronous (ranks share a bucket) or independent (plans
         only, so far).
       micro_batches_per_step: micro-batches that every rank accumulates before an update.
@@ -55,7 +58,7 @@ class PlanningConfig:
         costs; 76 GB/s is what plain all-to-alls reach between H200s of one host.
     """
 
-    policy: PolicyName = "dual_constraint"
+    policy: PolicyName | Literal["auto"] = AUTO
     ranks_mode: RanksMode = "synchronous"
     micro_batches_per_step: int = 1
     m_mem: int | None = None
@@ -73,11 +76,11 @@ class PlanningConfig:
     link_bandwidth: float = 76e9
 
     def __post_init__(self) -> None:
-        for name, choices in (("policy", PolicyName), ("ranks_mode", RanksMode)):
-            if getattr(self, name) not in get_args(choices):
+        choices = {"policy": (AUTO, *get_args(PolicyName)), "ranks_mode": get_args(RanksMode)}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
                 raise InputError(
-                    f"planning.{name} is {getattr(self, name)!r}; "
-                    f"choose one of {', '.join(get_args(choices))}"
+                    f"planning.{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}"
                 )
         at_least_one = ("micro_batches_per_step", "m_mem", "ranks", "align", "max_segments")
         for name in (*at_least_one, "look_ahead", "max_delay", "context"):
@@ -101,11 +104,17 @@ class PlanningConfig:
                 f"planning.policy {self.policy} needs planning.m_mem (tokens) or "
                 "planning.cost_model; neither is given"
             )
-        if self.context > 1 and self.policy != "balanced":
+        if self.context > 1 and self.policy not in ("balanced", AUTO):
             raise InputError(
                 f"planning.context is {self.context}, but {self.policy} splits no sample; "
                 "choose planning.policy balanced, or leave context at 1"
             )
+
+    def resolved(self, packs: bool) -> "PlanningConfig":
+        """With a policy in place of auto: balanced where `packs`, else dual_constraint."""
+        if self.policy != AUTO:
+            return self
+        return replace(self, policy="balanced" if packs else "dual_constraint")
 
     def costs(self) -> CostFile:
         """What the cost-model JSON says; nothing if there is none."""
@@ -171,7 +180,10 @@ def make_policy(config: PlanningConfig, costs: CostFile | None = None) -> Policy
 
     Raises:
       InputError: a bound that the policy needs is given nowhere.
+      ValueError: the policy is auto.
     """
+    if config.policy == AUTO:
+        raise ValueError("planning.policy is auto; choose one by PlanningConfig.resolved")
     costs = costs or config.costs()
     m_mem = config.tokens_bound(costs)
     if config.policy == "fixed":

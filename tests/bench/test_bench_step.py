@@ -4,9 +4,11 @@ import json
 from typing import get_args
 
 import jax
+import numpy as np
 import pytest
 
 from alload_jax.bench.jax_step import Settings
+from alload_jax.bench.workload_step import representative
 from alload_jax.cli import main
 from alload_jax.commands import bench_step
 from alload_jax.errors import InputError
@@ -76,3 +78,45 @@ def test_wrong_flags_are_one_line(flags, words):
     with pytest.raises(InputError, match=words) as raised:
         main(["bench", "step", *flags])
     assert "\n" not in str(raised.value)
+
+
+SMALL = ["--model", "tiny", "--same", "1", "32", "32", "--samples", "9", "--m-mem", "12"]
+
+
+def test_policies_are_measured_on_the_same_samples(tmp_path, capsys):
+    out = tmp_path / "step.json"
+    flags = ["--policies", "balanced", "equal_tokens", "--steps", "2", "--out", str(out)]
+    assert main(["bench", "step", *SMALL, *flags]) == 0
+    content = json.loads(out.read_text())
+    assert [case["policy"] for case in content["cases"]] == ["balanced", "equal_tokens"]
+    assert content["tokens"] == 9 * 4
+    for case in content["cases"]:
+        timed = case["measured"]
+        assert case["programs"] == len(timed) == 1
+        assert sum(each["steps"] for each in timed) == case["steps"]
+        assert case["tokens_per_second"] == pytest.approx(36 / case["seconds"])
+    assert "| balanced" in capsys.readouterr().out
+
+
+def test_timed_steps_stand_for_all_others_by_what_they_cost():
+    lengths = [[30, 2], [20, 5], [8, 8], [10, 10], [1], [9, 9], [3], [5, 5], [7], [2, 2]]
+    cost = [sum(length**2 for length in row) for row in lengths]
+    chosen = representative(list(range(10)), np.asarray(cost, float), 5)
+    assert len(chosen) == 5
+    ranks = np.argsort(np.argsort(cost))[chosen]
+    assert sorted(ranks // 2) == [0, 1, 2, 3, 4]
+    assert representative([4, 7], np.arange(10.0), 5) == [4, 7]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--workload", "nobody"], "invalid choice"),
+        ([*SMALL, "--workload", "wan-480p"], "both given"),
+        ([*SMALL, "--m-mem", "0"], "at least 1"),
+        ([*SMALL, "--cost-model", "/no/cost.json"], "no such file"),
+    ],
+)
+def test_what_cannot_be_measured_by_policy_is_refused(flags, words, tmp_path):
+    with pytest.raises(InputError, match=words):
+        main(["bench", "step", *flags, "--out", str(tmp_path / "step.json")])

@@ -33,7 +33,9 @@ def test_texts_are_collated_and_filled_with_zeros(stored, computed, tmp_path):
     manifest, texts = write_texts(tmp_path / "data", dtype=stored)
     model = dataclasses.replace(MODEL, dtype=computed)
     conditions = conditions_for(model, manifest)
-    plan = make_plan(PlanningConfig(m_mem=16), manifest.samples(model.patch_size), 1, 0)
+    plan = make_plan(
+        PlanningConfig(policy="dual_constraint", m_mem=16), manifest.samples(model.patch_size), 1, 0
+    )
     layout = BucketedLayout(manifest, conditions)
     collate = Collator(StoreReader(manifest), frozenset({0}), layout)
     seen = set()

@@ -18,7 +18,12 @@ COST = QuadraticCost(1e-3, 1e-5, 1e-7)
 
 
 def config(**fields):
-    return PlanningConfig(m_mem=4000, ranks=4, ranks_mode="independent", p=2.0, **fields)
+    return PlanningConfig(
+        **{"policy": "dual_constraint", "ranks_mode": "independent"} | fields,
+        m_mem=4000,
+        ranks=4,
+        p=2.0,
+    )
 
 
 def test_the_curve_is_what_an_epoch_is_predicted_to_take():

@@ -165,7 +165,9 @@ def test_steps_go_on_across_epochs(case):
 
 
 def test_a_step_far_ahead_needs_no_steps_before_it():
-    plan = make_plan(PlanningConfig(m_mem=100), of_lengths(*range(1, 101)), 4, seed=0)
+    plan = make_plan(
+        PlanningConfig(policy="dual_constraint", m_mem=100), of_lengths(*range(1, 101)), 4, seed=0
+    )
     step = plan.step(10**12)
     assert step.epoch == 10**12 // plan.steps_per_epoch
     assert step == plan.step(10**12)
@@ -220,7 +222,7 @@ SHAPES = ((1, 16, 32), (1, 16, 32), (17, 16, 16), (1, 16, 32), (17, 16, 16))
 
 def variants():
     """Plans of which no two take the same steps for the same reasons."""
-    base = {"m_mem": 100, "ranks": 2}
+    base = {"policy": "dual_constraint", "m_mem": 100, "ranks": 2}
     changes = {
         "base": {},
         "m_mem": {"m_mem": 101},
@@ -264,7 +266,10 @@ def test_identity_and_fingerprint_tell_apart_all_that_decides_the_steps():
 
 
 def test_seeds_of_equal_first_epochs_are_told_apart():
-    plans = [make_plan(PlanningConfig(m_mem=10), of_lengths(5, 5), 1, seed) for seed in range(9)]
+    plans = [
+        make_plan(PlanningConfig(policy="dual_constraint", m_mem=10), of_lengths(5, 5), 1, seed)
+        for seed in range(9)
+    ]
     assert len({tuple(plan.epoch(0).sample.tolist()) for plan in plans}) <= 2
     assert len({plan.fingerprint() for plan in plans}) == 9
 
@@ -300,19 +305,23 @@ def test_the_order_in_which_rows_are_named_is_no_part_of_the_fingerprint():
 
 def test_ranks_of_the_mesh_and_of_the_config_are_the_same_ranks():
     samples = of_lengths(10, 20, 10)
-    from_mesh = make_plan(PlanningConfig(m_mem=100), samples, 3, seed=0)
-    from_config = make_plan(PlanningConfig(m_mem=100, ranks=3), samples, 8, seed=0)
+    from_mesh = make_plan(PlanningConfig(policy="dual_constraint", m_mem=100), samples, 3, seed=0)
+    from_config = make_plan(
+        PlanningConfig(policy="dual_constraint", m_mem=100, ranks=3), samples, 8, seed=0
+    )
     assert from_mesh.fingerprint() == from_config.fingerprint()
     assert (
         from_mesh.fingerprint()
-        != make_plan(PlanningConfig(m_mem=100), samples, 8, seed=0).fingerprint()
+        != make_plan(
+            PlanningConfig(policy="dual_constraint", m_mem=100), samples, 8, seed=0
+        ).fingerprint()
     )
 
 
 def test_a_whole_number_and_the_same_float_are_the_same_setting():
     samples = of_lengths(10, 20, 10)
-    whole = make_plan(PlanningConfig(m_mem=100, p=2), samples, 2, seed=0)
-    real = make_plan(PlanningConfig(m_mem=100, p=2.0), samples, 2, seed=0)
+    whole = make_plan(PlanningConfig(policy="dual_constraint", m_mem=100, p=2), samples, 2, seed=0)
+    real = make_plan(PlanningConfig(policy="dual_constraint", m_mem=100, p=2.0), samples, 2, seed=0)
     assert whole.identity() == real.identity()
     assert whole.fingerprint() == real.fingerprint()
 

@@ -67,13 +67,17 @@ def test_policies_are_made_with_the_configs_bounds():
     assert make_policy(PlanningConfig("fixed", rows=3)) == Fixed(3, None)
     assert make_policy(PlanningConfig("fixed", rows={"4": 3}, m_mem=20)) == Fixed({"4": 3}, 20)
     assert make_policy(PlanningConfig("equal_tokens", m_mem=20)) == EqualTokens(20)
-    assert make_policy(PlanningConfig(m_mem=20)) == DualConstraint(20, None, 2.0)
-    assert make_policy(PlanningConfig(m_mem=20, m_comp=9.0, p=1.5)) == DualConstraint(20, 9.0, 1.5)
+    assert make_policy(PlanningConfig(policy="dual_constraint", m_mem=20)) == DualConstraint(
+        20, None, 2.0
+    )
+    assert make_policy(
+        PlanningConfig(policy="dual_constraint", m_mem=20, m_comp=9.0, p=1.5)
+    ) == DualConstraint(20, 9.0, 1.5)
 
 
 def test_the_cost_model_gives_what_the_config_leaves_open(cost_file):
     path = cost_file(power={"p": 1.7, "a": 2.0}, m_mem=50, m_comp=900.0)
-    config = PlanningConfig(cost_model=path)
+    config = PlanningConfig(policy="dual_constraint", cost_model=path)
     assert make_policy(config) == DualConstraint(50, 900.0, 1.7)
     assert config.costs() == CostFile(PowerCost(1.7, 2.0), m_mem=50, m_comp=900.0)
     assert make_policy(PlanningConfig("equal_tokens", cost_model=path)) == EqualTokens(50)
@@ -82,15 +86,17 @@ def test_the_cost_model_gives_what_the_config_leaves_open(cost_file):
 
 def test_the_configs_bounds_win_over_the_cost_models(cost_file):
     path = cost_file(power={"p": 1.7}, m_mem=50, m_comp=900.0)
-    config = PlanningConfig(cost_model=path, m_mem=60, m_comp=70.0, p=1.2)
+    config = PlanningConfig(policy="dual_constraint", cost_model=path, m_mem=60, m_comp=70.0, p=1.2)
     assert make_policy(config) == DualConstraint(60, 70.0, 1.2)
 
 
 def test_a_plan_is_the_same_whoever_gave_its_bounds(cost_file):
     path = cost_file(power={"p": 1.7, "a": 3.0}, quadratic=QUADRATIC, m_mem=50, m_comp=900.0)
     samples = of_lengths(10, 20, 10, 50)
-    by_file = make_plan(PlanningConfig(cost_model=path), samples, 2, seed=1)
-    config = PlanningConfig(m_mem=50, m_comp=900.0, p=1.7)
+    by_file = make_plan(
+        PlanningConfig(policy="dual_constraint", cost_model=path), samples, 2, seed=1
+    )
+    config = PlanningConfig(policy="dual_constraint", m_mem=50, m_comp=900.0, p=1.7)
     assert by_file.fingerprint() == make_plan(config, samples, 2, seed=1).fingerprint()
 
 
@@ -107,13 +113,13 @@ def test_a_plan_is_the_same_whoever_gave_its_bounds(cost_file):
 )
 def test_the_best_known_cost_model_predicts(cost_file, fields, given, expected):
     path = cost_file(**fields) if fields else None
-    config = PlanningConfig(m_mem=10, cost_model=path, **given)
+    config = PlanningConfig(policy="dual_constraint", m_mem=10, cost_model=path, **given)
     assert config.predictor() == expected
 
 
 def test_a_missing_cost_model_is_refused_by_path(tmp_path):
     path = str(tmp_path / "cost.json")
-    assert path in refusal(make_policy, PlanningConfig(cost_model=path))
+    assert path in refusal(make_policy, PlanningConfig(policy="dual_constraint", cost_model=path))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +137,8 @@ def test_a_missing_cost_model_is_refused_by_path(tmp_path):
 )
 def test_values_of_a_cost_model_that_cannot_be_used_are_refused(cost_file, fields, named):
     def plan_and_predict():
-        config = PlanningConfig(cost_model=cost_file(**{"m_mem": 50} | fields))
+        path = cost_file(**{"m_mem": 50} | fields)
+        config = PlanningConfig(policy="dual_constraint", cost_model=path)
         make_plan(config, of_lengths(10, 20), 2, seed=0)
         bucketed_cost(config.predictor(), np.array([1]), np.array([10]))
 
@@ -149,3 +156,14 @@ def test_planning_needs_no_jax():
     code = f"import sys, {', '.join(modules)}; print([m for m in sys.modules if m[:3] == 'jax'])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_auto_is_chosen_by_whether_rows_can_be_packed():
+    config = PlanningConfig(m_mem=20)
+    assert config.policy == "auto"
+    assert config.resolved(packs=True).policy == "balanced"
+    assert config.resolved(packs=False).policy == "dual_constraint"
+    fixed = PlanningConfig("fixed", rows=3)
+    assert fixed.resolved(packs=True) == fixed
+    with pytest.raises(ValueError, match="resolved"):
+        make_policy(config)

@@ -59,6 +59,27 @@ def test_a_run_leaves_everything_it_promises(unbroken):
     assert "training 14/14" in finished.stdout  # plain lines, as output is no terminal
 
 
+def test_packed_plans_train_by_one_program_on_every_sample_once(runs):
+    flags = ["--planning.policy", "balanced", "--run.folder", "packed", "--run.steps"]
+    finished = runs.run(*flags, "4")
+    assert finished.returncode == 0, finished.stderr
+    assert "compiling 1/1" in finished.stdout
+    assert "1 row of 40 tokens" in finished.stdout
+    rows = runs.metrics("packed")
+    epoch = [row for row in rows if row["epoch"] == 0]
+    assert sum(row["samples"] for row in epoch) == 21
+    assert all(row["tokens"] <= 80 for row in rows)
+    config = yaml.safe_load((runs.folder / "packed" / "config.yaml").read_text())
+    assert config["planning"]["policy"] == "balanced"
+
+
+def test_on_a_cpu_auto_is_a_bucketed_policy_and_stays_what_it_was(unbroken):
+    runs, _ = unbroken
+    assert "policy" not in yaml.safe_load(runs.config.read_text())["planning"]
+    config = yaml.safe_load((runs.folder / "run" / "config.yaml").read_text())
+    assert config["planning"]["policy"] == "dual_constraint"
+
+
 def test_an_epoch_trains_on_every_sample_once(unbroken):
     runs, _ = unbroken
     epoch = [row for row in runs.metrics() if row["epoch"] == 0]

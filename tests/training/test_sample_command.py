@@ -67,7 +67,7 @@ def text_run(tmp_path_factory):
     config = Config(
         run=RunConfig(str(folder)),
         data=DataConfig(str(folder / "none")),
-        planning=PlanningConfig(m_mem=10),
+        planning=PlanningConfig(policy="dual_constraint", m_mem=10),
         model=TEXT_MODEL,
         diffusion=DiffusionConfig(TimestepConfig(shift=2.0, shift_seq_len=1, shift_power=0.5)),
         sampling=SamplingConfig(guidance=1.5, sampler="unipc"),

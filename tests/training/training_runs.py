@@ -29,7 +29,7 @@ class Runs:
                 "compilation_cache": str(self.compiled),
             },
             "data": {"folder": str(self.data)},
-            "planning": {"policy": "dual_constraint", "m_mem": 40, "micro_batches_per_step": 2},
+            "planning": {"m_mem": 40, "micro_batches_per_step": 2},
             "model": {
                 "dim": 16,
                 "ffn_dim": 16,

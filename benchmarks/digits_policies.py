@@ -1,0 +1,177 @@
+"""Does the planning change what the model learns? The digits under three policies.
+
+    python benchmarks/digits_policies.py
+
+trains configs/digits.yaml under `equal_tokens` (AdaptiveLoad's baseline), `dual_constraint` (its
+method) and packed `balanced`, three seeds each, all on as many samples as the default run sees.
+Writes benchmarks/results/digits_policies_{device}.json, docs/results/digits/policies.png and
+prints a table. Runs that are done already, in runs/policies, are not run again.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from alload_jax.bench.surroundings import surroundings
+from alload_jax.config import Config, read_config
+from alload_jax.data.digits import prepare_digits
+from alload_jax.data.manifest import read_manifest
+from alload_jax.errors import InputError, run_command
+from alload_jax.planning.plan import Plan
+from alload_jax.planning.settings import make_plan
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "configs" / "digits.yaml"
+PICTURE = ROOT / "docs" / "results" / "digits" / "policies.png"
+POLICIES = {"equal_tokens": "#888888", "dual_constraint": "#3b7dd8", "balanced": "#d1495b"}
+POINTS = 60
+"""Of a curve: each is the mean loss of so many samples."""
+
+
+def main(argv: list[str]) -> int:
+    """Trains, gathers, draws and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="of the default run (default: the config's)")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "policies")
+    parser.add_argument("--device", default="cpu", help="name for the JSON (default cpu)")
+    options = parser.parse_args(argv)
+    samples = samples_of_default(options.steps)
+    found = {
+        policy: [run(options.runs, policy, seed, samples) for seed in options.seeds]
+        for policy in POLICIES
+    }
+    content = surroundings(["jax", "flax", "numpy"]) | {
+        "command": " ".join(["python", "benchmarks/digits_policies.py", *argv]),
+        "samples": samples,
+        "runs": [each for group in found.values() for each in group],
+    }
+    out = ROOT / "benchmarks" / "results" / f"digits_policies_{options.device}.json"
+    out.write_text(json.dumps(content, indent=1) + "\n")
+    draw(found)
+    print(table(found))
+    return 0
+
+
+def samples_of_default(steps: int | None) -> int:
+    """Samples that the config's own run sees."""
+    config = digits_config("dual_constraint", 0)
+    plan = plan_of(config)
+    return sum(step_samples(plan, steps or config.run.steps))
+
+
+def digits_config(policy: str, seed: int) -> Config:
+    """The config of a run; the data are made if they are not there."""
+    flags = ["--planning.policy", policy, "--run.seed", str(seed)]
+    config = read_config(["--config", str(CONFIG), *flags])
+    assert config.data.digits is not None
+    prepare_digits(config.data.folder, config.data.digits)
+    return config
+
+
+def plan_of(config: Config) -> Plan:
+    """The plan of a run on one device."""
+    samples = read_manifest(config.data.folder).samples(config.model.patch_size)
+    return make_plan(config.planning, samples, 1, config.run.seed)
+
+
+def step_samples(plan: Plan, steps: int) -> list[int]:
+    """Samples of each of the first steps."""
+    return [
+        sum(len(part.samples) for part in plan.step(number).micro_batches)
+        for number in range(steps)
+    ]
+
+
+def run(runs: Path, policy: str, seed: int, samples: int) -> dict[str, Any]:
+    """Trains, unless it was done, and gathers what came of it."""
+    folder = runs / f"{policy}_{seed}"
+    plan = plan_of(digits_config(policy, seed))
+    seen = np.cumsum(step_samples(plan, samples // 20))
+    steps = int(np.searchsorted(seen, samples)) + 1
+    if not (folder / "summary.json").is_file():
+        command = [sys.executable, "train.py", "--config", str(CONFIG), "--run.folder", str(folder)]
+        command += ["--planning.policy", policy, "--run.seed", str(seed), "--run.steps", str(steps)]
+        print(f"{policy}, seed {seed}: {steps} steps", file=sys.stderr, flush=True)
+        if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
+            raise InputError(f"{' '.join(command)} failed")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    return {
+        "policy": policy,
+        "seed": seed,
+        "steps": len(rows),
+        "samples": sum(row["samples"] for row in rows),
+        "digit_accuracy": summary["digit_accuracy"],
+        "loss": curve(rows),
+    }
+
+
+def curve(rows: list[dict[str, Any]]) -> list[list[float]]:
+    """[samples seen, mean loss of the samples since the point before] of POINTS points.
+
+    A step's loss is the mean over its samples, which differ from step to step in number and kind.
+    """
+    seen = np.cumsum([row["samples"] for row in rows])
+    total = np.cumsum([row["loss"] * row["samples"] for row in rows])
+    ends = np.searchsorted(seen, np.linspace(0, seen[-1], POINTS + 1)[1:])
+    seen, total = np.r_[0, seen[ends]], np.r_[0, total[ends]]
+    return np.column_stack([seen[1:], np.diff(total) / np.diff(seen)]).tolist()
+
+
+def draw(found: dict[str, list[dict[str, Any]]]) -> None:
+    """Mean curves over seeds, and their spread."""
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    for policy, group in found.items():
+        curves = np.asarray([each["loss"] for each in group])
+        seen, losses = curves[0, :, 0] / 1000, curves[..., 1]
+        axes.plot(seen, losses.mean(axis=0), color=POLICIES[policy], label=policy)
+        axes.fill_between(
+            seen, losses.min(axis=0), losses.max(axis=0), color=POLICIES[policy], alpha=0.2, lw=0
+        )
+    axes.set(xlabel="thousand samples seen", ylabel="loss, mean over samples", yscale="log")
+    axes.set_title(f"The digits under three policies, {len(group)} seeds: mean, least and most")
+    axes.yaxis.set_major_formatter("{x:.2f}")
+    axes.yaxis.set_minor_formatter("{x:.2f}")
+    axes.grid(alpha=0.3, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PICTURE, dpi=160)
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown."""
+    lines = [
+        "| policy | steps | loss of the last 5 % of samples | digit accuracy |",
+        "|---|---:|---:|---:|",
+    ]
+    for policy, group in found.items():
+        last = [
+            statistics.fmean(loss for _, loss in each["loss"][-POINTS // 20 :]) for each in group
+        ]
+        accuracy = [each["digit_accuracy"] for each in group]
+        steps = statistics.fmean(each["steps"] for each in group)
+        lines.append(f"| `{policy}` | {steps:,.0f} | {spread(last)} | {spread(accuracy)} |")
+    return "\n".join(lines)
+
+
+def spread(values: list[float]) -> str:
+    """Mean, and least to most."""
+    return f"{statistics.fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))
