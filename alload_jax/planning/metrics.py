@@ -190,7 +190,7 @@ def step_metrics(
 ) -> StepMetrics:
     """Measures one step of a plan under a cost model."""
     seq_len = plan.samples.seq_len
-    part = plan.epoch(step.epoch).only(step.index % plan.steps_per_epoch)
+    part = plan.epoch(step.epoch).only(plan.locate(step.index)[1])
     cost = rank_costs(part, micro_batch_costs(part, seq_len, cost_model, anchor_seconds))[0]
     tokens = int(part.part_tokens(seq_len).sum())
     computed = int((part.rows * part.padded_len).sum())

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import threading
+from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -69,7 +71,12 @@ class Step:
 
 
 class Plan:
-    """A random-access sequence of steps, without end: epoch follows epoch, each in a new order."""
+    """A random-access sequence of steps, without end: epoch follows epoch, each in a new order.
+
+    Attributes:
+      steps_per_epoch: of the first epoch, and of every one where micro-batches are bucketed. Packed
+        epochs may differ by a few steps: those before a step are planned once to find it.
+    """
 
     def __init__(self, samples: Samples, policy: Policy, layout: RankLayout, seed: int):
         """Plans with `policy` over `samples` for the ranks of `layout`.
@@ -83,6 +90,9 @@ class Plan:
         self.seed = seed
         self.epoch = lru_cache(maxsize=2)(self._plan_epoch)
         self.steps_per_epoch = self.epoch(0).steps
+        self._alike = self.epoch(0).packing is None
+        self._starts = [0, self.steps_per_epoch]
+        self._finding_starts = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Only what the plan is made from travels to a worker process, which plans anew."""
@@ -94,7 +104,7 @@ class Plan:
 
     def step(self, index: int) -> Step:
         """Step number `index`, counted from the start of training."""
-        epoch, within = divmod(index, self.steps_per_epoch)
+        epoch, within = self.locate(index)
         plan = self.epoch(epoch)
         place = plan.of_step(within)
         return Step(
@@ -102,6 +112,17 @@ class Plan:
             epoch=epoch,
             micro_batches=tuple(_micro_batch(plan, w) for w in range(place.start, place.stop)),
         )
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The epoch of step number `index`, and its place there."""
+        if self._alike:
+            return divmod(index, self.steps_per_epoch)
+        with self._finding_starts:
+            while self._starts[-1] <= index:
+                epoch = len(self._starts) - 1
+                self._starts.append(self._starts[-1] + self.epoch(epoch).steps)
+        epoch = bisect_right(self._starts, index) - 1
+        return epoch, index - self._starts[epoch]
 
     def identity(self) -> dict[str, Any]:
         """All that decides the steps, as JSON values; equal identities mean equal plans.

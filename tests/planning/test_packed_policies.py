@@ -1,5 +1,7 @@
 """What every packed plan must hold, on random data; and how good `balanced` is on named mixes."""
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 from planning_cases import examples, of_lengths, refusal
 
 from alload_jax.planning.cost import PowerCost, QuadraticCost, beyond_filler
-from alload_jax.planning.metrics import plan_metrics
+from alload_jax.planning.metrics import plan_metrics, step_metrics
+from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.dealing import LEFT, Bins, deal, water_level
 from alload_jax.planning.policies.first_fit import FirstFit, first_fit_decreasing
@@ -338,3 +341,32 @@ def test_a_short_epoch_with_anchors_takes_no_more_steps_than_one_without():
         for context in (1, 8, 64)
     }
     assert max(steps.values()) <= steps[1] + 1
+
+
+def epochs_of(plan, count):
+    """The samples of the first epochs, epoch by epoch, as training meets them."""
+    seen = [[] for _ in range(count + 1)]
+    index = 0
+    while (step := plan.step(index)).epoch < count:
+        assert step.index == index
+        assert plan.locate(index)[0] == step.epoch
+        for part in step.micro_batches:
+            seen[step.epoch] += part.samples
+        assert step_metrics(step, plan, WAN).samples > 0
+        index += 1
+    return seen[:count]
+
+
+@pytest.mark.parametrize("policy", [FirstFit(320, look_ahead=2), Balanced(320, WAN, look_ahead=2)])
+def test_every_epoch_holds_every_sample_though_they_differ_in_length(policy):
+    lengths = np.random.default_rng(0).choice([4, 8, 16, 20, 68, 136, 272], 150)
+    samples = of_lengths(*lengths.tolist())
+    plan = Plan(samples, policy, RankLayout(1), seed=0)
+    later = plan.step(200).epoch  # found from the middle, too
+    assert later > 3
+    for seen in epochs_of(plan, 6):
+        assert sorted(seen) == list(range(150))
+    if isinstance(policy, FirstFit):  # of these two only its epochs differ here
+        assert len({plan.epoch(number).steps for number in range(12)}) > 1
+    again = pickle.loads(pickle.dumps(plan))
+    assert again.step(200) == plan.step(200)
