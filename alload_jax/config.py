@@ -19,7 +19,7 @@ from alload_jax.data.source import LoaderConfig
 from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
 from alload_jax.models.dit import obstacle_to_packing
-from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.settings import AUTO, PlanningConfig
 from alload_jax.report.samples import SamplingConfig
 from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training.checkpoint import CheckpointConfig
@@ -120,6 +120,8 @@ def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
 
 def with_policy(config: Config) -> Config:
     """With a policy in place of planning.policy auto, by this process's devices."""
+    if config.planning.policy != AUTO:
+        return config
     planning = config.planning.resolved(packs=not obstacle_to_packing(config.model))
     return dataclasses.replace(config, planning=planning)
 

@@ -14,7 +14,7 @@ from alload_jax.errors import InputError
 from alload_jax.planning.architecture import NAMED
 from alload_jax.planning.files import plan_table, replaceable, write_plan
 from alload_jax.planning.policies.policy import RanksMode
-from alload_jax.planning.settings import PolicyName
+from alload_jax.planning.settings import AUTO, PolicyName
 from alload_jax.planning.simulation import Surroundings
 from alload_jax.planning.study import Case, Study
 from alload_jax.planning.workloads import names
@@ -56,7 +56,11 @@ def _add_costs(group: Any) -> None:
 def _add_policies(group: Any) -> None:
     add = group.add_argument
     policies, modes = get_args(PolicyName), get_args(RanksMode)
-    add("--policy", choices=policies, help="how micro-batches are made")
+    add(
+        "--policy",
+        choices=(AUTO, *policies),
+        help="how micro-batches are made; default: auto, balanced if the device can pack rows",
+    )
     add(
         "--compare",
         nargs="+",

@@ -9,7 +9,7 @@ from alload_jax.errors import InputError
 from alload_jax.planning.analytic import analytic_costs
 from alload_jax.planning.architecture import NAMED, from_fields
 from alload_jax.planning.cost import CostFile, PowerCost, read_cost_file
-from alload_jax.planning.devices import device_named
+from alload_jax.planning.devices import DEVICES, device_named
 from alload_jax.planning.geometry import Geometry
 from alload_jax.planning.samples import Samples, read_samples
 from alload_jax.planning.settings import PlanningConfig
@@ -46,6 +46,7 @@ class _Base(NamedTuple):
     seed: int
     model: dict[str, Any] | None
     remat: str
+    packs: bool
 
 
 def plan_inputs(options: argparse.Namespace) -> PlanInputs:
@@ -64,8 +65,7 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     samples, data = _samples(options, base.patch_size)
     if fields.get("m_mem") is None and fields.get("policy") != "fixed":
         fields["m_mem"] = _m_mem(options, costs, int(samples.seq_len.min()))
-    # Costs are those of a GPU: auto is what training would do on one.
-    planning = PlanningConfig(**fields).resolved(packs=True)
+    planning = PlanningConfig(**fields).resolved(base.packs and _packs(options, costs))
     if options.config and base.model:
         planning.refuse_foreign_costs(base.model | {"remat": base.remat}, None)
     seed = base.seed if options.seed is None else options.seed
@@ -74,7 +74,7 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
 
 def _from_config(path: str | None) -> _Base:
     if path is None:
-        return _Base({}, Geometry().patch_size, 0, None, "attention")
+        return _Base({}, Geometry().patch_size, 0, None, "attention", True)
     # Only now: reading a whole training config needs JAX, which takes a second to import.
     from alload_jax.config import read_config
 
@@ -84,8 +84,20 @@ def _from_config(path: str | None) -> _Base:
     }
     model = config.model
     return _Base(
-        planning, model.patch_size, config.run.seed, model.architecture(), str(model.remat)
+        planning,
+        model.patch_size,
+        config.run.seed,
+        model.architecture(),
+        str(model.remat),
+        packs=model.image is None and model.attention != "xla" and model.dtype != "float32",
     )
+
+
+def _packs(options: argparse.Namespace, costs: CostFile) -> bool:
+    """Whether the device that is planned for runs attention on packed rows; if unknown, yes."""
+    name = options.device or costs.device or _DEFAULT_DEVICE
+    known = [each for short, each in DEVICES.items() if name in (short, each.name)]
+    return all(device.packs for device in known)
 
 
 def _costs(

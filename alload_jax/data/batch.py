@@ -32,7 +32,7 @@ class Bounds:
 
     Attributes:
       grid: (t, h, w) in tokens that no sample exceeds.
-      tokens: most tokens of a segment.
+      tokens: most tokens of a segment, sample or filler.
       condition: most condition tokens of a segment.
     """
 
@@ -77,12 +77,13 @@ class PackedBatch:
 
 
 AnyBatch = Batch | PackedBatch
-Signature = tuple[tuple[int, ...], ...]
+Signature = tuple[Any, tuple[tuple[int, ...], ...]]
 
 
 def signature(batch: AnyBatch) -> Signature:
-    """The shapes of a batch's arrays: batches of equal signature run the same program."""
-    return tuple(tuple(part.shape) for part in jax.tree.leaves(batch))
+    """What is static of a batch: batches of equal signature run the same program."""
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple(tuple(part.shape) for part in leaves)
 
 
 def describe(batch: AnyBatch) -> str:

@@ -11,6 +11,7 @@ from alload_jax.data.batch import Bounds, PackedBatch
 from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import Manifest
 from alload_jax.models.config import DiTConfig
+from alload_jax.models.packed_attention import WINDOWS
 from alload_jax.models.patches import patchify
 from alload_jax.models.segments import segments_of
 from alload_jax.planning.plan import MicroBatch, Plan
@@ -40,8 +41,9 @@ class RowSizes(NamedTuple):
 class PackedLayout:
     """Lays samples into packed rows (see `Layout`).
 
-    What samples leave free of a row is cut into segments of filler, none longer than the longest
-    sample, each with one empty condition token. They are computed like samples, and weigh nothing.
+    What samples leave free of a row is cut into segments of filler, none much longer than the
+    longest sample, each with one empty condition token. They are computed like samples, and weigh
+    nothing.
 
     Attributes:
       manifest: of the samples.
@@ -65,8 +67,10 @@ class PackedLayout:
         epoch = plan.epoch(0)
         assert epoch.packing is not None
         grid = manifest.geometry(model.patch_size).token_grid(*manifest.shape.T).max(axis=0)
-        longest = int(plan.samples.seq_len.max())
         tokens, samples = int(epoch.padded_len[0]), epoch.packing.segments
+        # Filler behind an aligned sample is shorter than the alignment: one segment. An empty row
+        # has no more segments of filler than attention has windows.
+        longest = max(int(plan.samples.seq_len.max()), epoch.packing.align, tokens // WINDOWS)
         # A row's end in pieces, and a gap behind each sample where they are aligned.
         filler = -(-tokens // longest) + (samples if epoch.packing.align > 1 else 0)
         multiple = _CONDITION_MULTIPLES[conditions.length >= _LONG_CONDITION]

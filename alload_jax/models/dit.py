@@ -30,6 +30,8 @@ def obstacle_to_packing(config: DiTConfig) -> str:
     """Why this model had better not train on packed rows here; empty when it can."""
     if config.image is not None:
         return "packed rows hold no image conditions"
+    if config.attention == "xla":
+        return "model.attention is xla, which computes all pairs of a row"
     head = jax.ShapeDtypeStruct((1, 1, 1, config.dim // config.num_heads), config.compute_dtype)
     return cudnn_obstacle(head) or packed_obstacle()
 

@@ -39,7 +39,8 @@ _LEAST_CAPABILITY = 9.0
 """cuDNN has packed attention, forward and backward, from Hopper on."""
 _MOST_ELEMENTS = 2**31
 """Of queries or keys: offsets are 32-bit counts of elements."""
-_MOST_WINDOWS = 64
+WINDOWS = 64
+"""Most windows that a row is shown as."""
 _WINDOW_MULTIPLE = 8
 
 
@@ -53,7 +54,10 @@ def packed_obstacle(elements: int = 0) -> str:
         return f"the backend is {jax.default_backend()!r}, not 'gpu'"
     if _private_module() is None:
         return f"JAX {jax.__version__} has no packed attention as it is known in {_MODULE}"
-    capability = float(jax.local_devices()[0].compute_capability)
+    try:
+        capability = float(jax.local_devices()[0].compute_capability)
+    except (AttributeError, ValueError):  # a GPU that is not NVIDIA's
+        return f"it needs an NVIDIA GPU, and this is {jax.local_devices()[0].device_kind}"
     if capability < _LEAST_CAPABILITY:
         return f"it needs compute capability {_LEAST_CAPABILITY}, and this GPU has {capability}"
     if elements >= _MOST_ELEMENTS:
@@ -118,7 +122,7 @@ class _Windows(NamedTuple):
 def _windows(queries: tuple[int, ...], keys: tuple[int, ...], longest: tuple[int, int]) -> _Windows:
     """The most windows that the longest segments fit into, from (rows, tokens) of both."""
     totals = math.prod(queries), math.prod(keys)
-    for count in range(_MOST_WINDOWS * queries[0], 0, -1):
+    for count in range(WINDOWS * queries[0], 0, -1):
         sizes = [total // count for total in totals]
         whole = not any(total % count for total in totals)
         if whole and all(

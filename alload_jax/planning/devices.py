@@ -23,6 +23,7 @@ class Device:
         whole step; their bytes are counted as if every fusion read and wrote once.
       kernel_seconds: least time of a kernel, however small.
       link_bandwidth: bytes/s that one device sends to its peers in an all-to-all.
+      packs: whether its attention runs on packed rows.
       compute_bytes: of one activation: bfloat16, or float32 on CPUs.
     """
 
@@ -36,6 +37,7 @@ class Device:
     elementwise_share: float
     kernel_seconds: float
     link_bandwidth: float
+    packs: bool
     compute_bytes: int = 2
 
 
@@ -56,6 +58,7 @@ DEVICES = {
         elementwise_share=0.3,
         kernel_seconds=3e-6,
         link_bandwidth=76e9,
+        packs=True,
     ),
     # Data sheet (SXM, 80 GB); memory: nvidia-smi, 81559 MiB. Assumed: all shares and the link, as
     # measured on the H200, whose processor is the same.
@@ -70,6 +73,7 @@ DEVICES = {
         elementwise_share=0.3,
         kernel_seconds=3e-6,
         link_bandwidth=76e9,
+        packs=True,
     ),
     # Data sheet (SXM, 80 GB). Assumed: 0.8 of the peak for matrix products; attention as published
     # for FlashAttention-2 (arXiv 2307.08691: up to 225 TFLOP/s forward and backward); the link
@@ -85,6 +89,7 @@ DEVICES = {
         elementwise_share=0.3,
         kernel_seconds=4e-6,
         link_bandwidth=50e9,
+        packs=False,
     ),
     # All assumed: some sixteen cores with AVX2, in float32. For trying plans, not for figures.
     "cpu": Device(
@@ -98,6 +103,7 @@ DEVICES = {
         elementwise_share=0.3,
         kernel_seconds=10e-6,
         link_bandwidth=5e9,
+        packs=False,
         compute_bytes=4,
     ),
 }

@@ -104,6 +104,11 @@ class PlanningConfig:
                 f"planning.policy {self.policy} needs planning.m_mem (tokens) or "
                 "planning.cost_model; neither is given"
             )
+        if self.policy == AUTO and isinstance(self.m_comp, int | float):
+            raise InputError(
+                f"planning.m_comp is {self.m_comp}, whose unit depends on the policy, and "
+                "planning.policy is auto; name the policy, or give auto or longest"
+            )
         if self.context > 1 and self.policy not in ("balanced", AUTO):
             raise InputError(
                 f"planning.context is {self.context}, but {self.policy} splits no sample; "

@@ -144,8 +144,10 @@ def damage_named(place: Path, remedy: str) -> Iterator[None]:
 def difference(theirs: Any, ours: Any) -> str:
     """The first value that differs, named; both as JSON values."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
-        # Digests of the data and of its order last: they follow from what else differs.
-        keys = sorted(theirs.keys() | ours.keys(), key=lambda k: (k in ("samples", "order"), k))
+        # The policy first, which decides what else there is; digests of the data and of its order
+        # last, which follow from what else differs.
+        places = {"policy": -1, "samples": 1, "order": 1}
+        keys = sorted(theirs.keys() | ours.keys(), key=lambda key: (places.get(key, 0), key))
         for key in keys:
             was, now = (found.get(key, LATER_FIELDS.get(key)) for found in (theirs, ours))
             if was != now:

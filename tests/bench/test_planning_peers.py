@@ -68,15 +68,13 @@ def test_ranks_without_a_row_wait(peers, case):
     assert (figures["uneven_steps"], figures["uneven_samples"]) == (1, 1)
 
 
-def test_the_fastest_is_best_whatever_its_order_unless_asked(peers):
+def test_the_fastest_is_best_whatever_its_order(peers):
     rows = [
-        {"tokens_per_second": 3.0, "order_correlation": 0.9},
         {"tokens_per_second": 1.0, "order_correlation": 0.0},
+        {"tokens_per_second": 3.0, "order_correlation": 0.9},
         {"tokens_per_second": 2.0, "order_correlation": -0.1},
     ]
-    assert peers.best(rows) == 0
-    assert peers.best(rows, 0.3) == 2
-    assert peers.best(rows[:1], 0.3) == 0
+    assert peers.best(rows) == 1
 
 
 def test_later_rounds_keep_what_was_chosen(peers):

@@ -13,7 +13,7 @@ from alload_jax.models.patches import unpatchify
 from alload_jax.planning.settings import PlanningConfig, make_plan
 
 MODEL = DiTConfig(dim=16, num_heads=2, num_layers=1, patch_size=PATCH)
-SIZES = [(1, 4, 4), (1, 4, 8), (5, 4, 4), (5, 8, 6), (9, 2, 2)]
+SIZES = [(1, 2, 2), (1, 4, 4), (1, 4, 8), (5, 4, 4), (5, 8, 6), (9, 2, 2)]
 
 
 @st.composite

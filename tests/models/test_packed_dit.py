@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from alload_jax.models.config import DiTConfig, TextConfig
-from alload_jax.models.dit import DiT
+from alload_jax.models.dit import DiT, obstacle_to_packing
 from alload_jax.models.patches import patchify, unpatchify
 from alload_jax.models.rotary import grid_positions
 from alload_jax.models.segments import PackedRows, segments_of
@@ -195,3 +195,28 @@ def test_image_models_are_refused_on_packed_rows():
     graph, state = build(config)
     with pytest.raises(NotImplementedError, match="dual_constraint"):
         run_packed(graph, state, pack(config, draw(config)))
+
+
+class FakeGpu:
+    device_kind = "a GPU"
+
+    def __init__(self, capability):
+        self.compute_capability = capability
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "reason"),
+    [
+        ({}, "9.0", ""),
+        ({}, "8.0", "compute capability 9.0, and this GPU has 8.0"),
+        ({}, "gfx942", "needs an NVIDIA GPU"),
+        ({"attention": "xla"}, "9.0", "model.attention is xla"),
+        ({"dtype": "float32"}, "9.0", "dtype is float32"),
+    ],
+)
+def test_what_keeps_a_model_from_packed_rows_is_named(changes, capability, reason, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu(capability)])
+    config = DiTConfig(**vars(CONFIG) | {"dim": 32, "dtype": "bfloat16"} | changes)
+    found = obstacle_to_packing(config)
+    assert reason in found if reason else found == ""

@@ -167,3 +167,10 @@ def test_auto_is_chosen_by_whether_rows_can_be_packed():
     assert fixed.resolved(packs=True) == fixed
     with pytest.raises(ValueError, match="resolved"):
         make_policy(config)
+
+
+def test_a_number_for_m_comp_needs_a_policy_whose_unit_it_has():
+    with pytest.raises(ValueError, match=r"m_comp is 100.0, whose unit depends on the policy"):
+        PlanningConfig(m_mem=20, m_comp=100.0)
+    for m_comp in ("auto", "longest"):
+        assert PlanningConfig(m_mem=20, m_comp=m_comp).m_comp == m_comp
