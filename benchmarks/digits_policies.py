@@ -69,7 +69,7 @@ def samples_of_default(steps: int | None) -> int:
     """Samples that the config's own run sees."""
     config = digits_config("dual_constraint", 0)
     plan = plan_of(config)
-    return sum(step_samples(plan, steps or config.run.steps))
+    return sum(step_samples(plan, number) for number in range(steps or config.run.steps))
 
 
 def digits_config(policy: str, seed: int) -> Config:
@@ -87,20 +87,25 @@ def plan_of(config: Config) -> Plan:
     return make_plan(config.planning, samples, 1, config.run.seed)
 
 
-def step_samples(plan: Plan, steps: int) -> list[int]:
-    """Samples of each of the first steps."""
-    return [
-        sum(len(part.samples) for part in plan.step(number).micro_batches)
-        for number in range(steps)
-    ]
+def step_samples(plan: Plan, number: int) -> int:
+    """Samples of a step."""
+    return sum(len(part.samples) for part in plan.step(number).micro_batches)
+
+
+def steps_for(plan: Plan, samples: int) -> int:
+    """The fewest steps that hold as many samples."""
+    seen = number = 0
+    while seen < samples:
+        seen += step_samples(plan, number)
+        number += 1
+    return number
 
 
 def run(runs: Path, policy: str, seed: int, samples: int) -> dict[str, Any]:
     """Trains, unless it was done, and gathers what came of it."""
     folder = runs / f"{policy}_{seed}"
     plan = plan_of(digits_config(policy, seed))
-    seen = np.cumsum(step_samples(plan, samples // 20))
-    steps = int(np.searchsorted(seen, samples)) + 1
+    steps = steps_for(plan, samples)
     if not (folder / "summary.json").is_file():
         command = [sys.executable, "train.py", "--config", str(CONFIG), "--run.folder", str(folder)]
         command += ["--planning.policy", policy, "--run.seed", str(seed), "--run.steps", str(steps)]

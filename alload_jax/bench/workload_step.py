@@ -23,7 +23,6 @@ import numpy as np
 
 from alload_jax.bench.jax_step import Step, model_config, out_of_memory
 from alload_jax.bench.surroundings import surroundings
-from alload_jax.bench.workload_samples import model_flops, samples_of
 from alload_jax.data.batch import AnyBatch, Signature, describe, signature
 from alload_jax.data.collate import Collator
 from alload_jax.data.condition import Conditions, conditions_for
@@ -31,10 +30,12 @@ from alload_jax.data.layout import layout_for
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import LABELS, LATENTS, TEXT
 from alload_jax.models.config import DiTConfig
+from alload_jax.planning.architecture import LABEL_TOKENS, from_fields
 from alload_jax.planning.geometry import Geometry
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig, make_plan
+from alload_jax.planning.workloads import ASPECT_RATIOS, make_workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,14 @@ class Settings:
     samples: int
     one_aspect: bool
     steps: int
+
+    def made(self) -> Samples:
+        """The samples of the epoch."""
+        if self.workload:
+            ratios = {(16, 9): 1.0} if self.one_aspect else ASPECT_RATIOS
+            return make_workload(self.workload, self.samples, aspect_ratios=ratios)
+        shape = np.tile(np.asarray(self.shape, np.int64), (self.samples, 1))
+        return Samples(shape, Geometry().seq_len(*shape.T))
 
 
 class RandomReader:
@@ -102,17 +111,13 @@ def manifest_of(samples: Samples, model: DiTConfig) -> Manifest:
         index=none,
         shape=samples.shape,
         channels=np.full(count, model.in_channels),
-        text_length=np.full(count, _condition_length(model)),
+        text_length=np.full(count, model.text.length if model.text else LABEL_TOKENS),
         checksum=none,
         vae_stride=Geometry().vae_stride,
         text_dim=model.text.dim if model.text else None,
         shard_bytes={},
         origin={},
     )
-
-
-def _condition_length(model: DiTConfig) -> int:
-    return model.text.length if model.text else 1
 
 
 def programs_of(plan: Plan) -> list[list[int]]:
@@ -126,11 +131,11 @@ def programs_of(plan: Plan) -> list[list[int]]:
 def measure(settings: Settings) -> dict[str, Any]:
     """Tokens a second of each policy's epoch, and what they take; or the error it ended in."""
     model = model_config(settings.model)
-    samples = samples_of(dataclasses.asdict(settings))
+    samples = settings.made()
     noted = surroundings(["jax", "jaxlib", "flax"]) | {
         "samples": len(samples),
         "tokens": int(samples.seq_len.sum()),
-        "flops": model_flops(settings.model, samples.seq_len, _condition_length(model)),
+        "flops": from_fields(settings.model).step_flops(samples.seq_len),
     }
     plans = [
         make_plan(PlanningConfig(**planning), samples, 1, 0) for planning in settings.plannings
@@ -175,15 +180,16 @@ class _Runner:
         reader: Any = RandomReader(self._manifest, conditions)
         collate = Collator(reader, frozenset({0}), layout)
         counted = []
-        alone = len(programs_of(plan)) == 1
-        for steps in programs_of(plan):
+        programs = programs_of(plan)
+        for steps in programs:
             first = _placed(collate, plan, steps[0])
             key = signature(first)
             if key not in self._measured:
                 self._run(first)
-                chosen = representative(steps, _squares(plan, self._samples), most) if alone else []
+                few = most if len(programs) == 1 else 1
+                chosen = representative(steps, _squares(plan, self._samples), few)
                 batches = (_placed(collate, plan, number) for number in chosen)
-                seconds = [self._run(batch) for batch in batches] or [self._run(first)]
+                seconds = [self._run(batch) for batch in batches]
                 self._measured[key] = Measured(describe(first), seconds)
             counted.append((len(steps), self._measured[key]))
         return _summary(plan, self._samples, counted) | {"compile_seconds": compiled}

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import rich.box
 from rich.console import Console
 from rich.table import Table
 
 from alload_jax.commands import bench_layouts
 from alload_jax.errors import InputError
+from alload_jax.planning.architecture import from_fields
 
 HELP = "Training steps of a Wan-shaped model: against diffusers in PyTorch, or by planning policy."
 
@@ -145,10 +147,18 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, An
 
 def _ours(options: argparse.Namespace, remat: str, residual: str) -> dict[str, Any]:
     """Fields of our model's config."""
-    model = _model(options)
-    fields: dict[str, Any] = {k: v for k, v in model.items() if k != "head_dim"}
-    fields |= {"dim": model["num_heads"] * model["head_dim"], "in_channels": 16, "text": _TEXT}
+    fields = _fields(_model(options))
     return fields | {"remat": remat, "residual_dtype": residual, "dtype": "bfloat16"}
+
+
+def _fields(model: dict[str, int]) -> dict[str, Any]:
+    """A model of `_MODELS` as fields of `DiTConfig`."""
+    fields: dict[str, Any] = {k: v for k, v in model.items() if k != "head_dim"}
+    return fields | {
+        "dim": model["num_heads"] * model["head_dim"],
+        "in_channels": 16,
+        "text": _TEXT,
+    }
 
 
 def _measured(module: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -191,12 +201,13 @@ def _table(content: dict[str, Any]) -> Table:
         ("to compile, s", "right"),
     ):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
+    architecture, batch = from_fields(_fields(content["model"])), content["batch"]
     for case in content["cases"]:
         if "error" in case:
             table.add_row(case["name"], case["error"])
             continue
         seconds = case["seconds"]
-        flops = step_flops(content["model"], content["batch"], case["tokens"])
+        flops = architecture.step_flops(np.full(batch, case["tokens"] // batch))
         table.add_row(
             case["name"],
             f"{seconds:.3f}",
@@ -206,17 +217,3 @@ def _table(content: dict[str, Any]) -> Table:
             f"{case.get('compile_seconds', case.get('warmup_seconds', 0)):.0f}",
         )
     return table
-
-
-def step_flops(model: dict[str, int], batch: int, tokens: int) -> float:
-    """Matrix products and attention of a step, recomputation not counted: three times forward's."""
-    dim, text = model["num_heads"] * model["head_dim"], _TEXT["length"]
-    seq_len = tokens // batch
-    per_row = (
-        12 * seq_len * dim**2
-        + 4 * seq_len * dim * model["ffn_dim"]
-        + 4 * seq_len**2 * dim
-        + 4 * text * dim**2
-        + 4 * seq_len * text * dim
-    )
-    return 3.0 * model["num_layers"] * batch * per_row

@@ -31,7 +31,7 @@ class Bounds:
     """What is static of the samples in packed rows.
 
     Attributes:
-      grid: (t, h, w) in tokens that no sample exceeds.
+      grid: (t, h, w) in tokens of the largest sample along each; no position reaches it.
       tokens: most tokens of a segment, sample or filler.
       condition: most condition tokens of a segment.
     """

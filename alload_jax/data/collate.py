@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from alload_jax.data.batch import AnyBatch
-from alload_jax.data.layout import Layout, by_micro_batch
+from alload_jax.data.layout import Layout
 from alload_jax.data.record import LATENTS
 from alload_jax.data.store import BadRecordError, StoreReader
 from alload_jax.planning.plan import MicroBatch, Step
@@ -47,8 +48,8 @@ class Collator:
         """Reads the step's records. Damaged ones get no weight, and are reported."""
         problems: list[str] = []
         batches = tuple(
-            self._batch([part for part in parts if part.rank in self.ranks], problems)
-            for parts in by_micro_batch(step.micro_batches)
+            self._batch([part for part in group if part.rank in self.ranks], problems)
+            for _, group in groupby(step.micro_batches, key=lambda part: part.index)
         )
         return HostStep(step.index, step.epoch, batches, tuple(problems))
 

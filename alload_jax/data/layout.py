@@ -1,6 +1,5 @@
 """How a plan's micro-batches become arrays: the layouts, and which one a plan has."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -65,15 +64,4 @@ def layout_for(plan: Plan, manifest: Manifest, model: DiTConfig, conditions: Con
             f"planning.context is {packing.context}; training splits no sample over ranks so far "
             "(`alload plan` shows what it would do): leave it at 1"
         )
-    if model.image is not None:
-        raise InputError(
-            "model.image is set, and packed rows hold no image conditions; choose a bucketed "
-            "planning.policy such as dual_constraint"
-        )
     return PackedLayout.of(plan, manifest, model, conditions)
-
-
-def by_micro_batch(parts: Sequence[MicroBatch]) -> Iterator[list[MicroBatch]]:
-    """The parts of a step's micro-batches, one after another."""
-    for _, group in itertools.groupby(parts, key=lambda part: part.index):
-        yield list(group)

@@ -16,9 +16,9 @@ from alload_jax.models.patches import patchify
 from alload_jax.models.segments import segments_of
 from alload_jax.planning.plan import MicroBatch, Plan
 
-_LONG_CONDITION = 512
-_CONDITION_MULTIPLES = {False: 8, True: 512}
-"""Of a row's condition tokens; attention shows rows to cuDNN in equal windows."""
+_LONG_CONDITION, _SHORT_CONDITION = 512, 8
+"""A row's condition tokens are a multiple of one of these, so that attention can show them to cuDNN
+in equal windows: of the first where samples have as many."""
 
 
 class Place(NamedTuple):
@@ -73,7 +73,8 @@ class PackedLayout:
         longest = max(int(plan.samples.seq_len.max()), epoch.packing.align, tokens // WINDOWS)
         # A row's end in pieces, and a gap behind each sample where they are aligned.
         filler = -(-tokens // longest) + (samples if epoch.packing.align > 1 else 0)
-        multiple = _CONDITION_MULTIPLES[conditions.length >= _LONG_CONDITION]
+        long = conditions.length >= _LONG_CONDITION
+        multiple = _LONG_CONDITION if long else _SHORT_CONDITION
         condition = samples * conditions.length + filler
         return cls(
             manifest,

@@ -11,10 +11,10 @@ def interpolate(data: jax.Array, noise: jax.Array, sigma: jax.Array) -> jax.Arra
     """(1 − σ)·data + σ·noise.
 
     Args:
-      data, noise: [B, ...].
-      sigma: [B], 0 (data) to 1 (noise).
+      data, noise: [B, ...] or [R, T, ...].
+      sigma: [B] or [R, T], 0 (data) to 1 (noise).
     """
-    sigma = _per_row(sigma, data.ndim)
+    sigma = sigma.reshape(*sigma.shape, *(1,) * (data.ndim - sigma.ndim))
     return (1 - sigma) * data + sigma * noise
 
 
@@ -27,7 +27,3 @@ def squared_error(predicted: jax.Array, target: jax.Array) -> jax.Array:
     """Mean squared error of each sample in float32: [B, ...] → [B]."""
     error = jnp.square(predicted.astype(jnp.float32) - target.astype(jnp.float32))
     return error.mean(axis=tuple(range(1, error.ndim)))
-
-
-def _per_row(value: jax.Array, ndim: int) -> jax.Array:
-    return value.reshape(-1, *(1,) * (ndim - 1))

@@ -1,6 +1,5 @@
 """The one place that computes attention: an adapter over the implementations JAX offers."""
 
-import math
 from typing import Literal, get_args
 
 import jax
@@ -11,6 +10,7 @@ from jax.sharding import NamedSharding
 from alload_jax.models.packed_attention import cudnn_packed, packed_obstacle, xla_packed
 from alload_jax.models.remat import ATTENTION_OUTPUT
 from alload_jax.models.segments import Packed
+from alload_jax.sharding.mesh import row_shards
 
 AttentionImplementation = Literal["auto", "xla", "cudnn"]
 
@@ -68,8 +68,8 @@ def _packed(
     sharding: NamedSharding | None,
 ) -> jax.Array:
     """Attention within segments, on each device within its own rows."""
-    rows = 1 if sharding is None else math.prod(sharding.mesh.shape[a] for a in _axes(sharding))
-    obstacle = obstacle or packed_obstacle(max(query.size, key.size) // rows)
+    elements = max(query.size, key.size) // row_shards(sharding)
+    obstacle = obstacle or packed_obstacle(elements)
     on_gpu = jax.default_backend() == "gpu"
     if obstacle and (implementation == "cudnn" or (implementation == "auto" and on_gpu)):
         raise NotImplementedError(
@@ -83,12 +83,6 @@ def _packed(
     return jax.shard_map(
         run, mesh=sharding.mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False
     )(query, key, value, segments)
-
-
-def _axes(sharding: NamedSharding) -> tuple[str, ...]:
-    """The mesh axes that rows are split over."""
-    axes = sharding.spec[0]
-    return axes if isinstance(axes, tuple) else (axes,)
 
 
 def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

@@ -5,11 +5,12 @@ by columns: on an H200 the transposes took 2 % of a block at 65,536 tokens. Cut 
 tokens of a lone row are computed as those of any batch; cutting moves no data.
 """
 
-import math
 from collections.abc import Callable
 
 import jax
 from jax.sharding import NamedSharding
+
+from alload_jax.sharding.mesh import row_shards
 
 _PIECES = 8
 
@@ -27,15 +28,8 @@ def in_pieces(
       arrays: [B, S, ...], with the same B and S, which the mesh divides.
     """
     rows, tokens = arrays[0].shape[:2]
-    if rows != _devices(sharding) or tokens % _PIECES:
+    if rows != row_shards(sharding) or tokens % _PIECES:
         return function(*arrays)
     cut = (x.reshape(rows * _PIECES, tokens // _PIECES, *x.shape[2:]) for x in arrays)
     result = function(*cut)
     return result.reshape(rows, tokens, *result.shape[2:])
-
-
-def _devices(sharding: NamedSharding | None) -> int:
-    """Among how many devices the rows are split."""
-    axes = sharding.spec[0] if sharding is not None and sharding.spec else None
-    names = (axes,) if isinstance(axes, str) else axes or ()
-    return math.prod(sharding.mesh.shape[name] for name in names) if sharding is not None else 1

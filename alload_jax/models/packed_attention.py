@@ -10,7 +10,6 @@ statistics, of which each token's own are kept.
 import importlib
 import inspect
 import math
-from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -72,8 +71,7 @@ def cudnn_packed(query: jax.Array, key: jax.Array, value: jax.Array, packed: Pac
     """
     inside = packed.key.ids != PADDING
     key, value = _zero_gradients_outside(inside, key), _zero_gradients_outside(inside, value)
-    windows = _windows(query.shape[:2], key.shape[:2], packed.longest)
-    return _fused(windows, query, key, value, packed.query, packed.key)
+    return _fused(query, key, value, packed)
 
 
 def xla_packed(query: jax.Array, key: jax.Array, value: jax.Array, packed: Packed) -> jax.Array:
@@ -107,6 +105,14 @@ def xla_packed(query: jax.Array, key: jax.Array, value: jax.Array, packed: Packe
     return checkpoint_name(output.astype(query.dtype), ATTENTION_OUTPUT)
 
 
+class _Heads(NamedTuple):
+    """[R, S, num_heads, head_dim], and [R, T, num_heads, head_dim] twice."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+
+
 class _Windows(NamedTuple):
     """How cuDNN is shown packed rows: as `number` rows, each as long as a segment may be.
 
@@ -134,64 +140,45 @@ def _windows(queries: tuple[int, ...], keys: tuple[int, ...], longest: tuple[int
     return _Windows(queries[0], queries[1], keys[1])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(
-    windows: _Windows,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    queries: Segments,
-    keys: Segments,
-) -> jax.Array:
-    return _forward(windows, query, key, value, queries, keys, is_training=False)[0]
+@jax.custom_vjp
+def _fused(query: jax.Array, key: jax.Array, value: jax.Array, packed: Packed) -> jax.Array:
+    return _forward(_Heads(query, key, value), packed, is_training=False)[0]
 
 
-def _forward(
-    windows: _Windows,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    queries: Segments,
-    keys: Segments,
-    is_training: bool,
-) -> list[jax.Array]:
+def _forward(heads: _Heads, packed: Packed, is_training: bool) -> list[jax.Array]:
     """Output like the query and, in training, statistics [slots, num_heads, window]."""
-    arrays = _arrays(windows, query, key, value, queries, keys)
+    arrays, query = _arrays(heads, packed), heads.query
     options = _options(query.shape[-1]) | {"is_training": is_training}
     output, *statistics = _primitive("_dot_product_attention_fwd").bind(*arrays, **options)
     return [output.reshape(query.shape), *statistics]
 
 
 def _forward_rule(
-    windows: _Windows,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    queries: Segments,
-    keys: Segments,
+    query: jax.Array, key: jax.Array, value: jax.Array, packed: Packed
 ) -> tuple[jax.Array, Any]:
-    output, statistics = _forward(windows, query, key, value, queries, keys, is_training=True)
+    heads = _Heads(query, key, value)
+    output, statistics = _forward(heads, packed, is_training=True)
     output = checkpoint_name(output, ATTENTION_OUTPUT)
-    slot, place = _slot_and_place(queries)
+    slot, place = _slot_and_place(packed.query)
     own = checkpoint_name(statistics[slot, :, place], ATTENTION_OUTPUT)
-    return output, (query, key, value, queries, keys, output, own)
+    return output, (heads, packed, output, own)
 
 
-def _backward_rule(windows: _Windows, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
-    query, key, value, queries, keys, output, own = saved
-    arrays = _arrays(windows, query, key, value, queries, keys)
-    token = _first_tokens(queries)[:, None] + jnp.arange(windows.queries)
-    slots = arrays[4].size
+def _backward_rule(saved: Any, grad: jax.Array) -> tuple[Any, ...]:
+    heads, packed, output, own = saved
+    arrays = _arrays(heads, packed)
+    window, slots = arrays[0].shape[1], arrays[4].size
+    token = _first_tokens(packed.query)[:, None] + jnp.arange(window)
     token = jnp.pad(token, ((0, slots - len(token)), (0, 0)))
     statistics = own[jnp.minimum(token, len(own) - 1)].transpose(0, 2, 1)
     grads = _primitive("_dot_product_attention_bwd").bind(
         *arrays,
         statistics,
         *(part.reshape(arrays[0].shape) for part in (output, grad)),
-        **_options(query.shape[-1]),
+        **_options(heads.query.shape[-1]),
     )
-    shaped = (found.reshape(like.shape) for found, like in zip(grads, saved, strict=False))
-    return (*shaped, None, None)
+    shaped = (found.reshape(like.shape) for found, like in zip(grads, heads, strict=True))
+    return (*shaped, None)
 
 
 _fused.defvjp(_forward_rule, _backward_rule)
@@ -213,21 +200,15 @@ def _slot_and_place(segments: Segments) -> tuple[jax.Array, jax.Array]:
     return (ids + row * segments.offset.shape[1]).reshape(-1), jnp.maximum(place, 0).reshape(-1)
 
 
-def _arrays(
-    windows: _Windows,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    queries: Segments,
-    keys: Segments,
-) -> list[jax.Array]:
+def _arrays(heads: _Heads, packed: Packed) -> list[jax.Array]:
     """The primitives' arrays, as `_ARRAYS` names them."""
-    none = jnp.zeros(0, query.dtype)
-    heads = query.shape[-2:]
+    query, key, value = heads
+    windows = _windows(query.shape[:2], key.shape[:2], packed.longest)
+    none, of_token = jnp.zeros(0, query.dtype), query.shape[-2:]
     # At least two, below which JAX takes rows for unpacked.
-    slots = max(2, -(-queries.offset.size // windows.number))
+    slots = max(2, -(-packed.query.offset.size // windows.number))
     lengths, offsets = [], []
-    for segments, size in ((queries, windows.queries), (keys, windows.keys)):
+    for segments, size in ((packed.query, windows.queries), (packed.key, windows.keys)):
         spare = slots * windows.number - segments.offset.size
         first = jnp.pad(
             _first_tokens(segments),
@@ -235,10 +216,10 @@ def _arrays(
             constant_values=size * windows.number,
         )
         lengths.append(jnp.pad(segments.length.reshape(-1), (0, spare)).reshape(-1, slots))
-        offsets.append((first * math.prod(heads)).reshape(-1, slots + 1))
+        offsets.append((first * math.prod(of_token)).reshape(-1, slots + 1))
     return [
-        query.reshape(-1, windows.queries, *heads),
-        *(part.reshape(-1, windows.keys, *heads) for part in (key, value)),
+        query.reshape(-1, windows.queries, *of_token),
+        *(part.reshape(-1, windows.keys, *of_token) for part in (key, value)),
         none,
         *lengths,
         *offsets,

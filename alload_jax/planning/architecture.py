@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from alload_jax.errors import InputError
 
 LABEL_TOKENS = 1
@@ -60,6 +62,18 @@ class Architecture:
             + per_token * seq_len
             + self.attention_flops_per_pair * float(seq_len) ** 2
         )
+
+    def step_flops(self, seq_len: np.ndarray) -> float:
+        """FLOPs of a training step on samples of these lengths: three times their forward's.
+
+        What rematerialisation computes again does not count.
+
+        Args:
+          seq_len: [N] integers.
+        """
+        lengths, counts = np.unique(seq_len, return_counts=True)
+        each = (self.forward_flops(int(length)) for length in lengths)
+        return 3.0 * sum(n * flops for n, flops in zip(counts.tolist(), each, strict=True))
 
     @property
     def matmul_flops_per_token(self) -> float:

@@ -1,5 +1,6 @@
 """The device mesh of a run."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -49,6 +50,15 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
 def ranks_of(mesh: Mesh) -> int:
     """Data-parallel ranks: devices that each take rows of their own."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def row_shards(sharding: NamedSharding | None) -> int:
+    """Among how many devices the rows of an array are split; 1 without a sharding."""
+    if sharding is None or not sharding.spec or sharding.spec[0] is None:
+        return 1
+    axes = sharding.spec[0]
+    names = axes if isinstance(axes, tuple) else (axes,)
+    return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 def local_plan_ranks(mesh: Mesh, ranks: int) -> frozenset[int]:

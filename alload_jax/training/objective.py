@@ -76,13 +76,13 @@ def _packed(
     predicted = model.packed(
         tokens,
         batch.position,
-        tuple(n + 1 for n in bounds.grid),  # type: ignore[arg-type]
+        bounds.grid,
         PackedRows(batch.segments, batch.condition_segments, longest),
         sigma * TIMESTEP_SCALE,
         condition,
         sharding,
     )
-    error = jnp.square(predicted - target).mean(axis=-1)
+    error = jax.vmap(squared_error)(predicted, target)
     # A sample's loss is the mean over its tokens.
     each = batch.weight / jnp.maximum(batch.segments.length, 1)
     return jnp.sum(_of_segment(each, batch.segments.ids) * error)
@@ -139,10 +139,9 @@ def noised(
     size = volume * batch.latents.shape[-1]
     tokens = jax.vmap(of_tokens, in_axes=(0, None, None))(draws.noise, jnp.arange(seq_len), size)
     noise = unpatchify(tokens, batch.latents.shape, model.patch_size)
-    dropped = draws.dropped.reshape(-1, *(1,) * (batch.condition.ndim - 1))
     latents = interpolate(batch.latents, noise, draws.sigma)
     target = velocity(batch.latents, noise)
-    return latents, target, draws.sigma, _without(batch.condition, dropped, model)
+    return latents, target, draws.sigma, _without(batch.condition, draws.dropped, model)
 
 
 def noised_rows(
@@ -161,16 +160,15 @@ def noised_rows(
     place = jnp.arange(ids.shape[1]) - _of_segment(batch.segments.offset, ids)
     of_tokens = jax.vmap(jax.vmap(_token_noise, in_axes=(0, 0, None)), in_axes=(0, 0, None))
     noise = of_tokens(_of_segment(draws.noise, ids), place, batch.tokens.shape[-1])
-    sigma = _of_segment(draws.sigma, ids)[..., None]
-    tokens = (1 - sigma) * batch.tokens + sigma * noise
+    tokens = interpolate(batch.tokens, noise, _of_segment(draws.sigma, ids))
     dropped = _of_segment(draws.dropped, batch.condition_segments.ids)
-    dropped = dropped.reshape(*dropped.shape, *(1,) * (batch.condition.ndim - 2))
     condition = _without(batch.condition, dropped, model)
     return tokens, velocity(batch.tokens, noise), draws.sigma, condition
 
 
 def _without(condition: jax.Array, dropped: jax.Array, model: DiTConfig) -> jax.Array:
-    """The condition, or none where it is dropped."""
+    """The condition [B, ...] or [R, C, ...], or none where `dropped` [B] or [R, C] says so."""
+    dropped = dropped.reshape(*dropped.shape, *(1,) * (condition.ndim - dropped.ndim))
     null = 0 if model.text else model.num_classes
     return jnp.where(dropped, jnp.asarray(null, condition.dtype), condition)
 

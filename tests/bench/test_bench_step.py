@@ -14,6 +14,7 @@ from alload_jax.commands import bench_step
 from alload_jax.errors import InputError
 from alload_jax.models.remat import RematPolicy
 from alload_jax.models.weights import parameter_count
+from alload_jax.planning.architecture import Architecture
 
 
 def test_a_tiny_step_is_measured_and_written(tmp_path, capsys):
@@ -46,7 +47,7 @@ def test_the_measured_model_is_wans():
 def test_flops_are_those_of_the_compiled_forward():
     """XLA's own count of a forward without softmax: the formula holds matrix products alone."""
     dim, text, seq_len = 32, 512, 64
-    model = {"num_heads": 2, "head_dim": 16, "ffn_dim": 64, "num_layers": 3}
+    model = Architecture(dim, 64, 2, 3, text_length=text)
 
     def forward(x, context):
         for _ in range(4):  # query, key, value, out
@@ -61,7 +62,7 @@ def test_flops_are_those_of_the_compiled_forward():
 
     shapes = [jax.ShapeDtypeStruct((rows, dim), "float32") for rows in (seq_len, text)]
     counted = jax.jit(forward).lower(*shapes).cost_analysis()["flops"]
-    formula = bench_step.step_flops(model, 1, seq_len) / 3 / 3
+    formula = model.step_flops(np.asarray([seq_len])) / 3 / 3
     assert counted == pytest.approx(formula, rel=0.02)
 
 
