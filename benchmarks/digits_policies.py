@@ -5,7 +5,8 @@
 trains configs/digits.yaml under `equal_tokens` (AdaptiveLoad's baseline), `dual_constraint` (its
 method) and packed `balanced`, three seeds each, all on as many samples as the default run sees.
 Writes benchmarks/results/digits_policies_{device}.json, docs/results/digits/policies.png and
-prints a table. Runs that are done already, in runs/policies, are not run again.
+prints a table. Runs that are done already, in runs/policies, are not run again; `--parallel 5`
+trains so many at once, each in a process of its own.
 """
 
 import argparse
@@ -13,6 +14,8 @@ import json
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +49,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="of the default run (default: the config's)")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "policies")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at once (default 1)")
     parser.add_argument("--device", default="cpu", help="name for the JSON (default cpu)")
     options = parser.parse_args(argv)
     samples = samples_of_default(options.steps)
-    found = {
-        policy: [run(options.runs, policy, seed, samples) for seed in options.seeds]
-        for policy in POLICIES
-    }
+    chosen = [(policy, seed) for policy in POLICIES for seed in options.seeds]
+    # Not in the pool: reading a config changes the working directory for a moment.
+    steps = [steps_for(plan_of(digits_config(*each)), samples) for each in chosen]
+    with ThreadPoolExecutor(options.parallel) as pool:
+        runs = list(pool.map(partial(run, options.runs), *zip(*chosen, strict=True), steps))
+    found = {policy: [each for each in runs if each["policy"] == policy] for policy in POLICIES}
     content = surroundings(["jax", "flax", "numpy"]) | {
         "command": " ".join(["python", "benchmarks/digits_policies.py", *argv]),
         "samples": samples,
-        "runs": [each for group in found.values() for each in group],
+        "runs": runs,
     }
     out = ROOT / "benchmarks" / "results" / f"digits_policies_{options.device}.json"
     out.write_text(json.dumps(content, indent=1) + "\n")
@@ -101,11 +107,9 @@ def steps_for(plan: Plan, samples: int) -> int:
     return number
 
 
-def run(runs: Path, policy: str, seed: int, samples: int) -> dict[str, Any]:
+def run(runs: Path, policy: str, seed: int, steps: int) -> dict[str, Any]:
     """Trains, unless it was done, and gathers what came of it."""
     folder = runs / f"{policy}_{seed}"
-    plan = plan_of(digits_config(policy, seed))
-    steps = steps_for(plan, samples)
     if not (folder / "summary.json").is_file():
         command = [sys.executable, "train.py", "--config", str(CONFIG), "--run.folder", str(folder)]
         command += ["--planning.policy", policy, "--run.seed", str(seed), "--run.steps", str(steps)]
@@ -129,11 +133,11 @@ def curve(rows: list[dict[str, Any]]) -> list[list[float]]:
 
     A step's loss is the mean over its samples, which differ from step to step in number and kind.
     """
-    seen = np.cumsum([row["samples"] for row in rows])
-    total = np.cumsum([row["loss"] * row["samples"] for row in rows])
-    ends = np.searchsorted(seen, np.linspace(0, seen[-1], POINTS + 1)[1:])
-    seen, total = np.r_[0, seen[ends]], np.r_[0, total[ends]]
-    return np.column_stack([seen[1:], np.diff(total) / np.diff(seen)]).tolist()
+    seen = np.cumsum([0] + [row["samples"] for row in rows])
+    total = np.cumsum([0] + [row["loss"] * row["samples"] for row in rows])
+    ends = np.linspace(0, seen[-1], POINTS + 1)
+    losses = np.diff(np.interp(ends, seen, total)) / np.diff(ends)
+    return np.column_stack([ends[1:], losses]).tolist()
 
 
 def draw(found: dict[str, list[dict[str, Any]]]) -> None:
