@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from alload_jax.bench.jax_step import Settings
-from alload_jax.bench.workload_step import representative
+from alload_jax.bench.workload_step import Measured, representative
 from alload_jax.cli import main
 from alload_jax.commands import bench_step
 from alload_jax.errors import InputError
@@ -121,3 +121,14 @@ def test_timed_steps_stand_for_all_others_by_what_they_cost():
 def test_what_cannot_be_measured_by_policy_is_refused(flags, words, tmp_path):
     with pytest.raises(InputError, match=words):
         main(["bench", "step", *flags, "--out", str(tmp_path / "step.json")])
+
+
+def test_seconds_of_steps_lie_on_the_line_through_the_timed_ones():
+    squares = np.asarray([1.0, 2.0, 3.0, 10.0])
+    timed = Measured("rows", [2.0 + 0.5 * square for square in (1.0, 3.0)], [1.0, 3.0])
+    assert timed.mean_seconds(squares) == pytest.approx(2.0 + 0.5 * squares.mean())
+
+
+def test_steps_of_equal_cost_take_their_mean():
+    assert Measured("rows", [1.0, 3.0], [4.0, 4.0]).mean_seconds(np.full(9, 4.0)) == 2.0
+    assert Measured("rows", [1.5], [7.0]).mean_seconds(np.full(3, 7.0)) == 1.5
