@@ -1,14 +1,18 @@
 """The device mesh of a run."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alload_jax.errors import InputError
 
-BATCH_AXES = ("data", "fsdp")
+AXES = ("data", "fsdp", "context", "tensor")
+"""Of every mesh, whatever their sizes; from the slowest links to the fastest."""
+
+BATCH_AXES = ("data", "fsdp", "context")
 """Mesh axes over which rows of a batch are split; their product is the number of ranks."""
 
 
@@ -18,17 +22,23 @@ class MeshConfig:
 
     Attributes:
       data: replicas of the parameters; −1 takes the devices that are left.
-      fsdp: devices that share one copy of parameters, optimizer state and EMA.
+      fsdp: devices that share one copy of the parameters.
+      context: ranks of a group over which long samples are split (packed plans).
+      tensor: devices that share the heads and the hidden width of one rank's work.
     """
 
     data: int = -1
     fsdp: int = 1
+    context: int = 1
+    tensor: int = 1
 
     def __post_init__(self) -> None:
         if self.data < 1 and self.data != -1:
             raise InputError(f"mesh.data is {self.data}; it must be at least 1, or -1 for the rest")
-        if self.fsdp < 1:
-            raise InputError(f"mesh.fsdp is {self.fsdp}; it must be at least 1")
+        for part in fields(self)[1:]:
+            value = getattr(self, part.name)
+            if value < 1:
+                raise InputError(f"mesh.{part.name} is {value}; it must be at least 1")
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
@@ -38,18 +48,21 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
       InputError: the axes don't multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    data = len(devices) // config.fsdp if config.data == -1 else config.data
-    if data * config.fsdp != len(devices):
+    others = config.fsdp * config.context * config.tensor
+    data = len(devices) // others if config.data == -1 else config.data
+    if data * others != len(devices):
+        sizes = ", ".join(f"{name} {getattr(config, name)}" for name in AXES)
         raise InputError(
-            f"mesh.data {config.data} and mesh.fsdp {config.fsdp} do not fit "
-            f"{len(devices)} {devices[0].platform} device(s); data·fsdp must be {len(devices)}"
+            f"mesh ({sizes}) does not fit {len(devices)} {devices[0].platform} device(s); the "
+            "product of its axes must be their number"
         )
-    return jax.make_mesh((data, config.fsdp), BATCH_AXES, (AxisType.Auto,) * 2, devices=devices)
+    shape = (data, config.fsdp, config.context, config.tensor)
+    return jax.make_mesh(shape, AXES, (AxisType.Auto,) * len(AXES), devices=devices)
 
 
 def ranks_of(mesh: Mesh) -> int:
-    """Data-parallel ranks: devices that each take rows of their own."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    """Data-parallel ranks: (groups of) devices that each take rows of their own."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def row_shards(sharding: NamedSharding | None) -> int:
@@ -70,15 +83,14 @@ def local_plan_ranks(mesh: Mesh, ranks: int) -> frozenset[int]:
     if ranks % ranks_of(mesh):
         raise InputError(
             f"planning.ranks is {ranks}, not a multiple of the mesh's {ranks_of(mesh)} ranks "
-            "(data·fsdp); make it one, or leave it out"
+            "(data·fsdp·context); make it one, or leave it out"
         )
     each = ranks // ranks_of(mesh)
     process = jax.process_index()
+    of_rank = mesh.devices.reshape(ranks_of(mesh), -1)
+    local = np.vectorize(lambda device: device.process_index == process)(of_rank).any(axis=1)
     return frozenset(
-        device_rank * each + n
-        for device_rank, device in enumerate(mesh.devices.flat)
-        if device.process_index == process
-        for n in range(each)
+        rank * each + n for rank in np.flatnonzero(local).tolist() for n in range(each)
     )
 
 

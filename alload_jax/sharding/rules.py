@@ -1,5 +1,6 @@
-"""Partition rules: which axis of which parameter is split over which mesh axis."""
+"""Partition rules: which axis of which parameter is split over which mesh axes."""
 
+import math
 import re
 from typing import Any
 
@@ -10,14 +11,23 @@ from alload_jax.errors import InputError
 
 Rules = tuple[tuple[str, PartitionSpec], ...]
 
+_WIDENS = r"(query|key|value|image_key|image_value|feed_forward/hidden)"
+_NARROWS = r"(attention/out|feed_forward/out)"
+
 DIT_RULES: Rules = (
     (r"head/out/kernel$", PartitionSpec("fsdp", None)),
-    (r"blocks/.*/kernel$", PartitionSpec(None, None, "fsdp")),
+    (rf"blocks/.*{_WIDENS}/kernel$", PartitionSpec(None, None, ("tensor", "fsdp"))),
+    (rf"blocks/.*{_NARROWS}/kernel$", PartitionSpec(None, "tensor", "fsdp")),
+    (rf"blocks/.*{_WIDENS}/bias$", PartitionSpec(None, "tensor")),
     (r"kernel$|embedding$", PartitionSpec(None, "fsdp")),
     (r".", PartitionSpec()),
 )
 """(pattern, rule) for the transformer; the first pattern found in a path decides. Blocks have a
-leading layer axis. The same rules hold for optimizer state and EMA, whose paths end alike."""
+leading layer axis. Over `tensor`, heads and the hidden width are split as in Megatron-LM (arXiv
+1909.08053). Paths of optimizer state and EMA end as those of their parameters."""
+
+_ZERO_AXES = ("context", "data")
+"""Over which optimizer state and EMA are split beyond their parameters, from the fastest links."""
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -41,6 +51,32 @@ def tree_shardings(tree: Any, mesh: Mesh, rules: Rules = DIT_RULES) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
+def zero_shardings(tree: Any, mesh: Mesh, rules: Rules = DIT_RULES) -> Any:
+    """`tree_shardings`, split over replicas too where that goes (ZeRO, arXiv 1910.02054).
+
+    For what only the update needs: gradients, optimizer state, EMA. Each replica updates its own
+    part of the parameters.
+    """
+
+    def further(leaf: Any, sharding: NamedSharding) -> NamedSharding:
+        return NamedSharding(mesh, _split_further(leaf.shape, sharding.spec, mesh))
+
+    return jax.tree.map(further, tree, tree_shardings(tree, mesh, rules))
+
+
+def _split_further(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """Over more mesh axes along the axis of the array that `fsdp` splits, as far as they divide."""
+    split = [_names(part) for part in spec]
+    for axis, names in enumerate(split):
+        if "fsdp" not in names:
+            continue
+        for more in _ZERO_AXES:
+            if shape[axis] % math.prod(mesh.shape[name] for name in (*names, more)) == 0:
+                names += (more,)
+        split[axis] = names
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in split))
+
+
 def _first_match(name: str, rules: Rules) -> PartitionSpec:
     for pattern, spec in rules:
         if re.search(pattern, name):
@@ -48,10 +84,17 @@ def _first_match(name: str, rules: Rules) -> PartitionSpec:
     raise ValueError(f"no partition rule matches {name}; end the rules with one for '.'")
 
 
+def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return axes if isinstance(axes, tuple) else (axes,) if axes else ()
+
+
 def _check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> None:
-    for size, axis in zip(shape, spec, strict=False):
-        if axis is not None and size % mesh.shape[axis]:
+    for size, axes in zip(shape, spec, strict=False):
+        wide = [axis for axis in _names(axes) if mesh.shape[axis] > 1]
+        if size % math.prod(mesh.shape[axis] for axis in wide):
+            what = "·".join(f"mesh.{axis}" for axis in wide)
+            value = math.prod(mesh.shape[axis] for axis in wide)
             raise InputError(
-                f"mesh.{axis} is {mesh.shape[axis]}, which does not divide {size} of {name} "
-                f"{shape}; choose mesh.{axis} or the model's widths so that it does"
+                f"{what} is {value}, which does not divide {size} of {name} {shape}; choose "
+                f"{what} or the model's widths so that it does"
             )

@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 
 from alload_jax.models.config import DiTConfig
 from alload_jax.models.dit import DiT
-from alload_jax.sharding.rules import tree_shardings
+from alload_jax.sharding.mesh import replicated
+from alload_jax.sharding.rules import tree_shardings, zero_shardings
 
 
 class TrainState(NamedTuple):
@@ -24,8 +25,8 @@ class TrainState(NamedTuple):
       opt_state: of the optimizer.
     """
 
-    step: jax.Array
-    key: jax.Array
+    step: Any
+    key: Any
     params: Any
     ema: Any
     opt_state: Any
@@ -56,7 +57,7 @@ def init_state(
       InputError: the mesh does not divide a parameter.
     """
     make = _maker(config, optimizer, seed)
-    shardings = tree_shardings(jax.eval_shape(make), mesh)
+    shardings = state_shardings(jax.eval_shape(make), mesh)
     return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
 
 
@@ -68,7 +69,22 @@ def abstract_state(
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        tree_shardings(shapes, mesh),
+        state_shardings(shapes, mesh),
+    )
+
+
+def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
+    """Where each array of the state (or of its shapes) lies.
+
+    Raises:
+      InputError: the mesh does not divide a parameter.
+    """
+    return TrainState(
+        step=replicated(mesh),
+        key=replicated(mesh),
+        params=tree_shardings(state.params, mesh),
+        ema=zero_shardings(state.ema, mesh),
+        opt_state=zero_shardings(state.opt_state, mesh),
     )
 
 

@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 from alload_jax.data.batch import AnyBatch
 from alload_jax.models.config import DiTConfig
 from alload_jax.sharding.mesh import batch_sharding, replicated
-from alload_jax.sharding.rules import tree_shardings
+from alload_jax.sharding.rules import zero_shardings
 from alload_jax.training.objective import DiffusionConfig, weighted_loss
 from alload_jax.training.optimizer import OptimizerConfig, update_ema
-from alload_jax.training.state import TrainState, model_graph
+from alload_jax.training.state import TrainState, model_graph, state_shardings
 
 
 class Sums(NamedTuple):
@@ -89,7 +89,7 @@ def make_update(
         )
         after = TrainState(state.step + 1, state.key, params, ema, opt_state)
         metrics = {"loss": sums.loss * mean, "grad_norm": optax.tree.norm(grads)}
-        after = jax.lax.with_sharding_constraint(after, tree_shardings(after, mesh))
+        after = jax.lax.with_sharding_constraint(after, state_shardings(after, mesh))
         zeroed = jax.lax.with_sharding_constraint(
             jax.tree.map(jnp.zeros_like, sums), sums_shardings(params, mesh)
         )
@@ -99,7 +99,7 @@ def make_update(
 
 
 def zero_sums(params: Any, mesh: Mesh) -> Sums:
-    """Sums of nothing, sharded as the parameters."""
+    """Sums of nothing."""
 
     def make() -> Sums:
         zero = jnp.zeros(())
@@ -109,5 +109,5 @@ def zero_sums(params: Any, mesh: Mesh) -> Sums:
 
 
 def sums_shardings(params: Any, mesh: Mesh) -> Sums:
-    """Gradients lie as their parameters; the scalars everywhere."""
-    return Sums(tree_shardings(params, mesh), replicated(mesh), replicated(mesh))
+    """Gradients lie as the optimizer's state; the scalars everywhere."""
+    return Sums(zero_shardings(params, mesh), replicated(mesh), replicated(mesh))

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from alload_jax.data.batch import Batch
 from alload_jax.data.collate import HostStep
@@ -62,25 +61,25 @@ def train(devices, **axes):
 
 
 @needs_devices
-@pytest.mark.parametrize("fsdp", [1, 4])
-def test_eight_devices_draw_the_loss_curve_of_one(fsdp):
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 4}, {"fsdp": 2, "context": 2, "tensor": 2}])
+def test_eight_devices_draw_the_loss_curve_of_one(axes):
     one = losses_of_one()
-    trainer, eight = train(8, fsdp=fsdp)
+    trainer, eight = train(8, **axes)
     np.testing.assert_allclose(eight, one, rtol=1e-5)
     assert len(set(one)) == STEPS
     kernel = trainer.state.params["blocks"]["feed_forward"]["hidden"]["kernel"]
     shard = kernel.addressable_shards[0].data.shape
-    assert shard == (2, 32, 64 // fsdp)
+    assert shard == (2, 32, 64 // (axes.get("fsdp", 1) * axes.get("tensor", 1)))
 
 
 @needs_devices
-def test_optimizer_state_and_ema_lie_as_their_parameters():
-    trainer, _ = train(8, fsdp=4)
+def test_optimizer_state_and_ema_are_split_over_replicas_too():
+    trainer, _ = train(8, data=2, fsdp=4)
     state = trainer.state
-    spec = PartitionSpec(None, None, "fsdp")
     adam = state.opt_state[1][0]
-    for tree in (state.params, state.ema, adam.mu, adam.nu):
-        assert tree["blocks"]["self_attention"]["query"]["kernel"].sharding.spec == spec
+    for tree, parts in ((state.params, 4), (state.ema, 8), (adam.mu, 8), (adam.nu, 8)):
+        kernel = tree["blocks"]["self_attention"]["query"]["kernel"]
+        assert kernel.addressable_shards[0].data.shape == (2, 32, 32 // parts)
 
 
 @needs_devices
@@ -94,7 +93,7 @@ def test_an_axis_that_does_not_divide_is_named():
 @needs_devices
 @pytest.mark.parametrize("axes", [{"data": 3}, {"fsdp": 3}, {"data": 8, "fsdp": 2}])
 def test_a_mesh_that_does_not_fit_is_refused(axes):
-    with pytest.raises(InputError, match=r"do not fit 8 cpu device\(s\)"):
+    with pytest.raises(InputError, match=r"does not fit 8 cpu device\(s\)"):
         make_mesh(MeshConfig(**axes), jax.devices()[:8])
 
 
