@@ -95,6 +95,19 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
+    def __post_init__(self) -> None:
+        shares = self.mesh.context * self.mesh.tensor
+        if self.model.num_heads % shares:
+            raise InputError(
+                f"mesh.context·mesh.tensor is {shares}, which does not divide model.num_heads "
+                f"{self.model.num_heads}; choose a divisor"
+            )
+        if self.planning.context not in (1, self.mesh.context):
+            raise InputError(
+                f"planning.context is {self.planning.context}, but mesh.context is "
+                f"{self.mesh.context}; give mesh.context alone, which decides for both"
+            )
+
 
 def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
     """The config that a command line asks for: `--config FILE` and `--section.key value`.
@@ -119,10 +132,15 @@ def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
 
 
 def with_policy(config: Config) -> Config:
-    """With a policy in place of planning.policy auto, by this process's devices."""
-    if config.planning.policy != AUTO:
-        return config
-    planning = config.planning.resolved(packs=not obstacle_to_packing(config.model))
+    """With a policy in place of planning.policy auto, by this process's devices.
+
+    A policy that can split samples splits them over the mesh's context groups.
+    """
+    planning = config.planning
+    if planning.policy == AUTO:
+        planning = planning.resolved(packs=not obstacle_to_packing(config.model))
+    if planning.policy == "balanced":
+        planning = dataclasses.replace(planning, context=config.mesh.context)
     return dataclasses.replace(config, planning=planning)
 
 

@@ -297,8 +297,11 @@ def packed_epoch(steps: Steps, seq_len: np.ndarray, row_tokens: int) -> EpochPla
         shape=np.zeros((rows, 3), np.int64),
         packing=Packing(
             segments=int(np.diff(work["offsets"]).max()),
+            region_segments=0,
             align=1,
             context=1,
+            levels=(0,),
+            longest_whole=int(tokens.max()),
             anchor_tokens=np.zeros(rows, np.int64),
             tokens=tokens,
             offset=before - np.repeat(before[work["offsets"][:-1]], np.diff(work["offsets"])),

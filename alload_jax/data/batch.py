@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from alload_jax.models.segments import Segments
+from alload_jax.models.segments import Segments, SplitRows
 
 
 class Batch(NamedTuple):
@@ -45,7 +45,7 @@ class Bounds:
     jax.tree_util.register_dataclass,
     data_fields=(
         *("tokens", "position", "segments", "condition", "condition_segments"),
-        *("sample", "weight"),
+        *("sample", "weight", "first", "seq_len", "split"),
     ),
     meta_fields=("bounds",),
 )
@@ -53,7 +53,8 @@ class Bounds:
 class PackedBatch:
     """Rows of T tokens that hold up to M segments each: the packed layout.
 
-    Every token belongs to a segment. A segment is a sample, or filler of weight 0.
+    Every token belongs to a segment. A segment is a sample, the part of one that is split over
+    ranks, or filler of weight 0.
 
     Attributes:
       tokens: [R, T, patch_dim] float32, the samples' patches one after another; 0 for filler.
@@ -62,7 +63,10 @@ class PackedBatch:
       condition: [R, C] int32 classes or [R, C, width] text embeddings.
       condition_segments: where the segments' conditions lie, [R, M] in C.
       sample: [R, M] int32, the manifest's row numbers; −1 for filler and unused slots.
-      weight: [R, M] float32; 0 for filler and unused slots.
+      weight: [R, M] float32; 0 for filler and unused slots; of a part its share of the sample.
+      first: [R, M] int32, the number of the segment's first token in its sample.
+      seq_len: [R, M] int32, tokens of the segment's whole sample.
+      split: where split samples lie; None in programs without them.
       bounds: static.
     """
 
@@ -73,6 +77,9 @@ class PackedBatch:
     condition_segments: Segments
     sample: Any
     weight: Any
+    first: Any
+    seq_len: Any
+    split: SplitRows | None
     bounds: Bounds
 
 
@@ -90,5 +97,6 @@ def describe(batch: AnyBatch) -> str:
     """`2x17x16x16x1` for a bucket's latents, `4 rows of 65,536 tokens` for packed rows."""
     if isinstance(batch, PackedBatch):
         rows, tokens = batch.tokens.shape[:2]
-        return f"{rows} row{'s' * (rows > 1)} of {tokens:,} tokens"
+        split = f", {batch.split.region:,} split" if batch.split else ""
+        return f"{rows} row{'s' * (rows > 1)} of {tokens:,} tokens{split}"
     return "x".join(map(str, batch.latents.shape))

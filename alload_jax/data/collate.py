@@ -51,7 +51,8 @@ class Collator:
             self._batch([part for part in group if part.rank in self.ranks], problems)
             for _, group in groupby(step.micro_batches, key=lambda part: part.index)
         )
-        return HostStep(step.index, step.epoch, batches, tuple(problems))
+        # Every part of a sample that is split over ranks meets the same damage.
+        return HostStep(step.index, step.epoch, batches, tuple(dict.fromkeys(problems)))
 
     def _batch(self, parts: Sequence[MicroBatch], problems: list[str]) -> AnyBatch:
         """One micro-batch of the ranks' parts, rank by rank."""

@@ -49,7 +49,7 @@ def layout_for(plan: Plan, manifest: Manifest, model: DiTConfig, conditions: Con
     """The layout of a plan's micro-batches.
 
     Raises:
-      InputError: the plan's ranks are independent, or samples are split over ranks.
+      InputError: the plan's ranks are independent.
     """
     packing = plan.epoch(0).packing
     if packing is None and plan.layout.mode != "synchronous":
@@ -59,9 +59,4 @@ def layout_for(plan: Plan, manifest: Manifest, model: DiTConfig, conditions: Con
         )
     if packing is None:
         return BucketedLayout(manifest, conditions)
-    if packing.context > 1:
-        raise InputError(
-            f"planning.context is {packing.context}; training splits no sample over ranks so far "
-            "(`alload plan` shows what it would do): leave it at 1"
-        )
     return PackedLayout.of(plan, manifest, model, conditions)

@@ -9,32 +9,30 @@ import numpy as np
 
 from alload_jax.data.batch import Bounds, PackedBatch
 from alload_jax.data.condition import Conditions
+from alload_jax.data.filler import Laid, free_places
 from alload_jax.data.manifest import Manifest
+from alload_jax.data.row_sizes import RowSizes, row_sizes
 from alload_jax.models.config import DiTConfig
-from alload_jax.models.packed_attention import WINDOWS
 from alload_jax.models.patches import patchify
-from alload_jax.models.segments import segments_of
-from alload_jax.planning.plan import MicroBatch, Plan
-
-_LONG_CONDITION, _SHORT_CONDITION = 512, 8
-"""A row's condition tokens are a multiple of one of these, so that attention can show them to cuDNN
-in equal windows: of the first where samples have as many."""
+from alload_jax.models.segments import SplitRows, segments_of
+from alload_jax.planning.plan import MicroBatch, PackedRow, Plan
 
 
 class Place(NamedTuple):
-    """Where a sample lies in a packed batch: its row, its slot, its first token."""
+    """Where a part of a sample lies in a packed batch.
+
+    Attributes:
+      row, slot: of the batch.
+      offset: its first token in the row.
+      first: that token's number in the sample.
+      tokens: of the part.
+    """
 
     row: int
     slot: int
     offset: int
-
-
-class RowSizes(NamedTuple):
-    """Of a packed row: T tokens, M slots, C condition tokens."""
-
+    first: int
     tokens: int
-    slots: int
-    condition: int
 
 
 @dataclass(frozen=True)
@@ -43,103 +41,93 @@ class PackedLayout:
 
     What samples leave free of a row is cut into segments of filler, none much longer than the
     longest sample, each with one empty condition token. They are computed like samples, and weigh
-    nothing.
+    nothing. The parts of a sample that is split over ranks are segments each; together they weigh
+    what a whole one does.
 
     Attributes:
       manifest: of the samples.
       model: whose patches are tokens.
       conditions: of every sample.
-      bounds: of all samples.
-      sizes: of all rows.
+      grid: (t, h, w) in tokens of the largest sample along each.
+      sizes: of the rows of each program, by the A tokens of its rows that hold split samples.
     """
 
     manifest: Manifest
     model: DiTConfig
     conditions: Conditions
-    bounds: Bounds
-    sizes: RowSizes
+    grid: tuple[int, int, int]
+    sizes: dict[int, RowSizes]
 
     @classmethod
     def of(
         cls, plan: Plan, manifest: Manifest, model: DiTConfig, conditions: Conditions
     ) -> "PackedLayout":
-        """The layout of a packed plan that splits no sample."""
-        epoch = plan.epoch(0)
-        assert epoch.packing is not None
+        """The layout of a packed plan."""
+        packing = plan.epoch(0).packing
+        assert packing is not None
         grid = manifest.geometry(model.patch_size).token_grid(*manifest.shape.T).max(axis=0)
-        tokens, samples = int(epoch.padded_len[0]), epoch.packing.segments
-        # Filler behind an aligned sample is shorter than the alignment: one segment. An empty row
-        # has no more segments of filler than attention has windows.
-        longest = max(int(plan.samples.seq_len.max()), epoch.packing.align, tokens // WINDOWS)
-        # A row's end in pieces, and a gap behind each sample where they are aligned.
-        filler = -(-tokens // longest) + (samples if epoch.packing.align > 1 else 0)
-        long = conditions.length >= _LONG_CONDITION
-        multiple = _LONG_CONDITION if long else _SHORT_CONDITION
-        condition = samples * conditions.length + filler
         return cls(
             manifest,
             model,
             conditions,
-            Bounds(tuple(grid.tolist()), longest, max(1, conditions.length)),
-            RowSizes(tokens, samples + filler, -(-condition // multiple) * multiple),
+            tuple(grid.tolist()),
+            {region: row_sizes(plan, conditions.length, region) for region in packing.levels},
         )
 
     def shapes(self, plan: Plan) -> list[PackedBatch]:
-        """See `Layout.shapes`: there is one."""
+        """See `Layout.shapes`: there is one for each A."""
         rows = plan.layout.ranks
-        empty = self._batch(np.zeros((2, 1, self.sizes.slots), np.int32), [[]])
         return [
             jax.tree.map(
-                lambda part: jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype), empty
+                lambda part: jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype),
+                self._batch(sizes, [Laid([], [])]),
             )
+            for _, sizes in sorted(self.sizes.items(), reverse=True)
         ]
 
     def empty(self, parts: Sequence[MicroBatch]) -> PackedBatch:
         """See `Layout.empty`: samples' places are laid out, filler fills the rest."""
-        table = np.zeros((2, len(parts), self.sizes.slots), np.int32)
-        lengths = []
-        for row, part in enumerate(parts):
-            assert part.packed is not None
-            laid = list(zip(part.packed.offsets, part.packed.tokens, strict=True))
-            filler = _filler(laid, self.sizes.tokens, self.bounds.tokens)
-            for slot, place in enumerate(laid + filler):
+        rows = [_packed(part) for part in parts]
+        laid = [
+            Laid(list(zip(row.offsets, row.tokens, strict=True)), list(row.joint)) for row in rows
+        ]
+        return self._batch(self.sizes[rows[0].anchor_tokens], laid)
+
+    def _batch(self, sizes: RowSizes, rows: Sequence[Laid]) -> PackedBatch:
+        """A batch without samples, from where they will lie in each row."""
+        table = np.zeros((2, len(rows), sizes.slots), np.int32)
+        of_condition = np.zeros_like(table)
+        for row, laid in enumerate(rows):
+            filler = free_places(laid.parts, 0, sizes.region, sizes.longest_part)
+            filler += free_places(laid.parts, sizes.region, sizes.tokens, sizes.longest_whole)
+            lengths = [self.conditions.length] * len(laid.parts) + [1] * len(filler)
+            for slot, place in enumerate(laid.parts + filler):
                 table[:, row, slot] = place
-            lengths.append([self.conditions.length] * len(laid) + [1] * len(filler))
-        return self._batch(table, lengths)
-
-    def _batch(self, table: np.ndarray, conditions: Sequence[Sequence[int]]) -> PackedBatch:
-        """A batch without samples.
-
-        Args:
-          table: [2, R, M] int32, offsets and lengths of segments.
-          conditions: condition tokens of each row's segments.
-        """
-        tokens, slots, condition_tokens = self.sizes
-        rows = len(conditions)
-        channels = self.model.in_channels * int(np.prod(self.model.patch_size))
-        of_condition = np.zeros((2, rows, slots), np.int32)
-        for row, lengths in enumerate(conditions):
             of_condition[1, row, : len(lengths)] = lengths
             of_condition[0, row, 1 : len(lengths)] = np.cumsum(lengths)[:-1]
+        channels = self.model.in_channels * int(np.prod(self.model.patch_size))
         return PackedBatch(
-            tokens=np.zeros((rows, tokens, channels), np.float32),
-            position=np.zeros((rows, tokens, 3), np.int32),
-            segments=segments_of(table[0], table[1], tokens),
-            condition=self.conditions.empty(rows, condition_tokens),
-            condition_segments=segments_of(of_condition[0], of_condition[1], condition_tokens),
-            sample=np.full((rows, slots), -1, np.int32),
-            weight=np.zeros((rows, slots), np.float32),
-            bounds=self.bounds,
+            tokens=np.zeros((len(rows), sizes.tokens, channels), np.float32),
+            position=np.zeros((len(rows), sizes.tokens, 3), np.int32),
+            segments=segments_of(table, sizes.tokens),
+            condition=self.conditions.empty(len(rows), sizes.condition),
+            condition_segments=segments_of(of_condition, sizes.condition),
+            sample=np.full((len(rows), sizes.slots), -1, np.int32),
+            weight=np.zeros((len(rows), sizes.slots), np.float32),
+            first=np.zeros((len(rows), sizes.slots), np.int32),
+            seq_len=table[1].copy(),
+            split=_split_rows(sizes, rows, table) if sizes.region else None,
+            bounds=Bounds(self.grid, sizes.longest, max(1, self.conditions.length)),
         )
 
     def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Place]]:
         """See `Layout.places`."""
         for row, part in enumerate(parts):
-            assert part.packed is not None
-            for slot, (sample, offset) in enumerate(
-                zip(part.samples, part.packed.offsets, strict=True)
+            packed = _packed(part)
+            for slot, (sample, offset, first, tokens) in enumerate(
+                zip(part.samples, packed.offsets, packed.first, packed.tokens, strict=True)
             ):
-                yield sample, Place(row, slot, offset)
+                yield sample, Place(row, slot, offset, first, tokens)
 
     def put(
         self,
@@ -150,24 +138,40 @@ class PackedLayout:
         condition: np.ndarray,
     ) -> None:
         """See `Layout.put`."""
-        row, slot, offset = place
+        row, slot = place.row, place.slot
+        here = slice(place.offset, place.offset + place.tokens)
+        of_sample = slice(place.first, place.first + place.tokens)
         patches = patchify(latents[None], self.model.patch_size)[0]
-        here = slice(offset, offset + len(patches))
-        batch.tokens[row, here] = patches
         grid = [n // p for n, p in zip(latents.shape[:3], self.model.patch_size, strict=True)]
-        batch.position[row, here] = np.indices(grid).reshape(3, -1).T
-        first = batch.condition_segments.offset[row, slot]
-        batch.condition[row, first : first + len(condition)] = condition
+        batch.tokens[row, here] = patches[of_sample]
+        batch.position[row, here] = np.indices(grid).reshape(3, -1).T[of_sample]
+        begin = batch.condition_segments.offset[row, slot]
+        batch.condition[row, begin : begin + len(condition)] = condition
         batch.sample[row, slot] = sample
-        batch.weight[row, slot] = 1.0
+        batch.weight[row, slot] = place.tokens / len(patches)
+        batch.first[row, slot] = place.first
+        batch.seq_len[row, slot] = len(patches)
 
 
-def _filler(laid: Sequence[tuple[int, int]], tokens: int, longest: int) -> list[tuple[int, int]]:
-    """(offset, tokens) of segments that fill what (offset, tokens) of samples leave free."""
-    ends = [0, *(offset + length for offset, length in sorted(laid))]
-    begins = [*(offset for offset, _ in sorted(laid)), tokens]
-    return [
-        (begin, min(longest, stop - begin))
-        for start, stop in zip(ends, begins, strict=True)
-        for begin in range(start, stop, longest)
-    ]
+def _packed(part: MicroBatch) -> PackedRow:
+    assert part.packed is not None
+    return part.packed
+
+
+def _split_rows(sizes: RowSizes, rows: Sequence[Laid], table: np.ndarray) -> SplitRows:
+    """Where whole segments lie behind the region, and split ones in the joint rows."""
+    joint = np.zeros((2, len(rows), sizes.joint_slots), np.int32)
+    whole = np.zeros((2, len(rows), sizes.whole_slots), np.int32)
+    joint_tokens = sizes.context * sizes.region
+    for row, laid in enumerate(rows):
+        split = laid.joint + free_places(laid.joint, 0, joint_tokens, sizes.longest_joint)
+        for slot, place in enumerate(split):
+            joint[:, row, slot] = place
+        behind = table[:, row, table[0, row] >= sizes.region]
+        whole[:, row, : behind.shape[1]] = behind - [[sizes.region], [0]]
+    return SplitRows(
+        whole=segments_of(whole, sizes.tokens - sizes.region),
+        joint=segments_of(joint, joint_tokens),
+        region=sizes.region,
+        longest=(sizes.longest_whole, sizes.longest_joint),
+    )

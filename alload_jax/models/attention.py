@@ -1,5 +1,7 @@
 """The one place that computes attention: an adapter over the implementations JAX offers."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 import jax
@@ -9,8 +11,9 @@ from jax.sharding import NamedSharding
 
 from alload_jax.models.packed_attention import cudnn_packed, packed_obstacle, xla_packed
 from alload_jax.models.remat import ATTENTION_OUTPUT
-from alload_jax.models.segments import Packed
-from alload_jax.sharding.mesh import row_shards
+from alload_jax.models.segments import Packed, SplitRows
+from alload_jax.models.split_attention import split_packed
+from alload_jax.sharding.mesh import TENSOR, row_shards
 
 AttentionImplementation = Literal["auto", "xla", "cudnn"]
 
@@ -20,7 +23,7 @@ def attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    segments: Packed | None = None,
+    segments: Packed | SplitRows | None = None,
     implementation: AttentionImplementation = "auto",
     sharding: NamedSharding | None = None,
 ) -> jax.Array:
@@ -30,7 +33,7 @@ def attention(
       query: [B, S, num_heads, head_dim].
       key: [B, T, num_heads, head_dim].
       value: [B, T, num_heads, head_dim].
-      segments: in packed rows, where segments lie.
+      segments: in packed rows, where segments lie; `SplitRows` needs a mesh with a context axis.
       implementation: "cudnn" (fused, GPU only), "xla", or "auto": cuDNN where it can be used.
       sharding: of packed rows over a mesh of Auto axes, B split and nothing else.
 
@@ -62,12 +65,12 @@ def _packed(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    segments: Packed,
+    segments: Packed | SplitRows,
     implementation: AttentionImplementation,
     obstacle: str,
     sharding: NamedSharding | None,
 ) -> jax.Array:
-    """Attention within segments, on each device within its own rows."""
+    """Attention within segments, on each device within its own rows and heads."""
     elements = max(query.size, key.size) // row_shards(sharding)
     obstacle = obstacle or packed_obstacle(elements)
     on_gpu = jax.default_backend() == "gpu"
@@ -76,12 +79,16 @@ def _packed(
             f"attention: cuDNN cannot run on packed rows here, {obstacle}; choose a bucketed "
             "planning.policy such as dual_constraint"
         )
-    run = xla_packed if obstacle or implementation == "xla" else cudnn_packed
+    within = xla_packed if obstacle or implementation == "xla" else cudnn_packed
+    run: Callable[..., jax.Array] = within
+    if isinstance(segments, SplitRows):
+        run = partial(split_packed, within)
     if sharding is None or sharding.mesh.size == 1:
         return run(query, key, value, segments)
-    spec = jax.P(sharding.spec[0])
+    rows = jax.P(sharding.spec[0])
+    heads = jax.P(sharding.spec[0], None, TENSOR if TENSOR in sharding.mesh.shape else None)
     return jax.shard_map(
-        run, mesh=sharding.mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False
+        run, mesh=sharding.mesh, in_specs=(heads,) * 3 + (rows,), out_specs=heads, check_vma=False
     )(query, key, value, segments)
 
 

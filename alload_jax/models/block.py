@@ -12,7 +12,7 @@ from alload_jax.models.attention import attention
 from alload_jax.models.config import DiTConfig
 from alload_jax.models.lone_rows import in_pieces
 from alload_jax.models.rotary import RotaryTable, apply_rotary
-from alload_jax.models.segments import Packed, PackedRows
+from alload_jax.models.segments import Packed, PackedRows, SplitRows
 from pallas_kernels import Segmentation, layernorm_modulate, residual_layernorm_modulate
 
 
@@ -68,7 +68,7 @@ class Attention(nnx.Module):
         *,
         rotary: RotaryTable | None = None,
         image: jax.Array | None = None,
-        segments: Packed | None = None,
+        segments: Packed | SplitRows | None = None,
         sharding: NamedSharding | None = None,
     ) -> jax.Array:
         """x: [B, S, D] attends to context: [B, T, D], and besides to image: [B, N, D]."""

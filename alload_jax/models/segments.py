@@ -41,29 +41,64 @@ class Packed:
     longest: tuple[int, int]
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("whole", "joint"),
+    meta_fields=("region", "longest"),
+)
+@dataclass(frozen=True)
+class SplitRows:
+    """Who attends to whom where samples are split over the ranks of a context group.
+
+    The first A tokens of each of a group's c rows, one row after another, make a joint row.
+
+    Attributes:
+      whole: segments of the other T − A tokens, counted from there.
+      joint: segments of the joint row of c·A tokens; the same for all rows of a group.
+      region: A.
+      longest: static bounds on the tokens of a segment of `whole`, and of `joint`.
+    """
+
+    whole: Segments
+    joint: Segments
+    region: int
+    longest: tuple[int, int]
+
+    def within_whole(self) -> Packed:
+        """Tokens behind the region attend to those of their segment."""
+        return Packed(self.whole, self.whole, (self.longest[0],) * 2)
+
+    def within_joint(self) -> Packed:
+        """Tokens of the joint row attend to those of their segment."""
+        return Packed(self.joint, self.joint, (self.longest[1],) * 2)
+
+
 class PackedRows(NamedTuple):
     """Where the segments of packed rows lie, among tokens and among condition tokens.
 
     Attributes:
       tokens, condition: the segments of each; every token belongs to one.
       longest: static bounds on the tokens and the condition tokens of a segment.
+      split: where split samples lie, if some may be.
     """
 
     tokens: Segments
     condition: Segments
     longest: tuple[int, int]
+    split: SplitRows | None = None
 
-    def within_tokens(self) -> Packed:
-        """Tokens attend to those of their segment."""
-        return Packed(self.tokens, self.tokens, (self.longest[0],) * 2)
+    def within_tokens(self) -> Packed | SplitRows:
+        """Tokens attend to those of their segment, or of their split sample."""
+        return self.split or Packed(self.tokens, self.tokens, (self.longest[0],) * 2)
 
     def to_condition(self) -> Packed:
         """Tokens attend to the condition of their segment."""
         return Packed(self.tokens, self.condition, self.longest)
 
 
-def segments_of(offset: np.ndarray, length: np.ndarray, tokens: int) -> Segments:
-    """Segments in host memory, from offsets and lengths [R, M] int32, of rows of `tokens`."""
+def segments_of(table: np.ndarray, tokens: int) -> Segments:
+    """Segments in host memory, from offsets and lengths [2, R, M] int32, of rows of `tokens`."""
+    offset, length = table
     ids = np.full((len(offset), tokens), PADDING, np.int32)
     for row, slot in zip(*np.nonzero(length), strict=True):
         begin = offset[row, slot]

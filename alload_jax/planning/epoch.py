@@ -15,9 +15,12 @@ class Packing:
     tokens of its own row.
 
     Attributes:
-      segments: M, most samples of a row.
+      segments: M, most whole samples of a row.
+      region_segments: most samples that a group's ranks share.
       align: samples begin at multiples of this many tokens.
       context: ranks of a group, consecutive; 1 where nothing is split.
+      levels: the values that A may take in any epoch, ascending from 0: each is a program.
+      longest_whole: most tokens of a sample that is not split, in any epoch.
       anchor_tokens: [W] int64, A of each micro-batch, equal over the ranks of a step.
       tokens: [P] int64, tokens of each part.
       offset: [P] int64, where the part begins in its rank's row.
@@ -25,8 +28,11 @@ class Packing:
     """
 
     segments: int
+    region_segments: int
     align: int
     context: int
+    levels: tuple[int, ...]
+    longest_whole: int
     anchor_tokens: np.ndarray
     tokens: np.ndarray
     offset: np.ndarray

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.epoch import EpochPlan, Packing
 from alload_jax.planning.policies.policy import Policy, RankLayout
 from alload_jax.planning.samples import Samples
+
+_LATER = {"split_above": 1.0}
+"""Fields of policies that the first checkpoints did not know, and the value that they meant."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,16 @@ class PackedRow:
       tokens: of each part.
       offsets: where each part begins.
       anchors: whether each part belongs to an anchor.
+      first: the number of each part's first token in its sample.
+      joint: (offset, tokens) of the samples in the joint row of the rank's group.
     """
 
     anchor_tokens: int
     tokens: tuple[int, ...]
     offsets: tuple[int, ...]
     anchors: tuple[bool, ...]
+    first: tuple[int, ...]
+    joint: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -129,9 +136,10 @@ class Plan:
 
         The first epoch's order is part of it: a NumPy that shuffles otherwise is another plan.
         """
+        fields = asdict(self.policy)  # type: ignore[call-overload]
         return {
             "policy": type(self.policy).__name__,
-            **asdict(self.policy),  # type: ignore[call-overload]
+            **{k: v for k, v in fields.items() if k not in _LATER or v != _LATER[k]},
             **vars(self.layout),
             "seed": self.seed,
             "samples": _digest(self.samples.shape, self.samples.seq_len),
@@ -168,9 +176,34 @@ def _packed_row(plan: EpochPlan, position: int) -> PackedRow | None:
     if plan.packing is None:
         return None
     parts = plan.parts_of(position)
-    return PackedRow(
-        anchor_tokens=int(plan.packing.anchor_tokens[position]),
-        tokens=tuple(plan.packing.tokens[parts].tolist()),
-        offsets=tuple(plan.packing.offset[parts].tolist()),
-        anchors=tuple(plan.packing.anchor[parts].tolist()),
+    samples, anchors = plan.sample[parts].tolist(), plan.packing.anchor[parts].tolist()
+    offsets, region = plan.packing.offset[parts].tolist(), plan.packing.anchor_tokens[position]
+    joint = _joint_row(plan, plan.packing, position) if region else {}
+    begin = int(plan.rank[position]) % plan.packing.context * int(region)
+    first = (
+        begin + offset - joint[sample][0] if anchor else 0
+        for sample, offset, anchor in zip(samples, offsets, anchors, strict=True)
     )
+    return PackedRow(
+        anchor_tokens=int(region),
+        tokens=tuple(plan.packing.tokens[parts].tolist()),
+        offsets=tuple(offsets),
+        anchors=tuple(anchors),
+        first=tuple(first),
+        joint=tuple(joint.values()),
+    )
+
+
+def _joint_row(plan: EpochPlan, packing: Packing, position: int) -> dict[int, tuple[int, int]]:
+    """(offset, tokens) of each sample in the joint row of the group of one of its micro-batches."""
+    first = position - int(plan.rank[position]) % packing.context
+    region = int(packing.anchor_tokens[position])
+    laid: dict[int, tuple[int, int]] = {}
+    for member in range(packing.context):
+        parts = plan.parts_of(first + member)
+        for part in np.flatnonzero(packing.anchor[parts]) + parts.start:
+            sample, tokens = int(plan.sample[part]), int(packing.tokens[part])
+            here = member * region + int(packing.offset[part])
+            offset, before = laid.get(sample, (here, 0))
+            laid[sample] = (offset, before + tokens)
+    return laid

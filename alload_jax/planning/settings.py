@@ -53,7 +53,9 @@ class PlanningConfig:
       look_ahead: steps that packed policies choose from at once.
       max_delay: such windows that `balanced` lets a sample wait at most.
       context: ranks of a context-parallel group, over which `balanced` splits samples that are
-        too long for one rank's fair share; 1 splits none.
+        too long for one rank's fair share; 1 splits none. In training it follows mesh.context.
+      split_above: how many times a mean row's cost makes a sample too long: 1 is the fair share,
+        0 splits all.
       link_bandwidth: bytes a second that a rank sends to its group, to predict what splitting
         costs; 76 GB/s is what plain all-to-alls reach between H200s of one host.
     """
@@ -73,6 +75,7 @@ class PlanningConfig:
     look_ahead: int = 32
     max_delay: int = 8
     context: int = 1
+    split_above: float = 1.0
     link_bandwidth: float = 76e9
 
     def __post_init__(self) -> None:
@@ -95,6 +98,10 @@ class PlanningConfig:
             most = math.inf if name == "m_comp" else sys.float_info.max
             if isinstance(value, int | float) and not 0 < value <= most:
                 raise InputError(f"planning.{name} is {value}; it must be a number above 0")
+        if not 0 <= self.split_above < math.inf:
+            raise InputError(
+                f"planning.split_above is {self.split_above}; it must be 0 or more, and finite"
+            )
         if self.p is not None and self.p > _MOST_P:
             raise InputError(f"planning.p is {self.p}; it must be at most {_MOST_P:g}")
         if self.policy == "fixed" and self.rows is None:
@@ -214,6 +221,7 @@ def make_policy(config: PlanningConfig, costs: CostFile | None = None) -> Policy
             config.max_delay,
             config.context,
             config.anchor_seconds(costs),
+            config.split_above,
         )
     m_comp = config.m_comp or costs.m_comp
     return DualConstraint(m_mem, None if m_comp is None else float(m_comp), config.exponent(costs))

@@ -12,6 +12,8 @@ from alload_jax.errors import InputError
 AXES = ("data", "fsdp", "context", "tensor")
 """Of every mesh, whatever their sizes; from the slowest links to the fastest."""
 
+CONTEXT, TENSOR = AXES[2:]
+
 BATCH_AXES = ("data", "fsdp", "context")
 """Mesh axes over which rows of a batch are split; their product is the number of ranks."""
 
@@ -86,6 +88,11 @@ def local_plan_ranks(mesh: Mesh, ranks: int) -> frozenset[int]:
             "(data·fsdp·context); make it one, or leave it out"
         )
     each = ranks // ranks_of(mesh)
+    if each > 1 and mesh.shape[CONTEXT] > 1:
+        raise InputError(
+            f"planning.ranks is {ranks}, but under mesh.context {mesh.shape[CONTEXT]} each of the "
+            f"mesh's {ranks_of(mesh)} ranks is one of the plan's; leave it out"
+        )
     process = jax.process_index()
     of_rank = mesh.devices.reshape(ranks_of(mesh), -1)
     local = np.vectorize(lambda device: device.process_index == process)(of_rank).any(axis=1)

@@ -77,13 +77,13 @@ def _packed(
         tokens,
         batch.position,
         bounds.grid,
-        PackedRows(batch.segments, batch.condition_segments, longest),
+        PackedRows(batch.segments, batch.condition_segments, longest, batch.split),
         sigma * TIMESTEP_SCALE,
         condition,
         sharding,
     )
     error = jax.vmap(squared_error)(predicted, target)
-    # A sample's loss is the mean over its tokens.
+    # A sample's loss is the mean over its tokens; a part weighs as its share of them.
     each = batch.weight / jnp.maximum(batch.segments.length, 1)
     return jnp.sum(_of_segment(each, batch.segments.ids) * error)
 
@@ -154,10 +154,9 @@ def noised_rows(
       the batch's.
     """
     ids = batch.segments.ids
-    lengths = jnp.maximum(batch.segments.length, 1)
-    draw = jax.vmap(jax.vmap(lambda sample, length: _draw(key, sample, config, length)))
-    draws = draw(batch.sample, lengths)
-    place = jnp.arange(ids.shape[1]) - _of_segment(batch.segments.offset, ids)
+    draw = jax.vmap(jax.vmap(lambda sample, seq_len: _draw(key, sample, config, seq_len)))
+    draws = draw(batch.sample, jnp.maximum(batch.seq_len, 1))
+    place = jnp.arange(ids.shape[1]) - _of_segment(batch.segments.offset - batch.first, ids)
     of_tokens = jax.vmap(jax.vmap(_token_noise, in_axes=(0, 0, None)), in_axes=(0, 0, None))
     noise = of_tokens(_of_segment(draws.noise, ids), place, batch.tokens.shape[-1])
     tokens = interpolate(batch.tokens, noise, _of_segment(draws.sigma, ids))

@@ -9,7 +9,7 @@ from alload_jax.data.batch import signature
 from alload_jax.data.collate import Collator
 from alload_jax.data.packed import PackedLayout
 from alload_jax.models.config import DiTConfig
-from alload_jax.models.patches import unpatchify
+from alload_jax.models.patches import patchify
 from alload_jax.planning.settings import PlanningConfig, make_plan
 
 MODEL = DiTConfig(dim=16, num_heads=2, num_layers=1, patch_size=PATCH)
@@ -21,13 +21,17 @@ def packed_cases(draw, ranks=(1, 2, 4)):
     rows = draw(st.lists(st.tuples(st.sampled_from(SIZES), st.integers(0, 3)), min_size=1))
     manifest = manifest_of(*zip(*rows, strict=True))
     align = draw(st.sampled_from([1, 1, 8]))
+    policy = draw(st.sampled_from(["first_fit", "balanced"]))
+    ranks = draw(st.sampled_from(ranks))
     config = PlanningConfig(
-        policy=draw(st.sampled_from(["first_fit", "balanced"])),
+        policy=policy,
+        context=draw(st.sampled_from([1, ranks])) if policy == "balanced" else 1,
+        split_above=draw(st.sampled_from([1.0, 0.0])),
         m_mem=draw(st.integers(64, 150)) // align * align,
         align=align,
         max_segments=draw(st.sampled_from([None, 3])),
         micro_batches_per_step=draw(st.integers(1, 2)),
-        ranks=draw(st.sampled_from(ranks)),
+        ranks=ranks,
         look_ahead=2,
     )
     plan = make_plan(config, manifest.samples(PATCH), 1, draw(st.integers(0, 9)))
@@ -54,32 +58,40 @@ def samples_in(batch):
 @given(packed_cases())
 def test_an_epoch_holds_each_sample_once_as_it_is_stored(case):
     manifest, _, layout = case
-    reader, seen = SpyReader(manifest), []
+    reader, seen, weights = SpyReader(manifest), [], np.zeros(len(manifest))
     for step in collated(case):
         for batch in step.batches:
             for sample, row, slot, here in samples_in(batch):
-                shape = (1, *manifest.shape[sample], 1)
-                found = unpatchify(batch.tokens[row, here][None], shape, PATCH)
-                assert (found[0] == reader.latents(sample)).all()
+                first = batch.first[row, slot]
+                part = slice(first, first + here.stop - here.start)
+                patches = patchify(reader.latents(sample)[None], PATCH)[0]
+                assert (batch.tokens[row, here] == patches[part]).all()
                 grid = np.asarray(manifest.shape[sample]) // PATCH
-                assert (batch.position[row, here] == np.indices(grid).reshape(3, -1).T).all()
-                assert (batch.position[row, here] < layout.bounds.grid).all()
+                of_sample = np.indices(grid).reshape(3, -1).T
+                assert (batch.position[row, here] == of_sample[part]).all()
+                assert (batch.position[row, here] < batch.bounds.grid).all()
+                assert batch.seq_len[row, slot] == len(patches)
                 of_text = batch.condition_segments
                 begin, length = of_text.offset[row, slot], of_text.length[row, slot]
                 labels = reader.labels(sample).tolist()
                 padding = [MODEL.num_classes] * (layout.conditions.length - len(labels))
                 assert batch.condition[row, begin : begin + length].tolist() == labels + padding
-                seen.append(int(sample))
-    assert sorted(seen) == list(range(len(manifest)))
+                seen.append((int(sample), *range(*part.indices(len(patches)))))
+                weights[sample] += batch.weight[row, slot]
+    whole = [np.arange(length) for length in manifest.samples(PATCH).seq_len]
+    for sample, tokens in enumerate(whole):
+        found = sorted(token for which, *part in seen if which == sample for token in part)
+        assert found == tokens.tolist()
+    np.testing.assert_allclose(weights, 1, rtol=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
 @given(packed_cases())
 def test_segments_cover_every_token_and_filler_weighs_nothing(case):
-    _, _, layout = case
     for step in collated(case):
         for batch in step.batches:
-            for segments in (batch.segments, batch.condition_segments):
+            split = [batch.split.whole, batch.split.joint] if batch.split else []
+            for segments in (batch.segments, batch.condition_segments, *split):
                 for row, ids in enumerate(segments.ids):
                     used = segments.length[row] > 0
                     assert (used[:-1] >= used[1:]).all()
@@ -88,8 +100,11 @@ def test_segments_cover_every_token_and_filler_weighs_nothing(case):
                     begins = [np.argmax(ids == slot) for slot in np.flatnonzero(used)]
                     assert begins == segments.offset[row, used].tolist()
             assert (batch.segments.ids >= 0).all()
-            assert batch.segments.length.max() <= layout.bounds.tokens
-            assert batch.condition_segments.length.max() <= layout.bounds.condition
+            assert batch.segments.length.max() <= batch.bounds.tokens
+            assert batch.condition_segments.length.max() <= batch.bounds.condition
+            for segments, longest in zip(split, batch.split.longest if split else (), strict=True):
+                assert (segments.ids >= 0).all()
+                assert segments.length.max(initial=0) <= longest
             filler = (batch.segments.length > 0) & (batch.weight == 0)
             assert (batch.sample[filler] == -1).all()
             assert (batch.condition_segments.length[filler] == 1).all()
@@ -99,11 +114,13 @@ def test_segments_cover_every_token_and_filler_weighs_nothing(case):
 
 @settings(max_examples=20, deadline=None)
 @given(packed_cases())
-def test_every_micro_batch_has_the_one_shape_that_is_compiled(case):
+def test_every_micro_batch_has_a_shape_that_is_compiled(case):
     _, plan, layout = case
-    (shape,) = layout.shapes(plan)
+    shapes = {shape.split.region if shape.split else 0: shape for shape in layout.shapes(plan)}
+    assert len(shapes) <= 5
     for step in collated(case):
         for batch in step.batches:
+            shape = shapes[batch.split.region if batch.split else 0]
             assert signature(batch) == signature(shape)
             assert batch.bounds == shape.bounds
 
@@ -127,5 +144,5 @@ def test_damaged_records_become_filler_and_are_reported(case, data):
     steps = collated(case, damaged=damaged)
     problems = [problem for step in steps for problem in step.problems]
     assert sorted(problems) == sorted(f"shard: record {n} is damaged" for n in damaged)
-    shown = [int(s) for step in steps for b in step.batches for s, *_ in samples_in(b)]
-    assert sorted(shown) == sorted(set(range(len(manifest))) - damaged)
+    shown = {int(s) for step in steps for b in step.batches for s, *_ in samples_in(b)}
+    assert shown == set(range(len(manifest))) - damaged

@@ -20,7 +20,7 @@ def laid_out(rows, slots, tokens):
     for row, parts in enumerate(rows):
         for slot, part in enumerate(parts):
             table[:, row, slot] = part
-    return segments_of(*table, tokens)
+    return segments_of(table, tokens)
 
 
 def packed_of(queries, keys, slots, total_q, total_k):

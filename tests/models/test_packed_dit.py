@@ -83,8 +83,8 @@ def pack(config, rows, gap=1):
             condition[row, first : first + length] = text
             of_condition[:, row, slot] = first, length
             at += len(patches) + gap
-    segments = segments_of(*table, TOKENS)
-    of_condition = segments_of(*of_condition, condition.shape[1])
+    segments = segments_of(table, TOKENS)
+    of_condition = segments_of(of_condition, condition.shape[1])
     return tokens, positions, (segments, of_condition), timestep, condition
 
 

@@ -56,6 +56,7 @@ def cases(draw):
             max_delay=draw(st.integers(0, 3)),
             context=context,
             anchor_seconds=draw(st.sampled_from([0.0, 1e-5])),
+            split_above=draw(st.sampled_from([1.0, 1.0, 2.5, 0.0])),
         )
     layout = RankLayout(ranks, micro_batches_per_step=draw(st.integers(1, 3)))
     return of_lengths(*lengths.tolist()), policy, layout
@@ -134,7 +135,9 @@ def test_rows_and_regions_hold_no_more_samples_than_allowed(case, seed):
     assert np.bincount(owner[~anchor], minlength=1).max() <= policy.max_segments
     group = owner[anchor] // plan.packing.context
     held = np.unique(np.column_stack([group, plan.sample[anchor]]), axis=0)[:, 0]
-    assert not len(held) or np.bincount(held).max() <= policy.max_segments
+    all_split = isinstance(policy, Balanced) and not policy.split_above
+    most = policy.max_segments * (policy.context if all_split else 1)
+    assert not len(held) or np.bincount(held).max() <= most
 
 
 @given(cases(), st.integers(0, 9))

@@ -13,6 +13,10 @@ from alload_jax.planning.policies.dealing import LEFT, Bins, deal, water_level
 
 _LEVELS = 4
 """Values of A beside 0."""
+_REGIONS = 128
+"""Of a row: A is no coarser."""
+_SPARE = 4
+"""Short samples that a region holds beside as many anchors as fit."""
 _MARGIN = 1.25
 """Of the largest A, over what a mean region needs."""
 
@@ -26,12 +30,14 @@ class AnchorRule:
       threshold: samples of more weight are split.
       longest_whole: so are samples that take more tokens.
       levels: [L] int64, the values that A takes, ascending, from 0.
+      segments: most samples of a region.
     """
 
     context: int
     threshold: float
     longest_whole: int
     levels: np.ndarray
+    segments: int
 
     def applies(self, footprint: np.ndarray, weight: np.ndarray) -> np.ndarray:
         """[N] bool: which samples are split."""
@@ -67,7 +73,6 @@ def fill_regions(
     first: np.ndarray,
     groups: int,
     per_step: int,
-    segments: int,
     most_load: float,
 ) -> Regions:
     """Deals anchors to groups; then short samples to what the regions have to spare.
@@ -80,13 +85,12 @@ def fill_regions(
       first: [N] bool, samples to deal before the others.
       groups: G, a multiple of `per_step`.
       per_step: groups of a step.
-      segments: most samples of a region.
       most_load: most weight of a rank's row that holds more than one sample.
     """
     bins = Bins(
         np.full(groups, rule.context * rule.levels[-1]),
         np.zeros(groups),
-        np.full(groups, segments),
+        np.full(groups, rule.segments),
         rule.context * most_load,
     )
     found = np.full(len(footprint), LEFT, np.int64)
@@ -102,13 +106,33 @@ def fill_regions(
     return Regions(found, tokens, bins.load)
 
 
+def region_segments(rule: AnchorRule, footprint: np.ndarray, weight: np.ndarray) -> int:
+    """Most samples that a region has use for: each of a region's slots costs every rank memory."""
+    split = rule.applies(footprint, weight)
+    if not split.any():
+        return rule.segments
+    fit = rule.context * int(rule.levels[-1]) // int(footprint[split].min())
+    return min(rule.segments, fit + _SPARE)
+
+
+def region_multiple(row_tokens: int, align: int) -> int:
+    """Tokens of which A is a multiple: large, so that kernels find regions that divide evenly.
+
+    The most that is a power of two times `align` and divides the row into `_REGIONS` or more.
+    """
+    multiple = align
+    while row_tokens % (2 * multiple) == 0 and 2 * multiple * _REGIONS <= row_tokens:
+        multiple *= 2
+    return multiple
+
+
 def anchor_levels(
     footprint: np.ndarray,
     weight: np.ndarray,
     rule: AnchorRule,
     groups: int,
     per_step: int,
-    align: int,
+    multiple: int,
 ) -> np.ndarray:
     """The few values of A that leave the least of the regions empty, for samples like these.
 
@@ -116,7 +140,7 @@ def anchor_levels(
       footprint, weight: [N], of a window's samples, longest first.
       rule: whose levels are not used.
       groups, per_step: see `fill_regions`.
-      align: values are multiples of it.
+      multiple: values are multiples of it.
     """
     split = rule.applies(footprint, weight)
     if not split.any():
@@ -126,12 +150,12 @@ def anchor_levels(
     level = water_level(weight[split], groups)
     deal(footprint[split], weight[split], bins, level)
     used = np.sort(most - bins.free)[::-1][::per_step]
-    wanted = -(-used // (rule.context * align)) * align
+    wanted = -(-used // (rule.context * multiple)) * multiple
     # The longest of all must fit, even if it is alone in its region; and more than the mean must,
     # lest anchors wait longer and longer.
     demand = _MARGIN * footprint[split].sum() / groups
     for least in (int(footprint.max()), int(min(demand, most))):
-        wanted = np.r_[wanted, -(-least // (rule.context * align)) * align]
+        wanted = np.r_[wanted, -(-least // (rule.context * multiple)) * multiple]
     return np.unique(np.r_[0, _least_waste(np.unique(wanted, return_counts=True))])
 
 

@@ -7,7 +7,13 @@ import numpy as np
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostModel, beyond_filler
 from alload_jax.planning.epoch import EpochPlan
-from alload_jax.planning.policies.anchors import AnchorRule, anchor_levels, fair_share
+from alload_jax.planning.policies.anchors import (
+    AnchorRule,
+    anchor_levels,
+    fair_share,
+    region_multiple,
+    region_segments,
+)
 from alload_jax.planning.policies.balanced_window import WindowPlanner
 from alload_jax.planning.policies.packed import (
     PackedEpoch,
@@ -45,12 +51,13 @@ class Balanced:
       cost: predicts what rows cost.
       m_comp: most cost of a row that holds more than one sample; None for no bound.
       align: samples begin at multiples of this.
-      max_segments: M, most whole samples of a row, and most anchors of a group; None for 2.5
-        times the mean.
+      max_segments: M, most whole samples of a row, and most anchors of a group (of each of its
+        ranks, where all is split); None for 2.5 times the mean.
       look_ahead: steps of a window, if these hold some thousand samples.
       max_delay: windows that a sample waits at most.
       context: ranks of a context-parallel group; 1 splits nothing.
       anchor_seconds: of communication, for each of the A tokens of a rank that are split.
+      split_above: samples are split that cost more than so many times a mean row; 0 splits all.
     """
 
     m_mem: int
@@ -62,6 +69,7 @@ class Balanced:
     max_delay: int = 8
     context: int = 1
     anchor_seconds: float = 0.0
+    split_above: float = 1.0
 
     def plan_epoch(
         self, samples: Samples, layout: RankLayout, rng: np.random.Generator
@@ -78,8 +86,17 @@ class Balanced:
         weights = self._weights(samples.seq_len)
         row_tokens = self._row_tokens(shape, footprint, weights)
         steps = self._window_steps(footprint, layout.ranks, row_tokens)
-        rule = self._rule(footprint, weights, layout.ranks, steps)
-        epoch = PackedEpoch(shape, layout.ranks, layout.micro_batches_per_step, self.context)
+        rule = self._rule(footprint, weights, layout.ranks, steps, shape.segments)
+        whole = samples.seq_len[~rule.applies(footprint, weights)]
+        epoch = PackedEpoch(
+            shape,
+            layout.ranks,
+            layout.micro_batches_per_step,
+            int(whole.max(initial=1)),
+            rule.segments,
+            self.context,
+            tuple(rule.levels.tolist()),
+        )
         planner = WindowPlanner(
             self, shape, rule, layout.ranks, steps, row_tokens, weights, samples, rng
         )
@@ -123,11 +140,13 @@ class Balanced:
         return max(1, min(epoch, max(self.look_ahead, int(np.ceil(_FEWEST_SAMPLES / per_step)))))
 
     def _rule(
-        self, footprint: np.ndarray, weights: np.ndarray, ranks: int, steps: int
+        self, footprint: np.ndarray, weights: np.ndarray, ranks: int, steps: int, segments: int
     ) -> AnchorRule:
         """Decided from windows that depend on the manifest alone: epochs share programs."""
-        share = fair_share(footprint, weights, self.m_mem)
-        rule = AnchorRule(self.context, share, self.m_mem, np.zeros(1, np.int64))
+        share = self.split_above * fair_share(footprint, weights, self.m_mem)
+        if not self.split_above:  # a group's samples are those of all its rows
+            segments *= self.context
+        rule = AnchorRule(self.context, share, self.m_mem, np.zeros(1, np.int64), segments)
         if self.context == 1:
             return rule
         drawn = np.random.default_rng(0).permutation(len(footprint))
@@ -138,6 +157,12 @@ class Balanced:
         drawn = drawn[np.argsort(-footprint[drawn], kind="stable")]
         per_step = ranks // self.context
         levels = anchor_levels(
-            footprint[drawn], weights[drawn], rule, steps * per_step, per_step, self.align
+            footprint[drawn],
+            weights[drawn],
+            rule,
+            steps * per_step,
+            per_step,
+            region_multiple(self.m_mem, self.align),
         )
-        return replace(rule, levels=levels)
+        rule = replace(rule, levels=levels)
+        return replace(rule, segments=region_segments(rule, footprint, weights))

@@ -79,7 +79,6 @@ class WindowPlanner:
             first,
             steps * per_step,
             per_step,
-            self.shape.segments,
             self.policy.most_load(self.shape),
         )
         anchors = np.repeat(regions.tokens, context)

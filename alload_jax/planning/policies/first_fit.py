@@ -43,7 +43,8 @@ class FirstFit:
         """See `Policy.plan_epoch`."""
         shape = row_shape(samples, self.m_mem, self.max_segments, self.align, _ROOMINESS)
         refuse_unplaceable(samples, shape, "first_fit", layout.ranks)
-        epoch = PackedEpoch(shape, layout.ranks, layout.micro_batches_per_step)
+        longest = int(samples.seq_len.max())
+        epoch = PackedEpoch(shape, layout.ranks, layout.micro_batches_per_step, longest, 0)
 
         def place(window: Window) -> np.ndarray:
             row, rows = first_fit_decreasing(window.footprint, shape)

@@ -120,7 +120,10 @@ class PackedEpoch:
     shape: RowShape
     ranks: int
     micro_batches_per_step: int
+    longest_whole: int
+    region_segments: int
     context: int = 1
+    levels: tuple[int, ...] = (0,)
     _windows: list[PlacedSteps] = field(default_factory=list)
 
     def add(self, steps: PlacedSteps) -> None:
@@ -164,6 +167,9 @@ class PackedEpoch:
                 segments=self.shape.segments,
                 align=self.shape.align,
                 context=self.context,
+                levels=self.levels,
+                longest_whole=self.longest_whole,
+                region_segments=self.region_segments,
                 anchor_tokens=anchor_tokens,
                 tokens=part["tokens"],
                 offset=np.where(part["anchor"], part["offset"], anchor_tokens[row] + behind),

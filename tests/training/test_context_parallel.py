@@ -1,0 +1,122 @@
+"""Samples split over context groups: the same loss and gradient as whole."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_packed_step import (
+    CLASSES,
+    accumulate_of,
+    assert_same,
+    batches_of,
+    mean_gradient,
+    plan_with,
+    trained_params,
+)
+
+from alload_jax.config import Config, DataConfig, RunConfig, with_policy
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.store import StoreWriter
+from alload_jax.errors import InputError
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.sharding.mesh import (
+    MeshConfig,
+    batch_sharding,
+    local_plan_ranks,
+    make_mesh,
+    ranks_of,
+)
+from alload_jax.training.step import zero_sums
+
+MODEL = dataclasses.replace(CLASSES, num_heads=4)
+SIZES = {(1, 2, 2): 18, (3, 4, 4): 9, (5, 6, 6): 3}
+"""(frames, height, width) of latents and how many: 1, 12 and 45 tokens."""
+
+needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("long") / "data"
+    rng = np.random.default_rng(0)
+    with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
+        for size, count in SIZES.items():
+            for n in range(count):
+                latents = rng.normal(size=(*size, 2)).astype(np.float32)
+                writer.add(latents, rng.integers(0, 10, n % 2 + 1).astype(np.int32), size)
+    return read_manifest(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(manifest):
+    """Of every sample by itself, on one device."""
+    one = make_mesh(MeshConfig(), jax.devices()[:1])
+    return mean_gradient(MODEL, one, batches_of(manifest, MODEL, "fixed"))
+
+
+@needs_devices
+@pytest.mark.parametrize(
+    ("axes", "m_mem"),
+    [({"context": 4, "fsdp": 2}, 40), ({"context": 2, "fsdp": 2, "tensor": 2}, 64)],
+)
+def test_split_samples_give_the_loss_and_gradient_of_whole_ones(axes, m_mem, manifest, expected):
+    mesh = make_mesh(MeshConfig(**axes))
+    options = {"context": axes["context"], "m_mem": m_mem}
+    batches = batches_of(manifest, MODEL, "balanced", ranks_of(mesh), **options)
+    assert {odd for b in batches for odd in b.split.joint.length.ravel().tolist()} >= {45}
+    key, params = trained_params(MODEL, mesh)
+    sums, placed = zero_sums(params, mesh), jax.device_put(batches, batch_sharding(mesh))
+    traced = accumulate_of(MODEL, mesh).lower(params, sums, placed[0], key, jnp.int32(0))
+    program = traced.compile()
+    for batch in placed:
+        sums = program(params, sums, batch, key, jnp.int32(3))
+    assert float(sums.weight) == pytest.approx(len(manifest), rel=1e-6)
+    found = sums.loss / sums.weight, jax.tree.map(lambda g: g / sums.weight, sums.grads)
+    assert_same(found, expected)
+    lines = program.as_text().splitlines()
+    assert any("all-to-all(" in line for line in lines)
+    gathered = [line.split("all-gather(")[0] for line in lines if "all-gather(" in line]
+    assert not any(f",{m_mem}," in shape or f"[{m_mem}," in shape for shape in gathered)
+
+
+def test_programs_are_one_for_each_region(manifest):
+    plan, layout = plan_with(manifest, MODEL, "balanced", 8, context=2, m_mem=32)
+    regions = {batch.split.region if batch.split else 0 for batch in layout.shapes(plan)}
+    assert regions == set(plan.epoch(0).packing.levels)
+    assert 1 < len(regions) <= 5
+
+
+def config_with(model=MODEL, planning=None, **axes):
+    planning = {"m_mem": 32, "policy": "balanced"} | (planning or {})
+    return Config(
+        RunConfig("run"),
+        DataConfig("data"),
+        PlanningConfig(**planning),
+        model,
+        mesh=MeshConfig(**axes),
+    )
+
+
+def test_what_cannot_be_split_is_refused_in_one_line():
+    with pytest.raises(InputError, match=r"mesh\.context·mesh\.tensor is 3, which does not divide"):
+        config_with(context=3)
+    with pytest.raises(InputError, match=r"mesh\.context·mesh\.tensor is 8, .*num_heads 4"):
+        config_with(context=4, tensor=2)
+    with pytest.raises(InputError, match=r"planning\.context is 2, but mesh\.context is 4"):
+        config_with(planning={"context": 2}, context=4)
+
+
+def test_the_mesh_decides_over_how_many_ranks_samples_are_split():
+    assert with_policy(config_with(context=2)).planning.context == 2
+    bucketed = config_with(planning={"policy": "dual_constraint"}, context=2)
+    assert with_policy(bucketed).planning.context == 1
+
+
+@needs_devices
+def test_fewer_devices_cannot_stand_for_context_groups():
+    mesh = make_mesh(MeshConfig(context=2), jax.devices()[:4])
+    assert local_plan_ranks(mesh, 4) == frozenset(range(4))
+    with pytest.raises(InputError, match=r"planning\.ranks is 8, but under mesh\.context 2"):
+        local_plan_ranks(mesh, 8)
