@@ -23,15 +23,16 @@ from alload_jax.models.weights import initial_weights
 from alload_jax.planning.settings import make_plan
 from alload_jax.report.samples import SampleWriter
 from alload_jax.report.summary import print_summary, read_summary, summarise
+from alload_jax.sharding.groups import group_meshes, ranks_per_group
 from alload_jax.sharding.mesh import local_plan_ranks, make_mesh, ranks_of
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.monitor import Monitor
 from alload_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from alload_jax.training.progress import ProgressBar
+from alload_jax.training.shape_groups import make_trainer
 from alload_jax.training.signals import StopRequest
 from alload_jax.training.state import abstract_state, init_state
 from alload_jax.training.telemetry import MetricsLog, append_environment, peak_memory, write_json
-from alload_jax.training.trainer import Trainer
 
 
 def main(argv: list[str]) -> int:
@@ -51,11 +52,18 @@ def main(argv: list[str]) -> int:
     config.planning.refuse_foreign_costs(
         config.model.step_fields(), mesh.devices.flat[0].device_kind
     )
-    plan = make_plan(config.planning, samples, ranks_of(mesh), config.run.seed)
+    plan = make_plan(
+        config.planning,
+        samples,
+        ranks_of(mesh),
+        config.run.seed,
+        ranks_per_group=ranks_per_group(mesh),
+    )
     conditions = conditions_for(config.model, manifest)
     layout = layout_for(plan, manifest, config.model, conditions)
     ranks = local_plan_ranks(mesh, plan.layout.ranks)
-    collator = Collator(StoreReader(manifest), ranks, layout)
+    groups = group_meshes(mesh, plan)
+    collator = Collator(StoreReader(manifest), ranks, layout, plan.group_ranks)
     sampler = SampleWriter(
         folder / "samples", config.model, config.diffusion.timesteps, config.sampling, manifest
     )
@@ -80,7 +88,9 @@ def main(argv: list[str]) -> int:
         else:
             weights = initial_weights(config.run.initial_weights, config.model, mesh)
             state = init_state(config.model, optimizer, mesh, config.run.seed, weights)
-        trainer = Trainer(config.model, config.diffusion, optimizer, config.optimizer, mesh, state)
+        trainer = make_trainer(
+            config.model, config.diffusion, optimizer, config.optimizer, mesh, state, groups
+        )
 
         # ------------------------------------------------------------ run folder
         write_config(config, folder / "config.yaml")
@@ -111,7 +121,7 @@ def main(argv: list[str]) -> int:
             ProgressBar("training", config.run.steps, start) as bar,
             monitor.watching(bar),
         ):
-            for step in place_ahead(loader, mesh):
+            for step in place_ahead(loader, mesh, groups=groups):
                 if not monitor.accepts(step):
                     break
                 monitor.note(step, trainer.step(step))

@@ -28,7 +28,7 @@ class BucketedLayout:
     def shapes(self, plan: Plan) -> list[Batch]:
         """See `Layout.shapes`."""
         epoch = plan.epoch(0)
-        distinct = np.unique(np.column_stack([epoch.rows * epoch.ranks, epoch.shape]), axis=0)
+        distinct = np.unique(np.column_stack([epoch.rows * plan.group_ranks, epoch.shape]), axis=0)
         found = [(n, *self.manifest.latent_shape(tuple(size))) for n, *size in distinct.tolist()]
         found.sort(key=lambda shape: (-math.prod(shape), shape))
         return [self._abstract(shape) for shape in found]

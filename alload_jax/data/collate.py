@@ -20,14 +20,16 @@ class HostStep(NamedTuple):
     Attributes:
       number: of the step, from the start of training.
       epoch: of the step.
-      batches: one for each micro-batch.
+      batches: one for each micro-batch; where ranks are independent, of each shape group.
       problems: what was wrong with records that were skipped.
+      groups: the shape group of each batch.
     """
 
     number: int
     epoch: int
     batches: tuple[AnyBatch, ...]
     problems: tuple[str, ...]
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -38,21 +40,28 @@ class Collator:
       reader: of the samples.
       ranks: the plan's ranks that this process feeds; only their records are read.
       layout: of the plan's micro-batches.
+      group_ranks: ranks of a shape group; None for all.
     """
 
     reader: StoreReader
     ranks: frozenset[int]
     layout: Layout
+    group_ranks: int | None = None
 
     def __call__(self, step: Step) -> HostStep:
         """Reads the step's records. Damaged ones get no weight, and are reported."""
         problems: list[str] = []
-        batches = tuple(
-            self._batch([part for part in group if part.rank in self.ranks], problems)
-            for _, group in groupby(step.micro_batches, key=lambda part: part.index)
-        )
+        batches, groups = [], []
+        local = (part for part in step.micro_batches if part.rank in self.ranks)
+        for (_, group), parts in groupby(local, key=self._place):
+            batches.append(self._batch(list(parts), problems))
+            groups.append(group)
         # Every part of a sample that is split over ranks meets the same damage.
-        return HostStep(step.index, step.epoch, batches, tuple(dict.fromkeys(problems)))
+        told = tuple(dict.fromkeys(problems))
+        return HostStep(step.index, step.epoch, tuple(batches), told, tuple(groups))
+
+    def _place(self, part: MicroBatch) -> tuple[int, int]:
+        return part.index, part.rank // self.group_ranks if self.group_ranks else 0
 
     def _batch(self, parts: Sequence[MicroBatch], problems: list[str]) -> AnyBatch:
         """One micro-batch of the ranks' parts, rank by rank."""

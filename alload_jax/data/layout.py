@@ -10,7 +10,6 @@ from alload_jax.data.bucketed import BucketedLayout
 from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.packed import PackedLayout
-from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
 from alload_jax.planning.plan import MicroBatch, Plan
 
@@ -24,9 +23,10 @@ class Layout(Protocol):
         ...
 
     def shapes(self, plan: Plan) -> Sequence[AnyBatch]:
-        """Every micro-batch of all ranks that a plan can ask for, as `jax.ShapeDtypeStruct`s.
+        """Every micro-batch that a plan can ask of a shape group, as `jax.ShapeDtypeStruct`s.
 
-        Those that need most memory come first.
+        Where ranks are not independent, all ranks are one group. Those that need most memory come
+        first.
         """
         ...
 
@@ -46,17 +46,8 @@ class Layout(Protocol):
 
 
 def layout_for(plan: Plan, manifest: Manifest, model: DiTConfig, conditions: Conditions) -> Layout:
-    """The layout of a plan's micro-batches.
-
-    Raises:
-      InputError: the plan's ranks are independent.
-    """
+    """The layout of a plan's micro-batches."""
     packing = plan.epoch(0).packing
-    if packing is None and plan.layout.mode != "synchronous":
-        raise InputError(
-            f"planning.ranks_mode is {plan.layout.mode}; training runs synchronous plans so far "
-            "(`alload plan` shows both)"
-        )
     if packing is None:
         return BucketedLayout(manifest, conditions)
     return PackedLayout.of(plan, manifest, model, conditions)

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,10 +19,11 @@ class PlacedStep(NamedTuple):
     Attributes:
       number: of the step, from the start of training.
       epoch: of the step.
-      batches: one for each micro-batch, rows split over the ranks.
+      batches: one for each micro-batch, rows split over the ranks (of its shape group).
       problems: what was wrong with records that were skipped.
       wait_seconds: how long the loader was waited for when this step was asked for; the data
         that came then are those of the step `depth` further on.
+      groups: the shape group of each batch.
     """
 
     number: int
@@ -30,13 +31,22 @@ class PlacedStep(NamedTuple):
     batches: tuple[AnyBatch, ...]
     problems: tuple[str, ...]
     wait_seconds: float
+    groups: tuple[int, ...] = ()
 
 
-def place_ahead(steps: Iterator[HostStep], mesh: Mesh, depth: int = 1) -> Iterator[PlacedStep]:
+def place_ahead(
+    steps: Iterator[HostStep], mesh: Mesh, depth: int = 1, groups: Sequence[Mesh] = ()
+) -> Iterator[PlacedStep]:
     """Yields placed steps, `depth` further ones already travelling while each is used.
 
     Asking for a step first sends off the one that comes `depth` after it, so that the copy runs
     beside the computation that was dispatched before.
+
+    Args:
+      steps: in host memory.
+      mesh: of all ranks.
+      depth: steps that travel.
+      groups: the mesh of each shape group; none where all ranks are one.
     """
     travelling: deque[PlacedStep] = deque()
     waited = 0.0
@@ -45,8 +55,9 @@ def place_ahead(steps: Iterator[HostStep], mesh: Mesh, depth: int = 1) -> Iterat
         step = next(steps, None)
         waited += time.perf_counter() - began
         if step is not None:
-            batches = tuple(_place(batch, mesh) for batch in step.batches)
-            travelling.append(PlacedStep(*step[:2], batches, step.problems, 0.0))
+            meshes = [groups[n] for n in step.groups] if groups else [mesh] * len(step.batches)
+            batches = tuple(map(_place, step.batches, meshes))
+            travelling.append(PlacedStep(*step[:2], batches, step.problems, 0.0, step.groups))
         if not travelling:
             return
         if step is None or len(travelling) > depth:

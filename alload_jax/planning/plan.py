@@ -14,8 +14,8 @@ from alload_jax.planning.epoch import EpochPlan, Packing
 from alload_jax.planning.policies.policy import Policy, RankLayout
 from alload_jax.planning.samples import Samples
 
-_LATER = {"split_above": 1.0}
-"""Fields of policies that the first checkpoints did not know, and the value that they meant."""
+_LATER = {"split_above": 1.0, "ranks_per_group": 1}
+"""Fields of plans that the first checkpoints did not know, and the value that they meant."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +131,26 @@ class Plan:
         epoch = bisect_right(self._starts, index) - 1
         return epoch, index - self._starts[epoch]
 
+    @property
+    def group_ranks(self) -> int:
+        """Ranks of a shape group, whose micro-batches share a shape; all, of synchronous plans."""
+        return self.layout.alike if self._alike else self.layout.ranks
+
+    @property
+    def shape_groups(self) -> int:
+        """Groups of `group_ranks` consecutive ranks."""
+        return self.layout.ranks // self.group_ranks
+
     def identity(self) -> dict[str, Any]:
         """All that decides the steps, as JSON values; equal identities mean equal plans.
 
         The first epoch's order is part of it: a NumPy that shuffles otherwise is another plan.
         """
-        fields = asdict(self.policy)  # type: ignore[call-overload]
+        policy = asdict(self.policy)  # type: ignore[call-overload]
+        fields = policy | vars(self.layout)
         return {
             "policy": type(self.policy).__name__,
             **{k: v for k, v in fields.items() if k not in _LATER or v != _LATER[k]},
-            **vars(self.layout),
             "seed": self.seed,
             "samples": _digest(self.samples.shape, self.samples.seq_len),
             "order": _digest(self.epoch(0).sample),

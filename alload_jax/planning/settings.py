@@ -34,8 +34,8 @@ class PlanningConfig:
       policy: bucketed fixed, equal_tokens or dual_constraint; packed first_fit or balanced; or
         auto, which is balanced where attention runs on packed rows (NVIDIA Hopper or newer) and
         dual_constraint elsewhere.
-      ranks_mode: of bucketed policies: synchronous (ranks share a bucket) or independent (plans
-        only, so far).
+      ranks_mode: of bucketed policies: synchronous (ranks share a bucket) or independent (each
+        shape group draws its own, as in the paper).
       micro_batches_per_step: micro-batches that every rank accumulates before an update.
       m_mem: most tokens of a micro-batch on one rank; null takes it from `cost_model`.
       m_comp: most cost of a micro-batch, B·S^p for `dual_constraint`, the cost model's unit for
@@ -46,6 +46,8 @@ class PlanningConfig:
       rows: for `fixed`, a batch size, or one for each bucket's name (`17x16x16`).
       ranks: data-parallel ranks that the plan is made for; null takes the mesh's. A multiple of
         the mesh's lets fewer devices do the work of more, sample for sample.
+      ranks_per_group: where ranks are independent, ranks that share a bucket; null takes those of
+        an index along the mesh's `data` axis.
       cost_model: path of a cost-model JSON.
       foreign_cost_model: accept one that was made for another model or device.
       align: of packed rows: samples begin at multiples of this many tokens.
@@ -68,6 +70,7 @@ class PlanningConfig:
     p: float | None = None
     rows: int | dict[str, int] | None = None
     ranks: int | None = None
+    ranks_per_group: int | None = None
     cost_model: str | None = None
     foreign_cost_model: bool = False
     align: int = 1
@@ -85,8 +88,8 @@ class PlanningConfig:
                 raise InputError(
                     f"planning.{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}"
                 )
-        at_least_one = ("micro_batches_per_step", "m_mem", "ranks", "align", "max_segments")
-        for name in (*at_least_one, "look_ahead", "max_delay", "context"):
+        at_least_one = ("micro_batches_per_step", "m_mem", "ranks", "ranks_per_group", "align")
+        for name in (*at_least_one, "max_segments", "look_ahead", "max_delay", "context"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= _MOST:
                 bound = "at least 1" if value < 1 else f"at most {_MOST:,}"
@@ -233,6 +236,7 @@ def make_plan(
     ranks: int,
     seed: int,
     costs: CostFile | None = None,
+    ranks_per_group: int = 1,
 ) -> Plan:
     """The plan that the config asks for.
 
@@ -241,11 +245,12 @@ def make_plan(
       ranks: data-parallel ranks, where the config leaves them open.
       seed: decides the order of samples.
       costs: the cost model's file; None reads what the config names.
+      ranks_per_group: of a shape group, where the config leaves them open.
 
     Raises:
       InputError: a sample cannot be placed, or a bound is missing.
     """
-    layout = RankLayout(config.ranks or ranks, config.ranks_mode, config.micro_batches_per_step)
+    layout = _rank_layout(config, ranks, ranks_per_group)
     costs = costs or config.costs()
     if config.m_comp == "longest":
         open_bound = make_policy(replace(config, m_comp=None), costs)
@@ -253,6 +258,16 @@ def make_plan(
     elif config.m_comp == "auto":
         config = replace(config, m_comp=m_comp_curve(config, samples, layout, costs).chosen)
     return Plan(samples, make_policy(config, costs), layout, seed)
+
+
+def _rank_layout(config: PlanningConfig, ranks: int, ranks_per_group: int) -> RankLayout:
+    alone = config.ranks_mode == "independent" and config.policy not in PACKED
+    return RankLayout(
+        config.ranks or ranks,
+        config.ranks_mode,
+        config.micro_batches_per_step,
+        (config.ranks_per_group or ranks_per_group) if alone else 1,
+    )
 
 
 def m_comp_curve(

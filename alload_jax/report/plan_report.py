@@ -9,7 +9,6 @@ import numpy as np
 from alload_jax.planning.cost import CostModel, PowerCost, beyond_filler
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.metrics import imbalance
-from alload_jax.planning.policies.policy import RankLayout
 from alload_jax.planning.settings import m_comp_curve
 from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
 from alload_jax.planning.study import Case, Study
@@ -123,10 +122,7 @@ def _curve(cases: Sequence[Case], study: Study) -> tuple[np.ndarray, np.ndarray,
     """M_comp's, of the first policy that knows one."""
     for case in cases:
         if case.config.policy == "dual_constraint":
-            layout = RankLayout(
-                case.ranks, case.config.ranks_mode, case.config.micro_batches_per_step
-            )
-            curve = m_comp_curve(case.config, study.samples, layout, study.costs)
+            curve = m_comp_curve(case.config, study.samples, case.plan.layout, study.costs)
             return curve.m_comp, curve.cost, curve.chosen
     return None
 

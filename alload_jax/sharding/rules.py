@@ -26,7 +26,7 @@ DIT_RULES: Rules = (
 leading layer axis. Over `tensor`, heads and the hidden width are split as in Megatron-LM (arXiv
 1909.08053). Paths of optimizer state and EMA end as those of their parameters."""
 
-_ZERO_AXES = ("context", "data")
+ZERO_AXES = ("context", "data")
 """Over which optimizer state and EMA are split beyond their parameters, from the fastest links."""
 
 
@@ -51,7 +51,9 @@ def tree_shardings(tree: Any, mesh: Mesh, rules: Rules = DIT_RULES) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def zero_shardings(tree: Any, mesh: Mesh, rules: Rules = DIT_RULES) -> Any:
+def zero_shardings(
+    tree: Any, mesh: Mesh, rules: Rules = DIT_RULES, over: tuple[str, ...] = ZERO_AXES
+) -> Any:
     """`tree_shardings`, split over replicas too where that goes (ZeRO, arXiv 1910.02054).
 
     For what only the update needs: gradients, optimizer state, EMA. Each replica updates its own
@@ -59,18 +61,20 @@ def zero_shardings(tree: Any, mesh: Mesh, rules: Rules = DIT_RULES) -> Any:
     """
 
     def further(leaf: Any, sharding: NamedSharding) -> NamedSharding:
-        return NamedSharding(mesh, _split_further(leaf.shape, sharding.spec, mesh))
+        return NamedSharding(mesh, _split_further(leaf.shape, sharding.spec, mesh, over))
 
     return jax.tree.map(further, tree, tree_shardings(tree, mesh, rules))
 
 
-def _split_further(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+def _split_further(
+    shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, over: tuple[str, ...]
+) -> PartitionSpec:
     """Over more mesh axes along the axis of the array that `fsdp` splits, as far as they divide."""
     split = [_names(part) for part in spec]
     for axis, names in enumerate(split):
         if "fsdp" not in names:
             continue
-        for more in _ZERO_AXES:
+        for more in over:
             if shape[axis] % math.prod(mesh.shape[name] for name in (*names, more)) == 0:
                 names += (more,)
         split[axis] = names

@@ -39,7 +39,8 @@ class Sums(NamedTuple):
 
 
 Accumulate = Callable[[Any, Sums, AnyBatch, jax.Array, jax.Array], Sums]
-Update = Callable[[TrainState, Sums], tuple[TrainState, Sums, dict[str, jax.Array]]]
+Metrics = dict[str, jax.Array]
+Update = Callable[[TrainState, Sums], tuple[TrainState, Sums, Metrics]]
 
 
 def make_accumulate(model: DiTConfig, diffusion: DiffusionConfig, mesh: Mesh) -> Accumulate:
@@ -73,9 +74,25 @@ def make_update(
 
     Metrics: `loss`, `grad_norm` (before clipping).
     """
+    advance = make_advance(optimizer, config, mesh)
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def update(state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
+    def update(state: TrainState, sums: Sums) -> tuple[TrainState, Sums, Metrics]:
+        after, metrics = advance(state, sums)
+        zeroed = jax.lax.with_sharding_constraint(
+            jax.tree.map(jnp.zeros_like, sums), sums_shardings(state.params, mesh)
+        )
+        return after, zeroed, metrics
+
+    return update
+
+
+def make_advance(
+    optimizer: optax.GradientTransformation, config: OptimizerConfig, mesh: Mesh
+) -> Callable[[TrainState, Sums], tuple[TrainState, Metrics]]:
+    """A (state, sums) → (next state, metrics), to be part of a jitted update."""
+
+    def advance(state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
         mean = 1 / jnp.maximum(sums.weight, 1e-20)
         grads = jax.tree.map(lambda g: g * mean, sums.grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -89,13 +106,9 @@ def make_update(
         )
         after = TrainState(state.step + 1, state.key, params, ema, opt_state)
         metrics = {"loss": sums.loss * mean, "grad_norm": optax.tree.norm(grads)}
-        after = jax.lax.with_sharding_constraint(after, state_shardings(after, mesh))
-        zeroed = jax.lax.with_sharding_constraint(
-            jax.tree.map(jnp.zeros_like, sums), sums_shardings(params, mesh)
-        )
-        return after, zeroed, metrics
+        return jax.lax.with_sharding_constraint(after, state_shardings(after, mesh)), metrics
 
-    return update
+    return advance
 
 
 def zero_sums(params: Any, mesh: Mesh) -> Sums:

@@ -1,7 +1,7 @@
 """The state of a run and the compiled programs that advance it."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -57,19 +57,14 @@ class Trainer:
         def compile_one(shape: AnyBatch) -> Any:
             epoch = jax.ShapeDtypeStruct((), jnp.int32)
             return self._accumulate.lower(
-                self.state.params, self._sums, _on_mesh(shape, self._mesh), self.state.key, epoch
+                self.state.params, self._sums, on_mesh(shape, self._mesh), self.state.key, epoch
             ).compile()
 
         update: Any = self._update
         self._update = update.lower(self.state, self._sums).compile()
-        # XLA compiles one program on several cores already.
-        pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 4))
-        try:
-            for shape, program in zip(shapes, pool.map(compile_one, shapes), strict=True):
-                self.programs[signature(shape)] = program
-                yield shape
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for shape, program in in_parallel(compile_one, shapes):
+            self.programs[signature(shape)] = program
+            yield shape
 
     def step(self, step: PlacedStep) -> dict[str, jax.Array]:
         """Dispatches a step, and returns its metrics before they are computed.
@@ -85,7 +80,19 @@ class Trainer:
         return metrics
 
 
-def _on_mesh(batch: AnyBatch, mesh: Mesh) -> AnyBatch:
+def in_parallel(
+    compile_one: Callable[[AnyBatch], Any], shapes: Sequence[AnyBatch]
+) -> Iterator[tuple[AnyBatch, Any]]:
+    """Yields each shape with what `compile_one` makes of it, several at work at once."""
+    # XLA compiles one program on several cores already.
+    pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 4))
+    try:
+        yield from zip(shapes, pool.map(compile_one, shapes), strict=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def on_mesh(batch: AnyBatch, mesh: Mesh) -> AnyBatch:
     """A micro-batch's shapes and dtypes, with its sharding."""
     sharding = batch_sharding(mesh)
     return jax.tree.map(

@@ -22,20 +22,21 @@ class Bucketed(ABC):
     ) -> EpochPlan:
         """See `Policy.plan_epoch`.
 
-        Each bucket is shuffled and cut into groups: a micro-batch of one rank (`independent`) or
-        of all ranks (`synchronous`). The groups are shuffled and dealt to steps in that order. A
-        bucket's last group may be short; its missing rows are filler, which ranks share evenly.
+        Each bucket is shuffled and cut into groups: a micro-batch of one shape group's ranks
+        (`independent`) or of all ranks (`synchronous`). The groups are shuffled and dealt to steps
+        in that order. A bucket's last group may be short; its missing rows are filler, which ranks
+        share evenly. Shape groups for which the last turn has no work have no micro-batch there.
         """
         buckets = samples.buckets()
         rows = self.rows_per_bucket(buckets)
-        ranks_per_group = layout.ranks if layout.mode == "synchronous" else 1
-        cut = _cut_into_groups(buckets, rows * ranks_per_group)
+        alike = layout.alike
+        cut = _cut_into_groups(buckets, rows * alike)
         slot_of_group = rng.permutation(len(cut.bucket))
         bucket_of_slot = np.empty_like(cut.bucket)
         bucket_of_slot[slot_of_group] = cut.bucket
 
-        work_bucket = np.repeat(bucket_of_slot, ranks_per_group)
-        work_of_sample = slot_of_group[cut.group] * ranks_per_group + cut.member % ranks_per_group
+        work_bucket = np.repeat(bucket_of_slot, alike)
+        work_of_sample = slot_of_group[cut.group] * alike + cut.member % alike
         counts = np.bincount(work_of_sample, minlength=len(work_bucket))
         turn, rank = np.divmod(np.arange(len(work_bucket)), layout.ranks)
         step, micro_batch = np.divmod(turn, layout.micro_batches_per_step)

@@ -1,0 +1,92 @@
+"""Shape groups: slices of the mesh that run programs of their own between global updates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from alload_jax.errors import InputError
+from alload_jax.planning.plan import Plan
+from alload_jax.sharding.mesh import ranks_of
+
+GROUP_AXIS = "data"
+"""Each index along this axis of the mesh is a shape group."""
+
+
+def ranks_per_group(mesh: Mesh) -> int:
+    """Ranks of a shape group of the mesh."""
+    return ranks_of(mesh) // mesh.shape[GROUP_AXIS]
+
+
+def split_mesh(mesh: Mesh) -> tuple[Mesh, ...]:
+    """The mesh of each shape group: the same axes, `data` of size 1."""
+    return tuple(
+        Mesh(mesh.devices[n : n + 1], mesh.axis_names, axis_types=mesh.axis_types)
+        for n in range(mesh.shape[GROUP_AXIS])
+    )
+
+
+def group_meshes(mesh: Mesh, plan: Plan) -> tuple[Mesh, ...]:
+    """On which mesh each of a plan's shape groups runs; none where all ranks are one group.
+
+    A mesh takes consecutive groups of the plan, where there are more of these.
+
+    Raises:
+      InputError: the plan's groups don't fit the mesh's.
+    """
+    if plan.shape_groups == 1:
+        return ()
+    if plan.group_ranks % ranks_per_group(mesh):
+        raise InputError(
+            f"planning.ranks_per_group is {plan.group_ranks}, not a multiple of the "
+            f"{ranks_per_group(mesh)} ranks (fsdp·context) of a shape group of the mesh; make it "
+            "one, or leave it out"
+        )
+    meshes = split_mesh(mesh)
+    if plan.shape_groups % len(meshes):
+        raise InputError(
+            f"planning.ranks_per_group is {plan.group_ranks}, so the plan has "
+            f"{plan.shape_groups} shape groups, which mesh.data = {len(meshes)} does not divide; "
+            "choose a smaller one, or leave it out"
+        )
+    each = plan.shape_groups // len(meshes)
+    return tuple(group for group in meshes for _ in range(each))
+
+
+def is_local(mesh: Mesh) -> bool:
+    """Whether this process has devices of the mesh."""
+    return any(device.process_index == jax.process_index() for device in mesh.devices.flat)
+
+
+def part_of_group(tree: Any, shardings: Any) -> Any:
+    """What of a tree of global arrays lies on a group's devices, as arrays there; nothing is moved.
+
+    Args:
+      tree: arrays that are the same in every group, or whose first axis is the groups.
+      shardings: of the result, over the group's mesh; such a first axis is split over `data`.
+    """
+
+    def part(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+        stacked = len(sharding.spec) > 0 and sharding.spec[0] == GROUP_AXIS
+        shape = (1, *array.shape[1:]) if stacked else array.shape
+        own = [s.data for s in array.addressable_shards if s.device in sharding.device_set]
+        return jax.make_array_from_single_device_arrays(shape, sharding, own)
+
+    return jax.tree.map(part, tree, shardings)
+
+
+def join_groups(parts: Sequence[Any], shardings: Any) -> Any:
+    """Undoes `part_of_group` for arrays whose first axis is the groups; nothing is moved.
+
+    Args:
+      parts: a tree of arrays [1, ...] of each group with devices of this process.
+      shardings: of the result [groups, ...], over the whole mesh, the first axis split over `data`.
+    """
+
+    def join(sharding: NamedSharding, *arrays: jax.Array) -> jax.Array:
+        shape = (sharding.mesh.shape[GROUP_AXIS], *arrays[0].shape[1:])
+        shards = [shard.data for array in arrays for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+    return jax.tree.map(join, shardings, *parts)
