@@ -2,7 +2,7 @@ import dataclasses
 import itertools
 
 import numpy as np
-from data_helpers import NULL_LABEL, SpyReader, cases, classes, plan_over
+from data_helpers import NULL_LABEL, PATCH, SpyReader, cases, classes, manifest_of, plan_over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +10,7 @@ from alload_jax.data.bucketed import BucketedLayout
 from alload_jax.data.collate import Collator
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader
+from alload_jax.planning.settings import PlanningConfig, make_plan
 
 
 def collator(reader, ranks, text_length=None):
@@ -133,6 +134,31 @@ def test_damaged_records_become_filler_and_are_reported(case, data):
         problems += host.problems
     assert sorted(problems) == sorted(f"shard: record {n} is damaged" for n in damaged)
     assert sorted(shown) == sorted(set(range(len(case.manifest))) - damaged)
+
+
+def test_each_shape_group_gets_a_batch_of_its_own_shape():
+    sizes = [(1, 4, 4)] * 9 + [(5, 4, 4)] * 4
+    manifest = manifest_of(sizes, [1] * len(sizes))
+    config = PlanningConfig("fixed", "independent", rows=1, ranks=6, ranks_per_group=2)
+    plan = make_plan(config, manifest.samples(PATCH), 1, seed=0)
+    spy, shapes = SpyReader(manifest), set()
+    layout = BucketedLayout(manifest, classes(1))
+    collate = Collator(spy, frozenset({2, 3, 4, 5}), layout, plan.group_ranks)
+    for number in range(plan.steps_per_epoch):
+        step = plan.step(number)
+        spy.reads.clear()
+        host = collate(step)
+        local = [part for part in step.micro_batches if part.rank >= 2]
+        assert sorted(spy.reads) == sorted(s for part in local for s in part.samples)
+        assert host.groups == tuple(sorted({part.rank // 2 for part in local}))
+        for group, batch in zip(host.groups, host.batches, strict=True):
+            parts = [part for part in local if part.rank // 2 == group]
+            rows = [(*part.samples, -1)[0] for part in parts]
+            assert batch.sample.tolist() == rows
+            assert batch.latents.shape[:4] == (2, *parts[0].shape)
+        shapes.add(len({batch.latents.shape for batch in host.batches}))
+    assert 2 in shapes
+    assert collate(step).groups == ()  # of seven micro-batches one is left for the first group
 
 
 def test_a_damaged_record_of_another_rank_is_not_our_problem(store):

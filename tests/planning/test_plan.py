@@ -122,6 +122,32 @@ def test_an_independent_micro_batch_is_never_filler_alone(case):
     assert all(part.samples for part in parts_of(plan_of(case)))
 
 
+@pytest.mark.parametrize("ranks_per_group", [1, 2, 3, 6])
+def test_ranks_of_a_shape_group_share_rows_and_shape_and_are_idle_together(ranks_per_group):
+    samples = of_shapes(*SHAPES * 7)
+    config = PlanningConfig(
+        "fixed", "independent", rows=2, ranks=6, ranks_per_group=ranks_per_group
+    )
+    plan = make_plan(config, samples, 1, seed=0)
+    assert (plan.group_ranks, plan.shape_groups) == (ranks_per_group, 6 // ranks_per_group)
+    taken = []
+    for step in steps_of(plan, epoch=0):
+        for group in range(plan.shape_groups):
+            parts = [p for p in step.micro_batches if p.rank // ranks_per_group == group]
+            assert len(parts) in (0, ranks_per_group)
+            assert len({(part.rows, part.shape) for part in parts}) <= 1
+        taken += [sample for part in step.micro_batches for sample in part.samples]
+    assert sorted(taken) == list(range(len(samples)))
+
+
+def test_ranks_per_group_counts_where_ranks_are_independent_alone():
+    samples = of_shapes(*SHAPES)
+    for options in ({"policy": "fixed", "rows": 1}, {"policy": "balanced", "m_mem": 10_000}):
+        plain = make_plan(PlanningConfig(**options, ranks=4), samples, 1, seed=0)
+        given = PlanningConfig(**options, ranks=4, ranks_per_group=2)
+        assert make_plan(given, samples, 1, seed=0).identity() == plain.identity()
+
+
 @given(cases())
 @examples(80)
 def test_an_epoch_has_as_few_steps_as_its_buckets_and_ranks_allow(case):
@@ -235,6 +261,7 @@ def variants():
         "other rows by name": {"policy": "fixed", "rows": {"1x16x32": 1, "17x16x16": 2}},
         "ranks": {"ranks": 3},
         "ranks_mode": {"ranks_mode": "independent"},
+        "ranks_per_group": {"ranks_mode": "independent", "ranks_per_group": 2},
         "micro_batches_per_step": {"micro_batches_per_step": 2},
     }
     samples = of_shapes(*SHAPES)

@@ -1,54 +1,68 @@
-"""Small independent plans, and training of them on meshes."""
+"""Small independent plans, and training of them."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from alload_jax.data.collate import Collator
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.layout import layout_for
-from alload_jax.data.manifest import read_manifest
 from alload_jax.data.placement import place_ahead
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.models.config import DiTConfig
 from alload_jax.planning.settings import PlanningConfig, make_plan
-from alload_jax.sharding.groups import group_meshes, ranks_per_group
-from alload_jax.sharding.mesh import local_plan_ranks, ranks_of
+from alload_jax.sharding.groups import group_meshes
+from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, make_mesh
 from alload_jax.training.objective import DiffusionConfig
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.shape_groups import make_trainer
 from alload_jax.training.state import init_state
+from alload_jax.training.step import make_accumulate, make_update, zero_sums
 
 MODEL = DiTConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=1, freq_dim=8, dtype="float32")
-OPTIMIZER = OptimizerConfig(learning_rate=0.01, warmup_steps=0)
+OPTIMIZER = OptimizerConfig(learning_rate=0.03, warmup_steps=0, eps=1e-2)
 SIZES = ((1, 4, 4), (3, 4, 2))
+ROWS, SAMPLES = 4, 18
 
 
-def write_data(folder, count=21):
-    """Samples of two shapes, of which the second comes up in every third sample."""
+def write_data(folder):
+    """12 samples of one shape and 6 of another."""
     rng = np.random.default_rng(0)
     with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
-        for n in range(count):
+        for n in range(SAMPLES):
             size = SIZES[n % 3 == 2]
             latents = rng.normal(size=(*size, 1)).astype(np.float32)
             writer.add(latents, rng.integers(0, 10, 2).astype(np.int32), size)
-    return read_manifest(folder)
 
 
-def plan_for(manifest, mesh, **options):
-    """Two rows of a micro-batch for each rank, unless `options` say otherwise."""
-    config = {"policy": "fixed", "rows": 2, "ranks_mode": "independent"} | options
-    samples = manifest.samples(MODEL.patch_size)
-    return make_plan(
-        PlanningConfig(**config), samples, ranks_of(mesh), 3, None, ranks_per_group(mesh)
+def plan_for(manifest, groups, ranks_per_group=1, **options):
+    """Micro-batches of four rows: five in an epoch, so that the last turn is short."""
+    config = PlanningConfig(
+        policy="fixed",
+        rows=ROWS // ranks_per_group,
+        ranks_mode="independent",
+        ranks_per_group=ranks_per_group,
+        **options,
     )
+    ranks = groups * ranks_per_group
+    return make_plan(config, manifest.samples(MODEL.patch_size), ranks, seed=3)
 
 
-def steps_on(manifest, plan, mesh, steps, reader=None):
+def layout_of(manifest, plan):
+    return layout_for(plan, manifest, MODEL, conditions_for(MODEL, manifest))
+
+
+def host_steps(manifest, plan, ranks, steps):
+    layout = layout_of(manifest, plan)
+    collate = Collator(StoreReader(manifest), ranks, layout, plan.group_ranks)
+    return [collate(plan.step(number)) for number in range(steps)]
+
+
+def steps_on(manifest, plan, mesh, steps, change=lambda step: step):
     """The first steps of a plan, placed on a mesh."""
-    layout = layout_for(plan, manifest, MODEL, conditions_for(MODEL, manifest))
     ranks = local_plan_ranks(mesh, plan.layout.ranks)
-    collate = Collator(reader or StoreReader(manifest), ranks, layout, plan.group_ranks)
-    host = (collate(plan.step(number)) for number in range(steps))
-    return place_ahead(host, mesh, groups=group_meshes(mesh, plan))
+    host = map(change, host_steps(manifest, plan, ranks, steps))
+    return list(place_ahead(host, mesh, groups=group_meshes(mesh, plan)))
 
 
 def trainer_on(manifest, plan, mesh):
@@ -57,13 +71,32 @@ def trainer_on(manifest, plan, mesh):
     state = init_state(MODEL, optimizer, mesh, seed=0)
     groups = group_meshes(mesh, plan)
     trainer = make_trainer(MODEL, DiffusionConfig(), optimizer, OPTIMIZER, mesh, state, groups)
-    layout = layout_for(plan, manifest, MODEL, conditions_for(MODEL, manifest))
-    assert len(list(trainer.compile(layout.shapes(plan)))) == len(SIZES)
+    assert len(list(trainer.compile(layout_of(manifest, plan).shapes(plan)))) == len(SIZES)
     return trainer
 
 
-def train(manifest, plan, mesh, steps):
-    """The trainer, and the losses and gradient norms of its first steps."""
-    trainer = trainer_on(manifest, plan, mesh)
-    found = [trainer.step(step) for step in steps_on(manifest, plan, mesh, steps)]
-    return trainer, [(float(m["loss"]), float(m["grad_norm"])) for m in found]
+def figures(metrics):
+    return [float(metrics["loss"]), float(metrics["grad_norm"])]
+
+
+class OneDevice:
+    """Takes all micro-batches of a plan's step one after another."""
+
+    def __init__(self):
+        self.mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+        self.optimizer = make_optimizer(OPTIMIZER, 100)
+        self.accumulate = make_accumulate(MODEL, DiffusionConfig(), self.mesh)
+        self.update = make_update(self.optimizer, OPTIMIZER, self.mesh)
+        self.start = jax.tree.map(np.asarray, init_state(MODEL, self.optimizer, self.mesh, seed=0))
+
+    def train(self, manifest, plan, steps):
+        """The state after some steps, and their losses and gradient norms."""
+        state = jax.device_put(self.start, self.mesh.devices.flat[0])
+        sums, found = zero_sums(state.params, self.mesh), []
+        for step in host_steps(manifest, plan, frozenset(range(plan.layout.ranks)), steps):
+            for batch in step.batches:
+                batch = jax.tree.map(jnp.asarray, batch)
+                sums = self.accumulate(state.params, sums, batch, state.key, jnp.int32(step.epoch))
+            state, sums, metrics = self.update(state, sums)
+            found.append(figures(metrics))
+        return state, found

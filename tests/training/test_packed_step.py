@@ -16,7 +16,6 @@ from alload_jax.data.manifest import read_manifest
 from alload_jax.data.placement import PlacedStep, place_ahead
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.diffusion.timesteps import TimestepConfig
-from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig, TextConfig
 from alload_jax.models.segments import PackedRows
 from alload_jax.planning.settings import PlanningConfig, make_plan
@@ -210,12 +209,6 @@ def test_an_epoch_of_packed_steps_compiles_one_gradient(policy, tmp_path):
     jax.jit(lambda x: x + len(losses))(1.0)
     assert compiled  # the listener hears
     assert np.isfinite(losses).all()
-
-
-def test_what_training_cannot_pack_is_refused(tmp_path):
-    manifest = write_data(tmp_path / "data", CLASSES, count=30)
-    with pytest.raises(InputError, match="ranks_mode is independent"):
-        plan_with(manifest, CLASSES, "dual_constraint", ranks_mode="independent")
 
 
 @pytest.mark.gpu

@@ -139,6 +139,26 @@ def test_a_run_killed_while_saving_continues_bit_for_bit(runs, unbroken):
     assert 0 < starts[1]["step"] < 14
 
 
+def test_independent_ranks_train_and_resume_bit_for_bit(runs):
+    flags = ["--planning.ranks_mode", "independent", "--mesh.fsdp", "2", "--run.steps", "5"]
+    flags += ["--planning.micro_batches_per_step", "1", "--checkpoint.every", "3"]
+    flags += ["--sampling.grids", "[]"]
+    finished = runs.run(*flags, devices=4)
+    assert finished.returncode == 0, finished.stderr
+    assert "compiling 3/3" in finished.stdout
+    rows = runs.metrics()
+    epoch = [row for row in rows if row["epoch"] == 0]
+    assert len(epoch) < 5
+    assert sum(row["samples"] for row in epoch) == 21
+    assert max(row["imbalance"] for row in rows) > 0
+    shutil.rmtree(runs.folder / "run" / "checkpoints" / "5")
+    (runs.folder / "run" / "summary.json").unlink()
+    again = runs.run(*flags, devices=4)
+    assert again.returncode == 0, again.stderr
+    assert "at step 3" in again.stdout
+    assert computed(runs.metrics()) == computed(rows)
+
+
 @pytest.mark.parametrize("stop", [4, 7])
 def test_a_run_cut_short_and_continued_is_the_run_never_stopped(runs, unbroken, stop):
     """Within an epoch (4) and in the next one (7), by a checkpoint of exactly that step."""
@@ -179,7 +199,10 @@ BAD = [
     (("--config", "missing.yaml"), "missing.yaml"),
     (("--model.patch_size", "[1,3,3]"), "model.patch_size (1, 3, 3) does not divide"),
     (("--model.in_channels", "3"), "model.in_channels is 3"),
-    (("--planning.ranks_mode", "independent"), "planning.ranks_mode is independent"),
+    (
+        ("--planning.ranks_mode", "independent", "--planning.ranks_per_group", "3"),
+        "planning.ranks_per_group is 3, which does not divide the plan's",
+    ),
     (("--planning.ranks", "0"), "planning.ranks is 0"),
     (("--run.steps", "0"), "run.steps is 0"),
     (("--sampling.grids", "[{frames: 1, height: 9, width: 8}]"), "is not a multiple"),

@@ -46,8 +46,9 @@ class Runs:
     def command(self, *flags):
         return [sys.executable, str(ROOT / "train.py"), "--config", str(self.config), *flags]
 
-    def start(self, *flags):
-        environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    def start(self, *flags, devices=1):
+        count = f"--xla_force_host_platform_device_count={devices}"
+        environment = os.environ | {"XLA_FLAGS": count, "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(
             self.command(*flags),
             stdout=subprocess.PIPE,
@@ -57,8 +58,8 @@ class Runs:
             cwd=self.folder,
         )
 
-    def run(self, *flags):
-        process = self.start(*flags)
+    def run(self, *flags, devices=1):
+        process = self.start(*flags, devices=devices)
         out, err = process.communicate(timeout=300)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
