@@ -139,26 +139,6 @@ def test_a_run_killed_while_saving_continues_bit_for_bit(runs, unbroken):
     assert 0 < starts[1]["step"] < 14
 
 
-def test_independent_ranks_train_and_resume_bit_for_bit(runs):
-    flags = ["--planning.ranks_mode", "independent", "--mesh.fsdp", "2", "--run.steps", "5"]
-    flags += ["--planning.micro_batches_per_step", "1", "--checkpoint.every", "3"]
-    flags += ["--sampling.grids", "[]"]
-    finished = runs.run(*flags, devices=4)
-    assert finished.returncode == 0, finished.stderr
-    assert "compiling 3/3" in finished.stdout
-    rows = runs.metrics()
-    epoch = [row for row in rows if row["epoch"] == 0]
-    assert len(epoch) < 5
-    assert sum(row["samples"] for row in epoch) == 21
-    assert max(row["imbalance"] for row in rows) > 0
-    shutil.rmtree(runs.folder / "run" / "checkpoints" / "5")
-    (runs.folder / "run" / "summary.json").unlink()
-    again = runs.run(*flags, devices=4)
-    assert again.returncode == 0, again.stderr
-    assert "at step 3" in again.stdout
-    assert computed(runs.metrics()) == computed(rows)
-
-
 @pytest.mark.parametrize("stop", [4, 7])
 def test_a_run_cut_short_and_continued_is_the_run_never_stopped(runs, unbroken, stop):
     """Within an epoch (4) and in the next one (7), by a checkpoint of exactly that step."""

@@ -177,29 +177,34 @@ def free_port():
         return found.getsockname()[1]
 
 
-def test_two_processes_with_a_group_each_train_as_one_device(manifest, one_device, tmp_path):
-    _, expected = one_device.train(manifest, plan_for(manifest, 2), STEPS)
+def run_two_processes(manifest, folder, fsdp):
+    """What each of two processes with one device each found."""
     address = f"localhost:{free_port()}"
     environment = os.environ | {
         "XLA_FLAGS": "",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}",
     }
-    outs = [tmp_path / f"{process}.json" for process in range(2)]
+    outs = [folder / f"{process}.json" for process in range(2)]
     script = Path(__file__).with_name("two_processes.py")
+    data = manifest.path.parent
+    commands = [
+        [sys.executable, script, address, str(process), str(fsdp), data, out]
+        for process, out in enumerate(outs)
+    ]
     processes = [
-        subprocess.Popen(
-            [sys.executable, script, address, str(n), "2", manifest.path.parent, out],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for n, out in enumerate(outs)
+        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        for command in commands
     ]
     for process in processes:
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
-    first, second = (json.loads(out.read_text()) for out in outs)
+    return [json.loads(out.read_text()) for out in outs]
+
+
+def test_two_processes_with_a_group_each_train_as_one_device(manifest, one_device, tmp_path):
+    _, expected = one_device.train(manifest, plan_for(manifest, 2), STEPS)
+    first, second = run_two_processes(manifest, tmp_path, fsdp=1)
     assert first["metrics"] == second["metrics"]
     np.testing.assert_allclose(first["metrics"], expected, rtol=1e-5)
     assert first["devices"] == 2
@@ -207,3 +212,12 @@ def test_two_processes_with_a_group_each_train_as_one_device(manifest, one_devic
     # Five micro-batches: in the third step of an epoch the second process has none.
     assert first["groups"][2] == [0]
     assert second["groups"][2] == []
+
+
+@pytest.mark.slow
+def test_a_group_may_span_two_processes(manifest, one_device, tmp_path):
+    _, expected = one_device.train(manifest, plan_for(manifest, 2), STEPS)
+    first, second = run_two_processes(manifest, tmp_path, fsdp=2)
+    assert first == second
+    np.testing.assert_allclose(first["metrics"], expected, rtol=1e-5)
+    assert first["groups"][0] == [0, 1]

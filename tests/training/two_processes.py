@@ -1,4 +1,4 @@
-"""One process of several that train an independent plan together; see test_shape_groups.py."""
+"""One process of two that train an independent plan together; see test_shape_groups.py."""
 
 import json
 import sys
@@ -7,16 +7,16 @@ from pathlib import Path
 import jax
 
 
-def main(coordinator, process, processes, data, out):
-    jax.distributed.initialize(coordinator, int(processes), int(process))
+def main(coordinator, process, fsdp, data, out):
+    jax.distributed.initialize(coordinator, 2, int(process))
     from group_cases import figures, plan_for, steps_on, trainer_on
 
     from alload_jax.data.manifest import read_manifest
     from alload_jax.sharding.mesh import MeshConfig, make_mesh
 
-    mesh = make_mesh(MeshConfig())
+    mesh = make_mesh(MeshConfig(fsdp=int(fsdp)))
     manifest = read_manifest(data)
-    plan = plan_for(manifest, groups=int(processes))
+    plan = plan_for(manifest, 2, ranks_per_group=int(fsdp))
     trainer = trainer_on(manifest, plan, mesh)
     placed = steps_on(manifest, plan, mesh, steps=5)
     found = {
