@@ -33,7 +33,7 @@ def group_meshes(mesh: Mesh, plan: Plan) -> tuple[Mesh, ...]:
     A mesh takes consecutive groups of the plan, where there are more of these.
 
     Raises:
-      InputError: the plan's groups don't fit the mesh's.
+      InputError: the plan's groups don't fit the mesh's, or one of these spans processes.
     """
     if plan.shape_groups == 1:
         return ()
@@ -44,6 +44,8 @@ def group_meshes(mesh: Mesh, plan: Plan) -> tuple[Mesh, ...]:
             "one, or leave it out"
         )
     meshes = split_mesh(mesh)
+    for number, group in enumerate(meshes):
+        refuse_spanning(number, [device.process_index for device in group.devices.flat])
     if plan.shape_groups % len(meshes):
         raise InputError(
             f"planning.ranks_per_group is {plan.group_ranks}, so the plan has "
@@ -52,6 +54,16 @@ def group_meshes(mesh: Mesh, plan: Plan) -> tuple[Mesh, ...]:
         )
     each = plan.shape_groups // len(meshes)
     return tuple(group for group in meshes for _ in range(each))
+
+
+def refuse_spanning(group: int, processes: Sequence[int]) -> None:
+    """Raises InputError if a shape group's devices, given by their processes, are of several."""
+    if len(set(processes)) > 1:
+        raise InputError(
+            f"mesh.data makes shape group {group} span processes {sorted(set(processes))}, and "
+            "planning.ranks_mode independent needs each group whole in one process; make "
+            "fsdp·context·tensor divide the devices of a process, or set ranks_mode synchronous"
+        )
 
 
 def is_local(mesh: Mesh) -> bool:

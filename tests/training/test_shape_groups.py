@@ -16,7 +16,7 @@ from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError
 from alload_jax.planning.policies.policy import RankLayout
 from alload_jax.planning.settings import PlanningConfig, make_plan
-from alload_jax.sharding.groups import group_meshes
+from alload_jax.sharding.groups import group_meshes, refuse_spanning
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 
 ROOT = Path(__file__).parents[2]
@@ -167,6 +167,9 @@ def test_what_does_not_fit_is_refused_in_one_line(manifest):
         group_meshes(mesh_of(4, fsdp=2), plan_for(manifest, 4))
     with pytest.raises(InputError, match=r"has 2 shape groups, which mesh.data = 4 does not"):
         group_meshes(mesh_of(4), plan_for(manifest, 2, 2))
+    with pytest.raises(InputError, match=r"shape group 1 span processes \[2, 3\]"):
+        refuse_spanning(1, [2, 3, 2, 3])
+    refuse_spanning(0, [1, 1])
     with pytest.raises(InputError, match=r"ranks_per_group is 3, which does not divide"):
         RankLayout(4, "independent", ranks_per_group=3)
 
@@ -177,7 +180,7 @@ def free_port():
         return found.getsockname()[1]
 
 
-def run_two_processes(manifest, folder, fsdp):
+def run_two_processes(manifest, folder):
     """What each of two processes with one device each found."""
     address = f"localhost:{free_port()}"
     environment = os.environ | {
@@ -189,7 +192,7 @@ def run_two_processes(manifest, folder, fsdp):
     script = Path(__file__).with_name("two_processes.py")
     data = manifest.path.parent
     commands = [
-        [sys.executable, script, address, str(process), str(fsdp), data, out]
+        [sys.executable, script, address, str(process), data, out]
         for process, out in enumerate(outs)
     ]
     processes = [
@@ -204,7 +207,7 @@ def run_two_processes(manifest, folder, fsdp):
 
 def test_two_processes_with_a_group_each_train_as_one_device(manifest, one_device, tmp_path):
     _, expected = one_device.train(manifest, plan_for(manifest, 2), STEPS)
-    first, second = run_two_processes(manifest, tmp_path, fsdp=1)
+    first, second = run_two_processes(manifest, tmp_path)
     assert first["metrics"] == second["metrics"]
     np.testing.assert_allclose(first["metrics"], expected, rtol=1e-5)
     assert first["devices"] == 2
@@ -212,12 +215,3 @@ def test_two_processes_with_a_group_each_train_as_one_device(manifest, one_devic
     # Five micro-batches: in the third step of an epoch the second process has none.
     assert first["groups"][2] == [0]
     assert second["groups"][2] == []
-
-
-@pytest.mark.slow
-def test_a_group_may_span_two_processes(manifest, one_device, tmp_path):
-    _, expected = one_device.train(manifest, plan_for(manifest, 2), STEPS)
-    first, second = run_two_processes(manifest, tmp_path, fsdp=2)
-    assert first == second
-    np.testing.assert_allclose(first["metrics"], expected, rtol=1e-5)
-    assert first["groups"][0] == [0, 1]

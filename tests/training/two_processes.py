@@ -7,16 +7,16 @@ from pathlib import Path
 import jax
 
 
-def main(coordinator, process, fsdp, data, out):
+def main(coordinator, process, data, out):
     jax.distributed.initialize(coordinator, 2, int(process))
     from group_cases import figures, plan_for, steps_on, trainer_on
 
     from alload_jax.data.manifest import read_manifest
     from alload_jax.sharding.mesh import MeshConfig, make_mesh
 
-    mesh = make_mesh(MeshConfig(fsdp=int(fsdp)))
+    mesh = make_mesh(MeshConfig())
     manifest = read_manifest(data)
-    plan = plan_for(manifest, 2, ranks_per_group=int(fsdp))
+    plan = plan_for(manifest, 2)
     trainer = trainer_on(manifest, plan, mesh)
     placed = steps_on(manifest, plan, mesh, steps=5)
     found = {
