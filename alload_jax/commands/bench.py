@@ -2,7 +2,7 @@
 
 import argparse
 
-from alload_jax.commands import bench_kernel, bench_step
+from alload_jax.commands import bench_balance, bench_kernel, bench_step
 
 HELP = "Measure kernels and training steps on this device against other implementations."
 
@@ -10,7 +10,11 @@ HELP = "Measure kernels and training steps on this device against other implemen
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what can be measured, each with flags of its own."""
     choices = parser.add_subparsers(required=True, metavar="WHAT")
-    for name, measured in (("kernel", bench_kernel), ("step", bench_step)):
+    for name, measured in (
+        ("kernel", bench_kernel),
+        ("step", bench_step),
+        ("balance", bench_balance),
+    ):
         sub = choices.add_parser(name, help=measured.HELP, description=measured.HELP)
         measured.add_arguments(sub)
         sub.set_defaults(measure=measured.run, parser=sub)

@@ -3,10 +3,7 @@
 import argparse
 import importlib.util
 import json
-import os
-import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,23 +15,20 @@ from rich.console import Console
 from rich.table import Table
 
 from alload_jax.commands import bench_layouts
+from alload_jax.commands.bench_models import (
+    MODELS,
+    TEXT,
+    config_fields,
+    shape_of,
+    training_fields,
+)
+from alload_jax.commands.bench_process import measured
 from alload_jax.errors import InputError
 from alload_jax.planning.architecture import from_fields
 
 HELP = "Training steps of a Wan-shaped model: against diffusers in PyTorch, or by planning policy."
 
 _WIDTH = 150
-_ERROR_LINE = re.compile(r"[\w.]*(Error|Exception): ")
-_MEMORY_SHARE = "0.95"
-"""Of the device, for JAX: what it takes at start is not what is reported."""
-
-_MODELS: dict[str, dict[str, int]] = {
-    "1.3b": {"num_heads": 12, "head_dim": 128, "ffn_dim": 8960, "num_layers": 30},
-    "14b": {"num_heads": 40, "head_dim": 128, "ffn_dim": 13824, "num_layers": 40},
-    "tiny": {"num_heads": 2, "head_dim": 16, "ffn_dim": 64, "num_layers": 2},
-}
-_TEXT = {"dim": 4096, "length": 512}
-
 _POLICIES = ("full", "attention", "matmuls_and_attention", "none")
 """As in `model.remat`, whose module would import JAX."""
 
@@ -51,7 +45,7 @@ _TORCH_CASES: tuple[dict[str, Any], ...] = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     add = parser.add_argument
-    add("--model", choices=tuple(_MODELS), default="1.3b", help="Wan 2.1's; tiny is for trying")
+    add("--model", choices=tuple(MODELS), default="1.3b", help="Wan 2.1's; tiny is for trying")
     add("--layers", type=int, help="fewer layers than the model has")
     add("--batch", type=int, default=1, help="rows (default 1)")
     add(
@@ -86,7 +80,9 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("alload bench step: --batch, --latents, --layers, --steps are at least 1")
     bench_layouts.check(options)
     if options.workload or options.same:
-        return bench_layouts.run(options, _ours(options, "attention", "compute"), _measured)
+        return bench_layouts.run(
+            options, training_fields(shape_of(options.model, options.layers)), measured
+        )
     for module in ("torch", "diffusers") if options.against else ():
         if importlib.util.find_spec(module) is None:
             raise InputError(
@@ -96,14 +92,14 @@ def run(options: argparse.Namespace) -> int:
     cases = list(_cases(options))
     content: dict[str, Any] = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "model": _model(options),
+        "model": shape_of(options.model, options.layers),
         "batch": options.batch,
         "latents": list(options.latents),
         "cases": [],
     }
     console = Console(soft_wrap=True, width=_WIDTH)
     for name, module, settings in cases:
-        result = _measured(module, settings)
+        result = measured(module, settings)
         content["cases"].append({"name": name, **result})
         console.print(f"{name}: {_outcome(result)}")
         # After each, so that a failure loses nothing that was measured.
@@ -113,18 +109,13 @@ def run(options: argparse.Namespace) -> int:
     return 0 if any("seconds" in case for case in content["cases"]) else 1
 
 
-def _model(options: argparse.Namespace) -> dict[str, int]:
-    chosen = _MODELS[options.model]
-    return chosen | ({"num_layers": options.layers} if options.layers else {})
-
-
 def _cases(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(name, module, settings) of each measurement."""
-    model = _model(options)
+    model = shape_of(options.model, options.layers)
     shared = {"batch": options.batch, "latents": list(options.latents), "steps": options.steps}
     for residual in options.residual:
         for remat in options.remat:
-            fields = _ours(options, remat, residual)
+            fields = training_fields(model, remat, residual)
             name = f"alload, keep {remat}" + (", float32 residual" * (residual == "float32"))
             yield name, "alload_jax.bench.jax_step", shared | {"model": fields, "warmup": 2}
     if not options.against:
@@ -141,40 +132,8 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, An
         compiled = "whole" if case["compile"] is True else case["compile"]
         name = f"diffusers, {case['precision']}, {case['attention']}, compiled {compiled}"
         name += f", checkpointing {case['remat']}"
-        settings = shared | case | {"model": theirs, "text_length": _TEXT["length"], "warmup": 2}
+        settings = shared | case | {"model": theirs, "text_length": TEXT["length"], "warmup": 2}
         yield name, "alload_jax.bench.torch_step", settings
-
-
-def _ours(options: argparse.Namespace, remat: str, residual: str) -> dict[str, Any]:
-    """Fields of our model's config."""
-    fields = _fields(_model(options))
-    return fields | {"remat": remat, "residual_dtype": residual, "dtype": "bfloat16"}
-
-
-def _fields(model: dict[str, int]) -> dict[str, Any]:
-    """A model of `_MODELS` as fields of `DiTConfig`."""
-    fields: dict[str, Any] = {k: v for k, v in model.items() if k != "head_dim"}
-    return fields | {
-        "dim": model["num_heads"] * model["head_dim"],
-        "in_channels": 16,
-        "text": _TEXT,
-    }
-
-
-def _measured(module: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The last line that the measurement prints, or how it failed: the others go on."""
-    environment = os.environ | {
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": _MEMORY_SHARE,
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    }
-    command = [sys.executable, "-m", module, json.dumps(settings)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = done.stdout.splitlines()
-    if done.returncode == 0 and lines:
-        return json.loads(lines[-1])
-    errors = [line for line in done.stderr.splitlines() if _ERROR_LINE.match(line)]
-    reason = (errors or done.stderr.strip().splitlines() or ["no output"])[-1]
-    return {"error": f"ended with status {done.returncode}: {reason}", "settings": settings}
 
 
 def _outcome(result: dict[str, Any]) -> str:
@@ -201,7 +160,7 @@ def _table(content: dict[str, Any]) -> Table:
         ("to compile, s", "right"),
     ):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
-    architecture, batch = from_fields(_fields(content["model"])), content["batch"]
+    architecture, batch = from_fields(config_fields(content["model"])), content["batch"]
     for case in content["cases"]:
         if "error" in case:
             table.add_row(case["name"], case["error"])

@@ -1,0 +1,61 @@
+"""Who waits when: the ranks' time in a few steps, before and after."""
+
+from pathlib import Path
+from typing import Any
+
+_BUSY, _IDLE = "#3b7dd8", "#e8e8e8"
+_MOST_STEPS = 6
+
+
+def write_picture(path: Path, content: dict[str, Any]) -> None:
+    """Draws the first case that was measured in groups, and the fastest of those.
+
+    Args:
+      path: of the PNG.
+      content: of `alload bench balance`.
+
+    Raises:
+      ValueError: no case was measured in more than one group.
+    """
+    cases = [c for c in content["cases"] if "seconds" in c and len(c["busy"][0]) > 1]
+    if not cases:
+        raise ValueError(f"{path}: no case has ranks that don't wait for each other in attention")
+    best = max(cases, key=lambda case: case["figures"]["tokens_per_second"])
+    # Only here: matplotlib takes a second to import.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = [cases[0], best] if best is not cases[0] else [best]
+    figure, axes = plt.subplots(
+        len(shown), 1, figsize=(9, 1.6 + 1.5 * len(shown)), sharex=True, squeeze=False
+    )
+    for axis, case in zip(axes[:, 0], shown, strict=True):
+        _draw(axis, case)
+    axes[-1, 0].set_xlabel("seconds")
+    figure.suptitle(
+        f"{content['workload']}, {content['devices']} × {content['device']}: computing (blue) and "
+        "waiting (grey)",
+        fontsize=11,
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw(axis: Any, case: dict[str, Any]) -> None:
+    begin = 0.0
+    for busy in case["busy"][:_MOST_STEPS]:
+        longest = max(busy)
+        for rank, seconds in enumerate(busy):
+            axis.barh(rank, seconds, left=begin, height=0.7, color=_BUSY)
+            axis.barh(rank, longest - seconds, left=begin + seconds, height=0.7, color=_IDLE)
+        begin += longest
+        axis.axvline(begin, color="black", lw=0.6)
+    axis.set_yticks(range(len(case["busy"][0])), [f"GPU {n}" for n in range(len(case["busy"][0]))])
+    axis.invert_yaxis()
+    idle = case["figures"]["idle"]
+    axis.set_title(f"{case['case']}: {idle:.0%} of the time waited", fontsize=10, loc="left")
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)

@@ -1,0 +1,201 @@
+"""`alload bench balance`: who waits for whom under each policy, on all GPUs of this host."""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import rich.box
+from rich.console import Console
+from rich.table import Table
+
+from alload_jax.commands.bench_models import MODELS, shape_of, training_fields
+from alload_jax.commands.bench_process import measured
+from alload_jax.errors import InputError
+from alload_jax.planning.metrics import coefficient_of_variation, idle_fraction, imbalance
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.workloads import names
+
+HELP = "Whole training steps on all devices of this host under each policy: times and waiting."
+
+_WIDTH = 190
+_SHARED = ("date", "device", "devices", "driver", "versions", "samples", "tokens")
+
+
+class Case(NamedTuple):
+    """A way to plan and run the samples.
+
+    Attributes:
+      planning: fields of `PlanningConfig`.
+      split: whether ranks are context groups.
+    """
+
+    planning: dict[str, Any]
+    split: bool = False
+
+
+_DUAL = {"policy": "dual_constraint", "m_comp": "auto"}
+CASES = {
+    "equal_tokens-independent": Case({"policy": "equal_tokens", "ranks_mode": "independent"}),
+    "dual_constraint-independent": Case(_DUAL | {"ranks_mode": "independent"}),
+    "dual_constraint": Case(_DUAL),
+    "first_fit": Case({"policy": "first_fit"}),
+    "balanced": Case({"policy": "balanced"}),
+    "balanced-anchors": Case({"policy": "balanced"}, split=True),
+    "everything-split": Case({"policy": "balanced", "split_above": 0.0}, split=True),
+}
+"""AdaptiveLoad's baseline, its method, its method on one bucket a step, what others ship, ours,
+ours with long samples split, and Ulysses over all ranks."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's flags."""
+    add = parser.add_argument
+    add("--workload", choices=names(), default="mixed-resolution", help="default mixed-resolution")
+    add("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES), help="default: all")
+    add("--model", choices=tuple(MODELS), default="1.3b", help="Wan 2.1's; tiny is for trying")
+    add("--layers", type=int, help="fewer layers than the model has; a step is linear in them")
+    add("--m-mem", type=int, default=65_536, help="tokens of a micro-batch (default 65,536)")
+    add("--samples", type=int, default=4000, help="of the epoch (default 4000)")
+    add("--steps", type=int, default=8, help="of the epoch that are run, spread over their cost")
+    add("--one-aspect", action="store_true", help="16:9 alone: fewer buckets to compile")
+    add("--longest", type=int, help="leave out samples of more tokens")
+    add("--context", type=int, help="ranks of a group that split samples (default: all)")
+    add("--fsdp", type=int, default=1, help="devices that share the parameters (default 1)")
+    add("--cost-model", required=True, help="JSON of `alload calibrate`")
+    add("--out", default="balance.json", help="written after each case")
+    add("--picture", help="PNG of who waits when, of the first and the best case")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures each case in a process of its own, prints a table, writes JSON."""
+    _check(options)
+    out = Path(options.out)
+    model = training_fields(shape_of(options.model, options.layers))
+    content: dict[str, Any] = {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "model": model,
+        "workload": options.workload,
+        "m_mem": options.m_mem,
+        "cases": [],
+    }
+    console = Console(soft_wrap=True, width=_WIDTH)
+    for name in options.cases:
+        found = measured("alload_jax.bench.balance", _settings(options, model, CASES[name]))
+        content |= {key: found.pop(key) for key in _SHARED if key in found}
+        content["cases"].append({"case": name} | found)
+        summarise(content)
+        console.print(f"{name}: {_outcome(content['cases'][-1])}")
+        # After each, so that a failure loses nothing that was measured.
+        out.write_text(json.dumps(content, indent=1) + "\n")
+    console.print(_table(content))
+    if options.picture:
+        from alload_jax.bench.balance_picture import write_picture
+
+        write_picture(Path(options.picture), content)
+    print(f"written: {out}")
+    return 0 if any("seconds" in case for case in content["cases"]) else 1
+
+
+def _check(options: argparse.Namespace) -> None:
+    out = Path(options.out)
+    if not out.name or not out.parent.is_dir():
+        raise InputError(
+            f"alload bench balance: --out {out}: no file in an existing folder; name one"
+        )
+    counts = (options.m_mem, options.samples, options.steps, options.fsdp)
+    if min(*counts, options.layers or 1, options.context or 1, options.longest or 1) < 1:
+        raise InputError(
+            "alload bench balance: --m-mem, --samples, --steps, --fsdp, --layers, --longest and "
+            "--context are at least 1"
+        )
+    if not Path(options.cost_model).is_file():
+        raise InputError(f"alload bench balance: --cost-model {options.cost_model}: no such file")
+
+
+def _settings(options: argparse.Namespace, model: dict[str, Any], case: Case) -> dict[str, Any]:
+    planning = case.planning | {"m_mem": options.m_mem, "cost_model": options.cost_model}
+    PlanningConfig(**planning)
+    return {
+        "model": model,
+        "planning": planning,
+        "workload": options.workload,
+        "samples": options.samples,
+        "one_aspect": options.one_aspect,
+        "steps": options.steps,
+        "longest": options.longest,
+        "split": case.split,
+        "context": options.context,
+        "fsdp": options.fsdp,
+    }
+
+
+def summarise(content: dict[str, Any]) -> None:
+    """Adds figures to each measured case, from the steps that were run.
+
+    The cost model was measured on another depth of the model: one factor, the same for all cases,
+    turns its seconds into those of this one. An epoch's time is the predicted one times what the
+    steps of the case took over what was predicted of them.
+    """
+    cases = [case for case in content["cases"] if "seconds" in case]
+    ratios = [
+        s / p for case in cases for s, p in zip(case["seconds"], case["predicted"], strict=True)
+    ]
+    content["factor"] = factor = statistics.median(ratios) if ratios else None
+    for case in cases:
+        seconds, predicted = np.asarray(case["seconds"]), np.asarray(case["predicted"])
+        busy = np.asarray(case["busy"])
+        epoch = case["predicted_epoch"] * float(seconds.sum() / predicted.sum())
+        case["figures"] = {
+            "epoch_seconds": epoch,
+            "tokens_per_second": content["tokens"] / epoch,
+            "imbalance": float(imbalance(busy).mean()),
+            "cv": float(coefficient_of_variation(busy).mean()),
+            "idle": float(idle_fraction(busy) @ busy.max(axis=1) / busy.max(axis=1).sum()),
+            "prediction_error": float(np.abs(predicted * factor / seconds - 1).mean()),
+        }
+
+
+def _outcome(case: dict[str, Any]) -> str:
+    if "error" in case:
+        return case["error"]
+    return f"{case['figures']['tokens_per_second']:,.0f} tokens/s"
+
+
+def _table(content: dict[str, Any]) -> Table:
+    layers = content["model"]["num_layers"]
+    title = (
+        f"{content['workload']} on {content.get('devices', 0)} devices, {layers} layers, "
+        f"{content['m_mem']:,} tokens a rank"
+    )
+    table = Table(title=title, box=rich.box.MARKDOWN)
+    for name in (
+        *("case", "tokens/s", "epoch, s", "imbalance", "CV", "idle", "groups", "most memory"),
+        *("least", "programs", "to compile, s", "prediction off by"),
+    ):
+        table.add_column(name, justify="left" if name == "case" else "right")
+    for case in content["cases"]:
+        if "error" in case:
+            table.add_row(case["case"], case["error"])
+            continue
+        figures, peaks = case["figures"], case["peak_bytes"]
+        table.add_row(
+            case["case"],
+            f"{figures['tokens_per_second']:,.0f}",
+            f"{figures['epoch_seconds']:,.1f}",
+            *(f"{figures[name]:.1%}" for name in ("imbalance", "cv", "idle")),
+            f"{len(case['busy'][0])}",
+            *(f"{peak / 1e9:.1f} GB" if peaks else "not known" for peak in _ends(peaks)),
+            f"{case['programs']}",
+            f"{case['compile_seconds']:.0f} ({case['compiled']})",
+            f"{figures['prediction_error']:.1%}",
+        )
+    return table
+
+
+def _ends(peaks: list[int] | None) -> tuple[int, int]:
+    return (max(peaks), min(peaks)) if peaks else (0, 0)

@@ -1,0 +1,28 @@
+"""Measurements in processes of their own: each with a peak of memory of its own."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+_ERROR_LINE = re.compile(r"[\w.]*(Error|Exception): ")
+_MEMORY_SHARE = "0.95"
+"""Of the device, for JAX: what it takes at start is not what is reported."""
+
+
+def measured(module: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The last line that the measurement prints, or how it failed: the others go on."""
+    environment = os.environ | {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": _MEMORY_SHARE,
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    command = [sys.executable, "-m", module, json.dumps(settings)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    errors = [line for line in done.stderr.splitlines() if _ERROR_LINE.match(line)]
+    reason = (errors or done.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"error": f"ended with status {done.returncode}: {reason}", "settings": settings}
