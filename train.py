@@ -1,14 +1,17 @@
 """Train a video diffusion transformer: `python train.py --config configs/digits.yaml`.
 
 Any key of the config can follow on the command line, such as `--run.steps 200`; `--help` lists
-them all. The same command again continues a run that was stopped.
+them all. The same command again continues a run that was stopped. In a cluster it is the same
+command in every process (docs/clusters.md).
 """
 
+import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
-from alload_jax.config import read_config, use_compilation_cache, with_policy, write_config
+from alload_jax.config import Config, read_config, use_compilation_cache, with_policy, write_config
 from alload_jax.data.batch import describe
 from alload_jax.data.collate import Collator
 from alload_jax.data.condition import conditions_for
@@ -23,28 +26,44 @@ from alload_jax.models.weights import initial_weights
 from alload_jax.planning.settings import make_plan
 from alload_jax.report.samples import SampleWriter
 from alload_jax.report.summary import print_summary, read_summary, summarise
+from alload_jax.sharding.agreement import Agreement
+from alload_jax.sharding.cluster import Cluster, join_cluster
 from alload_jax.sharding.groups import group_meshes, ranks_per_group
 from alload_jax.sharding.mesh import local_plan_ranks, make_mesh, ranks_of
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.monitor import Monitor
 from alload_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from alload_jax.training.progress import ProgressBar
+from alload_jax.training.resume import after_loss, resume_command
 from alload_jax.training.shape_groups import make_trainer
 from alload_jax.training.signals import StopRequest
 from alload_jax.training.state import abstract_state, init_state
-from alload_jax.training.telemetry import MetricsLog, append_environment, peak_memory, write_json
+from alload_jax.training.telemetry import (
+    BadRecords,
+    MetricsLog,
+    append_environment,
+    peak_memory,
+    write_json,
+)
 
 
 def main(argv: list[str]) -> int:
     """Runs the training that the command line asks for; returns the exit status."""
+    config = read_config(argv)
+    with join_cluster(config.cluster) as cluster:
+        return train(with_policy(config), cluster, argv)
+
+
+def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
+    """Trains, from the start or from where the run folder stands; returns the exit status."""
     began = time.monotonic()
-    config = with_policy(read_config(argv))
     use_compilation_cache(config.run)
     folder = Path(config.run.folder)
+    cluster.on_loss(partial(after_loss, folder, config.cluster))
 
     # ---------------------------------------------------------------- data, devices, plan
     if config.data.digits:
-        prepare_digits(config.data.folder, config.data.digits)
+        cluster.tell(partial(prepare_digits, config.data.folder, config.data.digits))
     manifest = read_manifest(config.data.folder)
     manifest.require(config.model.in_channels, config.model.patch_size)
     samples = manifest.samples(config.model.patch_size)
@@ -74,11 +93,13 @@ def main(argv: list[str]) -> int:
     with (
         Checkpoints(folder / "checkpoints", config.checkpoint, identity) as checkpoints,
         StopRequest() as stop,
+        cluster.failures_told(),
     ):
-        start = checkpoints.latest() or 0
+        start = cluster.tell(checkpoints.latest) or 0
         if start:
             checkpoints.check(start)
-        if start >= config.run.steps and (summary := read_summary(folder, start)):
+        summary = cluster.tell(partial(read_summary, folder, start))
+        if summary and start >= config.run.steps:
             print_summary(summary, folder)
             return 0
         if start:
@@ -102,6 +123,7 @@ def main(argv: list[str]) -> int:
             config.planning.predictor(),
             learning_rate_schedule(config.optimizer, config.run.steps),
             MetricsLog(folder, resumed_at=start),
+            BadRecords(folder / "bad_records.txt", cluster),
             config.data.loader.max_bad_records,
         )
 
@@ -115,18 +137,19 @@ def main(argv: list[str]) -> int:
 
         # ------------------------------------------------------------ training
         done = start
-        source = PlanSource(plan, start, start if stop else config.run.steps)
+        agreement = Agreement(cluster, mesh, lambda: stop.number)
+        source = PlanSource(plan, start, start if agreement.signal() else config.run.steps)
         with (
             StepLoader(source, collator, config.data.loader) as loader,
             ProgressBar("training", config.run.steps, start) as bar,
             monitor.watching(bar),
         ):
-            for step in place_ahead(loader, mesh, groups=groups):
-                if not monitor.accepts(step):
+            for step in place_ahead(loader, mesh, groups=groups, agreement=agreement):
+                if step.signal or not monitor.accepts(step):
                     break
                 monitor.note(step, trainer.step(step))
                 done = step.number + 1
-                if stop or done == config.run.steps:
+                if done == config.run.steps:
                     break
                 if sampler.due(done):
                     monitor.settle()
@@ -137,21 +160,21 @@ def main(argv: list[str]) -> int:
                     checkpoints.save(done, trainer.state)
                     monitor.restart_clock()
         checkpoints.save(done, trainer.state)
+        stopped_by = agreement.signal()
     if monitor.refusal:
         raise InputError(f"{monitor.refusal} (saved at step {done})")
-    if stop:
-        command = f"python train.py --config {folder / 'config.yaml'}"
-        print(f"{stop.name}: saved step {done} of {config.run.steps}; continue with: {command}")
+    if stopped_by:
+        command = resume_command(folder, config.cluster)
+        name = signal.Signals(stopped_by).name
+        print(f"{name}: saved step {done} of {config.run.steps}; continue with: {command}")
         return 0
 
     # ---------------------------------------------------------------- samples and summary
-    summary = read_summary(folder, done)
-    if summary is None:
-        sampler.write(done, trainer.state.ema)
-        accuracy = sampler.digit_accuracy(trainer.state.ema) if config.data.digits else None
-        seconds = time.monotonic() - began
-        summary = summarise(monitor.rows, done, accuracy, peak_memory(), seconds)
-        write_json(folder / "summary.json", summary)
+    sampler.write(done, trainer.state.ema)
+    accuracy = sampler.digit_accuracy(trainer.state.ema) if config.data.digits else None
+    seconds = time.monotonic() - began
+    summary = summarise(monitor.rows, done, accuracy, peak_memory(), seconds)
+    write_json(folder / "summary.json", summary)
     print_summary(summary, folder)
     return 0
 

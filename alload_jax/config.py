@@ -21,6 +21,7 @@ from alload_jax.models.config import DiTConfig
 from alload_jax.models.dit import obstacle_to_packing
 from alload_jax.planning.settings import AUTO, PlanningConfig
 from alload_jax.report.samples import SamplingConfig
+from alload_jax.sharding.cluster import ClusterConfig
 from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training.checkpoint import CheckpointConfig
 from alload_jax.training.objective import DiffusionConfig
@@ -81,6 +82,7 @@ class Config:
       diffusion: how samples are noised.
       optimizer: AdamW and EMA.
       mesh: devices.
+      cluster: processes, if there are several.
       checkpoint: when to save.
       sampling: what is drawn, and when.
     """
@@ -92,6 +94,7 @@ class Config:
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
@@ -145,9 +148,14 @@ def with_policy(config: Config) -> Config:
 
 
 def write_config(config: Config, path: Path) -> None:
-    """Writes the config as YAML that `--config` reads."""
+    """Writes the config as YAML that `--config` reads, but for who the processes are.
+
+    The next start may have others.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
+    everywhere = dataclasses.replace(config.cluster, coordinator=None, processes=None, process=None)
+    content = dataclasses.asdict(dataclasses.replace(config, cluster=everywhere))
+    write_whole(path, yaml.safe_dump(_plain(content), sort_keys=False))
 
 
 def use_compilation_cache(run: RunConfig) -> None:

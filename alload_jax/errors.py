@@ -13,6 +13,10 @@ class InputError(ValueError):
     """
 
 
+USER_ERRORS = (InputError, NotImplementedError, OSError, KeyboardInterrupt)
+"""What a user can cause; all else is a fault of the program or of the machine."""
+
+
 def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
     """Runs a command's `main`; returns its exit status.
 
@@ -21,18 +25,26 @@ def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
     """
     try:
         return main(argv)
-    except (InputError, NotImplementedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # whoever read the output has seen enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
+    except KeyboardInterrupt as error:
+        print(reason_of(error), file=sys.stderr)
+        return 130
+    except USER_ERRORS as error:
+        print(f"error: {reason_of(error)}", file=sys.stderr)
+        return 2
+
+
+def reason_of(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, InputError | NotImplementedError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         if error.filename is not None:
             reason = f"{error.filename}: {reason}; name another place"
-        print(f"error: {' '.join(reason.split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        return " ".join(reason.split())
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -10,6 +10,8 @@ from jax.sharding import Mesh
 
 from alload_jax.data.batch import AnyBatch
 from alload_jax.data.collate import HostStep
+from alload_jax.sharding.agreement import Agreement, Proposal
+from alload_jax.sharding.cluster import Cluster
 from alload_jax.sharding.mesh import batch_sharding
 
 
@@ -20,7 +22,8 @@ class PlacedStep(NamedTuple):
       number: of the step, from the start of training.
       epoch: of the step.
       batches: one for each micro-batch, rows split over the ranks (of its shape group).
-      problems: what was wrong with records that were skipped.
+      problems: what was wrong with records that were skipped, in whatever process.
+      signal: number of the signal by which a process was told to stop before it; 0 for none.
       wait_seconds: how long the loader was waited for when this step was asked for; the data
         that came then are those of the step `depth` further on.
       groups: the shape group of each batch.
@@ -30,12 +33,17 @@ class PlacedStep(NamedTuple):
     epoch: int
     batches: tuple[AnyBatch, ...]
     problems: tuple[str, ...]
+    signal: int
     wait_seconds: float
     groups: tuple[int, ...] = ()
 
 
 def place_ahead(
-    steps: Iterator[HostStep], mesh: Mesh, depth: int = 1, groups: Sequence[Mesh] = ()
+    steps: Iterator[HostStep],
+    mesh: Mesh,
+    depth: int = 1,
+    groups: Sequence[Mesh] = (),
+    agreement: Agreement | None = None,
 ) -> Iterator[PlacedStep]:
     """Yields placed steps, `depth` further ones already travelling while each is used.
 
@@ -47,8 +55,10 @@ def place_ahead(
       mesh: of all ranks.
       depth: steps that travel.
       groups: the mesh of each shape group; none where all ranks are one.
+      agreement: of the processes, on what travels along; None for a lone one.
     """
-    travelling: deque[PlacedStep] = deque()
+    agreement = agreement or Agreement(Cluster(), mesh)
+    travelling: deque[tuple[HostStep, tuple[AnyBatch, ...], Proposal]] = deque()
     waited = 0.0
     while True:
         began = time.perf_counter()
@@ -57,11 +67,13 @@ def place_ahead(
         if step is not None:
             meshes = [groups[n] for n in step.groups] if groups else [mesh] * len(step.batches)
             batches = tuple(map(_place, step.batches, meshes))
-            travelling.append(PlacedStep(*step[:2], batches, step.problems, 0.0, step.groups))
+            travelling.append((step, batches, agreement.propose(step.number, step.problems)))
         if not travelling:
             return
         if step is None or len(travelling) > depth:
-            yield travelling.popleft()._replace(wait_seconds=waited)
+            due, placed, proposal = travelling.popleft()
+            agreed = agreement.settle(proposal)
+            yield PlacedStep(*due[:2], placed, *agreed, waited, due.groups)
             waited = 0.0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 from alload_jax.data.digits import DIGIT
 from alload_jax.data.manifest import Manifest
@@ -20,6 +21,7 @@ from alload_jax.models.config import DiTConfig
 from alload_jax.report.digit_accuracy import Draw, digit_accuracy
 from alload_jax.report.frames import has_mp4
 from alload_jax.report.pictures import ClipFormat, write_grid
+from alload_jax.sharding.cluster import first_process
 from alload_jax.training.inference import Condition, make_flow
 
 
@@ -102,7 +104,8 @@ def make_draw(model: DiTConfig, timesteps: TimestepConfig, config: SamplingConfi
     def draw_on_host(
         params: Any, key: jax.Array, labels: np.ndarray, size: tuple[int, int, int]
     ) -> np.ndarray:
-        return np.asarray(draw(params, key, jnp.asarray(labels), size))
+        drawn = draw(params, key, jnp.asarray(labels), size)
+        return np.asarray(process_allgather(drawn, tiled=True))
 
     return draw_on_host
 
@@ -159,7 +162,10 @@ class SampleWriter:
         return self._config.every is not None and step % self._config.every == 0
 
     def write(self, step: int, params: Any) -> None:
-        """Draws and writes every grid with these weights, usually the EMA's."""
+        """Draws and writes every grid with these weights, usually the EMA's.
+
+        All processes draw, for each may hold a part of the weights; the first one writes.
+        """
         folder = self._folder / f"step_{step:07d}"
         folder.mkdir(parents=True, exist_ok=True)
         classes = self._model.num_classes
@@ -167,6 +173,8 @@ class SampleWriter:
             size = (grid.frames, grid.height, grid.width)
             key = jax.random.fold_in(jax.random.key(self._config.seed), number)
             drawn = self.draw(params, key, labels, size)
+            if not first_process():
+                continue
             clips = drawn.reshape(grid.rows, classes, *drawn.shape[1:])
             headers = [str(label) for label in range(classes)]
             path = folder / "x".join(map(str, size))

@@ -43,6 +43,7 @@ class Monitor:
         predictor: CostModel,
         learning_rate: optax.Schedule,
         log: MetricsLog,
+        bad_records: BadRecords,
         max_bad_records: int,
     ):
         """Watches steps of `plan`, whose cost `predictor` predicts; writes to `log`."""
@@ -51,7 +52,7 @@ class Monitor:
         self._learning_rate = learning_rate
         self._log = log
         self._max_bad_records = max_bad_records
-        self._bad_records = BadRecords(log.folder / "bad_records.txt")
+        self._bad_records = bad_records
         self.refusal = ""
         self._under_way: _Dispatched | None = None
         self._settled_at = self._waited = 0.0

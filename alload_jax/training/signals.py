@@ -9,16 +9,16 @@ class StopRequest:
     """Catches SIGINT and SIGTERM while open; a second one ends the program at once.
 
     Attributes:
-      name: of the signal that came, or empty.
+      number: of the signal that came, or 0.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.name = ""
+        self.number = 0
 
     def __bool__(self) -> bool:
-        return bool(self.name)
+        return bool(self.number)
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._note) for number in self._SIGNALS}
@@ -30,8 +30,11 @@ class StopRequest:
         self._restore()
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self.name = signal.Signals(number).name
-        print(f"\n{self.name}: finishing and saving; once more to quit at once", flush=True)
+        self.number = number
+        print(
+            f"\n{signal.Signals(number).name}: finishing and saving; once more to quit at once",
+            flush=True,
+        )
         self._restore()
 
     def _restore(self) -> None:

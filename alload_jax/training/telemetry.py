@@ -1,4 +1,7 @@
-"""What a run leaves to read: metrics by step, its surroundings, its summary."""
+"""What a run leaves to read: metrics by step, its surroundings, its summary.
+
+In a cluster all processes call these alike, and the first one writes.
+"""
 
 import json
 import os
@@ -12,6 +15,7 @@ import jax
 from tensorboardX import SummaryWriter
 
 from alload_jax.errors import InputError
+from alload_jax.sharding.cluster import Cluster, first_process
 
 PACKAGES = ("alload-jax", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
 
@@ -28,8 +32,10 @@ class MetricsLog:
         kept = [row for row in read_metrics(path) if row["step"] <= resumed_at]
         write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.folder = folder
-        self._file = path.open("a", buffering=1)
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1)
+        self._file = _own(path).open("a", buffering=1)
+        self._events = SummaryWriter(
+            str(folder / "tensorboard"), purge_step=resumed_at + 1, write_to_disk=first_process()
+        )
         self.rows: list[dict[str, Any]] = kept
 
     def write(self, row: dict[str, Any]) -> None:
@@ -49,9 +55,11 @@ class MetricsLog:
 class BadRecords:
     """The distinct damaged records that a run has met, over all its starts; a line each on disk."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, cluster: Cluster):
         self._path = path
-        self._known = set(path.read_text().splitlines()) if path.exists() else set()
+        self._known = set(
+            cluster.tell(lambda: path.read_text().splitlines() if path.exists() else [])
+        )
 
     def __len__(self) -> int:
         return len(self._known)
@@ -61,7 +69,7 @@ class BadRecords:
         new = [problem for problem in dict.fromkeys(problems) if problem not in self._known]
         if new:
             self._known.update(new)
-            with self._path.open("a") as file:
+            with _own(self._path).open("a") as file:
                 file.writelines(f"{problem}\n" for problem in new)
         return new
 
@@ -122,9 +130,16 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Replaces a file's text; a crash leaves the old one or the new one."""
+    if not first_process():
+        return
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+def _own(path: Path) -> Path:
+    """Where this process may write what belongs there."""
+    return path if first_process() else Path(os.devnull)
 
 
 def _version(package: str) -> str:

@@ -1,0 +1,218 @@
+"""Several processes as one run: how they find each other, and what they tell each other."""
+
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar
+
+import jax
+
+from alload_jax.errors import USER_ERRORS, InputError, run_command
+from alload_jax.sharding.coordination import Board, Member, meet, member_by_launcher
+from alload_jax.sharding.watch import Watch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The processes of a run. A launcher says who they are (see docs/clusters.md), or three flags.
+
+    Attributes:
+      coordinator: host:port of process 0, on which it listens and which all others reach.
+      processes: how many there are.
+      process: which this one is, from 0.
+      detect: whether Slurm, Open MPI or Kubernetes is asked when nothing is given.
+      lost_after: seconds of silence after which a process counts as lost, and the others end.
+    """
+
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
+    detect: bool = True
+    lost_after: float = 30.0
+
+    def __post_init__(self) -> None:
+        parts = {name: getattr(self, name) for name in ("coordinator", "processes", "process")}
+        missing = [f"cluster.{name}" for name, value in parts.items() if value is None]
+        if 0 < len(missing) < len(parts):
+            raise InputError(
+                f"{' and '.join(missing)} must be given too; give cluster.coordinator, processes "
+                "and process, or none of them, and the launcher is asked"
+            )
+        if self.coordinator is not None and not re.fullmatch(r"\S+:\d+", self.coordinator):
+            raise InputError(f"cluster.coordinator is {self.coordinator!r}; give it as host:port")
+        if self.processes is not None and self.processes < 1:
+            raise InputError(f"cluster.processes is {self.processes}; it must be at least 1")
+        if self.process is not None and not 0 <= self.process < (self.processes or 1):
+            raise InputError(
+                f"cluster.process is {self.process}; it must be 0 to {(self.processes or 1) - 1}, "
+                "one less than cluster.processes at most"
+            )
+        if self.lost_after < 2:
+            raise InputError(f"cluster.lost_after is {self.lost_after}; it must be at least 2")
+
+
+def first_process() -> bool:
+    """Whether this process is the one that prints and writes files. Touches no device."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def join_cluster(config: ClusterConfig) -> "Cluster":
+    """Meets the other processes, if there are any; call it before anything touches a device.
+
+    Raises:
+      InputError: the launcher does not say enough, or not all processes came.
+    """
+    member = _member(config)
+    if member is None or member.processes == 1:
+        return Cluster()
+    try:
+        meet(member, heartbeat_seconds=max(100.0, 4 * config.lost_after))
+    except RuntimeError as error:
+        raise InputError(
+            f"process {member.process} of {member.processes} did not meet the others at "
+            f"{member.coordinator} ({_first_line(error)}); start all of them within five minutes, "
+            "and choose a port that is free and open to all"
+        ) from error
+    if member.process != 0:  # not only Python's own lines: gloo prints too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return Cluster(member, config.lost_after)
+
+
+class Cluster:
+    """This process among those of the run; in most runs there is no other.
+
+    Leave it by `with`. If a `with` is left by an error, the process says why and ends: at its
+    regular end JAX would wait for the others.
+    """
+
+    def __init__(self, member: Member | None = None, lost_after: float = 30.0):
+        """After `meet`; without a member this process is alone."""
+        self.processes = member.processes if member else 1
+        self._process = member.process if member else 0
+        self._board = Board() if member else None
+        self._watch = Watch(self._board, member, lost_after) if self._board and member else None
+        self._turn = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if self._watch is None:
+            return
+        if error is not None:
+            self._watch.fail(error)
+            self._watch.leave(_explained(error))
+        self.gather(None)
+        self._watch.close()
+        jax.distributed.shutdown()
+
+    @contextmanager
+    def failures_told(self) -> Iterator[None]:
+        """Lets the others know of an error at once, before anything here waits for them."""
+        try:
+            yield
+        except BaseException as error:
+            if self._watch:
+                self._watch.fail(error)
+            raise
+
+    def on_loss(self, remedy: Callable[[], str]) -> None:
+        """What to advise when a process is lost."""
+        if self._watch:
+            self._watch.remedy = remedy
+
+    def reached(self, step: int) -> None:
+        """Notes the step under way, from 1."""
+        if self._watch:
+            self._watch.step = step
+
+    def tell(self, find: Callable[[], T]) -> T:
+        """What the first process finds, told to all; a JSON value. The others wait for it."""
+        if self._board is None:
+            return find()
+        self._turn += 1
+        key = f"told/{self._turn}"
+        if self._process == 0:
+            self._board.put(key, json.dumps(find()))
+        return json.loads(self._board.wait_for(key))
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each process has, by process; JSON values. All wait for the last."""
+        if self._board is None:
+            return [value]
+        self._turn += 1
+        self._board.put(f"gathered/{self._turn}/{self._process}", json.dumps(value))
+        keys = [f"gathered/{self._turn}/{process}" for process in range(self.processes)]
+        return [json.loads(self._board.wait_for(key)) for key in keys]
+
+    def report(self, step: int, problems: tuple[str, ...]) -> None:
+        """Puts down what this process has met in a step, before the others are told to look."""
+        if self._board and problems:
+            self._board.put(f"problems/{step}/{self._process}", json.dumps(problems))
+
+    def reported(self, step: int) -> tuple[str, ...]:
+        """What all processes have put down of a step, by process, each text once."""
+        assert self._board is not None
+        found = self._board.under(f"problems/{step}")
+        texts = [text for process in sorted(found, key=int) for text in json.loads(found[process])]
+        return tuple(dict.fromkeys(texts))
+
+
+def _member(config: ClusterConfig) -> Member | None:
+    if config.coordinator is not None:
+        assert config.processes is not None
+        assert config.process is not None
+        return Member(config.coordinator, config.processes, config.process)
+    launcher = _launcher() if config.detect else None
+    if launcher is None:
+        return None
+    remedy = (
+        "give --cluster.coordinator, --cluster.processes and --cluster.process, or "
+        "--cluster.detect false if this process runs alone"
+    )
+    try:
+        member = member_by_launcher()
+    except RuntimeError as error:
+        raise InputError(f"{launcher}: {_first_line(error)}; {remedy}") from error
+    if member is None:
+        raise InputError(f"{launcher}: JAX cannot tell who the processes are; {remedy}")
+    return member
+
+
+def _launcher() -> str | None:
+    """Who started several processes; None for a lone one, in a job or not."""
+    found = os.environ
+    # Not SLURM_NTASKS: an allocation has it too, in whose shell a lone process may be started.
+    if int(found.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        return "Slurm"
+    if int(found.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+        return "Open MPI"
+    if "KUBERNETES_SERVICE_HOST" in found and "JOB_COMPLETION_INDEX" in found:
+        return "Kubernetes"
+    return None
+
+
+def _explained(error: BaseException) -> int:
+    """Prints an error as a command does; returns the exit status."""
+    if not isinstance(error, USER_ERRORS):
+        traceback.print_exception(error)
+        return 1
+
+    def fail(_: list[str]) -> NoReturn:
+        raise error
+
+    return run_command(fail, sys.argv)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,26 @@
+"""How a run goes on after a stop: the words for it."""
+
+from pathlib import Path
+
+from alload_jax.sharding.cluster import ClusterConfig
+
+
+def resume_command(folder: Path, cluster: ClusterConfig) -> str:
+    """What continues a run; in a cluster, what each process is started with."""
+    command = f"python train.py --config {folder / 'config.yaml'}"
+    if cluster.processes is None:
+        return command
+    return (
+        f"{command} --cluster.coordinator {cluster.coordinator} --cluster.processes "
+        f"{cluster.processes} --cluster.process <0 to {cluster.processes - 1}>"
+    )
+
+
+def after_loss(folder: Path, cluster: ClusterConfig) -> str:
+    """What to do when a process was lost, and what of the run is left."""
+    if not (folder / "config.yaml").exists():
+        return "start all processes again"
+    names = [path.name for path in (folder / "checkpoints").glob("*")]
+    saved = max((int(name) for name in names if name.isdigit()), default=0)
+    command = resume_command(folder, cluster)
+    return f"start all processes again with: {command} (continues from step {saved})"
