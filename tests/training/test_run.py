@@ -3,31 +3,16 @@
 import json
 import shutil
 import signal
-import time
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 import yaml
-from training_runs import Runs
+from training_runs import Runs, lines_of, wait_until
 
 COMPUTED = ("loss", "grad_norm", "learning_rate", "tokens", "samples", "imbalance", "padding")
 
 
 def computed(rows):
     return [(row["step"], *(row[name] for name in COMPUTED)) for row in rows]
-
-
-def wait_until(condition, process, seconds=240):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.002)
-
-
-def lines_of(path):
-    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 @pytest.fixture(scope="module")
@@ -235,21 +220,8 @@ def test_another_model_does_not_touch_the_run(unbroken):
     assert (runs.folder / "run" / "config.yaml").read_bytes() == before
 
 
-def spoil(runs, sample):
-    """Gives one sample's manifest row another checksum."""
-    shutil.copytree(runs.data, runs.folder / "spoilt")
-    path = runs.folder / "spoilt" / "manifest.parquet"
-    table = pyarrow.parquet.read_table(path)
-    sums = table["checksum"].to_pylist()
-    sums[sample] ^= 1
-    place = table.column_names.index("checksum")
-    table = table.set_column(place, table.schema.field(place), pa.array(sums, pa.uint32()))
-    pyarrow.parquet.write_table(table, path)
-    return str(runs.folder / "spoilt")
-
-
 def test_a_damaged_record_stops_the_run_which_keeps_what_it_has_done(runs):
-    stopped = runs.run("--data.folder", spoil(runs, 12))
+    stopped = runs.run("--data.folder", runs.spoil(12))
     assert stopped.returncode == 2
     assert len(stopped.stderr.strip().splitlines()) == 1
     assert "(sample 12) has checksum" in stopped.stderr
@@ -259,7 +231,7 @@ def test_a_damaged_record_stops_the_run_which_keeps_what_it_has_done(runs):
 
 
 def test_a_damaged_record_can_be_skipped_in_every_epoch(runs):
-    flags = ("--data.folder", spoil(runs, 12), "--data.loader.max_bad_records", "1")
+    flags = ("--data.folder", runs.spoil(12), "--data.loader.max_bad_records", "1")
     finished = runs.run(*flags)
     assert finished.returncode == 0, finished.stderr
     rows = runs.metrics()

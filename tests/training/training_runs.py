@@ -1,9 +1,14 @@
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -47,8 +52,8 @@ class Runs:
         return [sys.executable, str(ROOT / "train.py"), "--config", str(self.config), *flags]
 
     def start(self, *flags, devices=1):
-        count = f"--xla_force_host_platform_device_count={devices}"
-        environment = os.environ | {"XLA_FLAGS": count, "PYTHONPATH": str(ROOT)}
+        xla_flags = f"--xla_force_host_platform_device_count={devices}" if devices > 1 else ""
+        environment = os.environ | {"XLA_FLAGS": xla_flags, "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(
             self.command(*flags),
             stdout=subprocess.PIPE,
@@ -58,11 +63,45 @@ class Runs:
             cwd=self.folder,
         )
 
+    def start_together(self, processes, *flags):
+        """As many processes as one run, with a device each."""
+        with socket.create_server(("localhost", 0)) as free:
+            address = f"localhost:{free.getsockname()[1]}"
+        together = ("--cluster.coordinator", address, "--cluster.processes", str(processes))
+        return [
+            self.start(*flags, *together, "--cluster.process", str(number))
+            for number in range(processes)
+        ]
+
     def run(self, *flags, devices=1):
         process = self.start(*flags, devices=devices)
         out, err = process.communicate(timeout=300)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
+    def spoil(self, sample):
+        """A copy of the data in which one sample's manifest row has another checksum."""
+        shutil.copytree(self.data, self.folder / "spoilt")
+        path = self.folder / "spoilt" / "manifest.parquet"
+        table = pyarrow.parquet.read_table(path)
+        sums = table["checksum"].to_pylist()
+        sums[sample] ^= 1
+        place = table.column_names.index("checksum")
+        table = table.set_column(place, table.schema.field(place), pa.array(sums, pa.uint32()))
+        pyarrow.parquet.write_table(table, path)
+        return str(self.folder / "spoilt")
+
     def metrics(self, name="run"):
         lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+
+def wait_until(condition, process, seconds=240):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.002)
+
+
+def lines_of(path):
+    return len(path.read_text().splitlines()) if path.exists() else 0

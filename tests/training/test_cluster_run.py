@@ -1,0 +1,131 @@
+"""Runs of several processes on one machine, which meet and reduce as on several hosts.
+
+One chain of runs, each test a link: four processes are stopped, two go on, then one.
+"""
+
+import json
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+from training_runs import Runs, lines_of, wait_until
+
+RANKS = ("--planning.ranks", "4", "--data.loader.max_bad_records", "1")
+CONSTANT = ("--optimizer.final_fraction", "1.0")
+"""A learning rate that does not depend on the run's length."""
+SAME = ("step", "epoch", "samples", "skipped", "tokens", "imbalance", "padding", "learning_rate")
+
+
+def finished(processes, seconds=120):
+    """(status, stdout, stderr) of each."""
+    told = [process.communicate(timeout=seconds) for process in processes]
+    return [(process.returncode, *said) for process, said in zip(processes, told, strict=True)]
+
+
+def assert_the_same(rows, others):
+    assert [[row[name] for name in SAME] for row in rows] == [
+        [row[name] for name in SAME] for row in others
+    ]
+    for name in ("loss", "grad_norm"):
+        ours, theirs = ([row[name] for row in part] for part in (rows, others))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, digits_folder):
+    runs = Runs(tmp_path_factory.mktemp("cluster"), digits_folder)
+    runs.damaged = ("--data.folder", runs.spoil(12))
+    return runs
+
+
+@pytest.fixture(scope="module")
+def stopped(runs):
+    """Four processes, one of which is told to stop."""
+    flags = (*RANKS, *CONSTANT, *runs.damaged, "--run.steps", "4000")
+    processes = runs.start_together(4, *flags)
+    wait_until(lambda: lines_of(runs.folder / "run" / "metrics.jsonl") >= 6, processes[0])
+    processes[2].send_signal(signal.SIGTERM)
+    return finished(processes)
+
+
+@pytest.fixture(scope="module")
+def alone(runs, stopped):
+    """The same by one process with four devices, for some steps more."""
+    steps = str(len(runs.metrics()) + 6)
+    flags = ("--run.folder", "alone", "--run.steps", steps)
+    done = runs.run(*RANKS, *CONSTANT, *runs.damaged, *flags, devices=4)
+    assert done.returncode == 0, done.stderr
+    return runs.metrics("alone")
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(runs, stopped):
+    assert [status for status, _, _ in stopped] == [0] * 4, stopped
+    assert [err for _, _, err in stopped] == [""] * 4
+    assert [out for _, out, _ in stopped[1:]] == [""] * 3
+    out, steps = stopped[0][1], len(runs.metrics())
+    assert f"SIGTERM: saved step {steps} of 4000" in out
+    assert "--cluster.processes 4 --cluster.process <0 to 3>" in out
+    assert (runs.folder / "run" / "checkpoints" / str(steps)).exists()
+
+
+def test_four_processes_learn_what_one_does(runs, stopped, alone):
+    rows = runs.metrics()
+    assert_the_same(rows, alone[: len(rows)])
+
+
+def test_a_damaged_record_is_told_to_the_first_process(runs, stopped):
+    assert stopped[0][1].count("skipped:") == 1
+    assert sum(row["skipped"] for row in runs.metrics() if row["epoch"] == 0) == 1
+    assert lines_of(runs.folder / "run" / "bad_records.txt") == 1
+
+
+def test_two_processes_and_then_one_go_on_where_four_were(runs, stopped, alone):
+    config = ("--config", str(runs.folder / "run" / "config.yaml"))
+    two = finished(runs.start_together(2, *config, "--run.steps", str(len(alone) - 3)))
+    assert [(status, err) for status, _, err in two] == [(0, "")] * 2
+    assert "finished at step" in two[0][1]
+    assert list((runs.folder / "run" / "samples").glob("*/1x8x8.png"))
+    one = runs.run(*config, "--run.steps", str(len(alone)))
+    assert one.returncode == 0, one.stderr
+    rows = runs.metrics()
+    assert_the_same(rows, alone)
+    epochs = [
+        sum(row["samples"] + row["skipped"] for row in rows if row["epoch"] == n) for n in (0, 1)
+    ]
+    assert epochs == [21, 21]
+    starts = json.loads((runs.folder / "run" / "environment.json").read_text())
+    assert [start["processes"] for start in starts] == [4, 2, 1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_process_is_named_and_the_others_end(runs, alone, victim):
+    shutil.copytree(runs.folder / "alone", runs.folder / f"lost{victim}")
+    before = len(alone)
+    flags = ("--run.folder", f"lost{victim}", "--run.steps", "4000", "--cluster.lost_after", "6")
+    processes = runs.start_together(2, *RANKS, *CONSTANT, *runs.damaged, *flags)
+    metrics = runs.folder / f"lost{victim}" / "metrics.jsonl"
+    wait_until(lambda: lines_of(metrics) >= before + 2, processes[0])
+    began = time.monotonic()
+    processes[victim].kill()
+    (status, _, err) = finished(processes)[1 - victim]
+    assert time.monotonic() - began < 60
+    assert status == 1
+    assert len(err.strip().splitlines()) == 1, err
+    assert f"error: process {victim} of 2 (" in err
+    assert ") was lost at step " in err
+    assert f"python train.py --config lost{victim}/config.yaml --cluster.coordinator" in err
+    assert "(continues from step " in err
+
+
+def test_too_many_damaged_records_stop_all_processes(runs):
+    flags = ("--run.folder", "refused", "--planning.ranks", "4", *runs.damaged)
+    both = finished(runs.start_together(2, *flags))
+    done = lines_of(runs.folder / "refused" / "metrics.jsonl")
+    for status, _, err in both:
+        assert status == 2
+        assert len(err.strip().splitlines()) == 1, err
+        assert "(sample 12) has checksum" in err
+        assert f"saved at step {done}" in err
+    assert (runs.folder / "refused" / "checkpoints" / str(done)).exists()
