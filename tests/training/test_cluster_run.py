@@ -13,6 +13,7 @@ import pytest
 from training_runs import Runs, lines_of, wait_until
 
 RANKS = ("--planning.ranks", "4", "--data.loader.max_bad_records", "1")
+PLAIN = ("--sampling.grids", "[]")
 CONSTANT = ("--optimizer.final_fraction", "1.0")
 """A learning rate that does not depend on the run's length."""
 SAME = ("step", "epoch", "samples", "skipped", "tokens", "imbalance", "padding", "learning_rate")
@@ -43,7 +44,7 @@ def runs(tmp_path_factory, digits_folder):
 @pytest.fixture(scope="module")
 def stopped(runs):
     """Four processes, one of which is told to stop."""
-    flags = (*RANKS, *CONSTANT, *runs.damaged, "--run.steps", "4000")
+    flags = (*RANKS, *CONSTANT, *PLAIN, *runs.damaged, "--run.steps", "4000")
     processes = runs.start_together(4, *flags)
     wait_until(lambda: lines_of(runs.folder / "run" / "metrics.jsonl") >= 6, processes[0])
     processes[2].send_signal(signal.SIGTERM)
@@ -54,7 +55,7 @@ def stopped(runs):
 def alone(runs, stopped):
     """The same by one process with four devices, for some steps more."""
     steps = str(len(runs.metrics()) + 6)
-    flags = ("--run.folder", "alone", "--run.steps", steps)
+    flags = ("--run.folder", "alone", "--run.steps", steps, *PLAIN)
     done = runs.run(*RANKS, *CONSTANT, *runs.damaged, *flags, devices=4)
     assert done.returncode == 0, done.stderr
     return runs.metrics("alone")
@@ -83,11 +84,13 @@ def test_a_damaged_record_is_told_to_the_first_process(runs, stopped):
 
 def test_two_processes_and_then_one_go_on_where_four_were(runs, stopped, alone):
     config = ("--config", str(runs.folder / "run" / "config.yaml"))
-    two = finished(runs.start_together(2, *config, "--run.steps", str(len(alone) - 3)))
+    pictures = ("--sampling.grids", "[{frames: 1, height: 8, width: 8, rows: 1}]")
+    steps = ("--run.steps", str(len(alone) - 3))
+    two = finished(runs.start_together(2, *config, *steps, *pictures))
     assert [(status, err) for status, _, err in two] == [(0, "")] * 2
     assert "finished at step" in two[0][1]
     assert list((runs.folder / "run" / "samples").glob("*/1x8x8.png"))
-    one = runs.run(*config, "--run.steps", str(len(alone)))
+    one = runs.run(*config, *PLAIN, "--run.steps", str(len(alone)))
     assert one.returncode == 0, one.stderr
     rows = runs.metrics()
     assert_the_same(rows, alone)
@@ -104,7 +107,7 @@ def test_a_lost_process_is_named_and_the_others_end(runs, alone, victim):
     shutil.copytree(runs.folder / "alone", runs.folder / f"lost{victim}")
     before = len(alone)
     flags = ("--run.folder", f"lost{victim}", "--run.steps", "4000", "--cluster.lost_after", "6")
-    processes = runs.start_together(2, *RANKS, *CONSTANT, *runs.damaged, *flags)
+    processes = runs.start_together(2, *RANKS, *CONSTANT, *PLAIN, *runs.damaged, *flags)
     metrics = runs.folder / f"lost{victim}" / "metrics.jsonl"
     wait_until(lambda: lines_of(metrics) >= before + 2, processes[0])
     began = time.monotonic()
@@ -120,7 +123,7 @@ def test_a_lost_process_is_named_and_the_others_end(runs, alone, victim):
 
 
 def test_too_many_damaged_records_stop_all_processes(runs):
-    flags = ("--run.folder", "refused", "--planning.ranks", "4", *runs.damaged)
+    flags = ("--run.folder", "refused", "--planning.ranks", "4", *PLAIN, *runs.damaged)
     both = finished(runs.start_together(2, *flags))
     done = lines_of(runs.folder / "refused" / "metrics.jsonl")
     for status, _, err in both:
