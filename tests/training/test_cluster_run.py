@@ -106,7 +106,7 @@ def test_two_processes_and_then_one_go_on_where_four_were(runs, stopped, alone):
 def test_a_lost_process_is_named_and_the_others_end(runs, alone, victim):
     shutil.copytree(runs.folder / "alone", runs.folder / f"lost{victim}")
     before = len(alone)
-    flags = ("--run.folder", f"lost{victim}", "--run.steps", "4000", "--cluster.lost_after", "6")
+    flags = ("--run.folder", f"lost{victim}", "--run.steps", "4000", "--cluster.lost_after", "15")
     processes = runs.start_together(2, *RANKS, *CONSTANT, *PLAIN, *runs.damaged, *flags)
     metrics = runs.folder / f"lost{victim}" / "metrics.jsonl"
     wait_until(lambda: lines_of(metrics) >= before + 2, processes[0])
