@@ -131,8 +131,10 @@ class Watch:
     def _judge(self) -> None:
         while not self._closed.wait(self._interval / 2):
             if verdict := self._verdict():
-                print(f"error: {verdict}; {self.remedy()}", file=sys.stderr, flush=True)
-                os._exit(1)
+                try:
+                    print(f"error: {verdict}; {self.remedy()}", file=sys.stderr, flush=True)
+                finally:  # whoever read the output may be gone as well
+                    os._exit(1)
 
     def _verdict(self) -> str:
         """What ends this process, or nothing."""
