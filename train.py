@@ -30,6 +30,7 @@ from alload_jax.sharding.agreement import Agreement
 from alload_jax.sharding.cluster import Cluster, join_cluster
 from alload_jax.sharding.groups import group_meshes, ranks_per_group
 from alload_jax.sharding.mesh import local_plan_ranks, make_mesh, ranks_of
+from alload_jax.sharding.xla_flags import set_xla_flags
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.monitor import Monitor
 from alload_jax.training.optimizer import learning_rate_schedule, make_optimizer
@@ -49,6 +50,7 @@ from alload_jax.training.telemetry import (
 
 def main(argv: list[str]) -> int:
     """Runs the training that the command line asks for; returns the exit status."""
+    set_xla_flags()
     config = read_config(argv)
     with join_cluster(config.cluster) as cluster:
         return train(with_policy(config), cluster, argv)

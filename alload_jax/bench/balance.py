@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from alload_jax.bench.jax_step import model_config, out_of_memory
 from alload_jax.bench.surroundings import surroundings
-from alload_jax.bench.workload_step import RandomReader, manifest_of, representative
+from alload_jax.bench.workload_step import RandomReader, drawn, manifest_of, representative
 from alload_jax.data.batch import AnyBatch, signature
 from alload_jax.data.collate import Collator
 from alload_jax.data.condition import conditions_for
@@ -30,7 +30,6 @@ from alload_jax.planning.plan import Plan
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig, make_plan
 from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
-from alload_jax.planning.workloads import ASPECT_RATIOS, make_workload
 from alload_jax.sharding.groups import group_meshes, ranks_per_group, split_mesh
 from alload_jax.sharding.mesh import MeshConfig, make_mesh, ranks_of
 from alload_jax.training.objective import DiffusionConfig
@@ -49,26 +48,30 @@ class Settings:
     Attributes:
       model: fields of `DiTConfig`; `text` as a dict.
       planning: fields of `PlanningConfig`.
-      workload: named.
+      workload: named; or None for samples of one shape.
       samples: of the epoch that is planned.
       one_aspect: 16:9 alone, so that bucketed policies have few shapes to compile.
       steps: of the epoch that are run.
+      shape: (frames, height, width) in pixels of all samples, without a workload.
       longest: tokens of a sample; longer ones are left out. None for all.
       split: whether ranks are context groups: of all devices, if `context` does not say.
       context: ranks of a group.
       fsdp: devices that share the parameters.
+      alone: whether groups of ranks are measured on their own too.
     """
 
     model: dict[str, Any]
     planning: dict[str, Any]
-    workload: str
+    workload: str | None
     samples: int
     one_aspect: bool
     steps: int
+    shape: tuple[int, int, int] | None = None
     longest: int | None = None
     split: bool = False
     context: int | None = None
     fsdp: int = 1
+    alone: bool = True
 
     def mesh(self) -> Mesh:
         """Over all devices."""
@@ -77,8 +80,7 @@ class Settings:
 
     def plan(self, mesh: Mesh) -> tuple[Plan, PlanningConfig]:
         """The epoch's plan, and its settings."""
-        ratios = {(16, 9): 1.0} if self.one_aspect else ASPECT_RATIOS
-        samples = make_workload(self.workload, self.samples, aspect_ratios=ratios)
+        samples = drawn(self.workload, self.shape, self.samples, self.one_aspect)
         if self.longest:
             kept = samples.seq_len <= self.longest
             samples = Samples(samples.shape[kept], samples.seq_len[kept])
@@ -199,7 +201,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     bench = Bench(model, mesh, plan, chosen)
     try:
         seconds, found = bench.whole_steps()
-        busy = bench.busy()
+        busy = bench.busy() if settings.alone else None
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise

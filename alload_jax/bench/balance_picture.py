@@ -34,10 +34,9 @@ def write_picture(path: Path, content: dict[str, Any]) -> None:
     for axis, case in zip(axes[:, 0], shown, strict=True):
         _draw(axis, case)
     axes[-1, 0].set_xlabel("seconds")
+    where = f"{content['devices']} × {content['device'] or 'CPU'}"
     figure.suptitle(
-        f"{content['workload']}, {content['devices']} × {content['device']}: computing (blue) and "
-        "waiting (grey)",
-        fontsize=11,
+        f"{content['workload']}, {where}: computing (blue) and waiting (grey)", fontsize=11
     )
     figure.tight_layout()
     figure.savefig(path, dpi=150)

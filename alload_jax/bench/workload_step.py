@@ -62,11 +62,25 @@ class Settings:
 
     def made(self) -> Samples:
         """The samples of the epoch."""
-        if self.workload:
-            ratios = {(16, 9): 1.0} if self.one_aspect else ASPECT_RATIOS
-            return make_workload(self.workload, self.samples, aspect_ratios=ratios)
-        shape = np.tile(np.asarray(self.shape, np.int64), (self.samples, 1))
-        return Samples(shape, Geometry().seq_len(*shape.T))
+        return drawn(self.workload, self.shape, self.samples, self.one_aspect)
+
+
+def drawn(
+    workload: str | None, shape: Sequence[int] | None, count: int, one_aspect: bool
+) -> Samples:
+    """So many samples of a named workload, or all of one shape (frames, height, width) in pixels.
+
+    Args:
+      workload: named, or None.
+      shape: of all samples, without a workload.
+      count: of samples.
+      one_aspect: 16:9 alone.
+    """
+    if workload:
+        ratios = {(16, 9): 1.0} if one_aspect else ASPECT_RATIOS
+        return make_workload(workload, count, aspect_ratios=ratios)
+    same = np.tile(np.asarray(shape, np.int64), (count, 1))
+    return Samples(same, Geometry().seq_len(*same.T))
 
 
 class RandomReader:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 _ERROR_LINE = re.compile(r"[\w.]*(Error|Exception): ")
@@ -12,12 +13,21 @@ _MEMORY_SHARE = "0.95"
 """Of the device, for JAX: what it takes at start is not what is reported."""
 
 
-def measured(module: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The last line that the measurement prints, or how it failed: the others go on."""
+def measured(
+    module: str, settings: dict[str, Any], variables: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The last line that the measurement prints, or how it failed: the others go on.
+
+    Args:
+      module: to run.
+      settings: its argument, as JSON.
+      variables: of its environment, beside this process's own.
+    """
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_MEM_FRACTION": _MEMORY_SHARE,
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
+    environment |= variables or {}
     command = [sys.executable, "-m", module, json.dumps(settings)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()

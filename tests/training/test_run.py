@@ -159,7 +159,7 @@ BAD = [
     (("--model.dim", "wide"), "model.dim"),
     (("--model.remat", "foo"), "expected one of ['none', 'full', 'attention'"),
     (("--planning.m_mem", "10"), "m_mem is 10 tokens, shorter than sample"),
-    (("--mesh.fsdp", "3"), "mesh.fsdp 3 do not fit"),
+    (("--mesh.fsdp", "3"), "fsdp 3, context 1, tensor 1) does not fit"),
     (("--data.folder", "nowhere"), "nowhere/manifest.parquet: no such manifest"),
     (("--config", "missing.yaml"), "missing.yaml"),
     (("--model.patch_size", "[1,3,3]"), "model.patch_size (1, 3, 3) does not divide"),

@@ -1,0 +1,94 @@
+"""Packed steps under FSDP on 1, 2, 4, ... GPUs of this host: does a GPU do as much among others?
+
+    python benchmarks/weak_scaling.py --out benchmarks/results/weak_scaling_h200.json
+
+Every GPU has the same row: samples of 81 frames of 480×832, 32,760 tokens each. Parameters,
+gradients and optimizer state are split over all GPUs. `--flags` compares XLA's options: each one is
+a comma-separated list that stands in place of what `train.py` sets.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from alload_jax.commands.bench_models import MODELS, shape_of, training_fields
+from alload_jax.commands.bench_process import measured
+from alload_jax.errors import run_command
+from alload_jax.sharding.xla_flags import overlapping
+
+SHARED = ("date", "device", "driver", "versions")
+
+
+def main(argv: list[str]) -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
+    add("--model", choices=tuple(MODELS), default="1.3b")
+    add("--layers", type=int)
+    add("--shape", type=int, nargs=3, default=[81, 480, 832], help="frames, height, width")
+    add("--m-mem", type=int, default=65_536)
+    add("--steps", type=int, default=6)
+    add("--flags", nargs="+", help="of XLA; default: what train.py sets")
+    add("--out", default="weak_scaling.json")
+    options = parser.parse_args(argv)
+    content: dict[str, Any] = {
+        "command": " ".join(["python", "benchmarks/weak_scaling.py", *argv]),
+        "model": training_fields(shape_of(options.model, options.layers)),
+        "shape": options.shape,
+        "m_mem": options.m_mem,
+        "cases": [],
+    }
+    for flags in options.flags or [overlapping("").replace(" ", ",")]:
+        for devices in options.devices:
+            case = measure(options, content["model"], devices, flags)
+            content |= {key: case.pop(key) for key in SHARED if key in case}
+            content["cases"].append({"devices": devices, "flags": flags} | case)
+            Path(options.out).write_text(json.dumps(content, indent=1) + "\n")
+            print(line(content["cases"]), flush=True)
+    return 0
+
+
+def measure(
+    options: argparse.Namespace, model: dict[str, Any], devices: int, flags: str
+) -> dict[str, Any]:
+    """Seconds of steps on so many devices."""
+    settings = {
+        "model": model,
+        "planning": {"policy": "first_fit", "m_mem": options.m_mem},
+        "workload": None,
+        "shape": options.shape,
+        "samples": 40 * devices,
+        "one_aspect": True,
+        "steps": options.steps,
+        "fsdp": devices,
+        "alone": False,
+    }
+    visible = ",".join(map(str, range(devices)))
+    variables = {"CUDA_VISIBLE_DEVICES": visible, "XLA_FLAGS": flags.replace(",", " ")}
+    found = measured("alload_jax.bench.balance", settings, variables)
+    if "seconds" in found:
+        found["median_seconds"] = statistics.median(found["seconds"])
+    return found
+
+
+def line(cases: list[dict[str, Any]]) -> str:
+    """The last case in words, beside the first of its flags."""
+    case = cases[-1]
+    if "error" in case:
+        return f"{case['devices']} devices: {case['error']}"
+    first = next(c for c in cases if c["flags"] == case["flags"])
+    share = first.get("median_seconds", case["median_seconds"]) / case["median_seconds"]
+    return (
+        f"{case['devices']} devices: {case['median_seconds']:.3f} s a step, {share:.3f} of perfect"
+        f" ({case['flags'] or 'no flags'}; to compile {case['compile_seconds']:.0f} s)"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))
