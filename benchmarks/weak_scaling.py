@@ -4,7 +4,7 @@
 
 Every GPU has the same row: samples of 81 frames of 480×832, 32,760 tokens each. Parameters,
 gradients and optimizer state are split over all GPUs. `--flags` compares XLA's options: each one is
-a comma-separated list that stands in place of what `train.py` sets.
+a comma-separated list of `name=value` that stands in place of what `train.py` sets.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 from alload_jax.commands.bench_models import MODELS, shape_of, training_fields
 from alload_jax.commands.bench_process import measured
 from alload_jax.errors import run_command
-from alload_jax.sharding.xla_flags import overlapping
+from alload_jax.sharding.xla_flags import OVERLAP
 
 SHARED = ("date", "device", "driver", "versions")
 
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         "m_mem": options.m_mem,
         "cases": [],
     }
-    for flags in options.flags or [overlapping("").replace(" ", ",")]:
+    for flags in options.flags or [",".join(f"{name}={value}" for name, value in OVERLAP.items())]:
         for devices in options.devices:
             case = measure(options, content["model"], devices, flags)
             content |= {key: case.pop(key) for key in SHARED if key in case}
@@ -70,7 +70,8 @@ def measure(
         "alone": False,
     }
     visible = ",".join(map(str, range(devices)))
-    variables = {"CUDA_VISIBLE_DEVICES": visible, "XLA_FLAGS": flags.replace(",", " ")}
+    xla_flags = " ".join(f"--{flag}" for flag in flags.split(",") if flag)
+    variables = {"CUDA_VISIBLE_DEVICES": visible, "XLA_FLAGS": xla_flags}
     found = measured("alload_jax.bench.balance", settings, variables)
     if "seconds" in found:
         found["median_seconds"] = statistics.median(found["seconds"])

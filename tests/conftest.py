@@ -2,3 +2,6 @@ import os
 
 # Eight CPU devices, for tests of sharding; before JAX is imported. GPUs are not affected.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+# Tests compile far longer than they compute.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 OVERLAP = {
     # Collectives start as early and end as late as their data allow.
     "xla_gpu_enable_latency_hiding_scheduler": "true",
-    # The next layer's parameters are gathered while this one is computed.
-    "xla_gpu_enable_while_loop_double_buffering": "true",
 }
 """Set unless XLA_FLAGS already says otherwise."""
 

@@ -122,6 +122,7 @@ def test_a_lost_process_is_named_and_the_others_end(runs, alone, victim):
     assert "(continues from step " in err
 
 
+@pytest.mark.slow
 def test_too_many_damaged_records_stop_all_processes(runs):
     flags = ("--run.folder", "refused", "--planning.ranks", "4", *PLAIN, *runs.damaged)
     both = finished(runs.start_together(2, *flags))

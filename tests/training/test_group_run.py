@@ -2,11 +2,14 @@
 
 import shutil
 
+import pytest
+
 
 def computed(row):
     return [row[name] for name in ("step", "loss", "grad_norm", "samples", "tokens", "imbalance")]
 
 
+@pytest.mark.slow
 def test_independent_ranks_train_and_resume_bit_for_bit(runs):
     flags = ["--planning.ranks_mode", "independent", "--mesh.fsdp", "2", "--run.steps", "5"]
     flags += ["--planning.micro_batches_per_step", "1", "--checkpoint.every", "3"]

@@ -1,0 +1,69 @@
+"""`alload bench balance`: figures from what was measured, and a run on two CPU devices."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from alload_jax.cli import main
+from alload_jax.commands.bench_balance import CASES, summarise
+from alload_jax.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+COSTS = ROOT / "benchmarks" / "results" / "calibration_wan_1_3b_h200.json"
+
+
+def measured(seconds, predicted, busy):
+    return {
+        "case": "x",
+        "seconds": seconds,
+        "predicted": predicted,
+        "predicted_epoch": 100.0,
+        "busy": busy,
+    }
+
+
+def test_figures_by_hand():
+    cases = [measured([1.0, 2.0], [10.0, 20.0], [[1.0, 0.5], [2.0, 2.0]])]
+    content = {"tokens": 600, "cases": [*cases, {"case": "y", "error": "out of memory"}]}
+    summarise(content)
+    figures = content["cases"][0]["figures"]
+    assert content["factor"] == pytest.approx(0.1)
+    assert figures["epoch_seconds"] == pytest.approx(10.0)
+    assert figures["tokens_per_second"] == pytest.approx(60.0)
+    assert figures["imbalance"] == pytest.approx((1 / 0.75 - 1) / 2)
+    assert figures["idle"] == pytest.approx(1 - (0.75 + 2.0) / 3.0)
+    assert figures["prediction_error"] == pytest.approx(0.0)
+    assert "figures" not in content["cases"][1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--cost-model", "nowhere.json"), "--cost-model nowhere.json: no such file"),
+        (("--cost-model", str(COSTS), "--steps", "0"), "are at least 1"),
+        (("--cost-model", str(COSTS), "--out", "no/such/x.json"), "no file in an existing folder"),
+    ],
+)
+def test_wrong_flags_are_named(flags, reason):
+    with pytest.raises(InputError, match=reason):
+        main(["bench", "balance", *flags])
+
+
+@pytest.mark.slow
+def test_every_case_runs_on_two_devices(tmp_path):
+    out, picture = tmp_path / "balance.json", tmp_path / "balance.png"
+    command = [sys.executable, "-m", "alload_jax.cli", "bench", "balance", "--model", "tiny"]
+    command += ["--longest", "1100", "--m-mem", "1200", "--samples", "60", "--steps", "2"]
+    command += ["--one-aspect", "--cost-model", str(COSTS), "--out", str(out)]
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [*command, "--picture", str(picture)], env=os.environ | flags, check=True, timeout=900
+    )
+    content = json.loads(out.read_text())
+    assert [case["case"] for case in content["cases"]] == list(CASES)
+    assert all(case["figures"]["tokens_per_second"] > 0 for case in content["cases"])
+    assert picture.stat().st_size > 0
