@@ -123,6 +123,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         monitor = Monitor(
             plan,
             config.planning.predictor(),
+            config.planning.anchor_seconds(),
             learning_rate_schedule(config.optimizer, config.run.steps),
             MetricsLog(folder, resumed_at=start),
             BadRecords(folder / "bad_records.txt", cluster),

@@ -41,14 +41,18 @@ class Monitor:
         self,
         plan: Plan,
         predictor: CostModel,
+        anchor_seconds: float,
         learning_rate: optax.Schedule,
         log: MetricsLog,
         bad_records: BadRecords,
         max_bad_records: int,
     ):
-        """Watches steps of `plan`, whose cost `predictor` predicts; writes to `log`."""
+        """Watches steps of `plan`, whose cost `predictor` predicts; writes to `log`.
+
+        `anchor_seconds` of communication come to it for each token of a rank that is split.
+        """
         self._plan = plan
-        self._predictor = predictor
+        self._predictor, self._anchor_seconds = predictor, anchor_seconds
         self._learning_rate = learning_rate
         self._log = log
         self._max_bad_records = max_bad_records
@@ -84,8 +88,9 @@ class Monitor:
         for problem in self._bad_records.add(step.problems):
             self._bar.say(f"skipped: {problem}")
         if len(self._bad_records) > self._max_bad_records:
+            before = f"{len(self._bad_records)} damaged records were met before this start"
             self.refusal = (
-                f"{step.problems[-1]}; restore the record, or allow more than "
+                f"{(before, *step.problems)[-1]}; restore the record, or allow more than "
                 f"data.loader.max_bad_records = {self._max_bad_records} to be skipped"
             )
         return not self.refusal
@@ -114,7 +119,9 @@ class Monitor:
         self.restart_clock()
         if not all(math.isfinite(value) for value in values.values()):
             self._stop_at(step.number, values)
-        planned = step_metrics(self._plan.step(step.number), self._plan, self._predictor)
+        planned = step_metrics(
+            self._plan.step(step.number), self._plan, self._predictor, self._anchor_seconds
+        )
         trained = planned.samples - len(step.problems)
         self._log.write(
             {"step": step.number + 1, "epoch": step.epoch}
