@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import pytest
 
 from alload_jax.bench import calibration
@@ -41,9 +40,7 @@ def config(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "_TIMED_SECONDS", 0.05)
     path = tmp_path / "tiny.yaml"
     path.write_text(CONFIG)
-    jax.config.update("jax_disable_most_optimizations", True)  # halves the time to compile
-    yield path
-    jax.config.update("jax_disable_most_optimizations", False)
+    return path
 
 
 def test_a_tiny_model_is_calibrated(config, tmp_path, capsys):

@@ -80,7 +80,9 @@ def test_the_same_command_after_the_end_shows_the_summary_again(unbroken):
     assert (runs.folder / "run" / "summary.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT]
+)
 def test_a_signal_saves_and_the_run_continues_bit_for_bit(runs, number):
     # A cosine that ends where it starts: the learning rate does not depend on the run's length.
     constant = ("--optimizer.final_fraction", "1.0")
