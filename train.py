@@ -82,7 +82,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
     )
     conditions = conditions_for(config.model, manifest)
     layout = layout_for(plan, manifest, config.model, conditions)
-    ranks = local_plan_ranks(mesh, plan.layout.ranks)
+    ranks = local_plan_ranks(mesh, plan.layout.ranks, config.planning.context)
     groups = group_meshes(mesh, plan)
     collator = Collator(StoreReader(manifest), ranks, layout, plan.group_ranks)
     sampler = SampleWriter(

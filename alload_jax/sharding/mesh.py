@@ -76,11 +76,17 @@ def row_shards(sharding: NamedSharding | None) -> int:
     return math.prod(sharding.mesh.shape[name] for name in names)
 
 
-def local_plan_ranks(mesh: Mesh, ranks: int) -> frozenset[int]:
+def local_plan_ranks(mesh: Mesh, ranks: int, context: int = 1) -> frozenset[int]:
     """Which of a plan's ranks this process feeds: those of its devices, which share them evenly.
 
+    Args:
+      mesh: all devices.
+      ranks: of the plan.
+      context: over how many of them the plan splits samples.
+
     Raises:
-      InputError: the plan's ranks are not a multiple of the mesh's.
+      InputError: the plan's ranks are not a multiple of the mesh's, or are more and samples are
+        split.
     """
     if ranks % ranks_of(mesh):
         raise InputError(
@@ -88,10 +94,10 @@ def local_plan_ranks(mesh: Mesh, ranks: int) -> frozenset[int]:
             "(data·fsdp·context); make it one, or leave it out"
         )
     each = ranks // ranks_of(mesh)
-    if each > 1 and mesh.shape[CONTEXT] > 1:
+    if each > 1 and context > 1:
         raise InputError(
-            f"planning.ranks is {ranks}, but under mesh.context {mesh.shape[CONTEXT]} each of the "
-            f"mesh's {ranks_of(mesh)} ranks is one of the plan's; leave it out"
+            f"planning.ranks is {ranks}, but where samples are split over mesh.context {context} "
+            f"each of the mesh's {ranks_of(mesh)} ranks is one of the plan's; leave it out"
         )
     process = jax.process_index()
     of_rank = mesh.devices.reshape(ranks_of(mesh), -1)

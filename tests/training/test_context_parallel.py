@@ -117,6 +117,7 @@ def test_the_mesh_decides_over_how_many_ranks_samples_are_split():
 @needs_devices
 def test_fewer_devices_cannot_stand_for_context_groups():
     mesh = make_mesh(MeshConfig(context=2), jax.devices()[:4])
-    assert local_plan_ranks(mesh, 4) == frozenset(range(4))
-    with pytest.raises(InputError, match=r"planning\.ranks is 8, but under mesh\.context 2"):
-        local_plan_ranks(mesh, 8)
+    assert local_plan_ranks(mesh, 4, context=2) == frozenset(range(4))
+    assert local_plan_ranks(mesh, 8) == frozenset(range(8))  # of a plan that splits nothing
+    with pytest.raises(InputError, match=r"planning\.ranks is 8, but where .* mesh\.context 2"):
+        local_plan_ranks(mesh, 8, context=2)
