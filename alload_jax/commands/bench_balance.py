@@ -2,18 +2,22 @@
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import rich.box
 from rich.console import Console
 from rich.table import Table
 
 from alload_jax.commands.bench_models import MODELS, shape_of, training_fields
+from alload_jax.commands.bench_output import (
+    gigabytes,
+    markdown_table,
+    require_counts,
+    require_place,
+    typed,
+)
 from alload_jax.commands.bench_process import measured
 from alload_jax.errors import InputError
 from alload_jax.planning.metrics import coefficient_of_variation, idle_fraction, imbalance
@@ -22,6 +26,7 @@ from alload_jax.planning.workloads import names
 
 HELP = "Whole training steps on all devices of this host under each policy: times and waiting."
 
+_COMMAND = "alload bench balance"
 _WIDTH = 190
 _SHARED = ("date", "device", "devices", "driver", "versions", "samples", "tokens")
 
@@ -77,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     out = Path(options.out)
     model = training_fields(shape_of(options.model, options.layers))
     content: dict[str, Any] = {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": typed(),
         "model": model,
         "workload": options.workload,
         "m_mem": options.m_mem,
@@ -93,28 +98,30 @@ def run(options: argparse.Namespace) -> int:
         # After each, so that a failure loses nothing that was measured.
         out.write_text(json.dumps(content, indent=1) + "\n")
     console.print(_table(content))
-    if options.picture:
-        from alload_jax.bench.balance_picture import write_picture
-
-        write_picture(Path(options.picture), content)
     print(f"written: {out}")
+    if options.picture:
+        _draw(Path(options.picture), content)
     return 0 if any("seconds" in case for case in content["cases"]) else 1
 
 
+def _draw(picture: Path, content: dict[str, Any]) -> None:
+    from alload_jax.bench.balance_picture import write_picture
+
+    try:
+        write_picture(picture, content)
+    except ValueError as error:
+        raise InputError(f"{_COMMAND}: --picture {error}; the figures are written") from error
+    print(f"written: {picture}")
+
+
 def _check(options: argparse.Namespace) -> None:
-    out = Path(options.out)
-    if not out.name or not out.parent.is_dir():
-        raise InputError(
-            f"alload bench balance: --out {out}: no file in an existing folder; name one"
-        )
-    counts = (options.m_mem, options.samples, options.steps, options.fsdp)
-    if min(*counts, options.layers or 1, options.context or 1, options.longest or 1) < 1:
-        raise InputError(
-            "alload bench balance: --m-mem, --samples, --steps, --fsdp, --layers, --longest and "
-            "--context are at least 1"
-        )
+    require_place(_COMMAND, "--out", Path(options.out))
+    if options.picture is not None:
+        require_place(_COMMAND, "--picture", Path(options.picture))
+    counts = ("m_mem", "samples", "steps", "fsdp", "layers", "longest", "context")
+    require_counts(_COMMAND, **{name: getattr(options, name) for name in counts})
     if not Path(options.cost_model).is_file():
-        raise InputError(f"alload bench balance: --cost-model {options.cost_model}: no such file")
+        raise InputError(f"{_COMMAND}: --cost-model {options.cost_model}: no such file")
 
 
 def _settings(options: argparse.Namespace, model: dict[str, Any], case: Case) -> dict[str, Any]:
@@ -172,30 +179,24 @@ def _table(content: dict[str, Any]) -> Table:
         f"{content['workload']} on {content.get('devices', 0)} devices, {layers} layers, "
         f"{content['m_mem']:,} tokens a rank"
     )
-    table = Table(title=title, box=rich.box.MARKDOWN)
-    for name in (
-        *("case", "tokens/s", "epoch, s", "imbalance", "CV", "idle", "groups", "most memory"),
-        *("least", "programs", "to compile, s", "prediction off by"),
-    ):
-        table.add_column(name, justify="left" if name == "case" else "right")
+    columns = ("case", "tokens/s", "epoch, s", "imbalance", "CV", "idle", "groups")
+    memory = ("most memory", "least", "programs", "to compile, s", "prediction off by")
+    table = markdown_table(title, (*columns, *memory))
     for case in content["cases"]:
         if "error" in case:
             table.add_row(case["case"], case["error"])
             continue
-        figures, peaks = case["figures"], case["peak_bytes"]
+        figures, peaks = case["figures"], case["peak_bytes"] or [None]
         table.add_row(
             case["case"],
             f"{figures['tokens_per_second']:,.0f}",
             f"{figures['epoch_seconds']:,.1f}",
             *(f"{figures[name]:.1%}" for name in ("imbalance", "cv", "idle")),
             f"{len(case['busy'][0])}",
-            *(f"{peak / 1e9:.1f} GB" if peaks else "not known" for peak in _ends(peaks)),
+            gigabytes(max(peaks)),
+            gigabytes(min(peaks)),
             f"{case['programs']}",
             f"{case['compile_seconds']:.0f} ({case['compiled']})",
             f"{figures['prediction_error']:.1%}",
         )
     return table
-
-
-def _ends(peaks: list[int] | None) -> tuple[int, int]:
-    return (max(peaks), min(peaks)) if peaks else (0, 0)

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import rich.box
 from rich.console import Console
 from rich.table import Table
 
+from alload_jax.commands.bench_output import typed
 from alload_jax.errors import InputError
 
 HELP = "Measure kernels on this device: against XLA's fusion, and PyTorch where it is installed."
@@ -71,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         entries.append(entry)
         console.print(_line(entry, kernel.share_of_copy(entry, copy)))
         content = {
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": typed(),
             **made_with,
             "copy_bytes_per_second": copy,
             "summary": kernel.summary(entries, copy),

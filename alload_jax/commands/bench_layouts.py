@@ -2,16 +2,14 @@
 
 import argparse
 import json
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import rich.box
 from rich.console import Console
 from rich.table import Table
 
+from alload_jax.commands.bench_output import gigabytes, markdown_table, require_counts, typed
 from alload_jax.errors import InputError
 from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.settings import PACKED, PlanningConfig
@@ -61,7 +59,7 @@ def run(options: argparse.Namespace, model: dict[str, Any], measure: Measure) ->
     out = Path(options.out)
     console = Console(soft_wrap=True, width=_WIDTH)
     content: dict[str, Any] = {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": typed(),
         "model": model,
         "workload": options.workload or f"all samples {'x'.join(map(str, options.same))}",
         "m_mem": options.m_mem,
@@ -132,23 +130,19 @@ def _outcome(case: dict[str, Any]) -> str:
 
 def _table(content: dict[str, Any]) -> Table:
     title = f"{content['workload']}, {content['m_mem']:,} tokens a micro-batch"
-    table = Table(title=title, box=rich.box.MARKDOWN)
-    for name in (
-        *("policy", "tokens/s", "samples/s", "MFU", "most memory", "padding", "steps"),
-        *("programs", "to compile, s"),
-    ):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    columns = ("policy", "tokens/s", "samples/s", "MFU", "most memory", "padding", "steps")
+    table = markdown_table(title, (*columns, "programs", "to compile, s"))
     for case in content["cases"]:
         if "error" in case:
             table.add_row(case["policy"], case["error"])
             continue
-        peak, mfu = case["peak_bytes"], case["mfu"]
+        mfu = case["mfu"]
         table.add_row(
             case["policy"],
             f"{case['tokens_per_second']:,.0f}",
             f"{case['samples_per_second']:.3f}",
             "not known" if mfu is None else f"{mfu:.3f}",
-            "not known" if peak is None else f"{peak / 1e9:.1f} GB",
+            gigabytes(case["peak_bytes"]),
             f"{case['padding']:.2%}",
             f"{case['steps']:,}",
             f"{case['programs']}",
@@ -159,8 +153,7 @@ def _table(content: dict[str, Any]) -> Table:
 
 def check(options: argparse.Namespace) -> None:
     """Raises InputError where a flag makes no sense."""
-    sizes = (options.m_mem, options.samples, *(options.same or ()))
-    if min(sizes) < 1:
-        raise InputError("alload bench step: --m-mem, --samples and --same are at least 1")
+    same = min(options.same) if options.same else None
+    require_counts("alload bench step", m_mem=options.m_mem, samples=options.samples, same=same)
     if options.cost_model and not Path(options.cost_model).is_file():
         raise InputError(f"alload bench step: --cost-model {options.cost_model}: no such file")

@@ -3,14 +3,11 @@
 import argparse
 import importlib.util
 import json
-import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rich.box
 from rich.console import Console
 from rich.table import Table
 
@@ -22,12 +19,20 @@ from alload_jax.commands.bench_models import (
     shape_of,
     training_fields,
 )
+from alload_jax.commands.bench_output import (
+    gigabytes,
+    markdown_table,
+    require_counts,
+    require_place,
+    typed,
+)
 from alload_jax.commands.bench_process import measured
 from alload_jax.errors import InputError
 from alload_jax.planning.architecture import from_fields
 
 HELP = "Training steps of a Wan-shaped model: against diffusers in PyTorch, or by planning policy."
 
+_COMMAND = "alload bench step"
 _WIDTH = 150
 _POLICIES = ("full", "attention", "matmuls_and_attention", "none")
 """As in `model.remat`, whose module would import JAX."""
@@ -74,10 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measures each case in a process of its own, prints a table, writes JSON."""
     out = Path(options.out)
-    if not out.name or not out.parent.is_dir():
-        raise InputError(f"alload bench step: --out {out}: no file in an existing folder; name one")
-    if min(options.batch, options.steps, options.layers or 1, *options.latents) < 1:
-        raise InputError("alload bench step: --batch, --latents, --layers, --steps are at least 1")
+    require_place(_COMMAND, "--out", out)
+    require_counts(
+        _COMMAND,
+        batch=options.batch,
+        steps=options.steps,
+        layers=options.layers,
+        latents=min(options.latents),
+    )
     bench_layouts.check(options)
     if options.workload or options.same:
         return bench_layouts.run(
@@ -91,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
             )
     cases = list(_cases(options))
     content: dict[str, Any] = {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": typed(),
         "model": shape_of(options.model, options.layers),
         "batch": options.batch,
         "latents": list(options.latents),
@@ -139,27 +148,15 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, An
 def _outcome(result: dict[str, Any]) -> str:
     if "error" in result:
         return result["error"]
-    return f"{result['seconds']:.3f} s, {_gigabytes(result)}"
-
-
-def _gigabytes(result: dict[str, Any]) -> str:
-    peak = result.get("peak_bytes")
-    return "memory not known" if peak is None else f"{peak / 1e9:.1f} GB"
+    return f"{result['seconds']:.3f} s, at most {gigabytes(result.get('peak_bytes'))}"
 
 
 def _table(content: dict[str, Any]) -> Table:
     latents = "×".join(map(str, content["latents"]))
     title = f"one training step, {content['batch']}×{latents} latents"
-    table = Table(title=title, box=rich.box.MARKDOWN)
-    for name, side in (
-        ("", "left"),
-        ("s", "right"),
-        ("tokens/s", "right"),
-        ("model TFLOP/s", "right"),
-        ("most memory", "right"),
-        ("to compile, s", "right"),
-    ):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    table = markdown_table(
+        title, ("", "s", "tokens/s", "model TFLOP/s", "most memory", "to compile, s")
+    )
     architecture, batch = from_fields(config_fields(content["model"])), content["batch"]
     for case in content["cases"]:
         if "error" in case:
@@ -172,7 +169,7 @@ def _table(content: dict[str, Any]) -> Table:
             f"{seconds:.3f}",
             f"{case['tokens'] / seconds:,.0f}",
             f"{flops / seconds / 1e12:.0f}",
-            _gigabytes(case),
+            gigabytes(case.get("peak_bytes")),
             f"{case.get('compile_seconds', case.get('warmup_seconds', 0)):.0f}",
         )
     return table

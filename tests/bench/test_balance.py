@@ -44,13 +44,28 @@ def test_figures_by_hand():
     ("flags", "reason"),
     [
         (("--cost-model", "nowhere.json"), "--cost-model nowhere.json: no such file"),
-        (("--cost-model", str(COSTS), "--steps", "0"), "are at least 1"),
+        (("--cost-model", str(COSTS), "--steps", "0"), "--steps 0: it must be at least 1"),
+        (("--cost-model", str(COSTS), "--longest", "0"), "--longest 0: it must be at least 1"),
+        (("--cost-model", str(COSTS), "--picture", "no/x.png"), "--picture no/x.png: no file in"),
         (("--cost-model", str(COSTS), "--out", "no/such/x.json"), "no file in an existing folder"),
     ],
 )
 def test_wrong_flags_are_named(flags, reason):
     with pytest.raises(InputError, match=reason):
         main(["bench", "balance", *flags])
+
+
+def test_a_picture_that_cannot_be_drawn_is_one_line_after_the_figures(tmp_path, monkeypatch):
+    found = measured([1.0], [10.0], [[1.0]]) | {
+        "tokens": 600, "devices": 1, "device": None, "peak_bytes": None, "programs": 1,
+        "compiled": 1, "compile_seconds": 1.0,
+    }
+    monkeypatch.setattr("alload_jax.commands.bench_balance.measured", lambda *_: dict(found))
+    out, picture = tmp_path / "x.json", tmp_path / "x.png"
+    flags = ["--cost-model", str(COSTS), "--cases", "balanced", "--out", str(out)]
+    with pytest.raises(InputError, match=r"--picture .*x\.png: no case has ranks .* are written"):
+        main(["bench", "balance", *flags, "--picture", str(picture)])
+    assert json.loads(out.read_text())["cases"][0]["figures"]["tokens_per_second"] == 60.0
 
 
 @pytest.mark.slow

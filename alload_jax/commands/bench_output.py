@@ -1,0 +1,43 @@
+"""What the measurements of `alload bench` have in common on their way out."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import rich.box
+from rich.table import Table
+
+from alload_jax.errors import InputError
+
+
+def typed() -> str:
+    """The command line."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def require_place(command: str, flag: str, path: Path) -> None:
+    """Raises InputError unless a file of that name can be written."""
+    if not path.name or not path.parent.is_dir():
+        raise InputError(f"{command}: {flag} {path}: no file in an existing folder; name one")
+
+
+def require_counts(command: str, **flags: int | None) -> None:
+    """Raises InputError where a flag, by its name in Python, is given and below 1."""
+    for name, value in flags.items():
+        if value is not None and value < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{command}: {flag} {value}: it must be at least 1")
+
+
+def gigabytes(count: int | None) -> str:
+    """Bytes in words."""
+    return "not known" if count is None else f"{count / 1e9:.1f} GB"
+
+
+def markdown_table(title: str, columns: Sequence[str]) -> Table:
+    """A table without rows, names on the left and figures on the right."""
+    table = Table(title=title, box=rich.box.MARKDOWN)
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="right" if place else "left")
+    return table
