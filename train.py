@@ -23,13 +23,12 @@ from alload_jax.data.source import PlanSource, StepLoader
 from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError, run_command
 from alload_jax.models.weights import initial_weights
-from alload_jax.planning.settings import make_plan
 from alload_jax.report.samples import SampleWriter
 from alload_jax.report.summary import print_summary, read_summary, summarise
 from alload_jax.sharding.agreement import Agreement
 from alload_jax.sharding.cluster import Cluster, join_cluster
-from alload_jax.sharding.groups import group_meshes, ranks_per_group
-from alload_jax.sharding.mesh import local_plan_ranks, make_mesh, ranks_of
+from alload_jax.sharding.groups import group_meshes, plan_on
+from alload_jax.sharding.mesh import local_plan_ranks, make_mesh
 from alload_jax.sharding.xla_flags import set_xla_flags
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.monitor import Monitor
@@ -46,6 +45,7 @@ from alload_jax.training.telemetry import (
     peak_memory,
     write_json,
 )
+from alload_jax.training.trainer import Recipe
 
 
 def main(argv: list[str]) -> int:
@@ -73,13 +73,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
     config.planning.refuse_foreign_costs(
         config.model.step_fields(), mesh.devices.flat[0].device_kind
     )
-    plan = make_plan(
-        config.planning,
-        samples,
-        ranks_of(mesh),
-        config.run.seed,
-        ranks_per_group=ranks_per_group(mesh),
-    )
+    plan = plan_on(mesh, config.planning, samples, config.run.seed)
     conditions = conditions_for(config.model, manifest)
     layout = layout_for(plan, manifest, config.model, conditions)
     ranks = local_plan_ranks(mesh, plan.layout.ranks, config.planning.context)
@@ -111,9 +105,8 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         else:
             weights = initial_weights(config.run.initial_weights, config.model, mesh)
             state = init_state(config.model, optimizer, mesh, config.run.seed, weights)
-        trainer = make_trainer(
-            config.model, config.diffusion, optimizer, config.optimizer, mesh, state, groups
-        )
+        recipe = Recipe(config.model, config.diffusion, optimizer, config.optimizer)
+        trainer = make_trainer(recipe, mesh, state, groups)
 
         # ------------------------------------------------------------ run folder
         write_config(config, folder / "config.yaml")
@@ -155,13 +148,11 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
                 if done == config.run.steps:
                     break
                 if sampler.due(done):
-                    monitor.settle()
-                    sampler.write(done, trainer.state.ema)
-                    monitor.restart_clock()
+                    with monitor.paused():
+                        sampler.write(done, trainer.state.ema)
                 if done % config.checkpoint.every == 0:
-                    monitor.settle()
-                    checkpoints.save(done, trainer.state)
-                    monitor.restart_clock()
+                    with monitor.paused():
+                        checkpoints.save(done, trainer.state)
         checkpoints.save(done, trainer.state)
         stopped_by = agreement.signal()
     if monitor.refusal:

@@ -28,15 +28,15 @@ from alload_jax.data.placement import PlacedStep, place_ahead
 from alload_jax.models.config import DiTConfig
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.samples import Samples
-from alload_jax.planning.settings import PlanningConfig, make_plan
+from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
-from alload_jax.sharding.groups import group_meshes, ranks_per_group, split_mesh
-from alload_jax.sharding.mesh import MeshConfig, make_mesh, ranks_of
+from alload_jax.sharding.groups import group_meshes, plan_on, split_mesh
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.objective import DiffusionConfig
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.shape_groups import GroupTrainer, make_trainer
 from alload_jax.training.state import init_state
-from alload_jax.training.trainer import Trainer
+from alload_jax.training.trainer import Recipe, Trainer
 
 _LR_STEPS = 1000
 
@@ -85,8 +85,7 @@ class Settings:
             kept = samples.seq_len <= self.longest
             samples = Samples(samples.shape[kept], samples.seq_len[kept])
         config = PlanningConfig(**self.planning, context=mesh.shape["context"])
-        alike = ranks_per_group(mesh)
-        return make_plan(config, samples, ranks_of(mesh), 0, ranks_per_group=alike), config
+        return plan_on(mesh, config, samples, seed=0), config
 
 
 class Bench:
@@ -135,9 +134,8 @@ class Bench:
         config = OptimizerConfig()
         optimizer = make_optimizer(config, _LR_STEPS)
         state = init_state(self._model, optimizer, self._mesh, 0)
-        return make_trainer(
-            self._model, DiffusionConfig(), optimizer, config, self._mesh, state, groups
-        )
+        recipe = Recipe(self._model, DiffusionConfig(), optimizer, config)
+        return make_trainer(recipe, self._mesh, state, groups)
 
 
 def _compile(trainer: Trainer | GroupTrainer, steps: Sequence[PlacedStep]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class ClusterConfig:
 
 
 def first_process() -> bool:
-    """Whether this process is the one that prints and writes files. Touches no device."""
+    """Whether this process is the one that prints and writes files; a lone process is."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 

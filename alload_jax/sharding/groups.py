@@ -8,6 +8,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from alload_jax.errors import InputError
 from alload_jax.planning.plan import Plan
+from alload_jax.planning.samples import Samples
+from alload_jax.planning.settings import PlanningConfig, make_plan
 from alload_jax.sharding.mesh import ranks_of
 
 GROUP_AXIS = "data"
@@ -17,6 +19,16 @@ GROUP_AXIS = "data"
 def ranks_per_group(mesh: Mesh) -> int:
     """Ranks of a shape group of the mesh."""
     return ranks_of(mesh) // mesh.shape[GROUP_AXIS]
+
+
+def plan_on(mesh: Mesh, config: PlanningConfig, samples: Samples, seed: int) -> Plan:
+    """The plan that a config asks for, for the ranks and shape groups of a mesh.
+
+    Raises:
+      InputError: a sample cannot be placed, or a bound is missing.
+    """
+    alike = ranks_per_group(mesh)
+    return make_plan(config, samples, ranks_of(mesh), seed, ranks_per_group=alike)
 
 
 def split_mesh(mesh: Mesh) -> tuple[Mesh, ...]:

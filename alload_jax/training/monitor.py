@@ -82,6 +82,13 @@ class Monitor:
         """Counts the next step's time from now, after something that was no step."""
         self._settled_at, self._waited = time.perf_counter(), 0.0
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For what is no step: the step under way is settled before, its time not counted."""
+        self.settle()
+        yield
+        self.restart_clock()
+
     def accepts(self, step: PlacedStep) -> bool:
         """Whether a step may run; False if more of its records are damaged than is allowed."""
         self._waited += step.wait_seconds

@@ -35,32 +35,23 @@ from alload_jax.training.step import (
     make_advance,
     sums_shardings,
 )
-from alload_jax.training.trainer import Trainer, in_parallel, on_mesh
+from alload_jax.training.trainer import Recipe, Trainer, in_parallel, on_mesh
 
 
 def make_trainer(
-    model: DiTConfig,
-    diffusion: DiffusionConfig,
-    optimizer: optax.GradientTransformation,
-    optimizer_config: OptimizerConfig,
-    mesh: Mesh,
-    state: TrainState,
-    groups: Sequence[Mesh] = (),
+    recipe: Recipe, mesh: Mesh, state: TrainState, groups: Sequence[Mesh] = ()
 ) -> "Trainer | GroupTrainer":
     """What runs a plan's steps on a mesh.
 
     Args:
-      model: the transformer's config.
-      diffusion: how samples are noised.
-      optimizer: of the parameters.
-      optimizer_config: its settings.
+      recipe: what is computed.
       mesh: all devices.
       state: to start from, taken over.
       groups: the mesh of each of the plan's shape groups; none where all ranks are one.
     """
     if groups:
-        return GroupTrainer(model, diffusion, optimizer, optimizer_config, mesh, state, groups)
-    return Trainer(model, diffusion, optimizer, optimizer_config, mesh, state)
+        return GroupTrainer(recipe, mesh, state, groups)
+    return Trainer(recipe, mesh, state)
 
 
 class GroupTrainer:
@@ -74,24 +65,15 @@ class GroupTrainer:
         each shape of micro-batch.
     """
 
-    def __init__(
-        self,
-        model: DiTConfig,
-        diffusion: DiffusionConfig,
-        optimizer: optax.GradientTransformation,
-        optimizer_config: OptimizerConfig,
-        mesh: Mesh,
-        state: TrainState,
-        groups: Sequence[Mesh],
-    ):
+    def __init__(self, recipe: Recipe, mesh: Mesh, state: TrainState, groups: Sequence[Mesh]):
         """Takes over `state`, whose buffers each step reuses; `groups` as in `make_trainer`."""
         self.state = state
         self.programs: dict[tuple[Mesh, Signature], Any] = {}
         self._groups = tuple(groups)
-        self._update = make_group_update(optimizer, optimizer_config, mesh)
+        self._update = make_group_update(recipe.optimizer, recipe.optimizer_config, mesh)
         self._shardings = group_sums_shardings(state.params, mesh)
         self._local = {
-            group: _Group(model, diffusion, group, state.params)
+            group: _Group(recipe, group, state.params)
             for group in dict.fromkeys(groups)
             if is_local(group)
         }
@@ -101,8 +83,8 @@ class GroupTrainer:
         """Compiles the gradient of every micro-batch for every group; see `Trainer.compile`.
 
         Epochs deal shapes anew, so that each group will see them all. A program is bound to its
-        devices. With JAX's compilation cache, GPUs compile a shape once nevertheless: the cache
-        tells no devices apart there, and the groups of a shape come one after another.
+        devices; the groups of a shape come one after another, so that a compilation cache that
+        tells no devices apart can answer for those after the first.
         """
 
         def compile_one(shape: AnyBatch) -> dict[Mesh, Any]:
@@ -149,9 +131,9 @@ class _Group:
       sums: of the micro-batches since the last update, each array [1, ...].
     """
 
-    def __init__(self, model: DiTConfig, diffusion: DiffusionConfig, mesh: Mesh, params: Any):
+    def __init__(self, recipe: Recipe, mesh: Mesh, params: Any):
         self._mesh = mesh
-        self._accumulate: Any = make_group_accumulate(model, diffusion, mesh)
+        self._accumulate: Any = make_group_accumulate(recipe.model, recipe.diffusion, mesh)
         self._shardings = tree_shardings(params, mesh)
         self._sums_shardings = group_sums_shardings(params, mesh)
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,22 @@ from alload_jax.training.state import TrainState
 from alload_jax.training.step import make_accumulate, make_update, zero_sums
 
 
+class Recipe(NamedTuple):
+    """What a training computes, wherever it runs.
+
+    Attributes:
+      model: the transformer's config.
+      diffusion: how samples are noised.
+      optimizer: of the parameters.
+      optimizer_config: its settings.
+    """
+
+    model: DiTConfig
+    diffusion: DiffusionConfig
+    optimizer: optax.GradientTransformation
+    optimizer_config: OptimizerConfig
+
+
 class Trainer:
     """Runs planned steps.
 
@@ -28,21 +44,13 @@ class Trainer:
       programs: compiled gradient programs, one for each shape of micro-batch.
     """
 
-    def __init__(
-        self,
-        model: DiTConfig,
-        diffusion: DiffusionConfig,
-        optimizer: optax.GradientTransformation,
-        optimizer_config: OptimizerConfig,
-        mesh: Mesh,
-        state: TrainState,
-    ):
+    def __init__(self, recipe: Recipe, mesh: Mesh, state: TrainState):
         """Takes over `state`, whose buffers each step reuses."""
         self.state = state
         self.programs: dict[Signature, Any] = {}
         self._mesh = mesh
-        self._accumulate: Any = make_accumulate(model, diffusion, mesh)
-        self._update = make_update(optimizer, optimizer_config, mesh)
+        self._accumulate: Any = make_accumulate(recipe.model, recipe.diffusion, mesh)
+        self._update = make_update(recipe.optimizer, recipe.optimizer_config, mesh)
         self._sums = zero_sums(state.params, mesh)
 
     def compile(self, shapes: Sequence[AnyBatch]) -> Iterator[AnyBatch]:

@@ -57,8 +57,13 @@ def test_wrong_flags_are_named(flags, reason):
 
 def test_a_picture_that_cannot_be_drawn_is_one_line_after_the_figures(tmp_path, monkeypatch):
     found = measured([1.0], [10.0], [[1.0]]) | {
-        "tokens": 600, "devices": 1, "device": None, "peak_bytes": None, "programs": 1,
-        "compiled": 1, "compile_seconds": 1.0,
+        "tokens": 600,
+        "devices": 1,
+        "device": None,
+        "peak_bytes": None,
+        "programs": 1,
+        "compiled": 1,
+        "compile_seconds": 1.0,
     }
     monkeypatch.setattr("alload_jax.commands.bench_balance.measured", lambda *_: dict(found))
     out, picture = tmp_path / "x.json", tmp_path / "x.png"

@@ -16,7 +16,7 @@ from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, make_mesh, ra
 from alload_jax.training.objective import DiffusionConfig
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state
-from alload_jax.training.trainer import Trainer
+from alload_jax.training.trainer import Recipe, Trainer
 
 MODEL = DiTConfig(dim=32, ffn_dim=64, num_heads=4, num_layers=2, freq_dim=16, dtype="float32")
 OPTIMIZER = OptimizerConfig(learning_rate=3e-3, warmup_steps=2)
@@ -52,7 +52,7 @@ def train(devices, **axes):
     mesh = make_mesh(MeshConfig(**axes), jax.devices()[:devices])
     optimizer = make_optimizer(OPTIMIZER, STEPS)
     state = init_state(MODEL, optimizer, mesh, seed=0)
-    trainer = Trainer(MODEL, DiffusionConfig(), optimizer, OPTIMIZER, mesh, state)
+    trainer = Trainer(Recipe(MODEL, DiffusionConfig(), optimizer, OPTIMIZER), mesh, state)
     batches = next(host_steps()).batches
     shapes = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), batches)
     list(trainer.compile(shapes))

@@ -18,6 +18,7 @@ from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.shape_groups import make_trainer
 from alload_jax.training.state import init_state
 from alload_jax.training.step import make_accumulate, make_update, zero_sums
+from alload_jax.training.trainer import Recipe
 
 MODEL = DiTConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=1, freq_dim=8, dtype="float32")
 OPTIMIZER = OptimizerConfig(learning_rate=0.03, warmup_steps=0, eps=1e-2)
@@ -70,7 +71,9 @@ def trainer_on(manifest, plan, mesh):
     optimizer = make_optimizer(OPTIMIZER, 100)
     state = init_state(MODEL, optimizer, mesh, seed=0)
     groups = group_meshes(mesh, plan)
-    trainer = make_trainer(MODEL, DiffusionConfig(), optimizer, OPTIMIZER, mesh, state, groups)
+    trainer = make_trainer(
+        Recipe(MODEL, DiffusionConfig(), optimizer, OPTIMIZER), mesh, state, groups
+    )
     assert len(list(trainer.compile(layout_of(manifest, plan).shapes(plan)))) == len(SIZES)
     return trainer
 

@@ -24,7 +24,7 @@ from alload_jax.training.objective import DiffusionConfig, noised, noised_rows
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state, model_graph
 from alload_jax.training.step import make_accumulate, zero_sums
-from alload_jax.training.trainer import Trainer
+from alload_jax.training.trainer import Recipe, Trainer
 
 CLASSES = DiTConfig(
     dim=16,
@@ -193,7 +193,7 @@ def test_an_epoch_of_packed_steps_compiles_one_gradient(tmp_path):
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     optimizer = make_optimizer(OPTIMIZER, 100)
     state = init_state(CLASSES, optimizer, mesh, 0)
-    trainer = Trainer(CLASSES, DIFFUSION, optimizer, OPTIMIZER, mesh, state)
+    trainer = Trainer(Recipe(CLASSES, DIFFUSION, optimizer, OPTIMIZER), mesh, state)
     assert len(list(trainer.compile(layout.shapes(plan)))) == 1
     steps = [collate(plan.step(number)) for number in range(plan.steps_per_epoch + 2)]
     placed: list[PlacedStep] = list(place_ahead(iter(steps), mesh))
