@@ -67,7 +67,6 @@ def measure(
         "one_aspect": True,
         "steps": options.steps,
         "fsdp": devices,
-        "alone": False,
     }
     visible = ",".join(map(str, range(devices)))
     xla_flags = " ".join(f"--{flag}" for flag in flags.split(",") if flag)

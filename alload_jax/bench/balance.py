@@ -1,36 +1,38 @@
 """Steps of one policy on all devices of this host, measured in a process of its own.
 
 `python -m alload_jax.bench.balance '{"model": {...}, ...}'` prints one line of JSON. Some steps of
-the planned epoch are run twice over: as training runs them, and once more with each group of ranks
-on its own, which shows how long each was busy. Latents and texts are random.
+the planned epoch run as training runs them, under the profiler, which shows when each device
+computed. Latents and texts are random.
 """
 
 import dataclasses
+import hashlib
 import json
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from alload_jax.bench.device_trace import traced
 from alload_jax.bench.jax_step import model_config, out_of_memory
 from alload_jax.bench.surroundings import surroundings
 from alload_jax.bench.workload_step import RandomReader, drawn, manifest_of, representative
 from alload_jax.data.batch import AnyBatch, signature
 from alload_jax.data.collate import Collator
 from alload_jax.data.condition import conditions_for
-from alload_jax.data.layout import Layout, layout_for
+from alload_jax.data.layout import layout_for
 from alload_jax.data.placement import PlacedStep, place_ahead
 from alload_jax.models.config import DiTConfig
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
-from alload_jax.sharding.groups import group_meshes, plan_on, split_mesh
+from alload_jax.sharding.groups import group_meshes, plan_on
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.objective import DiffusionConfig
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -57,7 +59,7 @@ class Settings:
       split: whether ranks are context groups: of all devices, if `context` does not say.
       context: ranks of a group.
       fsdp: devices that share the parameters.
-      alone: whether groups of ranks are measured on their own too.
+      measured: the case that each plan was measured for, by its digest; not measured again.
     """
 
     model: dict[str, Any]
@@ -71,7 +73,7 @@ class Settings:
     split: bool = False
     context: int | None = None
     fsdp: int = 1
-    alone: bool = True
+    measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def mesh(self) -> Mesh:
         """Over all devices."""
@@ -88,97 +90,86 @@ class Settings:
         return plan_on(mesh, config, samples, seed=0), config
 
 
-class Bench:
-    """Runs chosen steps of a plan."""
+def run_steps(model: DiTConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int]) -> dict[str, Any]:
+    """Runs chosen steps of a plan.
 
-    def __init__(self, model: DiTConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int]):
-        """Draws what the readers give out."""
-        self._model, self._mesh, self._plan, self._chosen = model, mesh, plan, chosen
-        manifest = manifest_of(plan.samples, model)
-        conditions = conditions_for(model, manifest)
-        self._reader: Any = RandomReader(manifest, conditions)
-        self.layout: Layout = layout_for(plan, manifest, model, conditions)
-
-    def whole_steps(self) -> tuple[list[float], dict[str, Any]]:
-        """Seconds of each step as training runs it; programs and memory."""
-        groups = group_meshes(self._mesh, self._plan)
-        steps = self._placed(groups, self._plan.group_ranks)
-        trainer = self._trainer(groups)
-        compiled = _compile(trainer, steps)
-        for step in steps:
-            _wait(trainer.step(step))
-        seconds = [_timed(lambda step=step: _wait(trainer.step(step))) for step in steps]
-        return seconds, compiled | {"peak_bytes": _peaks()}
-
-    def busy(self) -> list[list[float]]:
-        """[steps][groups] seconds from a step's start until a group's gradient is done.
-
-        A group is an index along `data`; ranks within one wait for each other.
-        """
-        groups = split_mesh(self._mesh)
-        alike = self._plan.layout.ranks // len(groups)
-        steps = self._placed(groups, alike)
-        trainer = self._trainer(groups)
-        assert isinstance(trainer, GroupTrainer)
-        _compile(trainer, steps)
-        with ThreadPoolExecutor(len(groups)) as pool:
-            return [_busy(trainer, step, pool) for step in [*steps, *steps]][len(steps) :]
-
-    def _placed(self, groups: Sequence[Mesh], group_ranks: int) -> list[PlacedStep]:
-        ranks = frozenset(range(self._plan.layout.ranks))
-        collate = Collator(self._reader, ranks, self.layout, group_ranks)
-        steps = (collate(self._plan.step(number)) for number in self._chosen)
-        return jax.block_until_ready(list(place_ahead(steps, self._mesh, groups=groups)))
-
-    def _trainer(self, groups: Sequence[Mesh]) -> Trainer | GroupTrainer:
-        config = OptimizerConfig()
-        optimizer = make_optimizer(config, _LR_STEPS)
-        state = init_state(self._model, optimizer, self._mesh, 0)
-        recipe = Recipe(self._model, DiffusionConfig(), optimizer, config)
-        return make_trainer(recipe, self._mesh, state, groups)
-
-
-def _compile(trainer: Trainer | GroupTrainer, steps: Sequence[PlacedStep]) -> dict[str, Any]:
-    """Compiles what the steps run; how many programs of micro-batches, and seconds."""
-    shapes: dict[Any, AnyBatch] = {}
-    for step in steps:
-        for batch in step.batches:
-            shapes[signature(batch)] = jax.tree.map(
-                lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), batch
-            )
-    begin = time.perf_counter()
-    list(trainer.compile(list(shapes.values())))
-    return {"compiled": len(shapes), "compile_seconds": time.perf_counter() - begin}
-
-
-def _busy(trainer: GroupTrainer, step: PlacedStep, pool: ThreadPoolExecutor) -> list[float]:
-    begin = time.perf_counter()
-
-    def until_done(sums: Any) -> float:
-        jax.block_until_ready(sums)
-        return time.perf_counter() - begin
-
-    # The sums are given up by the update, which must wait for those who wait.
-    waiting = list(pool.map(until_done, trainer.add(step).values()))
-    _wait(trainer.finish())
-    return waiting
-
-
-def _wait(metrics: dict[str, jax.Array]) -> None:
-    """Until a step is done.
+    Returns:
+      the fields of `Traced`; programs of the plan, and those that the steps needed with the
+      seconds to compile them; the most bytes that each device held.
 
     Raises:
-      FloatingPointError: its loss is not finite.
+      FloatingPointError: the loss of a step is not finite.
     """
-    loss = float(metrics["loss"])
-    if not np.isfinite(loss):
-        raise FloatingPointError(f"the loss is {loss}")
+    groups = group_meshes(mesh, plan)
+    steps, programs = _placed_steps(model, mesh, plan, chosen, groups)
+    trainer = _trainer(model, mesh, groups)
 
+    def run(step: PlacedStep) -> None:
+        loss = float(trainer.step(step)["loss"])
+        if not np.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss}")
 
-def _timed(run: Any) -> float:
     begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
+    shapes = _shapes(steps)
+    list(trainer.compile(shapes))
+    compile_seconds = time.perf_counter() - begin
+    for step in _unlike(steps):
+        run(step)
+    return traced([partial(run, step) for step in steps])._asdict() | {
+        "programs": programs,
+        "compiled": len(shapes),
+        "compile_seconds": compile_seconds,
+        "peak_bytes": _peaks(),
+    }
+
+
+def _placed_steps(
+    model: DiTConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int], groups: Sequence[Mesh]
+) -> tuple[list[PlacedStep], int]:
+    """The steps' arrays on the devices; how many programs the whole plan has."""
+    manifest = manifest_of(plan.samples, model)
+    conditions = conditions_for(model, manifest)
+    layout = layout_for(plan, manifest, model, conditions)
+    reader: Any = RandomReader(manifest, conditions)
+    collate = Collator(reader, frozenset(range(plan.layout.ranks)), layout, plan.group_ranks)
+    placed = place_ahead((collate(plan.step(number)) for number in chosen), mesh, groups=groups)
+    return jax.block_until_ready(list(placed)), len(layout.shapes(plan))
+
+
+def _trainer(model: DiTConfig, mesh: Mesh, groups: Sequence[Mesh]) -> Trainer | GroupTrainer:
+    config = OptimizerConfig()
+    optimizer = make_optimizer(config, _LR_STEPS)
+    recipe = Recipe(model, DiffusionConfig(), optimizer, config)
+    return make_trainer(recipe, mesh, init_state(model, optimizer, mesh, 0), groups)
+
+
+def _shapes(steps: Sequence[PlacedStep]) -> list[AnyBatch]:
+    """Shapes and dtypes of the steps' micro-batches, each once."""
+    shapes = {signature(batch): batch for step in steps for batch in step.batches}
+    return [
+        jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), batch)
+        for batch in shapes.values()
+    ]
+
+
+def _unlike(steps: Sequence[PlacedStep]) -> Iterator[PlacedStep]:
+    """Steps of which each runs a program, for a group, that none before it runs."""
+    seen: set[Any] = set()
+    for step in steps:
+        groups = step.groups or (0,) * len(step.batches)
+        runs = {*zip(groups, map(signature, step.batches), strict=True)}
+        if runs - seen:
+            seen |= runs
+            yield step
+
+
+def _digest(plan: Plan, mesh: Mesh) -> str:
+    """The same for plans whose first epochs run the same programs on the same samples."""
+    epoch = plan.epoch(0)
+    content = hashlib.sha256(repr((dict(mesh.shape), plan.group_ranks)).encode())
+    for column in (epoch.step, epoch.rank, epoch.rows, epoch.offsets, epoch.sample):
+        content.update(np.ascontiguousarray(column).tobytes())
+    return content.hexdigest()
 
 
 def _peaks() -> list[int] | None:
@@ -192,14 +183,15 @@ def measure(settings: Settings) -> dict[str, Any]:
     model, mesh = model_config(settings.model), settings.mesh()
     noted = surroundings(["jax", "jaxlib", "flax"]) | {"devices": jax.device_count()}
     plan, config = settings.plan(mesh)
+    digest = _digest(plan, mesh)
+    if digest in settings.measured:
+        return noted | {"same_as": settings.measured[digest]}
     epoch, seq_len = plan.epoch(0), plan.samples.seq_len
     costs = micro_batch_costs(epoch, seq_len, config.predictor(), config.anchor_seconds())
     predicted = rank_costs(epoch, costs).max(axis=1)
     chosen = representative(range(epoch.steps), predicted, settings.steps)
-    bench = Bench(model, mesh, plan, chosen)
     try:
-        seconds, found = bench.whole_steps()
-        busy = bench.busy() if settings.alone else None
+        found = run_steps(model, mesh, plan, chosen)
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
@@ -212,11 +204,9 @@ def measure(settings: Settings) -> dict[str, Any]:
             "samples": len(plan.samples),
             "tokens": int(seq_len.sum()),
             "steps": epoch.steps,
-            "programs": len(bench.layout.shapes(plan)),
+            "digest": digest,
             "predicted_epoch": float(predicted.sum()),
             "predicted": predicted[chosen].tolist(),
-            "seconds": seconds,
-            "busy": busy,
         }
     )
 

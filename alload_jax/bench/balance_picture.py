@@ -1,4 +1,4 @@
-"""Who waits when: the ranks' time in a few steps, before and after."""
+"""Who waits when: the GPUs' time in a few steps, before and after."""
 
 from pathlib import Path
 from typing import Any
@@ -8,18 +8,18 @@ _MOST_STEPS = 6
 
 
 def write_picture(path: Path, content: dict[str, Any]) -> None:
-    """Draws the first case that was measured in groups, and the fastest of those.
+    """Draws the first case and the fastest.
 
     Args:
       path: of the PNG.
       content: of `alload bench balance`.
 
     Raises:
-      ValueError: no case was measured in more than one group.
+      ValueError: no case was measured on GPUs.
     """
-    cases = [c for c in content["cases"] if "seconds" in c and len(c["busy"][0]) > 1]
+    cases = [case for case in content["cases"] if case.get("busy")]
     if not cases:
-        raise ValueError(f"{path}: no case has ranks that don't wait for each other in attention")
+        raise ValueError(f"{path}: no case was measured on GPUs, whose time the profiler shows")
     best = max(cases, key=lambda case: case["figures"]["tokens_per_second"])
     # Only here: matplotlib takes a second to import.
     import matplotlib
@@ -34,10 +34,8 @@ def write_picture(path: Path, content: dict[str, Any]) -> None:
     for axis, case in zip(axes[:, 0], shown, strict=True):
         _draw(axis, case)
     axes[-1, 0].set_xlabel("seconds")
-    where = f"{content['devices']} × {content['device'] or 'CPU'}"
-    figure.suptitle(
-        f"{content['workload']}, {where}: computing (blue) and waiting (grey)", fontsize=11
-    )
+    where = f"{content['devices']} × {content['device']}"
+    figure.suptitle(f"{content['workload']}, {where}: computing (blue) and not (grey)", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -45,16 +43,15 @@ def write_picture(path: Path, content: dict[str, Any]) -> None:
 
 def _draw(axis: Any, case: dict[str, Any]) -> None:
     begin = 0.0
-    for busy in case["busy"][:_MOST_STEPS]:
-        longest = max(busy)
+    for whole, busy in list(zip(case["seconds"], case["busy"], strict=True))[:_MOST_STEPS]:
         for rank, seconds in enumerate(busy):
             axis.barh(rank, seconds, left=begin, height=0.7, color=_BUSY)
-            axis.barh(rank, longest - seconds, left=begin + seconds, height=0.7, color=_IDLE)
-        begin += longest
+            axis.barh(rank, whole - seconds, left=begin + seconds, height=0.7, color=_IDLE)
+        begin += whole
         axis.axvline(begin, color="black", lw=0.6)
     axis.set_yticks(range(len(case["busy"][0])), [f"GPU {n}" for n in range(len(case["busy"][0]))])
     axis.invert_yaxis()
     idle = case["figures"]["idle"]
-    axis.set_title(f"{case['case']}: {idle:.0%} of the time waited", fontsize=10, loc="left")
+    axis.set_title(f"{case['case']}: {idle:.0%} of the time not computing", fontsize=10, loc="left")
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)

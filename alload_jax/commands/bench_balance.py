@@ -20,7 +20,7 @@ from alload_jax.commands.bench_output import (
 )
 from alload_jax.commands.bench_process import measured
 from alload_jax.errors import InputError
-from alload_jax.planning.metrics import coefficient_of_variation, idle_fraction, imbalance
+from alload_jax.planning.metrics import coefficient_of_variation, imbalance
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import names
 
@@ -28,6 +28,7 @@ HELP = "Whole training steps on all devices of this host under each policy: time
 
 _COMMAND = "alload bench balance"
 _WIDTH = 190
+_OF_DEVICES = ("imbalance", "CV", "idle", "exposed")
 _SHARED = ("date", "device", "devices", "driver", "versions", "samples", "tokens")
 
 
@@ -90,7 +91,9 @@ def run(options: argparse.Namespace) -> int:
     }
     console = Console(soft_wrap=True, width=_WIDTH)
     for name in options.cases:
-        found = measured("alload_jax.bench.balance", _settings(options, model, CASES[name]))
+        settings = _settings(options, model, CASES[name])
+        digests = {c["digest"]: c["case"] for c in content["cases"] if "digest" in c}
+        found = measured("alload_jax.bench.balance", settings | {"measured": digests})
         content |= {key: found.pop(key) for key in _SHARED if key in found}
         content["cases"].append({"case": name} | found)
         summarise(content)
@@ -146,7 +149,9 @@ def summarise(content: dict[str, Any]) -> None:
 
     The cost model was measured on another depth of the model: one factor, the same for all cases,
     turns its seconds into those of this one. An epoch's time is the predicted one times what the
-    steps of the case took over what was predicted of them.
+    steps of the case took over what was predicted of them. Imbalance and CV are of the time that
+    devices compute; idle is the share of all their time in which they don't, for whatever reason;
+    exposed is that in which NCCL alone runs.
     """
     cases = [case for case in content["cases"] if "seconds" in case]
     ratios = [
@@ -155,22 +160,34 @@ def summarise(content: dict[str, Any]) -> None:
     content["factor"] = factor = statistics.median(ratios) if ratios else None
     for case in cases:
         seconds, predicted = np.asarray(case["seconds"]), np.asarray(case["predicted"])
-        busy = np.asarray(case["busy"])
         epoch = case["predicted_epoch"] * float(seconds.sum() / predicted.sum())
         case["figures"] = {
             "epoch_seconds": epoch,
             "tokens_per_second": content["tokens"] / epoch,
-            "imbalance": float(imbalance(busy).mean()),
-            "cv": float(coefficient_of_variation(busy).mean()),
-            "idle": float(idle_fraction(busy) @ busy.max(axis=1) / busy.max(axis=1).sum()),
             "prediction_error": float(np.abs(predicted * factor / seconds - 1).mean()),
         }
+        if case["busy"]:
+            case["figures"] |= _of_devices(seconds, np.asarray(case["busy"]), case["exposed"])
+
+
+def _of_devices(seconds: np.ndarray, busy: np.ndarray, exposed: Any) -> dict[str, float]:
+    """Figures from seconds [steps], and from those of devices [steps, devices]."""
+    return {
+        "imbalance": float(imbalance(busy).mean()),
+        "CV": float(coefficient_of_variation(busy).mean()),
+        "idle": float(1 - busy.mean(axis=1).sum() / seconds.sum()),
+        "exposed": float(np.mean(exposed, axis=1).sum() / seconds.sum()),
+    }
 
 
 def _outcome(case: dict[str, Any]) -> str:
-    if "error" in case:
-        return case["error"]
+    if "figures" not in case:
+        return _unmeasured(case)
     return f"{case['figures']['tokens_per_second']:,.0f} tokens/s"
+
+
+def _unmeasured(case: dict[str, Any]) -> str:
+    return case["error"] if "error" in case else f"the same steps as {case['same_as']}"
 
 
 def _table(content: dict[str, Any]) -> Table:
@@ -179,20 +196,23 @@ def _table(content: dict[str, Any]) -> Table:
         f"{content['workload']} on {content.get('devices', 0)} devices, {layers} layers, "
         f"{content['m_mem']:,} tokens a rank"
     )
-    columns = ("case", "tokens/s", "epoch, s", "imbalance", "CV", "idle", "groups")
+    columns = ("case", "tokens/s", "epoch, s", *_OF_DEVICES)
     memory = ("most memory", "least", "programs", "to compile, s", "prediction off by")
     table = markdown_table(title, (*columns, *memory))
     for case in content["cases"]:
+        name = case["case"]
         if "error" in case:
-            table.add_row(case["case"], case["error"])
+            table.add_row(f"{name}: {case['error']}")
             continue
+        if "same_as" in case:
+            name += f", {_unmeasured(case)}"
+            case = next(c for c in content["cases"] if c["case"] == case["same_as"])
         figures, peaks = case["figures"], case["peak_bytes"] or [None]
         table.add_row(
-            case["case"],
+            name,
             f"{figures['tokens_per_second']:,.0f}",
             f"{figures['epoch_seconds']:,.1f}",
-            *(f"{figures[name]:.1%}" for name in ("imbalance", "cv", "idle")),
-            f"{len(case['busy'][0])}",
+            *(f"{figures[key]:.1%}" if key in figures else "-" for key in _OF_DEVICES),
             gigabytes(max(peaks)),
             gigabytes(min(peaks)),
             f"{case['programs']}",

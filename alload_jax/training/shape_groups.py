@@ -99,18 +99,9 @@ class GroupTrainer:
 
     def step(self, step: PlacedStep) -> Metrics:
         """Dispatches a step on all groups before anything waits; see `Trainer.step`."""
-        self.add(step)
-        return self.finish()
-
-    def add(self, step: PlacedStep) -> dict[Mesh, Sums]:
-        """Dispatches a step's gradients; returns the sums of each of this process's groups."""
         for number, batch in zip(step.groups, step.batches, strict=True):
             mesh = self._groups[number]
             self._local[mesh].add(self.programs[mesh, signature(batch)], batch, step.epoch)
-        return {mesh: group.sums for mesh, group in self._local.items()}
-
-    def finish(self) -> Metrics:
-        """Dispatches the update with all that was added."""
         self.state, sums, metrics = self._update(self.state, self._sums())
         self._share(sums)
         return metrics
