@@ -1,6 +1,7 @@
 """Packed, bucketed, or one by one: the same loss and the same gradient."""
 
 import dataclasses
+import math
 from functools import cache
 
 import jax
@@ -19,7 +20,7 @@ from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.models.config import DiTConfig, TextConfig
 from alload_jax.models.segments import PackedRows
 from alload_jax.planning.settings import PlanningConfig, make_plan
-from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh
+from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
 from alload_jax.training.objective import DiffusionConfig, noised, noised_rows
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state, model_graph
@@ -211,7 +212,18 @@ def test_an_epoch_of_packed_steps_compiles_one_gradient(tmp_path):
 
 
 @pytest.mark.gpu
-def test_in_bfloat16_packing_changes_no_more_than_bfloat16_does(tmp_path):
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({}, {}),
+        ({"fsdp": 2}, {}),
+        ({"tensor": 2}, {}),
+        ({"context": 2}, {"context": 2, "split_above": 0.0}),
+    ],
+)
+def test_in_bfloat16_packing_changes_no_more_than_bfloat16_does(axes, options, tmp_path):
+    if len(jax.devices()) < math.prod(axes.values()):
+        pytest.skip("needs 2 devices")
     wide = dataclasses.replace(CLASSES, dim=128, ffn_dim=256, num_layers=2, attention="auto")
     exact = dataclasses.replace(wide, attention="xla")
     low = dataclasses.replace(wide, dtype="bfloat16")
@@ -220,7 +232,9 @@ def test_in_bfloat16_packing_changes_no_more_than_bfloat16_does(tmp_path):
     with jax.default_matmul_precision("highest"):
         expected = mean_gradient(exact, mesh, batches_of(manifest, exact, "fixed"))
     bucketed = mean_gradient(low, mesh, batches_of(manifest, low, "dual_constraint"))
-    packed = mean_gradient(low, mesh, batches_of(manifest, low, "balanced"))
+    mesh = make_mesh(MeshConfig(**axes), jax.devices()[: math.prod(axes.values())])
+    batches = batches_of(manifest, low, "balanced", ranks_of(mesh), **options)
+    packed = mean_gradient(low, mesh, batches)
 
     def distances(found):
         pairs = zip(*(jax.tree.leaves(each) for each in (found, expected)), strict=True)
