@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from alload_jax.models.packed_attention import WINDOWS
+from alload_jax.models.length_classes import WINDOWS
 from alload_jax.planning.plan import Plan
 
 _LONG_CONDITION, _SHORT_CONDITION = 512, 8

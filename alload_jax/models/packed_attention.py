@@ -2,14 +2,15 @@
 
 JAX has cuDNN's packed (variable-length) attention in a private module only; this file alone
 touches it, and says so where a version of JAX lacks it. It uses the module's primitives rather
-than its function for the sake of two things that grow with slots times tokens: what cuDNN launches
-for the longest segment possible, which is bounded here by the longest there is, and the softmax
-statistics, of which each token's own are kept.
+than its function for the sake of what grows with slots times tokens: the blocks and the memory of
+cuDNN, which is called once for each class of lengths, and the softmax statistics, of which each
+token's own are kept.
 """
 
 import importlib
 import inspect
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from alload_jax.models.length_classes import LengthClass, length_classes
 from alload_jax.models.remat import ATTENTION_OUTPUT
 from alload_jax.models.segments import PADDING, Packed, Segments
 
@@ -38,9 +40,6 @@ _LEAST_CAPABILITY = 9.0
 """cuDNN has packed attention, forward and backward, from Hopper on."""
 _MOST_ELEMENTS = 2**31
 """Of queries or keys: offsets are 32-bit counts of elements."""
-WINDOWS = 64
-"""Most windows that a row is shown as."""
-_WINDOW_MULTIPLE = 8
 
 
 def packed_obstacle(elements: int = 0) -> str:
@@ -113,75 +112,135 @@ class _Heads(NamedTuple):
     value: jax.Array
 
 
-class _Windows(NamedTuple):
-    """How cuDNN is shown packed rows: as `number` rows, each as long as a segment may be.
-
-    cuDNN launches blocks for every slot up to the end of a row. Segments lie at offsets counted
-    over all rows, and may cross from one of these windows to the next.
-    """
-
-    number: int
-    queries: int
-    keys: int
-
-
-def _windows(queries: tuple[int, ...], keys: tuple[int, ...], longest: tuple[int, int]) -> _Windows:
-    """The most windows that the longest segments fit into, from (rows, tokens) of both."""
-    totals = math.prod(queries), math.prod(keys)
-    for count in range(WINDOWS * queries[0], 0, -1):
-        sizes = [total // count for total in totals]
-        whole = not any(total % count for total in totals)
-        if whole and all(
-            size >= most and size % _WINDOW_MULTIPLE == 0
-            for size, most in zip(sizes, longest, strict=True)
-        ):
-            return _Windows(count, *sizes)
-    # Lengths that are no multiples, such as in tests.
-    return _Windows(queries[0], queries[1], keys[1])
-
-
 @jax.custom_vjp
 def _fused(query: jax.Array, key: jax.Array, value: jax.Array, packed: Packed) -> jax.Array:
     return _forward(_Heads(query, key, value), packed, is_training=False)[0]
 
 
 def _forward(heads: _Heads, packed: Packed, is_training: bool) -> list[jax.Array]:
-    """Output like the query and, in training, statistics [slots, num_heads, window]."""
-    arrays, query = _arrays(heads, packed), heads.query
-    options = _options(query.shape[-1]) | {"is_training": is_training}
-    output, *statistics = _primitive("_dot_product_attention_fwd").bind(*arrays, **options)
-    return [output.reshape(query.shape), *statistics]
+    """Output like the query and, in training, statistics [R·S, num_heads] of each token."""
+    options = _options(heads.query.shape[-1]) | {"is_training": is_training}
+    classes, outputs, statistics = _classes(heads, packed), [], []
+    for of in classes:
+        shown = _shown(heads, packed, of)
+        output, *own = _primitive("_dot_product_attention_fwd").bind(*shown.arrays, **options)
+        outputs.append(output.reshape(heads.query.shape))
+        statistics += [_of_tokens(found, packed.query, shown.slot) for found in own]
+    found = [outputs, statistics] if is_training else [outputs]
+    return [_own(classes, packed, packed.query, each) for each in found]
 
 
 def _forward_rule(
     query: jax.Array, key: jax.Array, value: jax.Array, packed: Packed
 ) -> tuple[jax.Array, Any]:
     heads = _Heads(query, key, value)
-    output, statistics = _forward(heads, packed, is_training=True)
-    output = checkpoint_name(output, ATTENTION_OUTPUT)
-    slot, place = _slot_and_place(packed.query)
-    own = checkpoint_name(statistics[slot, :, place], ATTENTION_OUTPUT)
-    return output, (heads, packed, output, own)
+    found = _forward(heads, packed, is_training=True)
+    output, statistics = (checkpoint_name(each, ATTENTION_OUTPUT) for each in found)
+    return output, (heads, packed, output, statistics)
 
 
 def _backward_rule(saved: Any, grad: jax.Array) -> tuple[Any, ...]:
-    heads, packed, output, own = saved
-    arrays = _arrays(heads, packed)
-    window, slots = arrays[0].shape[1], arrays[4].size
-    token = _first_tokens(packed.query)[:, None] + jnp.arange(window)
-    token = jnp.pad(token, ((0, slots - len(token)), (0, 0)))
-    statistics = own[jnp.minimum(token, len(own) - 1)].transpose(0, 2, 1)
-    grads = _primitive("_dot_product_attention_bwd").bind(
-        *arrays,
-        statistics,
-        *(part.reshape(arrays[0].shape) for part in (output, grad)),
-        **_options(heads.query.shape[-1]),
-    )
-    shaped = (found.reshape(like.shape) for found, like in zip(grads, heads, strict=True))
-    return (*shaped, None)
+    heads, packed, output, statistics = saved
+    options = _options(heads.query.shape[-1])
+    classes, grads = _classes(heads, packed), []
+    for of in classes:
+        shown = _shown(heads, packed, of)
+        like_query = shown.arrays[0].shape
+        found = _primitive("_dot_product_attention_bwd").bind(
+            *shown.arrays,
+            _of_slots(statistics, shown.first, of.windows.queries),
+            *(part.reshape(like_query) for part in (output, grad)),
+            **options,
+        )
+        pairs = zip(found, heads, strict=True)
+        grads.append(_Heads(*(part.reshape(like.shape) for part, like in pairs)))
+    sides = (packed.query, packed.key, packed.key)
+    parts = zip(sides, zip(*grads, strict=True), strict=True)
+    return (*(_own(classes, packed, side, found) for side, found in parts), None)
 
 
 _fused.defvjp(_forward_rule, _backward_rule)
+
+
+class _Shown(NamedTuple):
+    """What cuDNN is shown of a class of segments.
+
+    Attributes:
+      arrays: the primitives', as `_ARRAYS` names them.
+      first: [n] int32, where the segment of each slot begins among queries, counted over all rows.
+      slot: [R·M] int32, that of each segment, if it is of the class.
+    """
+
+    arrays: list[jax.Array]
+    first: jax.Array
+    slot: jax.Array
+
+
+def _classes(heads: _Heads, packed: Packed) -> tuple[LengthClass, ...]:
+    rows, queries = heads.query.shape[:2]
+    keys, slots = heads.key.shape[1], packed.query.offset.size
+    return length_classes((rows, queries), (rows, keys), slots, packed.longest, packed.alike)
+
+
+def _shown(heads: _Heads, packed: Packed, of: LengthClass) -> _Shown:
+    query, key, value = heads
+    length = packed.query.length.reshape(-1)
+    belongs = (length > of.above) & (length <= of.longest)
+    slot, segment, used = _slots(belongs, of.slots)
+    windows = of.windows
+    # At least two, below which JAX takes rows for unpacked.
+    slots = max(2, -(-of.slots // windows.number))
+    spare = slots * windows.number - of.slots
+    none, of_token = jnp.zeros(0, query.dtype), query.shape[-2:]
+    firsts, lengths, offsets = [], [], []
+    for segments, size in ((packed.query, windows.queries), (packed.key, windows.keys)):
+        total = size * windows.number
+        first = jnp.where(used, _first_tokens(segments)[segment], total)
+        first = jnp.pad(first, (0, spare + windows.number), constant_values=total)
+        own = jnp.where(used, segments.length.reshape(-1)[segment], 0)
+        firsts.append(first)
+        lengths.append(jnp.pad(own, (0, spare)).reshape(-1, slots))
+        offsets.append((first * math.prod(of_token)).reshape(-1, slots + 1))
+    arrays = [
+        query.reshape(-1, windows.queries, *of_token),
+        *(part.reshape(-1, windows.keys, *of_token) for part in (key, value)),
+        none,
+        *lengths,
+        *offsets,
+        none,
+        none,
+    ]
+    return _Shown(arrays, firsts[0][: slots * windows.number], slot)
+
+
+def _slots(belongs: jax.Array, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each segment's slot [R·M]; each slot's segment, and whether it has one, [slots]."""
+    slot = jnp.cumsum(belongs, dtype=jnp.int32) - 1
+    segment = jnp.zeros(slots, jnp.int32)
+    segment = segment.at[jnp.where(belongs, slot, slots)].set(
+        jnp.arange(belongs.size, dtype=jnp.int32), mode="drop"
+    )
+    return slot, segment, jnp.arange(slots) <= slot[-1]
+
+
+def _own(
+    classes: Sequence[LengthClass], packed: Packed, side: Segments, found: Sequence[jax.Array]
+) -> jax.Array:
+    """Of each token what was found for its segment's class.
+
+    Args:
+      classes: shortest first.
+      packed: where segments lie.
+      side: its queries or its keys.
+      found: for each class [R, S, ...] or [R·S, ...] of that side's tokens.
+    """
+    queries = packed.query.length.reshape(-1)[_segment_of_token(side)]
+    chosen, *others = found
+    for of, other in zip(classes[1:], others, strict=True):
+        tokens = other.shape[:2] if other.ndim > 2 else other.shape[:1]
+        longer = (queries > of.above).reshape(*tokens, *[1] * (other.ndim - len(tokens)))
+        chosen = jnp.where(longer, other, chosen)
+    return chosen
 
 
 def _first_tokens(segments: Segments) -> jax.Array:
@@ -191,41 +250,25 @@ def _first_tokens(segments: Segments) -> jax.Array:
     return (offset + jnp.arange(rows, dtype=jnp.int32)[:, None] * tokens).reshape(-1)
 
 
-def _slot_and_place(segments: Segments) -> tuple[jax.Array, jax.Array]:
-    """[R·T] int32 each: the slot of each token, over all rows, and its place in the segment."""
-    rows, tokens = segments.ids.shape
-    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    ids = jnp.maximum(segments.ids, 0)
-    place = jnp.arange(tokens, dtype=jnp.int32) - jnp.take_along_axis(segments.offset, ids, axis=1)
-    return (ids + row * segments.offset.shape[1]).reshape(-1), jnp.maximum(place, 0).reshape(-1)
+def _segment_of_token(segments: Segments) -> jax.Array:
+    """[R·S] int32: counted over all rows; the row's first for tokens of none."""
+    row = jnp.arange(len(segments.ids), dtype=jnp.int32)[:, None]
+    return (jnp.maximum(segments.ids, 0) + row * segments.offset.shape[1]).reshape(-1)
 
 
-def _arrays(heads: _Heads, packed: Packed) -> list[jax.Array]:
-    """The primitives' arrays, as `_ARRAYS` names them."""
-    query, key, value = heads
-    windows = _windows(query.shape[:2], key.shape[:2], packed.longest)
-    none, of_token = jnp.zeros(0, query.dtype), query.shape[-2:]
-    # At least two, below which JAX takes rows for unpacked.
-    slots = max(2, -(-packed.query.offset.size // windows.number))
-    lengths, offsets = [], []
-    for segments, size in ((packed.query, windows.queries), (packed.key, windows.keys)):
-        spare = slots * windows.number - segments.offset.size
-        first = jnp.pad(
-            _first_tokens(segments),
-            (0, spare + windows.number),
-            constant_values=size * windows.number,
-        )
-        lengths.append(jnp.pad(segments.length.reshape(-1), (0, spare)).reshape(-1, slots))
-        offsets.append((first * math.prod(of_token)).reshape(-1, slots + 1))
-    return [
-        query.reshape(-1, windows.queries, *of_token),
-        *(part.reshape(-1, windows.keys, *of_token) for part in (key, value)),
-        none,
-        *lengths,
-        *offsets,
-        none,
-        none,
-    ]
+def _of_tokens(statistics: jax.Array, segments: Segments, slot: jax.Array) -> jax.Array:
+    """[slots, num_heads, window] → [R·S, num_heads]; of tokens of other classes anything."""
+    tokens = jnp.arange(segments.ids.size, dtype=jnp.int32)
+    segment = _segment_of_token(segments)
+    place = tokens - _first_tokens(segments)[segment]
+    # Out of bounds only where the class is another one.
+    return statistics.at[slot[segment], :, place].get(mode="clip")
+
+
+def _of_slots(statistics: jax.Array, first: jax.Array, window: int) -> jax.Array:
+    """The way back, [R·S, num_heads] → [slots, num_heads, window]."""
+    token = jnp.minimum(first[:, None] + jnp.arange(window), len(statistics) - 1)
+    return statistics[token].transpose(0, 2, 1)
 
 
 def _options(head_dim: int) -> dict[str, Any]:

@@ -25,7 +25,11 @@ class Segments(NamedTuple):
     ids: Any
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("query", "key"), meta_fields=("longest",))
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("query", "key"),
+    meta_fields=("longest", "alike"),
+)
 @dataclass(frozen=True)
 class Packed:
     """Who attends to whom in packed rows: segment m of the queries to segment m of the keys.
@@ -34,11 +38,13 @@ class Packed:
       query: where segments lie among queries, every one of which belongs to a segment.
       key: where segments lie among keys.
       longest: static bounds on the tokens of a segment of queries, and of keys.
+      alike: whether the keys' segments lie as those of the queries.
     """
 
     query: Segments
     key: Segments
     longest: tuple[int, int]
+    alike: bool = False
 
 
 @partial(
@@ -66,11 +72,11 @@ class SplitRows:
 
     def within_whole(self) -> Packed:
         """Tokens behind the region attend to those of their segment."""
-        return Packed(self.whole, self.whole, (self.longest[0],) * 2)
+        return _to_itself(self.whole, self.longest[0])
 
     def within_joint(self) -> Packed:
         """Tokens of the joint row attend to those of their segment."""
-        return Packed(self.joint, self.joint, (self.longest[1],) * 2)
+        return _to_itself(self.joint, self.longest[1])
 
 
 class PackedRows(NamedTuple):
@@ -89,11 +95,15 @@ class PackedRows(NamedTuple):
 
     def within_tokens(self) -> Packed | SplitRows:
         """Tokens attend to those of their segment, or of their split sample."""
-        return self.split or Packed(self.tokens, self.tokens, (self.longest[0],) * 2)
+        return self.split or _to_itself(self.tokens, self.longest[0])
 
     def to_condition(self) -> Packed:
         """Tokens attend to the condition of their segment."""
         return Packed(self.tokens, self.condition, self.longest)
+
+
+def _to_itself(segments: Segments, longest: int) -> Packed:
+    return Packed(segments, segments, (longest, longest), alike=True)
 
 
 def segments_of(table: np.ndarray, tokens: int) -> Segments:
