@@ -1,5 +1,6 @@
 """When each GPU of this host computes and when it only communicates, by the profiler's record."""
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,10 @@ from jax.profiler import ProfileData
 _STEP = "alload step"
 _DEVICE = "/device:GPU:"
 _STREAM = "Stream"
-_COLLECTIVE = "nccl"
+_COLLECTIVE = re.compile(
+    "nccl|all.?reduce|all.?gather|all.?to.?all|reduce.?scatter|permute.?start|multi.?gpu", re.I
+)
+"""NCCL's kernels, and XLA's own for little data, which wait for the other devices too."""
 
 
 class Traced(NamedTuple):
@@ -21,10 +25,10 @@ class Traced(NamedTuple):
 
     Attributes:
       seconds: [steps] by the host's clock, each from dispatch until its results are there.
-      busy: [steps][devices] in which some kernel other than NCCL's runs; None where the profiler
+      busy: [steps][devices] in which some kernel runs that is no collective; None where the profiler
         shows no GPU.
-      exposed: [steps][devices] in which NCCL's kernels alone run: moving data that no computation
-        hides, or waiting for other devices.
+      exposed: [steps][devices] in which collectives alone run: moving data that no computation hides,
+        or waiting for other devices.
     """
 
     seconds: list[float]
@@ -91,12 +95,12 @@ def _device_planes(profile: ProfileData) -> list[Any]:
 
 
 def _kernels(plane: Any) -> tuple[np.ndarray, np.ndarray]:
-    """[n, 2] (begin, end), ns, of a device's kernels that compute and of NCCL's."""
+    """[n, 2] (begin, end), ns, of a device's kernels that compute and of collectives."""
     spans: tuple[list[Any], list[Any]] = [], []
     for line in plane.lines:
         if line.name.startswith(_STREAM):
             for event in line.events:
-                spans[_COLLECTIVE in event.name.lower()].append((event.start_ns, event.end_ns))
+                spans[bool(_COLLECTIVE.search(event.name))].append((event.start_ns, event.end_ns))
     computing, communicating = (np.array(found, np.float64).reshape(-1, 2) for found in spans)
     return computing, communicating
 

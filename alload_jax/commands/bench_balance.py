@@ -151,7 +151,7 @@ def summarise(content: dict[str, Any]) -> None:
     turns its seconds into those of this one. An epoch's time is the predicted one times what the
     steps of the case took over what was predicted of them. Imbalance and CV are of the time that
     devices compute; idle is the share of all their time in which they don't, for whatever reason;
-    exposed is that in which NCCL alone runs.
+    exposed is that in which collectives alone run.
     """
     cases = [case for case in content["cases"] if "seconds" in case]
     ratios = [
