@@ -39,10 +39,10 @@ class Place(NamedTuple):
 class PackedLayout:
     """Lays samples into packed rows (see `Layout`).
 
-    What samples leave free of a row is cut into segments of filler, none much longer than the
-    longest sample, each with one empty condition token. They are computed like samples, and weigh
-    nothing. The parts of a sample that is split over ranks are segments each; together they weigh
-    what a whole one does.
+    What samples leave free of a row is cut into short segments of filler, whose attention to
+    themselves costs little, each with one empty condition token. They are computed like samples,
+    and weigh nothing. The parts of a sample that is split over ranks are segments each; together
+    they weigh what a whole one does.
 
     Attributes:
       manifest: of the samples.
@@ -99,7 +99,7 @@ class PackedLayout:
         of_condition = np.zeros_like(table)
         for row, laid in enumerate(rows):
             filler = free_places(laid.parts, 0, sizes.region, sizes.longest_part)
-            filler += free_places(laid.parts, sizes.region, sizes.tokens, sizes.longest_whole)
+            filler += free_places(laid.parts, sizes.region, sizes.tokens, sizes.longest_filler)
             lengths = [self.conditions.length] * len(laid.parts) + [1] * len(filler)
             for slot, place in enumerate(laid.parts + filler):
                 table[:, row, slot] = place
@@ -164,7 +164,7 @@ def _split_rows(sizes: RowSizes, rows: Sequence[Laid], table: np.ndarray) -> Spl
     whole = np.zeros((2, len(rows), sizes.whole_slots), np.int32)
     joint_tokens = sizes.context * sizes.region
     for row, laid in enumerate(rows):
-        split = laid.joint + free_places(laid.joint, 0, joint_tokens, sizes.longest_joint)
+        split = laid.joint + free_places(laid.joint, 0, joint_tokens, sizes.longest_joint_filler)
         for slot, place in enumerate(split):
             joint[:, row, slot] = place
         behind = table[:, row, table[0, row] >= sizes.region]

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from alload_jax.models.length_classes import WINDOWS
 from alload_jax.planning.plan import Plan
 
+_FILLER_PIECES, _LEAST_FILLER = 64, 256
+"""Filler attends to itself: in so many pieces of an empty row, that costs next to nothing, but
+pieces need be no shorter than this."""
 _LONG_CONDITION, _SHORT_CONDITION = 512, 8
 """A row's condition tokens are a multiple of one of these, so that attention can show them to cuDNN
 in equal windows: of the first where samples have as many."""
@@ -25,6 +28,8 @@ class RowSizes:
       longest_whole: most tokens of a segment behind the region, samples or filler.
       longest_part: most tokens of a segment in the region.
       longest_joint: most tokens of a segment of a joint row.
+      longest_filler: most tokens of a segment of filler behind the region.
+      longest_joint_filler: most tokens of one in a joint row.
     """
 
     tokens: int
@@ -37,6 +42,8 @@ class RowSizes:
     longest_whole: int
     longest_part: int
     longest_joint: int
+    longest_filler: int
+    longest_joint_filler: int
 
     @property
     def longest(self) -> int:
@@ -59,9 +66,11 @@ def row_sizes(plan: Plan, condition: int, region: int) -> RowSizes:
     joint = packing.context * region
     longest_whole = _longest(packing.longest_whole, packing.align, tokens - region)
     longest_joint = _longest(int(plan.samples.seq_len.max()), packing.align, joint)
+    filler = _longest_filler(longest_whole, packing.align, tokens - region)
+    joint_filler = _longest_filler(longest_joint, packing.align, joint)
     # A gap behind each sample, where they are aligned.
     gaps = 2 if packing.align > 1 else 1
-    whole = gaps * samples + _pieces(tokens - region, longest_whole)
+    whole = gaps * samples + _pieces(tokens - region, filler)
     shared = packing.region_segments
     parts = gaps * shared + 1 if region else 0
     real = samples + (shared if region else 0)
@@ -73,21 +82,27 @@ def row_sizes(plan: Plan, condition: int, region: int) -> RowSizes:
         context=packing.context,
         slots=whole + parts,
         whole_slots=whole,
-        joint_slots=gaps * shared + _pieces(joint, longest_joint),
+        joint_slots=gaps * shared + _pieces(joint, joint_filler),
         condition=-(-wanted // multiple) * multiple,
         longest_whole=longest_whole,
         longest_part=max(1, region),
         longest_joint=longest_joint,
+        longest_filler=filler,
+        longest_joint_filler=joint_filler,
     )
 
 
 def _longest(sample: int, align: int, tokens: int) -> int:
     """Most tokens of a segment among so many.
 
-    Filler behind an aligned sample is shorter than the alignment: one segment. Where nothing lies
-    there are no more segments of filler than attention has windows.
+    At least a window of attention's, of which there are only so many.
     """
     return max(1, min(tokens, max(sample, align, tokens // WINDOWS)))
+
+
+def _longest_filler(longest: int, align: int, tokens: int) -> int:
+    """Most tokens of a piece of filler; behind an aligned sample that is one piece."""
+    return min(longest, max(align, _LEAST_FILLER, -(-tokens // _FILLER_PIECES)))
 
 
 def _pieces(tokens: int, longest: int) -> int:

@@ -1,6 +1,7 @@
 """Packed rows hold every sample where the plan says, and filler in all the rest."""
 
 import numpy as np
+import pytest
 from data_helpers import PATCH, SpyReader, classes, manifest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,6 +111,25 @@ def test_segments_cover_every_token_and_filler_weighs_nothing(case):
             assert (batch.condition_segments.length[filler] == 1).all()
             inside = np.take_along_axis(filler, batch.segments.ids, axis=1)
             assert not batch.tokens[inside].any()
+
+
+@pytest.mark.parametrize(("context", "split_above"), [(1, 1.0), (2, 1.0), (2, 0.0)])
+def test_filler_beside_a_long_sample_is_in_short_segments(context, split_above):
+    manifest = manifest_of([(81, 64, 64), (1, 2, 2)], [1, 1])
+    config = PlanningConfig(
+        policy="balanced", context=context, split_above=split_above, m_mem=131_072, ranks=2
+    )
+    plan = make_plan(config, manifest.samples(PATCH), 1, seed=0)
+    layout = PackedLayout.of(plan, manifest, MODEL, classes(1))
+    steps = collated((manifest, plan, layout))
+    samples = {*manifest.samples(PATCH).seq_len.tolist()}
+    for batch in (batch for step in steps for batch in step.batches):
+        sides = [batch.split.whole, batch.split.joint] if batch.split else [batch.segments]
+        for side in sides:
+            tokens = side.ids.shape[1]
+            filler = [n for n in side.length.ravel().tolist() if n not in samples]
+            assert max(filler, default=0) <= max(256, -(-tokens // 64))
+            assert (side.length.sum(axis=1) == tokens).all()
 
 
 @settings(max_examples=20, deadline=None)

@@ -26,7 +26,7 @@ def laid_out(rows, slots, tokens):
 def packed_of(queries, keys, slots, total_q, total_k):
     sides = laid_out(queries, slots, total_q), laid_out(keys, slots, total_k)
     longest = tuple(int(side.length.max()) for side in sides)
-    return jax.tree.map(jnp.asarray, Packed(*sides, longest))
+    return jax.tree.map(jnp.asarray, Packed(*sides, longest, alike=queries == keys))
 
 
 @st.composite
@@ -199,6 +199,13 @@ GPU_CASES = {
         1024,
         256,
         5,
+    ),
+    "a long segment beside short ones, by classes": (
+        [[(n * 16, 16) for n in range(40)] + [(640, 1000), (1640, 300), (1940, 108)]],
+        [[(n * 16, 16) for n in range(40)] + [(640, 1000), (1640, 300), (1940, 108)]],
+        2048,
+        2048,
+        300,
     ),
     "many short segments": (
         [[(n * 60, 60) for n in range(17)] + [(1020, 4)]],
