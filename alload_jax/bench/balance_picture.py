@@ -35,7 +35,10 @@ def write_picture(path: Path, content: dict[str, Any]) -> None:
         _draw(axis, case)
     axes[-1, 0].set_xlabel("seconds")
     where = f"{content['devices']} × {content['device']}"
-    figure.suptitle(f"{content['workload']}, {where}: computing (blue) and not (grey)", fontsize=11)
+    figure.suptitle(
+        f"{content['workload']}, {where}: computing (blue) and idle (grey) in some steps",
+        fontsize=11,
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -52,6 +55,6 @@ def _draw(axis: Any, case: dict[str, Any]) -> None:
     axis.set_yticks(range(len(case["busy"][0])), [f"GPU {n}" for n in range(len(case["busy"][0]))])
     axis.invert_yaxis()
     idle = case["figures"]["idle"]
-    axis.set_title(f"{case['case']}: {idle:.0%} of the time not computing", fontsize=10, loc="left")
+    axis.set_title(f"{case['case']}: idle {idle:.0%}", fontsize=10, loc="left")
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)

@@ -25,10 +25,10 @@ class Traced(NamedTuple):
 
     Attributes:
       seconds: [steps] by the host's clock, each from dispatch until its results are there.
-      busy: [steps][devices] in which some kernel runs that is no collective; None where the profiler
-        shows no GPU.
-      exposed: [steps][devices] in which collectives alone run: moving data that no computation hides,
-        or waiting for other devices.
+      busy: [steps][devices] in which some kernel runs that is no collective; None where the
+        profiler shows no GPU.
+      exposed: [steps][devices] in which collectives alone run: moving data that no computation
+        hides, or waiting for other devices.
     """
 
     seconds: list[float]
