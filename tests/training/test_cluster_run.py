@@ -102,7 +102,7 @@ def test_two_processes_and_then_one_go_on_where_four_were(runs, stopped, alone):
     assert [start["processes"] for start in starts] == [4, 2, 1]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_lost_process_is_named_and_the_others_end(runs, alone, victim):
     shutil.copytree(runs.folder / "alone", runs.folder / f"lost{victim}")
     before = len(alone)
