@@ -167,7 +167,11 @@ def _digest(plan: Plan, mesh: Mesh) -> str:
     """The same for plans whose first epochs run the same programs on the same samples."""
     epoch = plan.epoch(0)
     content = hashlib.sha256(repr((dict(mesh.shape), plan.group_ranks)).encode())
-    for column in (epoch.step, epoch.rank, epoch.rows, epoch.offsets, epoch.sample):
+    columns = [epoch.step, epoch.micro_batch, epoch.rank, epoch.rows, epoch.offsets, epoch.sample]
+    if epoch.packing:
+        content.update(repr((epoch.packing.segments, epoch.packing.levels)).encode())
+        columns += [epoch.packing.offset, epoch.packing.tokens]
+    for column in columns:
         content.update(np.ascontiguousarray(column).tobytes())
     return content.hexdigest()
 

@@ -20,6 +20,7 @@ from alload_jax.commands.bench_output import (
 )
 from alload_jax.commands.bench_process import measured
 from alload_jax.errors import InputError
+from alload_jax.planning.cost import read_cost_file
 from alload_jax.planning.metrics import coefficient_of_variation, imbalance
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import names
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES), help="default: all")
     add("--model", choices=tuple(MODELS), default="1.3b", help="Wan 2.1's; tiny is for trying")
     add("--layers", type=int, help="fewer layers than the model has; a step is linear in them")
-    add("--m-mem", type=int, default=65_536, help="tokens of a micro-batch (default 65,536)")
+    add("--m-mem", type=int, default=81_920, help="tokens of a micro-batch (default 81,920)")
     add("--samples", type=int, default=4000, help="of the epoch (default 4000)")
     add("--steps", type=int, default=8, help="of the epoch that are run, spread over their cost")
     add("--one-aspect", action="store_true", help="16:9 alone: fewer buckets to compile")
@@ -123,8 +124,10 @@ def _check(options: argparse.Namespace) -> None:
         require_place(_COMMAND, "--picture", Path(options.picture))
     counts = ("m_mem", "samples", "steps", "fsdp", "layers", "longest", "context")
     require_counts(_COMMAND, **{name: getattr(options, name) for name in counts})
-    if not Path(options.cost_model).is_file():
-        raise InputError(f"{_COMMAND}: --cost-model {options.cost_model}: no such file")
+    try:
+        read_cost_file(options.cost_model)
+    except InputError as error:
+        raise InputError(f"{_COMMAND}: --cost-model {error}") from error
 
 
 def _settings(options: argparse.Namespace, model: dict[str, Any], case: Case) -> dict[str, Any]:

@@ -20,6 +20,14 @@ def require_place(command: str, flag: str, path: Path) -> None:
     """Raises InputError unless a file of that name can be written."""
     if not path.name or not path.parent.is_dir():
         raise InputError(f"{command}: {flag} {path}: no file in an existing folder; name one")
+    existed = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror})"
+        raise InputError(f"{command}: {flag} {path}: {reason}; name another file") from error
+    if not existed:
+        path.unlink()
 
 
 def require_counts(command: str, **flags: int | None) -> None:

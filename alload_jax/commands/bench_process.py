@@ -8,7 +8,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from alload_jax.errors import InputError
+
 _ERROR_LINE = re.compile(r"[\w.]*(Error|Exception): ")
+_INPUT_ERROR = "alload_jax.errors.InputError: "
 _MEMORY_SHARE = "0.95"
 """Of the device, for JAX: what it takes at start is not what is reported."""
 
@@ -18,10 +21,15 @@ def measured(
 ) -> dict[str, Any]:
     """The last line that the measurement prints, or how it failed: the others go on.
 
+    What is the user's fault is raised, as it would be without a process in between.
+
     Args:
       module: to run.
       settings: its argument, as JSON.
       variables: of its environment, beside this process's own.
+
+    Raises:
+      InputError: the measurement did.
     """
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_MEM_FRACTION": _MEMORY_SHARE,
@@ -33,6 +41,9 @@ def measured(
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
         return json.loads(lines[-1])
+    for line in done.stderr.splitlines():
+        if line.startswith(_INPUT_ERROR):
+            raise InputError(line.removeprefix(_INPUT_ERROR))
     errors = [line for line in done.stderr.splitlines() if _ERROR_LINE.match(line)]
     reason = (errors or done.stderr.strip().splitlines() or ["no output"])[-1]
     return {"error": f"ended with status {done.returncode}: {reason}", "settings": settings}

@@ -45,11 +45,13 @@ def test_figures_by_hand():
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--cost-model", "nowhere.json"), "--cost-model nowhere.json: no such file"),
+        (("--cost-model", "nowhere.json"), "--cost-model nowhere.json: no such cost model"),
         (("--cost-model", str(COSTS), "--steps", "0"), "--steps 0: it must be at least 1"),
         (("--cost-model", str(COSTS), "--longest", "0"), "--longest 0: it must be at least 1"),
         (("--cost-model", str(COSTS), "--picture", "no/x.png"), "--picture no/x.png: no file in"),
         (("--cost-model", str(COSTS), "--out", "no/such/x.json"), "no file in an existing folder"),
+        (("--cost-model", str(COSTS), "--out", "/proc/x.json"), "/proc/x.json: cannot be written"),
+        (("--cost-model", __file__), r"--cost-model .*test_balance\.py: not JSON"),
     ],
 )
 def test_wrong_flags_are_named(flags, reason):
@@ -75,6 +77,12 @@ def test_a_picture_that_cannot_be_drawn_is_one_line_after_the_figures(tmp_path, 
     ):
         main(["bench", "balance", *flags, "--picture", str(picture)])
     assert json.loads(out.read_text())["cases"][0]["figures"]["tokens_per_second"] == 60.0
+
+
+def test_what_is_the_user_s_fault_ends_the_command_in_one_line(tmp_path):
+    flags = ["--model", "tiny", "--cost-model", str(COSTS), "--out", str(tmp_path / "x.json")]
+    with pytest.raises(InputError, match=r"^policy equal_tokens: m_mem is 100 tokens"):
+        main(["bench", "balance", *flags, "--m-mem", "100"])
 
 
 @pytest.mark.slow
