@@ -11,7 +11,14 @@ import time
 from functools import partial
 from pathlib import Path
 
-from alload_jax.config import Config, read_config, use_compilation_cache, with_policy, write_config
+from alload_jax.config import (
+    Config,
+    read_config,
+    use_compilation_cache,
+    values_of,
+    with_policy,
+    write_config,
+)
 from alload_jax.data.batch import describe
 from alload_jax.data.collate import Collator
 from alload_jax.data.condition import conditions_for
@@ -62,6 +69,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
     use_compilation_cache(config.run)
     folder = Path(config.run.folder)
     cluster.on_loss(partial(after_loss, folder, config.cluster))
+    cluster.require_same(values_of(config), "start all processes with the same config")
 
     # ---------------------------------------------------------------- data, devices, plan
     if config.data.digits:
@@ -74,6 +82,11 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         config.model.step_fields(), mesh.devices.flat[0].device_kind
     )
     plan = plan_on(mesh, config.planning, samples, config.run.seed)
+    identity = {"model": config.model.architecture(), "plan": plan.identity()}
+    cluster.require_same(
+        identity["plan"] | {"records": manifest.digest()},
+        "give all processes the same data folder, code and packages",
+    )
     conditions = conditions_for(config.model, manifest)
     layout = layout_for(plan, manifest, config.model, conditions)
     ranks = local_plan_ranks(mesh, plan.layout.ranks, config.planning.context)
@@ -85,7 +98,6 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
 
     # ---------------------------------------------------------------- state, new or restored
     optimizer = make_optimizer(config.optimizer, config.run.steps)
-    identity = {"model": config.model.architecture(), "plan": plan.identity()}
     with (
         Checkpoints(folder / "checkpoints", config.checkpoint, identity) as checkpoints,
         StopRequest() as stop,

@@ -147,15 +147,32 @@ def with_policy(config: Config) -> Config:
     return dataclasses.replace(config, planning=planning)
 
 
+def values_of(config: Config) -> dict[str, Any]:
+    """Every value by its dotted key, as JSON, but for who the processes are."""
+
+    def leaves(name: str, content: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(content, dict):
+            for key, part in content.items():
+                yield from leaves(f"{name}.{key}" if name else key, part)
+        else:
+            yield name, content
+
+    return dict(leaves("", _everywhere(config)))
+
+
+def _everywhere(config: Config) -> dict[str, Any]:
+    """The config as JSON values, without what tells processes from each other."""
+    cluster = dataclasses.replace(config.cluster, coordinator=None, processes=None, process=None)
+    return _plain(dataclasses.asdict(dataclasses.replace(config, cluster=cluster)))
+
+
 def write_config(config: Config, path: Path) -> None:
     """Writes the config as YAML that `--config` reads, but for who the processes are.
 
     The next start may have others.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    everywhere = dataclasses.replace(config.cluster, coordinator=None, processes=None, process=None)
-    content = dataclasses.asdict(dataclasses.replace(config, cluster=everywhere))
-    write_whole(path, yaml.safe_dump(_plain(content), sort_keys=False))
+    write_whole(path, yaml.safe_dump(_everywhere(config), sort_keys=False))
 
 
 def use_compilation_cache(run: RunConfig) -> None:

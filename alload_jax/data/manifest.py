@@ -1,5 +1,6 @@
 """The manifest: a Parquet row per sample, beside the shards that hold the samples."""
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,10 @@ class Manifest:
     def longest_text(self) -> int:
         """Condition tokens of the sample that has most; 1 where none has any."""
         return max(1, int(self.text_length.max()))
+
+    def digest(self) -> str:
+        """The same for the same records in the same order."""
+        return hashlib.sha256(self.checksum.tobytes()).hexdigest()[:16]
 
     def require(self, channels: int, patch_size: Triple) -> None:
         """Checks that a model of that patch size can take every sample.

@@ -3,21 +3,32 @@
 import json
 import os
 import re
+import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Timer
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 import jax
 
 from alload_jax.errors import USER_ERRORS, InputError, run_command
-from alload_jax.sharding.coordination import Board, Member, meet, member_by_launcher
+from alload_jax.sharding.coordination import (
+    JOIN_SECONDS,
+    Board,
+    Member,
+    meet,
+    member_by_launcher,
+)
 from alload_jax.sharding.watch import Watch
 
 T = TypeVar("T")
+
+_SILENT_SECONDS = 60
+"""After which a process that waits for the others says so."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,8 @@ class ClusterConfig:
             )
         if self.coordinator is not None and not re.fullmatch(r"\S+:\d+", self.coordinator):
             raise InputError(f"cluster.coordinator is {self.coordinator!r}; give it as host:port")
+        if self.coordinator is not None and not 0 < int(self.coordinator.split(":")[-1]) < 2**16:
+            raise InputError(f"cluster.coordinator is {self.coordinator}; ports are 1 to 65535")
         if self.processes is not None and self.processes < 1:
             raise InputError(f"cluster.processes is {self.processes}; it must be at least 1")
         if self.process is not None and not 0 <= self.process < (self.processes or 1):
@@ -74,13 +87,10 @@ def join_cluster(config: ClusterConfig) -> "Cluster":
     if member is None or member.processes == 1:
         return Cluster()
     try:
-        meet(member, heartbeat_seconds=max(100.0, 4 * config.lost_after))
+        with _patience(member):
+            meet(member, heartbeat_seconds=max(100.0, 4 * config.lost_after))
     except RuntimeError as error:
-        raise InputError(
-            f"process {member.process} of {member.processes} did not meet the others at "
-            f"{member.coordinator} ({_first_line(error)}); start all of them within five minutes, "
-            "and choose a port that is free and open to all"
-        ) from error
+        raise InputError(_not_met(member, _first_line(error))) from error
     if member.process != 0:  # not only Python's own lines: gloo prints too
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return Cluster(member, config.lost_after)
@@ -100,6 +110,7 @@ class Cluster:
         self._board = Board() if member else None
         self._watch = Watch(self._board, member, lost_after) if self._board and member else None
         self._turn = 0
+        self._status: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -111,19 +122,20 @@ class Cluster:
             return
         if error is not None:
             self._watch.fail(error)
-            self._watch.leave(_explained(error))
+            self._watch.leave(_explained(error) if self._status is None else self._status)
         self.gather(None)
         self._watch.close()
         jax.distributed.shutdown()
 
     @contextmanager
     def failures_told(self) -> Iterator[None]:
-        """Lets the others know of an error at once, before anything here waits for them."""
+        """Lets the others and the user know of an error before anything here waits for them."""
         try:
             yield
         except BaseException as error:
             if self._watch:
                 self._watch.fail(error)
+                self._status = _explained(error)
             raise
 
     def on_loss(self, remedy: Callable[[], str]) -> None:
@@ -155,6 +167,26 @@ class Cluster:
         keys = [f"gathered/{self._turn}/{process}" for process in range(self.processes)]
         return [json.loads(self._board.wait_for(key)) for key in keys]
 
+    def require_same(self, values: Mapping[str, Any], remedy: str) -> None:
+        """Makes sure that all processes have the same; waits for all.
+
+        Args:
+          values: JSON values by name.
+          remedy: what to do where they differ.
+
+        Raises:
+          InputError: a process has another value than the first.
+        """
+        first, *others = self.gather(values)
+        for process, theirs in enumerate(others, 1):
+            for name in sorted(first.keys() | theirs.keys()):
+                value, expected = theirs.get(name), first.get(name)
+                if value != expected:
+                    raise InputError(
+                        f"process {process} of {self.processes}: {name} is {value!r}, but "
+                        f"{expected!r} in process 0; {remedy}"
+                    )
+
     def report(self, step: int, problems: tuple[str, ...]) -> None:
         """Puts down what this process has met in a step, before the others are told to look."""
         if self._board and problems:
@@ -166,6 +198,47 @@ class Cluster:
         found = self._board.under(f"problems/{step}")
         texts = [text for process in sorted(found, key=int) for text in json.loads(found[process])]
         return tuple(dict.fromkeys(texts))
+
+
+@contextmanager
+def _patience(member: Member) -> Iterator[None]:
+    """Says after a while that it waits, and in the end gives up, where JAX would abort."""
+
+    def say() -> None:
+        reason = _reason_to_wait(member)
+        print(f"waiting for the other processes at {member.coordinator}{reason}", file=sys.stderr)
+
+    def give_up() -> None:
+        reason = f"within {JOIN_SECONDS} seconds{_reason_to_wait(member)}"
+        print(f"error: {_not_met(member, reason)}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    timers = [Timer(_SILENT_SECONDS, say), Timer(JOIN_SECONDS, give_up)]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def _reason_to_wait(member: Member) -> str:
+    host = member.coordinator.rpartition(":")[0].strip("[]")
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return f": {host}: {error.strerror}"
+    return ""
+
+
+def _not_met(member: Member, reason: str) -> str:
+    return (
+        f"process {member.process} of {member.processes} did not meet the others at "
+        f"{member.coordinator} ({reason}); start each of them once, with its own cluster.process, "
+        "and choose a port of the first one's host that is open to all"
+    )
 
 
 def _member(config: ClusterConfig) -> Member | None:

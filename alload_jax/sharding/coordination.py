@@ -4,15 +4,20 @@ The one file that reaches behind JAX's public API: `jax.distributed` starts the 
 says what a launcher told it nor hands out the store.
 """
 
+import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax._src import clusters, distributed
 
+from alload_jax.errors import InputError
 from alload_jax.sharding.relay import Relay
 
-_JOIN_SECONDS = 300
+JOIN_SECONDS = 300
+"""How long processes wait for each other at the start."""
+_LONGER = 60
+"""By so many seconds than that JAX waits, which aborts from C++ in the end."""
 _FOREVER = 30 * 24 * 3600 * 1000  # milliseconds; whoever waits is ended by its watch if need be
 
 
@@ -39,7 +44,7 @@ def member_by_launcher() -> Member | None:
       RuntimeError: Kubernetes does not answer.
     """
     found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        None, None, None, None, None, _JOIN_SECONDS
+        None, None, None, None, None, JOIN_SECONDS
     )
     if None in found[:3]:
         return None
@@ -54,8 +59,11 @@ def meet(member: Member, heartbeat_seconds: float) -> None:
       heartbeat_seconds: after which JAX ends every process because one is silent.
 
     Raises:
-      RuntimeError: they did not all come, or the port is taken.
+      InputError: process 0 cannot listen at its port.
+      RuntimeError: they did not meet, as far as JAX says so and does not abort.
     """
+    if member.process == 0:
+        _require_free(member.coordinator)
     address = member.coordinator if member.process == 0 else Relay(member.coordinator).address
     # Its handler of SIGTERM would keep the signal from ours.
     jax.config.update("jax_enable_preemption_service", False)
@@ -66,10 +74,21 @@ def meet(member: Member, heartbeat_seconds: float) -> None:
         member.process,
         member.local_devices,
         cluster_detection_method="deactivate",
-        initialization_timeout=_JOIN_SECONDS,
+        initialization_timeout=JOIN_SECONDS + _LONGER,
         heartbeat_timeout_seconds=round(heartbeat_seconds),
         shutdown_timeout_seconds=60,
     )
+
+
+def _require_free(coordinator: str) -> None:
+    port = int(coordinator.rpartition(":")[2])
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise InputError(
+            f"cluster.coordinator is {coordinator}, but process 0 cannot listen there "
+            f"({error.strerror}); choose a port that is free and open to all"
+        ) from error
 
 
 class Board:

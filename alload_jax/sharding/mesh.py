@@ -1,6 +1,7 @@
 """The device mesh of a run."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass, fields
 
 import jax
@@ -47,9 +48,17 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     """The mesh over all devices (or those given), with Auto axes: XLA places what is not said.
 
     Raises:
-      InputError: the axes don't multiply to the number of devices.
+      InputError: the axes don't multiply to the number of devices, or processes have more devices
+        than others.
     """
     devices = jax.devices() if devices is None else devices
+    counts = Counter(device.process_index for device in devices)
+    for process, count in counts.items():
+        if count != counts[0]:
+            raise InputError(
+                f"process {process} has {count} device(s), but process 0 has {counts[0]}; give all "
+                "as many (CUDA_VISIBLE_DEVICES chooses)"
+            )
     others = config.fsdp * config.context * config.tensor
     data = len(devices) // others if config.data == -1 else config.data
     if data * others != len(devices):

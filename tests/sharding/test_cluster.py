@@ -1,4 +1,6 @@
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -17,6 +19,7 @@ BAD = [
     (ALL | {"process": -1}, "cluster.process is -1"),
     (ALL | {"processes": 0}, "cluster.processes is 0"),
     (ALL | {"coordinator": "host"}, "give it as host:port"),
+    (ALL | {"coordinator": "host:99999"}, "cluster.coordinator is host:99999; ports are 1 to"),
     ({"lost_after": 0.0}, "cluster.lost_after is 0.0"),
 ]
 
@@ -70,6 +73,52 @@ def test_a_lone_process_tells_and_gathers_its_own():
     with Cluster() as cluster:
         assert cluster.tell(lambda: 3) == 3
         assert cluster.gather("x") == ["x"]
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("", 0)) as taken:
+        coordinator = f"localhost:{taken.getsockname()[1]}"
+        config = ClusterConfig(coordinator=coordinator, processes=2, process=0)
+        with pytest.raises(InputError, match=rf"{coordinator}, but process 0 cannot listen there"):
+            join_cluster(config)
+
+
+GIVES_UP = """
+from alload_jax.sharding import cluster
+cluster.JOIN_SECONDS, cluster._SILENT_SECONDS = 1.0, 0.2
+config = cluster.ClusterConfig(coordinator="nohost.invalid:9", processes=2, process=1)
+cluster.join_cluster(config)
+"""
+
+
+def test_who_meets_nobody_gives_up_in_a_line():
+    done = subprocess.run([sys.executable, "-c", GIVES_UP], capture_output=True, text=True)
+    assert done.returncode == 2
+    waits, gives_up = done.stderr.strip().splitlines()
+    assert waits.startswith("waiting for the other processes at nohost.invalid:9: nohost.invalid: ")
+    assert gives_up.startswith("error: process 1 of 2 did not meet the others at nohost.invalid:9")
+
+
+class Alike(Cluster):
+    """Among processes that have what the test says."""
+
+    def __init__(self, *others):
+        super().__init__()
+        self.processes, self.others = 1 + len(others), others
+
+    def gather(self, value):
+        return [value, *self.others]
+
+
+def test_processes_that_differ_are_named():
+    mine = {"planning.m_mem": 320, "run.seed": 1}
+    Alike(mine, mine).require_same(mine, "same config")
+    differing = mine, mine | {"planning.m_mem": 272}
+    words = "process 2 of 3: planning.m_mem is 272, but 320 in process 0; same config"
+    with pytest.raises(InputError, match=words):
+        Alike(*differing).require_same(mine, "same config")
+    with pytest.raises(InputError, match=r"process 1 of 2: run.seed is None, but 1"):
+        Alike({"planning.m_mem": 320}).require_same(mine, "same config")
 
 
 def test_a_relay_passes_on_and_stays_open_when_its_target_is_gone():

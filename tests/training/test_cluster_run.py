@@ -6,6 +6,7 @@ One chain of runs, each test a link: four processes are stopped, two go on, then
 import json
 import shutil
 import signal
+import socket
 import time
 
 import numpy as np
@@ -120,6 +121,21 @@ def test_a_lost_process_is_named_and_the_others_end(runs, alone, victim):
     assert ") was lost at step " in err
     assert f"python train.py --config lost{victim}/config.yaml --cluster.coordinator" in err
     assert "(continues from step " in err
+
+
+def test_processes_with_other_configs_end_in_one_line(runs):
+    flags = ("--run.folder", "differ")
+    with socket.create_server(("localhost", 0)) as free:
+        address = f"localhost:{free.getsockname()[1]}"
+    together = ("--cluster.coordinator", address, "--cluster.processes", "2")
+    both = [
+        runs.start(*flags, *together, "--cluster.process", str(n), "--run.seed", str(n))
+        for n in range(2)
+    ]
+    words = "process 1 of 2: run.seed is 1, but 0 in process 0; start all processes with the same"
+    for status, out, err in finished(both):
+        assert (status, out) == (2, "")
+        assert err.strip() == f"error: {words} config"
 
 
 @pytest.mark.slow
