@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= configs/digits.yaml
-PYTEST = $(BIN)/python -m pytest
+# A file stays on one worker: its tests share what they compile and the runs they set up.
+PYTEST = $(BIN)/python -m pytest --dist loadfile
 
 .PHONY: install train test test-all test-parity test-gpu lint format clean
 
