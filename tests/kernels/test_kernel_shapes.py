@@ -23,7 +23,7 @@ WIDTHS = (1, 31, 64, 96, 128, 256, 1152, 1536, 3072, 5120, 8192)
 LENGTHS = (1, 7, 37, 1000)
 BATCHES = (1, 2, 5)
 DTYPES = ((BF16, F32), (F32, F32), (BF16, BF16), (F16, F32), (F16, F16))
-NARROW = 256
+NARROW = 128
 """Width up to which the interpreter takes a second for 1000 tokens; beyond, minutes."""
 
 
