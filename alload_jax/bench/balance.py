@@ -6,7 +6,6 @@ computed. Latents and texts are random.
 """
 
 import dataclasses
-import hashlib
 import json
 import sys
 import time
@@ -22,12 +21,13 @@ from alload_jax.bench.device_trace import traced
 from alload_jax.bench.jax_step import model_config, out_of_memory
 from alload_jax.bench.surroundings import surroundings
 from alload_jax.bench.workload_step import RandomReader, drawn, manifest_of, representative
-from alload_jax.data.batch import AnyBatch, signature
+from alload_jax.data.batch import signature
 from alload_jax.data.collate import Collator
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.layout import layout_for
 from alload_jax.data.placement import PlacedStep, place_ahead
 from alload_jax.models.config import DiTConfig
+from alload_jax.planning.digest import digest
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
@@ -110,8 +110,8 @@ def run_steps(model: DiTConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int]) -
             raise FloatingPointError(f"the loss is {loss}")
 
     begin = time.perf_counter()
-    shapes = _shapes(steps)
-    list(trainer.compile(shapes))
+    shapes = {signature(batch): batch for step in steps for batch in step.batches}
+    list(trainer.compile(list(shapes.values())))
     compile_seconds = time.perf_counter() - begin
     for step in _unlike(steps):
         run(step)
@@ -143,15 +143,6 @@ def _trainer(model: DiTConfig, mesh: Mesh, groups: Sequence[Mesh]) -> Trainer | 
     return make_trainer(recipe, mesh, init_state(model, optimizer, mesh, 0), groups)
 
 
-def _shapes(steps: Sequence[PlacedStep]) -> list[AnyBatch]:
-    """Shapes and dtypes of the steps' micro-batches, each once."""
-    shapes = {signature(batch): batch for step in steps for batch in step.batches}
-    return [
-        jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), batch)
-        for batch in shapes.values()
-    ]
-
-
 def _unlike(steps: Sequence[PlacedStep]) -> Iterator[PlacedStep]:
     """Steps of which each runs a program, for a group, that none before it runs."""
     seen: set[Any] = set()
@@ -165,15 +156,12 @@ def _unlike(steps: Sequence[PlacedStep]) -> Iterator[PlacedStep]:
 
 def _digest(plan: Plan, mesh: Mesh) -> str:
     """The same for plans whose first epochs run the same programs on the same samples."""
-    epoch = plan.epoch(0)
-    content = hashlib.sha256(repr((dict(mesh.shape), plan.group_ranks)).encode())
+    epoch, packing = plan.epoch(0), plan.epoch(0).packing
     columns = [epoch.step, epoch.micro_batch, epoch.rank, epoch.rows, epoch.offsets, epoch.sample]
-    if epoch.packing:
-        content.update(repr((epoch.packing.segments, epoch.packing.levels)).encode())
-        columns += [epoch.packing.offset, epoch.packing.tokens]
-    for column in columns:
-        content.update(np.ascontiguousarray(column).tobytes())
-    return content.hexdigest()
+    if packing:
+        columns += [packing.offset, packing.tokens, packing.anchor_tokens]
+        columns += [np.asarray([packing.segments, *packing.levels])]
+    return digest(np.asarray([*mesh.shape.values(), plan.group_ranks]), *columns)
 
 
 def _peaks() -> list[int] | None:
@@ -187,9 +175,9 @@ def measure(settings: Settings) -> dict[str, Any]:
     model, mesh = model_config(settings.model), settings.mesh()
     noted = surroundings(["jax", "jaxlib", "flax"]) | {"devices": jax.device_count()}
     plan, config = settings.plan(mesh)
-    digest = _digest(plan, mesh)
-    if digest in settings.measured:
-        return noted | {"same_as": settings.measured[digest]}
+    known_by = _digest(plan, mesh)
+    if known_by in settings.measured:
+        return noted | {"same_as": settings.measured[known_by]}
     epoch, seq_len = plan.epoch(0), plan.samples.seq_len
     costs = micro_batch_costs(epoch, seq_len, config.predictor(), config.anchor_seconds())
     predicted = rank_costs(epoch, costs).max(axis=1)
@@ -208,7 +196,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             "samples": len(plan.samples),
             "tokens": int(seq_len.sum()),
             "steps": epoch.steps,
-            "digest": digest,
+            "digest": known_by,
             "predicted_epoch": float(predicted.sum()),
             "predicted": predicted[chosen].tolist(),
         }

@@ -9,7 +9,7 @@ import rich.box
 from rich.console import Console
 from rich.table import Table
 
-from alload_jax.commands.bench_output import typed
+from alload_jax.commands.bench_output import require_place, typed
 from alload_jax.errors import InputError
 
 HELP = "Measure kernels on this device: against XLA's fusion, and PyTorch where it is installed."
@@ -55,15 +55,13 @@ def run(options: argparse.Namespace) -> int:
     workloads = _workloads(options)
     functions = _functions(options)
     out = Path(options.out)
-    if not out.name:
-        raise InputError(f"alload bench kernel: --out {options.out!r} is no file name; give one")
-    if not out.parent.is_dir():
-        raise InputError(f"alload bench kernel: --out {out}: folder {out.parent} does not exist")
+    written = [out.parent / f"{out.name}.{kind}" for kind in ("json", "png")] if out.name else [out]
+    for path in written:
+        require_place("alload bench kernel", "--out", path)
     require_gpu()
     device = jax.devices()[0].device_kind
     copy = copy_bandwidth()
     made_with = surroundings([*_PACKAGES, *competitors.installed()])
-    written = [out.with_name(f"{out.name}.{kind}") for kind in ("json", "png")]
     entries: list[kernel.Entry] = []
     console = Console(soft_wrap=True, width=_WIDTH)
     for entry in kernel.measure(workloads, functions, not options.without_others):

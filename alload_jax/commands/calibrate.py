@@ -12,6 +12,7 @@ import rich.box
 from rich.console import Console
 from rich.table import Table
 
+from alload_jax.commands.bench_output import require_counts, require_place
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, read_cost_file, write_cost_file
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:  # JAX takes a second to import, and a GPU's memory
     from alload_jax.bench.calibration import Bounds, Calibration, MemoryFinding, Outcome
     from alload_jax.bench.jax_step import Step
     from alload_jax.config import Config
+
+_COMMAND = "alload calibrate"
 
 HELP = "Measure training steps on this device and fit a cost model: seconds and memory by length."
 
@@ -98,19 +101,15 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     for name in ("out", "picture"):
         value = getattr(options, name)
-        if value is not None and (not Path(value).name or not Path(value).parent.is_dir()):
-            raise InputError(
-                f"alload calibrate: --{name} {value}: no file in an existing folder; name one"
-            )
+        if value is not None:
+            require_place(_COMMAND, f"--{name}", Path(value))
     for name in ("seconds", "memory_gb"):
         value = getattr(options, name)
         if value is not None and not value > 0:
             flag = name.replace("_", "-")
             raise InputError(f"alload calibrate: --{flag} is {value}; it must be above 0")
-    for name in ("shortest", "longest", "layers"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise InputError(f"alload calibrate: --{name} is {value}; it must be at least 1")
+    counts = ("shortest", "longest", "layers")
+    require_counts(_COMMAND, **{name: getattr(options, name) for name in counts})
     if not 0 <= options.margin < 1:
         raise InputError(
             f"alload calibrate: --margin is {options.margin}; it must be from 0 to below 1"

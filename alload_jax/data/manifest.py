@@ -1,6 +1,5 @@
 """The manifest: a Parquet row per sample, beside the shards that hold the samples."""
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from alload_jax.errors import InputError
+from alload_jax.planning.digest import digest
 from alload_jax.planning.geometry import Geometry, Triple
 from alload_jax.planning.samples import Samples, samples_from_columns
 
@@ -79,7 +79,7 @@ class Manifest:
 
     def digest(self) -> str:
         """The same for the same records in the same order."""
-        return hashlib.sha256(self.checksum.tobytes()).hexdigest()[:16]
+        return digest(self.checksum)
 
     def require(self, channels: int, patch_size: Triple) -> None:
         """Checks that a model of that patch size can take every sample.

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from alload_jax.models.length_classes import WINDOWS
 from alload_jax.planning.plan import Plan
 
-_FILLER_PIECES, _LEAST_FILLER = 64, 256
-"""Filler attends to itself: in so many pieces of an empty row, that costs next to nothing, but
-pieces need be no shorter than this."""
+_LEAST_FILLER = 256
+"""Filler attends to itself: in as many pieces as attention has windows, that costs next to nothing,
+but pieces need be no shorter than this."""
 _LONG_CONDITION, _SHORT_CONDITION = 512, 8
 """A row's condition tokens are a multiple of one of these, so that attention can show them to cuDNN
 in equal windows: of the first where samples have as many."""
@@ -64,10 +64,8 @@ def row_sizes(plan: Plan, condition: int, region: int) -> RowSizes:
     assert packing is not None
     tokens, samples = int(epoch.padded_len[0]), packing.segments
     joint = packing.context * region
-    longest_whole = _longest(packing.longest_whole, packing.align, tokens - region)
-    longest_joint = _longest(int(plan.samples.seq_len.max()), packing.align, joint)
-    filler = _longest_filler(longest_whole, packing.align, tokens - region)
-    joint_filler = _longest_filler(longest_joint, packing.align, joint)
+    filler = _longest_filler(packing.align, tokens - region)
+    joint_filler = _longest_filler(packing.align, joint)
     # A gap behind each sample, where they are aligned.
     gaps = 2 if packing.align > 1 else 1
     whole = gaps * samples + _pieces(tokens - region, filler)
@@ -84,25 +82,17 @@ def row_sizes(plan: Plan, condition: int, region: int) -> RowSizes:
         whole_slots=whole,
         joint_slots=gaps * shared + _pieces(joint, joint_filler),
         condition=-(-wanted // multiple) * multiple,
-        longest_whole=longest_whole,
+        longest_whole=max(filler, min(packing.longest_whole, tokens - region)),
         longest_part=max(1, region),
-        longest_joint=longest_joint,
+        longest_joint=max(joint_filler, min(int(plan.samples.seq_len.max()), joint)),
         longest_filler=filler,
         longest_joint_filler=joint_filler,
     )
 
 
-def _longest(sample: int, align: int, tokens: int) -> int:
-    """Most tokens of a segment among so many.
-
-    At least a window of attention's, of which there are only so many.
-    """
-    return max(1, min(tokens, max(sample, align, tokens // WINDOWS)))
-
-
-def _longest_filler(longest: int, align: int, tokens: int) -> int:
-    """Most tokens of a piece of filler; behind an aligned sample that is one piece."""
-    return min(longest, max(align, _LEAST_FILLER, -(-tokens // _FILLER_PIECES)))
+def _longest_filler(align: int, tokens: int) -> int:
+    """Most tokens of a piece of filler among so many; behind an aligned sample it is one piece."""
+    return max(1, min(tokens, max(align, _LEAST_FILLER, -(-tokens // WINDOWS))))
 
 
 def _pieces(tokens: int, longest: int) -> int:

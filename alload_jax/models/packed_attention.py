@@ -124,10 +124,10 @@ def _forward(heads: _Heads, packed: Packed, is_training: bool) -> list[jax.Array
     for of in classes:
         shown = _shown(heads, packed, of)
         output, *own = _primitive("_dot_product_attention_fwd").bind(*shown.arrays, **options)
-        outputs.append(output.reshape(heads.query.shape))
+        outputs.append(_flat(output))
         statistics += [_of_tokens(found, packed.query, shown.slot) for found in own]
-    found = [outputs, statistics] if is_training else [outputs]
-    return [_own(classes, packed, packed.query, each) for each in found]
+    output = _own(classes, packed, packed.query, outputs).reshape(heads.query.shape)
+    return [output, *([_own(classes, packed, packed.query, statistics)] if is_training else [])]
 
 
 def _forward_rule(
@@ -152,11 +152,11 @@ def _backward_rule(saved: Any, grad: jax.Array) -> tuple[Any, ...]:
             *(part.reshape(like_query) for part in (output, grad)),
             **options,
         )
-        pairs = zip(found, heads, strict=True)
-        grads.append(_Heads(*(part.reshape(like.shape) for part, like in pairs)))
+        grads.append([_flat(part) for part in found])
     sides = (packed.query, packed.key, packed.key)
-    parts = zip(sides, zip(*grads, strict=True), strict=True)
-    return (*(_own(classes, packed, side, found) for side, found in parts), None)
+    parts = zip(sides, zip(*grads, strict=True), heads, strict=True)
+    own = (_own(classes, packed, side, of).reshape(like.shape) for side, of, like in parts)
+    return (*own, None)
 
 
 _fused.defvjp(_forward_rule, _backward_rule)
@@ -232,15 +232,19 @@ def _own(
       classes: shortest first.
       packed: where segments lie.
       side: its queries or its keys.
-      found: for each class [R, S, ...] or [R·S, ...] of that side's tokens.
+      found: for each class [R·S, ...] of that side's tokens.
     """
     queries = packed.query.length.reshape(-1)[_segment_of_token(side)]
     chosen, *others = found
     for of, other in zip(classes[1:], others, strict=True):
-        tokens = other.shape[:2] if other.ndim > 2 else other.shape[:1]
-        longer = (queries > of.above).reshape(*tokens, *[1] * (other.ndim - len(tokens)))
+        longer = (queries > of.above).reshape(-1, *[1] * (other.ndim - 1))
         chosen = jnp.where(longer, other, chosen)
     return chosen
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """[rows, tokens, ...] → [rows·tokens, ...]."""
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _first_tokens(segments: Segments) -> jax.Array:

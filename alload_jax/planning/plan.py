@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from alload_jax.planning.digest import digest
 from alload_jax.planning.epoch import EpochPlan, Packing
 from alload_jax.planning.policies.policy import Policy, RankLayout
 from alload_jax.planning.samples import Samples
@@ -152,21 +153,14 @@ class Plan:
             "policy": type(self.policy).__name__,
             **{k: v for k, v in fields.items() if k not in _LATER or v != _LATER[k]},
             "seed": self.seed,
-            "samples": _digest(self.samples.shape, self.samples.seq_len),
-            "order": _digest(self.epoch(0).sample),
+            "samples": digest(self.samples.shape, self.samples.seq_len),
+            "order": digest(self.epoch(0).sample),
         }
 
     def fingerprint(self) -> str:
         """A short digest of `identity`."""
         content = json.dumps(self.identity(), sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def _digest(*columns: np.ndarray) -> str:
-    digest = hashlib.sha256()
-    for column in columns:
-        digest.update(np.ascontiguousarray(column).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _micro_batch(plan: EpochPlan, position: int) -> MicroBatch:

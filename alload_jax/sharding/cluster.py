@@ -23,6 +23,7 @@ from alload_jax.sharding.coordination import (
     meet,
     member_by_launcher,
 )
+from alload_jax.sharding.relay import host_and_port
 from alload_jax.sharding.watch import Watch
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class ClusterConfig:
             )
         if self.coordinator is not None and not re.fullmatch(r"\S+:\d+", self.coordinator):
             raise InputError(f"cluster.coordinator is {self.coordinator!r}; give it as host:port")
-        if self.coordinator is not None and not 0 < int(self.coordinator.split(":")[-1]) < 2**16:
+        if self.coordinator is not None and not 0 < host_and_port(self.coordinator)[1] < 2**16:
             raise InputError(f"cluster.coordinator is {self.coordinator}; ports are 1 to 65535")
         if self.processes is not None and self.processes < 1:
             raise InputError(f"cluster.processes is {self.processes}; it must be at least 1")
@@ -225,7 +226,7 @@ def _patience(member: Member) -> Iterator[None]:
 
 
 def _reason_to_wait(member: Member) -> str:
-    host = member.coordinator.rpartition(":")[0].strip("[]")
+    host, _ = host_and_port(member.coordinator)
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:

@@ -12,7 +12,7 @@ import jax
 from jax._src import clusters, distributed
 
 from alload_jax.errors import InputError
-from alload_jax.sharding.relay import Relay
+from alload_jax.sharding.relay import Relay, host_and_port
 
 JOIN_SECONDS = 300
 """How long processes wait for each other at the start."""
@@ -81,9 +81,8 @@ def meet(member: Member, heartbeat_seconds: float) -> None:
 
 
 def _require_free(coordinator: str) -> None:
-    port = int(coordinator.rpartition(":")[2])
     try:
-        socket.create_server(("", port)).close()
+        socket.create_server(("", host_and_port(coordinator)[1])).close()
     except OSError as error:
         raise InputError(
             f"cluster.coordinator is {coordinator}, but process 0 cannot listen there "

@@ -9,6 +9,12 @@ import socket
 from threading import Thread
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of `host:port`; an IPv6 host may stand in brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 class Relay:
     """Passes on what comes to a port of this host.
 
@@ -18,8 +24,7 @@ class Relay:
 
     def __init__(self, target: str):
         """Begins to serve for as long as the process lives; `target` is host:port."""
-        host, _, port = target.rpartition(":")
-        self._target = host.strip("[]"), int(port)
+        self._target = host_and_port(target)
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
         _start(self._serve)
