@@ -30,7 +30,9 @@ def rows_by_length(policy, lengths):
 def exact_quotients(m_comp, seq_len, p):
     """Every value that M_comp // S^p may take: one, but for ties that floats cannot decide."""
     if p == int(p):
-        return {Fraction(m_comp) // seq_len ** int(p)}
+        # A hair below a whole number of rows is taken for it, see the policy.
+        quotient = Fraction(m_comp) / seq_len ** int(p)
+        return {math.floor(quotient), math.floor(quotient * (1 + Fraction(1, 10**12)))}
     with localcontext() as context:
         context.prec = 60
         quotient = Decimal(m_comp) / Decimal(seq_len) ** Decimal(p)
