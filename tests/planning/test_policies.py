@@ -32,12 +32,12 @@ def exact_quotients(m_comp, seq_len, p):
     if p == int(p):
         # A hair below a whole number of rows is taken for it, see the policy.
         quotient = Fraction(m_comp) / seq_len ** int(p)
-        return {math.floor(quotient), math.floor(quotient * (1 + Fraction(1, 10**12)))}
+        return {math.floor(quotient), math.floor(quotient * (1 + Fraction(1, 10**9)))}
     with localcontext() as context:
         context.prec = 60
         quotient = Decimal(m_comp) / Decimal(seq_len) ** Decimal(p)
         slack = max(Decimal(1), quotient) * Decimal("1e-12")
-        return {math.floor(quotient - slack), math.floor(quotient + slack)}
+        return {math.floor(quotient - slack), math.floor(quotient * (1 + Decimal("1e-9")) + slack)}
 
 
 @given(LENGTHS, st.integers(0, 10**6))
