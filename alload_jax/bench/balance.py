@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from alload_jax.bench.device_trace import traced
 from alload_jax.bench.jax_step import model_config, out_of_memory
 from alload_jax.bench.surroundings import surroundings
+from alload_jax.bench.weights import without_zeros
 from alload_jax.bench.workload_step import RandomReader, drawn, manifest_of, representative
 from alload_jax.data.batch import signature
 from alload_jax.data.collate import Collator
@@ -140,7 +141,8 @@ def _trainer(model: DiTConfig, mesh: Mesh, groups: Sequence[Mesh]) -> Trainer | 
     config = OptimizerConfig()
     optimizer = make_optimizer(config, _LR_STEPS)
     recipe = Recipe(model, DiffusionConfig(), optimizer, config)
-    return make_trainer(recipe, mesh, init_state(model, optimizer, mesh, 0), groups)
+    state = without_zeros(init_state(model, optimizer, mesh, 0))
+    return make_trainer(recipe, mesh, state, groups)
 
 
 def _unlike(steps: Sequence[PlacedStep]) -> Iterator[PlacedStep]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alload_jax.bench.surroundings import surroundings
+from alload_jax.bench.weights import without_zeros
 from alload_jax.data.batch import AnyBatch, Batch
 from alload_jax.models.config import DiTConfig, TextConfig
 from alload_jax.models.weights import parameter_count
@@ -91,7 +92,7 @@ class Step:
         """A fresh state. What was donated to a step that failed is gone with it."""
         self.state: Any = None
         self.sums: Any = None
-        self.state = init_state(self.model, self._transform, self.mesh, 0)
+        self.state = without_zeros(init_state(self.model, self._transform, self.mesh, 0))
         self.sums = zero_sums(self.state.params, self.mesh)
 
     def compile(self, latents: tuple[int, ...]) -> Any:
