@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fsdp", type=int, default=1, help="devices that share the parameters (default 1)")
     add("--cost-model", required=True, help="JSON of `alload calibrate`")
     add("--out", default="balance.json", help="written after each case")
-    add("--picture", help="PNG of who waits when, of the first and the best case")
+    add("--picture", help="PNG of who waits when, in the first case and the faster balanced one")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -193,6 +193,14 @@ def _unmeasured(case: dict[str, Any]) -> str:
     return case["error"] if "error" in case else f"the same steps as {case['same_as']}"
 
 
+def _mean_and_spread(peak_bytes: list[int] | None) -> tuple[str, str]:
+    """Of the most bytes that each device has held, in words."""
+    if peak_bytes is None:
+        return gigabytes(None), "-"
+    mean = round(statistics.fmean(peak_bytes))
+    return gigabytes(mean), gigabytes(max(peak_bytes) - min(peak_bytes))
+
+
 def _table(content: dict[str, Any]) -> Table:
     layers = content["model"]["num_layers"]
     title = (
@@ -200,24 +208,23 @@ def _table(content: dict[str, Any]) -> Table:
         f"{content['m_mem']:,} tokens a rank"
     )
     columns = ("case", "tokens/s", "epoch, s", *_OF_DEVICES)
-    memory = ("most memory", "least", "programs", "to compile, s", "prediction off by")
-    table = markdown_table(title, (*columns, *memory))
+    others = ("memory", "spread", "programs", "to compile, s", "prediction off by")
+    table = markdown_table(title, (*columns, *others))
     for case in content["cases"]:
         name = case["case"]
         if "error" in case:
             table.add_row(f"{name}: {case['error']}")
             continue
         if "same_as" in case:
-            name += f", {_unmeasured(case)}"
+            name += f" = {case['same_as']}"
             case = next(c for c in content["cases"] if c["case"] == case["same_as"])
-        figures, peaks = case["figures"], case["peak_bytes"] or [None]
+        figures = case["figures"]
         table.add_row(
             name,
             f"{figures['tokens_per_second']:,.0f}",
             f"{figures['epoch_seconds']:,.1f}",
             *(f"{figures[key]:.1%}" if key in figures else "-" for key in _OF_DEVICES),
-            gigabytes(max(peaks)),
-            gigabytes(min(peaks)),
+            *_mean_and_spread(case["peak_bytes"]),
             f"{case['programs']}",
             f"{case['compile_seconds']:.0f} ({case['compiled']})",
             f"{figures['prediction_error']:.1%}",

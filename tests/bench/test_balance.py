@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from alload_jax.bench.balance_picture import write_picture
 from alload_jax.cli import main
 from alload_jax.commands.bench_balance import CASES, summarise
 from alload_jax.errors import InputError
@@ -77,6 +78,23 @@ def test_a_picture_that_cannot_be_drawn_is_one_line_after_the_figures(tmp_path, 
     ):
         main(["bench", "balance", *flags, "--picture", str(picture)])
     assert json.loads(out.read_text())["cases"][0]["figures"]["tokens_per_second"] == 60.0
+
+
+def test_the_picture_is_of_the_first_case_and_balanced(tmp_path, monkeypatch):
+    drawn = []
+    draw = "alload_jax.bench.balance_picture._draw"
+    monkeypatch.setattr(draw, lambda axis, case: drawn.append(case["case"]))
+    names = ["equal_tokens-independent", "balanced", "balanced-anchors", "everything-split"]
+    cases = [
+        measured([seconds], [seconds], [[seconds, seconds]]) | {"case": name}
+        for name, seconds in zip(names, [4.0, 3.0, 2.0, 1.0], strict=True)
+    ]
+    for case in cases:
+        case["predicted_epoch"] = case["seconds"][0]
+    content = {"workload": "x", "devices": 2, "device": "some GPU", "tokens": 600, "cases": cases}
+    summarise(content)
+    write_picture(tmp_path / "a.png", content)
+    assert drawn == ["equal_tokens-independent", "balanced-anchors"]
 
 
 def test_what_is_the_user_s_fault_ends_the_command_in_one_line(tmp_path):
