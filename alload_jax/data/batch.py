@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from alload_jax.models.segments import Segments, SplitRows
+from alload_jax.models.segments import Lengths, Segments, SplitRows
 
 
 class Batch(NamedTuple):
@@ -32,12 +32,12 @@ class Bounds:
 
     Attributes:
       grid: (t, h, w) in tokens of the largest sample along each; no position reaches it.
-      tokens: most tokens of a segment, sample or filler.
+      lengths: of the segments of tokens.
       condition: most condition tokens of a segment.
     """
 
     grid: tuple[int, int, int]
-    tokens: int
+    lengths: Lengths
     condition: int
 
 

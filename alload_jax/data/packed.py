@@ -9,7 +9,6 @@ import numpy as np
 
 from alload_jax.data.batch import Bounds, PackedBatch
 from alload_jax.data.condition import Conditions
-from alload_jax.data.filler import Laid, free_places
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.row_sizes import RowSizes, row_sizes
 from alload_jax.models.config import DiTConfig
@@ -35,14 +34,25 @@ class Place(NamedTuple):
     tokens: int
 
 
+class _Laid(NamedTuple):
+    """Where samples lie, as (first token, tokens).
+
+    Attributes:
+      parts: of a rank's row.
+      joint: of the joint row of the rank's group.
+    """
+
+    parts: list[tuple[int, int]]
+    joint: list[tuple[int, int]]
+
+
 @dataclass(frozen=True)
 class PackedLayout:
     """Lays samples into packed rows (see `Layout`).
 
-    What samples leave free of a row is cut into short segments of filler, whose attention to
-    themselves costs little, each with one empty condition token. They are computed like samples,
-    and weigh nothing. The parts of a sample that is split over ranks are segments each; together
-    they weigh what a whole one does.
+    What samples leave free of a row is filler, tokens of no segment: computed like others, they
+    attend to nothing and weigh nothing. The parts of a sample that is split over ranks are segments
+    each; together they weigh what a whole one does.
 
     Attributes:
       manifest: of the samples.
@@ -80,31 +90,28 @@ class PackedLayout:
         return [
             jax.tree.map(
                 lambda part: jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype),
-                self._batch(sizes, [Laid([], [])]),
+                self._batch(sizes, [_Laid([], [])]),
             )
             for _, sizes in sorted(self.sizes.items(), reverse=True)
         ]
 
     def empty(self, parts: Sequence[MicroBatch]) -> PackedBatch:
-        """See `Layout.empty`: samples' places are laid out, filler fills the rest."""
+        """See `Layout.empty`: samples' places are laid out."""
         rows = [_packed(part) for part in parts]
         laid = [
-            Laid(list(zip(row.offsets, row.tokens, strict=True)), list(row.joint)) for row in rows
+            _Laid(list(zip(row.offsets, row.tokens, strict=True)), list(row.joint)) for row in rows
         ]
         return self._batch(self.sizes[rows[0].anchor_tokens], laid)
 
-    def _batch(self, sizes: RowSizes, rows: Sequence[Laid]) -> PackedBatch:
+    def _batch(self, sizes: RowSizes, rows: Sequence[_Laid]) -> PackedBatch:
         """A batch without samples, from where they will lie in each row."""
         table = np.zeros((2, len(rows), sizes.slots), np.int32)
         of_condition = np.zeros_like(table)
+        length = self.conditions.length
         for row, laid in enumerate(rows):
-            filler = free_places(laid.parts, 0, sizes.region, sizes.longest_part)
-            filler += free_places(laid.parts, sizes.region, sizes.tokens, sizes.longest_filler)
-            lengths = [self.conditions.length] * len(laid.parts) + [1] * len(filler)
-            for slot, place in enumerate(laid.parts + filler):
+            for slot, place in enumerate(laid.parts):
                 table[:, row, slot] = place
-            of_condition[1, row, : len(lengths)] = lengths
-            of_condition[0, row, 1 : len(lengths)] = np.cumsum(lengths)[:-1]
+                of_condition[:, row, slot] = slot * length, length
         channels = self.model.in_channels * int(np.prod(self.model.patch_size))
         return PackedBatch(
             tokens=np.zeros((len(rows), sizes.tokens, channels), np.float32),
@@ -117,7 +124,7 @@ class PackedLayout:
             first=np.zeros((len(rows), sizes.slots), np.int32),
             seq_len=table[1].copy(),
             split=_split_rows(sizes, rows, table) if sizes.region else None,
-            bounds=Bounds(self.grid, sizes.longest, max(1, self.conditions.length)),
+            bounds=Bounds(self.grid, sizes.lengths, max(1, self.conditions.length)),
         )
 
     def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Place]]:
@@ -158,20 +165,18 @@ def _packed(part: MicroBatch) -> PackedRow:
     return part.packed
 
 
-def _split_rows(sizes: RowSizes, rows: Sequence[Laid], table: np.ndarray) -> SplitRows:
+def _split_rows(sizes: RowSizes, rows: Sequence[_Laid], table: np.ndarray) -> SplitRows:
     """Where whole segments lie behind the region, and split ones in the joint rows."""
-    joint = np.zeros((2, len(rows), sizes.joint_slots), np.int32)
-    whole = np.zeros((2, len(rows), sizes.whole_slots), np.int32)
-    joint_tokens = sizes.context * sizes.region
+    joint = np.zeros((2, len(rows), sizes.joint), np.int32)
+    whole = np.zeros((2, len(rows), sizes.whole), np.int32)
     for row, laid in enumerate(rows):
-        split = laid.joint + free_places(laid.joint, 0, joint_tokens, sizes.longest_joint_filler)
-        for slot, place in enumerate(split):
+        for slot, place in enumerate(laid.joint):
             joint[:, row, slot] = place
         behind = table[:, row, table[0, row] >= sizes.region]
         whole[:, row, : behind.shape[1]] = behind - [[sizes.region], [0]]
     return SplitRows(
         whole=segments_of(whole, sizes.tokens - sizes.region),
-        joint=segments_of(joint, joint_tokens),
+        joint=segments_of(joint, sizes.context * sizes.region),
         region=sizes.region,
-        longest=(sizes.longest_whole, sizes.longest_joint),
+        lengths=(sizes.whole_lengths, sizes.joint_lengths),
     )

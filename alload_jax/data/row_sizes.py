@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass
 
-from alload_jax.models.length_classes import WINDOWS
+import numpy as np
+
+from alload_jax.models.segments import Lengths
 from alload_jax.planning.plan import Plan
 
-_LEAST_FILLER = 256
-"""Filler attends to itself: in as many pieces as attention has windows, that costs next to nothing,
-but pieces need be no shorter than this."""
 _LONG_CONDITION, _SHORT_CONDITION = 512, 8
 """A row's condition tokens are a multiple of one of these, so that attention can show them to cuDNN
 in equal windows: of the first where samples have as many."""
+_THINNED = 0.75
+"""Lengths are told apart where fewer of the segments are longer."""
 
 
 @dataclass(frozen=True)
@@ -21,34 +22,28 @@ class RowSizes:
       tokens: T.
       region: A, the first tokens of each row, which hold parts of split samples.
       context: c, ranks of a group, whose regions make one joint row.
-      slots: segments of a row.
-      whole_slots: those behind the region.
-      joint_slots: segments of a joint row.
+      whole: most samples behind the region.
+      joint: most samples of a joint row, and parts of samples in a region.
       condition: condition tokens of a row.
-      longest_whole: most tokens of a segment behind the region, samples or filler.
-      longest_part: most tokens of a segment in the region.
-      longest_joint: most tokens of a segment of a joint row.
-      longest_filler: most tokens of a segment of filler behind the region.
-      longest_joint_filler: most tokens of one in a joint row.
+      lengths: of the segments of a row.
+      whole_lengths: of those behind the region.
+      joint_lengths: of those of a joint row.
     """
 
     tokens: int
     region: int
     context: int
-    slots: int
-    whole_slots: int
-    joint_slots: int
+    whole: int
+    joint: int
     condition: int
-    longest_whole: int
-    longest_part: int
-    longest_joint: int
-    longest_filler: int
-    longest_joint_filler: int
+    lengths: Lengths
+    whole_lengths: Lengths
+    joint_lengths: Lengths
 
     @property
-    def longest(self) -> int:
-        """Most tokens of any segment of a row."""
-        return max(self.longest_whole, self.longest_part)
+    def slots(self) -> int:
+        """Segments of a row."""
+        return self.whole + self.joint
 
 
 def row_sizes(plan: Plan, condition: int, region: int) -> RowSizes:
@@ -62,39 +57,46 @@ def row_sizes(plan: Plan, condition: int, region: int) -> RowSizes:
     epoch = plan.epoch(0)
     packing = epoch.packing
     assert packing is not None
-    tokens, samples = int(epoch.padded_len[0]), packing.segments
-    joint = packing.context * region
-    filler = _longest_filler(packing.align, tokens - region)
-    joint_filler = _longest_filler(packing.align, joint)
-    # A gap behind each sample, where they are aligned.
-    gaps = 2 if packing.align > 1 else 1
-    whole = gaps * samples + _pieces(tokens - region, filler)
-    shared = packing.region_segments
-    parts = gaps * shared + 1 if region else 0
-    real = samples + (shared if region else 0)
-    wanted = real * condition + whole + parts - real
+    tokens, whole = int(epoch.padded_len[0]), packing.segments
+    joint = packing.region_segments if region else 0
+    behind, together = tokens - region, packing.context * region
+    seq_len = np.unique(plan.samples.seq_len)
+    never_split = seq_len[seq_len <= packing.longest_whole]
     multiple = _LONG_CONDITION if condition >= _LONG_CONDITION else _SHORT_CONDITION
     return RowSizes(
         tokens=tokens,
         region=region,
         context=packing.context,
-        slots=whole + parts,
-        whole_slots=whole,
-        joint_slots=gaps * shared + _pieces(joint, joint_filler),
-        condition=-(-wanted // multiple) * multiple,
-        longest_whole=max(filler, min(packing.longest_whole, tokens - region)),
-        longest_part=max(1, region),
-        longest_joint=max(joint_filler, min(int(plan.samples.seq_len.max()), joint)),
-        longest_filler=filler,
-        longest_joint_filler=joint_filler,
+        whole=whole,
+        joint=joint,
+        condition=max(1, -(-(whole + joint) * condition // multiple)) * multiple,
+        lengths=_lengths(behind, never_split, whole, (region, joint)),
+        whole_lengths=_lengths(behind, never_split, whole),
+        joint_lengths=_lengths(together, seq_len, joint),
     )
 
 
-def _longest_filler(align: int, tokens: int) -> int:
-    """Most tokens of a piece of filler among so many; behind an aligned sample it is one piece."""
-    return max(1, min(tokens, max(align, _LEAST_FILLER, -(-tokens // WINDOWS))))
+def _lengths(
+    tokens: int, seq_len: np.ndarray, samples: int, parts: tuple[int, int] = (0, 0)
+) -> Lengths:
+    """Of the segments of a row.
 
+    Args:
+      tokens: that samples lie in.
+      seq_len: lengths of samples, ascending, each once; longer ones than `tokens` lie elsewhere.
+      samples: most of them in a row.
+      parts: the most tokens of a part of a sample, and most parts, which may lie there besides.
+    """
+    seq_len = seq_len[seq_len <= tokens]
+    longest, count = parts
 
-def _pieces(tokens: int, longest: int) -> int:
-    """Segments of filler where nothing lies."""
-    return -(-tokens // longest)
+    def most(above: int) -> int:
+        longer = seq_len[np.searchsorted(seq_len, above, side="right") :]
+        fit = min(samples, tokens // int(longer[0])) if len(longer) else 0
+        return fit + count * (longest > above)
+
+    lengths = [(0, max(1, most(0)))]
+    for above in np.unique([*seq_len, max(1, longest), 1]).tolist():
+        if (found := most(above)) < _THINNED * lengths[-1][1]:
+            lengths.append((above, found))
+    return tuple(lengths)

@@ -6,15 +6,14 @@ lengths, each shown to cuDNN by itself in rows that are no longer than it needs,
 proportion to the tokens.
 """
 
-import itertools
 import math
 from typing import NamedTuple
 
-WINDOWS = 64
+from alload_jax.models.segments import Lengths
+
+_WINDOWS = 64
 """Most windows that a row is shown as."""
 _WINDOW_MULTIPLE = 8
-_SHORTER = (4, 16, 64)
-"""Classes end at the longest segment's length divided by these."""
 _CLASS_COST = 4
 """Of a further class, in passes over the rows' tokens: outputs and gradients are put together."""
 
@@ -35,7 +34,7 @@ class LengthClass(NamedTuple):
     """Segments of more than `above` queries, up to a bound.
 
     Attributes:
-      above: −1 in the lowest class, which has the unused slots too.
+      above: 0 in the lowest class.
       longest: most queries of a segment.
       slots: most of the segments of all rows that there can be.
       windows: how cuDNN is shown them.
@@ -53,36 +52,26 @@ class LengthClass(NamedTuple):
 
 
 def length_classes(
-    queries: tuple[int, int],
-    keys: tuple[int, int],
-    slots: int,
-    longest: tuple[int, int],
-    alike: bool,
+    queries: tuple[int, int], keys: tuple[int, int], lengths: Lengths, longest_key: int | None
 ) -> tuple[LengthClass, ...]:
     """The classes of least cost, shortest segments first.
 
     Args:
       queries, keys: (rows, tokens) of both.
-      slots: segments of all rows, used or not.
-      longest: bounds on the queries and on the keys of a segment.
-      alike: whether segments have as many keys as queries.
+      lengths: of the segments of queries in each row.
+      longest_key: a bound on the keys of a segment; None where it has as many as queries.
     """
-    total = math.prod(queries)
-
-    def classes_of(divisors: tuple[int, ...]) -> tuple[LengthClass, ...]:
-        bounds = sorted({-(-longest[0] // divisor) for divisor in (*divisors, 1)})
+    passes = _CLASS_COST * math.prod(queries)
+    # For each of the lengths: the least cost of classes up to it, and those classes.
+    best: list[tuple[int, tuple[LengthClass, ...]]] = [(0, ())]
+    for longest, _ in lengths[1:]:
+        windows = windows_for(queries, keys, (longest, longest_key or longest))
         found = []
-        for above, bound in zip([-1, *bounds], bounds, strict=False):
-            most = min(slots, total // (above + 1)) if above > 0 else slots
-            widest = windows_for(queries, keys, (bound, bound if alike else longest[1]))
-            found.append(LengthClass(above, bound, most, widest))
-        return tuple(found)
-
-    def cost(classes: tuple[LengthClass, ...]) -> int:
-        return sum(each.launched for each in classes) + _CLASS_COST * total * len(classes)
-
-    subsets = (itertools.combinations(_SHORTER, n) for n in range(len(_SHORTER) + 1))
-    return min(map(classes_of, itertools.chain.from_iterable(subsets)), key=cost)
+        for (above, most), (cost, shorter) in zip(lengths, best, strict=False):
+            each = LengthClass(above, longest, queries[0] * most, windows)
+            found.append((cost + each.launched + passes, (*shorter, each)))
+        best.append(min(found, key=lambda classes: classes[0]))
+    return best[-1][1]
 
 
 def windows_for(
@@ -90,7 +79,7 @@ def windows_for(
 ) -> Windows:
     """The most windows that the longest segments fit into, from (rows, tokens) of both."""
     totals = math.prod(queries), math.prod(keys)
-    for count in range(WINDOWS * queries[0], 0, -1):
+    for count in range(_WINDOWS * queries[0], 0, -1):
         sizes = [total // count for total in totals]
         whole = not any(total % count for total in totals)
         if whole and all(

@@ -64,12 +64,7 @@ def packed_obstacle(elements: int = 0) -> str:
 
 
 def cudnn_packed(query: jax.Array, key: jax.Array, value: jax.Array, packed: Packed) -> jax.Array:
-    """cuDNN's packed attention; as `xla_packed` where every query belongs to a segment.
-
-    Of keys and values outside segments cuDNN leaves gradients unwritten: they are zero here.
-    """
-    inside = packed.key.ids != PADDING
-    key, value = _zero_gradients_outside(inside, key), _zero_gradients_outside(inside, value)
+    """cuDNN's packed attention, as `xla_packed`; what cuDNN leaves unwritten is zero."""
     return _fused(query, key, value, packed)
 
 
@@ -178,8 +173,8 @@ class _Shown(NamedTuple):
 
 def _classes(heads: _Heads, packed: Packed) -> tuple[LengthClass, ...]:
     rows, queries = heads.query.shape[:2]
-    keys, slots = heads.key.shape[1], packed.query.offset.size
-    return length_classes((rows, queries), (rows, keys), slots, packed.longest, packed.alike)
+    keys = heads.key.shape[1]
+    return length_classes((rows, queries), (rows, keys), packed.lengths, packed.longest_key)
 
 
 def _shown(heads: _Heads, packed: Packed, of: LengthClass) -> _Shown:
@@ -226,7 +221,7 @@ def _slots(belongs: jax.Array, slots: int) -> tuple[jax.Array, jax.Array, jax.Ar
 def _own(
     classes: Sequence[LengthClass], packed: Packed, side: Segments, found: Sequence[jax.Array]
 ) -> jax.Array:
-    """Of each token what was found for its segment's class.
+    """Of each token what was found for its segment's class; zero outside segments.
 
     Args:
       classes: shortest first.
@@ -235,10 +230,11 @@ def _own(
       found: for each class [R·S, ...] of that side's tokens.
     """
     queries = packed.query.length.reshape(-1)[_segment_of_token(side)]
-    chosen, *others = found
-    for of, other in zip(classes[1:], others, strict=True):
-        longer = (queries > of.above).reshape(-1, *[1] * (other.ndim - 1))
-        chosen = jnp.where(longer, other, chosen)
+    queries = jnp.where(side.ids.reshape(-1) == PADDING, 0, queries)
+    chosen = jnp.zeros_like(found[0])
+    for of, each in zip(classes, found, strict=True):
+        longer = (queries > of.above).reshape(-1, *[1] * (each.ndim - 1))
+        chosen = jnp.where(longer, each, chosen)
     return chosen
 
 
@@ -287,19 +283,6 @@ def _options(head_dim: int) -> dict[str, Any]:
         "layout": module.AttentionLayout.BTNH.value,
         "sliding_window_length": None,
     }
-
-
-@jax.custom_vjp
-def _zero_gradients_outside(inside: jax.Array, x: jax.Array) -> jax.Array:
-    """x: [R, T, num_heads, head_dim], whose gradient is zero where `inside` [R, T] is not."""
-    del inside
-    return x
-
-
-_zero_gradients_outside.defvjp(
-    lambda inside, x: (x, inside),
-    lambda inside, grad: (None, jnp.where(inside[..., None, None], grad, jnp.zeros_like(grad))),
-)
 
 
 def _primitive(name: str) -> Any:

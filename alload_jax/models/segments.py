@@ -10,6 +10,11 @@ import numpy as np
 PADDING = -1
 """The segment of tokens that belong to none."""
 
+Lengths = tuple[tuple[int, int], ...]
+"""What is static of segments' lengths, as (above, most): of the segments of a row at most so many
+are longer than `above` tokens. The first is of 0, the last of the longest that there may be, of
+which 0 are longer."""
+
 
 class Segments(NamedTuple):
     """Up to M segments in each of R rows of T tokens; unused slots come last.
@@ -28,29 +33,30 @@ class Segments(NamedTuple):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("query", "key"),
-    meta_fields=("longest", "alike"),
+    meta_fields=("lengths", "longest_key"),
 )
 @dataclass(frozen=True)
 class Packed:
     """Who attends to whom in packed rows: segment m of the queries to segment m of the keys.
 
     Attributes:
-      query: where segments lie among queries, every one of which belongs to a segment.
+      query: where segments lie among queries.
       key: where segments lie among keys.
-      longest: static bounds on the tokens of a segment of queries, and of keys.
-      alike: whether the keys' segments lie as those of the queries.
+      lengths: of the segments of queries.
+      longest_key: a static bound on the tokens of a segment of keys; None where the keys' segments
+        are those of the queries.
     """
 
     query: Segments
     key: Segments
-    longest: tuple[int, int]
-    alike: bool = False
+    lengths: Lengths
+    longest_key: int | None
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("whole", "joint"),
-    meta_fields=("region", "longest"),
+    meta_fields=("region", "lengths"),
 )
 @dataclass(frozen=True)
 class SplitRows:
@@ -62,48 +68,50 @@ class SplitRows:
       whole: segments of the other T − A tokens, counted from there.
       joint: segments of the joint row of c·A tokens; the same for all rows of a group.
       region: A.
-      longest: static bounds on the tokens of a segment of `whole`, and of `joint`.
+      lengths: of the segments of `whole`, and of `joint`.
     """
 
     whole: Segments
     joint: Segments
     region: int
-    longest: tuple[int, int]
+    lengths: tuple[Lengths, Lengths]
 
     def within_whole(self) -> Packed:
         """Tokens behind the region attend to those of their segment."""
-        return _to_itself(self.whole, self.longest[0])
+        return _to_itself(self.whole, self.lengths[0])
 
     def within_joint(self) -> Packed:
         """Tokens of the joint row attend to those of their segment."""
-        return _to_itself(self.joint, self.longest[1])
+        return _to_itself(self.joint, self.lengths[1])
 
 
 class PackedRows(NamedTuple):
     """Where the segments of packed rows lie, among tokens and among condition tokens.
 
     Attributes:
-      tokens, condition: the segments of each; every token belongs to one.
-      longest: static bounds on the tokens and the condition tokens of a segment.
+      tokens, condition: the segments of each.
+      lengths: of the segments of tokens.
+      longest_condition: a static bound on the condition tokens of a segment.
       split: where split samples lie, if some may be.
     """
 
     tokens: Segments
     condition: Segments
-    longest: tuple[int, int]
+    lengths: Lengths
+    longest_condition: int
     split: SplitRows | None = None
 
     def within_tokens(self) -> Packed | SplitRows:
         """Tokens attend to those of their segment, or of their split sample."""
-        return self.split or _to_itself(self.tokens, self.longest[0])
+        return self.split or _to_itself(self.tokens, self.lengths)
 
     def to_condition(self) -> Packed:
         """Tokens attend to the condition of their segment."""
-        return Packed(self.tokens, self.condition, self.longest)
+        return Packed(self.tokens, self.condition, self.lengths, self.longest_condition)
 
 
-def _to_itself(segments: Segments, longest: int) -> Packed:
-    return Packed(segments, segments, (longest, longest), alike=True)
+def _to_itself(segments: Segments, lengths: Lengths) -> Packed:
+    return Packed(segments, segments, lengths, None)
 
 
 def segments_of(table: np.ndarray, tokens: int) -> Segments:

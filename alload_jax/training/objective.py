@@ -19,7 +19,7 @@ from alload_jax.errors import InputError
 from alload_jax.models.config import DiTConfig
 from alload_jax.models.dit import DiT
 from alload_jax.models.patches import unpatchify
-from alload_jax.models.segments import PackedRows
+from alload_jax.models.segments import PADDING, PackedRows
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,12 @@ def _packed(
     model: DiT, batch: PackedBatch, key: jax.Array, config: DiffusionConfig, sharding: NamedSharding
 ) -> jax.Array:
     tokens, target, sigma, condition = noised_rows(batch, key, config, model.config)
-    bounds = batch.bounds
-    longest = (bounds.tokens, bounds.condition)
+    bounds, segments = batch.bounds, (batch.segments, batch.condition_segments)
     predicted = model.packed(
         tokens,
         batch.position,
         bounds.grid,
-        PackedRows(batch.segments, batch.condition_segments, longest, batch.split),
+        PackedRows(*segments, bounds.lengths, bounds.condition, batch.split),
         sigma * TIMESTEP_SCALE,
         condition,
         sharding,
@@ -85,7 +84,8 @@ def _packed(
     error = jax.vmap(squared_error)(predicted, target)
     # A sample's loss is the mean over its tokens; a part weighs as its share of them.
     each = batch.weight / jnp.maximum(batch.segments.length, 1)
-    return jnp.sum(_of_segment(each, batch.segments.ids) * error)
+    weight = jnp.where(batch.segments.ids == PADDING, 0, _of_segment(each, batch.segments.ids))
+    return jnp.sum(weight * error)
 
 
 class _Draws(NamedTuple):
@@ -173,5 +173,5 @@ def _without(condition: jax.Array, dropped: jax.Array, model: DiTConfig) -> jax.
 
 
 def _of_segment(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Each token's of a value for each segment: [R, M], [R, T] → [R, T]."""
+    """Each token's of a value for each segment: [R, M], [R, T] → [R, T]; of none, the first's."""
     return jax.vmap(lambda row, slot: row[jnp.maximum(slot, 0)])(values, ids)

@@ -1,7 +1,6 @@
 """Packed rows hold every sample where the plan says, and filler in all the rest."""
 
 import numpy as np
-import pytest
 from data_helpers import PATCH, SpyReader, classes, manifest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,11 +87,13 @@ def test_an_epoch_holds_each_sample_once_as_it_is_stored(case):
 
 @settings(max_examples=40, deadline=None)
 @given(packed_cases())
-def test_segments_cover_every_token_and_filler_weighs_nothing(case):
+def test_segments_hold_samples_and_filler_is_in_none(case):
+    length = case[2].conditions.length
     for step in collated(case):
         for batch in step.batches:
-            split = [batch.split.whole, batch.split.joint] if batch.split else []
-            for segments in (batch.segments, batch.condition_segments, *split):
+            sides = [batch.segments, batch.condition_segments]
+            sides += [batch.split.whole, batch.split.joint] if batch.split else []
+            for segments in sides:
                 for row, ids in enumerate(segments.ids):
                     used = segments.length[row] > 0
                     assert (used[:-1] >= used[1:]).all()
@@ -100,36 +101,30 @@ def test_segments_cover_every_token_and_filler_weighs_nothing(case):
                     assert (counts == segments.length[row]).all()
                     begins = [np.argmax(ids == slot) for slot in np.flatnonzero(used)]
                     assert begins == segments.offset[row, used].tolist()
-            assert (batch.segments.ids >= 0).all()
-            assert batch.segments.length.max() <= batch.bounds.tokens
+            used = batch.segments.length > 0
+            assert (used == (batch.weight > 0)).all()
+            assert (batch.sample[~used] == -1).all()
+            assert (batch.condition_segments.length == used * length).all()
+            assert not batch.tokens[batch.segments.ids < 0].any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(packed_cases())
+def test_no_row_has_more_long_segments_than_is_static(case):
+    for step in collated(case):
+        for batch in step.batches:
+            sides = [(batch.segments, batch.bounds.lengths)]
+            if batch.split:
+                parts = (batch.split.whole, batch.split.joint)
+                sides += zip(parts, batch.split.lengths, strict=True)
+            for segments, lengths in sides:
+                above, most = np.transpose(lengths)
+                assert (np.diff(above) > 0).all()
+                assert (np.diff(most) < 0).all()
+                assert (above[0], most[-1]) == (0, 0)
+                longer = segments.length[:, :, None] > above
+                assert (longer.sum(axis=1) <= most).all()
             assert batch.condition_segments.length.max() <= batch.bounds.condition
-            for segments, longest in zip(split, batch.split.longest if split else (), strict=True):
-                assert (segments.ids >= 0).all()
-                assert segments.length.max(initial=0) <= longest
-            filler = (batch.segments.length > 0) & (batch.weight == 0)
-            assert (batch.sample[filler] == -1).all()
-            assert (batch.condition_segments.length[filler] == 1).all()
-            inside = np.take_along_axis(filler, batch.segments.ids, axis=1)
-            assert not batch.tokens[inside].any()
-
-
-@pytest.mark.parametrize(("context", "split_above"), [(1, 1.0), (2, 1.0), (2, 0.0)])
-def test_filler_beside_a_long_sample_is_in_short_segments(context, split_above):
-    manifest = manifest_of([(81, 64, 64), (1, 2, 2)], [1, 1])
-    config = PlanningConfig(
-        policy="balanced", context=context, split_above=split_above, m_mem=131_072, ranks=2
-    )
-    plan = make_plan(config, manifest.samples(PATCH), 1, seed=0)
-    layout = PackedLayout.of(plan, manifest, MODEL, classes(1))
-    steps = collated((manifest, plan, layout))
-    samples = {*manifest.samples(PATCH).seq_len.tolist()}
-    for batch in (batch for step in steps for batch in step.batches):
-        sides = [batch.split.whole, batch.split.joint] if batch.split else [batch.segments]
-        for side in sides:
-            tokens = side.ids.shape[1]
-            filler = [n for n in side.length.ravel().tolist() if n not in samples]
-            assert max(filler, default=0) <= max(256, -(-tokens // 64))
-            assert (side.length.sum(axis=1) == tokens).all()
 
 
 @settings(max_examples=20, deadline=None)

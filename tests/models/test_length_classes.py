@@ -17,34 +17,41 @@ from alload_jax.models.segments import Packed, segments_of
 HEADS, HEAD_DIM = 2, 8
 
 
-@given(
-    st.integers(1, 3),
-    st.integers(1, 60).map(lambda n: 64 * n),
-    st.integers(1, 300),
-    st.floats(0.01, 1),
-)
+@st.composite
+def bounds(draw, tokens):
+    """Lengths as a layout bounds them, of rows of `tokens`."""
+    above = draw(st.sets(st.integers(1, tokens), min_size=1, max_size=12))
+    most = draw(st.sets(st.integers(1, 300), min_size=len(above), max_size=len(above)))
+    return tuple(zip([0, *sorted(above)], [*sorted(most, reverse=True), 0], strict=True))
+
+
+@given(st.integers(1, 3), st.integers(1, 60).map(lambda n: 64 * n), st.data())
 @settings(max_examples=60, deadline=None)
-def test_classes_hold_every_length_and_never_cost_more_than_one(rows, tokens, slots, share):
-    longest = max(1, int(share * tokens))
+def test_classes_hold_every_length_and_never_cost_more_than_one(rows, tokens, data):
+    lengths = data.draw(bounds(tokens))
     shape = rows, tokens
-    classes = length_classes(shape, shape, rows * slots, (longest, longest), alike=True)
-    assert [of.above for of in classes] == [-1, *(of.longest for of in classes[:-1])]
-    assert classes[-1].longest == longest
-    assert classes[0].slots == rows * slots
+    classes = length_classes(shape, shape, lengths, None)
+    assert [of.above for of in classes] == [0, *(of.longest for of in classes[:-1])]
+    assert classes[-1].longest == lengths[-1][0]
     for of in classes:
         assert of.longest <= of.windows.queries
         assert of.windows.number * of.windows.queries == rows * tokens
-        # So many segments longer than `above` would fill all rows.
-        assert of.slots == rows * slots or (of.slots + 1) * (of.above + 1) > rows * tokens
-    single = length_classes(shape, shape, 1, (longest, longest), alike=True)[-1].windows
-    assert sum(of.launched for of in classes) <= rows * slots * single.queries
+        assert of.slots == rows * dict(lengths)[of.above]
+    (single,) = length_classes(shape, shape, (lengths[0], lengths[-1]), None)
+    assert sum(of.launched for of in classes) <= single.launched
+
+
+def test_few_segments_or_segments_alike_are_one_class():
+    shape = (1, 350_208)
+    assert len(length_classes(shape, shape, ((0, 2), (334_560, 0)), None)) == 1
+    assert len(length_classes(shape, shape, ((0, 224), (1560, 0)), None)) == 1
 
 
 def test_many_short_segments_beside_a_long_one_cost_as_few_tokens_as_the_row_has():
     shape = (1, 350_208)
-    classes = length_classes(shape, shape, 274, (334_560, 334_560), alike=True)
-    assert sum(of.launched for of in classes) < 20 * shape[1]
-    assert len(length_classes(shape, shape, 2, (334_560, 334_560), alike=True)) == 1
+    lengths = ((0, 118), (8160, 5), (65_190, 2), (147_600, 1), (334_560, 0))
+    classes = length_classes(shape, shape, lengths, None)
+    assert sum(of.launched for of in classes) < 9 * shape[1]
 
 
 class FakeCudnn:
@@ -108,10 +115,9 @@ class FakeCudnn:
 
 
 def rows_of(lengths, slots, tokens):
-    """Segments one after another, the row's rest one more."""
+    """Segments one after another; the row's rest is in none."""
     table = np.zeros((2, len(lengths), slots), np.int32)
     for row, own in enumerate(lengths):
-        own = [*own, tokens - sum(own)]
         table[1, row, : len(own)] = own
         table[0, row, : len(own)] = np.cumsum([0, *own[:-1]])
     return segments_of(table, tokens)
@@ -127,9 +133,9 @@ def test_attention_by_classes_is_that_of_one(alike, monkeypatch):
     monkeypatch.setattr(packed_attention, "_options", lambda _: {})
     tokens = rows_of(LENGTHS, 60, 256)
     keys = tokens if alike else rows_of(CONDITION, 60, 64)
-    packed = Packed(tokens, keys, (160, 160 if alike else 16), alike)
-    classes = length_classes((2, 256), keys.ids.shape, 120, packed.longest, alike)
-    assert len(classes) > 1
+    lengths = ((0, 60), (8, 5), (40, 2), (160, 0))
+    packed = Packed(tokens, keys, lengths, None if alike else 16)
+    assert len(length_classes((2, 256), keys.ids.shape, lengths, packed.longest_key)) > 1
     rng = np.random.default_rng(0)
     shapes = [(2, 256), keys.ids.shape, keys.ids.shape, (2, 256)]
     *parts, weight = (
@@ -154,13 +160,13 @@ def test_a_class_without_segments_changes_nothing(monkeypatch):
     monkeypatch.setattr(packed_attention, "_primitive", FakeCudnn)
     monkeypatch.setattr(packed_attention, "_options", lambda _: {})
     short = rows_of([[8] * 31, [1] * 255], 300, 256)
-    packed = Packed(short, short, (256, 256), alike=True)
+    packed = Packed(short, short, ((0, 300), (8, 3), (256, 0)), None)
     parts = [
         jnp.asarray(np.random.default_rng(n).normal(size=(2, 256, HEADS, HEAD_DIM)), jnp.float32)
         for n in range(3)
     ]
-    tight = dataclasses.replace(packed, longest=(8, 8))
+    tight = dataclasses.replace(packed, lengths=((0, 300), (8, 0)))
     packed, tight = jax.tree.map(jnp.asarray, (packed, tight))
-    assert len(length_classes((2, 256), (2, 256), 600, packed.longest, alike=True)) > 1
+    assert len(length_classes((2, 256), (2, 256), packed.lengths, None)) > 1
     within = jax.jit(cudnn_packed)
     np.testing.assert_allclose(within(*parts, packed), within(*parts, tight), 1e-5, 1e-6)

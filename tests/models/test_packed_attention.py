@@ -25,8 +25,16 @@ def laid_out(rows, slots, tokens):
 
 def packed_of(queries, keys, slots, total_q, total_k):
     sides = laid_out(queries, slots, total_q), laid_out(keys, slots, total_k)
-    longest = tuple(int(side.length.max()) for side in sides)
-    return jax.tree.map(jnp.asarray, Packed(*sides, longest, alike=queries == keys))
+    lengths, longest_key = lengths_of(sides[0]), int(sides[1].length.max())
+    packed = Packed(*sides, lengths, None if queries == keys else longest_key)
+    return jax.tree.map(jnp.asarray, packed)
+
+
+def lengths_of(segments):
+    """The tightest bounds of these segments' lengths."""
+    above = [0, *np.unique(segments.length[segments.length > 0]).tolist()]
+    most = [int((segments.length > each).sum(axis=1).max()) for each in above]
+    return tuple(zip(above, most, strict=True))
 
 
 @st.composite
@@ -188,6 +196,13 @@ GPU_CASES = {
     "queries and keys of other lengths, unused keys": (
         [[(0, 300), (300, 220)], [(0, 520)]],
         [[(0, 64), (64, 1)], [(0, 64)]],
+        520,
+        192,
+        3,
+    ),
+    "tokens of no segment, and a row without any": (
+        [[(8, 300), (400, 100)], []],
+        [[(0, 64), (64, 64)], []],
         520,
         192,
         3,

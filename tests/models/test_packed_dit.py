@@ -91,7 +91,8 @@ def pack(config, rows, gap=1):
 def run_packed(graph, state, arguments, sharding=None):
     tokens, positions, segments, timestep, condition = arguments
     model = nnx.merge(graph, state)
-    rows = PackedRows(*segments, (TOKENS, condition.shape[1]))
+    slots = segments[0].length.shape[1]
+    rows = PackedRows(*segments, ((0, slots), (TOKENS, 0)), condition.shape[1])
     return model.packed(tokens, positions, LIMITS, rows, timestep, condition, sharding)
 
 

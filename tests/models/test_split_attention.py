@@ -33,7 +33,10 @@ def split_rows(context, region=REGION):
         joint,
         whole,
         SplitRows(
-            spans(whole, behind), spans([joint] * context, long), region, (max(1, behind), long)
+            spans(whole, behind),
+            spans([joint] * context, long),
+            region,
+            (((0, 2), (max(1, behind), 0)), ((0, len(joint)), (long, 0))),
         ),
     )
 

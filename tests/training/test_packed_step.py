@@ -168,7 +168,8 @@ def test_a_nan_in_one_sample_reaches_no_other_and_neighbours_change_no_bit(tmp_p
     @jax.jit
     def predict(tokens):
         model = nnx.merge(model_graph(CLASSES), params)
-        laid = PackedRows(rows.segments, rows.condition_segments, (80, rows.bounds.condition))
+        segments, bounds = (rows.segments, rows.condition_segments), rows.bounds
+        laid = PackedRows(*segments, bounds.lengths, bounds.condition)
         grid = tuple(n + 1 for n in rows.bounds.grid)
         time = jnp.full(rows.sample.shape, 300.0)
         return model.packed(tokens, rows.position, grid, laid, time, rows.condition)
