@@ -87,6 +87,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         identity["plan"] | {"records": manifest.digest()},
         "give all processes the same data folder, code and packages",
     )
+    cluster.require_shared("run.folder", folder)
     conditions = conditions_for(config.model, manifest)
     layout = layout_for(plan, manifest, config.model, conditions)
     ranks = local_plan_ranks(mesh, plan.layout.ranks, config.planning.context)
@@ -173,7 +174,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         command = resume_command(folder, config.cluster)
         name = signal.Signals(stopped_by).name
         print(f"{name}: saved step {done} of {config.run.steps}; continue with: {command}")
-        return 0
+        return config.run.status_when_stopped
 
     # ---------------------------------------------------------------- samples and summary
     sampler.write(done, trainer.state.ema)

@@ -3,13 +3,18 @@
 import json
 import os
 import re
+import signal
 import socket
 import sys
+import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Timer
+from functools import partial
+from pathlib import Path
+from threading import Thread, Timer
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -30,6 +35,8 @@ T = TypeVar("T")
 
 _SILENT_SECONDS = 60
 """After which a process that waits for the others says so."""
+_APPEARS_SECONDS = 60
+"""In which a file that one host has written is there for the others: NFS caches folders."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +183,14 @@ class Cluster:
           remedy: what to do where they differ.
 
         Raises:
-          InputError: a process has another value than the first.
+          InputError: a process has another value than the first, or counts other processes.
         """
+        expected = self.tell(lambda: self.processes)
+        if expected != self.processes:
+            raise InputError(
+                f"cluster.processes is {self.processes}, but {expected} in process 0; start all "
+                "processes with the same"
+            )
         first, *others = self.gather(values)
         for process, theirs in enumerate(others, 1):
             for name in sorted(first.keys() | theirs.keys()):
@@ -187,6 +200,30 @@ class Cluster:
                         f"process {process} of {self.processes}: {name} is {value!r}, but "
                         f"{expected!r} in process 0; {remedy}"
                     )
+
+    def require_shared(self, name: str, folder: Path) -> None:
+        """Makes sure that all processes see what the first writes to a folder; waits for all.
+
+        Args:
+          name: of the folder's key in the config.
+          folder: made if need be.
+
+        Raises:
+          InputError: a process doesn't see it.
+          OSError: the first cannot write there.
+        """
+        if self.processes == 1:
+            return
+        mark = folder / self.tell(partial(_mark, folder))
+        seen = self.gather(_appears(mark))
+        if self._process == 0:
+            mark.unlink()
+        if False in seen:
+            raise InputError(
+                f"{name} is {folder}: what process 0 writes there is not there for process "
+                f"{seen.index(False)} of {self.processes}; give all hosts one file system, at the "
+                "same path"
+            )
 
     def report(self, step: int, problems: tuple[str, ...]) -> None:
         """Puts down what this process has met in a step, before the others are told to look."""
@@ -199,6 +236,23 @@ class Cluster:
         found = self._board.under(f"problems/{step}")
         texts = [text for process in sorted(found, key=int) for text in json.loads(found[process])]
         return tuple(dict.fromkeys(texts))
+
+
+def _mark(folder: Path) -> str:
+    """Writes an empty file of a new name, which it returns."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = folder / f".shared-{uuid.uuid4().hex}"
+    mark.touch()
+    return mark.name
+
+
+def _appears(mark: Path) -> bool:
+    end = time.monotonic() + _APPEARS_SECONDS
+    while not mark.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 @contextmanager
@@ -219,10 +273,38 @@ def _patience(member: Member) -> Iterator[None]:
         timer.daemon = True
         timer.start()
     try:
-        yield
+        with _interruptible():
+            yield
     finally:
         for timer in timers:
             timer.cancel()
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends the process though its main thread waits in C++, where no handler of Python runs.
+
+    The signal's number comes through a socket as well, which another thread reads.
+    """
+    told, tell = socket.socketpair()
+    tell.setblocking(False)
+
+    def read() -> None:
+        while numbers := told.recv(64):
+            if signal.SIGINT in numbers:
+                print("interrupted", file=sys.stderr, flush=True)
+                os._exit(130)
+
+    before = signal.set_wakeup_fd(tell.fileno())
+    reader = Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        tell.close()
+        reader.join()
+        told.close()
 
 
 def _reason_to_wait(member: Member) -> str:

@@ -86,7 +86,8 @@ def _require_free(coordinator: str) -> None:
     except OSError as error:
         raise InputError(
             f"cluster.coordinator is {coordinator}, but process 0 cannot listen there "
-            f"({error.strerror}); choose a port that is free and open to all"
+            f"({error.strerror}); is there another process 0? Else choose a port that is free and "
+            "open to all"
         ) from error
 
 

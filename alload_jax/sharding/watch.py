@@ -30,7 +30,7 @@ class Beat:
       host: its host's name.
       count: grows with each beat.
       state: `hurt` by an error whose cause may be the loss of another; `failed` for good; `gone`.
-      reason: of its failure.
+      reason: of its failure, or of what hurt it.
     """
 
     host: str
@@ -84,11 +84,13 @@ class Watch:
         """
         if self._own.state != "well":
             return
+        self._own.reason = reason = reason_of(error)
         if not isinstance(error, USER_ERRORS):
             self._own.state = "hurt"
+            # One that failed of something else is what this process was hurt by: the judge says so.
             patience = self._lost_after + 4 * self._interval
-            self._wait(lambda other: other.state != "well", patience)
-        self._own.state, self._own.reason = "failed", reason_of(error)
+            self._wait(lambda other: other.state == "hurt" or other.reason == reason, patience)
+        self._own.state = "failed"
 
     def leave(self, status: int) -> NoReturn:
         """Ends this process, which has failed; process 0 is the last to go."""
@@ -122,6 +124,8 @@ class Watch:
             return  # no answer, which the judge counts
         self._answered = time.monotonic()
         for number, text in texts.items():
+            if int(number) not in self._heard:
+                continue  # of one that counts more processes, and will be told so
             heard, beat = self._heard[int(number)], Beat(**json.loads(text))
             if beat.count != heard.beat.count:
                 heard.beat, heard.at = beat, self._answered
@@ -129,12 +133,21 @@ class Watch:
                 heard.failed_at = self._answered
 
     def _judge(self) -> None:
+        judged = time.monotonic()
         while not self._closed.wait(self._interval / 2):
-            if verdict := self._verdict():
+            stood, judged = time.monotonic() - judged, time.monotonic()
+            if verdict := self._stopped(stood) or self._verdict():
                 try:
                     print(f"error: {verdict}; {self.remedy()}", file=sys.stderr, flush=True)
                 finally:  # whoever read the output may be gone as well
                     os._exit(1)
+
+    def _stopped(self, seconds: float) -> str:
+        """What ends this process after a pause, in which it heard of nobody; or nothing."""
+        if seconds <= self._lost_after:
+            return ""
+        own = self._name(self._member.process)
+        return f"{own} stood still for {seconds:.0f} seconds{self._when()}, and counts as lost"
 
     def _verdict(self) -> str:
         """What ends this process, or nothing."""

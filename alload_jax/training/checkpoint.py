@@ -125,8 +125,18 @@ class Checkpoints:
             if theirs != ours:
                 raise InputError(
                     f"{self.folder / str(step)}: checkpoint of another {name}: "
-                    f"{difference(theirs, ours)}; restore the config or choose another run.folder"
+                    f"{difference(theirs, ours)}; {_remedy(theirs, ours)}"
                 )
+
+
+def _remedy(theirs: Any, ours: Any) -> str:
+    ranks = [each.get("ranks") if isinstance(each, dict) else None for each in (theirs, ours)]
+    if ranks[0] == ranks[1]:
+        return "restore the config or choose another run.folder"
+    return (
+        f"on another number of devices give --planning.ranks {ranks[0]}; else restore the config "
+        "or choose another run.folder"
+    )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from alload_jax.errors import InputError
-from alload_jax.sharding.cluster import Cluster, ClusterConfig, join_cluster
+from alload_jax.sharding.cluster import Cluster, ClusterConfig, _appears, join_cluster
 from alload_jax.sharding.coordination import member_by_launcher
 from alload_jax.sharding.relay import Relay
 
@@ -99,12 +99,32 @@ def test_who_meets_nobody_gives_up_in_a_line():
     assert gives_up.startswith("error: process 1 of 2 did not meet the others at nohost.invalid:9")
 
 
+INTERRUPTED = """
+import os, signal, threading
+from alload_jax.sharding import cluster
+config = cluster.ClusterConfig(coordinator="localhost:9", processes=2, process=1)
+threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+cluster.join_cluster(config)
+"""
+
+
+def test_ctrl_c_ends_the_wait_for_others():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+
+
 class Alike(Cluster):
     """Among processes that have what the test says."""
 
-    def __init__(self, *others):
+    def __init__(self, *others, told=None):
         super().__init__()
-        self.processes, self.others = 1 + len(others), others
+        self.processes, self.others, self.told = 1 + len(others), others, told
+
+    def tell(self, find):
+        found = find()
+        return found if self.told is None else self.told
 
     def gather(self, value):
         return [value, *self.others]
@@ -136,3 +156,19 @@ def test_a_relay_passes_on_and_stays_open_when_its_target_is_gone():
             near.settimeout(0.3)
             with pytest.raises(TimeoutError):
                 near.recv(9)
+
+
+def test_a_process_that_counts_others_is_named():
+    words = "cluster.processes is 3, but 2 in process 0"
+    with pytest.raises(InputError, match=words):
+        Alike({}, {}, told=2).require_same({}, "same config")
+
+
+def test_a_folder_that_only_one_host_has_is_named(tmp_path, monkeypatch):
+    Alike(True).require_shared("run.folder", tmp_path / "run")
+    words = r"run.folder is .*run: what process 0 writes there is not there for process 2 of 3"
+    with pytest.raises(InputError, match=words):
+        Alike(True, False).require_shared("run.folder", tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+    monkeypatch.setattr("alload_jax.sharding.cluster._APPEARS_SECONDS", 0.2)
+    assert not _appears(tmp_path / "run" / ".shared-elsewhere")

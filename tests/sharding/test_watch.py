@@ -37,7 +37,7 @@ class Cluster:
     def __init__(self, monkeypatch, process=1, processes=3):
         self.now, self.board = 1000.0, Board()
         self.others = {n: {"host": f"h{n}", "count": 0} for n in range(processes) if n != process}
-        self.quiet = set()
+        self.quiet, self.monkeypatch = set(), monkeypatch
         idle = SimpleNamespace(start=lambda: None, join=lambda: None)
         monkeypatch.setattr(watch_module, "Thread", lambda **_: idle)
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.after)
@@ -143,6 +143,32 @@ def test_an_error_that_all_have_is_everyone_s_own(cluster):
     cluster.watch.fail(RuntimeError("NaN"))
     assert cluster.now - begin <= INTERVAL
     assert cluster.watch._own.reason == "RuntimeError: NaN"
+
+
+def test_a_loss_that_hurts_is_told_in_the_words_of_who_failed(cluster):
+    cluster.after(INTERVAL)
+    told = []
+
+    def judged(seconds):
+        cluster.after(seconds)
+        told.append(cluster.watch._verdict())
+
+    cluster.watch.step = 8
+    cluster.others[2] |= {"state": "failed", "reason": "interrupted"}
+    cluster.monkeypatch.setattr(watch_module.time, "sleep", judged)
+    cluster.watch.fail(RuntimeError("Gloo AllGather failed: connection reset"))
+    assert "process 2 of 3 (h2) ended at step 8: interrupted" in told
+
+
+def test_one_that_stood_still_blames_nobody(cluster):
+    assert cluster.watch._stopped(LOST_AFTER - 1) == ""
+    words = "process 1 of 3 (host unknown) stood still for 90 seconds before the first step"
+    assert cluster.watch._stopped(90.0).startswith(words)
+
+
+def test_a_beat_of_a_process_too_many_is_not_counted(cluster):
+    cluster.board.texts["3"] = json.dumps({"host": "h3"})
+    assert cluster.verdict(LOST_AFTER) == ""
 
 
 def test_process_0_leaves_last(monkeypatch):
