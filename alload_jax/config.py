@@ -40,6 +40,8 @@ class RunConfig:
       initial_weights: to start from: a `transformer/` folder of diffusers, a folder of Wan's own
         repository, or one safetensors file of either; null draws them.
       compilation_cache: folder in which compiled programs outlive the run; null for none.
+      status_when_stopped: exit status after a signal, once all is saved; one that is not 0 makes a
+        scheduler start the run again.
     """
 
     folder: str
@@ -47,8 +49,13 @@ class RunConfig:
     seed: int = 0
     initial_weights: str | None = None
     compilation_cache: str | None = None
+    status_when_stopped: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.status_when_stopped < 126:
+            raise InputError(
+                f"run.status_when_stopped is {self.status_when_stopped}; it must be 0 to 125"
+            )
         if self.steps < 1:
             raise InputError(f"run.steps is {self.steps}; it must be at least 1")
         if self.seed < 0:

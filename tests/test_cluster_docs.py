@@ -29,7 +29,10 @@ def test_the_slurm_script_is_bash_and_starts_a_task_per_gpu():
     text = path.read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE))
     assert options["ntasks-per-node"] == options["gpus-per-node"]
-    assert re.search(r"^srun .*train\.py --config", text, re.MULTILINE)
+    command = re.search(r"^srun .*train\.py --config", text.replace("\\\n", ""), re.MULTILINE)
+    assert "--kill-on-bad-exit=0" in command[0]
+    assert "--cpus-per-task" in command[0]
+    assert "--open-mode" in text  # a job that comes back does not erase its log
     config = re.search(r"CONFIG:-([^}]+)}", text)
     assert (DOCS.parent / config[1]).exists()
 
@@ -63,3 +66,15 @@ def test_the_jobset_may_ask_what_jax_asks(objects):
         for verb in rule["verbs"]
     }
     assert {("pods", "list"), ("jobs", "get")} <= allowed
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(75, True), (0, False), (1, False)])
+def test_the_slurm_script_goes_on_with_what_was_stopped(tmp_path, status, requeued):
+    for name, does in (("srun", f"exit {status}"), ("scontrol", f'echo "$@" > {tmp_path}/told')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8"}
+    done = subprocess.run(["bash", DOCS / "clusters" / "slurm.sh"], env=slurm, check=False)
+    assert done.returncode == status
+    told = tmp_path / "told"
+    assert (told.read_text() if told.exists() else "") == ("requeue 7\n" if requeued else "")

@@ -9,12 +9,23 @@
 #SBATCH --requeue
 #SBATCH --signal=TERM@300
 #SBATCH --output=alload-%j.log
+#SBATCH --open-mode=append
 # --gpus-per-node, not --gpus-per-task: JAX gives each task the GPU of its own number, for which
 # every task must see all GPUs of its node.
 set -euo pipefail
 
 CONFIG=${CONFIG:-configs/wan2_1_t2v_1_3b.yaml}
 
-# JAX finds the processes by what srun tells them. --kill-on-bad-exit: when one is lost, the others
-# end by themselves with a line that names it; this makes sure of it.
-srun --kill-on-bad-exit=1 .venv/bin/python train.py --config "$CONFIG" "$@"
+# JAX finds the processes by what srun tells them. --kill-on-bad-exit=0: when one is lost, the others
+# end by themselves, with a line that names it, for which srun must leave them some time.
+# --cpus-per-task: since Slurm 22.05 srun does not take it from the job.
+status=0
+srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+    .venv/bin/python train.py --config "$CONFIG" --run.status_when_stopped 75 "$@" || status=$?
+
+# Slurm sent SIGTERM before the time was over, and the run is saved: it goes on from there. (What
+# was preempted, or lost a node, Slurm puts into the queue again by itself.)
+if [ "$status" = 75 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
