@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -117,3 +118,11 @@ def test_every_case_runs_on_two_devices(tmp_path):
     # A tuned M_comp of so small a mix binds nothing, and the plan is not measured twice.
     assert second["same_as"] == first["case"]
     assert all(case["figures"]["tokens_per_second"] > 0 for case in [first, *others])
+
+
+def test_the_table_in_the_readme_is_that_of_the_results(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    workloads = ["long-video-V60", "long-video-V35", "wan-480p"]
+    flags = ["--suffix", "h200_x2", "--print", "--workloads", *workloads]
+    assert runpy.run_path("benchmarks/balance_table.py")["main"](flags) == 0
+    assert capsys.readouterr().out in (ROOT / "README.md").read_text()

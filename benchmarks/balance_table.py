@@ -1,0 +1,132 @@
+"""Who waits for whom under seven ways to train, on this host's GPUs: the README's table.
+
+    python benchmarks/balance_table.py --suffix h200_x8
+
+measures each workload by `alload bench balance` and prints the table's rows; `--print` prints them
+from what was measured before. Flags that it does not know go to `alload bench balance`.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from alload_jax.cli import main as alload
+from alload_jax.errors import InputError, run_command
+
+RESULTS = Path("benchmarks/results")
+PICTURES = Path("docs/results/planning")
+COSTS = RESULTS / "calibration_wan_1_3b_h200.json"
+
+
+class Size(NamedTuple):
+    """How much of a workload is run.
+
+    Attributes:
+      m_mem: tokens of a GPU.
+      layers: of the model; a step is linear in them.
+      steps: of the epoch.
+    """
+
+    m_mem: int
+    layers: int
+    steps: int
+
+
+WORKLOADS = {
+    "wan-480p": Size(66_816, 4, 8),
+    "mixed-resolution": Size(81_920, 4, 8),
+    "long-video-V35": Size(350_208, 2, 4),
+    "long-video-V60": Size(350_208, 2, 4),
+}
+BASELINE, METHOD = "equal_tokens-independent", "dual_constraint-independent"
+NAMES = {
+    BASELINE: "AdaptiveLoad's baseline, independent",
+    METHOD: "its method, independent",
+    "dual_constraint": "`dual_constraint`, synchronous",
+    "first_fit": "`first_fit`, packed",
+    "balanced": "`balanced`, packed",
+    "balanced-anchors": "`balanced`, long samples split",
+    "everything-split": "everything split (Ulysses)",
+}
+SAME = "AdaptiveLoad's method = its baseline, independent"
+COLUMNS = (
+    *("data", "case", "tokens/s", "epoch, s", "imbalance", "CV", "idle", "memory", "spread"),
+    *("programs", "predicted off by"),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--suffix", required=True, help="of the results' names, such as h200_x8")
+    parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=[*WORKLOADS])
+    parser.add_argument("--print", action="store_true", help="measure nothing")
+    options, others = parser.parse_known_args(argv)
+    if not options.print:
+        # Kernels are timed, but their results not compared, as XLA does by default.
+        os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=2")
+        for workload in options.workloads:
+            measure(workload, options.suffix, others)
+    lines = [row for name in options.workloads for row in rows(name, place(name, options.suffix))]
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("|---|---|" + "---:|" * (len(COLUMNS) - 2), *lines, sep="\n")
+    return 0
+
+
+def place(workload: str, suffix: str) -> Path:
+    """Of a workload's results."""
+    return RESULTS / f"balance_{workload.replace('-', '_').lower()}_{suffix}.json"
+
+
+def measure(workload: str, suffix: str, others: list[str]) -> None:
+    """Runs all cases."""
+    size, out = WORKLOADS[workload], place(workload, suffix)
+    flags = {"m-mem": size.m_mem, "layers": size.layers, "steps": size.steps, "samples": 2000}
+    files = {"cost-model": COSTS, "out": out, "picture": PICTURES / out.with_suffix(".png").name}
+    given = [f"--{name}={value}" for name, value in (flags | files).items()]
+    alload(["bench", "balance", "--workload", workload, "--one-aspect", *given, *others])
+
+
+def rows(workload: str, results: Path) -> list[str]:
+    """A line for each case that was measured, beside the paper's method."""
+    if not results.exists():
+        raise InputError(f"{results}: no such file; measure it, without --print")
+    content = json.loads(results.read_text())
+    cases = {case["case"]: case for case in content["cases"]}
+    same = cases.get(METHOD, {}).get("same_as") == BASELINE
+    method = cases.get(BASELINE if same else METHOD, {})
+    of_method = method.get("figures", {}).get("tokens_per_second")
+    found = []
+    for name, words in NAMES.items():
+        case = cases.get(name, {})
+        if "figures" in case:
+            words = SAME if same and name == BASELINE else words
+            found.append([words, *cells(case, of_method)])
+        elif "error" in case:
+            found.append([f"{words}: {case['error']}", *[""] * (len(COLUMNS) - 2)])
+    begins = [workload.removeprefix("long-video-"), *[""] * len(found)]
+    lines = (" | ".join([begin, *row]) for begin, row in zip(begins, found, strict=False))
+    return [f"| {line} |".replace("|  |", "| |") for line in lines]
+
+
+def cells(case: dict[str, Any], of_method: float | None) -> list[str]:
+    """A case's figures in words."""
+    figures, peaks = case["figures"], case["peak_bytes"]
+    speed = figures["tokens_per_second"]
+    ratio = f" ({speed / of_method:.2f}×)" if of_method else ""
+    devices = [f"{figures[n]:.1%}" if n in figures else "" for n in ("imbalance", "CV", "idle")]
+    memory = [statistics.fmean(peaks), max(peaks) - min(peaks)] if peaks else []
+    held = [f"{count / 1e9:.1f} GB" for count in memory] or ["", ""]
+    error = f"{figures['prediction_error']:.1%}"
+    texts = [f"{speed:,.0f}{ratio}", f"{figures['epoch_seconds']:.1f}", *devices, *held]
+    return [text.replace("%", " %") for text in (*texts, f"{case['programs']}", error)]
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))
