@@ -347,15 +347,24 @@ def _member(config: ClusterConfig) -> Member | None:
 
 def _launcher() -> str | None:
     """Who started several processes; None for a lone one, in a job or not."""
-    found = os.environ
     # Not SLURM_NTASKS: an allocation has it too, in whose shell a lone process may be started.
-    if int(found.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    if _tasks("SLURM_STEP_NUM_TASKS") > 1:
         return "Slurm"
-    if int(found.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+    if _tasks("OMPI_COMM_WORLD_SIZE") > 1:
         return "Open MPI"
-    if "KUBERNETES_SERVICE_HOST" in found and "JOB_COMPLETION_INDEX" in found:
+    if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= os.environ.keys():
         return "Kubernetes"
     return None
+
+
+def _tasks(variable: str) -> int:
+    text = os.environ.get(variable, "1")
+    if not text.isdecimal():
+        raise InputError(
+            f"{variable} is {text!r} in the environment, where a launcher puts a number; unset it, "
+            "or give --cluster.detect false"
+        )
+    return int(text)
 
 
 def _explained(error: BaseException) -> int:

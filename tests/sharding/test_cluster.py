@@ -60,6 +60,12 @@ def test_open_mpi_that_tells_too_little_is_named(monkeypatch):
     assert join_cluster(ClusterConfig(detect=False)).processes == 1
 
 
+def test_what_no_launcher_sets_is_named(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "abc")
+    with pytest.raises(InputError, match=r"SLURM_STEP_NUM_TASKS is 'abc'"):
+        join_cluster(ClusterConfig())
+
+
 def test_slurm_says_who_the_processes_are(monkeypatch):
     step = {"STEP_NODELIST": "n[1-2]", "NTASKS": "4", "PROCID": "2", "LOCALID": "0", "JOB_ID": "7"}
     for name, value in step.items():
