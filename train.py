@@ -33,8 +33,9 @@ from alload_jax.models.weights import initial_weights
 from alload_jax.report.samples import SampleWriter
 from alload_jax.report.summary import print_summary, read_summary, summarise
 from alload_jax.sharding.agreement import Agreement
-from alload_jax.sharding.cluster import Cluster, join_cluster
+from alload_jax.sharding.cluster import Cluster
 from alload_jax.sharding.groups import group_meshes, plan_on
+from alload_jax.sharding.joining import join_cluster
 from alload_jax.sharding.mesh import local_plan_ranks, make_mesh
 from alload_jax.sharding.xla_flags import set_xla_flags
 from alload_jax.training.checkpoint import Checkpoints

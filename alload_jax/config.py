@@ -21,7 +21,7 @@ from alload_jax.models.config import DiTConfig
 from alload_jax.models.dit import obstacle_to_packing
 from alload_jax.planning.settings import AUTO, PlanningConfig
 from alload_jax.report.samples import SamplingConfig
-from alload_jax.sharding.cluster import ClusterConfig
+from alload_jax.sharding.joining import ClusterConfig
 from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training.checkpoint import CheckpointConfig
 from alload_jax.training.objective import DiffusionConfig

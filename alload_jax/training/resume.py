@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from alload_jax.sharding.cluster import ClusterConfig
+from alload_jax.sharding.joining import ClusterConfig
 
 
 def resume_command(folder: Path, cluster: ClusterConfig) -> str:

@@ -6,8 +6,9 @@ import time
 import pytest
 
 from alload_jax.errors import InputError
-from alload_jax.sharding.cluster import Cluster, ClusterConfig, _appears, join_cluster
+from alload_jax.sharding.cluster import Cluster, _appears
 from alload_jax.sharding.coordination import member_by_launcher
+from alload_jax.sharding.joining import ClusterConfig, join_cluster
 from alload_jax.sharding.relay import Relay
 
 ALL = {"coordinator": "host:9", "processes": 2, "process": 0}
@@ -90,10 +91,10 @@ def test_a_port_that_is_taken_is_named():
 
 
 GIVES_UP = """
-from alload_jax.sharding import cluster
-cluster.JOIN_SECONDS, cluster._SILENT_SECONDS = 1.0, 0.2
-config = cluster.ClusterConfig(coordinator="nohost.invalid:9", processes=2, process=1)
-cluster.join_cluster(config)
+from alload_jax.sharding import joining
+joining.JOIN_SECONDS, joining._SILENT_SECONDS = 1.0, 0.2
+config = joining.ClusterConfig(coordinator="nohost.invalid:9", processes=2, process=1)
+joining.join_cluster(config)
 """
 
 
@@ -107,10 +108,10 @@ def test_who_meets_nobody_gives_up_in_a_line():
 
 INTERRUPTED = """
 import os, signal, threading
-from alload_jax.sharding import cluster
-config = cluster.ClusterConfig(coordinator="localhost:9", processes=2, process=1)
+from alload_jax.sharding import joining
+config = joining.ClusterConfig(coordinator="localhost:9", processes=2, process=1)
 threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-cluster.join_cluster(config)
+joining.join_cluster(config)
 """
 
 
