@@ -63,9 +63,10 @@ def packed_obstacle(elements: int = 0) -> str:
     return ""
 
 
+@jax.custom_vjp
 def cudnn_packed(query: jax.Array, key: jax.Array, value: jax.Array, packed: Packed) -> jax.Array:
     """cuDNN's packed attention, as `xla_packed`; what cuDNN leaves unwritten is zero."""
-    return _fused(query, key, value, packed)
+    return _forward(_Heads(query, key, value), packed, is_training=False)[0]
 
 
 def xla_packed(query: jax.Array, key: jax.Array, value: jax.Array, packed: Packed) -> jax.Array:
@@ -105,11 +106,6 @@ class _Heads(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
-
-
-@jax.custom_vjp
-def _fused(query: jax.Array, key: jax.Array, value: jax.Array, packed: Packed) -> jax.Array:
-    return _forward(_Heads(query, key, value), packed, is_training=False)[0]
 
 
 def _forward(heads: _Heads, packed: Packed, is_training: bool) -> list[jax.Array]:
@@ -154,7 +150,7 @@ def _backward_rule(saved: Any, grad: jax.Array) -> tuple[Any, ...]:
     return (*own, None)
 
 
-_fused.defvjp(_forward_rule, _backward_rule)
+cudnn_packed.defvjp(_forward_rule, _backward_rule)
 
 
 class _Shown(NamedTuple):
