@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from alload_jax.models.attention import attention
+from alload_jax.models.length_classes import length_classes
+from alload_jax.models.packed_attention import cudnn_packed
 from alload_jax.models.segments import PADDING, Packed, segments_of
 
 HEADS, HEAD_DIM = 2, 8
@@ -230,6 +232,20 @@ GPU_CASES = {
         20,
     ),
 }
+
+
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_cudnn_is_called_forward_and_backward_for_each_class(name):
+    """Lowered for a GPU on any machine: what JAX's primitives refuse is found without one."""
+    queries, keys, total_q, total_k, slots = GPU_CASES[name]
+    parts = parts_of(len(queries), total_q, total_k, jnp.bfloat16, 4, 64)
+    packed = packed_of(queries, keys, slots, total_q, total_k)
+    graded = jax.jit(jax.grad(lambda p: jnp.sum(cudnn_packed(*p, packed).astype(jnp.float32))))
+    text = graded.trace(parts).lower(lowering_platforms=("cuda",)).as_text()
+    rows = len(queries)
+    shapes = (rows, total_q), (rows, total_k)
+    classes = length_classes(*shapes, packed.lengths, packed.longest_key)
+    assert text.count("custom_call @__cudnn") == 2 * len(classes)
 
 
 @pytest.mark.gpu
