@@ -131,7 +131,7 @@ class Checkpoints:
 
 def _remedy(theirs: Any, ours: Any) -> str:
     ranks = [each.get("ranks") if isinstance(each, dict) else None for each in (theirs, ours)]
-    if ranks[0] == ranks[1]:
+    if ranks[0] is None or ranks[0] == ranks[1]:
         return "restore the config or choose another run.folder"
     return (
         f"on another number of devices give --planning.ranks {ranks[0]}; else restore the config "

@@ -78,6 +78,19 @@ def test_another_models_or_plans_checkpoint_is_refused(tmp_path, made, identity,
     assert (tmp_path / "1").exists()
 
 
+def test_a_plan_for_other_ranks_says_how_to_go_on(tmp_path, made):
+    state, like = made
+    four, two = ({"model": {"dim": 16}, "plan": {"ranks": count}} for count in (4, 2))
+    checkpoints = opened(tmp_path, four)
+    checkpoints.save(1, state)
+    checkpoints.close()
+    other = opened(tmp_path, two)
+    words = "ranks was 4 and is now 2; on another number of devices give --planning.ranks 4"
+    with pytest.raises(InputError, match=words):
+        other.restore(1, like)
+    other.close()
+
+
 def remove_arrays(folder):
     for found in list(folder.rglob("d")):
         shutil.rmtree(found)
