@@ -9,12 +9,12 @@ from what was measured before. Flags that it does not know go to `alload bench b
 import argparse
 import json
 import os
-import statistics
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from alload_jax.cli import main as alload
+from alload_jax.commands.bench_balance import mean_and_spread
 from alload_jax.errors import InputError, run_command
 
 RESULTS = Path("benchmarks/results")
@@ -55,7 +55,7 @@ NAMES = {
 SAME = "AdaptiveLoad's method = its baseline, independent"
 COLUMNS = (
     *("data", "case", "tokens/s", "epoch, s", "imbalance", "CV", "idle", "memory", "spread"),
-    *("programs", "predicted off by"),
+    *("programs", "to compile", "predicted off by"),
 )
 
 
@@ -117,15 +117,15 @@ def rows(workload: str, results: Path) -> list[str]:
 
 def cells(case: dict[str, Any], of_method: float | None) -> list[str]:
     """A case's figures in words."""
-    figures, peaks = case["figures"], case["peak_bytes"]
+    figures = case["figures"]
     speed = figures["tokens_per_second"]
     ratio = f" ({speed / of_method:.2f}×)" if of_method else ""
     devices = [f"{figures[n]:.1%}" if n in figures else "" for n in ("imbalance", "CV", "idle")]
-    memory = [statistics.fmean(peaks), max(peaks) - min(peaks)] if peaks else []
-    held = [f"{count / 1e9:.1f} GB" for count in memory] or ["", ""]
-    error = f"{figures['prediction_error']:.1%}"
-    texts = [f"{speed:,.0f}{ratio}", f"{figures['epoch_seconds']:.1f}", *devices, *held]
-    return [text.replace("%", " %") for text in (*texts, f"{case['programs']}", error)]
+    texts = [f"{speed:,.0f}{ratio}", f"{figures['epoch_seconds']:.1f}", *devices]
+    texts += [*mean_and_spread(case["peak_bytes"]), f"{case['programs']}"]
+    texts += [f"{case['compile_seconds']:.0f} s ({case['compiled']})"]
+    texts += [f"{figures['prediction_error']:.1%}"]
+    return [text.replace("%", " %") for text in texts]
 
 
 if __name__ == "__main__":

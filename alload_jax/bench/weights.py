@@ -29,5 +29,5 @@ def without_zeros(state: TrainState) -> TrainState:
         return jax.tree.unflatten(treedef, drawn)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
-    draw = jax.jit(draw, out_shardings=shardings, donate_argnums=0)
-    return state._replace(params=draw(state.params))
+    drawn = jax.jit(draw, out_shardings=shardings, donate_argnums=0)(state.params)
+    return state._replace(params=drawn)

@@ -193,7 +193,7 @@ def _unmeasured(case: dict[str, Any]) -> str:
     return case["error"] if "error" in case else f"the same steps as {case['same_as']}"
 
 
-def _mean_and_spread(peak_bytes: list[int] | None) -> tuple[str, str]:
+def mean_and_spread(peak_bytes: list[int] | None) -> tuple[str, str]:
     """Of the most bytes that each device has held, in words."""
     if peak_bytes is None:
         return gigabytes(None), "-"
@@ -224,7 +224,7 @@ def _table(content: dict[str, Any]) -> Table:
             f"{figures['tokens_per_second']:,.0f}",
             f"{figures['epoch_seconds']:,.1f}",
             *(f"{figures[key]:.1%}" if key in figures else "-" for key in _OF_DEVICES),
-            *_mean_and_spread(case["peak_bytes"]),
+            *mean_and_spread(case["peak_bytes"]),
             f"{case['programs']}",
             f"{case['compile_seconds']:.0f} ({case['compiled']})",
             f"{figures['prediction_error']:.1%}",
