@@ -34,18 +34,6 @@ class Place(NamedTuple):
     tokens: int
 
 
-class _Laid(NamedTuple):
-    """Where samples lie, as (first token, tokens).
-
-    Attributes:
-      parts: of a rank's row.
-      joint: of the joint row of the rank's group.
-    """
-
-    parts: list[tuple[int, int]]
-    joint: list[tuple[int, int]]
-
-
 @dataclass(frozen=True)
 class PackedLayout:
     """Lays samples into packed rows (see `Layout`).
@@ -90,7 +78,7 @@ class PackedLayout:
         return [
             jax.tree.map(
                 lambda part: jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype),
-                self._batch(sizes, [_Laid([], [])]),
+                self._batch(sizes, [PackedRow(sizes.region, (), (), (), (), ())]),
             )
             for _, sizes in sorted(self.sizes.items(), reverse=True)
         ]
@@ -98,18 +86,15 @@ class PackedLayout:
     def empty(self, parts: Sequence[MicroBatch]) -> PackedBatch:
         """See `Layout.empty`: samples' places are laid out."""
         rows = [_packed(part) for part in parts]
-        laid = [
-            _Laid(list(zip(row.offsets, row.tokens, strict=True)), list(row.joint)) for row in rows
-        ]
-        return self._batch(self.sizes[rows[0].anchor_tokens], laid)
+        return self._batch(self.sizes[rows[0].anchor_tokens], rows)
 
-    def _batch(self, sizes: RowSizes, rows: Sequence[_Laid]) -> PackedBatch:
+    def _batch(self, sizes: RowSizes, rows: Sequence[PackedRow]) -> PackedBatch:
         """A batch without samples, from where they will lie in each row."""
         table = np.zeros((2, len(rows), sizes.slots), np.int32)
         of_condition = np.zeros_like(table)
         length = self.conditions.length
-        for row, laid in enumerate(rows):
-            for slot, place in enumerate(laid.parts):
+        for row, packed in enumerate(rows):
+            for slot, place in enumerate(zip(packed.offsets, packed.tokens, strict=True)):
                 table[:, row, slot] = place
                 of_condition[:, row, slot] = slot * length, length
         channels = self.model.in_channels * int(np.prod(self.model.patch_size))
@@ -165,12 +150,12 @@ def _packed(part: MicroBatch) -> PackedRow:
     return part.packed
 
 
-def _split_rows(sizes: RowSizes, rows: Sequence[_Laid], table: np.ndarray) -> SplitRows:
+def _split_rows(sizes: RowSizes, rows: Sequence[PackedRow], table: np.ndarray) -> SplitRows:
     """Where whole segments lie behind the region, and split ones in the joint rows."""
     joint = np.zeros((2, len(rows), sizes.joint), np.int32)
     whole = np.zeros((2, len(rows), sizes.whole), np.int32)
-    for row, laid in enumerate(rows):
-        for slot, place in enumerate(laid.joint):
+    for row, packed in enumerate(rows):
+        for slot, place in enumerate(packed.joint):
             joint[:, row, slot] = place
         behind = table[:, row, table[0, row] >= sizes.region]
         whole[:, row, : behind.shape[1]] = behind - [[sizes.region], [0]]
