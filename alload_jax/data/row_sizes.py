@@ -1,6 +1,7 @@
 """What is static of packed rows: sizes that hold whatever a plan may put there."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from alload_jax.planning.plan import Plan
 _LONG_CONDITION, _SHORT_CONDITION = 512, 8
 """A row's condition tokens are a multiple of one of these, so that attention can show them to cuDNN
 in equal windows: of the first where samples have as many."""
-_THINNED = 0.75
+THINNED = 0.75
 """Lengths are told apart where fewer of the segments are longer."""
 
 
@@ -62,6 +63,8 @@ def row_sizes(plan: Plan, condition: int, region: int) -> RowSizes:
     behind, together = tokens - region, packing.context * region
     seq_len = np.unique(plan.samples.seq_len)
     never_split = seq_len[seq_len <= packing.longest_whole]
+    of_whole = _Stretch(behind, never_split, whole)
+    of_parts = _Stretch(region, seq_len, joint, cut=2)
     multiple = _LONG_CONDITION if condition >= _LONG_CONDITION else _SHORT_CONDITION
     return RowSizes(
         tokens=tokens,
@@ -70,33 +73,43 @@ def row_sizes(plan: Plan, condition: int, region: int) -> RowSizes:
         whole=whole,
         joint=joint,
         condition=max(1, -(-(whole + joint) * condition // multiple)) * multiple,
-        lengths=_lengths(behind, never_split, whole, (region, joint)),
-        whole_lengths=_lengths(behind, never_split, whole),
-        joint_lengths=_lengths(together, seq_len, joint),
+        lengths=_lengths(of_whole, of_parts),
+        whole_lengths=_lengths(of_whole),
+        joint_lengths=_lengths(_Stretch(together, seq_len, joint)),
     )
 
 
-def _lengths(
-    tokens: int, seq_len: np.ndarray, samples: int, parts: tuple[int, int] = (0, 0)
-) -> Lengths:
-    """Of the segments of a row.
+class _Stretch(NamedTuple):
+    """Of a row.
 
-    Args:
-      tokens: that samples lie in.
-      seq_len: lengths of samples, ascending, each once; longer ones than `tokens` lie elsewhere.
-      samples: most of them in a row.
-      parts: the most tokens of a part of a sample, and most parts, which may lie there besides.
+    Attributes:
+      tokens: of it.
+      seq_len: lengths of the samples that lie there, ascending, each once.
+      samples: most of them.
+      cut: of its ends, those over which samples may reach.
     """
-    seq_len = seq_len[seq_len <= tokens]
-    longest, count = parts
 
-    def most(above: int) -> int:
-        longer = seq_len[np.searchsorted(seq_len, above, side="right") :]
-        fit = min(samples, tokens // int(longer[0])) if len(longer) else 0
-        return fit + count * (longest > above)
+    tokens: int
+    seq_len: np.ndarray
+    samples: int
+    cut: int = 0
 
-    lengths = [(0, max(1, most(0)))]
-    for above in np.unique([*seq_len, max(1, longest), 1]).tolist():
-        if (found := most(above)) < _THINNED * lengths[-1][1]:
+    def longer(self, above: int) -> int:
+        """Most segments of more than `above` tokens."""
+        longer = self.seq_len[np.searchsorted(self.seq_len, above, side="right") :]
+        if not len(longer):
+            return 0
+        fit = self.tokens // int(longer[0]) + self.cut
+        return min(self.samples, fit, self.tokens // (above + 1))
+
+
+def _lengths(*stretches: _Stretch) -> Lengths:
+    """Of the segments of a row of these stretches."""
+    lengths = [(0, max(1, sum(of.longer(0) for of in stretches)))]
+    bounds = np.concatenate(
+        [[1, *(of.tokens for of in stretches)], *(of.seq_len for of in stretches)]
+    )
+    for above in np.unique(bounds[bounds > 0]).tolist():
+        if (found := sum(of.longer(above) for of in stretches)) < THINNED * lengths[-1][1]:
             lengths.append((above, found))
     return tuple(lengths)

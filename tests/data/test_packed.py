@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from alload_jax.data.batch import signature
 from alload_jax.data.collate import Collator
 from alload_jax.data.packed import PackedLayout
+from alload_jax.data.row_sizes import THINNED
 from alload_jax.models.config import DiTConfig
 from alload_jax.models.patches import patchify
 from alload_jax.planning.settings import PlanningConfig, make_plan
@@ -125,6 +126,22 @@ def test_no_row_has_more_long_segments_than_is_static(case):
                 longer = segments.length[:, :, None] > above
                 assert (longer.sum(axis=1) <= most).all()
             assert batch.condition_segments.length.max() <= batch.bounds.condition
+
+
+@settings(max_examples=40, deadline=None)
+@given(packed_cases())
+def test_no_more_long_segments_are_static_than_fit_into_a_row(case):
+    manifest, plan, layout = case
+    sizes = manifest.samples(PATCH).seq_len
+    for batch in layout.shapes(plan):
+        sides = [(batch.segments, batch.bounds.lengths)]
+        if batch.split:
+            parts = (batch.split.whole, batch.split.joint)
+            sides += zip(parts, batch.split.lengths, strict=True)
+        for segments, lengths in sides:
+            for size in sizes:
+                most = min(most for above, most in lengths if above <= size)
+                assert most <= segments.ids.shape[1] / (size + 1) / THINNED
 
 
 @settings(max_examples=20, deadline=None)
