@@ -13,7 +13,10 @@ from alload_jax.errors import InputError
 
 def typed() -> str:
     """The command line."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0])
+    as_script = program.suffix == ".py" and not program.is_absolute()
+    begins = ["python", str(program)] if as_script else [program.name]
+    return shlex.join([*begins, *sys.argv[1:]])
 
 
 def require_place(command: str, flag: str, path: Path) -> None:
