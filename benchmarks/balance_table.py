@@ -28,19 +28,17 @@ class Size(NamedTuple):
     Attributes:
       m_mem: tokens of a GPU.
       layers: of the model; a step is linear in them.
-      steps: of the epoch.
     """
 
     m_mem: int
     layers: int
-    steps: int
 
 
 WORKLOADS = {
-    "wan-480p": Size(66_816, 4, 8),
-    "mixed-resolution": Size(81_920, 4, 8),
-    "long-video-V35": Size(350_208, 2, 4),
-    "long-video-V60": Size(350_208, 2, 4),
+    "wan-480p": Size(66_816, 4),
+    "mixed-resolution": Size(81_920, 4),
+    "long-video-V35": Size(350_208, 2),
+    "long-video-V60": Size(350_208, 2),
 }
 BASELINE, METHOD = "equal_tokens-independent", "dual_constraint-independent"
 NAMES = {
@@ -87,7 +85,7 @@ def place(workload: str, suffix: str) -> Path:
 def measure(workload: str, suffix: str, others: list[str]) -> None:
     """Runs all cases."""
     size, out = WORKLOADS[workload], place(workload, suffix)
-    flags = {"m-mem": size.m_mem, "layers": size.layers, "steps": size.steps, "samples": 2000}
+    flags = {"m-mem": size.m_mem, "layers": size.layers, "steps": 4, "samples": 2000}
     files = {"cost-model": COSTS, "out": out, "picture": PICTURES / out.with_suffix(".png").name}
     given = [f"--{name}={value}" for name, value in (flags | files).items()]
     alload(["bench", "balance", "--workload", workload, "--one-aspect", *given, *others])
