@@ -20,7 +20,7 @@ from alload_jax.commands.bench_output import (
 )
 from alload_jax.commands.bench_process import measured
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import read_cost_file
+from alload_jax.planning.cost import CostFile, read_cost_file
 from alload_jax.planning.metrics import coefficient_of_variation, imbalance
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import names
@@ -80,9 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures each case in a process of its own, prints a table, writes JSON."""
-    _check(options)
+    costs = _checked(options)
     out = Path(options.out)
     model = training_fields(shape_of(options.model, options.layers))
+    a_layer = {name: value for name, value in model.items() if name != "num_layers"}
+    if unlike := costs.unlike(a_layer):
+        print(f"{options.cost_model}: was made for {unlike}; plans and predictions are for that")
     content: dict[str, Any] = {
         "command": typed(),
         "model": model,
@@ -118,14 +121,15 @@ def _draw(picture: Path, content: dict[str, Any]) -> None:
     print(f"written: {picture}")
 
 
-def _check(options: argparse.Namespace) -> None:
+def _checked(options: argparse.Namespace) -> CostFile:
+    """The cost model; raises InputError where a flag can't be."""
     require_place(_COMMAND, "--out", Path(options.out))
     if options.picture is not None:
         require_place(_COMMAND, "--picture", Path(options.picture))
     counts = ("m_mem", "samples", "steps", "fsdp", "layers", "longest", "context")
     require_counts(_COMMAND, **{name: getattr(options, name) for name in counts})
     try:
-        read_cost_file(options.cost_model)
+        return read_cost_file(options.cost_model)
     except InputError as error:
         raise InputError(f"{_COMMAND}: --cost-model {error}") from error
 

@@ -166,6 +166,20 @@ class CostFile:
     origin: str | None = None
     details: dict[str, Any] | None = None
 
+    def unlike(self, model: dict[str, Any], device: str | None = None) -> str:
+        """In what it was made for another model or device; empty where it was not.
+
+        Args:
+          model: fields of the architecture in use; those that the file knows are compared.
+          device: as JAX names it; None where it is not known.
+        """
+        theirs = self.model or {}
+        differing = [k for k in theirs if k in model and theirs[k] != model[k]]
+        found = [f"{k} {theirs[k]} (here {model[k]})" for k in differing]
+        if device and self.device and self.device != device:
+            found.append(f"device {self.device} (here {device})")
+        return ", ".join(found)
+
 
 def write_cost_file(path: str | Path, costs: CostFile) -> None:
     """Writes the JSON that `read_cost_file` reads."""

@@ -174,14 +174,9 @@ class PlanningConfig:
         costs = self.costs()
         if self.foreign_cost_model or not self.cost_model:
             return
-        theirs = costs.model or {}
-        differing = [k for k in theirs if k in model and theirs[k] != model[k]]
-        where = [f"{k} {theirs[k]} (here {model[k]})" for k in differing]
-        if device and costs.device and costs.device != device:
-            where.append(f"device {costs.device} (here {device})")
-        if where:
+        if unlike := costs.unlike(model, device):
             raise InputError(
-                f"{self.cost_model}: was made for {', '.join(where)}; run `alload calibrate` "
+                f"{self.cost_model}: was made for {unlike}; run `alload calibrate` "
                 "here, or set planning.foreign_cost_model"
             )
 

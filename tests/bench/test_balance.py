@@ -81,6 +81,18 @@ def test_a_picture_that_cannot_be_drawn_is_one_line_after_the_figures(tmp_path, 
     assert json.loads(out.read_text())["cases"][0]["figures"]["tokens_per_second"] == 60.0
 
 
+@pytest.mark.parametrize(("model", "said"), [("tiny", True), ("1.3b", False)])
+def test_costs_of_another_model_are_said_to_be_that(model, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "alload_jax.commands.bench_balance.measured", lambda *_: {"error": "out of memory"}
+    )
+    flags = ["--cost-model", str(COSTS), "--cases", "balanced", "--out", str(tmp_path / "x.json")]
+    assert main(["bench", "balance", "--model", model, "--layers", "2", *flags]) == 1
+    printed = capsys.readouterr().out
+    assert ("was made for dim 1536 (here 32), " in printed) == said
+    assert "num_layers" not in printed
+
+
 def test_the_picture_is_of_the_first_case_and_balanced(tmp_path, monkeypatch):
     drawn = []
     draw = "alload_jax.bench.balance_picture._draw"
