@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from alload_jax.cli import main as alload
-from alload_jax.commands.bench_balance import mean_and_spread
+from alload_jax.commands.bench_balance import COLUMNS, cells
 from alload_jax.errors import InputError, run_command
 
 RESULTS = Path("benchmarks/results")
@@ -51,10 +51,7 @@ NAMES = {
     "everything-split": "everything split (Ulysses)",
 }
 SAME = "AdaptiveLoad's method = its baseline, independent"
-COLUMNS = (
-    *("data", "case", "tokens/s", "epoch, s", "imbalance", "CV", "idle", "memory", "spread"),
-    *("programs", "to compile", "predicted off by"),
-)
+SHOWN = [name for name in COLUMNS if name != "exposed"]
 
 
 def main(argv: list[str]) -> int:
@@ -72,8 +69,8 @@ def main(argv: list[str]) -> int:
         for workload in options.workloads:
             measure(workload, options.suffix, others)
     lines = [row for name in options.workloads for row in rows(name, place(name, options.suffix))]
-    print("| " + " | ".join(COLUMNS) + " |")
-    print("|---|---|" + "---:|" * (len(COLUMNS) - 2), *lines, sep="\n")
+    print("| " + " | ".join(["data", "case", *SHOWN]) + " |")
+    print("|---|---|" + "---:|" * len(SHOWN), *lines, sep="\n")
     return 0
 
 
@@ -105,25 +102,20 @@ def rows(workload: str, results: Path) -> list[str]:
         case = cases.get(name, {})
         if "figures" in case:
             words = SAME if same and name == BASELINE else words
-            found.append([words, *cells(case, of_method)])
+            found.append([words, *shown(case, of_method)])
         elif "error" in case:
-            found.append([f"{words}: {case['error']}", *[""] * (len(COLUMNS) - 2)])
+            found.append([f"{words}: {case['error']}", *[""] * len(SHOWN)])
     begins = [workload.removeprefix("long-video-"), *[""] * len(found)]
     lines = (" | ".join([begin, *row]) for begin, row in zip(begins, found, strict=False))
     return [f"| {line} |".replace("|  |", "| |") for line in lines]
 
 
-def cells(case: dict[str, Any], of_method: float | None) -> list[str]:
-    """A case's figures in words."""
-    figures = case["figures"]
-    speed = figures["tokens_per_second"]
-    ratio = f" ({speed / of_method:.2f}×)" if of_method else ""
-    devices = [f"{figures[n]:.1%}" if n in figures else "" for n in ("imbalance", "CV", "idle")]
-    texts = [f"{speed:,.0f}{ratio}", f"{figures['epoch_seconds']:.1f}", *devices]
-    texts += [*mean_and_spread(case["peak_bytes"]), f"{case['programs']}"]
-    texts += [f"{case['compile_seconds']:.0f} s ({case['compiled']})"]
-    texts += [f"{figures['prediction_error']:.1%}"]
-    return [text.replace("%", " %") for text in texts]
+def shown(case: dict[str, Any], of_method: float | None) -> list[str]:
+    """A case's figures in words, its speed beside the method's."""
+    texts = cells(case)
+    if of_method:
+        texts["tokens/s"] += f" ({case['figures']['tokens_per_second'] / of_method:.2f}×)"
+    return [texts[name].replace("%", " %") for name in SHOWN]
 
 
 if __name__ == "__main__":

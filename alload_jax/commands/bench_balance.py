@@ -30,6 +30,10 @@ HELP = "Whole training steps on all devices of this host under each policy: time
 _COMMAND = "alload bench balance"
 _WIDTH = 190
 _OF_DEVICES = ("imbalance", "CV", "idle", "exposed")
+COLUMNS = (
+    *("tokens/s", "epoch, s", *_OF_DEVICES, "memory", "spread"),
+    *("programs", "to compile", "predicted off by"),
+)
 _SHARED = ("date", "device", "devices", "driver", "versions", "samples", "tokens")
 
 
@@ -197,7 +201,23 @@ def _unmeasured(case: dict[str, Any]) -> str:
     return case["error"] if "error" in case else f"the same steps as {case['same_as']}"
 
 
-def mean_and_spread(peak_bytes: list[int] | None) -> tuple[str, str]:
+def cells(case: dict[str, Any]) -> dict[str, str]:
+    """A measured case's figures in words, by `COLUMNS`."""
+    figures = case["figures"]
+    devices = (f"{figures[key]:.1%}" if key in figures else "-" for key in _OF_DEVICES)
+    texts = (
+        f"{figures['tokens_per_second']:,.0f}",
+        f"{figures['epoch_seconds']:,.1f}",
+        *devices,
+        *_mean_and_spread(case["peak_bytes"]),
+        f"{case['programs']}",
+        f"{case['compile_seconds']:.0f} s ({case['compiled']})",
+        f"{figures['prediction_error']:.1%}",
+    )
+    return dict(zip(COLUMNS, texts, strict=True))
+
+
+def _mean_and_spread(peak_bytes: list[int] | None) -> tuple[str, str]:
     """Of the most bytes that each device has held, in words."""
     if peak_bytes is None:
         return gigabytes(None), "-"
@@ -211,9 +231,7 @@ def _table(content: dict[str, Any]) -> Table:
         f"{content['workload']} on {content.get('devices', 0)} devices, {layers} layers, "
         f"{content['m_mem']:,} tokens a rank"
     )
-    columns = ("case", "tokens/s", "epoch, s", *_OF_DEVICES)
-    others = ("memory", "spread", "programs", "to compile, s", "prediction off by")
-    table = markdown_table(title, (*columns, *others))
+    table = markdown_table(title, ("case", *COLUMNS))
     for case in content["cases"]:
         name = case["case"]
         if "error" in case:
@@ -222,15 +240,5 @@ def _table(content: dict[str, Any]) -> Table:
         if "same_as" in case:
             name += f" = {case['same_as']}"
             case = next(c for c in content["cases"] if c["case"] == case["same_as"])
-        figures = case["figures"]
-        table.add_row(
-            name,
-            f"{figures['tokens_per_second']:,.0f}",
-            f"{figures['epoch_seconds']:,.1f}",
-            *(f"{figures[key]:.1%}" if key in figures else "-" for key in _OF_DEVICES),
-            *mean_and_spread(case["peak_bytes"]),
-            f"{case['programs']}",
-            f"{case['compile_seconds']:.0f} ({case['compiled']})",
-            f"{figures['prediction_error']:.1%}",
-        )
+        table.add_row(name, *cells(case).values())
     return table

@@ -109,16 +109,19 @@ def test_segments_hold_samples_and_filler_is_in_none(case):
             assert not batch.tokens[batch.segments.ids < 0].any()
 
 
+def bounded(batch):
+    """(segments, their static lengths) of each attention of tokens to tokens."""
+    split = batch.split
+    parts = zip((split.whole, split.joint), split.lengths, strict=True) if split else ()
+    return [(batch.segments, batch.bounds.lengths), *parts]
+
+
 @settings(max_examples=40, deadline=None)
 @given(packed_cases())
 def test_no_row_has_more_long_segments_than_is_static(case):
     for step in collated(case):
         for batch in step.batches:
-            sides = [(batch.segments, batch.bounds.lengths)]
-            if batch.split:
-                parts = (batch.split.whole, batch.split.joint)
-                sides += zip(parts, batch.split.lengths, strict=True)
-            for segments, lengths in sides:
+            for segments, lengths in bounded(batch):
                 above, most = np.transpose(lengths)
                 assert (np.diff(above) > 0).all()
                 assert (np.diff(most) < 0).all()
@@ -134,11 +137,7 @@ def test_no_more_long_segments_are_static_than_fit_into_a_row(case):
     manifest, plan, layout = case
     sizes = manifest.samples(PATCH).seq_len
     for batch in layout.shapes(plan):
-        sides = [(batch.segments, batch.bounds.lengths)]
-        if batch.split:
-            parts = (batch.split.whole, batch.split.joint)
-            sides += zip(parts, batch.split.lengths, strict=True)
-        for segments, lengths in sides:
+        for segments, lengths in bounded(batch):
             for size in sizes:
                 most = min(most for above, most in lengths if above <= size)
                 assert most <= segments.ids.shape[1] / (size + 1) / THINNED
