@@ -1,6 +1,6 @@
 """`benchmarks/planning_peers.py`: from the peers' batches to an epoch, and what is counted."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,15 +15,20 @@ SEQ_LEN = np.asarray([4, 2, 6, 3, 5])
 COST = QuadraticCost(c0=0.0, c1=1.0, c2=0.0)
 
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
 @pytest.fixture(scope="module")
-def peers():
-    path = Path(__file__).parents[2] / "benchmarks" / "planning_peers.py"
-    spec = importlib.util.spec_from_file_location("planning_peers", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def program():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        yield importlib.import_module("planning_peers")
+        del sys.modules["planning_peers"], sys.modules["peers"]
+
+
+@pytest.fixture(scope="module")
+def peers(program):
+    return importlib.import_module("peers")
 
 
 @pytest.fixture
@@ -38,59 +43,59 @@ def array(*numbers: int) -> np.ndarray:
     return np.asarray(numbers, np.int64)
 
 
-def test_padded_batches_cost_rows_times_the_longest(peers, case):
+def test_padded_batches_cost_rows_times_the_longest(program, peers, case):
     epoch = peers.padded_epoch([[array(0, 1), array(2)], [array(3), array(4)]], SEQ_LEN)
     assert epoch.rows.tolist() == [2, 1, 1, 1]
     assert epoch.padded_len.tolist() == [4, 6, 3, 5]
-    figures = peers.measure(epoch, case, COST)
+    figures = program.measure(epoch, case, COST)
     assert figures["seconds"] == 8 + 5
     assert figures["padding"] == pytest.approx(1 - 20 / 22)
     assert figures["dropped"] == figures["duplicated"] == figures["uneven_steps"] == 0
 
 
-def test_repeated_samples_count_once_and_dropped_ones_not_at_all(peers, case):
+def test_repeated_samples_count_once_and_dropped_ones_not_at_all(program, peers, case):
     epoch = peers.padded_epoch([[array(0, 0), array(0, 1, 3)]], SEQ_LEN)
-    figures = peers.measure(epoch, case, COST)
+    figures = program.measure(epoch, case, COST)
     assert figures["dropped"] == 2
     assert figures["duplicated"] == 2
     assert figures["over_memory"] == 1  # three rows of four tokens
     assert figures["tokens_per_second"] == (4 + 2 + 3) / 12
 
 
-def test_ranks_without_a_row_wait(peers, case):
+def test_ranks_without_a_row_wait(program, peers, case):
     steps = peers.turns([[array(0, 4), array(1)], [array(2, 3)]])
     epoch = peers.packed_epoch(steps, SEQ_LEN, 10)
     assert (epoch.steps, epoch.step.tolist(), epoch.rank.tolist()) == (2, [0, 0, 1], [0, 1, 0])
     assert epoch.part_offsets().tolist() == [0, 4, 0, 6, 0]
-    figures = peers.measure(epoch, case, COST)
+    figures = program.measure(epoch, case, COST)
     assert figures["seconds"] == 20
     assert figures["idle"] == 0.25
     assert (figures["uneven_steps"], figures["uneven_samples"]) == (1, 1)
 
 
-def test_the_fastest_is_best_whatever_its_order(peers):
+def test_the_fastest_is_best_whatever_its_order(program):
     rows = [
         {"tokens_per_second": 1.0, "order_correlation": 0.0},
         {"tokens_per_second": 3.0, "order_correlation": 0.9},
         {"tokens_per_second": 2.0, "order_correlation": -0.1},
     ]
-    assert peers.best(rows) == 1
+    assert program.best(rows) == 1
 
 
-def test_later_rounds_keep_what_was_chosen(peers):
+def test_later_rounds_keep_what_was_chosen(program, peers):
     chosen = peers.Lhotse(True, num_buckets=None)
-    assert peers.merged(chosen, peers.Lhotse(True, quadratic=5)) == peers.Lhotse(True, None, 5)
+    assert program.merged(chosen, peers.Lhotse(True, quadratic=5)) == peers.Lhotse(True, None, 5)
 
 
-def test_tuning_keeps_as_many_steps_where_ranks_allow(peers):
-    assert peers.smaller(peers.Case("tiny", 100_000, 64), 20_000).ranks == 12
-    assert peers.smaller(peers.Case("tiny", 100_000, 8), 20_000).ranks == 8
-    assert peers.smaller(peers.Case("tiny", 100, 8), 20_000).size == 100
+def test_tuning_keeps_as_many_steps_where_ranks_allow(program, peers):
+    assert program.smaller(peers.Case("tiny", 100_000, 64), 20_000).ranks == 12
+    assert program.smaller(peers.Case("tiny", 100_000, 8), 20_000).ranks == 8
+    assert program.smaller(peers.Case("tiny", 100, 8), 20_000).size == 100
 
 
-def test_a_table_leaves_out_what_a_planner_has_not(peers):
-    row = dict.fromkeys(peers.COLUMNS, 0.0) | {"planner": "ours"}
+def test_a_table_leaves_out_what_a_planner_has_not(program):
+    row = dict.fromkeys(program.COLUMNS, 0.0) | {"planner": "ours"}
     del row["packed_per_second"]
-    last = peers.table([row]).splitlines()[-1]
+    last = program.table([row]).splitlines()[-1]
     assert last.startswith("| ours | 0")
     assert last.endswith("|  |")
