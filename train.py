@@ -21,21 +21,21 @@ from alload_jax.config import (
 )
 from alload_jax.data.batch import describe
 from alload_jax.data.collate import Collator
+from alload_jax.data.collation import collation_for
 from alload_jax.data.condition import conditions_for
-from alload_jax.data.digits import prepare_digits
-from alload_jax.data.layout import layout_for
+from alload_jax.data.datasets.digits import prepare_digits
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.placement import place_ahead
 from alload_jax.data.source import PlanSource, StepLoader
 from alload_jax.data.store import StoreReader
+from alload_jax.distributed.cluster import Cluster
+from alload_jax.distributed.consensus import Consensus
+from alload_jax.distributed.initialize import initialize
 from alload_jax.errors import InputError, run_command
-from alload_jax.models.weights import initial_weights
-from alload_jax.report.samples import SampleWriter
+from alload_jax.models.common.weights import initial_weights
 from alload_jax.report.summary import print_summary, read_summary, summarise
-from alload_jax.sharding.agreement import Agreement
-from alload_jax.sharding.cluster import Cluster
+from alload_jax.sampling.samples import SampleWriter
 from alload_jax.sharding.groups import group_meshes, plan_on
-from alload_jax.sharding.joining import join_cluster
 from alload_jax.sharding.mesh import local_plan_ranks, make_mesh
 from alload_jax.sharding.xla_flags import set_xla_flags
 from alload_jax.training.checkpoint import Checkpoints
@@ -53,14 +53,14 @@ from alload_jax.training.telemetry import (
     peak_memory,
     write_json,
 )
-from alload_jax.training.trainer import Recipe
+from alload_jax.training.trainer import TrainingSpec
 
 
 def main(argv: list[str]) -> int:
     """Runs the training that the command line asks for; returns the exit status."""
     set_xla_flags()
     config = read_config(argv)
-    with join_cluster(config.cluster) as cluster:
+    with initialize(config.cluster) as cluster:
         return train(with_policy(config), cluster, argv)
 
 
@@ -74,7 +74,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
 
     # ---------------------------------------------------------------- data, devices, plan
     if config.data.digits:
-        cluster.tell(partial(prepare_digits, config.data.folder, config.data.digits))
+        cluster.broadcast(partial(prepare_digits, config.data.folder, config.data.digits))
     manifest = read_manifest(config.data.folder)
     manifest.require(config.model.in_channels, config.model.patch_size)
     samples = manifest.samples(config.model.patch_size)
@@ -90,10 +90,10 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
     )
     cluster.require_shared("run.folder", folder)
     conditions = conditions_for(config.model, manifest)
-    layout = layout_for(plan, manifest, config.model, conditions)
-    ranks = local_plan_ranks(mesh, plan.layout.ranks, config.planning.context)
+    collation = collation_for(plan, manifest, config.model, conditions)
+    ranks = local_plan_ranks(mesh, plan.topology.ranks, config.planning.context)
     groups = group_meshes(mesh, plan)
-    collator = Collator(StoreReader(manifest), ranks, layout, plan.group_ranks)
+    collator = Collator(StoreReader(manifest), ranks, collation, plan.group_ranks)
     sampler = SampleWriter(
         folder / "samples", config.model, config.diffusion.timesteps, config.sampling, manifest
     )
@@ -103,12 +103,12 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
     with (
         Checkpoints(folder / "checkpoints", config.checkpoint, identity) as checkpoints,
         StopRequest() as stop,
-        cluster.failures_told(),
+        cluster.failures_reported(),
     ):
-        start = cluster.tell(checkpoints.latest) or 0
+        start = cluster.broadcast(checkpoints.latest) or 0
         if start:
             checkpoints.check(start)
-        summary = cluster.tell(partial(read_summary, folder, start))
+        summary = cluster.broadcast(partial(read_summary, folder, start))
         if summary and start >= config.run.steps:
             print_summary(summary, folder)
             return 0
@@ -119,7 +119,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         else:
             weights = initial_weights(config.run.initial_weights, config.model, mesh)
             state = init_state(config.model, optimizer, mesh, config.run.seed, weights)
-        recipe = Recipe(config.model, config.diffusion, optimizer, config.optimizer)
+        recipe = TrainingSpec(config.model, config.diffusion, optimizer, config.optimizer)
         trainer = make_trainer(recipe, mesh, state, groups)
 
         # ------------------------------------------------------------ run folder
@@ -130,7 +130,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         monitor = Monitor(
             plan,
             config.planning.predictor(),
-            config.planning.anchor_seconds(),
+            config.planning.seconds_per_split_token(),
             learning_rate_schedule(config.optimizer, config.run.steps),
             MetricsLog(folder, resumed_at=start),
             BadRecords(folder / "bad_records.txt", cluster),
@@ -138,7 +138,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         )
 
         # ------------------------------------------------------------ compilation
-        missing = layout.shapes(plan) if start < config.run.steps else []
+        missing = collation.shapes(plan) if start < config.run.steps else []
         with ProgressBar("compiling", len(missing)) as bar:
             for shape in trainer.compile(missing):
                 bar.advance(describe(shape))
@@ -147,14 +147,14 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
 
         # ------------------------------------------------------------ training
         done = start
-        agreement = Agreement(cluster, mesh, lambda: stop.number)
-        source = PlanSource(plan, start, start if agreement.signal() else config.run.steps)
+        consensus = Consensus(cluster, mesh, lambda: stop.number)
+        source = PlanSource(plan, start, start if consensus.signal() else config.run.steps)
         with (
             StepLoader(source, collator, config.data.loader) as loader,
             ProgressBar("training", config.run.steps, start) as bar,
             monitor.watching(bar),
         ):
-            for step in place_ahead(loader, mesh, groups=groups, agreement=agreement):
+            for step in place_ahead(loader, mesh, groups=groups, consensus=consensus):
                 if step.signal or not monitor.accepts(step):
                     break
                 monitor.note(step, trainer.step(step))
@@ -168,7 +168,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
                     with monitor.paused():
                         checkpoints.save(done, trainer.state)
         checkpoints.save(done, trainer.state)
-        stopped_by = agreement.signal()
+        stopped_by = consensus.signal()
     if monitor.refusal:
         raise InputError(f"{monitor.refusal} (saved at step {done})")
     if stopped_by:

@@ -14,17 +14,17 @@ import jax
 import yaml
 from jsonargparse import ArgumentParser
 
-from alload_jax.data.digits import DigitsConfig
+from alload_jax.data.datasets.digits import DigitsConfig
 from alload_jax.data.source import LoaderConfig
+from alload_jax.distributed.initialize import ClusterConfig
 from alload_jax.errors import InputError
-from alload_jax.models.config import DiTConfig
-from alload_jax.models.dit import obstacle_to_packing
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import packing_unsupported_reason
+from alload_jax.objectives.flow_matching import DiffusionConfig
 from alload_jax.planning.settings import AUTO, PlanningConfig
-from alload_jax.report.samples import SamplingConfig
-from alload_jax.sharding.joining import ClusterConfig
+from alload_jax.sampling.samples import SamplingConfig
 from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training.checkpoint import CheckpointConfig
-from alload_jax.training.objective import DiffusionConfig
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.telemetry import write_whole
 
@@ -97,7 +97,7 @@ class Config:
     run: RunConfig
     data: DataConfig
     planning: PlanningConfig
-    model: DiTConfig = field(default_factory=DiTConfig)
+    model: WanConfig = field(default_factory=WanConfig)
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -148,7 +148,7 @@ def with_policy(config: Config) -> Config:
     """
     planning = config.planning
     if planning.policy == AUTO:
-        planning = planning.resolved(packs=not obstacle_to_packing(config.model))
+        planning = planning.resolved(packs=not packing_unsupported_reason(config.model))
     if planning.policy == "balanced":
         planning = dataclasses.replace(planning, context=config.mesh.context)
     return dataclasses.replace(config, planning=planning)

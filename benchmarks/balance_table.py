@@ -47,7 +47,7 @@ NAMES = {
     "dual_constraint": "`dual_constraint`, synchronous",
     "first_fit": "`first_fit`, packed",
     "balanced": "`balanced`, packed",
-    "balanced-anchors": "`balanced`, long samples split",
+    "balanced-split": "`balanced`, long samples split",
     "everything-split": "everything split (Ulysses)",
 }
 SAME = "AdaptiveLoad's method = its baseline, independent"

@@ -22,9 +22,9 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from alload_jax.bench.surroundings import surroundings
+from alload_jax.bench.provenance import provenance
 from alload_jax.config import Config, read_config
-from alload_jax.data.digits import prepare_digits
+from alload_jax.data.datasets.digits import prepare_digits
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.plan import Plan
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     with ThreadPoolExecutor(options.parallel) as pool:
         runs = list(pool.map(partial(run, options.runs), *zip(*chosen, strict=True), steps))
     found = {policy: [each for each in runs if each["policy"] == policy] for policy in POLICIES}
-    content = surroundings(["jax", "flax", "numpy"]) | {
+    content = provenance(["jax", "flax", "numpy"]) | {
         "command": " ".join(["python", "benchmarks/digits_policies.py", *argv]),
         "samples": samples,
         "runs": runs,

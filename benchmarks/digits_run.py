@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main(folder: str, name: str) -> None:
-    """Gathers the run's summary and surroundings, writes and prints them."""
+    """Gathers the run's summary and provenance, writes and prints them."""
     run = Path(folder)
     start = json.loads((run / "environment.json").read_text())[0]
     summary = json.loads((run / "summary.json").read_text())

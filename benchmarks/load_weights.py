@@ -21,17 +21,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from alload_jax.bench.surroundings import surroundings
-from alload_jax.models.config import DiTConfig, TextConfig
-from alload_jax.models.dit import abstract_params
-from alload_jax.models.wan_keys import tensors
-from alload_jax.models.weights import load_weights, save_weights
+from alload_jax.bench.provenance import provenance
+from alload_jax.models.common.weights import load_weights, save_weights
+from alload_jax.models.wan.config import TextConfig, WanConfig
+from alload_jax.models.wan.transformer import abstract_params
+from alload_jax.models.wan.weight_table import tensors
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 
 
-def model_config(layers: int) -> DiTConfig:
+def model_config(layers: int) -> WanConfig:
     """Wan 2.1's 1.3B, or fewer layers of it."""
-    return DiTConfig(
+    return WanConfig(
         dim=1536, ffn_dim=8960, num_heads=12, num_layers=layers, in_channels=16, text=TextConfig()
     )
 
@@ -100,7 +100,7 @@ def main() -> None:
         )
     result = {
         "command": shlex.join(["python", *sys.argv]),
-        **surroundings(["jax", "safetensors"]),
+        **provenance(["jax", "safetensors"]),
         **json.loads(done.stdout.splitlines()[-1]),
     }
     Path(options.out).write_text(json.dumps(result, indent=1) + "\n")

@@ -34,12 +34,12 @@ from typing import Any, TypeVar
 import numpy as np
 from peers import M_MEM, Case, Grain, Lhotse, Planner
 
-from alload_jax.bench.surroundings import surroundings
+from alload_jax.bench.provenance import provenance
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.cost import CostFile, QuadraticCost, read_cost_file
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.metrics import plan_metrics
-from alload_jax.planning.policies.policy import RankLayout
+from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.settings import PlanningConfig, m_comp_curve, make_plan
 from alload_jax.planning.study import policy_config
 
@@ -200,7 +200,7 @@ def _of_ours(
     config = policy_config(config, policy)
     if m_comp == "auto":
         # Searched for once, as the peers' settings are; searching does not count.
-        layout = RankLayout(case.ranks, config.ranks_mode)
+        layout = RankTopology(case.ranks, config.ranks_mode)
         chosen = m_comp_curve(config, case.samples, layout, costs).chosen
         config = dataclasses.replace(config, m_comp=chosen)
     make = functools.partial(make_plan, config, case.samples, case.ranks, 0, costs)
@@ -298,7 +298,7 @@ def main(argv: list[str]) -> int:
         results.append(of_case | {"rows": rows, "sweeps": sweeps})
         print(f"\n{case.workload}, {case.ranks} ranks, M_mem {case.m_mem:,}\n\n{table(rows)}")
         sys.stdout.flush()
-    content = surroundings(("lhotse", "grain", "numpy", "torch")) | {
+    content = provenance(("lhotse", "grain", "numpy", "torch")) | {
         "device": f"none (planning only); {_processor()}, {os.cpu_count()} cores",
         "command": "python benchmarks/planning_peers.py " + shlex.join(argv),
         "cost_model": {

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from alload_jax.bench.surroundings import surroundings
+from alload_jax.bench.provenance import provenance
 from alload_jax.planning.cost import read_cost_file
 from alload_jax.planning.metrics import excess_over_bound
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.step_costs import largest_piece, micro_batch_costs, rank_costs
+from alload_jax.planning.step_costs import largest_indivisible_cost, micro_batch_costs, rank_costs
 from alload_jax.planning.study import Case, Study
 from alload_jax.planning.workloads import make_workload
 
@@ -80,7 +80,7 @@ def main() -> None:
         return
     content = {
         "command": shlex.join(["python", "benchmarks/planning_workloads.py", *sys.argv[1:]]),
-        **surroundings(["numpy"]),
+        **provenance(["numpy"]),
         "device": f"none (planning only); {platform.machine()}",
         "cost_model": Path(options.cost_model).name,
         "m_mem": M_MEM,
@@ -105,11 +105,11 @@ def _plans(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             each = SAMPLES_PER_RANK.get(workload, LONG_VIDEO_SAMPLES_PER_RANK)
             size = max(100_000, each * ranks)
             study = _study(options.cost_model, workload, size, M_MEM[workload], m_comp="auto")
-            anchors = replace(study, config=replace(study.config, m_comp=None, context=CONTEXT))
+            split_study = replace(study, config=replace(study.config, m_comp=None, context=CONTEXT))
             open_bound = replace(study, config=replace(study.config, m_comp=None))
             cases = [study.case(policy, ranks) for policy in POLICIES[:3]]
             cases += [open_bound.case(policy, ranks) for policy in POLICIES[3:]]
-            for case in [*cases, anchors.case("balanced", ranks)]:
+            for case in [*cases, split_study.case("balanced", ranks)]:
                 found = {"workload": workload, "ranks": ranks} | _figures(case, study)
                 print(workload, ranks, case.name, f"{case.metrics.imbalance:.4f}", flush=True)
                 yield found
@@ -118,9 +118,9 @@ def _plans(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _figures(case: Case, study: Study) -> dict[str, Any]:
     """Metrics, and the distance from the bound of steps that hold at least 4 samples a rank."""
     epoch, seq_len = case.epoch, study.samples.seq_len
-    seconds = case.config.anchor_seconds(study.costs)
+    seconds = case.config.seconds_per_split_token(study.costs)
     cost = rank_costs(epoch, micro_batch_costs(epoch, seq_len, study.predictor, seconds))
-    excess = excess_over_bound(cost, largest_piece(epoch, seq_len, study.predictor))
+    excess = excess_over_bound(cost, largest_indivisible_cost(epoch, seq_len, study.predictor))
     held = rank_costs(epoch, np.diff(epoch.offsets).astype(np.float64))
     enough = excess[held.mean(axis=1) >= 4]
     return {

@@ -22,9 +22,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alload_jax.bench.jax_step import Step, random_batch
-from alload_jax.bench.surroundings import surroundings
-from alload_jax.models.config import DiTConfig
+from alload_jax.bench.provenance import provenance
+from alload_jax.bench.step import Step, random_batch
+from alload_jax.models.wan.config import WanConfig
 from pallas_kernels.layernorm_modulate.differentiable import Static, fused
 from pallas_kernels.layernorm_modulate.operands import Operands, normalise
 
@@ -36,10 +36,10 @@ IMPLEMENTATIONS = ("triton", "xla")
 MEMORY_SHARE = "0.95"
 
 
-def model_config(norm: Any, remat: Any) -> DiTConfig:
+def model_config(norm: Any, remat: Any) -> WanConfig:
     """Wan 2.1's 1.3B, but for its text encoder's tokens, which are classes here."""
     shape: dict[str, Any] = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30}
-    return DiTConfig(
+    return WanConfig(
         **shape, in_channels=16, patch_size=(1, 2, 2), norm=norm, remat=remat, dtype="bfloat16"
     )
 
@@ -146,7 +146,7 @@ def main() -> None:
         return
     content: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
-        **surroundings(["jax", "jaxlib", "flax"]),
+        **provenance(["jax", "jaxlib", "flax"]),
         "cases": [],
     }
     cases: list[tuple[str, ...]] = [("adaln_memory",)]

@@ -18,16 +18,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from alload_jax.bench.device_trace import traced
-from alload_jax.bench.jax_step import model_config, out_of_memory
-from alload_jax.bench.surroundings import surroundings
+from alload_jax.bench.provenance import provenance
+from alload_jax.bench.step import model_config, out_of_memory
 from alload_jax.bench.weights import without_zeros
 from alload_jax.bench.workload_step import RandomReader, drawn, manifest_of, representative
 from alload_jax.data.batch import signature
 from alload_jax.data.collate import Collator
+from alload_jax.data.collation import collation_for
 from alload_jax.data.condition import conditions_for
-from alload_jax.data.layout import layout_for
 from alload_jax.data.placement import PlacedStep, place_ahead
-from alload_jax.models.config import DiTConfig
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.objectives.flow_matching import DiffusionConfig
 from alload_jax.planning.digest import digest
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.samples import Samples
@@ -35,11 +36,10 @@ from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
 from alload_jax.sharding.groups import group_meshes, plan_on
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.objective import DiffusionConfig
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.shape_groups import GroupTrainer, make_trainer
 from alload_jax.training.state import init_state
-from alload_jax.training.trainer import Recipe, Trainer
+from alload_jax.training.trainer import Trainer, TrainingSpec
 
 _LR_STEPS = 1000
 
@@ -49,7 +49,7 @@ class Settings:
     """What is measured.
 
     Attributes:
-      model: fields of `DiTConfig`; `text` as a dict.
+      model: fields of `WanConfig`; `text` as a dict.
       planning: fields of `PlanningConfig`.
       workload: named; or None for samples of one shape.
       samples: of the epoch that is planned.
@@ -91,7 +91,7 @@ class Settings:
         return plan_on(mesh, config, samples, seed=0), config
 
 
-def run_steps(model: DiTConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int]) -> dict[str, Any]:
+def run_steps(model: WanConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int]) -> dict[str, Any]:
     """Runs chosen steps of a plan.
 
     Returns:
@@ -125,22 +125,22 @@ def run_steps(model: DiTConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int]) -
 
 
 def _placed_steps(
-    model: DiTConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int], groups: Sequence[Mesh]
+    model: WanConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int], groups: Sequence[Mesh]
 ) -> tuple[list[PlacedStep], int]:
     """The steps' arrays on the devices; how many programs the whole plan has."""
     manifest = manifest_of(plan.samples, model)
     conditions = conditions_for(model, manifest)
-    layout = layout_for(plan, manifest, model, conditions)
+    collation = collation_for(plan, manifest, model, conditions)
     reader: Any = RandomReader(manifest, conditions)
-    collate = Collator(reader, frozenset(range(plan.layout.ranks)), layout, plan.group_ranks)
+    collate = Collator(reader, frozenset(range(plan.topology.ranks)), collation, plan.group_ranks)
     placed = place_ahead((collate(plan.step(number)) for number in chosen), mesh, groups=groups)
-    return jax.block_until_ready(list(placed)), len(layout.shapes(plan))
+    return jax.block_until_ready(list(placed)), len(collation.shapes(plan))
 
 
-def _trainer(model: DiTConfig, mesh: Mesh, groups: Sequence[Mesh]) -> Trainer | GroupTrainer:
+def _trainer(model: WanConfig, mesh: Mesh, groups: Sequence[Mesh]) -> Trainer | GroupTrainer:
     config = OptimizerConfig()
     optimizer = make_optimizer(config, _LR_STEPS)
-    recipe = Recipe(model, DiffusionConfig(), optimizer, config)
+    recipe = TrainingSpec(model, DiffusionConfig(), optimizer, config)
     state = without_zeros(init_state(model, optimizer, mesh, 0))
     return make_trainer(recipe, mesh, state, groups)
 
@@ -161,8 +161,8 @@ def _digest(plan: Plan, mesh: Mesh) -> str:
     epoch, packing = plan.epoch(0), plan.epoch(0).packing
     columns = [epoch.step, epoch.micro_batch, epoch.rank, epoch.rows, epoch.offsets, epoch.sample]
     if packing:
-        columns += [packing.offset, packing.tokens, packing.anchor_tokens]
-        columns += [np.asarray([packing.segments, *packing.levels])]
+        columns += [packing.offset, packing.tokens, packing.split_tokens]
+        columns += [np.asarray([packing.segments, *packing.split_sizes])]
     return digest(np.asarray([*mesh.shape.values(), plan.group_ranks]), *columns)
 
 
@@ -175,13 +175,13 @@ def _peaks() -> list[int] | None:
 def measure(settings: Settings) -> dict[str, Any]:
     """Seconds of steps and of ranks, predicted and measured; or the error it ended in."""
     model, mesh = model_config(settings.model), settings.mesh()
-    noted = surroundings(["jax", "jaxlib", "flax"]) | {"devices": jax.device_count()}
+    noted = provenance(["jax", "jaxlib", "flax"]) | {"devices": jax.device_count()}
     plan, config = settings.plan(mesh)
     known_by = _digest(plan, mesh)
     if known_by in settings.measured:
         return noted | {"same_as": settings.measured[known_by]}
     epoch, seq_len = plan.epoch(0), plan.samples.seq_len
-    costs = micro_batch_costs(epoch, seq_len, config.predictor(), config.anchor_seconds())
+    costs = micro_batch_costs(epoch, seq_len, config.predictor(), config.seconds_per_split_token())
     predicted = rank_costs(epoch, costs).max(axis=1)
     chosen = representative(range(epoch.steps), predicted, settings.steps)
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from alload_jax.bench.calibration_cases import Case, grid
-from alload_jax.bench.jax_step import Step, out_of_memory
+from alload_jax.bench.step import Step, out_of_memory
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import MemoryModel, bucketed_cost
 from alload_jax.planning.fit import Point, fit_memory, fit_quadratic

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 
 from alload_jax.bench.calibration import MemoryFinding, Outcome
-from alload_jax.bench.jax_step import Step
-from alload_jax.bench.surroundings import surroundings
+from alload_jax.bench.provenance import provenance
+from alload_jax.bench.step import Step
 from alload_jax.config import Config
 from alload_jax.errors import InputError
-from alload_jax.models.config import DiTConfig
-from alload_jax.planning.analytic import anchor_bytes
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.planning.analytic import bytes_per_split_token
 from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost
 from alload_jax.planning.fit import Fit, Point, evaluate, fit_power, fit_quadratic, predicted
@@ -172,7 +172,7 @@ def calibrated(
     skipped = [o for o in outcomes if o.seconds is None]
     details = {
         "command": command,
-        **surroundings(["jax", "jaxlib", "flax", "numpy", "scipy"]),
+        **provenance(["jax", "jaxlib", "flax", "numpy", "scipy"]),
         "margin": finding.margin,
         "fits": fits.summary(),
         "memory": memory_details(finding, outcomes),
@@ -188,7 +188,9 @@ def calibrated(
         quadratic=fits.quadratic.model,
         memory=finding.model,
         m_mem=finding.m_mem,
-        anchor_bytes=anchor_bytes(from_fields(model), config.model.remat, itemsize),
+        bytes_per_split_token=bytes_per_split_token(
+            from_fields(model), config.model.remat, itemsize
+        ),
         model=model,
         device=jax.local_devices()[0].device_kind,
         origin="measured",
@@ -196,6 +198,6 @@ def calibrated(
     )
 
 
-def _model_fields(model: DiTConfig, condition_tokens: int) -> dict[str, Any]:
+def _model_fields(model: WanConfig, condition_tokens: int) -> dict[str, Any]:
     fields = model.step_fields()
     return fields if model.text else fields | {"condition_tokens": condition_tokens}

@@ -21,15 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alload_jax.bench.jax_step import Step, model_config, out_of_memory
-from alload_jax.bench.surroundings import surroundings
+from alload_jax.bench.provenance import provenance
+from alload_jax.bench.step import Step, model_config, out_of_memory
 from alload_jax.data.batch import AnyBatch, Signature, describe, signature
 from alload_jax.data.collate import Collator
+from alload_jax.data.collation import collation_for
 from alload_jax.data.condition import Conditions, conditions_for
-from alload_jax.data.layout import layout_for
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import LABELS, LATENTS, TEXT
-from alload_jax.models.config import DiTConfig
+from alload_jax.models.wan.config import WanConfig
 from alload_jax.planning.architecture import LABEL_TOKENS, from_fields
 from alload_jax.planning.geometry import Geometry
 from alload_jax.planning.plan import Plan
@@ -43,7 +43,7 @@ class Settings:
     """What is measured.
 
     Attributes:
-      model: fields of `DiTConfig`; `text` as a dict.
+      model: fields of `WanConfig`; `text` as a dict.
       plannings: fields of `PlanningConfig`, for each policy.
       workload: named; or None for samples of one shape.
       shape: (frames, height, width) in pixels of all samples, without a workload.
@@ -135,7 +135,7 @@ _ALIKE = 0.01
 """Squares that differ by less show no line."""
 
 
-def manifest_of(samples: Samples, model: DiTConfig) -> Manifest:
+def manifest_of(samples: Samples, model: WanConfig) -> Manifest:
     """The samples as a data folder's manifest, with nothing on disk."""
     count, none = len(samples), np.zeros(len(samples), np.int64)
     return Manifest(
@@ -165,7 +165,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     """Tokens a second of each policy's epoch, and what they take; or the error it ended in."""
     model = model_config(settings.model)
     samples = settings.made()
-    noted = surroundings(["jax", "jaxlib", "flax"]) | {
+    noted = provenance(["jax", "jaxlib", "flax"]) | {
         "samples": len(samples),
         "tokens": int(samples.seq_len.sum()),
         "flops": from_fields(settings.model).step_flops(samples.seq_len),
@@ -195,7 +195,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 class _Runner:
     """Compiles and runs the steps of plans over the same samples; a program is timed once."""
 
-    def __init__(self, model: DiTConfig, samples: Samples):
+    def __init__(self, model: WanConfig, samples: Samples):
         self._manifest = manifest_of(samples, model)
         self._model, self._samples = model, samples
         self._step = step = Step(model)
@@ -206,12 +206,12 @@ class _Runner:
     def measure(self, plan: Plan, most: int) -> dict[str, Any]:
         """Seconds of a plan's epoch, from at most `most` steps of each program."""
         conditions = conditions_for(self._model, self._manifest)
-        layout = layout_for(plan, self._manifest, self._model, conditions)
+        collation = collation_for(plan, self._manifest, self._model, conditions)
         begin = time.perf_counter()
-        self._compile(layout.shapes(plan))
+        self._compile(collation.shapes(plan))
         compiled = time.perf_counter() - begin
         reader: Any = RandomReader(self._manifest, conditions)
-        collate = Collator(reader, frozenset({0}), layout)
+        collate = Collator(reader, frozenset({0}), collation)
         counted = []
         squares = _squares(plan, self._samples)
         programs = programs_of(plan)

@@ -56,7 +56,7 @@ CASES = {
     "dual_constraint": Case(_DUAL),
     "first_fit": Case({"policy": "first_fit"}),
     "balanced": Case({"policy": "balanced"}),
-    "balanced-anchors": Case({"policy": "balanced"}, split=True),
+    "balanced-split": Case({"policy": "balanced"}, split=True),
     "everything-split": Case({"policy": "balanced", "split_above": 0.0}, split=True),
 }
 """AdaptiveLoad's baseline, its method, its method on one bucket a step, what others ship, ours,

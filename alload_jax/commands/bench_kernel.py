@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     from alload_jax.bench import competitors, kernel
     from alload_jax.bench.device_time import copy_bandwidth, require_gpu
     from alload_jax.bench.picture import write_picture
-    from alload_jax.bench.surroundings import surroundings
+    from alload_jax.bench.provenance import provenance
 
     workloads = _workloads(options)
     functions = _functions(options)
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     require_gpu()
     device = jax.devices()[0].device_kind
     copy = copy_bandwidth()
-    made_with = surroundings([*_PACKAGES, *competitors.installed()])
+    made_with = provenance([*_PACKAGES, *competitors.installed()])
     entries: list[kernel.Entry] = []
     console = Console(soft_wrap=True, width=_WIDTH)
     for entry in kernel.measure(workloads, functions, not options.without_others):

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, model: dict[str, Any], measure: Measure) ->
 
     Args:
       options: of the command line.
-      model: fields of `DiTConfig`.
+      model: fields of `WanConfig`.
       measure: see `Measure`.
     """
     if options.workload and options.same:

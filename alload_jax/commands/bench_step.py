@@ -126,7 +126,7 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, An
         for remat in options.remat:
             fields = training_fields(model, remat, residual)
             name = f"alload, keep {remat}" + (", float32 residual" * (residual == "float32"))
-            yield name, "alload_jax.bench.jax_step", shared | {"model": fields, "warmup": 2}
+            yield name, "alload_jax.bench.step", shared | {"model": fields, "warmup": 2}
     if not options.against:
         return
     theirs = {k: v for k, v in model.items() if k not in ("num_heads", "head_dim")}
@@ -142,7 +142,7 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, An
         name = f"diffusers, {case['precision']}, {case['attention']}, compiled {compiled}"
         name += f", checkpointing {case['remat']}"
         settings = shared | case | {"model": theirs, "text_length": TEXT["length"], "warmup": 2}
-        yield name, "alload_jax.bench.torch_step", settings
+        yield name, "benchmarks.torch_step", settings
 
 
 def _outcome(result: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from alload_jax.planning.cost import CostFile, read_cost_file, write_cost_file
 
 if TYPE_CHECKING:  # JAX takes a second to import, and a GPU's memory
     from alload_jax.bench.calibration import Bounds, Calibration, MemoryFinding, Outcome
-    from alload_jax.bench.jax_step import Step
+    from alload_jax.bench.step import Step
     from alload_jax.config import Config
 
 _COMMAND = "alload calibrate"
@@ -151,8 +151,8 @@ def _bounds(options: argparse.Namespace) -> "Bounds":
 def _step(config: "Config", options: argparse.Namespace) -> "Step":
     """The step that is measured; refused before it is made if its state cannot fit."""
     from alload_jax.bench.calibration import device_memory
-    from alload_jax.bench.jax_step import Step
-    from alload_jax.models.weights import parameter_count
+    from alload_jax.bench.step import Step
+    from alload_jax.models.common.weights import parameter_count
     from alload_jax.planning.analytic import GRADIENT_BYTES, STATE_BYTES
     from alload_jax.planning.cost import MemoryModel
 

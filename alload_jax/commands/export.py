@@ -20,9 +20,9 @@ def run(options: argparse.Namespace) -> int:
     """Writes the folder and says how to load it."""
     # Only now: they need JAX, which takes a second to import.
     from alload_jax.commands.model_source import find_run
-    from alload_jax.models.wan import diffusers_fields
-    from alload_jax.models.weights import parameter_count, require_free, save_weights
-    from alload_jax.training.inference import one_device_mesh
+    from alload_jax.models.common.weights import parameter_count, require_free, save_weights
+    from alload_jax.models.wan.conversion import diffusers_fields
+    from alload_jax.sampling.flow import one_device_mesh
 
     source = find_run(options.checkpoint, options.weights, options.step)
     diffusers_fields(source.config)  # refuses what diffusers has no model for

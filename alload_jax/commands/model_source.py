@@ -13,10 +13,10 @@ from alload_jax.data.manifest import MANIFEST_NAME, manifest_metadata
 from alload_jax.diffusion.schedules import Sampler
 from alload_jax.diffusion.timesteps import shift_of
 from alload_jax.errors import InputError
-from alload_jax.models.config import DiTConfig
-from alload_jax.models.weights import load_weights, read_transformer
+from alload_jax.models.common.weights import load_weights, read_transformer
+from alload_jax.models.wan.config import WanConfig
 from alload_jax.planning.geometry import Geometry, Triple
-from alload_jax.training.inference import WeightsKind, find_step, restore_params
+from alload_jax.sampling.flow import WeightsKind, find_step, restore_params
 from alload_jax.training.telemetry import read_json
 
 WAN_SHIFT = 5.0
@@ -42,7 +42,7 @@ class RunSource:
     weights: WeightsKind
 
     @property
-    def config(self) -> DiTConfig:
+    def config(self) -> WanConfig:
         """The model's."""
         return self.run.model
 
@@ -118,7 +118,7 @@ class WanSource:
     """
 
     folder: Path
-    config: DiTConfig
+    config: WanConfig
     sampler: Sampler = "unipc"
     guidance: float = WAN_GUIDANCE
 
@@ -192,7 +192,7 @@ def find_run(
     return RunSource(place, config, find_step(place / "checkpoints", step), weights or "ema")
 
 
-def likely_stride(config: DiTConfig) -> Triple:
+def likely_stride(config: WanConfig) -> Triple:
     """That of pixels, of Wan 2.2's VAE or of Wan 2.1's, by the model's channels."""
     known: dict[int, Triple] = {1: (1, 1, 1), 3: (1, 1, 1), 48: (4, 16, 16)}
     return known.get(config.in_channels, Geometry().vae_stride)

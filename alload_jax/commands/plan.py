@@ -15,7 +15,7 @@ from alload_jax.planning.architecture import NAMED
 from alload_jax.planning.files import plan_table, replaceable, write_plan
 from alload_jax.planning.policies.policy import RanksMode
 from alload_jax.planning.settings import AUTO, PolicyName
-from alload_jax.planning.simulation import Surroundings
+from alload_jax.planning.simulation import SimulationSettings
 from alload_jax.planning.study import Case, Study
 from alload_jax.planning.workloads import names
 
@@ -97,11 +97,11 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     inputs = plan_inputs(options)
     ranks = options.ranks or _configured_ranks(options)
-    surroundings = None
+    provenance = None
     if options.simulate:
-        surroundings = Surroundings(options.noise, options.all_reduce, inputs.seed)
+        provenance = SimulationSettings(options.noise, options.all_reduce, inputs.seed)
     study = Study(
-        inputs.samples, inputs.planning, inputs.costs, inputs.seed, options.epoch, surroundings
+        inputs.samples, inputs.planning, inputs.costs, inputs.seed, options.epoch, provenance
     )
     policies = list(dict.fromkeys(options.compare or [inputs.planning.policy]))
     cases = list(study.cases(policies, ranks))
@@ -193,7 +193,7 @@ def _settings(options: argparse.Namespace, inputs: PlanInputs, case: Case) -> di
         "sample_count": len(inputs.samples),
         "cost_model": {"kind": type(predictor).__name__, **vars(predictor)},
         "cost_model_source": inputs.costs_source,
-        "anchor_seconds": case.config.anchor_seconds(inputs.costs),
+        "seconds_per_split_token": case.config.seconds_per_split_token(inputs.costs),
     }
 
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from alload_jax.data.digits import DigitsConfig, write_digits
+from alload_jax.data.datasets.digits import DigitsConfig, write_digits
 from alload_jax.data.manifest import MANIFEST_NAME
 
 HELP = "Write a data folder to train on."

@@ -17,8 +17,8 @@ from alload_jax.errors import InputError
 
 if TYPE_CHECKING:  # they need JAX, which only `run` imports
     from alload_jax.commands.model_source import RunSource, WanSource
-    from alload_jax.models.config import DiTConfig
-    from alload_jax.report.requests import Asked, Request
+    from alload_jax.models.wan.config import WanConfig
+    from alload_jax.sampling.requests import Asked, Request
 
 HELP = "Draw samples from a run of train.py or from Wan's weights."
 
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Checks everything, reads the weights, draws, writes."""
     from alload_jax.commands.model_source import find_source
-    from alload_jax.report.requests import Target, check_request
+    from alload_jax.sampling.requests import Target, check_request
 
     _check_numbers(options)
     source = find_source(options.checkpoint, options.weights, options.step)
@@ -160,7 +160,7 @@ def _data(
 
 def _asked(options: argparse.Namespace) -> "list[Asked]":
     """What the flags ask for, or the list with the flags where it says nothing."""
-    from alload_jax.report.requests import FILES, Asked, read_list
+    from alload_jax.sampling.requests import FILES, Asked, read_list
 
     given = {name: getattr(options, name) for name in (*_LISTED, "prompt_embeds")}
     given |= {"class": options.classes and tuple(options.classes)}
@@ -216,8 +216,8 @@ def _draw(
     """Reads the weights, draws and writes, batch by batch."""
     import jax
 
-    from alload_jax.report.clips import write_clip
-    from alload_jax.training.inference import make_flow, one_device_mesh
+    from alload_jax.sampling.clips import write_clip
+    from alload_jax.sampling.flow import make_flow, one_device_mesh
 
     config = dataclasses.replace(source.config, dtype=options.dtype or source.config.dtype)
     sampler = options.sampler or source.sampler
@@ -261,12 +261,12 @@ def _memory_named(request: "Request") -> Iterator[None]:
         ) from error
 
 
-def _inputs(requests: "list[Request]", config: "DiTConfig") -> tuple[Any, Any, Any]:
+def _inputs(requests: "list[Request]", config: "WanConfig") -> tuple[Any, Any, Any]:
     """Noise, condition and null condition of a batch; each row's from its own request alone."""
     import jax
     import jax.numpy as jnp
 
-    from alload_jax.report.embeddings import conditions
+    from alload_jax.sampling.embeddings import conditions
 
     shape = (*requests[0].grid, config.in_channels)
     noise = jnp.stack([jax.random.normal(jax.random.key(r.seed), shape) for r in requests])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from alload_jax.models.segments import Lengths, Segments, SplitRows
+from alload_jax.models.common.segments import Lengths, Segments, SplitRows
 
 
 class Batch(NamedTuple):
@@ -16,8 +16,8 @@ class Batch(NamedTuple):
       latents: [B, frames, height, width, channels] float32.
       condition: [B, L] int32 classes, the number of classes standing for none; or [B, L, width]
         text embeddings.
-      sample: [B] int32, the manifest's row numbers; −1 for filler.
-      weight: [B] float32; 0 for filler.
+      sample: [B] int32, the manifest's row numbers; −1 for padding.
+      weight: [B] float32; 0 for padding.
     """
 
     latents: Any
@@ -54,16 +54,16 @@ class PackedBatch:
     """Rows of T tokens that hold up to M segments each: the packed layout.
 
     Every token belongs to a segment. A segment is a sample, the part of one that is split over
-    ranks, or filler of weight 0.
+    ranks, or padding of weight 0.
 
     Attributes:
-      tokens: [R, T, patch_dim] float32, the samples' patches one after another; 0 for filler.
-      position: [R, T, 3] int32, the (t, h, w) of each token in its sample; 0 for filler.
-      segments: where samples and filler lie, [R, M] in T.
+      tokens: [R, T, patch_dim] float32, the samples' patches one after another; 0 for padding.
+      position: [R, T, 3] int32, the (t, h, w) of each token in its sample; 0 for padding.
+      segments: where samples and padding lie, [R, M] in T.
       condition: [R, C] int32 classes or [R, C, width] text embeddings.
       condition_segments: where the segments' conditions lie, [R, M] in C.
-      sample: [R, M] int32, the manifest's row numbers; −1 for filler and unused slots.
-      weight: [R, M] float32; 0 for filler and unused slots; of a part its share of the sample.
+      sample: [R, M] int32, the manifest's row numbers; −1 for padding and unused slots.
+      weight: [R, M] float32; 0 for padding and unused slots; of a part its share of the sample.
       first: [R, M] int32, the number of the segment's first token in its sample.
       seq_len: [R, M] int32, tokens of the segment's whole sample.
       split: where split samples lie; None in programs without them.

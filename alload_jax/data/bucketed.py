@@ -14,8 +14,8 @@ from alload_jax.planning.plan import MicroBatch, Plan
 
 
 @dataclass(frozen=True)
-class BucketedLayout:
-    """Lays samples into rows (see `Layout`).
+class BucketedCollation:
+    """Lays samples into rows (see `Collation`).
 
     Attributes:
       manifest: of the samples.
@@ -26,7 +26,7 @@ class BucketedLayout:
     conditions: Conditions
 
     def shapes(self, plan: Plan) -> list[Batch]:
-        """See `Layout.shapes`."""
+        """See `Collation.shapes`."""
         epoch = plan.epoch(0)
         distinct = np.unique(np.column_stack([epoch.rows * plan.group_ranks, epoch.shape]), axis=0)
         found = [(n, *self.manifest.latent_shape(tuple(size))) for n, *size in distinct.tolist()]
@@ -43,7 +43,7 @@ class BucketedLayout:
         )
 
     def empty(self, parts: Sequence[MicroBatch]) -> Batch:
-        """See `Layout.empty`."""
+        """See `Collation.empty`."""
         rows = sum(part.rows for part in parts)
         shape = self.manifest.latent_shape(parts[0].shape)
         return Batch(
@@ -54,7 +54,7 @@ class BucketedLayout:
         )
 
     def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, int]]:
-        """See `Layout.places`; a place is a row."""
+        """See `Collation.places`; a place is a row."""
         first_row = 0
         for part in parts:
             for row, sample in enumerate(part.samples, start=first_row):
@@ -64,7 +64,7 @@ class BucketedLayout:
     def put(
         self, batch: Batch, place: int, sample: int, latents: np.ndarray, condition: np.ndarray
     ) -> None:
-        """See `Layout.put`."""
+        """See `Collation.put`."""
         batch.latents[place] = latents
         batch.condition[place, : len(condition)] = condition
         batch.sample[place] = sample

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from alload_jax.data.batch import AnyBatch
-from alload_jax.data.layout import Layout
+from alload_jax.data.collation import Collation
 from alload_jax.data.record import LATENTS
 from alload_jax.data.store import BadRecordError, StoreReader
 from alload_jax.planning.plan import MicroBatch, Step
@@ -39,13 +39,13 @@ class Collator:
     Attributes:
       reader: of the samples.
       ranks: the plan's ranks that this process feeds; only their records are read.
-      layout: of the plan's micro-batches.
+      collation: of the plan's micro-batches.
       group_ranks: ranks of a shape group; None for all.
     """
 
     reader: StoreReader
     ranks: frozenset[int]
-    layout: Layout
+    collation: Collation
     group_ranks: int | None = None
 
     def __call__(self, step: Step) -> HostStep:
@@ -65,20 +65,20 @@ class Collator:
 
     def _batch(self, parts: Sequence[MicroBatch], problems: list[str]) -> AnyBatch:
         """One micro-batch of the ranks' parts, rank by rank."""
-        batch = self.layout.empty(parts)
-        for sample, place in self.layout.places(parts):
+        batch = self.collation.empty(parts)
+        for sample, place in self.collation.places(parts):
             try:
                 arrays = self.reader.read(sample)
                 condition = self._condition(arrays, sample)
             except BadRecordError as error:
                 problems.append(str(error))
                 continue
-            self.layout.put(batch, place, sample, arrays[LATENTS], condition)
+            self.collation.put(batch, place, sample, arrays[LATENTS], condition)
         return batch
 
     def _condition(self, arrays: dict[str, np.ndarray], sample: int) -> np.ndarray:
         try:
-            return self.layout.conditions.of(arrays)
+            return self.collation.conditions.of(arrays)
         except ValueError as error:
             place = f"{self.reader.manifest.path}: sample {sample}"
             raise BadRecordError(f"{place} {error}") from error

@@ -11,10 +11,10 @@ from alload_jax.data.batch import Bounds, PackedBatch
 from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.row_sizes import RowSizes, row_sizes
-from alload_jax.models.config import DiTConfig
-from alload_jax.models.patches import patchify
-from alload_jax.models.segments import SplitRows, segments_of
-from alload_jax.planning.plan import MicroBatch, PackedRow, Plan
+from alload_jax.models.common.patches import patchify
+from alload_jax.models.common.segments import SplitRows, segments_of
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.planning.plan import MicroBatch, Plan, RowPlan
 
 
 class Place(NamedTuple):
@@ -35,10 +35,10 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PackedLayout:
-    """Lays samples into packed rows (see `Layout`).
+class PackedCollation:
+    """Lays samples into packed rows (see `Collation`).
 
-    What samples leave free of a row is filler, tokens of no segment: computed like others, they
+    What samples leave free of a row is padding, tokens of no segment: computed like others, they
     attend to nothing and weigh nothing. The parts of a sample that is split over ranks are segments
     each; together they weigh what a whole one does.
 
@@ -51,15 +51,15 @@ class PackedLayout:
     """
 
     manifest: Manifest
-    model: DiTConfig
+    model: WanConfig
     conditions: Conditions
     grid: tuple[int, int, int]
     sizes: dict[int, RowSizes]
 
     @classmethod
     def of(
-        cls, plan: Plan, manifest: Manifest, model: DiTConfig, conditions: Conditions
-    ) -> "PackedLayout":
+        cls, plan: Plan, manifest: Manifest, model: WanConfig, conditions: Conditions
+    ) -> "PackedCollation":
         """The layout of a packed plan."""
         packing = plan.epoch(0).packing
         assert packing is not None
@@ -69,26 +69,26 @@ class PackedLayout:
             model,
             conditions,
             tuple(grid.tolist()),
-            {region: row_sizes(plan, conditions.length, region) for region in packing.levels},
+            {region: row_sizes(plan, conditions.length, region) for region in packing.split_sizes},
         )
 
     def shapes(self, plan: Plan) -> list[PackedBatch]:
-        """See `Layout.shapes`: there is one for each A."""
-        rows = plan.layout.ranks
+        """See `Collation.shapes`: there is one for each A."""
+        rows = plan.topology.ranks
         return [
             jax.tree.map(
                 lambda part: jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype),
-                self._batch(sizes, [PackedRow(sizes.region, (), (), (), (), ())]),
+                self._batch(sizes, [RowPlan(sizes.region, (), (), (), (), ())]),
             )
             for _, sizes in sorted(self.sizes.items(), reverse=True)
         ]
 
     def empty(self, parts: Sequence[MicroBatch]) -> PackedBatch:
-        """See `Layout.empty`: samples' places are laid out."""
+        """See `Collation.empty`: samples' places are laid out."""
         rows = [_packed(part) for part in parts]
-        return self._batch(self.sizes[rows[0].anchor_tokens], rows)
+        return self._batch(self.sizes[rows[0].split_tokens], rows)
 
-    def _batch(self, sizes: RowSizes, rows: Sequence[PackedRow]) -> PackedBatch:
+    def _batch(self, sizes: RowSizes, rows: Sequence[RowPlan]) -> PackedBatch:
         """A batch without samples, from where they will lie in each row."""
         table = np.zeros((2, len(rows), sizes.slots), np.int32)
         of_condition = np.zeros_like(table)
@@ -113,7 +113,7 @@ class PackedLayout:
         )
 
     def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Place]]:
-        """See `Layout.places`."""
+        """See `Collation.places`."""
         for row, part in enumerate(parts):
             packed = _packed(part)
             for slot, (sample, offset, first, tokens) in enumerate(
@@ -129,7 +129,7 @@ class PackedLayout:
         latents: np.ndarray,
         condition: np.ndarray,
     ) -> None:
-        """See `Layout.put`."""
+        """See `Collation.put`."""
         row, slot = place.row, place.slot
         here = slice(place.offset, place.offset + place.tokens)
         of_sample = slice(place.first, place.first + place.tokens)
@@ -145,12 +145,12 @@ class PackedLayout:
         batch.seq_len[row, slot] = len(patches)
 
 
-def _packed(part: MicroBatch) -> PackedRow:
+def _packed(part: MicroBatch) -> RowPlan:
     assert part.packed is not None
     return part.packed
 
 
-def _split_rows(sizes: RowSizes, rows: Sequence[PackedRow], table: np.ndarray) -> SplitRows:
+def _split_rows(sizes: RowSizes, rows: Sequence[RowPlan], table: np.ndarray) -> SplitRows:
     """Where whole segments lie behind the region, and split ones in the joint rows."""
     joint = np.zeros((2, len(rows), sizes.joint), np.int32)
     whole = np.zeros((2, len(rows), sizes.whole), np.int32)

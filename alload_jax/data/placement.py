@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from alload_jax.data.batch import AnyBatch
 from alload_jax.data.collate import HostStep
-from alload_jax.sharding.agreement import Agreement, Proposal
-from alload_jax.sharding.cluster import Cluster
+from alload_jax.distributed.cluster import Cluster
+from alload_jax.distributed.consensus import Consensus, Proposal
 from alload_jax.sharding.mesh import batch_sharding
 
 
@@ -43,7 +43,7 @@ def place_ahead(
     mesh: Mesh,
     depth: int = 1,
     groups: Sequence[Mesh] = (),
-    agreement: Agreement | None = None,
+    consensus: Consensus | None = None,
 ) -> Iterator[PlacedStep]:
     """Yields placed steps, `depth` further ones already travelling while each is used.
 
@@ -55,9 +55,9 @@ def place_ahead(
       mesh: of all ranks.
       depth: steps that travel.
       groups: the mesh of each shape group; none where all ranks are one.
-      agreement: of the processes, on what travels along; None for a lone one.
+      consensus: of the processes, on what travels along; None for a lone one.
     """
-    agreement = agreement or Agreement(Cluster(), mesh)
+    consensus = consensus or Consensus(Cluster(), mesh)
     travelling: deque[tuple[HostStep, tuple[AnyBatch, ...], Proposal]] = deque()
     waited = 0.0
     while True:
@@ -67,12 +67,12 @@ def place_ahead(
         if step is not None:
             meshes = [groups[n] for n in step.groups] if groups else [mesh] * len(step.batches)
             batches = tuple(map(_place, step.batches, meshes))
-            travelling.append((step, batches, agreement.propose(step.number, step.problems)))
+            travelling.append((step, batches, consensus.propose(step.number, step.problems)))
         if not travelling:
             return
         if step is None or len(travelling) > depth:
             due, placed, proposal = travelling.popleft()
-            agreed = agreement.settle(proposal)
+            agreed = consensus.settle(proposal)
             yield PlacedStep(*due[:2], placed, *agreed, waited, due.groups)
             waited = 0.0
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alload_jax.models.segments import Lengths
+from alload_jax.models.common.segments import Lengths
 from alload_jax.planning.plan import Plan
 
 _LONG_CONDITION, _SHORT_CONDITION = 512, 8

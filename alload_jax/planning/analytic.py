@@ -107,7 +107,7 @@ def analytic_costs(
         quadratic=quadratic,
         memory=memory,
         m_mem=memory.max_tokens(device.memory, margin),
-        anchor_bytes=anchor_bytes(architecture, remat, device.compute_bytes),
+        bytes_per_split_token=bytes_per_split_token(architecture, remat, device.compute_bytes),
         model=architecture.fields() | {"remat": remat},
         device=device.name,
         origin="analytic",
@@ -149,7 +149,7 @@ def step_memory(
     return MemoryModel(base=float(state), per_token=per_token)
 
 
-def anchor_bytes(architecture: Architecture, remat: str, compute_bytes: int = 2) -> float:
+def bytes_per_split_token(architecture: Architecture, remat: str, compute_bytes: int = 2) -> float:
     """Bytes that a token of a sequence split over devices sends in a step, at most.
 
     Self-attention alone needs the other devices' tokens (heads for tokens by all-to-all, as in

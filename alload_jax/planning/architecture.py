@@ -16,7 +16,7 @@ LABEL_TOKENS = 1
 
 @dataclass(frozen=True)
 class Architecture:
-    """Shape of the transformer in `alload_jax.models.dit`; the defaults are Wan 2.1's.
+    """Shape of the transformer in `alload_jax.models.wan.transformer`; the defaults are Wan 2.1's.
 
     Attributes:
       dim: width of the residual stream.
@@ -135,7 +135,7 @@ NAMED = {
 
 
 def from_fields(fields: Mapping[str, Any]) -> Architecture:
-    """The architecture that fields describe, as `DiTConfig.architecture()` gives them.
+    """The architecture that fields describe, as `WanConfig.architecture()` gives them.
 
     Args:
       fields: `text` is {"dim", "length"}, or missing where the condition is classes; then

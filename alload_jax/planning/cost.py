@@ -15,59 +15,59 @@ FORMAT = "alload-cost-model-1"
 
 
 class CostModel(Protocol):
-    """Predicts the cost of micro-batches: a launch, their sequences, and filler tokens."""
+    """Predicts the cost of micro-batches: a fixed_cost, their sequences, and padding tokens."""
 
     @property
-    def launch(self) -> float:
+    def fixed_cost(self) -> float:
         """Cost of a micro-batch, whatever it holds."""
         ...
 
-    def of_sequences(self, seq_len: np.ndarray) -> np.ndarray:
+    def sequence_cost(self, seq_len: np.ndarray) -> np.ndarray:
         """Cost of each sequence within a micro-batch: [N] integers → [N] float64."""
         ...
 
-    def of_filler(self, tokens: np.ndarray) -> np.ndarray:
+    def padding_cost(self, tokens: np.ndarray) -> np.ndarray:
         """Cost of tokens of a packed row that belong to no sequence: [N] integers → [N]."""
         ...
 
 
-def beyond_filler(model: CostModel, seq_len: np.ndarray) -> np.ndarray:
-    """What sequences cost beyond filler of their lengths, at least 0: [N] → [N] float64."""
-    return np.maximum(model.of_sequences(seq_len) - model.of_filler(seq_len), 0.0)
+def marginal_cost(model: CostModel, seq_len: np.ndarray) -> np.ndarray:
+    """What sequences cost beyond padding of their length, at least 0: [N] → [N] float64."""
+    return np.maximum(model.sequence_cost(seq_len) - model.padding_cost(seq_len), 0.0)
 
 
 def bucketed_cost(model: CostModel, rows: np.ndarray, seq_len: np.ndarray) -> np.ndarray:
     """Cost of micro-batches of `rows` ([W]) sequences of `seq_len` ([W]) tokens each: [W]."""
-    return model.launch + np.asarray(rows, np.float64) * model.of_sequences(seq_len)
+    return model.fixed_cost + np.asarray(rows, np.float64) * model.sequence_cost(seq_len)
 
 
 @dataclass(frozen=True)
 class PowerCost:
     """a·B·S^p, as in AdaptiveLoad (arXiv 2605.17923). With a = 1 it has no unit.
 
-    Filler tokens count as sequences of length 1.
+    Padding tokens count as sequences of length 1.
     """
 
     p: float = 2.0
     a: float = 1.0
 
     @property
-    def launch(self) -> float:
-        """See `CostModel.launch`."""
+    def fixed_cost(self) -> float:
+        """See `CostModel.fixed_cost`."""
         return 0.0
 
-    def of_sequences(self, seq_len: np.ndarray) -> np.ndarray:
-        """See `CostModel.of_sequences`."""
+    def sequence_cost(self, seq_len: np.ndarray) -> np.ndarray:
+        """See `CostModel.sequence_cost`."""
         return self.a * np.asarray(seq_len, np.float64) ** self.p
 
-    def of_filler(self, tokens: np.ndarray) -> np.ndarray:
-        """See `CostModel.of_filler`."""
+    def padding_cost(self, tokens: np.ndarray) -> np.ndarray:
+        """See `CostModel.padding_cost`."""
         return self.a * np.asarray(tokens, np.float64)
 
 
 @dataclass(frozen=True)
 class QuadraticCost:
-    """c0 + c_sequence·B + c1·ΣS + c2·ΣS² seconds: launch, conditions, per-token work, attention.
+    """c0 + c_sequence·B + c1·ΣS + c2·ΣS² seconds: fixed, conditions, per-token work, attention.
 
     Attributes:
       c0: of every micro-batch.
@@ -82,17 +82,17 @@ class QuadraticCost:
     c_sequence: float = 0.0
 
     @property
-    def launch(self) -> float:
-        """See `CostModel.launch`."""
+    def fixed_cost(self) -> float:
+        """See `CostModel.fixed_cost`."""
         return self.c0
 
-    def of_sequences(self, seq_len: np.ndarray) -> np.ndarray:
-        """See `CostModel.of_sequences`."""
+    def sequence_cost(self, seq_len: np.ndarray) -> np.ndarray:
+        """See `CostModel.sequence_cost`."""
         seq_len = np.asarray(seq_len, np.float64)
         return self.c_sequence + self.c1 * seq_len + self.c2 * seq_len**2
 
-    def of_filler(self, tokens: np.ndarray) -> np.ndarray:
-        """See `CostModel.of_filler`."""
+    def padding_cost(self, tokens: np.ndarray) -> np.ndarray:
+        """See `CostModel.padding_cost`."""
         return self.c1 * np.asarray(tokens, np.float64)
 
 
@@ -148,7 +148,7 @@ class CostFile:
       memory: bytes over tokens.
       m_mem: tokens a rank may hold in one micro-batch.
       m_comp: most B·S^p of one micro-batch.
-      anchor_bytes: that a token of a split sequence sends between devices in one step.
+      bytes_per_split_token: that a token of a split sequence sends between devices in one step.
       model: the architecture that it was made for, by field.
       device: that it was made on or for, as in `NVIDIA H200`.
       origin: `measured` by `alload calibrate`, or `analytic`.
@@ -160,7 +160,7 @@ class CostFile:
     memory: MemoryModel | None = None
     m_mem: int | None = None
     m_comp: float | None = None
-    anchor_bytes: float | None = None
+    bytes_per_split_token: float | None = None
     model: dict[str, Any] | None = None
     device: str | None = None
     origin: str | None = None
@@ -221,7 +221,7 @@ def read_cost_file(path: str | Path) -> CostFile:
 def _check_numbers(content: dict[str, Any], path: Path) -> None:
     """Refuses values that are not finite numbers in their range."""
     above_zero = {"p", "m_mem", "m_comp", "per_token"}
-    single = ("m_mem", "m_comp", "anchor_bytes")
+    single = ("m_mem", "m_comp", "bytes_per_split_token")
     flat = {name: content[name] for name in single if name in content}
     for name in ("power", "quadratic", "memory"):
         part = content.get(name, {})

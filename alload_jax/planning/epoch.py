@@ -9,34 +9,34 @@ import numpy as np
 class Packing:
     """What a packed epoch says beyond a bucketed one: where in its row each part of a sample lies.
 
-    A part is what of a sample lies on one rank. A whole sample is one part. An anchor is split
-    over the `context` ranks of a group: rank r of the group holds tokens [r·A, (r + 1)·A) of a
-    joint row in which the group's anchors lie one after another, and keeps them as the first A
-    tokens of its own row.
+    A part is what of a sample lies on one rank. A whole sample is one part. A split sample is
+    shared by the `context` ranks of a group: rank r of the group holds tokens [r·A, (r + 1)·A) of
+    a joint row in which the group's split samples lie one after another, and keeps them as the
+    first A tokens of its own row, the split region.
 
     Attributes:
       segments: M, most whole samples of a row.
       region_segments: most samples that a group's ranks share.
       align: samples begin at multiples of this many tokens.
       context: ranks of a group, consecutive; 1 where nothing is split.
-      levels: the values that A may take in any epoch, ascending from 0: each is a program.
+      split_sizes: the values that A may take in any epoch, ascending from 0: each is a program.
       longest_whole: most tokens of a sample that is not split, in any epoch.
-      anchor_tokens: [W] int64, A of each micro-batch, equal over the ranks of a step.
+      split_tokens: [W] int64, A of each micro-batch, equal over the ranks of a step.
       tokens: [P] int64, tokens of each part.
       offset: [P] int64, where the part begins in its rank's row.
-      anchor: [P] bool, whether the part belongs to an anchor.
+      is_split: [P] bool, whether the part belongs to a split sample.
     """
 
     segments: int
     region_segments: int
     align: int
     context: int
-    levels: tuple[int, ...]
+    split_sizes: tuple[int, ...]
     longest_whole: int
-    anchor_tokens: np.ndarray
+    split_tokens: np.ndarray
     tokens: np.ndarray
     offset: np.ndarray
-    anchor: np.ndarray
+    is_split: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class EpochPlan:
       ranks: data-parallel ranks.
       steps: optimizer steps.
       step, micro_batch, rank: [W] int64, where each micro-batch stands.
-      rows: [W] int64, rows it computes, zero-weight filler rows included; 1 where packed.
+      rows: [W] int64, rows it computes, zero-weight padding rows included; 1 where packed.
       padded_len: [W] int64, tokens of each of its rows.
       shape: [W, 3] int64, (frames, height, width) of its rows; zeros where unknown or packed.
       offsets: [W + 1] int64; micro-batch w holds `sample[offsets[w]:offsets[w + 1]]`.
-      sample: [P] int64, the manifest's row numbers; each stands here once, an anchor once for
+      sample: [P] int64, the manifest's row numbers; each stands here once, a split sample once for
         each rank that holds a part of it.
       packing: where parts lie in packed rows; None for bucketed micro-batches, whose rows hold a
         sample each.
@@ -80,10 +80,10 @@ class EpochPlan:
         parts = slice(int(self.offsets[work.start]), int(self.offsets[work.stop]))
         packing = self.packing and replace(
             self.packing,
-            anchor_tokens=self.packing.anchor_tokens[work],
+            split_tokens=self.packing.split_tokens[work],
             tokens=self.packing.tokens[parts],
             offset=self.packing.offset[parts],
-            anchor=self.packing.anchor[parts],
+            is_split=self.packing.is_split[parts],
         )
         return replace(
             self,

@@ -18,14 +18,14 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
     """One row per placed sample, or per part of one that is split: by step, micro_batch and rank.
 
     Columns: `step, rank, micro_batch, sample, seq_len, padded_len, tokens, offset, region,
-    anchor_tokens, rows, frames, height, width`.
+    split_tokens, rows, frames, height, width`.
     `sample` is the manifest's row number; `tokens` is the part of it that lies on the rank, from
-    `offset` on (rows laid end to end); `region` is `anchor` where it is split over the ranks of a
-    context-parallel group, else `whole`; the first `anchor_tokens` of a row are kept for such.
+    `offset` on (rows laid end to end); `region` is `split` where it is split over the ranks of a
+    context-parallel group, else `whole`; the first `split_tokens` of a row are kept for such.
     `rows` is how many rows of `padded_len` tokens the micro-batch holds on its rank, zero-weight
-    filler included; packed micro-batches are one row. The shape is that of its rows, zeros where
+    padding included; packed micro-batches are one row. The shape is that of its rows, zeros where
     unknown or packed. A rank without a sample has no line here: in synchronous and packed plans it
-    computes filler, in independent ones it idles.
+    computes padding, in independent ones it idles.
 
     Args:
       plan: the epoch.
@@ -49,7 +49,7 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
             "tokens": plan.part_tokens(seq_len),
             "offset": plan.part_offsets(),
             "region": _regions(plan),
-            "anchor_tokens": spread(plan.packing.anchor_tokens if plan.packing else 0 * plan.rows),
+            "split_tokens": spread(plan.packing.split_tokens if plan.packing else 0 * plan.rows),
             "rows": spread(plan.rows),
             "frames": spread(plan.shape[:, 0]),
             "height": spread(plan.shape[:, 1]),
@@ -60,8 +60,8 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
 
 
 def _regions(plan: EpochPlan) -> pa.DictionaryArray:
-    anchor = plan.packing.anchor if plan.packing else np.zeros(len(plan.sample), bool)
-    return pa.DictionaryArray.from_arrays(pa.array(anchor.astype(np.int8)), ["whole", "anchor"])
+    is_split = plan.packing.is_split if plan.packing else np.zeros(len(plan.sample), bool)
+    return pa.DictionaryArray.from_arrays(pa.array(is_split.astype(np.int8)), ["whole", "split"])
 
 
 def replaceable(path: str | Path) -> Path:

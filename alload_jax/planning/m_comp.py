@@ -9,7 +9,7 @@ from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostModel
 from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.dual_constraint import DualConstraint
-from alload_jax.planning.policies.policy import Policy, RankLayout
+from alload_jax.planning.policies.policy import Policy, RankTopology
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
 
@@ -50,18 +50,18 @@ def longest_alone(policy: Policy, samples: Samples) -> float:
 def search_m_comp(
     policy_at: Callable[[float], Policy],
     samples: Samples,
-    layout: RankLayout,
+    topology: RankTopology,
     model: CostModel,
-    anchor_seconds: float = 0.0,
+    seconds_per_split_token: float = 0.0,
 ) -> MCompCurve:
     """Plans an epoch at values of M_comp from the shortest sample's cost to where it binds no more.
 
     Args:
       policy_at: the policy with a given M_comp.
       samples: of the data set.
-      layout: ranks and steps.
+      topology: ranks and steps.
       model: predicts what a step takes.
-      anchor_seconds: cost of communication for each token of a rank that is split.
+      seconds_per_split_token: cost of communication for each token of a rank that is split.
 
     Raises:
       InputError: the policy knows no M_comp, or can't place a sample.
@@ -70,11 +70,13 @@ def search_m_comp(
     least, most = _range(probe, samples.seq_len)
     if not least > 0:
         raise InputError("the cost model says that samples cost nothing: no M_comp can be chosen")
-    drawn = _draw(samples, layout.ranks)
+    drawn = _draw(samples, topology.ranks)
 
     def curve(values: np.ndarray) -> MCompCurve:
         plans = (policy_at(float(value)) for value in values)
-        cost = [_epoch_cost(plan, drawn, layout, model, anchor_seconds) for plan in plans]
+        cost = [
+            _epoch_cost(plan, drawn, topology, model, seconds_per_split_token) for plan in plans
+        ]
         return MCompCurve(values, np.asarray(cost) * len(samples) / len(drawn))
 
     coarse = curve(np.unique(np.geomspace(least, most, _POINTS)))
@@ -119,9 +121,15 @@ def _draw(samples: Samples, ranks: int) -> Samples:
 
 
 def _epoch_cost(
-    policy: Policy, samples: Samples, layout: RankLayout, model: CostModel, anchor_seconds: float
+    policy: Policy,
+    samples: Samples,
+    topology: RankTopology,
+    model: CostModel,
+    seconds_per_split_token: float,
 ) -> float:
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, 0])))
-    plan = policy.plan_epoch(samples, layout, rng)
-    cost = rank_costs(plan, micro_batch_costs(plan, samples.seq_len, model, anchor_seconds))
+    plan = policy.plan_epoch(samples, topology, rng)
+    cost = rank_costs(
+        plan, micro_batch_costs(plan, samples.seq_len, model, seconds_per_split_token)
+    )
     return float(cost.max(axis=1).sum())

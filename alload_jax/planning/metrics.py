@@ -11,7 +11,7 @@ import numpy as np
 from alload_jax.planning.cost import CostModel, QuadraticCost
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.plan import Plan, Step
-from alload_jax.planning.step_costs import largest_piece, micro_batch_costs, rank_costs
+from alload_jax.planning.step_costs import largest_indivisible_cost, micro_batch_costs, rank_costs
 
 
 def imbalance(cost: np.ndarray) -> np.ndarray:
@@ -35,17 +35,17 @@ def padding_ratio(real_tokens: float, computed_tokens: float) -> float:
     return 1 - real_tokens / computed_tokens
 
 
-def excess_over_bound(cost: np.ndarray, largest_piece: np.ndarray) -> np.ndarray:
+def excess_over_bound(cost: np.ndarray, largest_indivisible_cost: np.ndarray) -> np.ndarray:
     """Makespan over its lower bound, minus 1.
 
     Args:
       cost: [..., ranks].
-      largest_piece: [...], cost of the largest sample, which one rank must run whole.
+      largest_indivisible_cost: [...], cost of the largest sample, which one rank must run whole.
 
     Returns:
       [...]; 0 where no placement could be faster.
     """
-    bound = np.maximum(cost.mean(axis=-1), largest_piece)
+    bound = np.maximum(cost.mean(axis=-1), largest_indivisible_cost)
     return _ratio(cost.max(axis=-1), bound) - 1
 
 
@@ -100,7 +100,7 @@ def plan_metrics(
     seq_len: np.ndarray,
     cost_model: CostModel,
     m_mem: int | None,
-    anchor_seconds: float = 0.0,
+    seconds_per_split_token: float = 0.0,
 ) -> PlanMetrics:
     """Measures an epoch.
 
@@ -109,12 +109,12 @@ def plan_metrics(
       seq_len: [N] int64, tokens of every sample of the manifest.
       cost_model: predicts what a micro-batch costs.
       m_mem: tokens that a micro-batch may hold.
-      anchor_seconds: cost of communication for each token of a rank that is split.
+      seconds_per_split_token: cost of communication for each token of a rank that is split.
     """
-    cost = rank_costs(plan, micro_batch_costs(plan, seq_len, cost_model, anchor_seconds))
+    cost = rank_costs(plan, micro_batch_costs(plan, seq_len, cost_model, seconds_per_split_token))
     squares = rank_costs(plan, micro_batch_costs(plan, seq_len, _SQUARES))
     makespan = cost.max(axis=-1)
-    excess = excess_over_bound(cost, largest_piece(plan, seq_len, cost_model))
+    excess = excess_over_bound(cost, largest_indivisible_cost(plan, seq_len, cost_model))
     computed = int((plan.rows * plan.padded_len).sum())
     part_tokens = plan.part_tokens(seq_len)
     placed = np.bincount(plan.sample, weights=part_tokens, minlength=len(seq_len))
@@ -149,7 +149,7 @@ _SQUARES = QuadraticCost(0.0, 0.0, 1.0)
 
 
 def _programs(plan: EpochPlan) -> int:
-    split = plan.packing.anchor_tokens if plan.packing else np.zeros_like(plan.rows)
+    split = plan.packing.split_tokens if plan.packing else np.zeros_like(plan.rows)
     shapes = np.column_stack([plan.rows, plan.padded_len, plan.shape, split])
     return len(np.unique(shapes, axis=0))
 
@@ -186,12 +186,14 @@ class StepMetrics(NamedTuple):
 
 
 def step_metrics(
-    step: Step, plan: Plan, cost_model: CostModel, anchor_seconds: float = 0.0
+    step: Step, plan: Plan, cost_model: CostModel, seconds_per_split_token: float = 0.0
 ) -> StepMetrics:
     """Measures one step of a plan under a cost model."""
     seq_len = plan.samples.seq_len
     part = plan.epoch(step.epoch).only(plan.locate(step.index)[1])
-    cost = rank_costs(part, micro_batch_costs(part, seq_len, cost_model, anchor_seconds))[0]
+    cost = rank_costs(part, micro_batch_costs(part, seq_len, cost_model, seconds_per_split_token))[
+        0
+    ]
     tokens = int(part.part_tokens(seq_len).sum())
     computed = int((part.rows * part.padded_len).sum())
     return StepMetrics(

@@ -12,7 +12,7 @@ import numpy as np
 
 from alload_jax.planning.digest import digest
 from alload_jax.planning.epoch import EpochPlan, Packing
-from alload_jax.planning.policies.policy import Policy, RankLayout
+from alload_jax.planning.policies.policy import Policy, RankTopology
 from alload_jax.planning.samples import Samples
 
 _LATER = {"split_above": 1.0, "ranks_per_group": 1}
@@ -26,7 +26,7 @@ class MicroBatch:
     Attributes:
       rank: who computes it.
       index: its place among the rank's micro-batches of the step.
-      rows: rows, filler included; 1 where packed.
+      rows: rows, padding included; 1 where packed.
       seq_len: tokens of each.
       shape: (frames, height, width) in pixels; zeros where unknown or packed.
       samples: the manifest's row numbers, one for each row or each part of a packed row.
@@ -39,26 +39,26 @@ class MicroBatch:
     seq_len: int
     shape: tuple[int, int, int]
     samples: tuple[int, ...]
-    packed: "PackedRow | None" = None
+    packed: "RowPlan | None" = None
 
 
 @dataclass(frozen=True)
-class PackedRow:
+class RowPlan:
     """Where the parts of a packed row lie (see `Packing`).
 
     Attributes:
-      anchor_tokens: A, tokens that hold parts of anchors.
+      split_tokens: A, tokens that hold parts of split samples.
       tokens: of each part.
       offsets: where each part begins.
-      anchors: whether each part belongs to an anchor.
+      is_split: whether each part belongs to a split sample.
       first: the number of each part's first token in its sample.
       joint: (offset, tokens) of the samples in the joint row of the rank's group.
     """
 
-    anchor_tokens: int
+    split_tokens: int
     tokens: tuple[int, ...]
     offsets: tuple[int, ...]
-    anchors: tuple[bool, ...]
+    is_split: tuple[bool, ...]
     first: tuple[int, ...]
     joint: tuple[tuple[int, int], ...]
 
@@ -86,29 +86,29 @@ class Plan:
         epochs may differ by a few steps: those before a step are planned once to find it.
     """
 
-    def __init__(self, samples: Samples, policy: Policy, layout: RankLayout, seed: int):
-        """Plans with `policy` over `samples` for the ranks of `layout`.
+    def __init__(self, samples: Samples, policy: Policy, topology: RankTopology, seed: int):
+        """Plans with `policy` over `samples` for the ranks of `topology`.
 
         Raises:
           InputError: the policy cannot place a sample.
         """
         self.samples = samples
         self.policy = policy
-        self.layout = layout
+        self.topology = topology
         self.seed = seed
         self.epoch = lru_cache(maxsize=2)(self._plan_epoch)
         self.steps_per_epoch = self.epoch(0).steps
-        self._alike = self.epoch(0).packing is None
+        self.fixed_epoch_length = self.epoch(0).packing is None
         self._starts = [0, self.steps_per_epoch]
         self._finding_starts = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Only what the plan is made from travels to a worker process, which plans anew."""
-        return Plan, (self.samples, self.policy, self.layout, self.seed)
+        return Plan, (self.samples, self.policy, self.topology, self.seed)
 
     def _plan_epoch(self, epoch: int) -> EpochPlan:
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
-        return self.policy.plan_epoch(self.samples, self.layout, rng)
+        return self.policy.plan_epoch(self.samples, self.topology, rng)
 
     def step(self, index: int) -> Step:
         """Step number `index`, counted from the start of training."""
@@ -123,7 +123,7 @@ class Plan:
 
     def locate(self, index: int) -> tuple[int, int]:
         """The epoch of step number `index`, and its place there."""
-        if self._alike:
+        if self.fixed_epoch_length:
             return divmod(index, self.steps_per_epoch)
         with self._finding_starts:
             while self._starts[-1] <= index:
@@ -135,12 +135,12 @@ class Plan:
     @property
     def group_ranks(self) -> int:
         """Ranks of a shape group, whose micro-batches share a shape; all, of synchronous plans."""
-        return self.layout.alike if self._alike else self.layout.ranks
+        return self.topology.ranks_per_bucket if self.fixed_epoch_length else self.topology.ranks
 
     @property
     def shape_groups(self) -> int:
         """Groups of `group_ranks` consecutive ranks."""
-        return self.layout.ranks // self.group_ranks
+        return self.topology.ranks // self.group_ranks
 
     def identity(self) -> dict[str, Any]:
         """All that decides the steps, as JSON values; equal identities mean equal plans.
@@ -148,7 +148,7 @@ class Plan:
         The first epoch's order is part of it: a NumPy that shuffles otherwise is another plan.
         """
         policy = asdict(self.policy)  # type: ignore[call-overload]
-        fields = policy | vars(self.layout)
+        fields = policy | vars(self.topology)
         return {
             "policy": type(self.policy).__name__,
             **{k: v for k, v in fields.items() if k not in _LATER or v != _LATER[k]},
@@ -176,23 +176,23 @@ def _micro_batch(plan: EpochPlan, position: int) -> MicroBatch:
     )
 
 
-def _packed_row(plan: EpochPlan, position: int) -> PackedRow | None:
+def _packed_row(plan: EpochPlan, position: int) -> RowPlan | None:
     if plan.packing is None:
         return None
     parts = plan.parts_of(position)
-    samples, anchors = plan.sample[parts].tolist(), plan.packing.anchor[parts].tolist()
-    offsets, region = plan.packing.offset[parts].tolist(), plan.packing.anchor_tokens[position]
+    samples, is_split = plan.sample[parts].tolist(), plan.packing.is_split[parts].tolist()
+    offsets, region = plan.packing.offset[parts].tolist(), plan.packing.split_tokens[position]
     joint = _joint_row(plan, plan.packing, position) if region else {}
     begin = int(plan.rank[position]) % plan.packing.context * int(region)
     first = (
-        begin + offset - joint[sample][0] if anchor else 0
-        for sample, offset, anchor in zip(samples, offsets, anchors, strict=True)
+        begin + offset - joint[sample][0] if is_split else 0
+        for sample, offset, is_split in zip(samples, offsets, is_split, strict=True)
     )
-    return PackedRow(
-        anchor_tokens=int(region),
+    return RowPlan(
+        split_tokens=int(region),
         tokens=tuple(plan.packing.tokens[parts].tolist()),
         offsets=tuple(offsets),
-        anchors=tuple(anchors),
+        is_split=tuple(is_split),
         first=tuple(first),
         joint=tuple(joint.values()),
     )
@@ -201,11 +201,11 @@ def _packed_row(plan: EpochPlan, position: int) -> PackedRow | None:
 def _joint_row(plan: EpochPlan, packing: Packing, position: int) -> dict[int, tuple[int, int]]:
     """(offset, tokens) of each sample in the joint row of the group of one of its micro-batches."""
     first = position - int(plan.rank[position]) % packing.context
-    region = int(packing.anchor_tokens[position])
+    region = int(packing.split_tokens[position])
     laid: dict[int, tuple[int, int]] = {}
     for member in range(packing.context):
         parts = plan.parts_of(first + member)
-        for part in np.flatnonzero(packing.anchor[parts]) + parts.start:
+        for part in np.flatnonzero(packing.is_split[parts]) + parts.start:
             sample, tokens = int(plan.sample[part]), int(packing.tokens[part])
             here = member * region + int(packing.offset[part])
             offset, before = laid.get(sample, (here, 0))

@@ -15,7 +15,7 @@ from alload_jax.planning.policies.dual_constraint import DualConstraint
 from alload_jax.planning.policies.equal_tokens import EqualTokens
 from alload_jax.planning.policies.first_fit import FirstFit
 from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.policies.policy import Policy, RankLayout, RanksMode
+from alload_jax.planning.policies.policy import Policy, RanksMode, RankTopology
 from alload_jax.planning.samples import Samples
 
 PolicyName = Literal["fixed", "equal_tokens", "dual_constraint", "first_fit", "balanced"]
@@ -153,16 +153,16 @@ class PlanningConfig:
             return costs.power
         return PowerCost(self.exponent(costs))
 
-    def anchor_seconds(self, costs: CostFile | None = None) -> float:
+    def seconds_per_split_token(self, costs: CostFile | None = None) -> float:
         """Predicted seconds of communication for each token of a rank that is split; 0 if unknown.
 
         In an all-to-all a rank keeps 1/c of what it holds and sends the rest. `costs` as in
         `exponent`.
         """
         costs = costs or self.costs()
-        if not costs.anchor_bytes or not costs.quadratic:
+        if not costs.bytes_per_split_token or not costs.quadratic:
             return 0.0
-        return costs.anchor_bytes * (1 - 1 / self.context) / self.link_bandwidth
+        return costs.bytes_per_split_token * (1 - 1 / self.context) / self.link_bandwidth
 
     def refuse_foreign_costs(self, model: dict[str, Any], device: str | None) -> None:
         """Raises InputError if the cost model was made for another model or device.
@@ -218,7 +218,7 @@ def make_policy(config: PlanningConfig, costs: CostFile | None = None) -> Policy
             config.look_ahead,
             config.max_delay,
             config.context,
-            config.anchor_seconds(costs),
+            config.seconds_per_split_token(costs),
             config.split_above,
         )
     m_comp = config.m_comp or costs.m_comp
@@ -245,19 +245,19 @@ def make_plan(
     Raises:
       InputError: a sample cannot be placed, or a bound is missing.
     """
-    layout = _rank_layout(config, ranks, ranks_per_group)
+    topology = _rank_topology(config, ranks, ranks_per_group)
     costs = costs or config.costs()
     if config.m_comp == "longest":
         open_bound = make_policy(replace(config, m_comp=None), costs)
         config = replace(config, m_comp=longest_alone(open_bound, samples))
     elif config.m_comp == "auto":
-        config = replace(config, m_comp=m_comp_curve(config, samples, layout, costs).chosen)
-    return Plan(samples, make_policy(config, costs), layout, seed)
+        config = replace(config, m_comp=m_comp_curve(config, samples, topology, costs).chosen)
+    return Plan(samples, make_policy(config, costs), topology, seed)
 
 
-def _rank_layout(config: PlanningConfig, ranks: int, ranks_per_group: int) -> RankLayout:
+def _rank_topology(config: PlanningConfig, ranks: int, ranks_per_group: int) -> RankTopology:
     alone = config.ranks_mode == "independent" and config.policy not in PACKED
-    return RankLayout(
+    return RankTopology(
         config.ranks or ranks,
         config.ranks_mode,
         config.micro_batches_per_step,
@@ -266,7 +266,7 @@ def _rank_layout(config: PlanningConfig, ranks: int, ranks_per_group: int) -> Ra
 
 
 def m_comp_curve(
-    config: PlanningConfig, samples: Samples, layout: RankLayout, costs: CostFile | None = None
+    config: PlanningConfig, samples: Samples, topology: RankTopology, costs: CostFile | None = None
 ) -> MCompCurve:
     """Predicted time of an epoch over `m_comp`, all else as the config says.
 
@@ -277,7 +277,7 @@ def m_comp_curve(
     return search_m_comp(
         lambda m_comp: make_policy(replace(config, m_comp=m_comp), costs),
         samples,
-        layout,
+        topology,
         config.predictor(costs),
-        config.anchor_seconds(costs),
+        config.seconds_per_split_token(costs),
     )

@@ -11,7 +11,7 @@ from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class SimulationSettings:
     """What a cost model doesn't know of a cluster.
 
     Attributes:
@@ -50,8 +50,8 @@ def simulate(
     plan: EpochPlan,
     seq_len: np.ndarray,
     model: CostModel,
-    surroundings: Surroundings,
-    anchor_seconds: float = 0.0,
+    settings: SimulationSettings,
+    seconds_per_split_token: float = 0.0,
 ) -> Simulation:
     """Replays an epoch: every step takes its slowest rank and the all-reduce.
 
@@ -59,16 +59,16 @@ def simulate(
       plan: the epoch.
       seq_len: [N] int64, tokens of every sample of the manifest.
       model: predicts what a micro-batch costs.
-      surroundings: noise and the all-reduce.
-      anchor_seconds: cost of communication for each token of a rank that is split.
+      settings: noise and the all-reduce.
+      seconds_per_split_token: cost of communication for each token of a rank that is split.
     """
-    busy = rank_costs(plan, micro_batch_costs(plan, seq_len, model, anchor_seconds))
-    sigma = surroundings.noise
+    busy = rank_costs(plan, micro_batch_costs(plan, seq_len, model, seconds_per_split_token))
+    sigma = settings.noise
     if sigma:
         # Log-normal noise of mean 1: the work stays what it was on average.
-        normal = np.random.default_rng(surroundings.seed).standard_normal(busy.shape)
+        normal = np.random.default_rng(settings.seed).standard_normal(busy.shape)
         busy = busy * np.exp(sigma * normal - sigma**2 / 2)
-    step = busy.max(axis=1) + surroundings.all_reduce
+    step = busy.max(axis=1) + settings.all_reduce
     total = float(step.sum())
     tokens = int(plan.part_tokens(seq_len).sum())
     waste = total * plan.ranks - float(busy.sum())

@@ -12,7 +12,7 @@ from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.policy import RanksMode
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PACKED, PlanningConfig, PolicyName, make_plan
-from alload_jax.planning.simulation import Simulation, Surroundings, simulate
+from alload_jax.planning.simulation import Simulation, SimulationSettings, simulate
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Study:
     costs: CostFile
     seed: int = 0
     epoch: int = 0
-    surroundings: Surroundings | None = None
+    surroundings: SimulationSettings | None = None
 
     @property
     def predictor(self) -> CostModel:
@@ -92,12 +92,17 @@ class Study:
         config = policy_config(self.config, policy)
         plan = make_plan(replace(config, ranks=ranks), self.samples, ranks, self.seed, self.costs)
         epoch = plan.epoch(self.epoch)
-        seq_len, anchor_seconds = self.samples.seq_len, config.anchor_seconds(self.costs)
+        seq_len, seconds_per_split_token = (
+            self.samples.seq_len,
+            config.seconds_per_split_token(self.costs),
+        )
         m_mem = config.tokens_bound(self.costs)
-        metrics = plan_metrics(epoch, seq_len, self.predictor, m_mem, anchor_seconds)
+        metrics = plan_metrics(epoch, seq_len, self.predictor, m_mem, seconds_per_split_token)
         replay = None
         if self.surroundings:
-            replay = simulate(epoch, seq_len, self.predictor, self.surroundings, anchor_seconds)
+            replay = simulate(
+                epoch, seq_len, self.predictor, self.surroundings, seconds_per_split_token
+            )
         return Case(case_name(config), ranks, config, plan, epoch, metrics, replay)
 
 
@@ -131,4 +136,4 @@ def case_name(config: PlanningConfig) -> str:
     """The policy as people call it."""
     if config.policy not in PACKED:
         return f"{config.policy} ({config.ranks_mode})"
-    return config.policy + (f" (anchors, c = {config.context})" if config.context > 1 else "")
+    return config.policy + (f" (split, c = {config.context})" if config.context > 1 else "")

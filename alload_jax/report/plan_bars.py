@@ -28,7 +28,7 @@ _DENSE = 32
 _MOST_STEPS = 4
 _BAR = 0.8
 _SMALLEST = 0.02
-_STACKING = ("anchor", "whole", "filler")
+_STACKING = ("split", "whole", "padding")
 
 
 def bars_figure(policies: Sequence[PolicyPart], classes: LengthClasses, unit: str) -> str:
@@ -128,20 +128,20 @@ def _panel(
 def _stacks(step: StepBars, drawn: int, y: Axis, factor: float, classes: LengthClasses) -> str:
     """Bars as one path for each colour; small pieces of equal colour are drawn as one."""
     paths: dict[str, list[str]] = defaultdict(list)
-    fillers = []
+    paddings = []
     base = np.zeros(drawn)
     for rank, cost, css in _pieces(step, drawn, y.high * _SMALLEST / factor, classes):
         low, high = y.at(base[rank] * factor), y.at((base[rank] + cost) * factor)
         base[rank] += cost
         left, width = 100 * (rank + (1 - _BAR) / 2) / drawn, 100 * _BAR / drawn
-        if css == "filler":
-            fillers.append(rectangle(left, 100 - high, width, high - low, css))
+        if css == "padding":
+            paddings.append(rectangle(left, 100 - high, width, high - low, css))
             continue
         top, tall = 1000 - 10 * high, 10 * (high - low)
         wide = number(10 * width)
         paths[css].append(f"M{number(10 * left)} {number(top)}h{wide}v{number(tall)}h-{wide}z")
     # Anchors come last, so that no neighbour covers their outline.
-    ordered = sorted(paths.items(), key=lambda item: (item[0].endswith("anchor"), item[0]))
+    ordered = sorted(paths.items(), key=lambda item: (item[0].endswith("split"), item[0]))
     content = "".join(f'<path class="{css}" d="{"".join(d)}"/>' for css, d in ordered)
     end = float(rank_totals(step).max())
     waiting = "".join(
@@ -155,13 +155,13 @@ def _stacks(step: StepBars, drawn: int, y: Axis, factor: float, classes: LengthC
         for rank in range(drawn)
         if base[rank] < end * 0.999
     )
-    return waiting + stretched(content) + "".join(fillers)
+    return waiting + stretched(content) + "".join(paddings)
 
 
 def _pieces(
     step: StepBars, drawn: int, smallest: float, classes: LengthClasses
 ) -> list[tuple[int, float, str]]:
-    """(rank, cost, CSS class) from the bottom up: anchors, long to short, filler on top."""
+    """(rank, cost, CSS class) from the bottom up: split samples, long to short, padding on top."""
     parts = [part for part in step.parts if part[0] < drawn and part[1] > 0]
     parts.sort(key=lambda part: (part[0], _STACKING.index(part[3]), -part[2]))
     lengths = np.fromiter((part[2] for part in parts), np.int64, len(parts))
@@ -169,12 +169,12 @@ def _pieces(
     for (rank, cost, _, region), index in zip(
         parts, classes.position(lengths, classes.count).tolist(), strict=True
     ):
-        css = "filler" if region == "filler" else f"{classes.css(index)} {region}"
+        css = "padding" if region == "padding" else f"{classes.css(index)} {region}"
         if (
             pieces
             and pieces[-1][0] == rank
             and pieces[-1][2] == css
-            and (region == "filler" or min(cost, pieces[-1][1]) < smallest)
+            and (region == "padding" or min(cost, pieces[-1][1]) < smallest)
         ):
             cost += pieces.pop()[1]
         pieces.append((rank, cost, css))
@@ -194,7 +194,7 @@ def _tips(step: StepBars, totals: np.ndarray, drawn: int, y: Axis, factor: float
     """An invisible bar for each rank that says in words what it computes."""
     spans: dict[int, list[int]] = defaultdict(list)
     for rank, _, seq_len, region in step.parts:
-        if rank < drawn and region != "filler":
+        if rank < drawn and region != "padding":
             spans[rank].append(seq_len)
     end = float(totals.max())
     tips = []
@@ -221,9 +221,9 @@ def _rank_axis(drawn: int, title: str) -> Axis:
 def _legend(drawn: Sequence[StepBars], classes: LengthClasses) -> str:
     regions = {part[3] for step in drawn for part in step.parts}
     entries = classes.legend()
-    if "anchor" in regions:
-        entries.append(("anchor key-anchor", "anchor"))
-    if "filler" in regions:
-        entries.append(("filler", "filler, launch"))
+    if "split" in regions:
+        entries.append(("anchor key-split", "split"))
+    if "padding" in regions:
+        entries.append(("padding", "padding, fixed_cost"))
     entries += [("waiting", "waiting"), ("line makespan", "slowest rank"), ("line mean", "mean")]
     return legend(entries, "tokens")

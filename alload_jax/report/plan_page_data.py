@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-Region = Literal["whole", "anchor", "filler"]
+Region = Literal["whole", "split", "padding"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class StepBars:
     Attributes:
       step: its index within the epoch.
       ranks: all of them, also those beyond what is drawn.
-      parts: (rank, cost, seq_len, region) of every sample or filler on every rank, so that mean
+      parts: (rank, cost, seq_len, region) of every sample or padding on every rank, so that mean
         and makespan are those of the whole step. The region is that of `Region`.
     """
 

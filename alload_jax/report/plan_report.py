@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from alload_jax.planning.cost import CostModel, PowerCost, beyond_filler
+from alload_jax.planning.cost import CostModel, PowerCost, marginal_cost
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.metrics import imbalance
 from alload_jax.planning.settings import m_comp_curve
@@ -56,7 +56,7 @@ def write_report(
         | ({"M_mem": f"{main[0].plan_m_mem:,} tokens"} if main[0].plan_m_mem else {})
         | {"cost model": cost_model},
         seq_len=study.samples.seq_len,
-        sequence_cost=study.predictor.of_sequences(study.samples.seq_len),
+        sequence_cost=study.predictor.sequence_cost(study.samples.seq_len),
         cost_unit=_unit(study.predictor),
         policies=tuple(_policy_part(case, study) for case in main),
         curve=_curve(main, study),
@@ -72,7 +72,7 @@ def _unit(model: CostModel) -> str:
 
 def _policy_part(case: Case, study: Study) -> PolicyPart:
     epoch, seq_len = case.epoch, study.samples.seq_len
-    seconds = case.config.anchor_seconds(study.costs)
+    seconds = case.config.seconds_per_split_token(study.costs)
     cost = rank_costs(epoch, micro_batch_costs(epoch, seq_len, study.predictor, seconds))
     metrics = {k: v for k, v in asdict(case.metrics).items() if k in _SHOWN}
     if _unit(study.predictor) and case.metrics.cost:
@@ -86,21 +86,25 @@ def _policy_part(case: Case, study: Study) -> PolicyPart:
 
 
 def _bars(
-    epoch: EpochPlan, step: int, seq_len: np.ndarray, model: CostModel, anchor_seconds: float
+    epoch: EpochPlan,
+    step: int,
+    seq_len: np.ndarray,
+    model: CostModel,
+    seconds_per_split_token: float,
 ) -> StepBars:
     """What each rank of a step is busy with."""
     part = epoch.only(step)
-    total = micro_batch_costs(part, seq_len, model, anchor_seconds)
+    total = micro_batch_costs(part, seq_len, model, seconds_per_split_token)
     owner, lengths = part.micro_batch_of_part(), seq_len[part.sample]
     if part.packing is None:
-        cost, anchor = model.of_sequences(lengths), np.zeros(len(lengths), bool)
+        cost, is_split = model.sequence_cost(lengths), np.zeros(len(lengths), bool)
     else:
-        cost, anchor = _packed_costs(part, lengths, model)
+        cost, is_split = _packed_costs(part, lengths, model)
     rest = total - np.bincount(owner, weights=cost, minlength=len(total))
-    columns = (part.rank[owner], cost, lengths, np.where(anchor, "anchor", "whole"))
+    columns = (part.rank[owner], cost, lengths, np.where(is_split, "split", "whole"))
     parts = list(zip(*(column.tolist() for column in columns), strict=True))
     parts += [
-        (int(rank), float(value), 0, "filler")
+        (int(rank), float(value), 0, "padding")
         for rank, value in zip(part.rank, rest, strict=True)
         if value > 0
     ]
@@ -112,17 +116,17 @@ def _packed_costs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of every part: its tokens, and its share of what its sample costs beyond them."""
     assert part.packing is not None
-    tokens, anchor = part.packing.tokens, part.packing.anchor
-    beyond = beyond_filler(model, lengths)
-    share = np.where(anchor, tokens / np.maximum(1, lengths), 1.0)
-    return model.of_filler(tokens) + beyond * share, anchor
+    tokens, is_split = part.packing.tokens, part.packing.is_split
+    beyond = marginal_cost(model, lengths)
+    share = np.where(is_split, tokens / np.maximum(1, lengths), 1.0)
+    return model.padding_cost(tokens) + beyond * share, is_split
 
 
 def _curve(cases: Sequence[Case], study: Study) -> tuple[np.ndarray, np.ndarray, float] | None:
     """M_comp's, of the first policy that knows one."""
     for case in cases:
         if case.config.policy == "dual_constraint":
-            curve = m_comp_curve(case.config, study.samples, case.plan.layout, study.costs)
+            curve = m_comp_curve(case.config, study.samples, case.plan.topology, study.costs)
             return curve.m_comp, curve.cost, curve.chosen
     return None
 

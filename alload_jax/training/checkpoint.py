@@ -12,7 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from alload_jax.errors import InputError
-from alload_jax.models.config import LATER_FIELDS
+from alload_jax.models.wan.config import LATER_FIELDS
 from alload_jax.training.state import TrainState
 
 

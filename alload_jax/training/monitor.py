@@ -41,7 +41,7 @@ class Monitor:
         self,
         plan: Plan,
         predictor: CostModel,
-        anchor_seconds: float,
+        seconds_per_split_token: float,
         learning_rate: optax.Schedule,
         log: MetricsLog,
         bad_records: BadRecords,
@@ -49,10 +49,10 @@ class Monitor:
     ):
         """Watches steps of `plan`, whose cost `predictor` predicts; writes to `log`.
 
-        `anchor_seconds` of communication come to it for each token of a rank that is split.
+        `seconds_per_split_token` of communication are added for each split token of a rank.
         """
         self._plan = plan
-        self._predictor, self._anchor_seconds = predictor, anchor_seconds
+        self._predictor, self._seconds_per_split_token = predictor, seconds_per_split_token
         self._learning_rate = learning_rate
         self._log = log
         self._max_bad_records = max_bad_records
@@ -127,7 +127,7 @@ class Monitor:
         if not all(math.isfinite(value) for value in values.values()):
             self._stop_at(step.number, values)
         planned = step_metrics(
-            self._plan.step(step.number), self._plan, self._predictor, self._anchor_seconds
+            self._plan.step(step.number), self._plan, self._predictor, self._seconds_per_split_token
         )
         trained = planned.samples - len(step.problems)
         self._log.write(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from alload_jax.sharding.joining import ClusterConfig
+from alload_jax.distributed.initialize import ClusterConfig
 
 
 def resume_command(folder: Path, cluster: ClusterConfig) -> str:

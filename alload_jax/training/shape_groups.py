@@ -19,27 +19,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alload_jax.data.batch import AnyBatch, Signature, signature
 from alload_jax.data.placement import PlacedStep
-from alload_jax.models.config import DiTConfig
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.objectives.flow_matching import DiffusionConfig
 from alload_jax.sharding.groups import GROUP_AXIS, is_local, join_groups, part_of_group
 from alload_jax.sharding.mesh import replicated
 from alload_jax.sharding.rules import tree_shardings, zero_shardings
-from alload_jax.training.objective import DiffusionConfig
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.state import TrainState
 from alload_jax.training.step import (
     Accumulate,
+    GradientAccumulator,
     Metrics,
-    Sums,
     Update,
+    accumulator_shardings,
     make_accumulate,
     make_advance,
-    sums_shardings,
 )
-from alload_jax.training.trainer import Recipe, Trainer, in_parallel, on_mesh
+from alload_jax.training.trainer import Trainer, TrainingSpec, in_parallel, on_mesh
 
 
 def make_trainer(
-    recipe: Recipe, mesh: Mesh, state: TrainState, groups: Sequence[Mesh] = ()
+    recipe: TrainingSpec, mesh: Mesh, state: TrainState, groups: Sequence[Mesh] = ()
 ) -> "Trainer | GroupTrainer":
     """What runs a plan's steps on a mesh.
 
@@ -65,19 +65,19 @@ class GroupTrainer:
         each shape of micro-batch.
     """
 
-    def __init__(self, recipe: Recipe, mesh: Mesh, state: TrainState, groups: Sequence[Mesh]):
+    def __init__(self, recipe: TrainingSpec, mesh: Mesh, state: TrainState, groups: Sequence[Mesh]):
         """Takes over `state`, whose buffers each step reuses; `groups` as in `make_trainer`."""
         self.state = state
         self.programs: dict[tuple[Mesh, Signature], Any] = {}
         self._groups = tuple(groups)
         self._update = make_group_update(recipe.optimizer, recipe.optimizer_config, mesh)
-        self._shardings = group_sums_shardings(state.params, mesh)
+        self._shardings = group_accumulator_shardings(state.params, mesh)
         self._local = {
             group: _Group(recipe, group, state.params)
             for group in dict.fromkeys(groups)
             if is_local(group)
         }
-        self._share(_zero_group_sums(state.params, mesh))
+        self._share(_zero_group_accumulator(state.params, mesh))
 
     def compile(self, shapes: Sequence[AnyBatch]) -> Iterator[AnyBatch]:
         """Compiles the gradient of every micro-batch for every group; see `Trainer.compile`.
@@ -106,10 +106,10 @@ class GroupTrainer:
         self._share(sums)
         return metrics
 
-    def _sums(self) -> Sums:
+    def _sums(self) -> GradientAccumulator:
         return join_groups([group.sums for group in self._local.values()], self._shardings)
 
-    def _share(self, sums: Sums) -> None:
+    def _share(self, sums: GradientAccumulator) -> None:
         """Shows every group its part of the state and of the sums, new with every update."""
         for group in self._local.values():
             group.take(self.state, sums)
@@ -122,13 +122,13 @@ class _Group:
       sums: of the micro-batches since the last update, each array [1, ...].
     """
 
-    def __init__(self, recipe: Recipe, mesh: Mesh, params: Any):
+    def __init__(self, recipe: TrainingSpec, mesh: Mesh, params: Any):
         self._mesh = mesh
         self._accumulate: Any = make_group_accumulate(recipe.model, recipe.diffusion, mesh)
         self._shardings = tree_shardings(params, mesh)
-        self._sums_shardings = group_sums_shardings(params, mesh)
+        self._sums_shardings = group_accumulator_shardings(params, mesh)
 
-    def take(self, state: TrainState, sums: Sums) -> None:
+    def take(self, state: TrainState, sums: GradientAccumulator) -> None:
         self._params = part_of_group(state.params, self._shardings)
         self._key = part_of_group(state.key, replicated(self._mesh))
         self.sums = part_of_group(sums, self._sums_shardings)
@@ -142,16 +142,18 @@ class _Group:
         self.sums = program(self._params, self.sums, batch, self._key, np.int32(epoch))
 
 
-def make_group_accumulate(model: DiTConfig, diffusion: DiffusionConfig, group: Mesh) -> Accumulate:
+def make_group_accumulate(model: WanConfig, diffusion: DiffusionConfig, group: Mesh) -> Accumulate:
     """`make_accumulate` on a group's mesh, of sums [1, ...]: a group's part of all groups'."""
     accumulate = make_accumulate(model, diffusion, group)
 
     @partial(jax.jit, donate_argnums=1)
-    def add(params: Any, sums: Sums, batch: AnyBatch, key: jax.Array, epoch: jax.Array) -> Sums:
+    def add(
+        params: Any, sums: GradientAccumulator, batch: AnyBatch, key: jax.Array, epoch: jax.Array
+    ) -> GradientAccumulator:
         alone = jax.tree.map(lambda part: jnp.squeeze(part, 0), sums)
         added = accumulate(params, alone, batch, key, epoch)
         return jax.lax.with_sharding_constraint(
-            jax.tree.map(lambda part: part[None], added), group_sums_shardings(params, group)
+            jax.tree.map(lambda part: part[None], added), group_accumulator_shardings(params, group)
         )
 
     return add
@@ -164,35 +166,39 @@ def make_group_update(
     advance = make_advance(optimizer, config, mesh)
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def update(state: TrainState, sums: Sums) -> tuple[TrainState, Sums, Metrics]:
+    def update(
+        state: TrainState, sums: GradientAccumulator
+    ) -> tuple[TrainState, GradientAccumulator, Metrics]:
         total = jax.lax.with_sharding_constraint(
             jax.tree.map(lambda part: jnp.sum(part, axis=0), sums),
-            sums_shardings(state.params, mesh),
+            accumulator_shardings(state.params, mesh),
         )
         after, metrics = advance(state, total)
         zeroed = jax.lax.with_sharding_constraint(
-            jax.tree.map(jnp.zeros_like, sums), group_sums_shardings(state.params, mesh)
+            jax.tree.map(jnp.zeros_like, sums), group_accumulator_shardings(state.params, mesh)
         )
         return after, zeroed, metrics
 
     return update
 
 
-def group_sums_shardings(params: Any, mesh: Mesh) -> Sums:
+def group_accumulator_shardings(params: Any, mesh: Mesh) -> GradientAccumulator:
     """Of sums [groups, ...]: groups along `data`; within a group as a mesh of its own has them."""
 
     def stacked(sharding: NamedSharding) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(GROUP_AXIS, *sharding.spec))
 
     grads = jax.tree.map(stacked, zero_shardings(params, mesh, over=("context",)))
-    return Sums(grads, stacked(replicated(mesh)), stacked(replicated(mesh)))
+    return GradientAccumulator(grads, stacked(replicated(mesh)), stacked(replicated(mesh)))
 
 
-def _zero_group_sums(params: Any, mesh: Mesh) -> Sums:
+def _zero_group_accumulator(params: Any, mesh: Mesh) -> GradientAccumulator:
     groups = mesh.shape[GROUP_AXIS]
 
-    def make() -> Sums:
+    def make() -> GradientAccumulator:
         zero = jnp.zeros(groups)
-        return Sums(jax.tree.map(lambda p: jnp.zeros((groups, *p.shape)), params), zero, zero)
+        return GradientAccumulator(
+            jax.tree.map(lambda p: jnp.zeros((groups, *p.shape)), params), zero, zero
+        )
 
-    return jax.jit(make, out_shardings=group_sums_shardings(params, mesh))()
+    return jax.jit(make, out_shardings=group_accumulator_shardings(params, mesh))()

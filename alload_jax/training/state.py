@@ -8,8 +8,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from alload_jax.models.config import DiTConfig
-from alload_jax.models.dit import DiT
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanTransformer
 from alload_jax.sharding.mesh import replicated
 from alload_jax.sharding.rules import tree_shardings, zero_shardings
 
@@ -32,13 +32,13 @@ class TrainState(NamedTuple):
     opt_state: Any
 
 
-def model_graph(config: DiTConfig) -> nnx.GraphDef:
+def model_graph(config: WanConfig) -> nnx.GraphDef:
     """The transformer without its parameters: `nnx.merge(graph, params)` gives the model."""
-    return nnx.split(nnx.eval_shape(lambda: DiT(config, rngs=nnx.Rngs(0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: WanTransformer(config, rngs=nnx.Rngs(0))))[0]
 
 
 def init_state(
-    config: DiTConfig,
+    config: WanConfig,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     seed: int,
@@ -62,7 +62,7 @@ def init_state(
 
 
 def abstract_state(
-    config: DiTConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int
+    config: WanConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state, for restoring into."""
     shapes = jax.eval_shape(_maker(config, optimizer, seed))
@@ -88,11 +88,11 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     )
 
 
-def _maker(config: DiTConfig, optimizer: optax.GradientTransformation, seed: int) -> Any:
+def _maker(config: WanConfig, optimizer: optax.GradientTransformation, seed: int) -> Any:
     def make(params: Any = None) -> TrainState:
         weights, noise = jax.random.split(jax.random.key(seed))
         if params is None:
-            model = DiT(config, rngs=nnx.Rngs(weights))
+            model = WanTransformer(config, rngs=nnx.Rngs(weights))
             params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         return TrainState(
             step=jnp.zeros((), jnp.int32),

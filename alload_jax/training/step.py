@@ -16,15 +16,15 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from alload_jax.data.batch import AnyBatch
-from alload_jax.models.config import DiTConfig
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.objectives.flow_matching import DiffusionConfig, weighted_loss
 from alload_jax.sharding.mesh import batch_sharding, replicated
 from alload_jax.sharding.rules import zero_shardings
-from alload_jax.training.objective import DiffusionConfig, weighted_loss
 from alload_jax.training.optimizer import OptimizerConfig, update_ema
 from alload_jax.training.state import TrainState, model_graph, state_shardings
 
 
-class Sums(NamedTuple):
+class GradientAccumulator(NamedTuple):
     """What micro-batches add up.
 
     Attributes:
@@ -38,12 +38,16 @@ class Sums(NamedTuple):
     weight: Any
 
 
-Accumulate = Callable[[Any, Sums, AnyBatch, jax.Array, jax.Array], Sums]
+Accumulate = Callable[
+    [Any, GradientAccumulator, AnyBatch, jax.Array, jax.Array], GradientAccumulator
+]
 Metrics = dict[str, jax.Array]
-Update = Callable[[TrainState, Sums], tuple[TrainState, Sums, Metrics]]
+Update = Callable[
+    [TrainState, GradientAccumulator], tuple[TrainState, GradientAccumulator, Metrics]
+]
 
 
-def make_accumulate(model: DiTConfig, diffusion: DiffusionConfig, mesh: Mesh) -> Accumulate:
+def make_accumulate(model: WanConfig, diffusion: DiffusionConfig, mesh: Mesh) -> Accumulate:
     """A jitted (params, sums, batch, key, epoch) → sums; compiled once per shape of micro-batch.
 
     `sums` is donated.
@@ -55,13 +59,13 @@ def make_accumulate(model: DiTConfig, diffusion: DiffusionConfig, mesh: Mesh) ->
 
     @partial(jax.jit, donate_argnums=1)
     def accumulate(
-        params: Any, sums: Sums, batch: AnyBatch, key: jax.Array, epoch: jax.Array
-    ) -> Sums:
+        params: Any, sums: GradientAccumulator, batch: AnyBatch, key: jax.Array, epoch: jax.Array
+    ) -> GradientAccumulator:
         epoch_key = jax.random.fold_in(jax.random.wrap_key_data(key), epoch)
         loss, grads = jax.value_and_grad(loss_of)(params, batch, epoch_key)
-        added = Sums(grads, loss, jnp.sum(batch.weight))
+        added = GradientAccumulator(grads, loss, jnp.sum(batch.weight))
         return jax.lax.with_sharding_constraint(
-            jax.tree.map(jnp.add, sums, added), sums_shardings(params, mesh)
+            jax.tree.map(jnp.add, sums, added), accumulator_shardings(params, mesh)
         )
 
     return accumulate
@@ -77,10 +81,12 @@ def make_update(
     advance = make_advance(optimizer, config, mesh)
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def update(state: TrainState, sums: Sums) -> tuple[TrainState, Sums, Metrics]:
+    def update(
+        state: TrainState, sums: GradientAccumulator
+    ) -> tuple[TrainState, GradientAccumulator, Metrics]:
         after, metrics = advance(state, sums)
         zeroed = jax.lax.with_sharding_constraint(
-            jax.tree.map(jnp.zeros_like, sums), sums_shardings(state.params, mesh)
+            jax.tree.map(jnp.zeros_like, sums), accumulator_shardings(state.params, mesh)
         )
         return after, zeroed, metrics
 
@@ -89,16 +95,16 @@ def make_update(
 
 def make_advance(
     optimizer: optax.GradientTransformation, config: OptimizerConfig, mesh: Mesh
-) -> Callable[[TrainState, Sums], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, GradientAccumulator], tuple[TrainState, Metrics]]:
     """A (state, sums) → (next state, metrics), to be part of a jitted update."""
 
-    def advance(state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
+    def advance(state: TrainState, sums: GradientAccumulator) -> tuple[TrainState, Metrics]:
         mean = 1 / jnp.maximum(sums.weight, 1e-20)
         grads = jax.tree.map(lambda g: g * mean, sums.grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema = update_ema(state.ema, params, state.step, config.ema_decay)
-        # A step whose every row is filler leaves all but the step's number as it was.
+        # A step whose every row is padding leaves all but the step's number as it was.
         params, ema, opt_state = jax.tree.map(
             lambda new, old: jnp.where(sums.weight > 0, new, old),
             (params, ema, opt_state),
@@ -111,16 +117,18 @@ def make_advance(
     return advance
 
 
-def zero_sums(params: Any, mesh: Mesh) -> Sums:
-    """Sums of nothing."""
+def zero_accumulator(params: Any, mesh: Mesh) -> GradientAccumulator:
+    """GradientAccumulator of nothing."""
 
-    def make() -> Sums:
+    def make() -> GradientAccumulator:
         zero = jnp.zeros(())
-        return Sums(jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), zero, zero)
+        return GradientAccumulator(
+            jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), zero, zero
+        )
 
-    return jax.jit(make, out_shardings=sums_shardings(params, mesh))()
+    return jax.jit(make, out_shardings=accumulator_shardings(params, mesh))()
 
 
-def sums_shardings(params: Any, mesh: Mesh) -> Sums:
+def accumulator_shardings(params: Any, mesh: Mesh) -> GradientAccumulator:
     """Gradients lie as the optimizer's state; the scalars everywhere."""
-    return Sums(zero_shardings(params, mesh), replicated(mesh), replicated(mesh))
+    return GradientAccumulator(zero_shardings(params, mesh), replicated(mesh), replicated(mesh))

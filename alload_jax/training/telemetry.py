@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from tensorboardX import SummaryWriter
 
+from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.errors import InputError
-from alload_jax.sharding.cluster import Cluster, first_process
 
 PACKAGES = ("alload-jax", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
 
@@ -58,7 +58,7 @@ class BadRecords:
     def __init__(self, path: Path, cluster: Cluster):
         self._path = path
         self._known = set(
-            cluster.tell(lambda: path.read_text().splitlines() if path.exists() else [])
+            cluster.broadcast(lambda: path.read_text().splitlines() if path.exists() else [])
         )
 
     def __len__(self) -> int:

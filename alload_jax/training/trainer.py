@@ -12,15 +12,15 @@ from jax.sharding import Mesh
 
 from alload_jax.data.batch import AnyBatch, Signature, signature
 from alload_jax.data.placement import PlacedStep
-from alload_jax.models.config import DiTConfig
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.objectives.flow_matching import DiffusionConfig
 from alload_jax.sharding.mesh import batch_sharding
-from alload_jax.training.objective import DiffusionConfig
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.state import TrainState
-from alload_jax.training.step import make_accumulate, make_update, zero_sums
+from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
 
 
-class Recipe(NamedTuple):
+class TrainingSpec(NamedTuple):
     """What a training computes, wherever it runs.
 
     Attributes:
@@ -30,7 +30,7 @@ class Recipe(NamedTuple):
       optimizer_config: its settings.
     """
 
-    model: DiTConfig
+    model: WanConfig
     diffusion: DiffusionConfig
     optimizer: optax.GradientTransformation
     optimizer_config: OptimizerConfig
@@ -44,14 +44,14 @@ class Trainer:
       programs: compiled gradient programs, one for each shape of micro-batch.
     """
 
-    def __init__(self, recipe: Recipe, mesh: Mesh, state: TrainState):
+    def __init__(self, recipe: TrainingSpec, mesh: Mesh, state: TrainState):
         """Takes over `state`, whose buffers each step reuses."""
         self.state = state
         self.programs: dict[Signature, Any] = {}
         self._mesh = mesh
         self._accumulate: Any = make_accumulate(recipe.model, recipe.diffusion, mesh)
         self._update = make_update(recipe.optimizer, recipe.optimizer_config, mesh)
-        self._sums = zero_sums(state.params, mesh)
+        self._sums = zero_accumulator(state.params, mesh)
 
     def compile(self, shapes: Sequence[AnyBatch]) -> Iterator[AnyBatch]:
         """Compiles the gradient of every micro-batch, in parallel, yielding each as it is done.

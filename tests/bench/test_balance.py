@@ -97,7 +97,7 @@ def test_the_picture_is_of_the_first_case_and_balanced(tmp_path, monkeypatch):
     drawn = []
     draw = "alload_jax.bench.balance_picture._draw"
     monkeypatch.setattr(draw, lambda axis, case: drawn.append(case["case"]))
-    names = ["equal_tokens-independent", "balanced", "balanced-anchors", "everything-split"]
+    names = ["equal_tokens-independent", "balanced", "balanced-split", "everything-split"]
     cases = [
         measured([seconds], [seconds], [[seconds, seconds]]) | {"case": name}
         for name, seconds in zip(names, [4.0, 3.0, 2.0, 1.0], strict=True)
@@ -107,7 +107,7 @@ def test_the_picture_is_of_the_first_case_and_balanced(tmp_path, monkeypatch):
     content = {"workload": "x", "devices": 2, "device": "some GPU", "tokens": 600, "cases": cases}
     summarise(content)
     write_picture(tmp_path / "a.png", content)
-    assert drawn == ["equal_tokens-independent", "balanced-anchors"]
+    assert drawn == ["equal_tokens-independent", "balanced-split"]
 
 
 def test_what_is_the_user_s_fault_ends_the_command_in_one_line(tmp_path):

@@ -11,7 +11,7 @@ from PIL import Image
 
 from alload_jax.bench import device_time, kernel
 from alload_jax.bench.picture import write_picture
-from alload_jax.bench.surroundings import surroundings
+from alload_jax.bench.provenance import provenance
 from alload_jax.cli import main
 from alload_jax.errors import InputError
 from pallas_kernels.layernorm_modulate.tuning import kernel_is_faster
@@ -92,7 +92,7 @@ def test_help_needs_no_jax():
 
 
 def test_surroundings_are_json():
-    assert json.loads(json.dumps(surroundings(["jax"])))["versions"]["jax"] == jax.__version__
+    assert json.loads(json.dumps(provenance(["jax"])))["versions"]["jax"] == jax.__version__
 
 
 NAMES = [f"layernorm_modulate_{part}h200" for part in ("", "small_", "layouts_")]

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from alload_jax.bench.jax_step import Settings
+from alload_jax.bench.step import Settings
 from alload_jax.bench.workload_step import Measured, representative
 from alload_jax.cli import main
 from alload_jax.commands import bench_step
 from alload_jax.errors import InputError
-from alload_jax.models.remat import RematPolicy
-from alload_jax.models.weights import parameter_count
+from alload_jax.models.common.remat import RematPolicy
+from alload_jax.models.common.weights import parameter_count
 from alload_jax.planning.architecture import Architecture
 
 

@@ -60,7 +60,7 @@ def test_a_tiny_model_is_calibrated(config, tmp_path, capsys):
     assert costs.device == "cpu"
     assert costs.model["remat"] == "full"
     assert costs.memory.bytes_of(costs.m_mem) <= 0.95 * 0.5e9
-    assert costs.anchor_bytes == 12 * 4 * 16
+    assert costs.bytes_per_split_token == 12 * 4 * 16
     points, fits = costs.details["points"], costs.details["fits"]
     assert any(point["held_out"] for point in points)
     assert all(math.isfinite(form["held_out_mape"]) for form in fits.values())

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from alload_jax.bench.jax_step import model_config
+from alload_jax.bench.step import model_config
 from alload_jax.bench.weights import without_zeros
 from alload_jax.commands.bench_models import MODELS, training_fields
 from alload_jax.sharding.mesh import MeshConfig, make_mesh

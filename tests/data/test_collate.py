@@ -6,7 +6,7 @@ from data_helpers import NULL_LABEL, PATCH, SpyReader, cases, classes, manifest_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alload_jax.data.bucketed import BucketedLayout
+from alload_jax.data.bucketed import BucketedCollation
 from alload_jax.data.collate import Collator
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader
@@ -15,15 +15,15 @@ from alload_jax.planning.settings import PlanningConfig, make_plan
 
 def collator(reader, ranks, text_length=None):
     length = reader.manifest.longest_text() if text_length is None else text_length
-    return Collator(reader, frozenset(ranks), BucketedLayout(reader.manifest, classes(length)))
+    return Collator(reader, frozenset(ranks), BucketedCollation(reader.manifest, classes(length)))
 
 
 def all_ranks(case):
-    return range(case.plan.layout.ranks)
+    return range(case.plan.topology.ranks)
 
 
 def planned_rows(step, ranks):
-    """Per micro-batch, the sample of every row of the ranks; −1 for filler."""
+    """Per micro-batch, the sample of every row of the ranks; −1 for padding."""
     for index in sorted({part.index for part in step.micro_batches}):
         parts = {p.rank: p for p in step.micro_batches if p.index == index}
         yield [
@@ -66,7 +66,7 @@ def test_rows_are_those_that_the_plan_gives_the_ranks_and_no_others_are_read(cas
 
 @settings(max_examples=30, deadline=None)
 @given(cases(), st.integers(0, 3))
-def test_every_row_holds_its_sample_or_filler(case, longer):
+def test_every_row_holds_its_sample_or_padding(case, longer):
     reader = SpyReader(case.manifest)
     text_length = case.manifest.longest_text() + longer
     collate = collator(reader, all_ranks(case), text_length)
@@ -117,7 +117,7 @@ def test_batches_have_the_documented_dtypes_and_shapes(case, epoch):
 
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.data())
-def test_damaged_records_become_filler_and_are_reported(case, data):
+def test_damaged_records_become_padding_and_are_reported(case, data):
     damaged = data.draw(st.sets(st.integers(0, len(case.manifest) - 1), min_size=1))
     reader = SpyReader(case.manifest, damaged)
     text_length = case.manifest.longest_text()
@@ -142,8 +142,8 @@ def test_each_shape_group_gets_a_batch_of_its_own_shape():
     config = PlanningConfig("fixed", "independent", rows=1, ranks=6, ranks_per_group=2)
     plan = make_plan(config, manifest.samples(PATCH), 1, seed=0)
     spy, shapes = SpyReader(manifest), set()
-    layout = BucketedLayout(manifest, classes(1))
-    collate = Collator(spy, frozenset({2, 3, 4, 5}), layout, plan.group_ranks)
+    collation = BucketedCollation(manifest, classes(1))
+    collate = Collator(spy, frozenset({2, 3, 4, 5}), collation, plan.group_ranks)
     for number in range(plan.steps_per_epoch):
         step = plan.step(number)
         spy.reads.clear()

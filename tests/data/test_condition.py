@@ -6,16 +6,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from alload_jax.data.bucketed import BucketedLayout
+from alload_jax.data.bucketed import BucketedCollation
 from alload_jax.data.collate import Collator
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.errors import InputError
-from alload_jax.models.config import DiTConfig, ImageConfig, TextConfig
+from alload_jax.models.wan.config import ImageConfig, TextConfig, WanConfig
 from alload_jax.planning.settings import PlanningConfig, make_plan
 
-MODEL = DiTConfig(text=TextConfig(dim=6, length=5), dtype="float32")
+MODEL = WanConfig(text=TextConfig(dim=6, length=5), dtype="float32")
 
 
 def write_texts(folder, lengths=(3, 5, 1, 0), dtype=np.float32, width=6):
@@ -36,8 +36,8 @@ def test_texts_are_collated_and_filled_with_zeros(stored, computed, tmp_path):
     plan = make_plan(
         PlanningConfig(policy="dual_constraint", m_mem=16), manifest.samples(model.patch_size), 1, 0
     )
-    layout = BucketedLayout(manifest, conditions)
-    collate = Collator(StoreReader(manifest), frozenset({0}), layout)
+    collation = BucketedCollation(manifest, conditions)
+    collate = Collator(StoreReader(manifest), frozenset({0}), collation)
     seen = set()
     for number in range(plan.steps_per_epoch):
         step = collate(plan.step(number))

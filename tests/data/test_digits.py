@@ -9,7 +9,7 @@ from data_helpers import assert_says
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alload_jax.data.digits import (
+from alload_jax.data.datasets.digits import (
     DigitsConfig,
     _reflect,
     load_digits,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from data_helpers import SpyReader, assert_says, classes, manifest_of, plan_over
 
-from alload_jax.data.bucketed import BucketedLayout
+from alload_jax.data.bucketed import BucketedCollation
 from alload_jax.data.collate import Collator
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.source import LoaderConfig, PlanSource, StepLoader
@@ -27,8 +27,8 @@ def plan(manifest):
 
 @pytest.fixture(scope="module")
 def collate(manifest):
-    layout = BucketedLayout(manifest, classes(1))
-    return Collator(SpyReader(manifest), frozenset({0, 1}), layout)
+    collation = BucketedCollation(manifest, classes(1))
+    return Collator(SpyReader(manifest), frozenset({0, 1}), collation)
 
 
 def load(plan, collate, first, stop, **config):
@@ -180,8 +180,8 @@ def test_an_error_while_reading_reaches_the_training_loop(plan, collate):
 def test_worker_processes_give_the_same_steps(store):
     manifest = read_manifest(store)
     plan = plan_over(manifest)
-    layout = BucketedLayout(manifest, classes(2))
-    collate = Collator(StoreReader(manifest), frozenset({0, 1}), layout)
+    collation = BucketedCollation(manifest, classes(2))
+    collate = Collator(StoreReader(manifest), frozenset({0, 1}), collation)
     stop = plan.steps_per_epoch + 2
     assert_equal_steps(
         load(plan, collate, 1, stop, processes=1), load(plan, collate, 1, stop, processes=0)

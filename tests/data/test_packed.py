@@ -1,4 +1,4 @@
-"""Packed rows hold every sample where the plan says, and filler in all the rest."""
+"""Packed rows hold every sample where the plan says, and padding in all the rest."""
 
 import numpy as np
 from data_helpers import PATCH, SpyReader, classes, manifest_of
@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from alload_jax.data.batch import signature
 from alload_jax.data.collate import Collator
-from alload_jax.data.packed import PackedLayout
+from alload_jax.data.packed import PackedCollation
 from alload_jax.data.row_sizes import THINNED
-from alload_jax.models.config import DiTConfig
-from alload_jax.models.patches import patchify
+from alload_jax.models.common.patches import patchify
+from alload_jax.models.wan.config import WanConfig
 from alload_jax.planning.settings import PlanningConfig, make_plan
 
-MODEL = DiTConfig(dim=16, num_heads=2, num_layers=1, patch_size=PATCH)
+MODEL = WanConfig(dim=16, num_heads=2, num_layers=1, patch_size=PATCH)
 SIZES = [(1, 2, 2), (1, 4, 4), (1, 4, 8), (5, 4, 4), (5, 8, 6), (9, 2, 2)]
 
 
@@ -37,13 +37,13 @@ def packed_cases(draw, ranks=(1, 2, 4)):
     )
     plan = make_plan(config, manifest.samples(PATCH), 1, draw(st.integers(0, 9)))
     conditions = classes(draw(st.integers(0, 2)) + manifest.longest_text())
-    return manifest, plan, PackedLayout.of(plan, manifest, MODEL, conditions)
+    return manifest, plan, PackedCollation.of(plan, manifest, MODEL, conditions)
 
 
 def collated(case, ranks=None, damaged=()):
-    manifest, plan, layout = case
-    wanted = frozenset(range(plan.layout.ranks) if ranks is None else ranks)
-    collate = Collator(SpyReader(manifest, damaged), wanted, layout)
+    manifest, plan, collation = case
+    wanted = frozenset(range(plan.topology.ranks) if ranks is None else ranks)
+    collate = Collator(SpyReader(manifest, damaged), wanted, collation)
     return [collate(plan.step(number)) for number in range(plan.steps_per_epoch)]
 
 
@@ -58,7 +58,7 @@ def samples_in(batch):
 @settings(max_examples=40, deadline=None)
 @given(packed_cases())
 def test_an_epoch_holds_each_sample_once_as_it_is_stored(case):
-    manifest, _, layout = case
+    manifest, _, collation = case
     reader, seen, weights = SpyReader(manifest), [], np.zeros(len(manifest))
     for step in collated(case):
         for batch in step.batches:
@@ -75,7 +75,7 @@ def test_an_epoch_holds_each_sample_once_as_it_is_stored(case):
                 of_text = batch.condition_segments
                 begin, length = of_text.offset[row, slot], of_text.length[row, slot]
                 labels = reader.labels(sample).tolist()
-                padding = [MODEL.num_classes] * (layout.conditions.length - len(labels))
+                padding = [MODEL.num_classes] * (collation.conditions.length - len(labels))
                 assert batch.condition[row, begin : begin + length].tolist() == labels + padding
                 seen.append((int(sample), *range(*part.indices(len(patches)))))
                 weights[sample] += batch.weight[row, slot]
@@ -88,7 +88,7 @@ def test_an_epoch_holds_each_sample_once_as_it_is_stored(case):
 
 @settings(max_examples=40, deadline=None)
 @given(packed_cases())
-def test_segments_hold_samples_and_filler_is_in_none(case):
+def test_segments_hold_samples_and_padding_is_in_none(case):
     length = case[2].conditions.length
     for step in collated(case):
         for batch in step.batches:
@@ -134,9 +134,9 @@ def test_no_row_has_more_long_segments_than_is_static(case):
 @settings(max_examples=40, deadline=None)
 @given(packed_cases())
 def test_no_more_long_segments_are_static_than_fit_into_a_row(case):
-    manifest, plan, layout = case
+    manifest, plan, collation = case
     sizes = manifest.samples(PATCH).seq_len
-    for batch in layout.shapes(plan):
+    for batch in collation.shapes(plan):
         for segments, lengths in bounded(batch):
             for size in sizes:
                 most = min(most for above, most in lengths if above <= size)
@@ -146,8 +146,8 @@ def test_no_more_long_segments_are_static_than_fit_into_a_row(case):
 @settings(max_examples=20, deadline=None)
 @given(packed_cases())
 def test_every_micro_batch_has_a_shape_that_is_compiled(case):
-    _, plan, layout = case
-    shapes = {shape.split.region if shape.split else 0: shape for shape in layout.shapes(plan)}
+    _, plan, collation = case
+    shapes = {shape.split.region if shape.split else 0: shape for shape in collation.shapes(plan)}
     assert len(shapes) <= 5
     for step in collated(case):
         for batch in step.batches:
@@ -169,7 +169,7 @@ def test_two_processes_halves_stacked_are_the_whole(case):
 
 @settings(max_examples=20, deadline=None)
 @given(packed_cases(), st.data())
-def test_damaged_records_become_filler_and_are_reported(case, data):
+def test_damaged_records_become_padding_and_are_reported(case, data):
     manifest = case[0]
     damaged = data.draw(st.sets(st.integers(0, len(manifest) - 1), min_size=1))
     steps = collated(case, damaged=damaged)

@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: install alload-jax[p
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers: install alload-jax[parity]")
 
 from alload_jax.config import read_config  # noqa: E402
-from alload_jax.models.config import DiTConfig, ImageConfig, TextConfig  # noqa: E402
-from alload_jax.models.dit import abstract_params  # noqa: E402
-from alload_jax.models.wan import diffusers_fields, read_model_config  # noqa: E402
-from alload_jax.models.wan_keys import tensors  # noqa: E402
-from alload_jax.models.weights import load_weights, parameter_count, save_weights  # noqa: E402
+from alload_jax.models.common.weights import load_weights, parameter_count, save_weights  # noqa: E402
+from alload_jax.models.wan.config import ImageConfig, TextConfig, WanConfig  # noqa: E402
+from alload_jax.models.wan.conversion import diffusers_fields, read_model_config  # noqa: E402
+from alload_jax.models.wan.transformer import abstract_params  # noqa: E402
+from alload_jax.models.wan.weight_table import tensors  # noqa: E402
 from alload_jax.sharding.mesh import MeshConfig, make_mesh  # noqa: E402
 from alload_jax.training.state import model_graph  # noqa: E402
 
@@ -25,11 +25,11 @@ pytestmark = pytest.mark.parity
 TEXT = TextConfig(dim=12, length=9)
 SHAPE = {"in_channels": 4, "freq_dim": 32, "dtype": "float32"}
 CONFIGS = {
-    "t2v": DiTConfig(dim=48, ffn_dim=100, num_heads=4, num_layers=3, text=TEXT, **SHAPE),
-    "plain": DiTConfig(
+    "t2v": WanConfig(dim=48, ffn_dim=100, num_heads=4, num_layers=3, text=TEXT, **SHAPE),
+    "plain": WanConfig(
         dim=36, ffn_dim=50, num_heads=3, num_layers=2, text=TEXT, cross_norm=False, **SHAPE
     ),
-    "patches": DiTConfig(
+    "patches": WanConfig(
         dim=32,
         ffn_dim=64,
         num_heads=2,
@@ -40,7 +40,7 @@ CONFIGS = {
         eps=1e-5,
         **SHAPE,
     ),
-    "i2v": DiTConfig(
+    "i2v": WanConfig(
         dim=24,
         ffn_dim=40,
         num_heads=2,

@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 from planning_cases import refusal
 
-from alload_jax.models.config import DiTConfig, TextConfig
-from alload_jax.models.weights import parameter_count
-from alload_jax.planning.analytic import analytic_costs, anchor_bytes, step_cost, step_memory
+from alload_jax.models.common.weights import parameter_count
+from alload_jax.models.wan.config import TextConfig, WanConfig
+from alload_jax.planning.analytic import (
+    analytic_costs,
+    bytes_per_split_token,
+    step_cost,
+    step_memory,
+)
 from alload_jax.planning.architecture import NAMED, Architecture, architecture_named, from_fields
 from alload_jax.planning.cost import bucketed_cost, read_cost_file, write_cost_file
 from alload_jax.planning.devices import DEVICES, device_named
@@ -70,10 +75,10 @@ def test_the_longest_measured_clip_is_about_m_mem():
 
 
 MODELS = [
-    DiTConfig(dim=48, ffn_dim=100, num_heads=3, num_layers=2, in_channels=5, num_classes=7),
-    DiTConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=3, text=TextConfig(24, 9)),
-    DiTConfig(dim=32, num_heads=2, patch_size=(2, 1, 4), qk_norm=False, cross_norm=False),
-    DiTConfig(dim=32, num_heads=2, in_channels=6, out_channels=3, freq_dim=64),
+    WanConfig(dim=48, ffn_dim=100, num_heads=3, num_layers=2, in_channels=5, num_classes=7),
+    WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=3, text=TextConfig(24, 9)),
+    WanConfig(dim=32, num_heads=2, patch_size=(2, 1, 4), qk_norm=False, cross_norm=False),
+    WanConfig(dim=32, num_heads=2, in_channels=6, out_channels=3, freq_dim=64),
 ]
 
 
@@ -128,12 +133,14 @@ def test_a_file_holds_all_that_planning_asks_for(tmp_path):
     assert found.origin == "analytic"
     assert found.device == "NVIDIA H200"
     assert from_fields(found.model) == WAN
-    assert found.anchor_bytes == 12 * 2 * 1536 * 30
+    assert found.bytes_per_split_token == 12 * 2 * 1536 * 30
     assert 1 < found.power.p < 2
 
 
 def test_without_recomputation_nothing_is_sent_again():
-    assert anchor_bytes(WAN, "none") == pytest.approx(anchor_bytes(WAN, "attention") * 8 / 12)
+    assert bytes_per_split_token(WAN, "none") == pytest.approx(
+        bytes_per_split_token(WAN, "attention") * 8 / 12
+    )
 
 
 def test_shards_share_the_state():

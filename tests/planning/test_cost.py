@@ -29,7 +29,7 @@ COST_FILES = st.builds(
     memory=st.none() | st.builds(MemoryModel, COEFFICIENT, COEFFICIENT, COEFFICIENT),
     m_mem=st.none() | st.integers(1, 10**9),
     m_comp=st.none() | COEFFICIENT,
-    anchor_bytes=st.none() | COEFFICIENT,
+    bytes_per_split_token=st.none() | COEFFICIENT,
     model=st.none() | st.just({"dim": 8, "patch_size": [1, 2, 2]}),
     device=st.none() | st.just("NVIDIA H200"),
 )

@@ -27,7 +27,7 @@ COLUMNS = [
     "tokens",
     "offset",
     "region",
-    "anchor_tokens",
+    "split_tokens",
     "rows",
     "frames",
     "height",
@@ -76,7 +76,7 @@ def flags_of(manifest, config, seed):
 
 
 def micro_batches(rows, settings):
-    """{(step, micro_batch): {rank: (rows, padded_len)}}, with the ranks that compute filler."""
+    """{(step, micro_batch): {rank: (rows, padded_len)}}, with the ranks that compute padding."""
     work = defaultdict(dict)
     for row in rows:
         work[row["step"], row["micro_batch"]][row["rank"]] = (row["rows"], row["padded_len"])
@@ -104,8 +104,8 @@ def variation(values):
     return statistics.pstdev(values) / statistics.fmean(values)
 
 
-def excess(costs, largest_piece):
-    return max(costs) / max(statistics.fmean(costs), largest_piece) - 1
+def excess(costs, largest_indivisible_cost):
+    return max(costs) / max(statistics.fmean(costs), largest_indivisible_cost) - 1
 
 
 def correlation(by_step):
@@ -254,7 +254,7 @@ def test_the_file_is_the_plan(tmp_path_factory, case, epoch):
             "tokens": manifest.lengths()[sample],
             "offset": row * part.seq_len,
             "region": "whole",
-            "anchor_tokens": 0,
+            "split_tokens": 0,
             "rows": part.rows,
             **dict(zip(("frames", "height", "width"), part.shape, strict=True)),
         }

@@ -10,7 +10,7 @@ from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.dual_constraint import DualConstraint
 from alload_jax.planning.policies.equal_tokens import EqualTokens
-from alload_jax.planning.policies.policy import RankLayout
+from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.settings import PlanningConfig, m_comp_curve, make_plan
 
 LENGTHS = [100] * 400 + [400] * 100 + [2000] * 20
@@ -27,7 +27,7 @@ def config(**fields):
 
 
 def test_the_curve_is_what_an_epoch_is_predicted_to_take():
-    samples, layout = of_lengths(*LENGTHS), RankLayout(4, "independent")
+    samples, layout = of_lengths(*LENGTHS), RankTopology(4, "independent")
     curve = search_m_comp(lambda m: DualConstraint(4000, m, 2.0), samples, layout, COST)
     assert (np.diff(curve.m_comp) > 0).all()
     assert curve.m_comp[0] == pytest.approx(100**2)
@@ -40,7 +40,7 @@ def test_the_curve_is_what_an_epoch_is_predicted_to_take():
 
 def test_auto_takes_the_least_and_of_equals_the_largest():
     samples, costs = of_lengths(*LENGTHS), CostFile(quadratic=COST)
-    curve = m_comp_curve(config(), samples, RankLayout(4, "independent"), costs)
+    curve = m_comp_curve(config(), samples, RankTopology(4, "independent"), costs)
     plan = make_plan(config(m_comp="auto"), samples, 4, 0, costs)
     assert plan.policy.m_comp == curve.chosen
     assert curve.cost[curve.m_comp == curve.chosen] == curve.cost.min()
@@ -68,7 +68,7 @@ def test_balanced_measures_rows_by_the_cost_model():
 
 
 def test_a_large_data_set_is_drawn_from_and_its_epoch_scaled():
-    samples, layout = of_lengths(*LENGTHS * 60), RankLayout(4, "independent")
+    samples, layout = of_lengths(*LENGTHS * 60), RankTopology(4, "independent")
     curve = search_m_comp(lambda m: DualConstraint(4000, m, 2.0), samples, layout, COST)
     whole = make_plan(config(m_comp=curve.chosen), samples, 4, 0, CostFile(quadratic=COST))
     found = plan_metrics(whole.epoch(0), samples.seq_len, COST, None).cost
@@ -83,7 +83,7 @@ def test_power_costs_are_searched_too():
 
 def test_a_policy_without_m_comp_is_refused():
     message = refusal(
-        search_m_comp, lambda m: EqualTokens(4000), of_lengths(5), RankLayout(1), COST
+        search_m_comp, lambda m: EqualTokens(4000), of_lengths(5), RankTopology(1), COST
     )
     assert "EqualTokens has no M_comp" in message
 

@@ -20,7 +20,7 @@ from alload_jax.planning.metrics import (
 )
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.policies.policy import RankLayout
+from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.settings import make_plan
 
 COSTS = st.integers(1, 9).flatmap(
@@ -35,7 +35,7 @@ LINEAR = PowerCost(1.0)
 
 def metrics_of(lengths, rows, ranks, mode="synchronous", cost=LINEAR, m_mem=None, micro_batches=1):
     samples = of_lengths(*lengths)
-    plan = Plan(samples, Fixed(rows), RankLayout(ranks, mode, micro_batches), seed=0)
+    plan = Plan(samples, Fixed(rows), RankTopology(ranks, mode, micro_batches), seed=0)
     return plan_metrics(plan.epoch(0), samples.seq_len, cost, m_mem)
 
 
@@ -58,7 +58,7 @@ def test_metrics_of_a_step_worked_out_by_hand(cost, expected_imbalance, expected
 
 
 @pytest.mark.parametrize(
-    ("cost", "largest_piece", "expected"),
+    ("cost", "largest_indivisible_cost", "expected"),
     [
         ([4, 4], 1, 0),
         ([6, 2], 1, 0.5),  # 6 where 4 each would do
@@ -67,8 +67,8 @@ def test_metrics_of_a_step_worked_out_by_hand(cost, expected_imbalance, expected
         ([0, 0], 0, 0),
     ],
 )
-def test_excess_worked_out_by_hand(cost, largest_piece, expected):
-    found = excess_over_bound(np.array(cost, float), np.array(largest_piece, float))
+def test_excess_worked_out_by_hand(cost, largest_indivisible_cost, expected):
+    found = excess_over_bound(np.array(cost, float), np.array(largest_indivisible_cost, float))
     assert found == pytest.approx(expected)
 
 
@@ -107,7 +107,7 @@ def test_the_unit_of_cost_does_not_matter(costs, unit):
         assert function(array * unit) == pytest.approx(function(array), abs=1e-9)
 
 
-def test_a_plan_with_filler_worked_out_by_hand():
+def test_a_plan_with_padding_worked_out_by_hand():
     # 5 samples of 10 tokens on 2 ranks × 2 rows: groups of 4 and 1, both of 4 rows.
     found = metrics_of([10] * 5, rows=2, ranks=2, m_mem=25)
     assert found.steps == 2
@@ -121,7 +121,7 @@ def test_a_plan_with_filler_worked_out_by_hand():
 
 def test_buckets_of_equal_length_but_other_shape_are_programs_of_their_own():
     samples = of_shapes((1, 16, 32), (1, 32, 16), (1, 16, 32))
-    plan = Plan(samples, Fixed(1), RankLayout(1), seed=0)
+    plan = Plan(samples, Fixed(1), RankTopology(1), seed=0)
     assert plan_metrics(plan.epoch(0), samples.seq_len, LINEAR, None).buckets == 2
 
 
@@ -163,7 +163,7 @@ def test_micro_batches_of_a_rank_add_up():
     assert found.cost == pytest.approx(2 * (5 + 10))
 
 
-def test_every_launch_costs_even_where_a_rank_computes_filler_only():
+def test_every_launch_costs_even_where_a_rank_computes_padding_only():
     found = metrics_of([10], rows=1, ranks=2, cost=QuadraticCost(5.0, 0.0, 0.0))
     assert found.cost == pytest.approx(5)
     assert found.imbalance == 0
@@ -229,7 +229,7 @@ def test_synchronous_ranks_are_balanced(case):
 @examples(40)
 def test_dropped_and_duplicated_samples_are_counted(placements):
     samples = of_lengths(*[5] * 10)
-    epoch = Plan(samples, Fixed(1), RankLayout(2), seed=0).epoch(0)
+    epoch = Plan(samples, Fixed(1), RankTopology(2), seed=0).epoch(0)
     offsets = np.r_[np.zeros(len(epoch.rows), int), len(placements)]
     broken = dataclasses.replace(epoch, sample=np.array(placements), offsets=offsets)
     found = plan_metrics(broken, samples.seq_len, LINEAR, None)

@@ -70,4 +70,4 @@ def test_a_stranger_finds_the_metrics_of_a_packed_plan(tmp_path, capsys, flags):
     assert metrics["padding"] == pytest.approx(1 - tokens / (len(turns) * 8 * 81_920))
     assert metrics["samples"] == len({row["sample"] for row in rows}) == 3000
     if "--context" in flags:
-        assert "anchor" in {row["region"] for row in rows}
+        assert "split" in {row["region"] for row in rows}

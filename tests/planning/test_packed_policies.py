@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import examples, of_lengths, refusal
 
-from alload_jax.planning.cost import PowerCost, QuadraticCost, beyond_filler
+from alload_jax.planning.cost import PowerCost, QuadraticCost, marginal_cost
 from alload_jax.planning.metrics import plan_metrics, step_metrics
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.balanced import Balanced
-from alload_jax.planning.policies.dealing import LEFT, Bins, deal, water_level
 from alload_jax.planning.policies.first_fit import FirstFit, first_fit_decreasing
-from alload_jax.planning.policies.gathering import NOBODY, TOLERANCE, gather
+from alload_jax.planning.policies.greedy import UNPLACED, Bins, assign_greedily, target_load
+from alload_jax.planning.policies.grouping import EMPTY, TOLERANCE, group_into_steps
 from alload_jax.planning.policies.packed import RowShape
-from alload_jax.planning.policies.policy import RankLayout
+from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.step_costs import micro_batch_costs
 from alload_jax.planning.workloads import make_workload
 
@@ -55,10 +55,10 @@ def cases(draw):
             look_ahead=draw(st.integers(1, 4)),
             max_delay=draw(st.integers(0, 3)),
             context=context,
-            anchor_seconds=draw(st.sampled_from([0.0, 1e-5])),
+            seconds_per_split_token=draw(st.sampled_from([0.0, 1e-5])),
             split_above=draw(st.sampled_from([1.0, 1.0, 2.5, 0.0])),
         )
-    layout = RankLayout(ranks, micro_batches_per_step=draw(st.integers(1, 3)))
+    layout = RankTopology(ranks, micro_batches_per_step=draw(st.integers(1, 3)))
     return of_lengths(*lengths.tolist()), policy, layout
 
 
@@ -70,7 +70,7 @@ def test_every_token_of_every_sample_is_placed_once(case, seed):
     placed = np.bincount(plan.sample, weights=plan.packing.tokens, minlength=len(samples))
     assert (placed == samples.seq_len).all()
     assert (plan.packing.tokens > 0).all()
-    whole = ~plan.packing.anchor
+    whole = ~plan.packing.is_split
     assert (np.bincount(plan.sample[whole], minlength=len(samples)) <= 1).all()
 
 
@@ -83,12 +83,12 @@ def test_parts_of_a_row_are_aligned_and_do_not_overlap(case, seed):
     for row in range(len(plan.rows)):
         parts = plan.parts_of(row)
         begin, tokens = plan.packing.offset[parts], plan.packing.tokens[parts]
-        anchor, region = plan.packing.anchor[parts], plan.packing.anchor_tokens[row]
+        is_split, region = plan.packing.is_split[parts], plan.packing.split_tokens[row]
         assert (begin[1:] >= (begin + tokens)[:-1]).all()
-        assert ((begin + tokens)[anchor] <= region).all()
-        assert (begin[~anchor] >= region).all()
+        assert ((begin + tokens)[is_split] <= region).all()
+        assert (begin[~is_split] >= region).all()
         assert ((begin + tokens) <= policy.m_mem).all()
-        assert (begin[~anchor] % policy.align == 0).all()
+        assert (begin[~is_split] % policy.align == 0).all()
 
 
 @given(cases(), st.integers(0, 9))
@@ -108,17 +108,17 @@ def test_micro_batches_stand_in_order_and_equal_seeds_give_equal_plans(case, see
 
 @given(cases(), st.integers(0, 9))
 @examples(100)
-def test_an_anchor_is_one_run_of_tokens_over_the_ranks_of_its_group(case, seed):
+def test_a_split_sample_is_one_run_of_tokens_over_the_ranks_of_its_group(case, seed):
     samples, policy, layout = case
     plan = policy.plan_epoch(samples, layout, rng(seed))
     packing = plan.packing
-    by_turn = packing.anchor_tokens.reshape(-1, layout.ranks)
+    by_turn = packing.split_tokens.reshape(-1, layout.ranks)
     assert (by_turn == by_turn[:, :1]).all()
     assert len(np.unique(by_turn)) <= 5
     owner = plan.micro_batch_of_part()
-    joint = owner % layout.ranks % packing.context * packing.anchor_tokens[owner] + packing.offset
-    for sample in np.unique(plan.sample[packing.anchor]):
-        parts = np.flatnonzero((plan.sample == sample) & packing.anchor)
+    joint = owner % layout.ranks % packing.context * packing.split_tokens[owner] + packing.offset
+    for sample in np.unique(plan.sample[packing.is_split]):
+        parts = np.flatnonzero((plan.sample == sample) & packing.is_split)
         assert len(np.unique(owner[parts] // packing.context)) == 1
         order = parts[np.argsort(joint[parts])]
         assert (joint[order][1:] == (joint + packing.tokens)[order][:-1]).all()
@@ -129,12 +129,12 @@ def test_an_anchor_is_one_run_of_tokens_over_the_ranks_of_its_group(case, seed):
 def test_rows_and_regions_hold_no_more_samples_than_allowed(case, seed):
     samples, policy, layout = case
     plan = policy.plan_epoch(samples, layout, rng(seed))
-    owner, anchor = plan.micro_batch_of_part(), plan.packing.anchor
+    owner, is_split = plan.micro_batch_of_part(), plan.packing.is_split
     if policy.max_segments is None:
         return
-    assert np.bincount(owner[~anchor], minlength=1).max() <= policy.max_segments
-    group = owner[anchor] // plan.packing.context
-    held = np.unique(np.column_stack([group, plan.sample[anchor]]), axis=0)[:, 0]
+    assert np.bincount(owner[~is_split], minlength=1).max() <= policy.max_segments
+    group = owner[is_split] // plan.packing.context
+    held = np.unique(np.column_stack([group, plan.sample[is_split]]), axis=0)[:, 0]
     all_split = isinstance(policy, Balanced) and not policy.split_above
     most = policy.max_segments * (policy.context if all_split else 1)
     assert not len(held) or np.bincount(held).max() <= most
@@ -148,9 +148,9 @@ def test_rows_that_hold_several_samples_cost_no_more_than_m_comp(case, seed):
     if not isinstance(policy, Balanced) or policy.m_comp is None:
         return
     cost = micro_batch_costs(plan, samples.seq_len, policy.cost)
-    weighs = beyond_filler(policy.cost, samples.seq_len)[plan.sample] > 0
+    weighs = marginal_cost(policy.cost, samples.seq_len)[plan.sample] > 0
     several = np.bincount(plan.micro_batch_of_part()[weighs], minlength=len(cost)) > 1
-    empty = policy.cost.launch + policy.cost.of_filler(np.array(policy.m_mem))
+    empty = policy.cost.fixed_cost + policy.cost.padding_cost(np.array(policy.m_mem))
     assert (cost[several] <= max(policy.m_comp, empty) * (1 + 1e-9)).all()
 
 
@@ -194,7 +194,7 @@ def test_first_fit_is_that_of_the_textbook(lengths, tokens, segments):
 @examples(80)
 def test_the_water_level_is_what_giants_leave_for_the_other_bins(weights, bins):
     weights = np.sort(np.array(weights))[::-1]
-    level = water_level(weights, bins)
+    level = target_load(weights, bins)
     giants = [w for w in weights if w > level * (1 + 1e-9)][: bins - 1]
     rest = sum(weights) - sum(giants)
     assert level == pytest.approx(rest / (bins - len(giants)))
@@ -205,8 +205,8 @@ def test_dealing_evens_out_tokens_and_cost():
     weight = lengths.astype(float) ** 2
     tokens = int(lengths.sum() / 200 / 0.99)
     bins = Bins(np.full(200, tokens), np.zeros(200), np.full(200, 1000), np.inf)
-    found = deal(lengths, weight, bins, water_level(weight, 200))
-    assert (found == LEFT).mean() < 0.03
+    found = assign_greedily(lengths, weight, bins, target_load(weight, 200))
+    assert (found == UNPLACED).mean() < 0.03
     assert (tokens - bins.free).min() > 0.97 * tokens
     assert bins.load.max() / bins.load.mean() < 1.02
 
@@ -219,12 +219,12 @@ def test_dealing_evens_out_tokens_and_cost():
 @examples(150)
 def test_gathered_steps_hold_each_unit_once_and_all_that_must_go(costs, must, size):
     cost, must = np.array(costs), np.array(must[: len(costs)], bool)
-    steps = gather(cost, cost, must, size)
-    placed = steps[steps != NOBODY]
+    steps = group_into_steps(cost, cost, must, size)
+    placed = steps[steps != EMPTY]
     assert len(np.unique(placed)) == len(placed)
     assert set(np.flatnonzero(must)) <= set(placed)
     for step in steps:
-        members = step[step != NOBODY]
+        members = step[step != EMPTY]
         assert len(members)
         if not must[members].any():
             assert len(members) == size
@@ -233,7 +233,7 @@ def test_gathered_steps_hold_each_unit_once_and_all_that_must_go(costs, must, si
 
 def test_units_that_stand_out_wait_for_company():
     cost = np.array([9.0, 1.0, 1.0, 1.0, 1.0])
-    steps = gather(cost, cost, np.zeros(5, bool), 2)
+    steps = group_into_steps(cost, cost, np.zeros(5, bool), 2)
     assert sorted(steps.ravel()) == [1, 2, 3, 4]
 
 
@@ -248,7 +248,7 @@ def test_units_that_stand_out_wait_for_company():
 def test_balanced_is_near_its_bound_and_full_on_named_workloads(name, row, size, ranks):
     samples = make_workload(name, size)
     policy = Balanced(row, WAN)
-    plan = policy.plan_epoch(samples, RankLayout(ranks), rng())
+    plan = policy.plan_epoch(samples, RankTopology(ranks), rng())
     found = plan_metrics(plan, samples.seq_len, WAN, row)
     assert found.excess < 0.01
     assert found.idle < 0.01
@@ -259,13 +259,13 @@ def test_balanced_is_near_its_bound_and_full_on_named_workloads(name, row, size,
     assert abs(found.order_correlation) < 0.35
 
 
-def test_anchors_bring_a_step_with_one_long_video_near_the_mean():
+def test_splitting_brings_a_step_with_one_long_video_near_the_mean():
     lengths = [50_000, *[500] * 7 * 100] * 20
     samples = of_lengths(*lengths)
-    whole = Balanced(60_000, WAN).plan_epoch(samples, RankLayout(8), rng())
-    split = Balanced(60_000, WAN, context=8).plan_epoch(samples, RankLayout(8), rng())
+    whole = Balanced(60_000, WAN).plan_epoch(samples, RankTopology(8), rng())
+    split = Balanced(60_000, WAN, context=8).plan_epoch(samples, RankTopology(8), rng())
     found = plan_metrics(split, samples.seq_len, WAN, 60_000)
-    assert split.packing.anchor.any()
+    assert split.packing.is_split.any()
     assert found.imbalance < 0.01
     assert found.imbalance < plan_metrics(whole, samples.seq_len, WAN, 60_000).imbalance
 
@@ -275,7 +275,7 @@ def test_waiting_is_bounded():
     lengths = np.r_[[900] * 5, [100] * 20_000]
     samples = of_lengths(*lengths.tolist())
     policy = Balanced(1000, PowerCost(2.0), look_ahead=1, max_delay=2)
-    plan = policy.plan_epoch(samples, RankLayout(8), np.random.Generator(_Ordered()))
+    plan = policy.plan_epoch(samples, RankTopology(8), np.random.Generator(_Ordered()))
     step = plan.step[plan.micro_batch_of_part()][np.argsort(plan.sample)]
     window = -(-8192 // 80)
     assert step[:5].max() < 4 * window
@@ -301,7 +301,7 @@ class _Ordered(np.random.PCG64):
 )
 def test_a_sample_that_no_row_holds_is_refused_with_what_would_do(policy, named):
     samples = of_lengths(50, 100, 99, 300)
-    message = refusal(policy.plan_epoch, samples, RankLayout(4), rng())
+    message = refusal(policy.plan_epoch, samples, RankTopology(4), rng())
     for part in named:
         assert part in message
 
@@ -309,18 +309,20 @@ def test_a_sample_that_no_row_holds_is_refused_with_what_would_do(policy, named)
 def test_what_would_do_does():
     samples = of_lengths(50, 100, 99, 300)
     for policy in (FirstFit(300), Balanced(300, WAN), Balanced(99, WAN, context=4)):
-        plan = policy.plan_epoch(samples, RankLayout(4), rng())
+        plan = policy.plan_epoch(samples, RankTopology(4), rng())
         assert set(plan.sample) == {0, 1, 2, 3}
 
 
 def test_a_context_that_does_not_divide_the_ranks_is_refused():
-    message = refusal(Balanced(99, WAN, context=3).plan_epoch, of_lengths(5), RankLayout(4), rng())
+    message = refusal(
+        Balanced(99, WAN, context=3).plan_epoch, of_lengths(5), RankTopology(4), rng()
+    )
     assert "planning.context is 3" in message
     assert "4 ranks" in message
 
 
 def test_an_alignment_that_does_not_divide_the_row_is_refused():
-    message = refusal(FirstFit(100, align=64).plan_epoch, of_lengths(5), RankLayout(4), rng())
+    message = refusal(FirstFit(100, align=64).plan_epoch, of_lengths(5), RankTopology(4), rng())
     assert "planning.align is 64" in message
     assert "m_mem to 64" in message
 
@@ -328,16 +330,16 @@ def test_an_alignment_that_does_not_divide_the_row_is_refused():
 def test_bounds_that_leave_rows_nearly_empty_are_planned_at_once():
     samples = of_lengths(*rng().integers(1, 3000, 5000).tolist())
     for bound in ({"max_segments": 1}, {"m_comp": 1e-9}):
-        plan = Balanced(40_000, WAN, **bound).plan_epoch(samples, RankLayout(8), rng())
+        plan = Balanced(40_000, WAN, **bound).plan_epoch(samples, RankTopology(8), rng())
         assert plan.steps < 1.2 * 5000 / 8
 
 
-def test_a_short_epoch_with_anchors_takes_no_more_steps_than_one_without():
+def test_a_short_epoch_with_splitting_takes_no_more_steps_than_one_without():
     lengths = np.exp(rng().normal(6, 1.2, 3000)).astype(int).clip(1, 9000)
     samples = of_lengths(*lengths.tolist())
     steps = {
         context: Balanced(9000, WAN, context=context)
-        .plan_epoch(samples, RankLayout(64), rng())
+        .plan_epoch(samples, RankTopology(64), rng())
         .steps
         for context in (1, 8, 64)
     }
@@ -362,7 +364,7 @@ def epochs_of(plan, count):
 def test_every_epoch_holds_every_sample_though_they_differ_in_length(policy):
     lengths = np.random.default_rng(0).choice([4, 8, 16, 20, 68, 136, 272], 150)
     samples = of_lengths(*lengths.tolist())
-    plan = Plan(samples, policy, RankLayout(1), seed=0)
+    plan = Plan(samples, policy, RankTopology(1), seed=0)
     later = plan.step(200).epoch  # found from the middle, too
     assert later > 3
     for seen in epochs_of(plan, 6):

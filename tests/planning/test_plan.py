@@ -10,7 +10,7 @@ from planning_cases import MODES, POLICIES, cases, examples, manifests, of_lengt
 
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.policies.policy import RankLayout
+from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig, make_plan
 
@@ -105,7 +105,7 @@ def test_micro_batches_of_a_step_are_ordered_by_index_and_rank(case):
 
 @given(cases(modes=["synchronous"]))
 @examples(80)
-def test_synchronous_ranks_share_rows_and_shape_and_split_filler_evenly(case):
+def test_synchronous_ranks_share_rows_and_shape_and_split_padding_evenly(case):
     _, config, _ = case
     for step in steps_of(plan_of(case), epoch=0):
         for parts in by_place(step).values():
@@ -118,7 +118,7 @@ def test_synchronous_ranks_share_rows_and_shape_and_split_filler_evenly(case):
 
 @given(cases(modes=["independent"]))
 @examples(80)
-def test_an_independent_micro_batch_is_never_filler_alone(case):
+def test_an_independent_micro_batch_is_never_padding_alone(case):
     assert all(part.samples for part in parts_of(plan_of(case)))
 
 
@@ -225,8 +225,8 @@ def test_synchronous_steps_hold_the_same_samples_on_few_ranks_as_on_many(
     manifest, ranks, rows, micro_batches, seed
 ):
     samples = manifest.samples()
-    many = RankLayout(ranks, "synchronous", micro_batches)
-    one = RankLayout(1, "synchronous", micro_batches)
+    many = RankTopology(ranks, "synchronous", micro_batches)
+    one = RankTopology(1, "synchronous", micro_batches)
     spread = Plan(samples, Fixed(rows), many, seed)
     alone = Plan(samples, Fixed(rows * ranks), one, seed)
     for epoch in range(2):
@@ -235,8 +235,8 @@ def test_synchronous_steps_hold_the_same_samples_on_few_ranks_as_on_many(
 
 def test_eight_ranks_of_one_row_hold_what_one_rank_of_eight_rows_holds():
     samples = of_shapes(*[(1, 16, 16)] * 37, *[(17, 16, 16)] * 11)
-    eight = Plan(samples, Fixed(1), RankLayout(8), seed=5)
-    one = Plan(samples, Fixed(8), RankLayout(1), seed=5)
+    eight = Plan(samples, Fixed(1), RankTopology(8), seed=5)
+    one = Plan(samples, Fixed(8), RankTopology(1), seed=5)
     assert eight.steps_per_epoch == one.steps_per_epoch == 5 + 2
     assert placed_by_step(eight) == placed_by_step(one)
 

@@ -1,7 +1,7 @@
 import pytest
 from training_runs import Runs
 
-from alload_jax.data.digits import DigitsConfig, write_digits
+from alload_jax.data.datasets.digits import DigitsConfig, write_digits
 
 MIX = ((1, 8, 8, 10), (5, 8, 8, 5), (1, 8, 16, 6))
 

@@ -5,22 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from alload_jax.data.collate import Collator
+from alload_jax.data.collation import collation_for
 from alload_jax.data.condition import conditions_for
-from alload_jax.data.layout import layout_for
 from alload_jax.data.placement import place_ahead
 from alload_jax.data.store import StoreReader, StoreWriter
-from alload_jax.models.config import DiTConfig
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.objectives.flow_matching import DiffusionConfig
 from alload_jax.planning.settings import PlanningConfig, make_plan
 from alload_jax.sharding.groups import group_meshes
 from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, make_mesh
-from alload_jax.training.objective import DiffusionConfig
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.shape_groups import make_trainer
 from alload_jax.training.state import init_state
-from alload_jax.training.step import make_accumulate, make_update, zero_sums
-from alload_jax.training.trainer import Recipe
+from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
+from alload_jax.training.trainer import TrainingSpec
 
-MODEL = DiTConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=1, freq_dim=8, dtype="float32")
+MODEL = WanConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=1, freq_dim=8, dtype="float32")
 OPTIMIZER = OptimizerConfig(learning_rate=0.03, warmup_steps=0, eps=1e-2)
 SIZES = ((1, 4, 4), (3, 4, 2))
 ROWS, SAMPLES = 4, 18
@@ -49,19 +49,19 @@ def plan_for(manifest, groups, ranks_per_group=1, **options):
     return make_plan(config, manifest.samples(MODEL.patch_size), ranks, seed=3)
 
 
-def layout_of(manifest, plan):
-    return layout_for(plan, manifest, MODEL, conditions_for(MODEL, manifest))
+def collation_of(manifest, plan):
+    return collation_for(plan, manifest, MODEL, conditions_for(MODEL, manifest))
 
 
 def host_steps(manifest, plan, ranks, steps):
-    layout = layout_of(manifest, plan)
-    collate = Collator(StoreReader(manifest), ranks, layout, plan.group_ranks)
+    collation = collation_of(manifest, plan)
+    collate = Collator(StoreReader(manifest), ranks, collation, plan.group_ranks)
     return [collate(plan.step(number)) for number in range(steps)]
 
 
 def steps_on(manifest, plan, mesh, steps, change=lambda step: step):
     """The first steps of a plan, placed on a mesh."""
-    ranks = local_plan_ranks(mesh, plan.layout.ranks)
+    ranks = local_plan_ranks(mesh, plan.topology.ranks)
     host = map(change, host_steps(manifest, plan, ranks, steps))
     return list(place_ahead(host, mesh, groups=group_meshes(mesh, plan)))
 
@@ -72,9 +72,9 @@ def trainer_on(manifest, plan, mesh):
     state = init_state(MODEL, optimizer, mesh, seed=0)
     groups = group_meshes(mesh, plan)
     trainer = make_trainer(
-        Recipe(MODEL, DiffusionConfig(), optimizer, OPTIMIZER), mesh, state, groups
+        TrainingSpec(MODEL, DiffusionConfig(), optimizer, OPTIMIZER), mesh, state, groups
     )
-    assert len(list(trainer.compile(layout_of(manifest, plan).shapes(plan)))) == len(SIZES)
+    assert len(list(trainer.compile(collation_of(manifest, plan).shapes(plan)))) == len(SIZES)
     return trainer
 
 
@@ -95,8 +95,8 @@ class OneDevice:
     def train(self, manifest, plan, steps):
         """The state after some steps, and their losses and gradient norms."""
         state = jax.device_put(self.start, self.mesh.devices.flat[0])
-        sums, found = zero_sums(state.params, self.mesh), []
-        for step in host_steps(manifest, plan, frozenset(range(plan.layout.ranks)), steps):
+        sums, found = zero_accumulator(state.params, self.mesh), []
+        for step in host_steps(manifest, plan, frozenset(range(plan.topology.ranks)), steps):
             for batch in step.batches:
                 batch = jax.tree.map(jnp.asarray, batch)
                 sums = self.accumulate(state.params, sums, batch, state.key, jnp.int32(step.epoch))

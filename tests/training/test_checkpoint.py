@@ -6,14 +6,14 @@ import orbax.checkpoint as ocp
 import pytest
 
 from alload_jax.errors import InputError
-from alload_jax.models.config import DiTConfig
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.sampling.flow import one_device_mesh, restore_params
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
-from alload_jax.training.inference import one_device_mesh, restore_params
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import abstract_state, init_state
 
-MODEL = DiTConfig(dim=16, ffn_dim=16, num_heads=2, num_layers=1, freq_dim=8)
+MODEL = WanConfig(dim=16, ffn_dim=16, num_heads=2, num_layers=1, freq_dim=8)
 IDENTITY = {"model": {"dim": 16}, "plan": {"m_mem": 40, "seed": 0}}
 
 

@@ -28,7 +28,7 @@ from alload_jax.sharding.mesh import (
     make_mesh,
     ranks_of,
 )
-from alload_jax.training.step import zero_sums
+from alload_jax.training.step import zero_accumulator
 
 MODEL = dataclasses.replace(CLASSES, num_heads=4)
 SIZES = {(1, 2, 2): 18, (3, 4, 4): 9, (5, 6, 6): 3}
@@ -67,7 +67,7 @@ def test_split_samples_give_the_loss_and_gradient_of_whole_ones(axes, m_mem, man
     batches = batches_of(manifest, MODEL, "balanced", ranks_of(mesh), **options)
     assert {odd for b in batches for odd in b.split.joint.length.ravel().tolist()} >= {45}
     key, params = trained_params(MODEL, mesh)
-    sums, placed = zero_sums(params, mesh), jax.device_put(batches, batch_sharding(mesh))
+    sums, placed = zero_accumulator(params, mesh), jax.device_put(batches, batch_sharding(mesh))
     traced = accumulate_of(MODEL, mesh).lower(params, sums, placed[0], key, jnp.int32(0))
     program = traced.compile()
     for batch in placed:
@@ -82,9 +82,9 @@ def test_split_samples_give_the_loss_and_gradient_of_whole_ones(axes, m_mem, man
 
 
 def test_programs_are_one_for_each_region(manifest):
-    plan, layout = plan_with(manifest, MODEL, "balanced", 8, context=2, m_mem=32)
-    regions = {batch.split.region if batch.split else 0 for batch in layout.shapes(plan)}
-    assert regions == set(plan.epoch(0).packing.levels)
+    plan, collation = plan_with(manifest, MODEL, "balanced", 8, context=2, m_mem=32)
+    regions = {batch.split.region if batch.split else 0 for batch in collation.shapes(plan)}
+    assert regions == set(plan.epoch(0).packing.split_sizes)
     assert 1 < len(regions) <= 5
 
 

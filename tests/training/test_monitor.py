@@ -1,8 +1,8 @@
 """What the monitor refuses."""
 
 from alload_jax.data.placement import PlacedStep
+from alload_jax.distributed.cluster import Cluster
 from alload_jax.planning.cost import PowerCost
-from alload_jax.sharding.cluster import Cluster
 from alload_jax.training.monitor import Monitor
 from alload_jax.training.telemetry import BadRecords, MetricsLog
 

@@ -11,23 +11,23 @@ import pytest
 from flax import nnx
 
 from alload_jax.data.collate import Collator
+from alload_jax.data.collation import collation_for
 from alload_jax.data.condition import conditions_for
-from alload_jax.data.layout import layout_for
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.placement import PlacedStep, place_ahead
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.diffusion.timesteps import TimestepConfig
-from alload_jax.models.config import DiTConfig, TextConfig
-from alload_jax.models.segments import PackedRows
+from alload_jax.models.common.segments import PackedMetadata
+from alload_jax.models.wan.config import TextConfig, WanConfig
+from alload_jax.objectives.flow_matching import DiffusionConfig, noised, noised_rows
 from alload_jax.planning.settings import PlanningConfig, make_plan
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
-from alload_jax.training.objective import DiffusionConfig, noised, noised_rows
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state, model_graph
-from alload_jax.training.step import make_accumulate, zero_sums
-from alload_jax.training.trainer import Recipe, Trainer
+from alload_jax.training.step import make_accumulate, zero_accumulator
+from alload_jax.training.trainer import Trainer, TrainingSpec
 
-CLASSES = DiTConfig(
+CLASSES = WanConfig(
     dim=16,
     ffn_dim=24,
     num_heads=2,
@@ -60,13 +60,13 @@ def write_data(folder, model, count=11, seed=0):
 def plan_with(manifest, model, policy, ranks=1, **options):
     config = PlanningConfig(policy=policy, **{"m_mem": 80} | POLICIES[policy] | options)
     plan = make_plan(config, manifest.samples(model.patch_size), ranks, seed=1)
-    return plan, layout_for(plan, manifest, model, conditions_for(model, manifest))
+    return plan, collation_for(plan, manifest, model, conditions_for(model, manifest))
 
 
 def batches_of(manifest, model, policy, ranks=1, **options):
     """Every micro-batch of an epoch, in host memory."""
-    plan, layout = plan_with(manifest, model, policy, ranks, **options)
-    collate = Collator(StoreReader(manifest), frozenset(range(ranks)), layout)
+    plan, collation = plan_with(manifest, model, policy, ranks, **options)
+    collate = Collator(StoreReader(manifest), frozenset(range(ranks)), collation)
     steps = [collate(plan.step(number)) for number in range(plan.steps_per_epoch)]
     return [batch for step in steps for batch in step.batches]
 
@@ -87,7 +87,7 @@ def accumulate_of(model, mesh):
 
 def mean_gradient(model, mesh, batches):
     key, params = trained_params(model, mesh)
-    accumulate, sums = accumulate_of(model, mesh), zero_sums(params, mesh)
+    accumulate, sums = accumulate_of(model, mesh), zero_accumulator(params, mesh)
     for batch in batches:
         placed = jax.device_put(batch, batch_sharding(mesh))
         sums = accumulate(params, sums, placed, key, jnp.int32(3))
@@ -130,7 +130,7 @@ def test_rows_over_eight_devices_give_the_same(tmp_path):
     batches = batches_of(manifest, CLASSES, "balanced", ranks=8)
     assert_same(mean_gradient(CLASSES, eight, batches), mean_gradient(CLASSES, one, batches))
     state = trained_params(CLASSES, eight)
-    accumulate, sums = accumulate_of(CLASSES, eight), zero_sums(state[1], eight)
+    accumulate, sums = accumulate_of(CLASSES, eight), zero_accumulator(state[1], eight)
     placed = jax.device_put(batches[0], batch_sharding(eight))
     text = accumulate.lower(state[1], sums, placed, state[0], jnp.int32(0)).compile().as_text()
     tokens = batches[0].tokens.shape[1]
@@ -145,7 +145,7 @@ def test_the_same_sample_gets_the_same_noise_in_either_layout(tmp_path):
     (rows, *_) = batches_of(manifest, CLASSES, "balanced")
     tokens, target, sigma, condition = noised_rows(rows, key, DIFFUSION, CLASSES)
     alone = {int(batch.sample[0]): batch for batch in batches_of(manifest, CLASSES, "fixed")}
-    from alload_jax.models.patches import patchify
+    from alload_jax.models.common.patches import patchify
 
     for slot in np.flatnonzero(rows.weight[0]):
         begin, length = rows.segments.offset[0, slot], rows.segments.length[0, slot]
@@ -169,10 +169,10 @@ def test_a_nan_in_one_sample_reaches_no_other_and_neighbours_change_no_bit(tmp_p
     def predict(tokens):
         model = nnx.merge(model_graph(CLASSES), params)
         segments, bounds = (rows.segments, rows.condition_segments), rows.bounds
-        laid = PackedRows(*segments, bounds.lengths, bounds.condition)
+        laid = PackedMetadata(*segments, bounds.lengths, bounds.condition)
         grid = tuple(n + 1 for n in rows.bounds.grid)
         time = jnp.full(rows.sample.shape, 300.0)
-        return model.packed(tokens, rows.position, grid, laid, time, rows.condition)
+        return model.forward_packed(tokens, rows.position, grid, laid, time, rows.condition)
 
     clean = np.asarray(predict(rows.tokens))
     ids = rows.segments.ids[0]
@@ -189,14 +189,14 @@ COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 def test_an_epoch_of_packed_steps_compiles_one_gradient(tmp_path):
     manifest = write_data(tmp_path / "data", CLASSES, count=30)
-    plan, layout = plan_with(manifest, CLASSES, "balanced")
+    plan, collation = plan_with(manifest, CLASSES, "balanced")
     assert plan.steps_per_epoch > 2
-    collate = Collator(StoreReader(manifest), frozenset({0}), layout)
+    collate = Collator(StoreReader(manifest), frozenset({0}), collation)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     optimizer = make_optimizer(OPTIMIZER, 100)
     state = init_state(CLASSES, optimizer, mesh, 0)
-    trainer = Trainer(Recipe(CLASSES, DIFFUSION, optimizer, OPTIMIZER), mesh, state)
-    assert len(list(trainer.compile(layout.shapes(plan)))) == 1
+    trainer = Trainer(TrainingSpec(CLASSES, DIFFUSION, optimizer, OPTIMIZER), mesh, state)
+    assert len(list(trainer.compile(collation.shapes(plan)))) == 1
     steps = [collate(plan.step(number)) for number in range(plan.steps_per_epoch + 2)]
     placed: list[PlacedStep] = list(place_ahead(iter(steps), mesh))
     trainer.step(placed[0])  # scalars such as the epoch have tiny programs of their own

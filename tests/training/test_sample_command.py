@@ -25,16 +25,16 @@ from alload_jax.diffusion.flow import TIMESTEP_SCALE
 from alload_jax.diffusion.schedules import noise_levels
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError, run_command
-from alload_jax.models.config import DiTConfig, ImageConfig, TextConfig
-from alload_jax.models.wan import read_model_config
-from alload_jax.models.weights import load_weights, save_weights
+from alload_jax.models.common.weights import load_weights, save_weights
+from alload_jax.models.wan.config import ImageConfig, TextConfig, WanConfig
+from alload_jax.models.wan.conversion import read_model_config
+from alload_jax.objectives.flow_matching import DiffusionConfig
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.report.embeddings import read_embeddings
-from alload_jax.report.samples import SamplingConfig
-from alload_jax.training import inference
+from alload_jax.sampling import flow
+from alload_jax.sampling.embeddings import read_embeddings
+from alload_jax.sampling.flow import one_device_mesh
+from alload_jax.sampling.samples import SamplingConfig
 from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
-from alload_jax.training.inference import one_device_mesh
-from alload_jax.training.objective import DiffusionConfig
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state, model_graph
 
@@ -43,7 +43,7 @@ T2V = GOLDEN / "t2v" / "transformer"
 STILL = ["--frames", 1, "--height", 8, "--width", 8, "--steps", 2]
 CLIP = ["--frames", 5, "--height", 8, "--width", 8, "--steps", 2]
 LATENTS = ["--frames", 5, "--height", 16, "--width", 16, "--steps", 3]
-TEXT_MODEL = DiTConfig(
+TEXT_MODEL = WanConfig(
     dim=16, ffn_dim=16, num_heads=2, num_layers=2, in_channels=4, freq_dim=8, text=TextConfig(6, 4)
 )
 
@@ -249,7 +249,7 @@ def test_what_is_not_finite_keeps_nothing_else_back(class_run, tmp_path, monkeyp
 
         return draw
 
-    monkeypatch.setattr(inference, "make_flow", make)
+    monkeypatch.setattr(flow, "make_flow", make)
     lines = [json.dumps({"class": n, "out": f"{n}.safetensors"}) for n in range(4)]
     Path("x.jsonl").write_text("\n".join(lines))
     command = ["sample", "--checkpoint", class_run, *STILL, "--list", "x.jsonl"]
@@ -265,7 +265,7 @@ def test_memory_that_is_spent_is_one_line(refused, class_run, monkeypatch):
     def spent(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
 
-    monkeypatch.setattr(inference, "make_flow", lambda *_: spent)
+    monkeypatch.setattr(flow, "make_flow", lambda *_: spent)
     command = ["sample", "--checkpoint", class_run, *STILL, "--class", 1, "--out", "x.png"]
     assert "x.png: latents of (1, 8, 8) do not fit" in refused(*command)
 
@@ -559,7 +559,7 @@ def test_what_is_no_checkpoint_is_refused(refused, text_run, tmp_path):
 
 def test_a_note_says_that_guidance_1_needs_no_negative(text_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(inference, "make_flow", lambda *_: lambda params, noise, *conditions: noise)
+    monkeypatch.setattr(flow, "make_flow", lambda *_: lambda params, noise, *conditions: noise)
     embeddings("p", 2, 6)
     flags = ["--prompt-embeds", "p", "--negative-embeds", "p", "--vae-stride", 4, 8, 8, *LATENTS]
     command = ["sample", "--checkpoint", text_run[0], *flags, "--force", "--out", "x.safetensors"]
@@ -575,4 +575,4 @@ def test_a_note_says_that_guidance_1_needs_no_negative(text_run, tmp_path, monke
 
 @pytest.mark.parametrize(("channels", "stride"), [(1, 1), (3, 1), (16, 8), (48, 16)])
 def test_the_vae_is_guessed_from_the_channels(channels, stride):
-    assert likely_stride(DiTConfig(in_channels=channels))[1:] == (stride, stride)
+    assert likely_stride(WanConfig(in_channels=channels))[1:] == (stride, stride)

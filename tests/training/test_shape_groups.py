@@ -14,7 +14,7 @@ from group_cases import SIZES, OneDevice, figures, plan_for, steps_on, trainer_o
 
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError
-from alload_jax.planning.policies.policy import RankLayout
+from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.settings import PlanningConfig, make_plan
 from alload_jax.sharding.groups import group_meshes, refuse_spanning
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
@@ -65,7 +65,7 @@ def train_on(manifest, axes, ranks_per_group):
     mesh = mesh_of(4, **axes)
     plan = plan_for(manifest, 4, ranks_per_group)
     trainer = trainer_on(manifest, plan, mesh)
-    placed = steps_on(manifest, plan, mesh, STEPS, change=with_loud_filler)
+    placed = steps_on(manifest, plan, mesh, STEPS, change=with_loud_padding)
     found = [figures(trainer.step(placed[0]))]  # scalars have tiny programs of their own
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -75,7 +75,7 @@ def train_on(manifest, axes, ranks_per_group):
     return plan, mesh, trainer, placed, found, list(compiled)
 
 
-def with_loud_filler(step):
+def with_loud_padding(step):
     for batch in step.batches:
         batch.latents[batch.weight == 0] = 1e3
     return step
@@ -116,7 +116,7 @@ def test_a_step_holds_different_shapes_and_an_uneven_end(trained):
     assert max(mixed) == len(SIZES)
     weights = [sum(float(batch.weight.sum()) for batch in step.batches) for step in placed]
     assert weights[0] + weights[1] == weights[2] + weights[3] == 18
-    # Some rows are filler, which the reference did not see so loud.
+    # Some rows are padding, which the reference did not see so loud.
     assert min(float(batch.weight.min()) for batch in placed[0].batches) == 0
 
 
@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused_in_one_line(manifest):
         refuse_spanning(1, [2, 3, 2, 3])
     refuse_spanning(0, [1, 1])
     with pytest.raises(InputError, match=r"ranks_per_group is 3, which does not divide"):
-        RankLayout(4, "independent", ranks_per_group=3)
+        RankTopology(4, "independent", ranks_per_group=3)
 
 
 def free_port():

@@ -8,14 +8,14 @@ import pytest
 from alload_jax.data.batch import Batch
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
-from alload_jax.models.config import DiTConfig
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.objectives.flow_matching import DiffusionConfig, noised
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.objective import DiffusionConfig, noised
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state
-from alload_jax.training.step import make_accumulate, make_update, zero_sums
+from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
 
-MODEL = DiTConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=2, freq_dim=8, dtype="float32")
+MODEL = WanConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=2, freq_dim=8, dtype="float32")
 DIFFUSION = DiffusionConfig(TimestepConfig(shift_power=0.5), condition_dropout=0.3)
 OPTIMIZER = OptimizerConfig(warmup_steps=0)
 SIZES = [(1, 4, 4), (1, 4, 4), (3, 4, 2), (1, 4, 4), (3, 4, 2), (1, 4, 4), (1, 4, 4)]
@@ -50,7 +50,7 @@ def batch_of(samples, rows=None):
 
 def mean_gradient(setup, batches):
     mesh, params, key, accumulate = setup
-    sums = zero_sums(params, mesh)
+    sums = zero_accumulator(params, mesh)
     for batch in batches:
         sums = accumulate(params, sums, batch, key, jnp.int32(3))
     return float(sums.loss / sums.weight), jax.tree.map(lambda g: g / sums.weight, sums.grads)
@@ -79,7 +79,7 @@ def test_the_loss_is_the_weighted_mean_of_the_samples_losses(setup):
     np.testing.assert_allclose(together, np.average(alone, weights=weights), rtol=1e-5)
 
 
-def test_filler_adds_nothing_even_where_it_is_not_zero(setup):
+def test_padding_adds_nothing_even_where_it_is_not_zero(setup):
     batch = batch_of([0, 1], 4)
     loud = batch._replace(latents=batch.latents.at[2:].set(1e3))
     _, quiet = mean_gradient(setup, [batch])
@@ -120,7 +120,11 @@ def test_an_update_is_adamw_by_hand(setup):
     state = init_state(MODEL, optimizer, mesh, seed=0)
     update = make_update(optimizer, config, mesh)
     sums = accumulate(
-        state.params, zero_sums(state.params, mesh), batch_of([0, 1]), state.key, jnp.int32(0)
+        state.params,
+        zero_accumulator(state.params, mesh),
+        batch_of([0, 1]),
+        state.key,
+        jnp.int32(0),
     )
     grads = jax.tree.map(lambda g: np.asarray(g / sums.weight, np.float64), sums.grads)
     norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
@@ -161,14 +165,14 @@ def test_senseless_settings_are_refused(change, words):
         OptimizerConfig(**change)
 
 
-def test_a_step_of_filler_alone_changes_nothing_but_its_number(setup):
+def test_a_step_of_padding_alone_changes_nothing_but_its_number(setup):
     mesh, params, _, accumulate = setup
     optimizer = make_optimizer(OPTIMIZER, 10)
     state = init_state(MODEL, optimizer, mesh, seed=0)._replace(params=params)
     update = make_update(optimizer, OPTIMIZER, mesh)
     before = jax.tree.map(np.asarray, (state.params, state.ema, state.opt_state))
     empty = batch_of([0, 1])._replace(weight=jnp.zeros(2))
-    sums = accumulate(params, zero_sums(params, mesh), empty, state.key, jnp.int32(0))
+    sums = accumulate(params, zero_accumulator(params, mesh), empty, state.key, jnp.int32(0))
     copied = jax.tree.map(jnp.copy, state)
     after, _, metrics = update(copied, sums)
     jax.tree.map(np.testing.assert_array_equal, before, (after.params, after.ema, after.opt_state))

@@ -5,15 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import CostModel, beyond_filler
+from alload_jax.planning.cost import CostModel, marginal_cost
 from alload_jax.planning.epoch import EpochPlan
-from alload_jax.planning.policies.anchors import (
-    AnchorRule,
-    anchor_levels,
-    fair_share,
-    region_multiple,
-    region_segments,
-)
 from alload_jax.planning.policies.balanced_window import WindowPlanner
 from alload_jax.planning.policies.packed import (
     PackedEpoch,
@@ -21,42 +14,50 @@ from alload_jax.planning.policies.packed import (
     refuse_unplaceable,
     row_shape,
 )
-from alload_jax.planning.policies.policy import RankLayout
+from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.policies.queue import Window, place_all
+from alload_jax.planning.policies.splitting import (
+    SplitRule,
+    allowed_split_sizes,
+    fair_share,
+    region_multiple,
+    region_segments,
+)
 from alload_jax.planning.samples import Samples
 
 _FEWEST_SAMPLES = 8192
 """Of a window: with fewer, rows of equal cost are hard to find."""
 
 
-_ROOMINESS = 2.5
+_SLOT_FACTOR = 2.5
 """Rows mix long and short samples, so that few hold many more than the mean."""
 
 _WINDOWS_FOR_LEVELS = 8
-"""From which the values of A are chosen: anchors are few, and vary from window to window."""
+"""From which the values of A are chosen: split samples are few, and vary from window to window."""
 
 
 @dataclass(frozen=True)
 class Balanced:
-    """Fills rows to M_mem tokens at most, and gathers rows of equal predicted cost into steps.
+    """Fills rows to M_mem tokens at most, and groups rows of equal predicted cost into steps.
 
-    A window of samples is dealt to all rows of its steps at once (`dealing.deal`), which evens out
-    both tokens and cost as far as the samples allow. Rows that still cost more than others, for
-    the sake of a long sample, wait until there is one for every rank (`gathering.gather`), as long
-    documents do in WLB-LLM (arXiv 2503.17924). With a context-parallel group, samples over a
-    rank's fair share are split instead (`anchors`), as in Zellige (arXiv 2608.01150).
+    A greedy assignment gives the samples of a window to all rows of its steps at once (`greedy`).
+    It evens out both tokens and cost as far as the samples allow. Rows that still cost more than
+    others, because they hold a long sample, are deferred to a later window until there is one for
+    every rank (`grouping`), as long documents are in WLB-LLM (arXiv 2503.17924). With a
+    context-parallel group, samples that cost more than a rank's fair share are split instead
+    (`splitting`), as in Zellige (arXiv 2608.01150).
 
     Attributes:
       m_mem: T, tokens of a row.
       cost: predicts what rows cost.
       m_comp: most cost of a row that holds more than one sample; None for no bound.
       align: samples begin at multiples of this.
-      max_segments: M, most whole samples of a row, and most anchors of a group (of each of its
-        ranks, where all is split); None for 2.5 times the mean.
+      max_segments: M, most whole samples of a row, and most split samples of a group (of each
+        of its ranks, where all is split); None for 2.5 times the mean.
       look_ahead: steps of a window, if these hold some thousand samples.
       max_delay: windows that a sample waits at most.
       context: ranks of a context-parallel group; 1 splits nothing.
-      anchor_seconds: of communication, for each of the A tokens of a rank that are split.
+      seconds_per_split_token: of communication, for each of the A tokens of a rank that are split.
       split_above: samples are split that cost more than so many times a mean row; 0 splits all.
     """
 
@@ -68,37 +69,37 @@ class Balanced:
     look_ahead: int = 32
     max_delay: int = 8
     context: int = 1
-    anchor_seconds: float = 0.0
+    seconds_per_split_token: float = 0.0
     split_above: float = 1.0
 
     def plan_epoch(
-        self, samples: Samples, layout: RankLayout, rng: np.random.Generator
+        self, samples: Samples, topology: RankTopology, rng: np.random.Generator
     ) -> EpochPlan:
         """See `Policy.plan_epoch`."""
-        if layout.ranks % self.context:
+        if topology.ranks % self.context:
             raise InputError(
-                f"planning.context is {self.context}, which does not divide {layout.ranks} ranks; "
-                "choose a divisor"
+                f"planning.context is {self.context}, which does not divide {topology.ranks} "
+                "ranks; choose a divisor"
             )
-        shape = row_shape(samples, self.m_mem, self.max_segments, self.align, _ROOMINESS)
-        refuse_unplaceable(samples, shape, "balanced", layout.ranks, self.context)
+        shape = row_shape(samples, self.m_mem, self.max_segments, self.align, _SLOT_FACTOR)
+        refuse_unplaceable(samples, shape, "balanced", topology.ranks, self.context)
         footprint = shape.footprint(samples.seq_len)
         weights = self._weights(samples.seq_len)
         row_tokens = self._row_tokens(shape, footprint, weights)
-        steps = self._window_steps(footprint, layout.ranks, row_tokens)
-        rule = self._rule(footprint, weights, layout.ranks, steps, shape.segments)
+        steps = self._window_steps(footprint, topology.ranks, row_tokens)
+        rule = self._rule(footprint, weights, topology.ranks, steps, shape.segments)
         whole = samples.seq_len[~rule.applies(footprint, weights)]
         epoch = PackedEpoch(
             shape,
-            layout.ranks,
-            layout.micro_batches_per_step,
+            topology.ranks,
+            topology.micro_batches_per_step,
             int(whole.max(initial=1)),
             rule.segments,
             self.context,
-            tuple(rule.levels.tolist()),
+            tuple(rule.split_sizes.tolist()),
         )
         planner = WindowPlanner(
-            self, shape, rule, layout.ranks, steps, row_tokens, weights, samples, rng
+            self, shape, rule, topology.ranks, steps, row_tokens, weights, samples, rng
         )
 
         def place(window: Window) -> np.ndarray:
@@ -106,24 +107,24 @@ class Balanced:
             epoch.add(placed_steps)
             return placed
 
-        window_tokens = int(steps * layout.ranks * row_tokens)
+        window_tokens = int(steps * topology.ranks * row_tokens)
         place_all(rng.permutation(len(samples)), footprint, window_tokens, place)
         return epoch.finish()
 
     def cost_alone(self, seq_len: np.ndarray) -> np.ndarray:
         """Cost of rows that hold one sample each: [N] integers → [N] float64."""
-        row = self.cost.launch + self.cost.of_filler(np.asarray(self.m_mem))
+        row = self.cost.fixed_cost + self.cost.padding_cost(np.asarray(self.m_mem))
         return row + self._weights(seq_len)
 
     def _weights(self, seq_len: np.ndarray) -> np.ndarray:
-        """What a sample costs beyond filler of its length, which a row computes anyway."""
-        return beyond_filler(self.cost, seq_len)
+        """What a sample costs beyond padding of its length, which a row computes anyway."""
+        return marginal_cost(self.cost, seq_len)
 
     def most_load(self, shape: RowShape) -> float:
         """What M_comp leaves a row for the weights of its samples."""
         if self.m_comp is None:
             return np.inf
-        row = self.cost.launch + self.cost.of_filler(np.asarray(shape.tokens))
+        row = self.cost.fixed_cost + self.cost.padding_cost(np.asarray(shape.tokens))
         return max(0.0, self.m_comp - float(row))
 
     def _row_tokens(self, shape: RowShape, footprint: np.ndarray, weights: np.ndarray) -> float:
@@ -141,12 +142,12 @@ class Balanced:
 
     def _rule(
         self, footprint: np.ndarray, weights: np.ndarray, ranks: int, steps: int, segments: int
-    ) -> AnchorRule:
+    ) -> SplitRule:
         """Decided from windows that depend on the manifest alone: epochs share programs."""
         share = self.split_above * fair_share(footprint, weights, self.m_mem)
         if not self.split_above:  # a group's samples are those of all its rows
             segments *= self.context
-        rule = AnchorRule(self.context, share, self.m_mem, np.zeros(1, np.int64), segments)
+        rule = SplitRule(self.context, share, self.m_mem, np.zeros(1, np.int64), segments)
         if self.context == 1:
             return rule
         drawn = np.random.default_rng(0).permutation(len(footprint))
@@ -156,7 +157,7 @@ class Balanced:
         drawn = np.r_[drawn[: max(1, upto)], np.argmax(footprint)]
         drawn = drawn[np.argsort(-footprint[drawn], kind="stable")]
         per_step = ranks // self.context
-        levels = anchor_levels(
+        split_sizes = allowed_split_sizes(
             footprint[drawn],
             weights[drawn],
             rule,
@@ -164,5 +165,5 @@ class Balanced:
             per_step,
             region_multiple(self.m_mem, self.align),
         )
-        rule = replace(rule, levels=levels)
+        rule = replace(rule, split_sizes=split_sizes)
         return replace(rule, segments=region_segments(rule, footprint, weights))

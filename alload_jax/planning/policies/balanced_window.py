@@ -1,4 +1,4 @@
-"""Places one window of samples after another for `balanced`: deal, gather, lay out."""
+"""Places one window of samples after another for `balanced`: assign, group, lay out."""
 
 import itertools
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from alload_jax.planning.policies.anchors import (
-    AnchorRule,
-    Regions,
-    fill_regions,
-    split_evenly,
-)
-from alload_jax.planning.policies.dealing import LEFT, Bins, deal, water_level
-from alload_jax.planning.policies.gathering import NOBODY, gather
+from alload_jax.planning.policies.greedy import UNPLACED, Bins, assign_greedily, target_load
+from alload_jax.planning.policies.grouping import EMPTY, group_into_steps
 from alload_jax.planning.policies.packed import PlacedSteps, RowShape
 from alload_jax.planning.policies.queue import Window
+from alload_jax.planning.policies.splitting import (
+    SplitRegions,
+    SplitRule,
+    fill_split_regions,
+    split_evenly,
+)
 from alload_jax.planning.samples import Samples
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ class WindowPlanner:
       ranks: data-parallel ranks.
       steps: of a window.
       row_tokens: that a row holds on average.
-      weights: [N], what each sample of the manifest costs beyond filler of its length.
+      weights: [N], what each sample of the manifest costs beyond padding of its length.
       samples: the manifest's.
       rng: decides the order of steps, and of groups within them.
     """
 
     policy: "Balanced"
     shape: RowShape
-    rule: AnchorRule
+    rule: SplitRule
     ranks: int
     steps: int
     row_tokens: float
@@ -62,17 +62,17 @@ class WindowPlanner:
             # One step more at first; where much is missing, soon many more.
             more = int(_GROWTH**attempt) if attempt else 0
             regions, bins, row = self._deal(window, waited, steps + more)
-            if not (must & (regions.group == LEFT) & (row == LEFT)).any():
+            if not (must & (regions.group == UNPLACED) & (row == UNPLACED)).any():
                 return self._gather(window, must, regions, bins, row)
         raise AssertionError("unreachable")
 
     def _deal(
         self, window: Window, first: np.ndarray, steps: int
-    ) -> tuple[Regions, Bins, np.ndarray]:
-        """Regions of groups, then rows of ranks: [N] each, LEFT where a sample is not placed."""
+    ) -> tuple[SplitRegions, Bins, np.ndarray]:
+        """Split regions of groups, then rows of ranks: [N] each, or UNPLACED."""
         context, weight = self.policy.context, self.weights[window.sample]
         per_step = self.ranks // context
-        regions = fill_regions(
+        regions = fill_split_regions(
             self.rule,
             window.footprint,
             weight,
@@ -81,68 +81,71 @@ class WindowPlanner:
             per_step,
             self.policy.most_load(self.shape),
         )
-        anchors = np.repeat(regions.tokens, context)
+        region_tokens = np.repeat(regions.tokens, context)
         bins = Bins(
-            free=self.shape.tokens - anchors,
-            load=np.repeat(regions.load / context, context) + self.policy.anchor_seconds * anchors,
-            room=np.full(len(anchors), self.shape.segments),
+            free=self.shape.tokens - region_tokens,
+            load=np.repeat(regions.load / context, context)
+            + self.policy.seconds_per_split_token * region_tokens,
+            free_slots=np.full(len(region_tokens), self.shape.segments),
             most_load=self.policy.most_load(self.shape),
         )
-        row = np.full(len(window.sample), LEFT, np.int64)
-        whole = (regions.group == LEFT) & ~self.rule.applies(window.footprint, weight)
+        row = np.full(len(window.sample), UNPLACED, np.int64)
+        whole = (regions.group == UNPLACED) & ~self.rule.applies(window.footprint, weight)
         for mask in (whole & first, whole & ~first):
-            level = water_level(weight[mask], len(bins.free), float(bins.load.sum()))
-            row[mask] = deal(window.footprint[mask], weight[mask], bins, level)
+            level = target_load(weight[mask], len(bins.free), float(bins.load.sum()))
+            row[mask] = assign_greedily(window.footprint[mask], weight[mask], bins, level)
         return regions, bins, row
 
     def _row_cost(self) -> float:
         """What a row costs before anything lies in it."""
-        return self.policy.cost.launch + float(
-            self.policy.cost.of_filler(np.asarray(self.shape.tokens))
+        return self.policy.cost.fixed_cost + float(
+            self.policy.cost.padding_cost(np.asarray(self.shape.tokens))
         )
 
     def _gather(
-        self, window: Window, must: np.ndarray, regions: Regions, bins: Bins, row: np.ndarray
+        self, window: Window, must: np.ndarray, regions: SplitRegions, bins: Bins, row: np.ndarray
     ) -> tuple[PlacedSteps, np.ndarray]:
         """Steps of groups that cost the same, in random order."""
         context = self.policy.context
         load = bins.load
         if self.policy.m_comp is None:  # a row that moves may come to cost more
             row, load = _regrouped(row, load, regions, context)
-        group = np.where(row == LEFT, regions.group, row // context)
+        group = np.where(row == UNPLACED, regions.group, row // context)
         bound = np.zeros(len(regions.tokens), bool)
-        bound[group[must & (group != LEFT)]] = True
+        bound[group[must & (group != UNPLACED)]] = True
         cost = self._row_cost() + load.reshape(-1, context)
         per_step = self.ranks // context
         gathered, tokens = [], []
         for level in np.unique(regions.tokens):
             same = np.flatnonzero(regions.tokens == level)
-            chosen = gather(cost[same].max(axis=1), cost[same].mean(axis=1), bound[same], per_step)
-            gathered.append(np.where(chosen == NOBODY, NOBODY, same[chosen]))
+            chosen = group_into_steps(
+                cost[same].max(axis=1), cost[same].mean(axis=1), bound[same], per_step
+            )
+            gathered.append(np.where(chosen == EMPTY, EMPTY, same[chosen]))
             tokens.append(np.full(len(chosen), level))
         order = self.rng.permutation(sum(map(len, tokens)))
         steps = self.rng.permuted(np.concatenate(gathered)[order], axis=1)
-        place = np.full(len(regions.tokens) + 1, LEFT, np.int64)
+        place = np.full(len(regions.tokens) + 1, UNPLACED, np.int64)
         place[steps.ravel()] = np.arange(steps.size)
-        place[NOBODY] = LEFT
-        at = np.where(group == LEFT, LEFT, place[group])
-        placed = at != LEFT
+        place[EMPTY] = UNPLACED
+        at = np.where(group == UNPLACED, UNPLACED, place[group])
+        placed = at != UNPLACED
         parts = self._parts(window, regions, row, at, np.concatenate(tokens)[order])
         return parts, placed
 
     def _parts(
         self,
         window: Window,
-        regions: Regions,
+        regions: SplitRegions,
         row: np.ndarray,
         at: np.ndarray,
-        anchor_tokens: np.ndarray,
+        split_tokens: np.ndarray,
     ) -> PlacedSteps:
-        """Turns (group, row) into (step, rank), and anchors into their ranks' parts."""
+        """Turns (group, row) into (step, rank), and split samples into their ranks' parts."""
         context, per_step = self.policy.context, self.ranks // self.policy.context
         seq_len = self.samples.seq_len[window.sample]
-        whole = np.flatnonzero((at != LEFT) & (row != LEFT))
-        split = np.flatnonzero((at != LEFT) & (row == LEFT))
+        whole = np.flatnonzero((at != UNPLACED) & (row != UNPLACED))
+        split = np.flatnonzero((at != UNPLACED) & (row == UNPLACED))
         split = split[np.argsort(regions.group[split], kind="stable")]
         group = regions.group[split]
         taken = window.footprint[split]
@@ -161,21 +164,21 @@ class WindowPlanner:
             rank=slot * context + inside,
             tokens=np.r_[seq_len[whole], tokens],
             offset=np.r_[np.zeros(len(whole), np.int64), offset],
-            anchor=np.r_[np.zeros(len(whole), bool), np.ones(len(item), bool)],
-            anchor_tokens=anchor_tokens,
+            is_split=np.r_[np.zeros(len(whole), bool), np.ones(len(item), bool)],
+            split_tokens=split_tokens,
         )
 
 
 def _regrouped(
-    row: np.ndarray, load: np.ndarray, regions: Regions, context: int
+    row: np.ndarray, load: np.ndarray, regions: SplitRegions, context: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Puts rows of like cost into a group, the costlier ones where anchors weigh less.
+    """Puts rows of like cost into a group, the costlier ones where split samples weigh less.
 
     Any row may move to any group of the same A.
 
     Args:
-      row: [N] int64, the row of each sample, or LEFT.
-      load: [B] float64, of each row, anchors included.
+      row: [N] int64, the row of each sample, or UNPLACED.
+      load: [B] float64, of each row, split samples included.
       regions: of the groups.
       context: rows of a group.
 
@@ -191,4 +194,4 @@ def _regrouped(
     moved_to[np.lexsort((-whole, tokens))] = np.lexsort((split, tokens))
     moved = np.empty_like(load)
     moved[moved_to] = whole
-    return np.where(row == LEFT, LEFT, moved_to[row]), moved + split
+    return np.where(row == UNPLACED, UNPLACED, moved_to[row]), moved + split

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alload_jax.planning.epoch import EpochPlan
-from alload_jax.planning.policies.policy import RankLayout
+from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.samples import Buckets, Samples
 
 
@@ -18,30 +18,30 @@ class Bucketed(ABC):
         """[K] int64, at least 1 each. Raises InputError where a bucket can't be placed."""
 
     def plan_epoch(
-        self, samples: Samples, layout: RankLayout, rng: np.random.Generator
+        self, samples: Samples, topology: RankTopology, rng: np.random.Generator
     ) -> EpochPlan:
         """See `Policy.plan_epoch`.
 
         Each bucket is shuffled and cut into groups: a micro-batch of one shape group's ranks
         (`independent`) or of all ranks (`synchronous`). The groups are shuffled and dealt to steps
-        in that order. A bucket's last group may be short; its missing rows are filler, which ranks
+        in that order. A bucket's last group may be short; its missing rows are padding, which ranks
         share evenly. Shape groups for which the last turn has no work have no micro-batch there.
         """
         buckets = samples.buckets()
         rows = self.rows_per_bucket(buckets)
-        alike = layout.alike
-        cut = _cut_into_groups(buckets, rows * alike)
+        per_bucket = topology.ranks_per_bucket
+        cut = _cut_into_groups(buckets, rows * per_bucket)
         slot_of_group = rng.permutation(len(cut.bucket))
         bucket_of_slot = np.empty_like(cut.bucket)
         bucket_of_slot[slot_of_group] = cut.bucket
 
-        work_bucket = np.repeat(bucket_of_slot, alike)
-        work_of_sample = slot_of_group[cut.group] * alike + cut.member % alike
+        work_bucket = np.repeat(bucket_of_slot, per_bucket)
+        work_of_sample = slot_of_group[cut.group] * per_bucket + cut.member % per_bucket
         counts = np.bincount(work_of_sample, minlength=len(work_bucket))
-        turn, rank = np.divmod(np.arange(len(work_bucket)), layout.ranks)
-        step, micro_batch = np.divmod(turn, layout.micro_batches_per_step)
+        turn, rank = np.divmod(np.arange(len(work_bucket)), topology.ranks)
+        step, micro_batch = np.divmod(turn, topology.micro_batches_per_step)
         return EpochPlan(
-            ranks=layout.ranks,
+            ranks=topology.ranks,
             steps=int(step[-1]) + 1,
             step=step,
             micro_batch=micro_batch,

@@ -13,17 +13,17 @@ from alload_jax.planning.policies.packed import (
     row_shape,
     whole_samples,
 )
-from alload_jax.planning.policies.policy import RankLayout
+from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.policies.queue import Window, place_all
 from alload_jax.planning.samples import Samples
 
-_ROOMINESS = 4.0
+_SLOT_FACTOR = 4.0
 """Rows of short samples alone are common: nothing mixes long and short."""
 
 
 @dataclass(frozen=True)
 class FirstFit:
-    """Packs each window's samples, the longest first, each into the first row that has room.
+    """Packs each window's samples, the longest first, each into the first row that has free_slots.
 
     Attributes:
       m_mem: tokens of a row.
@@ -38,24 +38,24 @@ class FirstFit:
     look_ahead: int = 32
 
     def plan_epoch(
-        self, samples: Samples, layout: RankLayout, rng: np.random.Generator
+        self, samples: Samples, topology: RankTopology, rng: np.random.Generator
     ) -> EpochPlan:
         """See `Policy.plan_epoch`."""
-        shape = row_shape(samples, self.m_mem, self.max_segments, self.align, _ROOMINESS)
-        refuse_unplaceable(samples, shape, "first_fit", layout.ranks)
+        shape = row_shape(samples, self.m_mem, self.max_segments, self.align, _SLOT_FACTOR)
+        refuse_unplaceable(samples, shape, "first_fit", topology.ranks)
         longest = int(samples.seq_len.max())
-        epoch = PackedEpoch(shape, layout.ranks, layout.micro_batches_per_step, longest, 0)
+        epoch = PackedEpoch(shape, topology.ranks, topology.micro_batches_per_step, longest, 0)
 
         def place(window: Window) -> np.ndarray:
             row, rows = first_fit_decreasing(window.footprint, shape)
-            steps = -(-rows // layout.ranks) if window.last else rows // layout.ranks
-            placed = row < steps * layout.ranks
-            step, rank = np.divmod(rng.permutation(steps * layout.ranks), layout.ranks)
+            steps = -(-rows // topology.ranks) if window.last else rows // topology.ranks
+            placed = row < steps * topology.ranks
+            step, rank = np.divmod(rng.permutation(steps * topology.ranks), topology.ranks)
             sample, where = window.sample[placed], row[placed]
             epoch.add(whole_samples(sample, samples.seq_len, step[where], rank[where], steps))
             return placed
 
-        window_tokens = self.look_ahead * layout.ranks * shape.tokens
+        window_tokens = self.look_ahead * topology.ranks * shape.tokens
         footprint = shape.footprint(samples.seq_len)
         place_all(rng.permutation(len(samples)), footprint, window_tokens, place)
         return epoch.finish()
@@ -76,12 +76,12 @@ def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.nda
     rows_of_length: list[list[int]] = [[] for _ in lengths]
     left, rows = len(footprint), 0
     while left:
-        free, room = shape.tokens, shape.segments
-        while room and (kind := stock.longest_within(free)) >= 0:
+        free, free_slots = shape.tokens, shape.segments
+        while free_slots and (kind := stock.longest_within(free)) >= 0:
             stock.take(kind)
             rows_of_length[kind].append(rows)
             free -= stock.lengths[kind]
-            room -= 1
+            free_slots -= 1
             left -= 1
         rows += 1
     by_length = [row for kind in reversed(rows_of_length) for row in kind]

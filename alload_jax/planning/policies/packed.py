@@ -31,16 +31,16 @@ class RowShape:
 
 
 def row_shape(
-    samples: Samples, tokens: int, segments: int | None, align: int, roominess: float
+    samples: Samples, tokens: int, segments: int | None, align: int, slot_factor: float
 ) -> RowShape:
     """The row that a policy fills.
 
     Args:
       samples: of the manifest.
       tokens: T.
-      segments: M; None for `roominess` times the samples of a mean row, at most what fits.
+      segments: M; None for `slot_factor` times the samples of a mean row, at most what fits.
       align: of samples' beginnings.
-      roominess: see `segments`.
+      slot_factor: see `segments`.
 
     Raises:
       InputError: `align` does not divide `tokens`.
@@ -55,7 +55,7 @@ def row_shape(
     if segments is None:
         typical = tokens / max(1.0, float(samples.seq_len.mean()))
         most = max(1, tokens // int(samples.seq_len.min()))
-        segments = min(most, -(-int(np.ceil(roominess * typical)) // 4) * 4)
+        segments = min(most, -(-int(np.ceil(slot_factor * typical)) // 4) * 4)
     return RowShape(tokens, segments, align)
 
 
@@ -89,9 +89,9 @@ class PlacedSteps:
 
     Attributes:
       sample, step, rank, tokens: [P] int64; steps count from 0 in each window.
-      offset: [P] int64, where a part of an anchor begins; what whole samples have here is ignored.
-      anchor: [P] bool.
-      anchor_tokens: [K] int64, A of each step.
+      offset: [P] int64, where a part of a split sample begins; ignored of whole samples.
+      is_split: [P] bool.
+      split_tokens: [K] int64, A of each step.
     """
 
     sample: np.ndarray
@@ -99,14 +99,14 @@ class PlacedSteps:
     rank: np.ndarray
     tokens: np.ndarray
     offset: np.ndarray
-    anchor: np.ndarray
-    anchor_tokens: np.ndarray
+    is_split: np.ndarray
+    split_tokens: np.ndarray
 
 
 def whole_samples(
     sample: np.ndarray, seq_len: np.ndarray, step: np.ndarray, rank: np.ndarray, steps: int
 ) -> PlacedSteps:
-    """Steps without anchors; `seq_len` is that of every sample of the manifest."""
+    """Steps without split samples; `seq_len` is that of every sample of the manifest."""
     none = np.zeros(len(sample), np.int64)
     return PlacedSteps(
         sample, step, rank, seq_len[sample], none, none.astype(bool), np.zeros(steps, np.int64)
@@ -123,17 +123,17 @@ class PackedEpoch:
     longest_whole: int
     region_segments: int
     context: int = 1
-    levels: tuple[int, ...] = (0,)
+    split_sizes: tuple[int, ...] = (0,)
     _windows: list[PlacedSteps] = field(default_factory=list)
 
     def add(self, steps: PlacedSteps) -> None:
         """Appends a window's steps."""
-        if len(steps.anchor_tokens):
+        if len(steps.split_tokens):
             self._windows.append(steps)
 
     def finish(self) -> EpochPlan:
         """The epoch."""
-        counts = [len(window.anchor_tokens) for window in self._windows]
+        counts = [len(window.split_tokens) for window in self._windows]
         firsts = np.cumsum([0, *counts[:-1]])
 
         def column(name: str) -> np.ndarray:
@@ -143,14 +143,16 @@ class PackedEpoch:
             [window.step + first for window, first in zip(self._windows, firsts, strict=True)]
         )
         work = turn * self.ranks + column("rank")
-        anchor = column("anchor")
-        # Within a row: anchors by their place, then whole samples in the order they were dealt.
-        order = np.lexsort((np.where(anchor, column("offset"), 0), ~anchor, work))
-        part = {name: column(name)[order] for name in ("sample", "tokens", "offset", "anchor")}
+        is_split = column("is_split")
+        # Within a row: split samples by their place, then whole ones in the order of assignment.
+        order = np.lexsort((np.where(is_split, column("offset"), 0), ~is_split, work))
+        part = {name: column(name)[order] for name in ("sample", "tokens", "offset", "is_split")}
         turns, row = int(sum(counts)), work[order]
-        anchor_tokens = np.repeat(column("anchor_tokens"), self.ranks)
+        split_tokens = np.repeat(column("split_tokens"), self.ranks)
         offsets = np.searchsorted(row, np.arange(turns * self.ranks + 1))
-        behind = _behind_anchors(part["anchor"], self.shape.footprint(part["tokens"]), row, offsets)
+        behind = _behind_split_region(
+            part["is_split"], self.shape.footprint(part["tokens"]), row, offsets
+        )
         step, micro_batch = np.divmod(np.arange(turns), self.micro_batches_per_step)
         return EpochPlan(
             ranks=self.ranks,
@@ -167,22 +169,22 @@ class PackedEpoch:
                 segments=self.shape.segments,
                 align=self.shape.align,
                 context=self.context,
-                levels=self.levels,
+                split_sizes=self.split_sizes,
                 longest_whole=self.longest_whole,
                 region_segments=self.region_segments,
-                anchor_tokens=anchor_tokens,
+                split_tokens=split_tokens,
                 tokens=part["tokens"],
-                offset=np.where(part["anchor"], part["offset"], anchor_tokens[row] + behind),
-                anchor=part["anchor"],
+                offset=np.where(part["is_split"], part["offset"], split_tokens[row] + behind),
+                is_split=part["is_split"],
             ),
         )
 
 
-def _behind_anchors(
-    anchor: np.ndarray, footprint: np.ndarray, row: np.ndarray, offsets: np.ndarray
+def _behind_split_region(
+    is_split: np.ndarray, footprint: np.ndarray, row: np.ndarray, offsets: np.ndarray
 ) -> np.ndarray:
-    """[P]: where each whole sample begins, counted from the end of its row's anchors."""
-    taken = np.where(anchor, 0, footprint)
+    """[P]: where each whole sample begins, counted from the end of its row's split samples."""
+    taken = np.where(is_split, 0, footprint)
     before = np.cumsum(taken) - taken
     start = np.r_[before, before[-1:] + taken[-1:]][offsets[:-1]]
     return before - start[row]

@@ -18,7 +18,7 @@ Ranks of packed policies are always alike: every row has the same shape.
 
 
 @dataclass(frozen=True)
-class RankLayout:
+class RankTopology:
     """Who runs a step.
 
     Attributes:
@@ -42,7 +42,7 @@ class RankLayout:
             )
 
     @property
-    def alike(self) -> int:
+    def ranks_per_bucket(self) -> int:
         """Ranks whose bucketed micro-batches share a bucket: all, or those of a shape group."""
         return self.ranks if self.mode == "synchronous" else self.ranks_per_group
 
@@ -51,13 +51,13 @@ class Policy(Protocol):
     """Turns a data set's columns into an epoch. A frozen dataclass: its fields are its identity."""
 
     def plan_epoch(
-        self, samples: Samples, layout: RankLayout, rng: np.random.Generator
+        self, samples: Samples, topology: RankTopology, rng: np.random.Generator
     ) -> EpochPlan:
         """Places every sample once.
 
         Args:
           samples: N samples.
-          layout: ranks and steps.
+          topology: ranks and steps.
           rng: decides the order; equal generators give equal epochs.
 
         Raises:

@@ -46,9 +46,9 @@ def place_all(
         left = int(upto[-1] - (upto[taken - 1] if taken else 0) + footprint[waiting].sum())
         # A short last window would have little to choose from: it joins the one before.
         last = left <= window_tokens * 3 // 2
-        room = max(0, window_tokens - int(footprint[waiting].sum()))
+        free_slots = max(0, window_tokens - int(footprint[waiting].sum()))
         start = int(upto[taken - 1]) if taken else 0
-        stop = len(order) if last else int(np.searchsorted(upto, start + room, side="right"))
+        stop = len(order) if last else int(np.searchsorted(upto, start + free_slots, side="right"))
         new = order[taken:stop]
         window = _window(np.r_[waiting, new], np.r_[age + 1, np.zeros_like(new)], footprint, last)
         placed = place(window)

@@ -1,0 +1,38 @@
+"""What a measurement was made with: noted beside every result."""
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Iterable
+from typing import Any
+
+
+def provenance(packages: Iterable[str]) -> dict[str, Any]:
+    """Date, GPU and driver (None where nvidia-smi is silent), versions of Python and packages."""
+    device, driver = _nvidia_smi()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": device,
+        "driver": driver,
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in packages},
+    }
+
+
+def _version(package: str) -> str | None:
+    """None where the package was installed under another name."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _nvidia_smi() -> tuple[str | None, str | None]:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    device, driver = found.stdout.splitlines()[0].rsplit(",", 1)
+    return device.strip(), driver.strip()

@@ -1,0 +1,1 @@
+"""The processes of a run: start-up, heartbeat, consensus, key-value store."""

@@ -1,0 +1,1 @@
+"""What model families share: attention, segments, rotary embedding, weights in and out."""

@@ -1,0 +1,126 @@
+"""The one place that computes attention: an adapter over the implementations JAX offers."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+
+from alload_jax.models.common.packed_attention import (
+    cudnn_packed,
+    packed_unsupported_reason,
+    xla_packed,
+)
+from alload_jax.models.common.remat import ATTENTION_OUTPUT
+from alload_jax.models.common.segments import AttentionSegments, SplitRows
+from alload_jax.models.common.split_attention import split_packed
+from alload_jax.sharding.mesh import TENSOR, row_shards
+
+AttentionImplementation = Literal["auto", "xla", "cudnn"]
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    segments: AttentionSegments | SplitRows | None = None,
+    implementation: AttentionImplementation = "auto",
+    sharding: NamedSharding | None = None,
+) -> jax.Array:
+    """softmax(query·keyᵀ/√head_dim)·value, each row attending to all keys of its row or segment.
+
+    Args:
+      query: [B, S, num_heads, head_dim].
+      key: [B, T, num_heads, head_dim].
+      value: [B, T, num_heads, head_dim].
+      segments: in packed rows, where segments lie; `SplitRows` needs a mesh with a context axis.
+      implementation: "cudnn" (fused, GPU only), "xla", or "auto": cuDNN where it can be used.
+      sharding: of packed rows over a mesh of Auto axes, B split and nothing else.
+
+    Returns:
+      [B, S, num_heads, head_dim] in the query's dtype.
+
+    Raises:
+      NotImplementedError: cuDNN was asked for where it cannot run, or packed rows came to a GPU
+        that cannot run it on them; the message says why.
+      ValueError: the implementation's name is unknown.
+    """
+    if implementation not in get_args(AttentionImplementation):
+        raise ValueError(
+            f"attention: implementation={implementation!r} is unknown; "
+            f"choose one of {', '.join(get_args(AttentionImplementation))}"
+        )
+    obstacle = cudnn_unsupported_reason(query)
+    if segments is not None:
+        return _packed(query, key, value, segments, implementation, obstacle, sharding)
+    if implementation == "cudnn" and obstacle:
+        raise NotImplementedError(f"attention: cuDNN cannot run here, {obstacle}; use 'xla'")
+    if implementation == "xla" or obstacle:
+        output = jax.nn.dot_product_attention(query, key, value, implementation="xla")
+        return checkpoint_name(output, ATTENTION_OUTPUT)
+    return _cudnn(query, key, value)
+
+
+def _packed(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: AttentionSegments | SplitRows,
+    implementation: AttentionImplementation,
+    obstacle: str,
+    sharding: NamedSharding | None,
+) -> jax.Array:
+    """Attention within segments, on each device within its own rows and heads."""
+    elements = max(query.size, key.size) // row_shards(sharding)
+    obstacle = obstacle or packed_unsupported_reason(elements)
+    on_gpu = jax.default_backend() == "gpu"
+    if obstacle and (implementation == "cudnn" or (implementation == "auto" and on_gpu)):
+        raise NotImplementedError(
+            f"attention: cuDNN cannot run on packed rows here, {obstacle}; choose a bucketed "
+            "planning.policy such as dual_constraint"
+        )
+    within = xla_packed if obstacle or implementation == "xla" else cudnn_packed
+    run: Callable[..., jax.Array] = within
+    if isinstance(segments, SplitRows):
+        run = partial(split_packed, within)
+    if sharding is None or sharding.mesh.size == 1:
+        return run(query, key, value, segments)
+    rows = jax.P(sharding.spec[0])
+    heads = jax.P(sharding.spec[0], None, TENSOR if TENSOR in sharding.mesh.shape else None)
+    return jax.shard_map(
+        run, mesh=sharding.mesh, in_specs=(heads,) * 3 + (rows,), out_specs=heads, check_vma=False
+    )(query, key, value, segments)
+
+
+def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """JAX refuses odd lengths to cuDNN's backward, so they get one more token, masked out."""
+    batch, queries, keys = *query.shape[:2], key.shape[1]
+    if queries % 2 == 0 and keys % 2 == 0:
+        return jax.nn.dot_product_attention(query, key, value, implementation="cudnn")
+    output = jax.nn.dot_product_attention(
+        *(_to_even(part) for part in (query, key, value)),
+        query_seq_lengths=jnp.full(batch, queries, jnp.int32),
+        key_value_seq_lengths=jnp.full(batch, keys, jnp.int32),
+        implementation="cudnn",
+    )
+    return output[:, :queries]
+
+
+def _to_even(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
+
+
+def cudnn_unsupported_reason(query: jax.Array | jax.ShapeDtypeStruct) -> str:
+    """Why cuDNN's fused attention can't take a query like this; empty when it can."""
+    head_dim = query.shape[-1]
+    if jax.default_backend() != "gpu":
+        return f"the backend is {jax.default_backend()!r}, not 'gpu'"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"its dtype is {query.dtype}, not bfloat16 or float16"
+    if head_dim % 8 or head_dim > 256:
+        return f"head_dim is {head_dim}, not a multiple of 8 up to 256"
+    return ""

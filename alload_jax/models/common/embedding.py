@@ -1,0 +1,109 @@
+"""What enters the transformer beside the latents: the timestep, text or classes, an image."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from alload_jax.models.wan.config import ImageConfig, TextConfig, WanConfig
+
+_IMAGE_NORM_EPS = 1e-5
+"""Of the image embedding's norms, in Wan 2.1 and in diffusers, whatever the blocks have."""
+
+
+def sinusoid(timestep: jax.Array, dim: int, max_period: float = 10_000.0) -> jax.Array:
+    """Sinusoidal embedding, cosines first, as in DiT and Wan 2.1.
+
+    Args:
+      timestep: [...], 0 to 1000.
+      dim: even.
+
+    Returns:
+      [..., dim] float32.
+    """
+    half = dim // 2
+    frequencies = max_period ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = timestep.astype(jnp.float32)[..., None] * frequencies
+    return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
+
+
+class TimestepEmbedding(nnx.Module):
+    """Timestep → embedding [B, D] and the blocks' modulation [B, 6, D], all in float32."""
+
+    def __init__(self, dim: int, freq_dim: int, *, rngs: nnx.Rngs):
+        self.freq_dim = freq_dim
+        self.dim = dim
+        self.hidden = nnx.Linear(freq_dim, dim, rngs=rngs)
+        self.out = nnx.Linear(dim, dim, rngs=rngs)
+        # adaLN-Zero (arXiv 2212.09748): every block starts as the identity.
+        self.modulation = nnx.Linear(dim, 6 * dim, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(self, timestep: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """timestep: [B], or [B, S] for one a token → ([..., D], [..., 6, D]) float32."""
+        embedded = self.out(nnx.silu(self.hidden(sinusoid(timestep, self.freq_dim))))
+        modulation = self.modulation(nnx.silu(embedded))
+        return embedded, modulation.reshape(*timestep.shape, 6, self.dim)
+
+
+class ClassEmbedding(nnx.Module):
+    """Class labels → condition tokens. One class more than asked for: the empty condition."""
+
+    def __init__(self, num_classes: int, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.null_class = num_classes
+        # As large as what a norm puts out: cross-attention hears the condition from the start.
+        self.table = nnx.Embed(
+            num_classes + 1,
+            dim,
+            dtype=dtype,
+            embedding_init=nnx.initializers.normal(1.0),
+            rngs=rngs,
+        )
+
+    def __call__(self, labels: jax.Array) -> jax.Array:
+        """labels: [B, L] int32, `num_classes` standing for none → [B, L, D]."""
+        return self.table(labels)
+
+
+class TextEmbedding(nnx.Module):
+    """Text embeddings → condition tokens: linear, GELU (tanh form), linear."""
+
+    def __init__(self, text: TextConfig, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.hidden = nnx.Linear(text.dim, dim, dtype=dtype, rngs=rngs)
+        self.out = nnx.Linear(dim, dim, dtype=dtype, rngs=rngs)
+
+    def __call__(self, text: jax.Array) -> jax.Array:
+        """[B, L, text.dim] → [B, L, D]."""
+        return self.out(nnx.gelu(self.hidden(text), approximate=True))
+
+
+class ImageEmbedding(nnx.Module):
+    """Image embeddings → condition tokens: norm, linear, GELU, linear, norm."""
+
+    def __init__(self, image: ImageConfig, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        def norm(size: int) -> nnx.LayerNorm:
+            return nnx.LayerNorm(size, epsilon=_IMAGE_NORM_EPS, dtype=dtype, rngs=rngs)
+
+        self.position = (
+            nnx.Param(jnp.zeros((image.positions, image.dim), jnp.float32))
+            if image.positions
+            else None
+        )
+        self.norm_in = norm(image.dim)
+        self.hidden = nnx.Linear(image.dim, image.dim, dtype=dtype, rngs=rngs)
+        self.out = nnx.Linear(image.dim, dim, dtype=dtype, rngs=rngs)
+        self.norm_out = norm(dim)
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        """[B, N, image.dim] → [B, N, D]."""
+        if self.position is not None:
+            image = image + self.position[...]
+        return self.norm_out(
+            self.out(nnx.gelu(self.hidden(self.norm_in(image)), approximate=False))
+        )
+
+
+def condition_embedding(config: WanConfig, *, rngs: nnx.Rngs) -> ClassEmbedding | TextEmbedding:
+    """The embedding of the condition that the config names."""
+    dim, dtype = config.dim, config.compute_dtype
+    if config.text:
+        return TextEmbedding(config.text, dim, dtype=dtype, rngs=rngs)
+    return ClassEmbedding(config.num_classes, dim, dtype=dtype, rngs=rngs)

@@ -1,0 +1,241 @@
+"""Weights in and out: safetensors of diffusers or Wan's own repository, tensor by tensor."""
+
+import dataclasses
+import json
+import math
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from alload_jax.errors import InputError
+from alload_jax.models.common.safetensor_files import INDEX, STEM, Checkpoint
+from alload_jax.models.wan.config import TextConfig, WanConfig
+from alload_jax.models.wan.conversion import (
+    diffusers_fields,
+    read_model_config,
+    require_same_architecture,
+)
+from alload_jax.models.wan.transformer import abstract_params
+from alload_jax.models.wan.weight_table import Tensor, naming_of, tensors
+from alload_jax.sharding.rules import tree_shardings
+
+_TEXT_LENGTH = "alload_text_length"
+"""Under this name an export's metadata say to how many tokens texts were filled in training."""
+_IGNORED = "norm_added_q"
+"""Keys that some published files hold and no model uses; diffusers ignores them too."""
+
+WeightsDtype = Literal["float32", "bfloat16"]
+
+
+def load_weights(place: str | Path, config: WanConfig, mesh: Mesh) -> Any:
+    """Reads parameters straight onto the mesh: on the host never more than one tensor at a time.
+
+    Args:
+      place: a `transformer/` folder of diffusers, a folder of Wan's own repository, or one
+        safetensors file of either.
+      config: of the model that takes them.
+      mesh: whose shardings they get.
+
+    Returns:
+      Nested dict of float32 arrays, as `nnx.to_pure_dict` gives them.
+
+    Raises:
+      InputError: files are missing or damaged, pickled, or hold other tensors than the model has:
+        all that are missing, surplus or misshapen are named at once.
+    """
+    with Checkpoint(place) as checkpoint:
+        naming = naming_of(set(checkpoint.keys))
+        wanted = tensors(config, naming)
+        _check_keys(checkpoint, wanted)
+        shapes = flatten_dict(abstract_params(config), sep="/")
+        shardings = flatten_dict(tree_shardings(abstract_params(config), mesh), sep="/")
+        params: dict[str, jax.Array] = {}
+        for tensor in wanted:
+            value = tensor.to_ours(checkpoint.read(tensor.key))
+            sharding = shardings[tensor.path]
+            if tensor.layer is None:
+                params[tensor.path] = _placed(value, sharding)
+                continue
+            if tensor.path not in params:
+                params[tensor.path] = _zeros(shapes[tensor.path].shape, sharding)
+            layer = _placed(value, _of_one_layer(sharding))
+            params[tensor.path] = _set_layer(params[tensor.path], layer, tensor.layer)
+        return unflatten_dict(params, sep="/")
+
+
+def initial_weights(place: str | None, config: WanConfig, mesh: Mesh) -> Any:
+    """What a run starts from: `load_weights`, or None where no place is named.
+
+    Raises:
+      InputError: as `load_weights`; or the place's config.json describes another architecture.
+    """
+    if place is None:
+        return None
+    described = Path(place) / "config.json"
+    if described.is_file():
+        require_same_architecture(config, read_model_config(described), Path(place))
+    return load_weights(place, config, mesh)
+
+
+def read_transformer(folder: Path) -> WanConfig:
+    """The model that a folder of config.json and safetensors holds.
+
+    diffusers' config does not say to how many tokens texts are filled; our own exports note it in
+    the safetensors' metadata. Others are taken to be Wan's, with 512.
+
+    Raises:
+      InputError: config.json or the safetensors are missing or damaged.
+    """
+    config = read_model_config(folder / "config.json")
+    with Checkpoint(folder) as checkpoint:
+        noted = checkpoint.note(_TEXT_LENGTH)
+    if noted is None or not noted.isdecimal() or config.text is None:
+        return config
+    return dataclasses.replace(config, text=TextConfig(config.text.dim, int(noted)))
+
+
+def require_free(folder: Path) -> None:
+    """Checks that `save_weights` may make this folder.
+
+    Raises:
+      InputError: it exists, and is no empty folder.
+    """
+    empty = folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
+    if (folder.exists() or folder.is_symlink()) and not empty:
+        raise InputError(f"{folder}: exists already; name another folder or remove it")
+
+
+def save_weights(
+    folder: str | Path,
+    params: Any,
+    config: WanConfig,
+    dtype: WeightsDtype = "float32",
+    shard_bytes: int = 5_000_000_000,
+) -> list[Path]:
+    """Writes parameters as a `transformer/` folder that diffusers loads, whole or not at all.
+
+    Args:
+      folder: to be made; must be empty or not exist.
+      params: nested dict of arrays, on any devices.
+      config: their model's.
+      dtype: of the files.
+      shard_bytes: most bytes of a file; as many are held on the host at a time.
+
+    Raises:
+      InputError: the folder is not empty, it cannot be written, or diffusers has no such model.
+    """
+    folder = Path(folder)
+    fields = diffusers_fields(config)
+    require_free(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
+    ) as scratch:
+        whole = Path(scratch) / "transformer"
+        whole.mkdir()
+        try:
+            names = _write_tensors(whole, params, config, dtype, shard_bytes)
+        except safetensors.SafetensorError as error:
+            raise InputError(f"{folder}: cannot be written ({error}); make room there") from error
+        (whole / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        whole.replace(folder)  # an empty folder gives way
+    return [folder / name for name in names]
+
+
+def _write_tensors(
+    folder: Path, params: Any, config: WanConfig, dtype: WeightsDtype, shard_bytes: int
+) -> list[str]:
+    """Writes the safetensors and, where they are several, their index; returns their names."""
+    assert config.text is not None
+    arrays = flatten_dict(params, sep="/")
+    target = np.dtype(np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
+    groups = _groups(tensors(config, "diffusers"), target.itemsize, shard_bytes)
+    names = [_file_name(n, len(groups)) for n in range(len(groups))]
+    notes = {"format": "pt", _TEXT_LENGTH: str(config.text.length)}
+    for name, group in zip(names, groups, strict=True):
+        content = {t.key: _theirs(t, arrays[t.path]).astype(target) for t in group}
+        safetensors.numpy.save_file(content, folder / name, metadata=notes)
+        (folder / name).chmod(0o644)  # safetensors lets no one else read it
+    if len(groups) > 1:
+        weight_map = {t.key: name for name, g in zip(names, groups, strict=True) for t in g}
+        total = sum(math.prod(t.shape) for g in groups for t in g) * target.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return names
+
+
+def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor]) -> None:
+    present = {key for key in checkpoint.keys if _IGNORED not in key}
+    names = {tensor.key for tensor in wanted}
+    problems = [f"missing {key}" for key in sorted(names - present)]
+    problems += [f"surplus {key}" for key in sorted(present - names)]
+    for tensor in wanted:
+        if tensor.key in present and (shape := checkpoint.shape(tensor.key)) != tensor.shape:
+            problems.append(f"{tensor.key} has shape {shape}, not {tensor.shape}")
+        if tensor.key in present and not checkpoint.is_float(tensor.key):
+            problems.append(f"{tensor.key} is {checkpoint.dtype(tensor.key)}, not float 16 to 64")
+    if problems:
+        raise InputError(
+            f"{checkpoint.place}: does not fit the model: {'; '.join(problems)}; "
+            "name a whole checkpoint of the model's architecture"
+        )
+
+
+def _placed(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """One tensor as float32, each device given its part alone."""
+    return jax.make_array_from_callback(
+        value.shape, sharding, lambda index: np.asarray(value[index], np.float32)
+    )
+
+
+def _zeros(shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=sharding)()
+
+
+def _of_one_layer(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set_layer(stack: jax.Array, layer: jax.Array, index: int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
+
+
+def _theirs(tensor: Tensor, array: jax.Array) -> np.ndarray:
+    part = array if tensor.layer is None else array[tensor.layer]
+    return tensor.to_theirs(np.asarray(part))
+
+
+def _groups(wanted: list[Tensor], itemsize: int, most: int) -> list[list[Tensor]]:
+    """Tensors in order, cut where a file would grow beyond its size."""
+    groups: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in wanted:
+        bytes_ = math.prod(tensor.shape) * itemsize
+        if groups[-1] and size + bytes_ > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += bytes_
+    return groups
+
+
+def _file_name(number: int, count: int) -> str:
+    if count == 1:
+        return f"{STEM}.safetensors"
+    return f"{STEM}-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def parameter_count(config: WanConfig) -> int:
+    """Parameters of the model."""
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config)))

@@ -1,0 +1,246 @@
+"""A transformer block of Wan 2.1's kind, and the head that follows the last one."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from alload_jax.models.common.attention import attention
+from alload_jax.models.common.rotary import RotaryTable, apply_rotary
+from alload_jax.models.common.segments import AttentionSegments, PackedMetadata, SplitRows
+from alload_jax.models.common.single_row import split_single_row
+from alload_jax.models.wan.config import WanConfig
+from pallas_kernels import Segmentation, layernorm_modulate, residual_layernorm_modulate
+
+
+class Context(NamedTuple):
+    """What all blocks share.
+
+    Attributes:
+      modulation: [B, 6, D] float32; [B, S, 6, D] where every token has a timestep of its own;
+        [B, M, 6, D] for the segments of packed rows.
+      condition: [B, L, D], of text or classes.
+      image: [B, N, D], or None.
+      rotary: of the queries and keys of self-attention.
+      sharding: of x over a mesh of Auto axes; kernels need to know.
+      packed: where segments lie; None where every row is one sample.
+      segmentation: of packed rows, for the norms.
+    """
+
+    modulation: jax.Array
+    condition: jax.Array
+    image: jax.Array | None
+    rotary: RotaryTable
+    sharding: NamedSharding | None
+    packed: PackedMetadata | None = None
+    segmentation: Segmentation | None = None
+
+
+class Attention(nnx.Module):
+    """Multi-head attention with RMSNorm over the full width of queries and keys."""
+
+    def __init__(self, config: WanConfig, *, with_image: bool = False, rngs: nnx.Rngs):
+        dim, dtype = config.dim, config.compute_dtype
+
+        def linear() -> nnx.Linear:
+            return nnx.Linear(dim, dim, dtype=dtype, rngs=rngs)
+
+        def norm() -> nnx.RMSNorm | None:
+            if not config.qk_norm:
+                return None
+            return nnx.RMSNorm(dim, epsilon=config.eps, dtype=dtype, rngs=rngs)
+
+        self.num_heads = config.num_heads
+        self.implementation = config.attention
+        self.query, self.key, self.value, self.out = linear(), linear(), linear(), linear()
+        self.query_norm, self.key_norm = norm(), norm()
+        self.image_key = linear() if with_image else None
+        self.image_value = linear() if with_image else None
+        self.image_key_norm = norm() if with_image else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        context: jax.Array,
+        *,
+        rotary: RotaryTable | None = None,
+        image: jax.Array | None = None,
+        segments: AttentionSegments | SplitRows | None = None,
+        sharding: NamedSharding | None = None,
+    ) -> jax.Array:
+        """x: [B, S, D] attends to context: [B, T, D], and besides to image: [B, N, D]."""
+        heads = partial(self._heads, sharding=sharding)
+        query = heads(x, self.query, self.query_norm, rotary)
+        mixed = attention(
+            query,
+            heads(context, self.key, self.key_norm, rotary),
+            heads(context, self.value),
+            segments=segments,
+            implementation=self.implementation,
+            sharding=sharding,
+        )
+        if image is not None:
+            assert self.image_key is not None
+            assert self.image_value is not None
+            key = heads(image, self.image_key, self.image_key_norm)
+            value = heads(image, self.image_value)
+            mixed = mixed + attention(query, key, value, implementation=self.implementation)
+        return split_single_row(self.out, sharding, mixed.reshape(x.shape))
+
+    def _heads(
+        self,
+        x: jax.Array,
+        linear: nnx.Linear,
+        norm: nnx.RMSNorm | None = None,
+        rotary: RotaryTable | None = None,
+        *,
+        sharding: NamedSharding | None,
+    ) -> jax.Array:
+        """[B, S, D] projected, normed, cut into heads and turned: [B, S, num_heads, head_dim]."""
+
+        def projected(x: jax.Array, *rotary: jax.Array) -> jax.Array:
+            y = linear(x) if norm is None else norm(linear(x))
+            y = y.reshape(*x.shape[:-1], self.num_heads, -1)
+            return apply_rotary(y, rotary) if rotary else y
+
+        tables = (jnp.broadcast_to(part, (*x.shape[:2], part.shape[-1])) for part in rotary or ())
+        return split_single_row(projected, sharding, x, *tables)
+
+
+class FeedForward(nnx.Module):
+    """Linear, GELU (tanh form), linear."""
+
+    def __init__(self, config: WanConfig, *, rngs: nnx.Rngs):
+        dtype = config.compute_dtype
+        self.hidden = nnx.Linear(config.dim, config.ffn_dim, dtype=dtype, rngs=rngs)
+        self.out = nnx.Linear(config.ffn_dim, config.dim, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, sharding: NamedSharding | None = None) -> jax.Array:
+        """[B, S, D] → [B, S, D]."""
+
+        def both(x: jax.Array) -> jax.Array:
+            return self.out(nnx.gelu(self.hidden(x), approximate=True))
+
+        return split_single_row(both, sharding, x)
+
+
+class Block(nnx.Module):
+    """Self-attention, cross-attention to the condition, feed-forward; modulated by the timestep.
+
+    The order of norms, gates and plain additions is Wan 2.1's. The residual stream has the
+    config's `stream_dtype`; what enters attention and feed-forward its `compute_dtype`.
+    """
+
+    def __init__(self, config: WanConfig, *, rngs: nnx.Rngs):
+        self.dtype = config.compute_dtype
+        self.norm_options: dict[str, Any] = {"eps": config.eps, "implementation": config.norm}
+        self.modulation = nnx.Param(jnp.zeros((6, config.dim), jnp.float32))
+        self.self_attention = Attention(config, rngs=rngs)
+        self.cross_norm = (
+            nnx.LayerNorm(config.dim, epsilon=config.eps, dtype=self.dtype, rngs=rngs)
+            if config.cross_norm
+            else None
+        )
+        self.cross_attention = Attention(config, with_image=config.image is not None, rngs=rngs)
+        self.feed_forward = FeedForward(config, rngs=rngs)
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        """x: [B, S, D] in the stream's dtype → the same."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = jnp.unstack(
+            self.modulation[...] + context.modulation, axis=-2
+        )
+        packed, sharding = context.packed, context.sharding
+        options = self.norm_options | {"sharding": sharding}
+        if packed is not None:
+            options["segment_ids"] = context.segmentation
+        y = layernorm_modulate(x, scale1, shift1, **options).astype(self.dtype)
+        y = self.self_attention(
+            y,
+            y,
+            rotary=context.rotary,
+            segments=packed and packed.within_tokens(),
+            sharding=sharding,
+        )
+        x, y = self._before_cross_attention(x, y, gate1, options)
+        y = self.cross_attention(
+            y,
+            context.condition,
+            image=context.image,
+            segments=packed and packed.to_condition(),
+            sharding=sharding,
+        )
+        x, y = residual_layernorm_modulate(x, y, None, scale2, shift2, **options)
+        return self._gated_add(x, self.feed_forward(y, sharding), gate2, options)
+
+    def _gated_add(
+        self, x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]
+    ) -> jax.Array:
+        if "segment_ids" in options:
+            return _gated_add_by_segment(x, y, gate, options)
+        return _gated_add(x, y, gate)
+
+    def _before_cross_attention(
+        self, x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]
+    ) -> tuple[jax.Array, jax.Array]:
+        """h = x + gate·y and its affine norm, which is a modulation too: by (weight − 1, bias)."""
+        by_segment = "segment_ids" in options
+        if self.cross_norm is None:
+            h = self._gated_add(x, y, gate, options)
+            return h, h.astype(self.dtype)
+        weight, bias = self.cross_norm.scale, self.cross_norm.bias
+        assert weight is not None
+        assert bias is not None
+        rows = gate.shape if by_segment else (x.shape[0], x.shape[-1])
+        scale = jnp.broadcast_to(weight[...] - 1.0, rows)
+        shift = jnp.broadcast_to(bias[...], rows)
+        if gate.shape == rows:
+            return residual_layernorm_modulate(x, y, gate, scale, shift, **options)
+        # A gate for each token beside one affine norm for all: the fused sum wants one layout.
+        h = _gated_add(x, y, gate)
+        return h, layernorm_modulate(h, scale, shift, **options).astype(self.dtype)
+
+
+class Head(nnx.Module):
+    """Modulated norm and projection from tokens back to patches."""
+
+    def __init__(self, config: WanConfig, patch_dim: int, *, rngs: nnx.Rngs):
+        self.dtype = config.compute_dtype
+        self.norm_options: dict[str, Any] = {"eps": config.eps, "implementation": config.norm}
+        self.modulation = nnx.Param(jnp.zeros((2, config.dim), jnp.float32))
+        self.out = nnx.Linear(
+            config.dim, patch_dim, dtype=self.dtype, kernel_init=nnx.initializers.zeros, rngs=rngs
+        )
+
+    def __call__(
+        self,
+        x: jax.Array,
+        time: jax.Array,
+        sharding: NamedSharding | None = None,
+        segment_ids: Segmentation | None = None,
+    ) -> jax.Array:
+        """x: [B, S, D]; time: [B, D], [B, S, D] or [B, M, D] float32 → [B, S, patch_dim]."""
+        shift, scale = jnp.unstack(self.modulation[...] + time[..., None, :], axis=-2)
+        options = self.norm_options | {"sharding": sharding, "segment_ids": segment_ids}
+        y = layernorm_modulate(x, scale, shift, **options)
+        return self.out(y.astype(self.dtype))
+
+
+def _gated_add(x: jax.Array, y: jax.Array, gate: jax.Array) -> jax.Array:
+    """x + y·gate in float32, rounded once; gate: [B, D] or [B, S, D] float32."""
+    gate = gate[:, None, :] if gate.ndim == 2 else gate
+    return (x.astype(jnp.float32) + y.astype(jnp.float32) * gate).astype(x.dtype)
+
+
+def _gated_add_by_segment(
+    x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]
+) -> jax.Array:
+    """`_gated_add` with a gate for each segment, [B, M, D]; zero outside segments.
+
+    The fused norm's residual sum is what is wanted here: its gradient of the gate is a reduction
+    over segments, where that of a gather would be a scatter of every token.
+    """
+    none = jnp.zeros_like(gate)
+    return residual_layernorm_modulate(x, y, gate, none, none, **options)[0]

@@ -1,0 +1,163 @@
+"""A diffusion transformer of Wan 2.1's kind, for latents of any number of frames, height, width."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from alload_jax.models.common.attention import cudnn_unsupported_reason
+from alload_jax.models.common.embedding import (
+    ImageEmbedding,
+    TimestepEmbedding,
+    condition_embedding,
+)
+from alload_jax.models.common.packed_attention import packed_unsupported_reason
+from alload_jax.models.common.patches import patchify, unpatchify
+from alload_jax.models.common.remat import rematerialise
+from alload_jax.models.common.rotary import RotaryTable, grid_positions, rotary_table
+from alload_jax.models.common.segments import PackedMetadata
+from alload_jax.models.wan.block import Block, Context, Head
+from alload_jax.models.wan.config import WanConfig
+from pallas_kernels import segmentation
+
+
+def abstract_params(config: WanConfig) -> dict[str, Any]:
+    """Shapes and dtypes of the parameters, as a nested dict; nothing is computed."""
+    model = nnx.eval_shape(lambda: WanTransformer(config, rngs=nnx.Rngs(0)))
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def packing_unsupported_reason(config: WanConfig) -> str:
+    """Why this model had better not train on packed rows here; empty when it can."""
+    if config.image is not None:
+        return "packed rows hold no image conditions"
+    if config.attention == "xla":
+        return "model.attention is xla, which computes all pairs of a row"
+    head = jax.ShapeDtypeStruct((1, 1, 1, config.dim // config.num_heads), config.compute_dtype)
+    return cudnn_unsupported_reason(head) or packed_unsupported_reason()
+
+
+class WanTransformer(nnx.Module):
+    """The transformer. Its parameters are float32; those of the blocks are stacked over layers."""
+
+    def __init__(self, config: WanConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        dim, dtype = config.dim, config.compute_dtype
+        patch = math.prod(config.patch_size)
+        self.patch_embedding = nnx.Linear(patch * config.in_channels, dim, dtype=dtype, rngs=rngs)
+        self.time_embedding = TimestepEmbedding(dim, config.freq_dim, rngs=rngs)
+        self.condition_embedding = condition_embedding(config, rngs=rngs)
+        self.image_embedding = (
+            ImageEmbedding(config.image, dim, dtype=dtype, rngs=rngs) if config.image else None
+        )
+        self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys))(rngs.split(config.num_layers))
+        self.head = Head(config, patch * config.latent_channels, rngs=rngs)
+
+    def __call__(
+        self,
+        latents: jax.Array,
+        timestep: jax.Array,
+        condition: jax.Array,
+        image: jax.Array | None = None,
+        sharding: NamedSharding | None = None,
+    ) -> jax.Array:
+        """Predicts the velocity of the flow.
+
+        Args:
+          latents: [B, frames, height, width, in_channels], sizes multiples of the patch's.
+          timestep: [B] float32, 0 (data) to 1000 (noise), or [B, S] for one a token (Wan 2.2's 5B
+            model, which holds a first frame at 0).
+          condition: [B, L] int32 classes, `num_classes` standing for none; or [B, L, text.dim]
+            text embeddings where the config has `text`.
+          image: [B, N, image.dim] image embeddings, where the config has `image`.
+          sharding: how rows are split over a mesh of Auto axes; kernels need to know.
+
+        Returns:
+          [B, frames, height, width, latent_channels] float32.
+
+        Raises:
+          ValueError: an image is given to a model that takes none, or lacks where it takes one.
+        """
+        if (image is None) != (self.image_embedding is None):
+            raise ValueError(
+                f"image is {'missing' if image is None else 'given'}, but model.image is "
+                f"{self.config.image}; give image embeddings exactly where the config has them"
+            )
+        patch = self.config.patch_size
+        tokens = patchify(latents, patch)
+        frames, height, width = latents.shape[1:4]
+        grid = (frames // patch[0], height // patch[1], width // patch[2])
+        head_dim = self.config.dim // self.config.num_heads
+        rotary = rotary_table(grid_positions(*grid), grid, head_dim)
+        velocity = self.transform(tokens, timestep, condition, image, rotary, sharding)
+        shape = (*latents.shape[:-1], self.config.latent_channels)
+        return unpatchify(velocity.astype(jnp.float32), shape, patch)
+
+    def forward_packed(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        limits: tuple[int, int, int],
+        rows: PackedMetadata,
+        timestep: jax.Array,
+        condition: jax.Array,
+        sharding: NamedSharding | None = None,
+    ) -> jax.Array:
+        """Predicts the velocity of many samples in packed rows; the same function of each sample.
+
+        Args:
+          tokens: [R, T, patch_dim], samples' patches (`patchify`) one after another.
+          positions: [R, T, 3] int32, the (t, h, w) of each token within its sample.
+          limits: (t, h, w) that no position reaches.
+          rows: where samples lie among tokens, [R, M] of T, and among condition tokens.
+          timestep: [R, M] float32.
+          condition: [R, C] int32 classes or [R, C, text.dim] text embeddings.
+          sharding: how rows are split over a mesh of Auto axes.
+
+        Returns:
+          [R, T, patch_dim of the output] float32.
+
+        Raises:
+          NotImplementedError: the model takes image conditions, or attention can't run packed.
+        """
+        if self.image_embedding is not None:
+            raise NotImplementedError(
+                "model.image is set, and packed rows hold no image conditions; choose a bucketed "
+                "planning.policy such as dual_constraint"
+            )
+        head_dim = self.config.dim // self.config.num_heads
+        rotary = rotary_table(positions, limits, head_dim)
+        velocity = self.transform(tokens, timestep, condition, None, rotary, sharding, rows)
+        return velocity.astype(jnp.float32)
+
+    def transform(
+        self,
+        tokens: jax.Array,
+        timestep: jax.Array,
+        condition: jax.Array,
+        image: jax.Array | None,
+        rotary: RotaryTable,
+        sharding: NamedSharding | None = None,
+        packed: PackedMetadata | None = None,
+    ) -> jax.Array:
+        """The transformer on tokens: [B, S, patch_dim] → [B, S, patch_dim]."""
+        x = self.patch_embedding(tokens).astype(self.config.stream_dtype)
+        time, modulation = self.time_embedding(timestep)
+        if self.image_embedding is not None:
+            assert image is not None
+            image = self.image_embedding(image)
+        embedded = self.condition_embedding(condition)
+        by_segment = packed and segmentation(
+            packed.tokens.ids, timestep.shape[1], self.config.dim, sharding
+        )
+        context = Context(modulation, embedded, image, rotary, sharding, packed, by_segment)
+        graph, layers = nnx.split(self.blocks)
+
+        def apply_layer(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
+            return nnx.merge(graph, layer)(x, context), None
+
+        x, _ = jax.lax.scan(rematerialise(apply_layer, self.config.remat), x, layers)
+        return self.head(x, time, sharding, by_segment)

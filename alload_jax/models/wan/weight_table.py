@@ -1,0 +1,181 @@
+"""Names and layouts of Wan's parameters: ours, diffusers' and those of Wan's own repository.
+
+Facts read from diffusers' WanTransformer3DModel (0.42.1) and the Wan 2.1 repository's WanModel;
+what they compute alike they name and lay out differently.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from alload_jax.models.wan.config import WanConfig
+
+Naming = Literal["diffusers", "original"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint and its place among our parameters.
+
+    Attributes:
+      key: its name in the checkpoint.
+      shape: its shape there.
+      path: of our parameter, as in `blocks/self_attention/query/kernel`.
+      layer: its index along our parameter's first axis; None where layers are not stacked.
+      kind: how the layouts differ.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    path: str
+    layer: int | None
+    kind: Literal["same", "matrix", "patch", "leading"]
+
+    def to_ours(self, value: np.ndarray) -> np.ndarray:
+        """The checkpoint's layout → ours, of one layer: a view where that is possible."""
+        if self.kind == "matrix":
+            return value.T
+        if self.kind == "patch":  # a convolution whose stride is its size
+            return value.transpose(2, 3, 4, 1, 0).reshape(-1, value.shape[0])
+        return value[0] if self.kind == "leading" else value
+
+    def to_theirs(self, value: np.ndarray) -> np.ndarray:
+        """The inverse of `to_ours`, contiguous."""
+        if self.kind == "matrix":
+            return np.ascontiguousarray(value.T)
+        if self.kind == "patch":
+            width, channels, *patch = self.shape
+            split = value.reshape(*patch, channels, width)
+            return np.ascontiguousarray(split.transpose(4, 3, 0, 1, 2))
+        return np.ascontiguousarray(value).reshape(self.shape)
+
+
+def tensors(config: WanConfig, naming: Naming) -> list[Tensor]:
+    """Every tensor of a checkpoint of that model, in the blocks' order."""
+    found = list(_outside_blocks(config))
+    for layer in range(config.num_layers):
+        found += _block(config, layer)
+    if naming == "diffusers":
+        return found
+    return [Tensor(_original(t.key), t.shape, t.path, t.layer, t.kind) for t in found]
+
+
+def naming_of(keys: set[str]) -> Naming:
+    """Whose names a checkpoint's keys are."""
+    original = any(re.match(r"(blocks\.\d+\.self_attn|head\.|time_projection)", k) for k in keys)
+    return "original" if original else "diffusers"
+
+
+def _linear(
+    key: str, path: str, outputs: int, inputs: int, layer: int | None = None
+) -> Iterator[Tensor]:
+    yield Tensor(f"{key}.weight", (outputs, inputs), f"{path}/kernel", layer, "matrix")
+    yield Tensor(f"{key}.bias", (outputs,), f"{path}/bias", layer, "same")
+
+
+def _norm(key: str, path: str, size: int, layer: int | None = None) -> Iterator[Tensor]:
+    yield Tensor(f"{key}.weight", (size,), f"{path}/scale", layer, "same")
+    yield Tensor(f"{key}.bias", (size,), f"{path}/bias", layer, "same")
+
+
+def _outside_blocks(config: WanConfig) -> Iterator[Tensor]:
+    dim, patch = config.dim, config.patch_size
+    yield Tensor(
+        "patch_embedding.weight",
+        (dim, config.in_channels, *patch),
+        "patch_embedding/kernel",
+        None,
+        "patch",
+    )
+    yield Tensor("patch_embedding.bias", (dim,), "patch_embedding/bias", None, "same")
+    time = "condition_embedder.time_embedder"
+    yield from _linear(f"{time}.linear_1", "time_embedding/hidden", dim, config.freq_dim)
+    yield from _linear(f"{time}.linear_2", "time_embedding/out", dim, dim)
+    yield from _linear("condition_embedder.time_proj", "time_embedding/modulation", 6 * dim, dim)
+    if config.text:
+        text = "condition_embedder.text_embedder"
+        yield from _linear(f"{text}.linear_1", "condition_embedding/hidden", dim, config.text.dim)
+        yield from _linear(f"{text}.linear_2", "condition_embedding/out", dim, dim)
+    if config.image:
+        yield from _image(config.image.dim, config.image.positions, dim)
+    outputs = math.prod(patch) * config.latent_channels
+    yield from _linear("proj_out", "head/out", outputs, dim)
+    yield Tensor("scale_shift_table", (1, 2, dim), "head/modulation", None, "leading")
+
+
+def _image(size: int, positions: int | None, dim: int) -> Iterator[Tensor]:
+    key = "condition_embedder.image_embedder"
+    yield from _norm(f"{key}.norm1", "image_embedding/norm_in", size)
+    yield from _linear(f"{key}.ff.net.0.proj", "image_embedding/hidden", size, size)
+    yield from _linear(f"{key}.ff.net.2", "image_embedding/out", dim, size)
+    yield from _norm(f"{key}.norm2", "image_embedding/norm_out", dim)
+    if positions:
+        shape = (1, positions, size)
+        yield Tensor(f"{key}.pos_embed", shape, "image_embedding/position", None, "leading")
+
+
+def _block(config: WanConfig, layer: int) -> Iterator[Tensor]:
+    dim, key = config.dim, f"blocks.{layer}"
+    shape = (1, 6, dim)
+    yield Tensor(f"{key}.scale_shift_table", shape, "blocks/modulation", layer, "leading")
+    yield from _attention(config, f"{key}.attn1", "blocks/self_attention", layer)
+    yield from _attention(config, f"{key}.attn2", "blocks/cross_attention", layer)
+    if config.image:
+        path = "blocks/cross_attention"
+        yield from _linear(f"{key}.attn2.add_k_proj", f"{path}/image_key", dim, dim, layer)
+        yield from _linear(f"{key}.attn2.add_v_proj", f"{path}/image_value", dim, dim, layer)
+        if config.qk_norm:
+            name, place = f"{key}.attn2.norm_added_k.weight", f"{path}/image_key_norm/scale"
+            yield Tensor(name, (dim,), place, layer, "same")
+    if config.cross_norm:
+        yield from _norm(f"{key}.norm2", "blocks/cross_norm", dim, layer)
+    hidden, out = "blocks/feed_forward/hidden", "blocks/feed_forward/out"
+    yield from _linear(f"{key}.ffn.net.0.proj", hidden, config.ffn_dim, dim, layer)
+    yield from _linear(f"{key}.ffn.net.2", out, dim, config.ffn_dim, layer)
+
+
+def _attention(config: WanConfig, key: str, path: str, layer: int) -> Iterator[Tensor]:
+    dim = config.dim
+    for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"), ("out.0", "out")):
+        yield from _linear(f"{key}.to_{theirs}", f"{path}/{ours}", dim, dim, layer)
+    if config.qk_norm:
+        for theirs, ours in (("norm_q", "query_norm"), ("norm_k", "key_norm")):
+            yield Tensor(f"{key}.{theirs}.weight", (dim,), f"{path}/{ours}/scale", layer, "same")
+
+
+_RENAMED = (
+    (r"^condition_embedder\.time_embedder\.linear_1", "time_embedding.0"),
+    (r"^condition_embedder\.time_embedder\.linear_2", "time_embedding.2"),
+    (r"^condition_embedder\.text_embedder\.linear_1", "text_embedding.0"),
+    (r"^condition_embedder\.text_embedder\.linear_2", "text_embedding.2"),
+    (r"^condition_embedder\.time_proj", "time_projection.1"),
+    (r"^condition_embedder\.image_embedder\.norm1", "img_emb.proj.0"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj", "img_emb.proj.1"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.2", "img_emb.proj.3"),
+    (r"^condition_embedder\.image_embedder\.norm2", "img_emb.proj.4"),
+    (r"^condition_embedder\.image_embedder\.pos_embed", "img_emb.emb_pos"),
+    (r"^scale_shift_table", "head.modulation"),
+    (r"^proj_out", "head.head"),
+    (r"\.scale_shift_table", ".modulation"),
+    (r"\.norm2\.", ".norm3."),  # the original counts its norms in another order
+    (r"\.ffn\.net\.0\.proj", ".ffn.0"),
+    (r"\.ffn\.net\.2", ".ffn.2"),
+    (r"\.attn2\.add_k_proj", ".cross_attn.k_img"),
+    (r"\.attn2\.add_v_proj", ".cross_attn.v_img"),
+    (r"\.attn2\.norm_added_k", ".cross_attn.norm_k_img"),
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"\.to_out\.0\.", ".o."),
+    (r"\.to_([qkv])\.", r".\1."),
+)
+"""diffusers' names → those of Wan's own repository, one after the other."""
+
+
+def _original(key: str) -> str:
+    for pattern, name in _RENAMED:
+        key = re.sub(pattern, name, key)
+    return key

@@ -1,0 +1,227 @@
+"""Anchors: samples that cost more than a rank's fair share, split over a context-parallel group.
+
+A group of c ranks joins the first A tokens of each rank's row, its split region, into one row of
+c·A tokens, in which the group's split samples lie one after another (an all-to-all turns tokens
+into heads and back). Every A is a program to compile, so an epoch keeps to a few.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from alload_jax.planning.policies.greedy import UNPLACED, Bins, assign_greedily, target_load
+
+_LEVELS = 4
+"""Values of A beside 0."""
+_REGIONS = 128
+"""Of a row: A is no coarser."""
+_SPARE = 4
+"""Short samples that a region holds beside as many split samples as fit."""
+_MARGIN = 1.25
+"""Of the largest A, over what a mean region needs."""
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """Which samples are split, and what regions they may be put into.
+
+    Attributes:
+      context: c, ranks of a group.
+      threshold: samples of more weight are split.
+      longest_whole: so are samples that take more tokens.
+      split_sizes: [L] int64, the values that A takes, ascending, from 0.
+      segments: most samples of a region.
+    """
+
+    context: int
+    threshold: float
+    longest_whole: int
+    split_sizes: np.ndarray
+    segments: int
+
+    def applies(self, footprint: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """[N] bool: which samples are split."""
+        if self.context == 1:
+            return np.zeros(len(footprint), bool)
+        return (weight > self.threshold) | (footprint > self.longest_whole)
+
+
+@dataclass(frozen=True)
+class SplitRegions:
+    """The joint rows of a window's groups.
+
+    Attributes:
+      group: [N] int64, the group whose region holds a sample, or UNPLACED.
+      tokens: [G] int64, A of each group.
+      load: [G] float64, weight of what its region holds.
+    """
+
+    group: np.ndarray
+    tokens: np.ndarray
+    load: np.ndarray
+
+
+def fair_share(footprint: np.ndarray, weight: np.ndarray, row_tokens: int) -> float:
+    """Weight of a mean row."""
+    return float(weight.sum() / footprint.sum() * row_tokens)
+
+
+def fill_split_regions(
+    rule: SplitRule,
+    footprint: np.ndarray,
+    weight: np.ndarray,
+    first: np.ndarray,
+    groups: int,
+    per_step: int,
+    most_load: float,
+) -> SplitRegions:
+    """Deals split samples to groups; then short samples to what the regions have to spare.
+
+    Groups of like load are put into the same steps and get the same A.
+
+    Args:
+      rule: which samples are split.
+      footprint, weight: [N], of the window's samples, longest first.
+      first: [N] bool, samples to assign before the others.
+      groups: G, a multiple of `per_step`.
+      per_step: groups of a step.
+      most_load: most weight of a rank's row that holds more than one sample.
+    """
+    bins = Bins(
+        np.full(groups, rule.context * rule.split_sizes[-1]),
+        np.zeros(groups),
+        np.full(groups, rule.segments),
+        rule.context * most_load,
+    )
+    found = np.full(len(footprint), UNPLACED, np.int64)
+    split = rule.applies(footprint, weight)
+    for mask in (split & first, split & ~first):
+        level = target_load(weight[mask], groups, float(bins.load.sum()))
+        found[mask] = assign_greedily(footprint[mask], weight[mask], bins, level)
+    used = rule.context * rule.split_sizes[-1] - bins.free
+    tokens = _levels_of(used, rule, per_step)
+    bins.free[:] = rule.context * tokens - used
+    others = np.flatnonzero(~split & (footprint <= bins.free.max(initial=0)))
+    found[others] = assign_greedily(
+        footprint[others], weight[others], bins, float(bins.load.max(initial=0))
+    )
+    return SplitRegions(found, tokens, bins.load)
+
+
+def region_segments(rule: SplitRule, footprint: np.ndarray, weight: np.ndarray) -> int:
+    """Most samples that a region has use for: each of a region's slots costs every rank memory."""
+    split = rule.applies(footprint, weight)
+    if not split.any():
+        return rule.segments
+    fit = rule.context * int(rule.split_sizes[-1]) // int(footprint[split].min())
+    return min(rule.segments, fit + _SPARE)
+
+
+def region_multiple(row_tokens: int, align: int) -> int:
+    """Tokens of which A is a multiple: large, so that kernels find regions that divide evenly.
+
+    The most that is a power of two times `align` and divides the row into `_REGIONS` or more.
+    """
+    multiple = align
+    while row_tokens % (2 * multiple) == 0 and 2 * multiple * _REGIONS <= row_tokens:
+        multiple *= 2
+    return multiple
+
+
+def allowed_split_sizes(
+    footprint: np.ndarray,
+    weight: np.ndarray,
+    rule: SplitRule,
+    groups: int,
+    per_step: int,
+    multiple: int,
+) -> np.ndarray:
+    """The few values of A that leave the least of the regions empty, for samples like these.
+
+    Args:
+      footprint, weight: [N], of a window's samples, longest first.
+      rule: whose split_sizes are not used.
+      groups, per_step: see `fill_split_regions`.
+      multiple: values are multiples of it.
+    """
+    split = rule.applies(footprint, weight)
+    if not split.any():
+        return np.zeros(1, np.int64)
+    most = rule.context * rule.longest_whole
+    bins = Bins(np.full(groups, most), np.zeros(groups), np.full(groups, len(footprint)), np.inf)
+    level = target_load(weight[split], groups)
+    assign_greedily(footprint[split], weight[split], bins, level)
+    used = np.sort(most - bins.free)[::-1][::per_step]
+    wanted = -(-used // (rule.context * multiple)) * multiple
+    # The longest of all must fit, even if it is alone in its region; and more than the mean must,
+    # lest split samples wait longer and longer.
+    demand = _MARGIN * footprint[split].sum() / groups
+    for least in (int(footprint.max()), int(min(demand, most))):
+        wanted = np.r_[wanted, -(-least // (rule.context * multiple)) * multiple]
+    return np.unique(np.r_[0, _least_waste(np.unique(wanted, return_counts=True))])
+
+
+def split_evenly(
+    start: np.ndarray, tokens: np.ndarray, region: np.ndarray, context: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts samples of joint rows into the ranks' parts.
+
+    Args:
+      start, tokens: [N] int64, where each sample lies in its joint row.
+      region: [N] int64, A of that row.
+      context: ranks of a group.
+
+    Returns:
+      [P] each: the sample's position in the arguments, the rank within the group, the part's
+      offset in that rank's row, and its tokens.
+    """
+    first, last = start // region, (start + tokens - 1) // region
+    item = np.repeat(np.arange(len(start)), last - first + 1)
+    before = np.cumsum(last - first + 1) - (last - first + 1)
+    rank = first[item] + np.arange(len(item)) - before[item]
+    assert not len(rank) or rank.max() < context
+    begin = np.maximum(start[item], rank * region[item])
+    end = np.minimum((start + tokens)[item], (rank + 1) * region[item])
+    return item, rank, begin - rank * region[item], end - begin
+
+
+def _levels_of(used: np.ndarray, rule: SplitRule, per_step: int) -> np.ndarray:
+    """[G]: the least level that holds every group of a step, steps being groups of like load."""
+    order = np.argsort(-used, kind="stable")
+    most = used[order][::per_step]
+    level = rule.split_sizes[np.searchsorted(rule.split_sizes * rule.context, most)]
+    tokens = np.empty_like(used)
+    tokens[order] = np.repeat(level, per_step)
+    return tokens
+
+
+def _least_waste(wanted: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Up to `_LEVELS` of the ascending values, so that rounding up to them adds the least in all.
+
+    Dynamic programming over (values covered, sizes used); values are thinned to a hundred first.
+    """
+    values, counts = wanted
+    if len(values) > 100:
+        kept = np.unique(np.linspace(0, len(values) - 1, 100).round().astype(int))
+        counts = np.add.reduceat(counts, np.r_[0, kept[:-1] + 1])
+        values = values[kept]
+    n = len(values)
+    weight = np.r_[0, np.cumsum(counts)]
+    total = np.r_[0, np.cumsum(counts * values)]
+    # waste[i, j]: values i to j − 1 rounded up to value j − 1
+    waste = np.full((n + 1, n + 1), np.inf)
+    for j in range(1, n + 1):
+        i = np.arange(j)
+        waste[i, j] = values[j - 1] * (weight[j] - weight[i]) - (total[j] - total[i])
+    best, choice = waste[0], [np.zeros(n + 1, np.int64)]
+    for _ in range(min(_LEVELS, n) - 1):
+        through = best[:, None] + waste
+        through[0] = waste[0]
+        choice.append(through.argmin(axis=0))
+        best = through.min(axis=0)
+    chosen, j = [], n
+    for step in reversed(choice):
+        if j:
+            chosen.append(values[j - 1])
+            j = int(step[j])
+    return np.asarray(chosen[::-1], np.int64)

@@ -1,0 +1,1 @@
+"""Drawing samples: requests, samplers at work, clips, pictures, evaluators."""

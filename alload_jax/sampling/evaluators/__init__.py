@@ -1,0 +1,1 @@
+"""Evaluators: figures of what a model draws, found by name."""

@@ -1,0 +1,53 @@
+"""Grids of stills and clips as PNG and GIF."""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from alload_jax.sampling.frames import to_bytes, write_frames
+
+ClipFormat = Literal["gif", "mp4"]
+
+_TARGET_WIDTH = 900
+_GAP = 4
+_HEADER = 30
+_PAPER, _INK = (24, 26, 32), (220, 224, 232)
+
+
+def write_grid(
+    path: Path, clips: np.ndarray, headers: list[str], clip_format: ClipFormat = "gif"
+) -> None:
+    """Writes stills as a PNG, clips as a GIF that loops or as an MP4.
+
+    Args:
+      path: without suffix.
+      clips: [rows, columns, frames, height, width, 1 or 3], −1 (black) to 1 (white).
+      headers: one for each column.
+      clip_format: of clips; MP4 needs the extra `media`.
+    """
+    frames = [_grid(clips[:, :, n], headers) for n in range(clips.shape[2])]
+    suffix = ".png" if len(frames) == 1 else f".{clip_format}"
+    write_frames(path.with_suffix(suffix), frames, suffix)
+
+
+def _grid(images: np.ndarray, headers: list[str]) -> Image.Image:
+    """[rows, columns, height, width, channels] as one picture, pixels enlarged but not blurred."""
+    rows, columns, height, width, channels = images.shape
+    zoom = max(1, (_TARGET_WIDTH // columns - _GAP) // width)
+    cell_height, cell_width = height * zoom + _GAP, width * zoom + _GAP
+    page = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _HEADER), _PAPER)
+    draw = ImageDraw.Draw(page)
+    font = ImageFont.load_default(size=20)
+    for column, header in enumerate(headers):
+        centre = (_GAP + column * cell_width + (cell_width - _GAP) / 2, _HEADER / 2)
+        draw.text(centre, header, fill=_INK, font=font, anchor="mm")
+    pixels = to_bytes(images)
+    pixels = np.broadcast_to(pixels, (*pixels.shape[:-1], 3)) if channels == 1 else pixels
+    for row in range(rows):
+        for column in range(columns):
+            cell = Image.fromarray(np.ascontiguousarray(pixels[row, column]))
+            cell = cell.resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
+            page.paste(cell, (_GAP + column * cell_width, _HEADER + row * cell_height))
+    return page

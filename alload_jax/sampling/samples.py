@@ -1,0 +1,223 @@
+"""Drawing samples from the model and writing them as pictures."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+
+from alload_jax.data.datasets.digits import DIGIT
+from alload_jax.data.manifest import Manifest
+from alload_jax.diffusion.schedules import Sampler, noise_levels
+from alload_jax.diffusion.timesteps import TimestepConfig, shift_of
+from alload_jax.distributed.cluster import first_process
+from alload_jax.errors import InputError
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.sampling.evaluators.digit_accuracy import Draw, digit_accuracy
+from alload_jax.sampling.flow import Condition, make_flow
+from alload_jax.sampling.frames import has_mp4
+from alload_jax.sampling.pictures import ClipFormat, write_grid
+
+
+@dataclass(frozen=True)
+class GridConfig:
+    """A picture of samples: a column per class.
+
+    Attributes:
+      frames, height, width: size of each sample; one frame makes a PNG, more a GIF.
+      rows: samples of each class.
+      labels: classes that each sample is asked for: the column's, then its neighbours'.
+    """
+
+    frames: int
+    height: int
+    width: int
+    rows: int = 6
+    labels: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("frames", "height", "width", "rows", "labels"):
+            if getattr(self, name) < 1:
+                value = getattr(self, name)
+                raise InputError(f"sampling.grids: {name} is {value}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """What is drawn, at the end and on the way.
+
+    Attributes:
+      every: optimizer steps between drawings; null draws at the end alone.
+      sampler: euler, or unipc, which needs fewer steps.
+      steps: evaluations of the model.
+      guidance: classifier-free guidance; 1 is none.
+      seed: of the starting noise.
+      grids: the pictures.
+      clip_format: of clips; mp4 needs the extra `media`.
+      digits_read: stills per digit that the classifier reads, for data made of digits.
+    """
+
+    every: int | None = None
+    sampler: Sampler = "euler"
+    steps: int = 30
+    guidance: float = 2.0
+    seed: int = 0
+    grids: tuple[GridConfig, ...] = ()
+    clip_format: ClipFormat = "gif"
+    digits_read: int = 30
+
+    def __post_init__(self) -> None:
+        if self.clip_format == "mp4" and not has_mp4():
+            raise InputError(
+                "sampling.clip_format is mp4, which needs the package av; "
+                "install alload-jax[media], or choose gif"
+            )
+        for name in ("every", "steps", "digits_read"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"sampling.{name} is {value}; it must be at least 1")
+
+
+def make_draw(model: WanConfig, timesteps: TimestepConfig, config: SamplingConfig) -> Draw:
+    """A function that draws samples with classifier-free guidance.
+
+    Noise levels are shifted by sequence length as they were in training.
+    """
+
+    @partial(jax.jit, static_argnums=3)
+    def draw(
+        params: Any, key: jax.Array, labels: jax.Array, size: tuple[int, int, int]
+    ) -> jax.Array:
+        noise = jax.random.normal(key, (len(labels), *size, model.in_channels))
+        seq_len = math.prod(size) // math.prod(model.patch_size)
+        sigmas = noise_levels(config.sampler, config.steps, shift_of(timesteps, seq_len))
+        null = jnp.full_like(labels, model.num_classes)
+        flow = make_flow(model, config.sampler, sigmas, config.guidance)
+        return flow(params, noise, Condition(labels), Condition(null))
+
+    def draw_on_host(
+        params: Any, key: jax.Array, labels: np.ndarray, size: tuple[int, int, int]
+    ) -> np.ndarray:
+        drawn = draw(params, key, jnp.asarray(labels), size)
+        return np.asarray(process_allgather(drawn, tiled=True))
+
+    return draw_on_host
+
+
+def grid_labels(grid: GridConfig, num_classes: int, text_length: int) -> np.ndarray:
+    """What each sample of a grid is asked for: [rows·num_classes, text_length] int32.
+
+    Raises:
+      InputError: the grid asks for more labels than the data's samples have.
+    """
+    if grid.labels > text_length:
+        raise InputError(
+            f"sampling.grids: labels is {grid.labels}, but no sample of the data has more than "
+            f"{text_length}; ask for at most that"
+        )
+    row, column = np.indices((grid.rows, num_classes)).reshape(2, -1)
+    labels = np.full((len(row), text_length), num_classes, np.int32)
+    labels[:, 0] = column
+    for n in range(1, grid.labels):
+        labels[:, n] = (column + n * (row + 1)) % num_classes
+    return labels
+
+
+class SampleWriter:
+    """Draws what the config asks for and writes it to a folder for each step.
+
+    Attributes:
+      draw: draws samples.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: WanConfig,
+        timesteps: TimestepConfig,
+        config: SamplingConfig,
+        manifest: Manifest,
+    ):
+        """Checks that the grids can be drawn.
+
+        Raises:
+          InputError: a grid asks for labels or sizes that cannot be.
+        """
+        self.draw = make_draw(model, timesteps, config)
+        self._folder, self._model, self._config = folder, model, config
+        self._length = manifest.longest_text()
+        self._labels = [grid_labels(g, model.num_classes, self._length) for g in config.grids]
+        _check_grids(config.grids, model, manifest)
+        if "digits" in manifest.origin:
+            _check_digits(model)
+
+    def due(self, step: int) -> bool:
+        """Whether samples are to be drawn after so many steps, the last apart."""
+        return self._config.every is not None and step % self._config.every == 0
+
+    def write(self, step: int, params: Any) -> None:
+        """Draws and writes every grid with these weights, usually the EMA's.
+
+        All processes draw, for each may hold a part of the weights; the first one writes.
+        """
+        folder = self._folder / f"step_{step:07d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        classes = self._model.num_classes
+        for number, (grid, labels) in enumerate(zip(self._config.grids, self._labels, strict=True)):
+            size = (grid.frames, grid.height, grid.width)
+            key = jax.random.fold_in(jax.random.key(self._config.seed), number)
+            drawn = self.draw(params, key, labels, size)
+            if not first_process():
+                continue
+            clips = drawn.reshape(grid.rows, classes, *drawn.shape[1:])
+            headers = [str(label) for label in range(classes)]
+            path = folder / "x".join(map(str, size))
+            write_grid(path, clips, headers, self._config.clip_format)
+
+    def digit_accuracy(self, params: Any) -> float:
+        """See `digit_accuracy`; by the config's number of stills and seed."""
+        config = self._config
+        return digit_accuracy(self.draw, params, config.digits_read, self._length, config.seed)
+
+
+def _check_digits(model: WanConfig) -> None:
+    """Digits are read from 8×8 stills of ten classes."""
+    if model.num_classes != 10:
+        raise InputError(f"model.num_classes is {model.num_classes}; digits have 10 classes")
+    frames, height, width = model.patch_size
+    if frames != 1 or DIGIT % height or DIGIT % width:
+        raise InputError(
+            f"model.patch_size is {model.patch_size}; stills of {DIGIT}×{DIGIT} digits need one "
+            f"frame, and a height and width that divide {DIGIT}"
+        )
+
+
+def _check_grids(grids: Sequence[GridConfig], model: WanConfig, manifest: Manifest) -> None:
+    if grids and model.text:
+        raise InputError(
+            "sampling.grids: a column shows a class, but the model's condition is text; leave "
+            "sampling.grids empty, and draw by `alload sample`"
+        )
+    if grids and manifest.vae_stride != (1, 1, 1):
+        raise InputError(
+            f"sampling.grids: the data are VAE latents (stride {manifest.vae_stride}), which "
+            "cannot be shown as pictures; leave sampling.grids empty"
+        )
+    if grids and model.in_channels not in (1, 3):
+        raise InputError(
+            f"sampling.grids: model.in_channels is {model.in_channels}, but pictures have 1 or 3; "
+            "leave sampling.grids empty"
+        )
+    for grid in grids:
+        size = (grid.frames, grid.height, grid.width)
+        if any(part % step for part, step in zip(size, model.patch_size, strict=True)):
+            raise InputError(
+                f"sampling.grids: {size} is not a multiple of model.patch_size "
+                f"{model.patch_size}; choose a size that is"
+            )

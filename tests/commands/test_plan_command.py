@@ -1,0 +1,233 @@
+"""`alload plan` beyond one policy: workloads, comparisons, replay, page, cost models."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from alload_jax import cli
+from alload_jax.errors import run_command
+from alload_jax.planning.cost import CostFile, MemoryModel, QuadraticCost, write_cost_file
+
+SMALL = ["--workload", "wan-480p", "--size", 2000, "--m-mem", 66_816, "--ranks", 4]
+COSTS = CostFile(
+    quadratic=QuadraticCost(0.05, 1.7e-5, 1e-9, 5e-4),
+    memory=MemoryModel(30e9, 5e5),
+    m_mem=70_000,
+    device="NVIDIA H200",
+    model={"dim": 1536, "remat": "attention"},
+    origin="measured",
+)
+
+
+@pytest.fixture
+def alload(tmp_path, monkeypatch, capsys):
+    """Runs `alload plan` in an empty folder; returns its status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv):
+        status = run_command(cli.main, ["plan", *map(str, argv)])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def figures(alload):
+    """What `alload plan --json` says."""
+
+    def run(*argv):
+        status, out, err = alload(*argv, "--json")
+        assert (status, err) == (0, "")
+        return json.loads(out)
+
+    return run
+
+
+@pytest.fixture
+def cost_file(tmp_path):
+    write_cost_file(tmp_path / "cost.json", COSTS)
+    return "cost.json"
+
+
+def test_without_a_cost_model_the_answer_is_analytic_and_says_so(alload):
+    status, out, _ = alload(*SMALL, "--policy", "balanced")
+    assert status == 0
+    assert "analytic, not measured: wan2.1-1.3b on NVIDIA H200" in out
+    assert "data: wan-480p, 2,000 samples" in out
+
+
+def test_another_device_and_model_cost_more(figures):
+    cost = {
+        (model, device): figures(
+            *SMALL, "--policy", "balanced", "--model", model, "--device", device, "--shards", 8
+        )["metrics"]["cost"]
+        for model in ("wan2.1-1.3b", "wan2.1-14b")
+        for device in ("h200", "a100")
+    }
+    assert cost["wan2.1-1.3b", "a100"] > 2 * cost["wan2.1-1.3b", "h200"]
+    assert cost["wan2.1-14b", "h200"] > 5 * cost["wan2.1-1.3b", "h200"]
+
+
+def test_policies_are_compared_over_ranks(figures, alload):
+    policies = ["equal_tokens:independent", "dual_constraint", "first_fit", "balanced"]
+    flags = ["--workload", "wan-480p", "--size", 2000, "--m-mem", 66_816, "--compare", *policies]
+    content = figures(*flags, "--ranks", 2, 8)
+    found = [(case["ranks"], case["name"]) for case in content["cases"]]
+    names = ["equal_tokens (independent)", "dual_constraint (synchronous)", "first_fit", "balanced"]
+    assert found == [(ranks, name) for ranks in (2, 8) for name in names]
+    assert {case["metrics"]["samples"] for case in content["cases"]} == {2000}
+    status, out, _ = alload(*flags, "--ranks", 2, 8)
+    assert status == 0
+    for name in names:
+        assert out.count(name) == 2
+
+
+def test_a_comparison_takes_settings_that_concern_only_one_policy(figures):
+    policies = ["equal_tokens", "dual_constraint", "balanced"]
+    found = figures(*SMALL, "--compare", *policies, "--context", 2, "--m-comp", "auto")["cases"]
+    assert found[2]["name"] == "balanced (split, c = 2)"
+    assert found[1]["plan"]["m_comp"] > 0
+    assert "m_comp" not in found[0]["plan"]
+
+
+def test_a_replay_adds_noise_and_the_all_reduce(figures):
+    quiet = figures(*SMALL, "--policy", "balanced", "--simulate")
+    noisy = figures(*SMALL, "--policy", "balanced", "--simulate", "--noise", 0.05)
+    slow = figures(*SMALL, "--policy", "balanced", "--simulate", "--all-reduce", 1)
+    assert quiet["simulation"]["seconds"] == pytest.approx(quiet["metrics"]["cost"])
+    assert noisy["simulation"]["idle"] > quiet["simulation"]["idle"] + 0.02
+    added = slow["simulation"]["seconds"] - quiet["simulation"]["seconds"]
+    assert added == pytest.approx(quiet["metrics"]["steps"])
+
+
+def test_the_page_is_written_and_named(alload, tmp_path):
+    flags = ["--compare", "equal_tokens:independent", "dual_constraint:independent", "balanced"]
+    status, out, _ = alload(*SMALL, 8, *flags, "--report", "page.html", "--m-comp", "auto")
+    assert status == 0
+    assert out.splitlines()[-1] == "report: page.html"
+    page = (tmp_path / "page.html").read_text()
+    for part in ("How to feed 4 GPUs", "equal_tokens (independent)", "balanced", "M_comp"):
+        assert part in page
+    assert "<script src" not in page
+
+
+def test_memory_of_a_device_gives_m_mem(figures, cost_file):
+    flags = ["--workload", "wan-480p", "--size", 500, "--ranks", 2, "--policy", "balanced"]
+    flags += ["--cost-model", cost_file]
+    assert figures(*flags)["plan"]["m_mem"] == 70_000
+    found = figures(*flags, "--memory-gb", 80, "--margin", 0.1)["plan"]["m_mem"]
+    assert found == int((80e9 * 0.9 - 30e9) // 5e5)
+
+
+def test_a_measured_cost_model_is_named(alload, cost_file):
+    out = alload(*SMALL, "--policy", "balanced", "--cost-model", cost_file)[1]
+    assert "cost model: cost.json, measured for NVIDIA H200" in out
+
+
+def test_a_cost_model_of_another_device_is_refused_unless_told_otherwise(alload, cost_file):
+    flags = [*SMALL, "--policy", "balanced", "--cost-model", cost_file, "--device", "a100"]
+    status, out, err = alload(*flags)
+    assert (status, out) == (2, "")
+    assert "cost.json: was made for NVIDIA H200, not for NVIDIA A100-SXM4-80GB" in err
+    assert "alload calibrate" in err
+    assert alload(*flags, "--foreign-cost-model")[0] == 0
+
+
+def test_a_cost_model_of_another_model_is_refused_unless_told_otherwise(alload, cost_file):
+    config = "run: {folder: runs/x}\ndata: {folder: data}\nplanning: {m_mem: 70000}\n"
+    with open("config.yaml", "w") as file:
+        file.write(config)
+    flags = [*SMALL, "--config", "config.yaml", "--cost-model", cost_file]
+    status, _, err = alload(*flags)
+    assert status == 2
+    assert "cost.json: was made for dim 1536 (here " in err
+    assert alload(*flags, "--foreign-cost-model")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--ranks", 2], ["--workload", "--manifest"]),
+        (["--ranks", 2, "--workload", "wan-480p", "--manifest", "m.csv"], ["either"]),
+        (["--ranks", 2, "--workload", "wan-481p"], ["wan-481p", "wan-480p"]),
+        (["--ranks", 2, "--workload", "wan-480p", "--size", 0], ["size is 0"]),
+        (["--ranks", 2, "--workload", "wan-480p", "--device", "h300"], ["h300", "h200"]),
+        ([*SMALL, "--compare", "balance"], ["'balance'", "balanced"]),
+        ([*SMALL, "--compare", "equal_tokens:alone"], ["equal_tokens:independent"]),
+        ([*SMALL, "--compare", "equal_tokens", "balanced", "--out", "p.parquet"], ["--out"]),
+        ([*SMALL, 8, "--out", "p.parquet"], ["--out", "one --ranks"]),
+        ([*SMALL, "--m-comp", "much"], ["much", "auto"]),
+        ([*SMALL, "--noise", -1], ["--noise is -1"]),
+        ([*SMALL, "--margin", 1], ["--margin is 1"]),
+        ([*SMALL, "--noise", "nan"], ["--noise is nan"]),
+        ([*SMALL, "--p", "inf"], ["planning.p is inf"]),
+        ([*SMALL, "--policy", "balanced", "--m-mem", 10**23], ["at most 1,000,000,000,000"]),
+        ([*SMALL, "--policy", "balanced", "--align", 70_000], ["align is 70000", "smaller"]),
+        ([*SMALL, "--compare", "balanced:independent"], ["say balanced"]),
+        ([*SMALL, "--size", 10**13], ["at most 1,000,000,000"]),
+        ([*SMALL, "--out", ""], ["is empty"]),
+        ([*SMALL, "--policy", "equal_tokens", "--context", 2], ["splits no sample"]),
+        ([*SMALL, "--policy", "balanced", "--context", 3], ["context is 3", "4 ranks"]),
+        ([*SMALL, "--policy", "balanced", "--m-mem", 30_000], ["(33390 tokens)", "at least 33390"]),
+        ([*SMALL, "--p", 2, "--memory-gb", 80], []),
+        ([*SMALL, "--report", "."], ["is a folder"]),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(alload, flags, named):
+    status, _, err = alload(*flags)
+    if not named:
+        assert status == 0  # m_mem is given, so memory is not asked for
+        return
+    assert status == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    for part in named:
+        assert part in err
+
+
+@pytest.mark.parametrize("flag", ["--out", "--report"])
+def test_nothing_that_is_no_plain_file_is_replaced(alload, tmp_path, flag):
+    os.mkfifo(tmp_path / "pipe")
+    status, _, err = alload(*SMALL, "--policy", "balanced", flag, "pipe")
+    assert status == 2
+    assert "pipe: is no plain file" in err
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_link_is_followed(alload, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "plan.parquet").symlink_to("there/plan.parquet")
+    assert alload(*SMALL, "--policy", "balanced", "--out", "plan.parquet")[0] == 0
+    assert (tmp_path / "plan.parquet").is_symlink()
+    assert (tmp_path / "there" / "plan.parquet").is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--out", "x", "--report", "x"], "--report x is --out too"),
+        (["--out", "cost.json", "--cost-model", "cost.json"], "--out cost.json is --cost-model"),
+        (["--report", "./cost.json", "--cost-model", "cost.json"], "is --cost-model too"),
+    ],
+)
+def test_no_file_is_two_things(alload, tmp_path, cost_file, flags, named):
+    before = (tmp_path / cost_file).read_bytes()
+    status, _, err = alload(*SMALL, "--policy", "balanced", *flags)
+    assert status == 2
+    assert named in err
+    assert (tmp_path / cost_file).read_bytes() == before
+
+
+def test_planning_a_workload_imports_no_jax(tmp_path):
+    program = (
+        "import sys; from alload_jax.cli import main; "
+        f"main({['plan', *map(str, SMALL), '--policy', 'balanced', '--report', 'p.html']}); "
+        "sys.exit('jax' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, capture_output=True, cwd=tmp_path, check=False).returncode == 0

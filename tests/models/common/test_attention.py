@@ -1,0 +1,65 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from alload_jax.models.common.attention import attention
+
+
+def oracle(query, key, value):
+    query, key, value = (np.asarray(part, np.float64) for part in (query, key, value))
+    logits = np.einsum("bshd,bthd->bhst", query, key) / np.sqrt(query.shape[-1])
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return np.einsum("bhst,bthd->bshd", weights / weights.sum(-1, keepdims=True), value)
+
+
+def heads(shape, seed, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (33, 5), (4, 77)])
+def test_equals_the_float64_oracle(queries, keys):
+    query, key, value = (heads((2, n, 3, 8), i) for i, n in enumerate((queries, keys, keys)))
+    np.testing.assert_allclose(
+        attention(query, key, value), oracle(query, key, value), rtol=2e-5, atol=2e-6
+    )
+
+
+def test_cudnn_on_a_cpu_is_refused_with_the_reason():
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU here")
+    query = heads((1, 4, 2, 8), 0, jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="the backend is 'cpu'"):
+        attention(query, query, query, implementation="cudnn")
+
+
+def test_an_unknown_implementation_is_named():
+    query = heads((1, 4, 2, 8), 0)
+    with pytest.raises(ValueError, match="'flash9'"):
+        attention(query, query, query, implementation="flash9")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("queries", "keys"), [(16, 16), (37, 37), (272, 2), (1000, 77)])
+def test_cudnn_equals_the_oracle_in_values_and_gradients(queries, keys):
+    parts = [heads((2, n, 4, 32), i, jnp.bfloat16) for i, n in enumerate((queries, keys, keys))]
+
+    def total(implementation, *parts):
+        output = attention(*parts, implementation=implementation)
+        return jnp.sum(
+            output.astype(jnp.float32) * jnp.cos(jnp.arange(output.size)).reshape(output.shape)
+        )
+
+    output = attention(*parts, implementation="cudnn")
+    expected = oracle(*parts)
+    assert np.linalg.norm(np.asarray(output, np.float64) - expected) < 1e-2 * np.linalg.norm(
+        expected
+    )
+    fused = jax.grad(lambda *p: total("cudnn", *p), argnums=(0, 1, 2))(*parts)
+    plain = jax.grad(lambda *p: total("xla", *p), argnums=(0, 1, 2))(
+        *(part.astype(jnp.float32) for part in parts)
+    )
+    for ours, theirs in zip(fused, plain, strict=True):
+        theirs = np.asarray(theirs, np.float64)
+        error = np.linalg.norm(np.asarray(ours, np.float64) - theirs)
+        assert error < 2e-2 * np.linalg.norm(theirs)
