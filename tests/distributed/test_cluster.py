@@ -92,9 +92,9 @@ def test_a_port_that_is_taken_is_named():
 
 GIVES_UP = """
 from alload_jax.distributed import initialize
-joining.JOIN_SECONDS, joining._SILENT_SECONDS = 1.0, 0.2
-config = joining.ClusterConfig(coordinator="nohost.invalid:9", processes=2, process=1)
-joining.initialize(config)
+initialize.JOIN_SECONDS, initialize._SILENT_SECONDS = 1.0, 0.2
+config = initialize.ClusterConfig(coordinator="nohost.invalid:9", processes=2, process=1)
+initialize.initialize(config)
 """
 
 
@@ -109,9 +109,9 @@ def test_who_meets_nobody_gives_up_in_a_line():
 INTERRUPTED = """
 import os, signal, threading
 from alload_jax.distributed import initialize
-config = joining.ClusterConfig(coordinator="localhost:9", processes=2, process=1)
+config = initialize.ClusterConfig(coordinator="localhost:9", processes=2, process=1)
 threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-joining.initialize(config)
+initialize.initialize(config)
 """
 
 
@@ -177,5 +177,5 @@ def test_a_folder_that_only_one_host_has_is_named(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=words):
         Alike(True, False).require_shared("run.folder", tmp_path / "run")
     assert not list((tmp_path / "run").iterdir())
-    monkeypatch.setattr("alload_jax.sharding.cluster._APPEARS_SECONDS", 0.2)
+    monkeypatch.setattr("alload_jax.distributed.cluster._APPEARS_SECONDS", 0.2)
     assert not _appears(tmp_path / "run" / ".shared-elsewhere")
