@@ -12,7 +12,6 @@ import jax
 import orbax.checkpoint as ocp
 
 from alload_jax.errors import InputError
-from alload_jax.models.wan.config import LATER_FIELDS
 from alload_jax.training.state import TrainState
 
 
@@ -50,7 +49,8 @@ class Checkpoints:
           folder: of the checkpoints.
           config: when to save and what to keep.
           identity: JSON values that a checkpoint must share with the run that restores it, such
-            as the model's config and the plan's fingerprint.
+            as the model's config and the plan's fingerprint. A part that is empty is the same as
+            one that a checkpoint lacks.
         """
         self.folder = Path(folder).absolute()
         self._identity = identity
@@ -96,8 +96,9 @@ class Checkpoints:
         """
         self.check(step)
         with self._damage_named(step):
-            part = ocp.args.Composite(state=ocp.args.StandardRestore(like))
-            return self._manager.restore(step, args=part).state
+            part = ocp.args.Composite(state=ocp.args.StandardRestore(_stored(like)))
+            found = self._manager.restore(step, args=part).state
+            return like._replace(**found)
 
     def _damage_named(self, step: int) -> AbstractContextManager[None]:
         remedy = "move it away to continue from the one before"
@@ -110,7 +111,8 @@ class Checkpoints:
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), identity=ocp.args.JsonSave(self._identity)
+                state=ocp.args.StandardSave(_stored(state)),
+                identity=ocp.args.JsonSave(self._identity),
             ),
         )
 
@@ -120,13 +122,18 @@ class Checkpoints:
         self._manager.close()
 
     def _check_identity(self, step: int, found: dict[str, Any]) -> None:
-        for name, ours in self._identity.items():
-            theirs = found.get(name)
+        for name in dict.fromkeys((*self._identity, *found)):
+            theirs, ours = found.get(name) or {}, self._identity.get(name) or {}
             if theirs != ours:
                 raise InputError(
                     f"{self.folder / str(step)}: checkpoint of another {name}: "
                     f"{difference(theirs, ours)}; {_remedy(theirs, ours)}"
                 )
+
+
+def _stored(state: TrainState) -> dict[str, Any]:
+    """What is written of a state: the fields that hold something."""
+    return {name: part for name, part in state._asdict().items() if jax.tree.leaves(part)}
 
 
 def _remedy(theirs: Any, ours: Any) -> str:
@@ -159,7 +166,7 @@ def difference(theirs: Any, ours: Any) -> str:
         places = {"policy": -1, "samples": 1, "order": 1}
         keys = sorted(theirs.keys() | ours.keys(), key=lambda key: (places.get(key, 0), key))
         for key in keys:
-            was, now = (found.get(key, LATER_FIELDS.get(key)) for found in (theirs, ours))
+            was, now = theirs.get(key), ours.get(key)
             if was != now:
                 return f"{key} was {was!r} and is now {now!r}"
     return f"it was {theirs!r} and is now {ours!r}"

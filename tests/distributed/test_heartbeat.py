@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from alload_jax.distributed import heartbeat as heartbeat_module
 from alload_jax.distributed.coordination import Member
 from alload_jax.distributed.heartbeat import Heartbeat
 from alload_jax.errors import InputError
-from alload_jax.distributed import heartbeat as heartbeat_module
 
 LOST_AFTER = 30.0
 INTERVAL = 2.0
