@@ -116,7 +116,9 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         config.parameters,
     )
     with (
-        Checkpoints(folder / "checkpoints", config.checkpoint, identity) as checkpoints,
+        Checkpoints(
+            folder / "checkpoints", config.checkpoint, identity, config.model.later_fields
+        ) as checkpoints,
         StopRequest() as stop,
         cluster.failures_reported(),
     ):

@@ -1,7 +1,7 @@
 """Checkpoints through Orbax: written in the background, whole or not at all."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,13 @@ class Checkpoints:
     Close it, or use it in a `with`: what is being written is finished then, whatever happened.
     """
 
-    def __init__(self, folder: str | Path, config: CheckpointConfig, identity: dict[str, Any]):
+    def __init__(
+        self,
+        folder: str | Path,
+        config: CheckpointConfig,
+        identity: dict[str, Any],
+        defaults: Mapping[str, Any] | None = None,
+    ):
         """Opens the folder, making it if need be.
 
         Args:
@@ -51,9 +57,10 @@ class Checkpoints:
           identity: JSON values that a checkpoint must share with the run that restores it, such
             as the model's config and the plan's fingerprint. A part that is empty is the same as
             one that a checkpoint lacks.
+          defaults: what a field that a part lacks stands for, for messages.
         """
         self.folder = Path(folder).absolute()
-        self._identity = identity
+        self._identity, self._defaults = identity, defaults or {}
         options = ocp.CheckpointManagerOptions(
             max_to_keep=config.keep,
             keep_period=config.keep_every,
@@ -127,7 +134,7 @@ class Checkpoints:
             if theirs != ours:
                 raise InputError(
                     f"{self.folder / str(step)}: checkpoint of another {name}: "
-                    f"{difference(theirs, ours)}; {_remedy(theirs, ours)}"
+                    f"{difference(theirs, ours, self._defaults)}; {_remedy(theirs, ours)}"
                 )
 
 
@@ -158,7 +165,7 @@ def damage_named(place: Path, remedy: str) -> Iterator[None]:
         raise InputError(f"{place}: this checkpoint cannot be read ({reason}); {remedy}") from error
 
 
-def difference(theirs: Any, ours: Any) -> str:
+def difference(theirs: Any, ours: Any, defaults: Mapping[str, Any] | None = None) -> str:
     """The first value that differs, named; both as JSON values."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         # The policy first, which decides what else there is; digests of the data and of its order
@@ -166,7 +173,7 @@ def difference(theirs: Any, ours: Any) -> str:
         places = {"policy": -1, "samples": 1, "order": 1}
         keys = sorted(theirs.keys() | ours.keys(), key=lambda key: (places.get(key, 0), key))
         for key in keys:
-            was, now = theirs.get(key), ours.get(key)
+            was, now = (each.get(key, (defaults or {}).get(key)) for each in (theirs, ours))
             if was != now:
                 return f"{key} was {was!r} and is now {now!r}"
     return f"it was {theirs!r} and is now {ours!r}"

@@ -82,8 +82,9 @@ def restore_weights(
         reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
         model = reader.restore(place / "identity")["model"]
     if model != config.architecture():
+        found = difference(model, config.architecture(), config.later_fields)
         raise InputError(
-            f"{place}: its model is not config.yaml's: {difference(model, config.architecture())}; "
+            f"{place}: its model is not config.yaml's: {found}; "
             "restore the config that the run was trained with"
         )
     like = _abstract_weights(config, parameters, mesh)
