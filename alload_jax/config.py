@@ -21,7 +21,8 @@ from alload_jax.errors import InputError
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.models.wan.transformer import packing_unsupported_reason
 from alload_jax.objectives.flow_matching import DiffusionConfig
-from alload_jax.planning.settings import AUTO, PlanningConfig
+from alload_jax.planning.policies.registry import AUTO
+from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling.samples import SamplingConfig
 from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training.checkpoint import CheckpointConfig
@@ -149,7 +150,7 @@ def with_policy(config: Config) -> Config:
     planning = config.planning
     if planning.policy == AUTO:
         planning = planning.resolved(packs=not packing_unsupported_reason(config.model))
-    if planning.policy == "balanced":
+    if planning.traits.splits_samples:
         planning = dataclasses.replace(planning, context=config.mesh.context)
     return dataclasses.replace(config, planning=planning)
 

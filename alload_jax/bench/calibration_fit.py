@@ -13,7 +13,7 @@ from alload_jax.config import Config
 from alload_jax.errors import InputError
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.planning.analytic import bytes_per_split_token
-from alload_jax.planning.architecture import from_fields
+from alload_jax.planning.architectures.registry import from_fields
 from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost
 from alload_jax.planning.fit import Fit, Point, evaluate, fit_power, fit_quadratic, predicted
 from alload_jax.training.telemetry import peak_memory

@@ -18,12 +18,13 @@ from alload_jax.planning.analytic import (
     step_cost,
     step_memory,
 )
-from alload_jax.planning.architecture import NAMED, Architecture, architecture_named, from_fields
+from alload_jax.planning.architectures.registry import architecture_named, from_fields
+from alload_jax.planning.architectures.wan import WAN_1_3B as WAN
+from alload_jax.planning.architectures.wan import WAN_14B, WanArchitecture
 from alload_jax.planning.cost import bucketed_cost, read_cost_file, write_cost_file
 from alload_jax.planning.devices import DEVICES, device_named
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-WAN = NAMED["wan2.1-1.3b"]
 H200 = DEVICES["h200"]
 REMAT = ("full", "attention", "matmuls_and_attention", "none")
 TOLERANCE = 0.15
@@ -90,7 +91,7 @@ def test_parameters_are_those_of_the_model(config):
 
 def test_wan_is_wan():
     assert WAN.parameters() == 1_418_996_800
-    assert NAMED["wan2.1-14b"].parameters() == pytest.approx(14.3e9, rel=0.01)
+    assert WAN_14B.parameters() == pytest.approx(14.3e9, rel=0.01)
 
 
 @pytest.mark.parametrize("architecture", [WAN, from_fields(MODELS[0].architecture())])
@@ -99,7 +100,7 @@ def test_fields_come_back(architecture):
 
 
 def test_forward_flops_are_the_formula():
-    shape = Architecture(dim=6, ffn_dim=10, num_heads=3, num_layers=4, text_length=7)
+    shape = WanArchitecture(dim=6, ffn_dim=10, num_heads=3, num_layers=4, text_length=7)
     d, f, t, s = 6, 10, 7, 11
     block = 12 * s * d**2 + 4 * s * d * f + 4 * s**2 * d + 4 * t * d**2 + 4 * s * t * d
     assert shape.forward_flops(s) == 4 * block
@@ -110,7 +111,7 @@ def test_forward_flops_are_the_formula():
     [("wan2.1-1.3b", 1560, 1.07), ("wan2.1-1.3b", 75_600, 1.84), ("wan2.1-14b", 32_760, 1.52)],
 )
 def test_local_exponents_of_forward_flops(name, seq_len, exponent):
-    low, high = (NAMED[name].forward_flops(s) for s in (seq_len - 10, seq_len + 10))
+    low, high = (architecture_named(name).forward_flops(s) for s in (seq_len - 10, seq_len + 10))
     found = np.log(high / low) / np.log((seq_len + 10) / (seq_len - 10))
     assert found == pytest.approx(exponent, abs=0.02)
 
@@ -168,7 +169,7 @@ def test_every_device_gets_a_cost_model(device):
         (lambda: device_named("tpu"), "choose one of h200 (NVIDIA H200)"),
         (lambda: architecture_named("wan3"), "choose one of wan2.1-1.3b"),
         (lambda: analytic_costs(WAN, H200, "most"), "choose one of full, attention"),
-        (lambda: analytic_costs(NAMED["wan2.1-14b"], H200), "shard it over more devices"),
+        (lambda: analytic_costs(WAN_14B, H200), "shard it over more devices"),
         (lambda: analytic_costs(WAN, H200, shards=0), "give at least 1"),
         (lambda: from_fields({"dim": 8}), "model.ffn_dim is None"),
         (lambda: from_fields(WAN.fields() | {"image": {"dim": 3}}), "image condition"),

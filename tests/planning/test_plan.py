@@ -8,11 +8,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning_cases import MODES, POLICIES, cases, examples, manifests, of_lengths, of_shapes
 
+from alload_jax.planning.factory import make_plan
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.samples import Samples
-from alload_jax.planning.settings import PlanningConfig, make_plan
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.topology import RankTopology
 
 
 def plan_of(case):

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import cases, examples, of_lengths, of_shapes, refusal
 
+from alload_jax.planning.factory import make_policy
 from alload_jax.planning.policies.dual_constraint import DualConstraint
 from alload_jax.planning.policies.equal_tokens import EqualTokens
 from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.settings import make_policy
 
 LENGTHS = st.lists(st.integers(1, 100_000), min_size=1, max_size=12)
 

@@ -6,8 +6,8 @@ from alload_jax.planning.cost import PowerCost, QuadraticCost
 from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.simulation import SimulationSettings, simulate
+from alload_jax.planning.topology import RankTopology
 
 LINEAR = PowerCost(1.0)
 

@@ -20,7 +20,8 @@ from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.models.common.segments import PackedMetadata
 from alload_jax.models.wan.config import TextConfig, WanConfig
 from alload_jax.objectives.flow_matching import DiffusionConfig, noised, noised_rows
-from alload_jax.planning.settings import PlanningConfig, make_plan
+from alload_jax.planning.factory import make_plan
+from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state, model_graph

@@ -1,4 +1,4 @@
-"""The refusal that all policies share: a sample that cannot fit."""
+"""What bucketed policies refuse alike: a sample that does not fit."""
 
 import numpy as np
 
