@@ -51,7 +51,7 @@ class PlanningConfig:
       align: of packed rows: samples begin at multiples of this many tokens.
       max_segments: most samples of a packed row; null for 2.5 times the mean (`first_fit`: 4).
       look_ahead: steps that packed policies choose from at once.
-      max_delay: such windows that `balanced` lets a sample wait at most.
+      max_delay: such windows that may defer a sample, under `balanced`.
       context: ranks of a context-parallel group, over which `balanced` splits samples that are
         too long for one rank's fair share; 1 splits none. In training it follows mesh.context.
       split_above: how many times a mean row's cost makes a sample too long: 1 is the fair share,

@@ -23,11 +23,11 @@ def micro_batch_costs(
     """
     if plan.packing is None:
         return bucketed_cost(model, plan.rows, plan.padded_len)
-    beyond = marginal_cost(model, seq_len[plan.sample])
+    marginal = marginal_cost(model, seq_len[plan.sample])
     owner = plan.micro_batch_of_part()
     is_split, context = plan.packing.is_split, plan.packing.context
-    share = beyond * plan.packing.tokens / np.maximum(1, seq_len[plan.sample])
-    whole = np.bincount(owner, weights=np.where(is_split, 0, beyond), minlength=len(plan.rows))
+    share = marginal * plan.packing.tokens / np.maximum(1, seq_len[plan.sample])
+    whole = np.bincount(owner, weights=np.where(is_split, 0, marginal), minlength=len(plan.rows))
     split = np.bincount(owner, weights=np.where(is_split, share, 0), minlength=len(plan.rows))
     by_group = split.reshape(-1, context).mean(axis=1).repeat(context)
     row = model.fixed_cost + model.padding_cost(plan.rows * plan.padded_len)
@@ -52,7 +52,7 @@ def largest_indivisible_cost(plan: EpochPlan, seq_len: np.ndarray, model: CostMo
         np.maximum.at(largest, plan.step, alone)
         return largest
     row = model.fixed_cost + model.padding_cost(plan.padded_len)
-    beyond = np.where(plan.packing.is_split, 0, marginal_cost(model, seq_len[plan.sample]))
+    marginal = np.where(plan.packing.is_split, 0, marginal_cost(model, seq_len[plan.sample]))
     owner = plan.micro_batch_of_part()
-    np.maximum.at(largest, plan.step[owner], row[owner] + beyond)
+    np.maximum.at(largest, plan.step[owner], row[owner] + marginal)
     return largest

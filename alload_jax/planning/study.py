@@ -71,7 +71,7 @@ class Study:
 
     @property
     def predictor(self) -> CostModel:
-        """What costs are measured by, for every policy alike."""
+        """What costs of every policy are measured by."""
         return self.config.predictor(self.costs)
 
     def cases(self, policies: Sequence[str], ranks: Sequence[int]) -> Iterator[Case]:

@@ -114,12 +114,12 @@ def _bars(
 def _packed_costs(
     part: EpochPlan, lengths: np.ndarray, model: CostModel
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of every part: its tokens, and its share of what its sample costs beyond them."""
+    """Of every part: its tokens, and its share of its sample's marginal cost."""
     assert part.packing is not None
     tokens, is_split = part.packing.tokens, part.packing.is_split
-    beyond = marginal_cost(model, lengths)
+    marginal = marginal_cost(model, lengths)
     share = np.where(is_split, tokens / np.maximum(1, lengths), 1.0)
-    return model.padding_cost(tokens) + beyond * share, is_split
+    return model.padding_cost(tokens) + marginal * share, is_split
 
 
 def _curve(cases: Sequence[Case], study: Study) -> tuple[np.ndarray, np.ndarray, float] | None:

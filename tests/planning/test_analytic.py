@@ -13,8 +13,10 @@ from planning_cases import refusal
 from alload_jax.models.common.weights import parameter_count
 from alload_jax.models.wan.config import TextConfig, WanConfig
 from alload_jax.planning.analytic import (
+    Trained,
     analytic_costs,
     bytes_per_split_token,
+    state_bytes,
     step_cost,
     step_memory,
 )
@@ -150,6 +152,27 @@ def test_shards_share_the_state():
     assert shared.per_token == whole.per_token
 
 
+@pytest.mark.parametrize(("dtype", "bytes_"), [("float32", 4), ("bfloat16", 2)])
+def test_a_frozen_parameter_takes_its_own_bytes_and_no_more(dtype, bytes_):
+    lora = Trained(1_000_000, dtype)
+    frozen = WAN.parameters() - 1_000_000
+    expected = 24 * 1_000_000 + bytes_ * frozen
+    assert state_bytes(WAN.parameters(), lora) == expected
+    costs = analytic_costs(WAN, H200, shards=2, trained=lora)
+    assert costs.memory.base == expected / 2
+    assert costs.memory.per_token == analytic_costs(WAN, H200).memory.per_token
+    assert costs.m_mem > analytic_costs(WAN, H200, shards=2).m_mem
+
+
+def test_frozen_parameters_need_neither_update_nor_gradient():
+    full = step_cost(WAN, H200, "none")
+    half = step_cost(WAN, H200, "none", Trained(WAN.parameters() // 2))
+    assert half.c0 == pytest.approx(full.c0 - 26 * WAN.parameters() / H200.bandwidth)
+    assert half.c_sequence == pytest.approx(full.c_sequence * 2.5 / 3)
+    assert half.c2 == full.c2
+    assert step_cost(WAN, H200, "none", Trained(WAN.parameters())) == full
+
+
 @pytest.mark.parametrize("name", ["h200", "NVIDIA H200", "nvidia h200"])
 def test_devices_have_two_names(name):
     assert device_named(name) == H200
@@ -171,6 +194,9 @@ def test_every_device_gets_a_cost_model(device):
         (lambda: analytic_costs(WAN, H200, "most"), "choose one of full, attention"),
         (lambda: analytic_costs(WAN_14B, H200), "shard it over more devices"),
         (lambda: analytic_costs(WAN, H200, shards=0), "give at least 1"),
+        (lambda: analytic_costs(WAN, H200, trained=Trained(0)), "from 1 to 1418996800"),
+        (lambda: state_bytes(10, Trained(11)), "11 parameters are to be trained"),
+        (lambda: Trained(3, "int8"), "choose one of float32, bfloat16"),
         (lambda: from_fields({"dim": 8}), "model.ffn_dim is None"),
         (lambda: from_fields(WAN.fields() | {"image": {"dim": 3}}), "image condition"),
     ],

@@ -47,7 +47,7 @@ def test_noise_keeps_the_work_but_makes_ranks_wait():
     assert noisy.idle == pytest.approx(1 - 1 / (1 + 0.05 * 1.4236), abs=0.005)
 
 
-def test_equal_seeds_replay_alike():
+def test_equal_seeds_give_equal_replays():
     plan, seq_len = epoch_of([10, 20] * 50, 4)
     once, again, other = (
         simulate(plan, seq_len, LINEAR, SimulationSettings(0.1, 0.0, seed)) for seed in (1, 1, 2)

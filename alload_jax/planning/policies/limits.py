@@ -1,4 +1,4 @@
-"""What bucketed policies refuse alike: a sample that does not fit."""
+"""What every bucketed policy refuses: a sample that does not fit."""
 
 import numpy as np
 

@@ -77,7 +77,7 @@ def fill_split_regions(
 ) -> SplitRegions:
     """Assigns split samples to groups, then short samples to what the regions leave free.
 
-    Groups of like load are put into the same steps and get the same A.
+    Groups of similar load are put into the same steps and get the same A.
 
     Args:
       rule: which samples are split.
@@ -185,7 +185,7 @@ def split_evenly(
 
 
 def _split_sizes_of(used: np.ndarray, rule: SplitRule, per_step: int) -> np.ndarray:
-    """[G]: the least allowed A that holds every group of its step, groups of like load together."""
+    """[G]: the least allowed A that holds all groups of a step, which are of similar load."""
     order = np.argsort(-used, kind="stable")
     most = used[order][::per_step]
     size = rule.split_sizes[np.searchsorted(rule.split_sizes * rule.context, most)]
