@@ -22,7 +22,8 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import DEFAULT_FAMILY, FAMILIES, family_of
 from alload_jax.objectives.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
-from alload_jax.planning.settings import AUTO, PlanningConfig
+from alload_jax.planning.policies.registry import AUTO
+from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling.evaluators.evaluator import EVALUATORS, Evaluator
 from alload_jax.sampling.samples import SamplingConfig
 from alload_jax.sharding.mesh import MeshConfig
@@ -169,7 +170,7 @@ def with_policy(config: Config) -> Config:
     if planning.policy == AUTO:
         reason = family_of(config.model).packing_unsupported_reason(config.model)
         planning = planning.resolved(packs=not reason)
-    if planning.policy == "balanced":
+    if planning.traits.splits_samples:
         planning = dataclasses.replace(planning, context=config.mesh.context)
     return dataclasses.replace(config, planning=planning)
 

@@ -27,8 +27,8 @@ from alload_jax.config import Config, read_config
 from alload_jax.data.datasets.dataset import prepare_dataset
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError, run_command
+from alload_jax.planning.factory import make_plan
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.settings import make_plan
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt

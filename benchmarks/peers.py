@@ -5,8 +5,8 @@
   taken before it is looked at. A batch is padded to its longest cut. At an uneven end the last
   batches' cuts are shared among all ranks, some twice. Every rank plans for all.
 - grain's `FirstFitPackIterDataset` and `BestFitPackIterDataset` with rows of M_mem tokens. Either
-  each rank packs a strided share of the shuffled samples, or one stream of rows is dealt to the
-  ranks in turn. Ranks that run out of rows wait; no sample is dropped for it.
+  each rank packs a strided share of the shuffled samples, or the ranks take the rows of
+  one stream in turn. Ranks that run out of rows wait; no sample is dropped for it.
 """
 
 import functools
@@ -141,7 +141,7 @@ class Grain:
     Attributes:
       best_fit: which of the two.
       bins: rows that are open at once.
-      shared: one stream of rows is dealt to the ranks in turn; else each packs its own share.
+      shared: the ranks take the rows of one stream in turn; else each packs its own share.
       grouped: rows leave by the mean of their samples' lengths (`shuffle_bins_group_by_feature`)
         in place of random order, so that ranks get similar rows at a time.
     """
@@ -237,21 +237,18 @@ def padded_epoch(steps: Steps, seq_len: np.ndarray) -> EpochPlan:
     return EpochPlan(shape=np.zeros((len(work["rows"]), 3), np.int64), **work)
 
 
-def packed_epoch(steps: Steps, seq_len: np.ndarray, row_tokens: int) -> EpochPlan:
-    """Rows of `row_tokens` in which samples lie one after another."""
+def packed_epoch(steps: Steps, seq_len: np.ndarray, row_capacity: int) -> EpochPlan:
+    """Rows of `row_capacity` tokens in which samples lie one after another."""
     work = _columns(steps)
     rows, tokens = len(work["rank"]), seq_len[work["sample"]]
     before = np.cumsum(tokens) - tokens
     return EpochPlan(
         rows=np.ones(rows, np.int64),
-        padded_len=np.full(rows, row_tokens),
+        padded_len=np.full(rows, row_capacity),
         shape=np.zeros((rows, 3), np.int64),
         packing=Packing(
+            capacity=row_capacity,
             segments=int(np.diff(work["offsets"]).max()),
-            region_segments=0,
-            align=1,
-            context=1,
-            split_sizes=(0,),
             longest_whole=int(tokens.max()),
             split_tokens=np.zeros(rows, np.int64),
             tokens=tokens,

@@ -38,10 +38,11 @@ from alload_jax.bench.provenance import provenance
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.cost import CostFile, QuadraticCost, read_cost_file
 from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.factory import m_comp_curve, make_plan
 from alload_jax.planning.metrics import plan_metrics
-from alload_jax.planning.policies.policy import RankTopology
-from alload_jax.planning.settings import PlanningConfig, m_comp_curve, make_plan
+from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.study import policy_config
+from alload_jax.planning.topology import RankTopology
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 COST_MODEL = RESULTS / "calibration_wan_1_3b_h200.json"
@@ -200,8 +201,8 @@ def _of_ours(
     config = policy_config(config, policy)
     if m_comp == "auto":
         # Searched for once, as the peers' settings are; searching does not count.
-        layout = RankTopology(case.ranks, config.ranks_mode)
-        chosen = m_comp_curve(config, case.samples, layout, costs).chosen
+        topology = RankTopology(case.ranks, config.ranks_mode)
+        chosen = m_comp_curve(config, case.samples, topology, costs).chosen
         config = dataclasses.replace(config, m_comp=chosen)
     make = functools.partial(make_plan, config, case.samples, case.ranks, 0, costs)
     plan, seconds = make(), []

@@ -55,7 +55,7 @@ PAPER = {"equal_tokens": 0.39, "dual_constraint": 0.189}
 PAPER_M_MEM = {"wan-480p": 131_072, "mixed-resolution": 151_200} | {
     f"long-video-V{share}": 700_000 for share in range(35, 61, 5)
 }
-"""Two to four of the longest samples: below two, M_comp never binds before M_mem does."""
+"""Tokens of two to four of the longest samples: with more memory M_comp binds in more buckets."""
 
 
 _PAPER_CASES: tuple[tuple[str, Any], ...] = (

@@ -11,7 +11,7 @@ from alload_jax.bench.provenance import provenance
 from alload_jax.bench.step import Step
 from alload_jax.errors import InputError
 from alload_jax.planning.analytic import bytes_per_split_token
-from alload_jax.planning.architecture import from_fields
+from alload_jax.planning.architectures.registry import from_fields
 from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost
 from alload_jax.planning.fit import Fit, Point, evaluate, fit_power, fit_quadratic, predicted
 from alload_jax.training.run_files import peak_memory

@@ -31,11 +31,13 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import LABELS, LATENTS, TEXT
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields
-from alload_jax.planning.architecture import LABEL_TOKENS, from_fields
+from alload_jax.planning.architectures.architecture import LABEL_TOKENS
+from alload_jax.planning.architectures.registry import from_fields
+from alload_jax.planning.factory import make_plan
 from alload_jax.planning.geometry import Geometry
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.samples import Samples
-from alload_jax.planning.settings import PlanningConfig, make_plan
+from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import ASPECT_RATIOS, make_workload
 
 

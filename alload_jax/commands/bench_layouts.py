@@ -12,7 +12,8 @@ from rich.table import Table
 from alload_jax.commands.bench_output import gigabytes, markdown_table, require_counts, typed
 from alload_jax.errors import InputError
 from alload_jax.planning.devices import DEVICES
-from alload_jax.planning.settings import PACKED, PlanningConfig
+from alload_jax.planning.policies.registry import find_policy
+from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import names
 
 _POLICIES = ("balanced", "first_fit", "dual_constraint", "equal_tokens")
@@ -91,8 +92,8 @@ def _settings(options: argparse.Namespace, model: dict[str, Any]) -> list[dict[s
         "steps": options.steps,
     }
     plannings = [_planning(options, policy) for policy in options.policies]
-    groups = [[each] for each in plannings if each["policy"] in PACKED]
-    groups.append([each for each in plannings if each["policy"] not in PACKED])
+    groups = [[each] for each in plannings if find_policy(each["policy"]).packed]
+    groups.append([each for each in plannings if not find_policy(each["policy"]).packed])
     return [shared | {"plannings": group} for group in groups if group]
 
 

@@ -28,7 +28,7 @@ from alload_jax.commands.bench_output import (
 )
 from alload_jax.commands.bench_process import measured
 from alload_jax.errors import InputError
-from alload_jax.planning.architecture import from_fields
+from alload_jax.planning.architectures.registry import from_fields
 
 HELP = "Training steps of a Wan-shaped model: against diffusers in PyTorch, or by planning policy."
 

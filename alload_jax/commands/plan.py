@@ -11,12 +11,13 @@ from rich.console import Console
 from alload_jax.commands.plan_inputs import PlanInputs, plan_inputs
 from alload_jax.commands.plan_tables import case_table, comparison_table
 from alload_jax.errors import InputError
-from alload_jax.planning.architecture import NAMED
+from alload_jax.planning.analytic import FROZEN_BYTES
+from alload_jax.planning.architectures.registry import model_names
 from alload_jax.planning.files import plan_table, replaceable, write_plan
-from alload_jax.planning.policies.policy import RanksMode
-from alload_jax.planning.settings import AUTO, PolicyName
+from alload_jax.planning.policies.registry import AUTO, policy_names
 from alload_jax.planning.simulation import SimulationSettings
 from alload_jax.planning.study import Case, Study
+from alload_jax.planning.topology import RanksMode
 from alload_jax.planning.workloads import names
 
 HELP = "Plan an epoch and measure the plan: balance, padding, use of memory."
@@ -44,9 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_costs(group: Any) -> None:
     add = group.add_argument
     add("--config", help="a training config, whose planning section and model the flags override")
-    add("--model", choices=tuple(NAMED), help="for an analytic cost model; default wan2.1-1.3b")
+    add("--model", choices=model_names(), help="for an analytic cost model; default wan2.1-1.3b")
     add("--device", help="h200 (the default), h100, a100 or cpu")
     add("--shards", type=int, default=1, help="devices that share one copy of the weights")
+    add("--trained-parameters", type=int, help="how many are trained, the rest frozen; default all")
+    add("--frozen-dtype", choices=tuple(FROZEN_BYTES), help="of frozen ones; default float32")
     add("--cost-model", help="JSON written by `alload calibrate`, in place of the analytic model")
     add("--foreign-cost-model", action="store_true", default=None, help="accept another's")
     add("--memory-gb", type=float, help="of a device: gives M_mem by the cost model's memory")
@@ -55,7 +58,7 @@ def _add_costs(group: Any) -> None:
 
 def _add_policies(group: Any) -> None:
     add = group.add_argument
-    policies, modes = get_args(PolicyName), get_args(RanksMode)
+    policies, modes = policy_names(), get_args(RanksMode)
     add(
         "--policy",
         choices=(AUTO, *policies),
@@ -77,7 +80,7 @@ def _add_policies(group: Any) -> None:
     add("--align", type=int, help="packed samples begin at multiples of this")
     add("--max-segments", type=int, help="most samples of a packed row")
     add("--look-ahead", type=int, help="steps that packed policies choose from at once")
-    add("--max-delay", type=int, help="such windows that a sample waits at most")
+    add("--max-delay", type=int, help="such windows that may defer a sample")
     add("--context", type=int, help="ranks over which `balanced` splits samples that are too long")
     add("--link-bandwidth", type=float, help="bytes/s between them; default 76e9")
 
@@ -97,12 +100,10 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     inputs = plan_inputs(options)
     ranks = options.ranks or _configured_ranks(options)
-    provenance = None
+    replay = None
     if options.simulate:
-        provenance = SimulationSettings(options.noise, options.all_reduce, inputs.seed)
-    study = Study(
-        inputs.samples, inputs.planning, inputs.costs, inputs.seed, options.epoch, provenance
-    )
+        replay = SimulationSettings(options.noise, options.all_reduce, inputs.seed)
+    study = Study(inputs.samples, inputs.planning, inputs.costs, inputs.seed, options.epoch, replay)
     policies = list(dict.fromkeys(options.compare or [inputs.planning.policy]))
     cases = list(study.cases(policies, ranks))
     if options.json:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from alload_jax.errors import InputError
-from alload_jax.planning.analytic import analytic_costs
-from alload_jax.planning.architecture import NAMED, from_fields
+from alload_jax.planning.analytic import ALL_TRAINED, Trained, analytic_costs
+from alload_jax.planning.architectures.architecture import Architecture
+from alload_jax.planning.architectures.registry import architecture_named, from_fields
 from alload_jax.planning.cost import CostFile, PowerCost, read_cost_file
 from alload_jax.planning.devices import DEVICES, device_named
 from alload_jax.planning.geometry import Geometry
+from alload_jax.planning.policies.registry import AUTO, AUTO_PACKED, candidates
 from alload_jax.planning.samples import Samples, read_samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import make_workload
@@ -60,10 +62,12 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     fields = base.planning | {k: v for k, v in given.items() if v is not None}
     fields.pop("ranks", None)
     if options.compare:
-        fields["policy"] = "balanced"  # knows every setting; each case takes what concerns it
+        # It knows every setting; each case takes what concerns its policy.
+        fields["policy"] = AUTO_PACKED
     costs, source = _costs(options, fields, base)
     samples, data = _samples(options, base.patch_size)
-    if fields.get("m_mem") is None and fields.get("policy") != "fixed":
+    policies = candidates(fields.get("policy", AUTO))
+    if fields.get("m_mem") is None and any("m_mem" in each.required for each in policies):
         fields["m_mem"] = _m_mem(options, costs, int(samples.seq_len.min()))
     planning = PlanningConfig(**fields).resolved(base.packs and _packs(options, costs))
     if options.config and base.model:
@@ -104,22 +108,46 @@ def _costs(
     options: argparse.Namespace, fields: dict[str, Any], base: _Base
 ) -> tuple[CostFile, str]:
     """The cost model, and where it comes from."""
+    trained = _trained(options, fields)
     if fields.get("cost_model"):
         costs = read_cost_file(fields["cost_model"])
         _refuse_other_device(options, fields, costs)
         made_on = f", {costs.origin or 'given'} for {costs.device}" if costs.device else ""
         return costs, f"{fields['cost_model']}{made_on}"
-    asked = options.model or options.device
+    asked = options.model or options.device or trained != ALL_TRAINED
     if fields.get("p") and not asked:
         return CostFile(power=PowerCost(fields["p"])), f"B·S^p with p = {fields['p']:g}, no unit"
     device = device_named(options.device or _DEFAULT_DEVICE)
+    architecture, model = _architecture(options, base)
+    costs = analytic_costs(architecture, device, base.remat, shards=options.shards, trained=trained)
+    if trained.parameters:
+        model += f", {trained.parameters:,} of {architecture.parameters():,} parameters trained,"
+    return costs, f"analytic, not measured: {model} on {device.name}; see `alload calibrate`"
+
+
+def _architecture(options: argparse.Namespace, base: _Base) -> tuple[Architecture, str]:
+    """The model that is planned for, and what to call it."""
     if options.model or base.model is None:
         name = options.model or _DEFAULT_MODEL
-        architecture, model = NAMED[name], name
-    else:
-        architecture, model = from_fields(base.model), options.config
-    costs = analytic_costs(architecture, device, base.remat, shards=options.shards)
-    return costs, f"analytic, not measured: {model} on {device.name}; see `alload calibrate`"
+        return architecture_named(name), name
+    return from_fields(base.model), options.config
+
+
+def _trained(options: argparse.Namespace, fields: dict[str, Any]) -> Trained:
+    """Which parameters the flags say are trained; only the analytic cost model can follow them."""
+    if options.trained_parameters is None:
+        if options.frozen_dtype is not None:
+            raise InputError(
+                "alload plan: --frozen-dtype is given without --trained-parameters, so nothing is "
+                "frozen; give both"
+            )
+        return ALL_TRAINED
+    if fields.get("cost_model"):
+        raise InputError(
+            f"alload plan: --trained-parameters changes the analytic cost model, and "
+            f"{fields['cost_model']} is a cost model of its own; leave one of them out"
+        )
+    return Trained(options.trained_parameters, options.frozen_dtype or "float32")
 
 
 def _refuse_other_device(

@@ -150,8 +150,8 @@ class PackedCollation:
 
 
 def _packed(part: MicroBatch) -> RowPlan:
-    assert part.packed is not None
-    return part.packed
+    assert part.row_plan is not None
+    return part.row_plan
 
 
 def _split_rows(sizes: RowSizes, rows: Sequence[RowPlan], table: np.ndarray) -> SplitRows:
@@ -159,7 +159,7 @@ def _split_rows(sizes: RowSizes, rows: Sequence[RowPlan], table: np.ndarray) -> 
     joint = np.zeros((2, len(rows), sizes.joint), np.int32)
     whole = np.zeros((2, len(rows), sizes.whole), np.int32)
     for row, packed in enumerate(rows):
-        for slot, place in enumerate(packed.joint):
+        for slot, place in enumerate(packed.split_segments):
             joint[:, row, slot] = place
         behind = table[:, row, table[0, row] >= sizes.region]
         whole[:, row, : behind.shape[1]] = behind - [[sizes.region], [0]]

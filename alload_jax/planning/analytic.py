@@ -11,68 +11,94 @@ from dataclasses import dataclass
 import numpy as np
 
 from alload_jax.errors import InputError
-from alload_jax.planning.architecture import Architecture
+from alload_jax.planning.architectures.architecture import Architecture
 from alload_jax.planning.cost import CostFile, MemoryModel, PowerCost, QuadraticCost, bucketed_cost
 from alload_jax.planning.devices import Device
 from alload_jax.planning.fit import Point, fit_power
 
 STATE_BYTES = 20
-"""Per parameter: float32 weights, Adam's two moments, EMA, sums of gradients."""
+"""Per trained parameter: float32 weights, Adam's two moments, EMA, sums of gradients."""
 GRADIENT_BYTES = 4
-"""Per parameter: the micro-batch's own gradient, before it is added to the sums."""
+"""Per trained parameter: the micro-batch's own gradient, before it is added to the sums."""
+FROZEN_BYTES = {"float32": 4, "bfloat16": 2}
+"""Per frozen parameter, which has neither gradient nor moments nor EMA, by its dtype."""
 
 LENGTHS = np.unique(np.geomspace(256, 80_000, 24).astype(int))
 """Over which the power law is fitted."""
 _FILLED = 80_000
-"""Tokens of a micro-batch that the power law is fitted to: it has no term for launches, which
-would make a single short sequence look as costly as many."""
+"""Tokens of a micro-batch that the power law is fitted to. It has no fixed cost, which would make a
+single short sequence look as costly as many."""
 
 _BACKWARD_ATTENTION = 2.5
 """FLOPs of attention's backward over its forward's: five products in place of two."""
 _UPDATE_BYTES = 52
-"""Per parameter: the norm reads the gradient, the update reads and writes weights, moments, EMA
-and gradient, and sums are set to zero: (1 + 5 + 6 + 1) · 4."""
+"""Per trained parameter: the norm reads the gradient, the update reads and writes weights, moments,
+EMA and gradient, and sums are set to zero: (1 + 5 + 6 + 1) · 4."""
 _WEIGHT_BYTES = 10
 """Per parameter and pass over the model: cast from float32, written and read as bfloat16, with a
-share of slicing the stacked layers."""
-_KERNELS = 60
-"""Of a block, forward; the backward has twice as many."""
-
-# Tensors of S × dim (and of S × ffn_dim) that a block reads and writes beside matrix products and
-# attention. Forward: three norms with residual and gate 10, query and key norms with rotary
-# embedding 9, the last gate 3; GELU reads and writes the hidden layer.
-_FORWARD_PASSES = (22, 2)
-# Backward: norms 15, query and key norms 12, gates 3, gradients of biases 8, sums of gradients 4;
-# the hidden layer: GELU 3, gradient of bias 1.
-_BACKWARD_PASSES = (42, 4)
-_WORKING_SET = (19, 4)
-"""Tensors of S × dim and S × ffn_dim alive at most while one block goes backward."""
+share of slicing the stacked layers. Frozen ones in bfloat16 take less, which is left out."""
+_BACKWARD_KERNELS = 2
+"""Kernels of the backward over the forward's."""
 
 
 @dataclass(frozen=True)
-class _Remat:
-    """What a rematerialisation policy computes again, and keeps of each block.
-
-    Attributes:
-      matmuls, attention, elementwise: whether the backward pass runs them forward again.
-      kept: tensors of S × dim and S × ffn_dim of every block, its input among them.
-    """
+class _Recomputed:
+    """What a rematerialisation policy lets the backward pass run forward again."""
 
     matmuls: bool
     attention: bool
     elementwise: bool
-    kept: tuple[float, float]
+
+    @property
+    def any(self) -> bool:
+        """Whether blocks run forward again at all."""
+        return self.matmuls or self.attention or self.elementwise
 
 
-_REMAT = {
-    "full": _Remat(True, True, True, (1, 0)),
-    # Both attentions' outputs, each twice: by its name, and as cuDNN put it out.
-    "attention": _Remat(True, False, True, (1 + 4, 0)),
-    # Besides: query, key, value, out; cross-attention's query and out; both feed-forward layers.
-    "matmuls_and_attention": _Remat(False, False, True, (1 + 4 + 7, 1)),
-    # An estimate: what autodiff keeps of norms, rotary embedding and GELU, partly in float32.
-    "none": _Remat(False, False, False, (28, 3)),
+_RECOMPUTED = {
+    "full": _Recomputed(True, True, True),
+    "attention": _Recomputed(True, False, True),
+    "matmuls_and_attention": _Recomputed(False, False, True),
+    "none": _Recomputed(False, False, False),
 }
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Which of a model's parameters are trained, by their number.
+
+    Attributes:
+      parameters: that are trained; None for all.
+      frozen_dtype: of the others, one of `FROZEN_BYTES`.
+    """
+
+    parameters: int | None = None
+    frozen_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.frozen_dtype not in FROZEN_BYTES:
+            raise InputError(
+                f"the dtype of frozen parameters is {self.frozen_dtype!r}; "
+                f"choose one of {', '.join(FROZEN_BYTES)}"
+            )
+
+    def of(self, total: int) -> int:
+        """How many of `total` parameters are trained.
+
+        Raises:
+          InputError: not as many as 1 to `total`.
+        """
+        if self.parameters is None:
+            return total
+        if not 1 <= self.parameters <= total:
+            raise InputError(
+                f"{self.parameters:,} parameters are to be trained, and the model has {total:,}; "
+                f"give a number from 1 to {total}"
+            )
+        return self.parameters
+
+
+ALL_TRAINED = Trained()
 
 
 def analytic_costs(
@@ -82,6 +108,7 @@ def analytic_costs(
     *,
     shards: int = 1,
     margin: float = 0.05,
+    trained: Trained = ALL_TRAINED,
 ) -> CostFile:
     """The cost model of a training step: one micro-batch, forward and backward, and the update.
 
@@ -92,16 +119,21 @@ def analytic_costs(
       shards: devices that share one copy of weights and state (`mesh.fsdp`). Only memory is
         shared; their communication is not counted.
       margin: share of the device's memory that `m_mem` leaves free.
+      trained: which parameters are trained.
 
     Raises:
-      InputError: the policy is unknown, or the state alone does not fit the device.
+      InputError: the rematerialisation policy is unknown, more parameters are trained than there
+        are, or the state alone does not fit the device.
     """
-    if remat not in _REMAT:
-        raise InputError(f"model.remat is {remat!r}; choose one of {', '.join(_REMAT)}")
+    if remat not in _RECOMPUTED:
+        raise InputError(f"model.remat is {remat!r}; choose one of {', '.join(_RECOMPUTED)}")
     if shards < 1:
         raise InputError(f"shards is {shards}; give at least 1")
-    quadratic = step_cost(architecture, device, remat)
-    memory = step_memory(architecture, device, remat, shards)
+    quadratic = step_cost(architecture, device, remat, trained)
+    memory = step_memory(architecture, device, remat, shards, trained)
+    details = {"margin": margin, "shards": shards, "device": dataclasses.asdict(device)}
+    if trained != ALL_TRAINED:
+        details["trained"] = dataclasses.asdict(trained)
     return CostFile(
         power=_power_law(quadratic),
         quadratic=quadratic,
@@ -111,80 +143,91 @@ def analytic_costs(
         model=architecture.fields() | {"remat": remat},
         device=device.name,
         origin="analytic",
-        details={"margin": margin, "shards": shards, "device": dataclasses.asdict(device)},
+        details=details,
     )
 
 
-def step_cost(architecture: Architecture, device: Device, remat: str) -> QuadraticCost:
-    """Seconds of a step, recomputation by the policy included; arguments as `analytic_costs`."""
-    policy = _REMAT[remat]
-    matmul = device.peak_flops * device.matmul_share
-    products = (3 + policy.matmuls) / matmul
+def step_cost(
+    architecture: Architecture, device: Device, remat: str, trained: Trained = ALL_TRAINED
+) -> QuadraticCost:
+    """Seconds of a step, what is recomputed included; arguments as `analytic_costs`.
+
+    Frozen parameters need no update. Neither do they need the product for their gradient, one of
+    the two of a layer's backward pass, which is taken to be in proportion to their number.
+    """
+    again, flops = _RECOMPUTED[remat], architecture.flops()
+    total = architecture.parameters()
+    frozen_share = 1 - trained.of(total) / total
+    products = (3 - frozen_share + again.matmuls) / (device.peak_flops * device.matmul_share)
     attention = (1 + _BACKWARD_ATTENTION) / (device.peak_flops * device.attention_share)
-    attention += policy.attention / (device.peak_flops * device.attention_forward_share)
-    elementwise = _elementwise_bytes(architecture, device, policy) / (
+    attention += again.attention / (device.peak_flops * device.attention_forward_share)
+    elementwise = _elementwise_bytes(architecture, device, again) / (
         device.bandwidth * device.elementwise_share
     )
     return QuadraticCost(
-        c0=_launch_seconds(architecture, device, policy),
-        c1=architecture.matmul_flops_per_token * products
-        + architecture.cross_flops_per_token * attention
-        + elementwise,
-        c2=architecture.attention_flops_per_pair * attention,
-        c_sequence=architecture.matmul_flops_per_sequence * products,
+        c0=_fixed_seconds(architecture, device, again, trained),
+        c1=flops.matmul_per_token * products + flops.attention_per_token * attention + elementwise,
+        c2=flops.attention_per_pair * attention,
+        c_sequence=flops.matmul_per_sequence * products + flops.attention_per_sequence * attention,
     )
 
 
 def step_memory(
-    architecture: Architecture, device: Device, remat: str, shards: int = 1
+    architecture: Architecture,
+    device: Device,
+    remat: str,
+    shards: int = 1,
+    trained: Trained = ALL_TRAINED,
 ) -> MemoryModel:
     """Most bytes in use during a step on one device; arguments as `analytic_costs`.
 
     Keys and values of the condition are left out, which counts where sequences are as short as it.
     """
-    state = architecture.parameters() * (STATE_BYTES + GRADIENT_BYTES) / shards
-    kept, working = _REMAT[remat].kept, _WORKING_SET
-    per_token = architecture.num_layers * _tensor_bytes(architecture, device, kept)
-    per_token += _tensor_bytes(architecture, device, working)
-    return MemoryModel(base=float(state), per_token=per_token)
+    state = state_bytes(architecture.parameters(), trained) / shards
+    values = architecture.kept_activations(remat) + architecture.activations().working_set
+    return MemoryModel(base=float(state), per_token=device.compute_bytes * values)
+
+
+def state_bytes(parameters: int, trained: Trained = ALL_TRAINED) -> int:
+    """Bytes of parameters and all that training keeps of them, whatever the batch.
+
+    Args:
+      parameters: of the model.
+      trained: which of them are trained.
+    """
+    count = trained.of(parameters)
+    frozen = (parameters - count) * FROZEN_BYTES[trained.frozen_dtype]
+    return count * (STATE_BYTES + GRADIENT_BYTES) + frozen
 
 
 def bytes_per_split_token(architecture: Architecture, remat: str, compute_bytes: int = 2) -> float:
     """Bytes that a token of a sequence split over devices sends in a step, at most.
 
     Self-attention alone needs the other devices' tokens (heads for tokens by all-to-all, as in
-    DeepSpeed-Ulysses, arXiv 2309.14509): query, key, value and output forward (4), the gradients
-    of these four (4), and once more query, key, value and output where the backward pass computes
-    the block again (4; none where all is kept). Of the bytes, 1/c stay on their device in a group
-    of c.
+    DeepSpeed-Ulysses, arXiv 2309.14509): query, key, value and output are sent forward, their
+    gradients backward, and query, key, value and output once more where the backward pass computes
+    the block again. Of the bytes, 1/c stay on their device in a group of c.
     """
-    tensors = 8 if remat == "none" else 12
-    return float(tensors * compute_bytes * architecture.dim * architecture.num_layers)
+    passes = 2 + _RECOMPUTED[remat].any
+    return float(passes * compute_bytes * architecture.activations().split_exchange)
 
 
-def _elementwise_bytes(architecture: Architecture, device: Device, policy: _Remat) -> float:
+def _elementwise_bytes(architecture: Architecture, device: Device, again: _Recomputed) -> float:
     """Read and written for each token of a step."""
-    passes = [_FORWARD_PASSES, _BACKWARD_PASSES] + [_FORWARD_PASSES] * policy.elementwise
-    return architecture.num_layers * sum(
-        _tensor_bytes(architecture, device, tensors) for tensors in passes
-    )
+    counts = architecture.activations()
+    values = counts.forward_traffic * (1 + again.elementwise) + counts.backward_traffic
+    return device.compute_bytes * values
 
 
-def _launch_seconds(architecture: Architecture, device: Device, policy: _Remat) -> float:
-    """Of every step, however little it holds: kernels, passes over the weights, the update."""
-    kernels = architecture.num_layers * _KERNELS * (3 + policy.elementwise)
-    passes = 3 + policy.elementwise
-    per_parameter = _UPDATE_BYTES + _WEIGHT_BYTES * passes
-    moved = architecture.parameters() * per_parameter / device.bandwidth
-    return kernels * device.kernel_seconds + moved
-
-
-def _tensor_bytes(
-    architecture: Architecture, device: Device, tensors: tuple[float, float]
+def _fixed_seconds(
+    architecture: Architecture, device: Device, again: _Recomputed, trained: Trained
 ) -> float:
-    """Bytes for each token of so many tensors of (S × dim, S × ffn_dim)."""
-    narrow, wide = tensors
-    return device.compute_bytes * (narrow * architecture.dim + wide * architecture.ffn_dim)
+    """Of every step, however little it holds: kernels, passes over the weights, the update."""
+    kernels = architecture.kernels() * (1 + _BACKWARD_KERNELS + again.elementwise)
+    passes = 3 + again.elementwise
+    total = architecture.parameters()
+    moved = trained.of(total) * _UPDATE_BYTES + total * _WEIGHT_BYTES * passes
+    return kernels * device.kernel_seconds + moved / device.bandwidth
 
 
 def _power_law(quadratic: QuadraticCost) -> PowerCost:

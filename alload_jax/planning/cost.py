@@ -10,8 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from alload_jax.errors import InputError
+from alload_jax.planning.architectures.registry import DEFAULT_FAMILY
 
 FORMAT = "alload-cost-model-1"
+
+_RENAMED = {"anchor_bytes": "bytes_per_split_token"}
+"""Fields of older files, and their names now."""
 
 
 class CostModel(Protocol):
@@ -173,9 +177,10 @@ class CostFile:
           model: fields of the architecture in use; those that the file knows are compared.
           device: as JAX names it; None where it is not known.
         """
-        theirs = self.model or {}
-        differing = [k for k in theirs if k in model and theirs[k] != model[k]]
-        found = [f"{k} {theirs[k]} (here {model[k]})" for k in differing]
+        family = {"family": DEFAULT_FAMILY}
+        theirs, ours = (family | fields for fields in (self.model or model, model))
+        differing = [k for k in theirs if k in ours and theirs[k] != ours[k]]
+        found = [f"{k} {theirs[k]} (here {ours[k]})" for k in differing]
         if device and self.device and self.device != device:
             found.append(f"device {self.device} (here {device})")
         return ", ".join(found)
@@ -202,6 +207,7 @@ def read_cost_file(path: str | Path) -> CostFile:
         raise InputError(f"{path}: not JSON ({error}); write the cost model anew") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise InputError(f"{path}: not a cost model; its format field must be {FORMAT!r}")
+    content = {_RENAMED.get(name, name): value for name, value in content.items()}
     for name, kind in (("model", dict), ("details", dict), ("device", str), ("origin", str)):
         if not isinstance(content.get(name, kind()), kind):
             raise InputError(f"{path}: {name} is {content[name]!r}; write the cost model anew")

@@ -6,33 +6,48 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Packing:
-    """What a packed epoch says beyond a bucketed one: where in its row each part of a sample lies.
+class RowShape:
+    """What is the same of all packed rows, in every step of every epoch.
 
     A part is what of a sample lies on one rank. A whole sample is one part. A split sample is
-    shared by the `context` ranks of a group: rank r of the group holds tokens [r·A, (r + 1)·A) of
-    a joint row in which the group's split samples lie one after another, and keeps them as the
-    first A tokens of its own row, the split region.
+    shared by the `context` ranks of a group: the first A tokens of each rank's row are its split
+    region, and the group's c·A split tokens hold the group's split samples one after another. Rank
+    r of the group holds split tokens [r·A, (r + 1)·A).
 
     Attributes:
+      capacity: T, tokens of a row.
       segments: M, most whole samples of a row.
-      region_segments: most samples that a group's ranks share.
       align: samples begin at multiples of this many tokens.
-      context: ranks of a group, consecutive; 1 where nothing is split.
+      context: c, ranks of a group, consecutive; 1 where nothing is split.
       split_sizes: the values that A may take in any epoch, ascending from 0: each is a program.
+      region_segments: most samples that a group's ranks share.
       longest_whole: most tokens of a sample that is not split, in any epoch.
+    """
+
+    capacity: int
+    segments: int
+    align: int = 1
+    context: int = 1
+    split_sizes: tuple[int, ...] = (0,)
+    region_segments: int = 0
+    longest_whole: int = 0
+
+    def footprint(self, seq_len: np.ndarray) -> np.ndarray:
+        """Tokens that samples take of a row, alignment included: [N] → [N] int64."""
+        return -(-np.asarray(seq_len, np.int64) // self.align) * self.align
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing(RowShape):
+    """Where the parts of a packed epoch lie, in rows of this shape.
+
+    Attributes:
       split_tokens: [W] int64, A of each micro-batch, equal over the ranks of a step.
       tokens: [P] int64, tokens of each part.
       offset: [P] int64, where the part begins in its rank's row.
       is_split: [P] bool, whether the part belongs to a split sample.
     """
 
-    segments: int
-    region_segments: int
-    align: int
-    context: int
-    split_sizes: tuple[int, ...]
-    longest_whole: int
     split_tokens: np.ndarray
     tokens: np.ndarray
     offset: np.ndarray

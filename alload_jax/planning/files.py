@@ -68,7 +68,7 @@ def replaceable(path: str | Path) -> Path:
     """The file to write at a path, links followed.
 
     Raises:
-      InputError: a folder, or something else that is no plain file, is there.
+      InputError: a folder, or something else that is not a plain file, is there.
     """
     if not str(path):
         raise InputError("the path of a file to write is empty; name a file")
@@ -76,7 +76,7 @@ def replaceable(path: str | Path) -> Path:
     if found.is_dir():
         raise InputError(f"{path}: is a folder; name a file")
     if found.exists() and not found.is_file():
-        raise InputError(f"{path}: is no plain file and would be replaced; name another")
+        raise InputError(f"{path}: is not a plain file and would be replaced; name another")
     return found
 
 

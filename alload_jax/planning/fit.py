@@ -154,4 +154,4 @@ def _require(points: Sequence[Point], least: int) -> None:
         raise InputError(f"fit: {len(points)} points for {least} coefficients; measure more")
     for point in points:
         if not (np.isfinite(point.seconds) and point.seconds > 0):
-            raise InputError(f"fit: {point} is no measurement; its seconds must be above 0")
+            raise InputError(f"fit: {point} is not a measurement; its seconds must be above 0")

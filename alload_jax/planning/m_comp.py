@@ -7,11 +7,10 @@ import numpy as np
 
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostModel
-from alload_jax.planning.policies.balanced import Balanced
-from alload_jax.planning.policies.dual_constraint import DualConstraint
-from alload_jax.planning.policies.policy import Policy, RankTopology
+from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
+from alload_jax.planning.topology import RankTopology
 
 _POINTS, _FINE_POINTS = 17, 10
 """Over the whole range, then between the neighbours of the best."""
@@ -44,7 +43,7 @@ def longest_alone(policy: Policy, samples: Samples) -> float:
     Raises:
       InputError: the policy knows no M_comp.
     """
-    return float(_measure(policy, samples.seq_len.max()[None])[0])
+    return float(policy.m_comp_measure(samples.seq_len.max()[None])[0])
 
 
 def search_m_comp(
@@ -54,7 +53,7 @@ def search_m_comp(
     model: CostModel,
     seconds_per_split_token: float = 0.0,
 ) -> MCompCurve:
-    """Plans an epoch at values of M_comp from the shortest sample's cost to where it binds no more.
+    """Plans an epoch at values of M_comp over the policy's range (`Policy.m_comp_range`).
 
     Args:
       policy_at: the policy with a given M_comp.
@@ -66,8 +65,7 @@ def search_m_comp(
     Raises:
       InputError: the policy knows no M_comp, or can't place a sample.
     """
-    probe = policy_at(1.0)
-    least, most = _range(probe, samples.seq_len)
+    least, most = policy_at(1.0).m_comp_range(np.unique(samples.seq_len))
     if not least > 0:
         raise InputError("the cost model says that samples cost nothing: no M_comp can be chosen")
     drawn = _draw(samples, topology.ranks)
@@ -89,26 +87,6 @@ def search_m_comp(
     return MCompCurve(
         np.r_[coarse.m_comp, fine.m_comp][order], np.r_[coarse.cost, fine.cost][order]
     )
-
-
-def _measure(policy: Policy, seq_len: np.ndarray) -> np.ndarray:
-    """What M_comp bounds, of a micro-batch that holds one sample."""
-    if isinstance(policy, DualConstraint):
-        return np.asarray(seq_len, np.float64) ** policy.p
-    if isinstance(policy, Balanced):
-        return policy.cost_alone(seq_len)
-    raise InputError(
-        f"policy {type(policy).__name__} has no M_comp; choose dual_constraint or balanced"
-    )
-
-
-def _range(policy: Policy, seq_len: np.ndarray) -> tuple[float, float]:
-    alone = _measure(policy, np.unique(seq_len))
-    if isinstance(policy, DualConstraint):
-        full = alone * (policy.m_mem // np.unique(seq_len))
-        return float(alone.min()), float(full.max())
-    # Many samples to a row: what a row of mean samples costs, four times over, binds no more.
-    return float(alone.min()), float(max(alone.max(), 4 * alone.mean()))
 
 
 def _draw(samples: Samples, ranks: int) -> Samples:

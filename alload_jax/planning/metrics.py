@@ -191,9 +191,8 @@ def step_metrics(
     """Measures one step of a plan under a cost model."""
     seq_len = plan.samples.seq_len
     part = plan.epoch(step.epoch).only(plan.locate(step.index)[1])
-    cost = rank_costs(part, micro_batch_costs(part, seq_len, cost_model, seconds_per_split_token))[
-        0
-    ]
+    each = micro_batch_costs(part, seq_len, cost_model, seconds_per_split_token)
+    [cost] = rank_costs(part, each)
     tokens = int(part.part_tokens(seq_len).sum())
     computed = int((part.rows * part.padded_len).sum())
     return StepMetrics(

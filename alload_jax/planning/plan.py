@@ -12,11 +12,14 @@ import numpy as np
 
 from alload_jax.planning.digest import digest
 from alload_jax.planning.epoch import EpochPlan, Packing
-from alload_jax.planning.policies.policy import Policy, RankTopology
+from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.samples import Samples
+from alload_jax.planning.topology import RankTopology
 
 _LATER = {"split_above": 1.0, "ranks_per_group": 1}
 """Fields of plans that the first checkpoints did not know, and the value that they meant."""
+_RENAMED = {"anchor_seconds": "seconds_per_split_token"}
+"""Fields of plans in old checkpoints, and their names now."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class MicroBatch:
       seq_len: tokens of each.
       shape: (frames, height, width) in pixels; zeros where unknown or packed.
       samples: the manifest's row numbers, one for each row or each part of a packed row.
-      packed: where the parts lie, in the order of `samples`; None for a row each.
+      row_plan: where the parts lie, in the order of `samples`; None for a row each.
     """
 
     rank: int
@@ -39,12 +42,12 @@ class MicroBatch:
     seq_len: int
     shape: tuple[int, int, int]
     samples: tuple[int, ...]
-    packed: "RowPlan | None" = None
+    row_plan: "RowPlan | None" = None
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Where the parts of a packed row lie (see `Packing`).
+    """Where the parts of a packed row lie (see `RowShape`).
 
     Attributes:
       split_tokens: A, tokens that hold parts of split samples.
@@ -52,7 +55,7 @@ class RowPlan:
       offsets: where each part begins.
       is_split: whether each part belongs to a split sample.
       first: the number of each part's first token in its sample.
-      joint: (offset, tokens) of the samples in the joint row of the rank's group.
+      split_segments: (offset, tokens) of the samples among the split tokens of the rank's group.
     """
 
     split_tokens: int
@@ -60,7 +63,7 @@ class RowPlan:
     offsets: tuple[int, ...]
     is_split: tuple[bool, ...]
     first: tuple[int, ...]
-    joint: tuple[tuple[int, int], ...]
+    split_segments: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,11 @@ class Plan:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
+def current_identity(identity: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a plan, perhaps an old one, with the names that fields have now."""
+    return {_RENAMED.get(name, name): value for name, value in identity.items()}
+
+
 def _micro_batch(plan: EpochPlan, position: int) -> MicroBatch:
     frames, height, width = plan.shape[position].tolist()
     return MicroBatch(
@@ -172,20 +180,20 @@ def _micro_batch(plan: EpochPlan, position: int) -> MicroBatch:
         seq_len=int(plan.padded_len[position]),
         shape=(frames, height, width),
         samples=tuple(plan.sample[plan.parts_of(position)].tolist()),
-        packed=_packed_row(plan, position),
+        row_plan=_row_plan(plan, position),
     )
 
 
-def _packed_row(plan: EpochPlan, position: int) -> RowPlan | None:
+def _row_plan(plan: EpochPlan, position: int) -> RowPlan | None:
     if plan.packing is None:
         return None
     parts = plan.parts_of(position)
     samples, is_split = plan.sample[parts].tolist(), plan.packing.is_split[parts].tolist()
     offsets, region = plan.packing.offset[parts].tolist(), plan.packing.split_tokens[position]
-    joint = _joint_row(plan, plan.packing, position) if region else {}
+    segments = _split_segments(plan, plan.packing, position) if region else {}
     begin = int(plan.rank[position]) % plan.packing.context * int(region)
     first = (
-        begin + offset - joint[sample][0] if is_split else 0
+        begin + offset - segments[sample][0] if is_split else 0
         for sample, offset, is_split in zip(samples, offsets, is_split, strict=True)
     )
     return RowPlan(
@@ -194,12 +202,12 @@ def _packed_row(plan: EpochPlan, position: int) -> RowPlan | None:
         offsets=tuple(offsets),
         is_split=tuple(is_split),
         first=tuple(first),
-        joint=tuple(joint.values()),
+        split_segments=tuple(segments.values()),
     )
 
 
-def _joint_row(plan: EpochPlan, packing: Packing, position: int) -> dict[int, tuple[int, int]]:
-    """(offset, tokens) of each sample in the joint row of the group of one of its micro-batches."""
+def _split_segments(plan: EpochPlan, packing: Packing, position: int) -> dict[int, tuple[int, int]]:
+    """(offset, tokens) of each sample among the split tokens of a micro-batch's group."""
     first = position - int(plan.rank[position]) % packing.context
     region = int(packing.split_tokens[position])
     laid: dict[int, tuple[int, int]] = {}

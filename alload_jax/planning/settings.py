@@ -1,4 +1,4 @@
-"""The planning section of a config, and the plan that it asks for."""
+"""The planning section of a config."""
 
 import math
 import sys
@@ -8,22 +8,20 @@ from typing import Any, Literal, get_args
 
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, CostModel, PowerCost, read_cost_file
-from alload_jax.planning.m_comp import MCompCurve, longest_alone, search_m_comp
-from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies.balanced import Balanced
-from alload_jax.planning.policies.dual_constraint import DualConstraint
-from alload_jax.planning.policies.equal_tokens import EqualTokens
-from alload_jax.planning.policies.first_fit import FirstFit
-from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.policies.policy import Policy, RanksMode, RankTopology
-from alload_jax.planning.samples import Samples
+from alload_jax.planning.policies.registry import (
+    AUTO,
+    AUTO_BUCKETED,
+    AUTO_PACKED,
+    PolicyTraits,
+    candidates,
+    find_policy,
+    policy_names,
+)
+from alload_jax.planning.topology import RanksMode
 
-PolicyName = Literal["fixed", "equal_tokens", "dual_constraint", "first_fit", "balanced"]
-AUTO: Literal["auto"] = "auto"
 _MOST, _MOST_P = 10**12, 10.0
-
-PACKED: tuple[PolicyName, ...] = ("first_fit", "balanced")
-"""Policies whose micro-batches are packed rows; those of the others hold samples of one shape."""
+_IN_COST_FILES = ("m_mem",)
+"""Required settings that a cost model may give."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,9 @@ class PlanningConfig:
     """What a micro-batch may hold, and who runs it.
 
     Attributes:
-      policy: bucketed fixed, equal_tokens or dual_constraint; packed first_fit or balanced; or
-        auto, which is balanced where attention runs on packed rows (NVIDIA Hopper or newer) and
-        dual_constraint elsewhere.
+      policy: bucketed fixed, equal_tokens or dual_constraint; packed first_fit or balanced; the
+        name of a registered policy; or auto, which is balanced where attention runs on packed rows
+        (NVIDIA Hopper or newer) and dual_constraint elsewhere.
       ranks_mode: of bucketed policies: synchronous (ranks share a bucket) or independent (each
         shape group draws its own, as in the paper).
       micro_batches_per_step: micro-batches that every rank accumulates before an update.
@@ -53,16 +51,17 @@ class PlanningConfig:
       align: of packed rows: samples begin at multiples of this many tokens.
       max_segments: most samples of a packed row; null for 2.5 times the mean (`first_fit`: 4).
       look_ahead: steps that packed policies choose from at once.
-      max_delay: such windows that `balanced` lets a sample wait at most.
+      max_delay: such windows that may defer a sample, under `balanced`.
       context: ranks of a context-parallel group, over which `balanced` splits samples that are
         too long for one rank's fair share; 1 splits none. In training it follows mesh.context.
       split_above: how many times a mean row's cost makes a sample too long: 1 is the fair share,
         0 splits all.
       link_bandwidth: bytes a second that a rank sends to its group, to predict what splitting
         costs; 76 GB/s is what plain all-to-alls reach between H200s of one host.
+      options: settings of a registered policy that has some of its own.
     """
 
-    policy: PolicyName | Literal["auto"] = AUTO
+    policy: str = AUTO
     ranks_mode: RanksMode = "synchronous"
     micro_batches_per_step: int = 1
     m_mem: int | None = None
@@ -80,14 +79,22 @@ class PlanningConfig:
     context: int = 1
     split_above: float = 1.0
     link_bandwidth: float = 76e9
+    options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        choices = {"policy": (AUTO, *get_args(PolicyName)), "ranks_mode": get_args(RanksMode)}
+        self._check_names()
+        self._check_numbers()
+        self._check_policy()
+
+    def _check_names(self) -> None:
+        choices = {"policy": (AUTO, *policy_names()), "ranks_mode": get_args(RanksMode)}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise InputError(
                     f"planning.{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}"
                 )
+
+    def _check_numbers(self) -> None:
         at_least_one = ("micro_batches_per_step", "m_mem", "ranks", "ranks_per_group", "align")
         for name in (*at_least_one, "max_segments", "look_ahead", "max_delay", "context"):
             value = getattr(self, name)
@@ -107,29 +114,46 @@ class PlanningConfig:
             )
         if self.p is not None and self.p > _MOST_P:
             raise InputError(f"planning.p is {self.p}; it must be at most {_MOST_P:g}")
-        if self.policy == "fixed" and self.rows is None:
-            raise InputError("planning.policy is fixed but planning.rows is not given; give it")
-        if self.policy != "fixed" and self.m_mem is None and self.cost_model is None:
-            raise InputError(
-                f"planning.policy {self.policy} needs planning.m_mem (tokens) or "
-                "planning.cost_model; neither is given"
-            )
+
+    def _check_policy(self) -> None:
+        """What the policy needs is given, and nothing that it cannot do is asked for."""
+        policies = candidates(self.policy)
+        for name in dict.fromkeys(name for policy in policies for name in policy.required):
+            by_cost_model = name in _IN_COST_FILES
+            if getattr(self, name) is None and not (by_cost_model and self.cost_model):
+                other = " or planning.cost_model" if by_cost_model else ""
+                raise InputError(
+                    f"planning.policy is {self.policy} but planning.{name} is not given; "
+                    f"give planning.{name}{other}"
+                )
         if self.policy == AUTO and isinstance(self.m_comp, int | float):
             raise InputError(
                 f"planning.m_comp is {self.m_comp}, whose unit depends on the policy, and "
                 "planning.policy is auto; name the policy, or give auto or longest"
             )
-        if self.context > 1 and self.policy not in ("balanced", AUTO):
+        if self.context > 1 and not any(policy.splits_samples for policy in policies):
+            splitting = [name for name in policy_names() if find_policy(name).splits_samples]
             raise InputError(
                 f"planning.context is {self.context}, but {self.policy} splits no sample; "
-                "choose planning.policy balanced, or leave context at 1"
+                f"choose planning.policy {' or '.join(splitting)}, or leave context at 1"
             )
+
+    @property
+    def traits(self) -> type[PolicyTraits]:
+        """What the policy says of itself.
+
+        Raises:
+          ValueError: the policy is auto.
+        """
+        if self.policy == AUTO:
+            raise ValueError("planning.policy is auto; choose one by PlanningConfig.resolved")
+        return find_policy(self.policy)
 
     def resolved(self, packs: bool) -> "PlanningConfig":
         """With a policy in place of auto: balanced where `packs`, else dual_constraint."""
         if self.policy != AUTO:
             return self
-        return replace(self, policy="balanced" if packs else "dual_constraint")
+        return replace(self, policy=AUTO_PACKED if packs else AUTO_BUCKETED)
 
     def costs(self) -> CostFile:
         """What the cost-model JSON says; nothing if there is none."""
@@ -143,6 +167,31 @@ class PlanningConfig:
     def tokens_bound(self, costs: CostFile | None = None) -> int | None:
         """The M_mem in force; `costs` as in `exponent`."""
         return self.m_mem or (costs or self.costs()).m_mem
+
+    def required_m_mem(self, costs: CostFile | None = None) -> int:
+        """The M_mem in force; `costs` as in `exponent`.
+
+        Raises:
+          InputError: neither the config nor the cost model gives it.
+        """
+        m_mem = self.tokens_bound(costs)
+        if m_mem is None:
+            raise InputError(
+                f"{self.cost_model}: has no m_mem, and planning.m_mem is not given; "
+                "give it in tokens"
+            )
+        return m_mem
+
+    @property
+    def m_comp_value(self) -> float | None:
+        """The config's M_comp as a number; None where it is left open.
+
+        Raises:
+          ValueError: it is yet to be found (auto or longest).
+        """
+        if isinstance(self.m_comp, str):
+            raise ValueError(f"planning.m_comp is {self.m_comp}; find its value first")
+        return self.m_comp
 
     def predictor(self, costs: CostFile | None = None) -> CostModel:
         """What predicts steps: the cost model's best form, or else B·S^p; see `exponent`."""
@@ -179,105 +228,3 @@ class PlanningConfig:
                 f"{self.cost_model}: was made for {unlike}; run `alload calibrate` "
                 "here, or set planning.foreign_cost_model"
             )
-
-
-def make_policy(config: PlanningConfig, costs: CostFile | None = None) -> Policy:
-    """The policy that the config names, with its bounds; `m_comp` is a number or left open.
-
-    Args:
-      config: the settings.
-      costs: the cost model's file; None reads what the config names.
-
-    Raises:
-      InputError: a bound that the policy needs is given nowhere.
-      ValueError: the policy is auto.
-    """
-    if config.policy == AUTO:
-        raise ValueError("planning.policy is auto; choose one by PlanningConfig.resolved")
-    costs = costs or config.costs()
-    m_mem = config.tokens_bound(costs)
-    if config.policy == "fixed":
-        assert config.rows is not None
-        return Fixed(config.rows, m_mem)
-    if m_mem is None:
-        raise InputError(
-            f"{config.cost_model}: has no m_mem, and planning.m_mem is not given; give it in tokens"
-        )
-    if config.policy == "equal_tokens":
-        return EqualTokens(m_mem)
-    if config.policy == "first_fit":
-        return FirstFit(m_mem, config.align, config.max_segments, config.look_ahead)
-    assert not isinstance(config.m_comp, str)
-    if config.policy == "balanced":
-        return Balanced(
-            m_mem,
-            config.predictor(costs),
-            config.m_comp,
-            config.align,
-            config.max_segments,
-            config.look_ahead,
-            config.max_delay,
-            config.context,
-            config.seconds_per_split_token(costs),
-            config.split_above,
-        )
-    m_comp = config.m_comp or costs.m_comp
-    return DualConstraint(m_mem, None if m_comp is None else float(m_comp), config.exponent(costs))
-
-
-def make_plan(
-    config: PlanningConfig,
-    samples: Samples,
-    ranks: int,
-    seed: int,
-    costs: CostFile | None = None,
-    ranks_per_group: int = 1,
-) -> Plan:
-    """The plan that the config asks for.
-
-    Args:
-      samples: the manifest's columns.
-      ranks: data-parallel ranks, where the config leaves them open.
-      seed: decides the order of samples.
-      costs: the cost model's file; None reads what the config names.
-      ranks_per_group: of a shape group, where the config leaves them open.
-
-    Raises:
-      InputError: a sample cannot be placed, or a bound is missing.
-    """
-    topology = _rank_topology(config, ranks, ranks_per_group)
-    costs = costs or config.costs()
-    if config.m_comp == "longest":
-        open_bound = make_policy(replace(config, m_comp=None), costs)
-        config = replace(config, m_comp=longest_alone(open_bound, samples))
-    elif config.m_comp == "auto":
-        config = replace(config, m_comp=m_comp_curve(config, samples, topology, costs).chosen)
-    return Plan(samples, make_policy(config, costs), topology, seed)
-
-
-def _rank_topology(config: PlanningConfig, ranks: int, ranks_per_group: int) -> RankTopology:
-    alone = config.ranks_mode == "independent" and config.policy not in PACKED
-    return RankTopology(
-        config.ranks or ranks,
-        config.ranks_mode,
-        config.micro_batches_per_step,
-        (config.ranks_per_group or ranks_per_group) if alone else 1,
-    )
-
-
-def m_comp_curve(
-    config: PlanningConfig, samples: Samples, topology: RankTopology, costs: CostFile | None = None
-) -> MCompCurve:
-    """Predicted time of an epoch over `m_comp`, all else as the config says.
-
-    Raises:
-      InputError: the policy knows no M_comp, or can't place a sample.
-    """
-    costs = costs or config.costs()
-    return search_m_comp(
-        lambda m_comp: make_policy(replace(config, m_comp=m_comp), costs),
-        samples,
-        topology,
-        config.predictor(costs),
-        config.seconds_per_split_token(costs),
-    )

@@ -23,14 +23,11 @@ def micro_batch_costs(
     """
     if plan.packing is None:
         return bucketed_cost(model, plan.rows, plan.padded_len)
-    beyond = marginal_cost(model, seq_len[plan.sample])
-    owner, is_split, context = (
-        plan.micro_batch_of_part(),
-        plan.packing.is_split,
-        plan.packing.context,
-    )
-    share = beyond * plan.packing.tokens / np.maximum(1, seq_len[plan.sample])
-    whole = np.bincount(owner, weights=np.where(is_split, 0, beyond), minlength=len(plan.rows))
+    marginal = marginal_cost(model, seq_len[plan.sample])
+    owner = plan.micro_batch_of_part()
+    is_split, context = plan.packing.is_split, plan.packing.context
+    share = marginal * plan.packing.tokens / np.maximum(1, seq_len[plan.sample])
+    whole = np.bincount(owner, weights=np.where(is_split, 0, marginal), minlength=len(plan.rows))
     split = np.bincount(owner, weights=np.where(is_split, share, 0), minlength=len(plan.rows))
     by_group = split.reshape(-1, context).mean(axis=1).repeat(context)
     row = model.fixed_cost + model.padding_cost(plan.rows * plan.padded_len)
@@ -38,7 +35,7 @@ def micro_batch_costs(
 
 
 def rank_costs(plan: EpochPlan, cost: np.ndarray) -> np.ndarray:
-    """GradientAccumulator micro-batch costs by step and rank: [W] → [steps, ranks]."""
+    """Sums of micro-batch costs by step and rank: [W] → [steps, ranks]."""
     place = plan.step * plan.ranks + plan.rank
     total = np.bincount(place, weights=cost, minlength=plan.steps * plan.ranks)
     return total.reshape(plan.steps, plan.ranks)
@@ -47,7 +44,7 @@ def rank_costs(plan: EpochPlan, cost: np.ndarray) -> np.ndarray:
 def largest_indivisible_cost(plan: EpochPlan, seq_len: np.ndarray, model: CostModel) -> np.ndarray:
     """[steps]: cost of each step's costliest single sample, alone in a micro-batch.
 
-    Samples that are split are no single pieces.
+    Split samples do not count: several ranks share them.
     """
     largest = np.zeros(plan.steps)
     if plan.packing is None:
@@ -55,7 +52,7 @@ def largest_indivisible_cost(plan: EpochPlan, seq_len: np.ndarray, model: CostMo
         np.maximum.at(largest, plan.step, alone)
         return largest
     row = model.fixed_cost + model.padding_cost(plan.padded_len)
-    beyond = np.where(plan.packing.is_split, 0, marginal_cost(model, seq_len[plan.sample]))
+    marginal = np.where(plan.packing.is_split, 0, marginal_cost(model, seq_len[plan.sample]))
     owner = plan.micro_batch_of_part()
-    np.maximum.at(largest, plan.step[owner], row[owner] + beyond)
+    np.maximum.at(largest, plan.step[owner], row[owner] + marginal)
     return largest

@@ -7,12 +7,14 @@ from typing import Any, cast, get_args
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, CostModel
 from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import PlanMetrics, plan_metrics
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies.policy import RanksMode
+from alload_jax.planning.policies.registry import find_policy
 from alload_jax.planning.samples import Samples
-from alload_jax.planning.settings import PACKED, PlanningConfig, PolicyName, make_plan
+from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.simulation import Simulation, SimulationSettings, simulate
+from alload_jax.planning.topology import RanksMode
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Study:
       config: settings of all policies.
       costs: the cost model's file.
       seed, epoch: which order of samples.
-      surroundings: of the replay; None for no replay.
+      replay: noise and all-reduce of the replay; None for no replay.
     """
 
     samples: Samples
@@ -65,11 +67,11 @@ class Study:
     costs: CostFile
     seed: int = 0
     epoch: int = 0
-    surroundings: SimulationSettings | None = None
+    replay: SimulationSettings | None = None
 
     @property
     def predictor(self) -> CostModel:
-        """What costs are measured by, for every policy alike."""
+        """What costs of every policy are measured by."""
         return self.config.predictor(self.costs)
 
     def cases(self, policies: Sequence[str], ranks: Sequence[int]) -> Iterator[Case]:
@@ -92,18 +94,16 @@ class Study:
         config = policy_config(self.config, policy)
         plan = make_plan(replace(config, ranks=ranks), self.samples, ranks, self.seed, self.costs)
         epoch = plan.epoch(self.epoch)
-        seq_len, seconds_per_split_token = (
-            self.samples.seq_len,
-            config.seconds_per_split_token(self.costs),
-        )
+        seq_len = self.samples.seq_len
+        seconds_per_split_token = config.seconds_per_split_token(self.costs)
         m_mem = config.tokens_bound(self.costs)
         metrics = plan_metrics(epoch, seq_len, self.predictor, m_mem, seconds_per_split_token)
-        replay = None
-        if self.surroundings:
-            replay = simulate(
-                epoch, seq_len, self.predictor, self.surroundings, seconds_per_split_token
+        simulation = None
+        if self.replay:
+            simulation = simulate(
+                epoch, seq_len, self.predictor, self.replay, seconds_per_split_token
             )
-        return Case(case_name(config), ranks, config, plan, epoch, metrics, replay)
+        return Case(case_name(config), ranks, config, plan, epoch, metrics, simulation)
 
 
 def policy_config(config: PlanningConfig, policy: str) -> PlanningConfig:
@@ -113,27 +113,25 @@ def policy_config(config: PlanningConfig, policy: str) -> PlanningConfig:
       InputError: the policy or the mode is unknown.
     """
     name, _, mode = policy.partition(":")
-    if name not in get_args(PolicyName):
-        raise InputError(
-            f"policy {name!r} is unknown; choose one of {', '.join(get_args(PolicyName))}"
-        )
+    traits = find_policy(name)
     if mode and mode not in get_args(RanksMode):
         raise InputError(
             f"policy {policy!r}: choose {name}:{f' or {name}:'.join(get_args(RanksMode))}"
         )
-    if mode and name in PACKED:
-        raise InputError(f"policy {policy!r}: packed rows are alike on all ranks; say {name}")
+    if mode and traits.packed:
+        raise InputError(f"policy {policy!r}: packed rows have one shape on all ranks; say {name}")
     named = replace(
         config,
-        policy=cast(PolicyName, name),
-        context=config.context if name == "balanced" else 1,
-        m_comp=config.m_comp if name in ("dual_constraint", "balanced") else None,
+        policy=name,
+        context=config.context if traits.splits_samples else 1,
+        m_comp=config.m_comp if traits.has_m_comp else None,
+        options=config.options if traits.has_options else None,
     )
     return replace(named, ranks_mode=cast(RanksMode, mode)) if mode else named
 
 
 def case_name(config: PlanningConfig) -> str:
     """The policy as people call it."""
-    if config.policy not in PACKED:
+    if not config.traits.packed:
         return f"{config.policy} ({config.ranks_mode})"
     return config.policy + (f" (split, c = {config.context})" if config.context > 1 else "")

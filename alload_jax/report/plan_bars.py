@@ -126,11 +126,11 @@ def _panel(
 
 
 def _stacks(step: StepBars, drawn: int, y: Axis, factor: float, classes: LengthClasses) -> str:
-    """Bars as one path for each colour; small pieces of equal colour are drawn as one."""
+    """Bars as one path for each colour; small parts of equal colour are drawn as one."""
     paths: dict[str, list[str]] = defaultdict(list)
     paddings = []
     base = np.zeros(drawn)
-    for rank, cost, css in _pieces(step, drawn, y.high * _SMALLEST / factor, classes):
+    for rank, cost, css in _stacked_parts(step, drawn, y.high * _SMALLEST / factor, classes):
         low, high = y.at(base[rank] * factor), y.at((base[rank] + cost) * factor)
         base[rank] += cost
         left, width = 100 * (rank + (1 - _BAR) / 2) / drawn, 100 * _BAR / drawn
@@ -140,7 +140,7 @@ def _stacks(step: StepBars, drawn: int, y: Axis, factor: float, classes: LengthC
         top, tall = 1000 - 10 * high, 10 * (high - low)
         wide = number(10 * width)
         paths[css].append(f"M{number(10 * left)} {number(top)}h{wide}v{number(tall)}h-{wide}z")
-    # Anchors come last, so that no neighbour covers their outline.
+    # Split samples come last, so that no neighbour covers their outline.
     ordered = sorted(paths.items(), key=lambda item: (item[0].endswith("split"), item[0]))
     content = "".join(f'<path class="{css}" d="{"".join(d)}"/>' for css, d in ordered)
     end = float(rank_totals(step).max())
@@ -158,27 +158,27 @@ def _stacks(step: StepBars, drawn: int, y: Axis, factor: float, classes: LengthC
     return waiting + stretched(content) + "".join(paddings)
 
 
-def _pieces(
+def _stacked_parts(
     step: StepBars, drawn: int, smallest: float, classes: LengthClasses
 ) -> list[tuple[int, float, str]]:
     """(rank, cost, CSS class) from the bottom up: split samples, long to short, padding on top."""
     parts = [part for part in step.parts if part[0] < drawn and part[1] > 0]
     parts.sort(key=lambda part: (part[0], _STACKING.index(part[3]), -part[2]))
     lengths = np.fromiter((part[2] for part in parts), np.int64, len(parts))
-    pieces: list[tuple[int, float, str]] = []
+    stacked: list[tuple[int, float, str]] = []
     for (rank, cost, _, region), index in zip(
         parts, classes.position(lengths, classes.count).tolist(), strict=True
     ):
         css = "padding" if region == "padding" else f"{classes.css(index)} {region}"
         if (
-            pieces
-            and pieces[-1][0] == rank
-            and pieces[-1][2] == css
-            and (region == "padding" or min(cost, pieces[-1][1]) < smallest)
+            stacked
+            and stacked[-1][0] == rank
+            and stacked[-1][2] == css
+            and (region == "padding" or min(cost, stacked[-1][1]) < smallest)
         ):
-            cost += pieces.pop()[1]
-        pieces.append((rank, cost, css))
-    return pieces
+            cost += stacked.pop()[1]
+        stacked.append((rank, cost, css))
+    return stacked
 
 
 def _lines(totals: np.ndarray, y: Axis) -> str:
@@ -222,8 +222,8 @@ def _legend(drawn: Sequence[StepBars], classes: LengthClasses) -> str:
     regions = {part[3] for step in drawn for part in step.parts}
     entries = classes.legend()
     if "split" in regions:
-        entries.append(("anchor key-split", "split"))
+        entries.append(("split key-split", "split"))
     if "padding" in regions:
-        entries.append(("padding", "padding, fixed_cost"))
+        entries.append(("padding", "padding, fixed cost"))
     entries += [("waiting", "waiting"), ("line makespan", "slowest rank"), ("line mean", "mean")]
     return legend(entries, "tokens")

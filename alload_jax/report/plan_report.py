@@ -8,8 +8,8 @@ import numpy as np
 
 from alload_jax.planning.cost import CostModel, PowerCost, marginal_cost
 from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.factory import m_comp_curve
 from alload_jax.planning.metrics import imbalance
-from alload_jax.planning.settings import m_comp_curve
 from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
 from alload_jax.planning.study import Case, Study
 from alload_jax.report.plan_page import PlanPage, PolicyPart, StepBars, write_page
@@ -114,18 +114,18 @@ def _bars(
 def _packed_costs(
     part: EpochPlan, lengths: np.ndarray, model: CostModel
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of every part: its tokens, and its share of what its sample costs beyond them."""
+    """Of every part: its tokens, and its share of its sample's marginal cost."""
     assert part.packing is not None
     tokens, is_split = part.packing.tokens, part.packing.is_split
-    beyond = marginal_cost(model, lengths)
+    marginal = marginal_cost(model, lengths)
     share = np.where(is_split, tokens / np.maximum(1, lengths), 1.0)
-    return model.padding_cost(tokens) + beyond * share, is_split
+    return model.padding_cost(tokens) + marginal * share, is_split
 
 
 def _curve(cases: Sequence[Case], study: Study) -> tuple[np.ndarray, np.ndarray, float] | None:
-    """M_comp's, of the first policy that knows one."""
+    """Time over M_comp, of the first policy that always has one."""
     for case in cases:
-        if case.config.policy == "dual_constraint":
+        if case.config.traits.m_comp_by_default:
             curve = m_comp_curve(case.config, study.samples, case.plan.topology, study.costs)
             return curve.m_comp, curve.cost, curve.chosen
     return None
@@ -146,9 +146,9 @@ def _notes(study: Study, cost_model: str) -> tuple[str, ...]:
         notes.append(
             "The cost model counts FLOPs and bytes; `alload calibrate` measures one on your device."
         )
-    if study.surroundings:
+    if study.replay:
         notes.append(
-            f"The replay adds noise of {study.surroundings.noise:.0%} and "
-            f"{study.surroundings.all_reduce:g} s of all-reduce to every step."
+            f"The replay adds noise of {study.replay.noise:.0%} and "
+            f"{study.replay.all_reduce:g} s of all-reduce to every step."
         )
     return (*notes, f"Cost model: {cost_model}.")

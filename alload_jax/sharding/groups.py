@@ -7,9 +7,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from alload_jax.errors import InputError
+from alload_jax.planning.factory import make_plan
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.samples import Samples
-from alload_jax.planning.settings import PlanningConfig, make_plan
+from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import ranks_of
 
 GROUP_AXIS = "data"

@@ -14,7 +14,7 @@ from alload_jax.commands import bench_step
 from alload_jax.errors import InputError
 from alload_jax.models.common.remat import RematPolicy
 from alload_jax.models.families import parameter_count
-from alload_jax.planning.architecture import Architecture
+from alload_jax.planning.architectures.wan import WanArchitecture
 
 
 def test_a_tiny_step_is_measured_and_written(tmp_path, capsys):
@@ -47,7 +47,7 @@ def test_the_measured_model_is_wans():
 def test_flops_are_those_of_the_compiled_forward():
     """XLA's own count of a forward without softmax: the formula holds matrix products alone."""
     dim, text, seq_len = 32, 512, 64
-    model = Architecture(dim, 64, 2, 3, text_length=text)
+    model = WanArchitecture(dim, 64, 2, 3, text_length=text)
 
     def forward(x, context):
         for _ in range(4):  # query, key, value, out

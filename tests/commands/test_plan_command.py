@@ -116,6 +116,18 @@ def test_the_page_is_written_and_named(alload, tmp_path):
     assert "<script src" not in page
 
 
+def test_frozen_parameters_leave_memory_for_tokens(figures, alload):
+    flags = ["--workload", "wan-480p", "--size", 300, "--ranks", 2, "--policy", "balanced"]
+    lora = ["--trained-parameters", 20_000_000]
+    m_mem = [
+        figures(*flags, *more)["plan"]["m_mem"]
+        for more in ([], lora, [*lora, "--frozen-dtype", "bfloat16"])
+    ]
+    assert m_mem == sorted(set(m_mem))
+    out = alload(*flags, *lora)[1]
+    assert "20,000,000 of 1,418,996,800 parameters trained" in out
+
+
 def test_memory_of_a_device_gives_m_mem(figures, cost_file):
     flags = ["--workload", "wan-480p", "--size", 500, "--ranks", 2, "--policy", "balanced"]
     flags += ["--cost-model", cost_file]
@@ -174,6 +186,12 @@ def test_a_cost_model_of_another_model_is_refused_unless_told_otherwise(alload, 
         ([*SMALL, "--policy", "equal_tokens", "--context", 2], ["splits no sample"]),
         ([*SMALL, "--policy", "balanced", "--context", 3], ["context is 3", "4 ranks"]),
         ([*SMALL, "--policy", "balanced", "--m-mem", 30_000], ["(33390 tokens)", "at least 33390"]),
+        ([*SMALL, "--trained-parameters", 0], ["0 parameters", "from 1 to 1418996800"]),
+        ([*SMALL, "--frozen-dtype", "bfloat16"], ["--trained-parameters", "give both"]),
+        (
+            [*SMALL, "--trained-parameters", 9, "--cost-model", "c.json"],
+            ["--trained-parameters", "c.json"],
+        ),
         ([*SMALL, "--p", 2, "--memory-gb", 80], []),
         ([*SMALL, "--report", "."], ["is a folder"]),
     ],
@@ -191,11 +209,11 @@ def test_what_cannot_be_planned_is_one_line(alload, flags, named):
 
 
 @pytest.mark.parametrize("flag", ["--out", "--report"])
-def test_nothing_that_is_no_plain_file_is_replaced(alload, tmp_path, flag):
+def test_only_plain_files_are_replaced(alload, tmp_path, flag):
     os.mkfifo(tmp_path / "pipe")
     status, _, err = alload(*SMALL, "--policy", "balanced", flag, "pipe")
     assert status == 2
-    assert "pipe: is no plain file" in err
+    assert "pipe: is not a plain file" in err
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import MANIFEST_NAME, Manifest
 from alload_jax.data.store import BadRecordError, StoreWriter
+from alload_jax.planning.factory import make_plan
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.settings import PlanningConfig, make_plan
+from alload_jax.planning.settings import PlanningConfig
 
 PATCH = (1, 2, 2)
 NULL_LABEL = 10

@@ -10,7 +10,8 @@ from alload_jax.data.bucketed import BucketedCollation
 from alload_jax.data.collate import Collator
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader
-from alload_jax.planning.settings import PlanningConfig, make_plan
+from alload_jax.planning.factory import make_plan
+from alload_jax.planning.settings import PlanningConfig
 
 
 def collator(reader, ranks, text_length=None):

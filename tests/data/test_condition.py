@@ -14,7 +14,8 @@ from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.wan.config import WanConfig
-from alload_jax.planning.settings import PlanningConfig, make_plan
+from alload_jax.planning.factory import make_plan
+from alload_jax.planning.settings import PlanningConfig
 
 MODEL = WanConfig(text=TextConfig(dim=6, length=5), dtype="float32")
 

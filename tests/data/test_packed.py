@@ -12,7 +12,8 @@ from alload_jax.data.packed import PackedCollation
 from alload_jax.data.row_sizes import THINNED
 from alload_jax.models.common.patches import patchify
 from alload_jax.models.wan.config import WanConfig
-from alload_jax.planning.settings import PlanningConfig, make_plan
+from alload_jax.planning.factory import make_plan
+from alload_jax.planning.settings import PlanningConfig
 
 MODEL = WanConfig(dim=16, num_heads=2, num_layers=1, patch_size=PATCH)
 SIZES = [(1, 2, 2), (1, 4, 4), (1, 4, 8), (5, 4, 4), (5, 8, 6), (9, 2, 2)]

@@ -14,17 +14,20 @@ from alload_jax.models.common.config import TextConfig
 from alload_jax.models.families import parameter_count
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.planning.analytic import (
+    Trained,
     analytic_costs,
     bytes_per_split_token,
+    state_bytes,
     step_cost,
     step_memory,
 )
-from alload_jax.planning.architecture import NAMED, Architecture, architecture_named, from_fields
+from alload_jax.planning.architectures.registry import architecture_named, from_fields
+from alload_jax.planning.architectures.wan import WAN_1_3B as WAN
+from alload_jax.planning.architectures.wan import WAN_14B, WanArchitecture
 from alload_jax.planning.cost import bucketed_cost, read_cost_file, write_cost_file
 from alload_jax.planning.devices import DEVICES, device_named
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-WAN = NAMED["wan2.1-1.3b"]
 H200 = DEVICES["h200"]
 REMAT = ("full", "attention", "matmuls_and_attention", "none")
 TOLERANCE = 0.15
@@ -91,7 +94,7 @@ def test_parameters_are_those_of_the_model(config):
 
 def test_wan_is_wan():
     assert WAN.parameters() == 1_418_996_800
-    assert NAMED["wan2.1-14b"].parameters() == pytest.approx(14.3e9, rel=0.01)
+    assert WAN_14B.parameters() == pytest.approx(14.3e9, rel=0.01)
 
 
 @pytest.mark.parametrize("architecture", [WAN, from_fields(MODELS[0].architecture())])
@@ -100,7 +103,7 @@ def test_fields_come_back(architecture):
 
 
 def test_forward_flops_are_the_formula():
-    shape = Architecture(dim=6, ffn_dim=10, num_heads=3, num_layers=4, text_length=7)
+    shape = WanArchitecture(dim=6, ffn_dim=10, num_heads=3, num_layers=4, text_length=7)
     d, f, t, s = 6, 10, 7, 11
     block = 12 * s * d**2 + 4 * s * d * f + 4 * s**2 * d + 4 * t * d**2 + 4 * s * t * d
     assert shape.forward_flops(s) == 4 * block
@@ -111,7 +114,7 @@ def test_forward_flops_are_the_formula():
     [("wan2.1-1.3b", 1560, 1.07), ("wan2.1-1.3b", 75_600, 1.84), ("wan2.1-14b", 32_760, 1.52)],
 )
 def test_local_exponents_of_forward_flops(name, seq_len, exponent):
-    low, high = (NAMED[name].forward_flops(s) for s in (seq_len - 10, seq_len + 10))
+    low, high = (architecture_named(name).forward_flops(s) for s in (seq_len - 10, seq_len + 10))
     found = np.log(high / low) / np.log((seq_len + 10) / (seq_len - 10))
     assert found == pytest.approx(exponent, abs=0.02)
 
@@ -150,6 +153,27 @@ def test_shards_share_the_state():
     assert shared.per_token == whole.per_token
 
 
+@pytest.mark.parametrize(("dtype", "bytes_"), [("float32", 4), ("bfloat16", 2)])
+def test_a_frozen_parameter_takes_its_own_bytes_and_no_more(dtype, bytes_):
+    lora = Trained(1_000_000, dtype)
+    frozen = WAN.parameters() - 1_000_000
+    expected = 24 * 1_000_000 + bytes_ * frozen
+    assert state_bytes(WAN.parameters(), lora) == expected
+    costs = analytic_costs(WAN, H200, shards=2, trained=lora)
+    assert costs.memory.base == expected / 2
+    assert costs.memory.per_token == analytic_costs(WAN, H200).memory.per_token
+    assert costs.m_mem > analytic_costs(WAN, H200, shards=2).m_mem
+
+
+def test_frozen_parameters_need_neither_update_nor_gradient():
+    full = step_cost(WAN, H200, "none")
+    half = step_cost(WAN, H200, "none", Trained(WAN.parameters() // 2))
+    assert half.c0 == pytest.approx(full.c0 - 26 * WAN.parameters() / H200.bandwidth)
+    assert half.c_sequence == pytest.approx(full.c_sequence * 2.5 / 3)
+    assert half.c2 == full.c2
+    assert step_cost(WAN, H200, "none", Trained(WAN.parameters())) == full
+
+
 @pytest.mark.parametrize("name", ["h200", "NVIDIA H200", "nvidia h200"])
 def test_devices_have_two_names(name):
     assert device_named(name) == H200
@@ -169,8 +193,11 @@ def test_every_device_gets_a_cost_model(device):
         (lambda: device_named("tpu"), "choose one of h200 (NVIDIA H200)"),
         (lambda: architecture_named("wan3"), "choose one of wan2.1-1.3b"),
         (lambda: analytic_costs(WAN, H200, "most"), "choose one of full, attention"),
-        (lambda: analytic_costs(NAMED["wan2.1-14b"], H200), "shard it over more devices"),
+        (lambda: analytic_costs(WAN_14B, H200), "shard it over more devices"),
         (lambda: analytic_costs(WAN, H200, shards=0), "give at least 1"),
+        (lambda: analytic_costs(WAN, H200, trained=Trained(0)), "from 1 to 1418996800"),
+        (lambda: state_bytes(10, Trained(11)), "11 parameters are to be trained"),
+        (lambda: Trained(3, "int8"), "choose one of float32, bfloat16"),
         (lambda: from_fields({"dim": 8}), "model.ffn_dim is None"),
         (lambda: from_fields(WAN.fields() | {"image": {"dim": 3}}), "image condition"),
     ],

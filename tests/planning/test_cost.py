@@ -1,5 +1,6 @@
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,6 +77,19 @@ def test_a_cost_file_comes_back_as_it_was_written(tmp_path_factory, costs):
 def test_what_a_cost_file_leaves_out_is_none(tmp_path):
     path = write_json(tmp_path / "cost.json", {"format": FORMAT, "power": {"p": 1.7}})
     assert read_cost_file(path) == CostFile(power=PowerCost(1.7, 1.0))
+
+
+def test_a_file_with_the_name_that_a_field_had_is_read(tmp_path):
+    path = write_json(tmp_path / "cost.json", {"format": FORMAT, "anchor_bytes": 1105920.0})
+    assert read_cost_file(path) == CostFile(bytes_per_split_token=1105920.0)
+    wrong = write_json(tmp_path / "cost.json", {"format": FORMAT, "anchor_bytes": -1})
+    assert "bytes_per_split_token is -1" in refusal(read_cost_file, wrong)
+
+
+def test_the_calibration_that_benchmarks_plan_with_is_read():
+    folder = Path(__file__).parents[2] / "benchmarks" / "results"
+    costs = read_cost_file(folder / "calibration_wan_1_3b_h200.json")
+    assert costs.bytes_per_split_token == 12 * 2 * 1536 * 30
 
 
 def test_a_missing_cost_file_is_refused(tmp_path):

@@ -14,8 +14,8 @@ from planning_cases import MODES, cases, examples, write_json
 from alload_jax import cli
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.cost import FORMAT
+from alload_jax.planning.factory import make_plan
 from alload_jax.planning.files import METADATA_KEY, plan_table, write_plan
-from alload_jax.planning.settings import make_plan
 
 COLUMNS = [
     "step",

@@ -5,13 +5,14 @@ import pytest
 from planning_cases import of_lengths, refusal
 
 from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost
+from alload_jax.planning.factory import m_comp_curve, make_plan
 from alload_jax.planning.m_comp import longest_alone, search_m_comp
 from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.dual_constraint import DualConstraint
 from alload_jax.planning.policies.equal_tokens import EqualTokens
-from alload_jax.planning.policies.policy import RankTopology
-from alload_jax.planning.settings import PlanningConfig, m_comp_curve, make_plan
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.topology import RankTopology
 
 LENGTHS = [100] * 400 + [400] * 100 + [2000] * 20
 COST = QuadraticCost(1e-3, 1e-5, 1e-7)
@@ -27,14 +28,14 @@ def config(**fields):
 
 
 def test_the_curve_is_what_an_epoch_is_predicted_to_take():
-    samples, layout = of_lengths(*LENGTHS), RankTopology(4, "independent")
-    curve = search_m_comp(lambda m: DualConstraint(4000, m, 2.0), samples, layout, COST)
+    samples, topology = of_lengths(*LENGTHS), RankTopology(4, "independent")
+    curve = search_m_comp(lambda m: DualConstraint(4000, m, 2.0), samples, topology, COST)
     assert (np.diff(curve.m_comp) > 0).all()
     assert curve.m_comp[0] == pytest.approx(100**2)
     assert curve.m_comp[-1] == pytest.approx(2000**2 * 2)
     for m_comp, cost in list(zip(curve.m_comp, curve.cost, strict=True))[::8]:
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, 0])))
-        plan = DualConstraint(4000, float(m_comp), 2.0).plan_epoch(samples, layout, rng)
+        plan = DualConstraint(4000, float(m_comp), 2.0).plan_epoch(samples, topology, rng)
         assert cost == pytest.approx(plan_metrics(plan, samples.seq_len, COST, None).cost)
 
 
@@ -68,8 +69,8 @@ def test_balanced_measures_rows_by_the_cost_model():
 
 
 def test_a_large_data_set_is_drawn_from_and_its_epoch_scaled():
-    samples, layout = of_lengths(*LENGTHS * 60), RankTopology(4, "independent")
-    curve = search_m_comp(lambda m: DualConstraint(4000, m, 2.0), samples, layout, COST)
+    samples, topology = of_lengths(*LENGTHS * 60), RankTopology(4, "independent")
+    curve = search_m_comp(lambda m: DualConstraint(4000, m, 2.0), samples, topology, COST)
     whole = make_plan(config(m_comp=curve.chosen), samples, 4, 0, CostFile(quadratic=COST))
     found = plan_metrics(whole.epoch(0), samples.seq_len, COST, None).cost
     assert curve.cost.min() == pytest.approx(found, rel=0.05)
@@ -85,7 +86,7 @@ def test_a_policy_without_m_comp_is_refused():
     message = refusal(
         search_m_comp, lambda m: EqualTokens(4000), of_lengths(5), RankTopology(1), COST
     )
-    assert "EqualTokens has no M_comp" in message
+    assert "equal_tokens has no M_comp; choose dual_constraint or balanced" in message
 
 
 @pytest.mark.parametrize("value", ["car", "", "0x"])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from planning_cases import cases, examples, of_lengths, of_shapes
 
 from alload_jax.planning.cost import PowerCost, QuadraticCost, bucketed_cost
+from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import (
     coefficient_of_variation,
     excess_over_bound,
@@ -20,8 +21,7 @@ from alload_jax.planning.metrics import (
 )
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.policies.policy import RankTopology
-from alload_jax.planning.settings import make_plan
+from alload_jax.planning.topology import RankTopology
 
 COSTS = st.integers(1, 9).flatmap(
     lambda ranks: st.lists(

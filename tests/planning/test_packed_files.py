@@ -20,22 +20,22 @@ def alload_plan(capsys, *flags):
 def row_costs(rows, settings, turns):
     """{(step, micro_batch): [cost of every rank]}, from the file alone."""
     model, context = settings["cost_model"], settings.get("context", 1)
-    row_tokens, ranks = settings["m_mem"], settings["ranks"]
+    row_capacity, ranks = settings["m_mem"], settings["ranks"]
 
     def beyond(seq_len):
         return model["c_sequence"] + model["c2"] * seq_len**2
 
-    base = model["c0"] + model["c1"] * row_tokens
+    base = model["c0"] + model["c1"] * row_capacity
     costs = {turn: [base] * ranks for turn in turns}
-    joint = defaultdict(float)
+    by_group = defaultdict(float)
     for row in rows:
         turn = row["step"], row["micro_batch"]
         if row["region"] == "whole":
             costs[turn][row["rank"]] += beyond(row["seq_len"])
         else:
             share = beyond(row["seq_len"]) * row["tokens"] / row["seq_len"] / context
-            joint[turn, row["rank"] // context] += share
-    for (turn, group), cost in joint.items():
+            by_group[turn, row["rank"] // context] += share
+    for (turn, group), cost in by_group.items():
         for rank in range(group * context, (group + 1) * context):
             costs[turn][rank] += cost
     return costs

@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 from planning_cases import examples, of_lengths, refusal
 
 from alload_jax.planning.cost import PowerCost, QuadraticCost, marginal_cost
+from alload_jax.planning.epoch import RowShape
 from alload_jax.planning.metrics import plan_metrics, step_metrics
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.first_fit import FirstFit, first_fit_decreasing
 from alload_jax.planning.policies.greedy import UNPLACED, Bins, assign_greedily, target_load
 from alload_jax.planning.policies.grouping import EMPTY, TOLERANCE, group_into_steps
-from alload_jax.planning.policies.packed import RowShape
-from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.step_costs import micro_batch_costs
+from alload_jax.planning.topology import RankTopology
 from alload_jax.planning.workloads import make_workload
 
 WAN = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
@@ -31,7 +31,7 @@ def rng(seed=0):
 
 @st.composite
 def cases(draw):
-    """(samples, policy, layout) of a packed plan that can be made."""
+    """(samples, policy, topology) of a packed plan that can be made."""
     ranks = draw(st.integers(1, 9))
     divisors = [c for c in range(1, ranks + 1) if ranks % c == 0]
     balanced = draw(st.booleans())
@@ -58,15 +58,15 @@ def cases(draw):
             seconds_per_split_token=draw(st.sampled_from([0.0, 1e-5])),
             split_above=draw(st.sampled_from([1.0, 1.0, 2.5, 0.0])),
         )
-    layout = RankTopology(ranks, micro_batches_per_step=draw(st.integers(1, 3)))
-    return of_lengths(*lengths.tolist()), policy, layout
+    topology = RankTopology(ranks, micro_batches_per_step=draw(st.integers(1, 3)))
+    return of_lengths(*lengths.tolist()), policy, topology
 
 
 @given(cases(), st.integers(0, 9))
 @examples(80)
 def test_every_token_of_every_sample_is_placed_once(case, seed):
-    samples, policy, layout = case
-    plan = policy.plan_epoch(samples, layout, rng(seed))
+    samples, policy, topology = case
+    plan = policy.plan_epoch(samples, topology, rng(seed))
     placed = np.bincount(plan.sample, weights=plan.packing.tokens, minlength=len(samples))
     assert (placed == samples.seq_len).all()
     assert (plan.packing.tokens > 0).all()
@@ -77,8 +77,8 @@ def test_every_token_of_every_sample_is_placed_once(case, seed):
 @given(cases(), st.integers(0, 9))
 @examples(80)
 def test_parts_of_a_row_are_aligned_and_do_not_overlap(case, seed):
-    samples, policy, layout = case
-    plan = policy.plan_epoch(samples, layout, rng(seed))
+    samples, policy, topology = case
+    plan = policy.plan_epoch(samples, topology, rng(seed))
     assert (plan.padded_len == policy.m_mem).all()
     for row in range(len(plan.rows)):
         parts = plan.parts_of(row)
@@ -94,41 +94,43 @@ def test_parts_of_a_row_are_aligned_and_do_not_overlap(case, seed):
 @given(cases(), st.integers(0, 9))
 @examples(100)
 def test_micro_batches_stand_in_order_and_equal_seeds_give_equal_plans(case, seed):
-    samples, policy, layout = case
-    plan = policy.plan_epoch(samples, layout, rng(seed))
-    again = policy.plan_epoch(samples, layout, rng(seed))
+    samples, policy, topology = case
+    plan = policy.plan_epoch(samples, topology, rng(seed))
+    again = policy.plan_epoch(samples, topology, rng(seed))
     for name in ("step", "micro_batch", "rank", "offsets", "sample"):
         assert (getattr(plan, name) == getattr(again, name)).all()
     assert (plan.packing.offset == again.packing.offset).all()
     place = np.column_stack([plan.step, plan.micro_batch, plan.rank])
     assert (np.unique(place, axis=0) == place).all()
     assert plan.steps == plan.step[-1] + 1
-    assert plan.micro_batch.max() < layout.micro_batches_per_step
+    assert plan.micro_batch.max() < topology.micro_batches_per_step
 
 
 @given(cases(), st.integers(0, 9))
 @examples(100)
 def test_a_split_sample_is_one_run_of_tokens_over_the_ranks_of_its_group(case, seed):
-    samples, policy, layout = case
-    plan = policy.plan_epoch(samples, layout, rng(seed))
+    samples, policy, topology = case
+    plan = policy.plan_epoch(samples, topology, rng(seed))
     packing = plan.packing
-    by_turn = packing.split_tokens.reshape(-1, layout.ranks)
+    by_turn = packing.split_tokens.reshape(-1, topology.ranks)
     assert (by_turn == by_turn[:, :1]).all()
     assert len(np.unique(by_turn)) <= 5
     owner = plan.micro_batch_of_part()
-    joint = owner % layout.ranks % packing.context * packing.split_tokens[owner] + packing.offset
+    split_place = (
+        owner % topology.ranks % packing.context * packing.split_tokens[owner] + packing.offset
+    )
     for sample in np.unique(plan.sample[packing.is_split]):
         parts = np.flatnonzero((plan.sample == sample) & packing.is_split)
         assert len(np.unique(owner[parts] // packing.context)) == 1
-        order = parts[np.argsort(joint[parts])]
-        assert (joint[order][1:] == (joint + packing.tokens)[order][:-1]).all()
+        order = parts[np.argsort(split_place[parts])]
+        assert (split_place[order][1:] == (split_place + packing.tokens)[order][:-1]).all()
 
 
 @given(cases(), st.integers(0, 9))
 @examples(80)
 def test_rows_and_regions_hold_no_more_samples_than_allowed(case, seed):
-    samples, policy, layout = case
-    plan = policy.plan_epoch(samples, layout, rng(seed))
+    samples, policy, topology = case
+    plan = policy.plan_epoch(samples, topology, rng(seed))
     owner, is_split = plan.micro_batch_of_part(), plan.packing.is_split
     if policy.max_segments is None:
         return
@@ -143,8 +145,8 @@ def test_rows_and_regions_hold_no_more_samples_than_allowed(case, seed):
 @given(cases(), st.integers(0, 9))
 @examples(80)
 def test_rows_that_hold_several_samples_cost_no_more_than_m_comp(case, seed):
-    samples, policy, layout = case
-    plan = policy.plan_epoch(samples, layout, rng(seed))
+    samples, policy, topology = case
+    plan = policy.plan_epoch(samples, topology, rng(seed))
     if not isinstance(policy, Balanced) or policy.m_comp is None:
         return
     cost = micro_batch_costs(plan, samples.seq_len, policy.cost)
@@ -157,8 +159,8 @@ def test_rows_that_hold_several_samples_cost_no_more_than_m_comp(case, seed):
 @given(cases(), st.integers(0, 9))
 @examples(40)
 def test_no_step_is_faster_than_its_bound(case, seed):
-    samples, policy, layout = case
-    plan = policy.plan_epoch(samples, layout, rng(seed))
+    samples, policy, topology = case
+    plan = policy.plan_epoch(samples, topology, rng(seed))
     cost = getattr(policy, "cost", WAN)
     found = plan_metrics(plan, samples.seq_len, cost, policy.m_mem)
     assert found.excess >= -1e-9
@@ -169,7 +171,7 @@ def naive_first_fit(footprint, shape):
     rows = []
     for tokens in sorted(footprint, reverse=True):
         for row in rows:
-            if sum(row) + tokens <= shape.tokens and len(row) < shape.segments:
+            if sum(row) + tokens <= shape.capacity and len(row) < shape.segments:
                 row.append(tokens)
                 break
         else:
@@ -192,15 +194,15 @@ def test_first_fit_is_that_of_the_textbook(lengths, tokens, segments):
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=40), st.integers(1, 12))
 @examples(80)
-def test_the_water_level_is_what_giants_leave_for_the_other_bins(weights, bins):
+def test_the_target_load_is_what_oversized_samples_leave_for_the_other_bins(weights, bins):
     weights = np.sort(np.array(weights))[::-1]
-    level = target_load(weights, bins)
-    giants = [w for w in weights if w > level * (1 + 1e-9)][: bins - 1]
-    rest = sum(weights) - sum(giants)
-    assert level == pytest.approx(rest / (bins - len(giants)))
+    target = target_load(weights, bins)
+    oversized = [w for w in weights if w > target * (1 + 1e-9)][: bins - 1]
+    rest = sum(weights) - sum(oversized)
+    assert target == pytest.approx(rest / (bins - len(oversized)))
 
 
-def test_dealing_evens_out_tokens_and_cost():
+def test_greedy_assignment_evens_out_tokens_and_cost():
     lengths = np.sort(rng().choice([100, 300, 700, 3000], 4000, p=[0.5, 0.3, 0.15, 0.05]))[::-1]
     weight = lengths.astype(float) ** 2
     tokens = int(lengths.sum() / 200 / 0.99)
@@ -217,7 +219,7 @@ def test_dealing_evens_out_tokens_and_cost():
     st.integers(1, 6),
 )
 @examples(150)
-def test_gathered_steps_hold_each_unit_once_and_all_that_must_go(costs, must, size):
+def test_steps_hold_each_unit_once_and_all_that_must_go(costs, must, size):
     cost, must = np.array(costs), np.array(must[: len(costs)], bool)
     steps = group_into_steps(cost, cost, must, size)
     placed = steps[steps != EMPTY]
@@ -231,7 +233,7 @@ def test_gathered_steps_hold_each_unit_once_and_all_that_must_go(costs, must, si
             assert cost[members].max() <= (1 + TOLERANCE) * cost[members].mean() * (1 + 1e-12)
 
 
-def test_units_that_stand_out_wait_for_company():
+def test_units_that_cost_much_more_than_others_are_deferred():
     cost = np.array([9.0, 1.0, 1.0, 1.0, 1.0])
     steps = group_into_steps(cost, cost, np.zeros(5, bool), 2)
     assert sorted(steps.ravel()) == [1, 2, 3, 4]
@@ -270,8 +272,8 @@ def test_splitting_brings_a_step_with_one_long_video_near_the_mean():
     assert found.imbalance < plan_metrics(whole, samples.seq_len, WAN, 60_000).imbalance
 
 
-def test_waiting_is_bounded():
-    # Few of the longest: they would wait for company for ever.
+def test_deferral_is_bounded():
+    # Few of the longest: without the bound they would be deferred for ever.
     lengths = np.r_[[900] * 5, [100] * 20_000]
     samples = of_lengths(*lengths.tolist())
     policy = Balanced(1000, PowerCost(2.0), look_ahead=1, max_delay=2)

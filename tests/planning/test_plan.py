@@ -8,11 +8,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning_cases import MODES, POLICIES, cases, examples, manifests, of_lengths, of_shapes
 
-from alload_jax.planning.plan import Plan
+from alload_jax.planning.factory import make_plan
+from alload_jax.planning.plan import Plan, current_identity
 from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.samples import Samples
-from alload_jax.planning.settings import PlanningConfig, make_plan
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.topology import RankTopology
 
 
 def plan_of(case):
@@ -310,6 +311,16 @@ def test_equal_fingerprints_mean_equal_steps_and_unequal_steps_unequal_fingerpri
     assert plan.fingerprint() == twin.fingerprint()
     if steps_of(plan, 0) != steps_of(stranger, 0):
         assert plan.fingerprint() != stranger.fingerprint()
+
+
+def test_an_identity_from_before_a_field_was_renamed_is_still_that_of_the_plan():
+    planning = PlanningConfig("balanced", m_mem=100, ranks=2, context=2, split_above=0.5)
+    identity = make_plan(planning, of_lengths(10, 20, 10), 1, seed=0).identity()
+    assert identity["seconds_per_split_token"] == 0.0
+    old = {k: v for k, v in identity.items() if k != "seconds_per_split_token"}
+    assert current_identity(old | {"anchor_seconds": 0.0}) == identity
+    assert current_identity(old | {"anchor_seconds": 1e-6}) != identity
+    assert current_identity(identity) == identity
 
 
 def test_what_only_predicts_costs_is_no_part_of_the_identity():

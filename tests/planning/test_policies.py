@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import cases, examples, of_lengths, of_shapes, refusal
 
+from alload_jax.planning.factory import make_policy
 from alload_jax.planning.policies.dual_constraint import DualConstraint
 from alload_jax.planning.policies.equal_tokens import EqualTokens
 from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.settings import make_policy
 
 LENGTHS = st.lists(st.integers(1, 100_000), min_size=1, max_size=12)
 
@@ -42,8 +42,8 @@ def exact_quotients(m_comp, seq_len, p):
 
 @given(LENGTHS, st.integers(0, 10**6))
 @examples(80)
-def test_equal_tokens_rows_are_m_mem_over_length(lengths, spare):
-    m_mem = max(lengths) + spare
+def test_equal_tokens_rows_are_m_mem_over_length(lengths, extra):
+    m_mem = max(lengths) + extra
     expected = {s: m_mem // s for s in lengths}
     assert rows_by_length(EqualTokens(m_mem), lengths) == expected
 
@@ -55,8 +55,8 @@ def test_equal_tokens_rows_are_m_mem_over_length(lengths, spare):
     st.floats(1e-3, 1e3),
 )
 @examples(150)
-def test_dual_constraint_rows_are_the_papers_formula(lengths, spare, p, share):
-    m_mem, m_comp = max(lengths) + spare, share * float(max(lengths)) ** p
+def test_dual_constraint_rows_are_the_papers_formula(lengths, extra, p, share):
+    m_mem, m_comp = max(lengths) + extra, share * float(max(lengths)) ** p
     found = rows_by_length(DualConstraint(m_mem, m_comp, p), lengths)
     assert found.keys() == set(lengths)
     for seq_len, rows in found.items():
@@ -66,9 +66,9 @@ def test_dual_constraint_rows_are_the_papers_formula(lengths, spare, p, share):
 
 @given(LENGTHS, st.integers(0, 10**6), st.sampled_from([1, 2, 3]))
 @examples(60)
-def test_dual_constraint_takes_its_default_m_comp_from_the_longest_alone(lengths, spare, p):
+def test_dual_constraint_takes_its_default_m_comp_from_the_longest_alone(lengths, extra, p):
     longest = max(lengths)
-    m_mem = longest + spare
+    m_mem = longest + extra
     expected = {s: max(1, min(m_mem // s, longest**p // s**p)) for s in lengths}
     assert rows_by_length(DualConstraint(m_mem, None, float(p)), lengths) == expected
 

@@ -9,10 +9,11 @@ from planning_cases import of_lengths, refusal, write_json
 
 import alload_jax.planning
 from alload_jax.planning.cost import FORMAT, CostFile, PowerCost, QuadraticCost, bucketed_cost
+from alload_jax.planning.factory import make_plan, make_policy
 from alload_jax.planning.policies.dual_constraint import DualConstraint
 from alload_jax.planning.policies.equal_tokens import EqualTokens
 from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.settings import PlanningConfig, make_plan, make_policy
+from alload_jax.planning.settings import PlanningConfig
 
 QUADRATIC = {"c0": 1e-3, "c1": 1e-6, "c2": 1e-11}
 

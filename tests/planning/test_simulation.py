@@ -6,8 +6,8 @@ from alload_jax.planning.cost import PowerCost, QuadraticCost
 from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.simulation import SimulationSettings, simulate
+from alload_jax.planning.topology import RankTopology
 
 LINEAR = PowerCost(1.0)
 
@@ -47,7 +47,7 @@ def test_noise_keeps_the_work_but_makes_ranks_wait():
     assert noisy.idle == pytest.approx(1 - 1 / (1 + 0.05 * 1.4236), abs=0.005)
 
 
-def test_equal_seeds_replay_alike():
+def test_equal_seeds_give_equal_replays():
     plan, seq_len = epoch_of([10, 20] * 50, 4)
     once, again, other = (
         simulate(plan, seq_len, LINEAR, SimulationSettings(0.1, 0.0, seed)) for seed in (1, 1, 2)

@@ -24,7 +24,7 @@ METRICS = {"imbalance": 0.39, "idle": 0.28, "steps": 40, "tokens_per_second": 1e
 def bars(step: int = 3, ranks: int = 8, cost: float = 1.0) -> StepBars:
     parts = []
     for rank in range(ranks):
-        parts += [(rank, cost * 0.5, 4096, "is_split"), (rank, cost * (rank + 1) / 8, 256, "whole")]
+        parts += [(rank, cost * 0.5, 4096, "split"), (rank, cost * (rank + 1) / 8, 256, "whole")]
         parts += [(rank, cost * 0.05, 64, "padding")]
     return StepBars(step, ranks, parts)
 

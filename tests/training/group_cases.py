@@ -11,7 +11,8 @@ from alload_jax.data.placement import place_ahead
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
-from alload_jax.planning.settings import PlanningConfig, make_plan
+from alload_jax.planning.factory import make_plan
+from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.groups import group_meshes
 from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer

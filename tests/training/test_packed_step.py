@@ -21,7 +21,8 @@ from alload_jax.models.common.config import TextConfig
 from alload_jax.models.families import abstract_model
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching, noised, noised_rows
-from alload_jax.planning.settings import PlanningConfig, make_plan
+from alload_jax.planning.factory import make_plan
+from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, Weights, init_state

@@ -14,8 +14,9 @@ from group_cases import SIZES, OneDevice, figures, plan_for, steps_on, trainer_o
 
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError
-from alload_jax.planning.policies.policy import RankTopology
-from alload_jax.planning.settings import PlanningConfig, make_plan
+from alload_jax.planning.factory import make_plan
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.topology import RankTopology
 from alload_jax.sharding.groups import group_meshes, refuse_spanning
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 

@@ -1,6 +1,6 @@
 """Policies: from a data set's columns to an epoch of micro-batches. One small file each.
 
-To add a policy, write a file with a frozen dataclass that has `plan_epoch` (`policy.py`), or a
-`Bucketed` one with `rows_per_bucket` like `equal_tokens.py`, and name it in `PolicyName` and
-`make_policy` of `planning/settings.py`.
+To add a policy, write a frozen dataclass that is a `Policy` (`policy.py`), or a `Bucketed` one with
+`rows_per_bucket` like `equal_tokens.py`: it says what it can do and builds itself from the config.
+Name it in `registry.py`, or decorate it with `register_policy` in code of your own.
 """

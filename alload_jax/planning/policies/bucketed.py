@@ -1,16 +1,17 @@
 """What all bucketed policies share: micro-batches of one shape, drawn in random order."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
 
 from alload_jax.planning.epoch import EpochPlan
-from alload_jax.planning.policies.policy import RankTopology
+from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.samples import Buckets, Samples
+from alload_jax.planning.topology import RankTopology
 
 
-class Bucketed(ABC):
+class Bucketed(Policy):
     """A policy whose micro-batches hold samples of one shape."""
 
     @abstractmethod
@@ -23,20 +24,20 @@ class Bucketed(ABC):
         """See `Policy.plan_epoch`.
 
         Each bucket is shuffled and cut into groups: a micro-batch of one shape group's ranks
-        (`independent`) or of all ranks (`synchronous`). The groups are shuffled and dealt to steps
-        in that order. A bucket's last group may be short; its missing rows are padding, which ranks
-        share evenly. Shape groups for which the last turn has no work have no micro-batch there.
+        (`independent`) or of all ranks (`synchronous`). The groups are shuffled and assigned to
+        steps in that order. A bucket's last group may be short; its missing rows are padding, which
+        ranks share evenly. A shape group without work at the end has no micro-batch there.
         """
         buckets = samples.buckets()
         rows = self.rows_per_bucket(buckets)
         per_bucket = topology.ranks_per_bucket
         cut = _cut_into_groups(buckets, rows * per_bucket)
-        slot_of_group = rng.permutation(len(cut.bucket))
-        bucket_of_slot = np.empty_like(cut.bucket)
-        bucket_of_slot[slot_of_group] = cut.bucket
+        place_of_group = rng.permutation(len(cut.bucket))
+        bucket_of_place = np.empty_like(cut.bucket)
+        bucket_of_place[place_of_group] = cut.bucket
 
-        work_bucket = np.repeat(bucket_of_slot, per_bucket)
-        work_of_sample = slot_of_group[cut.group] * per_bucket + cut.member % per_bucket
+        work_bucket = np.repeat(bucket_of_place, per_bucket)
+        work_of_sample = place_of_group[cut.group] * per_bucket + cut.member % per_bucket
         counts = np.bincount(work_of_sample, minlength=len(work_bucket))
         turn, rank = np.divmod(np.arange(len(work_bucket)), topology.ranks)
         step, micro_batch = np.divmod(turn, topology.micro_batches_per_step)

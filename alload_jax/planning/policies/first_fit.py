@@ -1,29 +1,32 @@
 """First-fit decreasing: rows as full as can be, whatever they cost. What others ship."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import numpy as np
 
-from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.cost import CostFile
+from alload_jax.planning.epoch import EpochPlan, RowShape
 from alload_jax.planning.policies.packed import (
-    PackedEpoch,
-    RowShape,
+    PackedEpochBuilder,
     refuse_unplaceable,
     row_shape,
     whole_samples,
 )
-from alload_jax.planning.policies.policy import RankTopology
+from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.policies.queue import Window, place_all
 from alload_jax.planning.samples import Samples
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.topology import RankTopology
 
 _SLOT_FACTOR = 4.0
 """Rows of short samples alone are common: nothing mixes long and short."""
 
 
 @dataclass(frozen=True)
-class FirstFit:
-    """Packs each window's samples, the longest first, each into the first row that has free_slots.
+class FirstFit(Policy):
+    """Packs each window's samples, the longest first, each into the first row that it fits.
 
     Attributes:
       m_mem: tokens of a row.
@@ -32,19 +35,28 @@ class FirstFit:
       look_ahead: steps of a window.
     """
 
+    name: ClassVar[str] = "first_fit"
+    packed: ClassVar[bool] = True
+
     m_mem: int
     align: int = 1
     max_segments: int | None = None
     look_ahead: int = 32
+
+    @classmethod
+    def from_config(cls, config: PlanningConfig, costs: CostFile) -> Self:
+        """See `Policy.from_config`."""
+        m_mem = config.required_m_mem(costs)
+        return cls(m_mem, config.align, config.max_segments, config.look_ahead)
 
     def plan_epoch(
         self, samples: Samples, topology: RankTopology, rng: np.random.Generator
     ) -> EpochPlan:
         """See `Policy.plan_epoch`."""
         shape = row_shape(samples, self.m_mem, self.max_segments, self.align, _SLOT_FACTOR)
-        refuse_unplaceable(samples, shape, "first_fit", topology.ranks)
-        longest = int(samples.seq_len.max())
-        epoch = PackedEpoch(shape, topology.ranks, topology.micro_batches_per_step, longest, 0)
+        refuse_unplaceable(samples, shape, self, topology.ranks)
+        shape = replace(shape, longest_whole=int(samples.seq_len.max()))
+        epoch = PackedEpochBuilder(shape, topology)
 
         def place(window: Window) -> np.ndarray:
             row, rows = first_fit_decreasing(window.footprint, shape)
@@ -55,7 +67,7 @@ class FirstFit:
             epoch.add(whole_samples(sample, samples.seq_len, step[where], rank[where], steps))
             return placed
 
-        window_tokens = self.look_ahead * topology.ranks * shape.tokens
+        window_tokens = self.look_ahead * topology.ranks * shape.capacity
         footprint = shape.footprint(samples.seq_len)
         place_all(rng.permutation(len(samples)), footprint, window_tokens, place)
         return epoch.finish()
@@ -68,7 +80,7 @@ def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.nda
     rows as offering each item, the longest first, to the rows in turn.
 
     Args:
-      footprint: [N] int64, largest first, none over `shape.tokens`.
+      footprint: [N] int64, largest first, none over `shape.capacity`.
       shape: of the rows.
     """
     lengths, counts = np.unique(footprint, return_counts=True)
@@ -76,7 +88,7 @@ def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.nda
     rows_of_length: list[list[int]] = [[] for _ in lengths]
     left, rows = len(footprint), 0
     while left:
-        free, free_slots = shape.tokens, shape.segments
+        free, free_slots = shape.capacity, shape.segments
         while free_slots and (kind := stock.longest_within(free)) >= 0:
             stock.take(kind)
             rows_of_length[kind].append(rows)

@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import numpy as np
 
 from alload_jax.errors import InputError
+from alload_jax.planning.cost import CostFile
 from alload_jax.planning.policies.bucketed import Bucketed
 from alload_jax.planning.policies.limits import refuse_longer_than
 from alload_jax.planning.samples import Buckets
+from alload_jax.planning.settings import PlanningConfig
 
 
 @dataclass(frozen=True)
@@ -21,13 +24,22 @@ class Fixed(Bucketed):
       m_mem: most tokens of one micro-batch on one rank; None for no bound.
     """
 
+    name: ClassVar[str] = "fixed"
+    required: ClassVar[tuple[str, ...]] = ("rows",)
+
     rows: int | Mapping[str, int]
     m_mem: int | None = None
+
+    @classmethod
+    def from_config(cls, config: PlanningConfig, costs: CostFile) -> Self:
+        """See `Policy.from_config`."""
+        assert config.rows is not None  # it is required
+        return cls(config.rows, config.tokens_bound(costs))
 
     def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
         """See `Bucketed.rows_per_bucket`."""
         if self.m_mem is not None:
-            refuse_longer_than(buckets, self.m_mem, "fixed")
+            refuse_longer_than(buckets, self.m_mem, self.name)
         rows = np.asarray([self._rows(buckets.name(k)) for k in range(len(buckets))], np.int64)
         for bucket in np.flatnonzero(rows < 1).tolist():
             raise InputError(

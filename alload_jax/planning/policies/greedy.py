@@ -1,4 +1,4 @@
-"""Deals samples to bins so that both their tokens and their cost come out equal."""
+"""Greedy assignment of samples to bins, so that both tokens and cost of the bins come out equal."""
 
 from dataclasses import dataclass
 
@@ -8,35 +8,38 @@ _CHUNKS = 4
 """Bins are ranked anew after each 1/4 of them got a sample: finer gains nothing measurable."""
 
 UNPLACED = -1
-"""The bin of an item that found no place."""
+"""The bin of an item that is in none."""
 
 
 @dataclass(frozen=True)
 class Bins:
-    """Bins that are being filled; the arrays change as items are dealt.
+    """Bins that are being filled; the arrays change as items are assigned.
 
     Attributes:
       free: [B] int64, tokens that still fit.
       load: [B] float64, cost so far.
       free_slots: [B] int64, items that still fit.
-      most_load: no item is added to a bin that holds some, if that takes it over this.
+      max_load: no item is added to a bin that holds some, if that takes it over this.
     """
 
     free: np.ndarray
     load: np.ndarray
     free_slots: np.ndarray
-    most_load: float
+    max_load: float
 
     def admit(self, footprint: int, weight: float) -> np.ndarray:
         """[B] bool: where an item of that many tokens and that cost may go."""
         fits = (self.free >= footprint) & (self.free_slots > 0)
-        if np.isfinite(self.most_load):
-            fits &= (self.load + weight <= self.most_load) | (self.load == 0)
+        if np.isfinite(self.max_load):
+            fits &= (self.load + weight <= self.max_load) | (self.load == 0)
         return fits
 
 
 def target_load(weights: np.ndarray, bins: int, load: float = 0.0) -> float:
-    """Cost per bin if all but the giants could be poured: giants are items above it.
+    """The cost that every bin should reach.
+
+    It is the mean cost of the bins, without the oversized items, which cost more than it, and
+    without the bins that these take for themselves.
 
     Args:
       weights: [N], largest first.
@@ -44,27 +47,27 @@ def target_load(weights: np.ndarray, bins: int, load: float = 0.0) -> float:
       load: what the bins hold already, in all.
     """
     rest = float(weights.sum()) + load
-    for giants, weight in enumerate(weights[: bins - 1].tolist()):
-        if weight <= rest / (bins - giants):
-            return rest / (bins - giants)
+    for oversized, weight in enumerate(weights[: bins - 1].tolist()):
+        if weight <= rest / (bins - oversized):
+            return rest / (bins - oversized)
         rest -= weight
     return rest / max(1, bins - len(weights[: bins - 1]))
 
 
 def assign_greedily(
-    footprint: np.ndarray, weight: np.ndarray, bins: Bins, level: float
+    footprint: np.ndarray, weight: np.ndarray, bins: Bins, target: float
 ) -> np.ndarray:
     """Gives each item a bin, the longest first, where cost per free token is needed most.
 
-    A bin that has `free` tokens left and lacks `level - load` cost needs items of that density.
-    Density grows with length, so the longest item goes where the need is greatest; what remains
-    at the end are short items and bins that need little. Both sums so come out even.
+    A bin that has `free` tokens left and lacks `target - load` cost needs items of that density.
+    Density grows with length, so the longest item goes where the need is greatest. What remains
+    at the end are short items and bins that need little. Both sums come out about equal so.
 
     Args:
       footprint: [N] int64, tokens that an item takes, largest first.
       weight: [N] float64, its cost, likewise not increasing.
       bins: what is filled.
-      level: cost that every bin should reach.
+      target: cost that every bin should reach.
 
     Returns:
       [N] int64, each item's bin, or UNPLACED.
@@ -76,9 +79,9 @@ def assign_greedily(
         longest = int(footprint[first])
         admitted = np.flatnonzero(bins.admit(longest, float(weight[first])))
         if not len(admitted):
-            first = _next_that_may_fit(footprint, weight, bins, first)
+            first = _next_that_may_fit(footprint, bins, first)
             continue
-        need = (level - bins.load[admitted]) / np.maximum(bins.free[admitted], 1)
+        need = (target - bins.load[admitted]) / np.maximum(bins.free[admitted], 1)
         count = min(chunk, len(footprint) - first, len(admitted))
         chosen = np.argpartition(-need, count - 1)[:count]
         chosen = admitted[chosen[np.argsort(-need[chosen], kind="stable")]]
@@ -91,7 +94,7 @@ def assign_greedily(
     return found
 
 
-def _next_that_may_fit(footprint: np.ndarray, weight: np.ndarray, bins: Bins, first: int) -> int:
+def _next_that_may_fit(footprint: np.ndarray, bins: Bins, first: int) -> int:
     """The next item shorter than the one that fits nowhere, and no longer than the freest bin."""
     most = int(bins.free[bins.free_slots > 0].max(initial=0))
     shorter = int(np.searchsorted(-footprint, -min(most, int(footprint[first]) - 1)))

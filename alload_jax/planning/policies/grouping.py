@@ -1,27 +1,27 @@
-"""Gathers rows of equal cost into steps, so that no rank waits for another."""
+"""Groups rows of equal cost into steps, so that no rank waits for another."""
 
 import numpy as np
 
 EMPTY = -1
-"""Where a step has a place but no row for it."""
+"""A place of a step that no row takes."""
 
 TOLERANCE = 0.01
-"""A step whose costliest row exceeds the mean by more waits for better company."""
+"""A step whose costliest row exceeds the mean by more is deferred to a later window."""
 
 
 def group_into_steps(most: np.ndarray, mean: np.ndarray, must: np.ndarray, size: int) -> np.ndarray:
     """Puts `size` units each, single rows or groups of rows, into steps of about equal cost.
 
-    Units are taken by falling cost. One that would stand out of its step is left to a later
-    window, where there may be others like it, unless it must be placed now.
+    Units are taken by falling cost. One that costs much more than the others of its step is
+    deferred to a later window, where there may be others like it, unless it must be placed now.
 
     Args:
       most, mean: [U] float64, cost of the costliest row of each unit and of its mean row.
-      must: [U] bool, units that can't be left.
+      must: [U] bool, units that can't be deferred.
       size: units of a step.
 
     Returns:
-      [K, size] int64, unit numbers; EMPTY fills a last step that is there for a unit's sake.
+      [K, size] int64, unit numbers; EMPTY fills a last step that holds too few units.
     """
     order = np.argsort(-most, kind="stable")
     steps, at = [], 0
@@ -33,17 +33,17 @@ def group_into_steps(most: np.ndarray, mean: np.ndarray, must: np.ndarray, size:
         while (k := int(np.searchsorted(starts, at))) < len(starts):
             at = int(starts[k]) + size
             steps.append(order[at - size : at])
-    waiting = np.flatnonzero(must[order[at:]])
-    if len(waiting):
-        end = at + int(waiting[-1]) + 1
+    remaining = np.flatnonzero(must[order[at:]])
+    if len(remaining):
+        end = at + int(remaining[-1]) + 1
         if end - at >= size:
             steps.append(order[end - size : end])
         elif steps and not must[order[at - size : end - size]].any():
-            # The cheapest step lets as many of its costliest units wait.
+            # As many of the costliest units of the cheapest step are deferred in their place.
             steps[-1] = order[end - size : end]
         else:
             rest = np.setdiff1d(order, np.concatenate([*steps, order[at:end]]))
             others = rest[np.argsort(mean[rest], kind="stable")][: size - (end - at)]
-            nobody = np.full(size - (end - at) - len(others), EMPTY)
-            steps.append(np.r_[order[at:end], others, nobody])
+            empty = np.full(size - (end - at) - len(others), EMPTY)
+            steps.append(np.r_[order[at:end], others, empty])
     return np.asarray(steps, np.int64).reshape(-1, size)

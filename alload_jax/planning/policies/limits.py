@@ -1,4 +1,4 @@
-"""The refusal that all policies share: a sample that cannot fit."""
+"""What every bucketed policy refuses: a sample that does not fit."""
 
 import numpy as np
 

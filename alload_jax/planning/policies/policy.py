@@ -1,55 +1,40 @@
 """The one interface behind which all policies stand."""
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from abc import ABC, abstractmethod
+from typing import Self
 
 import numpy as np
 
 from alload_jax.errors import InputError
+from alload_jax.planning.cost import CostFile
 from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.policies.registry import PolicyTraits, find_policy, policy_names
 from alload_jax.planning.samples import Samples
-
-RanksMode = Literal["synchronous", "independent"]
-"""`synchronous`: all ranks of a micro-batch share one bucket. `independent`: each shape group has
-its own.
-
-Ranks of packed policies are always alike: every row has the same shape.
-"""
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.topology import RankTopology
 
 
-@dataclass(frozen=True)
-class RankTopology:
-    """Who runs a step.
+class Policy(PolicyTraits, ABC):
+    """Turns a data set's columns into an epoch.
 
-    Attributes:
-      ranks: data-parallel ranks.
-      mode: whether ranks share a bucket.
-      micro_batches_per_step: micro-batches that a rank accumulates before it updates.
-      ranks_per_group: where ranks are independent, consecutive ranks of a shape group, which share
-        a bucket; it divides `ranks`.
+    A policy is a frozen dataclass: its fields are its identity. It sets the class attributes of
+    `PolicyTraits`. One with an M_comp also defines `m_comp_measure`.
     """
 
-    ranks: int
-    mode: RanksMode = "synchronous"
-    micro_batches_per_step: int = 1
-    ranks_per_group: int = 1
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: PlanningConfig, costs: CostFile) -> Self:
+        """The policy with the config's bounds.
 
-    def __post_init__(self) -> None:
-        if self.ranks % self.ranks_per_group:
-            raise InputError(
-                f"planning.ranks_per_group is {self.ranks_per_group}, which does not divide the "
-                f"plan's {self.ranks} ranks; choose one that does"
-            )
+        Args:
+          config: whose `m_comp` is a number or None.
+          costs: the cost model's file, which may give bounds that the config leaves open.
 
-    @property
-    def ranks_per_bucket(self) -> int:
-        """Ranks whose bucketed micro-batches share a bucket: all, or those of a shape group."""
-        return self.ranks if self.mode == "synchronous" else self.ranks_per_group
+        Raises:
+          InputError: a bound is given nowhere.
+        """
 
-
-class Policy(Protocol):
-    """Turns a data set's columns into an epoch. A frozen dataclass: its fields are its identity."""
-
+    @abstractmethod
     def plan_epoch(
         self, samples: Samples, topology: RankTopology, rng: np.random.Generator
     ) -> EpochPlan:
@@ -63,4 +48,31 @@ class Policy(Protocol):
         Raises:
           InputError: a sample can't be placed; it names the samples and what would place them.
         """
-        ...
+
+    def m_comp_measure(self, seq_len: np.ndarray) -> np.ndarray:
+        """What M_comp bounds, of micro-batches that hold one sample each.
+
+        Args:
+          seq_len: [N] integers.
+
+        Returns:
+          [N] float64.
+
+        Raises:
+          InputError: the policy has no M_comp.
+        """
+        others = (name for name in policy_names() if find_policy(name).has_m_comp)
+        raise InputError(f"policy {self.name} has no M_comp; choose {' or '.join(others)}")
+
+    def m_comp_range(self, seq_len: np.ndarray) -> tuple[float, float]:
+        """The least and the largest M_comp worth trying.
+
+        Args:
+          seq_len: [K] integers, the lengths of the data set, each once.
+
+        Raises:
+          InputError: the policy has no M_comp.
+        """
+        alone = self.m_comp_measure(seq_len)
+        # Of many samples to a micro-batch: one of four times the mean cost is bound by memory.
+        return float(alone.min()), float(max(alone.max(), 4 * alone.mean()))

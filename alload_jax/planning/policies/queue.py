@@ -1,4 +1,4 @@
-"""A shuffled epoch, read window by window; what found no place waits for the next window."""
+"""A shuffled epoch, read window by window; what a window defers goes into the next."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Window:
     Attributes:
       sample: [N] int64, the manifest's row numbers, longest footprint first.
       footprint: [N] int64, tokens that each takes.
-      age: [N] int64, windows that each has waited for.
+      age: [N] int64, how many windows deferred each.
       last: whether no window follows, so that all must be placed.
     """
 
@@ -35,29 +35,29 @@ def place_all(
     Args:
       order: [N] int64, sample numbers, shuffled.
       footprint: [N] int64, tokens that each sample of the manifest takes.
-      window_tokens: of a window, waiting samples included.
+      window_tokens: of a window, deferred samples included.
       place: places a window.
     """
     upto = np.cumsum(footprint[order])
-    waiting, age = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    deferred, age = np.zeros(0, np.int64), np.zeros(0, np.int64)
     taken = 0
     last = False
     while not last:
-        left = int(upto[-1] - (upto[taken - 1] if taken else 0) + footprint[waiting].sum())
-        # A short last window would have little to choose from: it joins the one before.
+        left = int(upto[-1] - (upto[taken - 1] if taken else 0) + footprint[deferred].sum())
+        # A short last window would have little to choose from, so the one before takes it in.
         last = left <= window_tokens * 3 // 2
-        free_slots = max(0, window_tokens - int(footprint[waiting].sum()))
+        free_tokens = max(0, window_tokens - int(footprint[deferred].sum()))
         start = int(upto[taken - 1]) if taken else 0
-        stop = len(order) if last else int(np.searchsorted(upto, start + free_slots, side="right"))
+        stop = len(order) if last else int(np.searchsorted(upto, start + free_tokens, side="right"))
         new = order[taken:stop]
-        window = _window(np.r_[waiting, new], np.r_[age + 1, np.zeros_like(new)], footprint, last)
+        window = _window(np.r_[deferred, new], np.r_[age + 1, np.zeros_like(new)], footprint, last)
         placed = place(window)
-        waiting, age = window.sample[~placed], window.age[~placed]
+        deferred, age = window.sample[~placed], window.age[~placed]
         taken = stop
 
 
 def _window(sample: np.ndarray, age: np.ndarray, footprint: np.ndarray, last: bool) -> Window:
-    """Longest first; of equal length, who has waited longest."""
+    """Longest first; of equal length, those deferred most often."""
     ordered = np.lexsort((-age, -footprint[sample]))
     sample = sample[ordered]
     return Window(sample, footprint[sample], age[ordered], last)

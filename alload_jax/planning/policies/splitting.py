@@ -1,8 +1,8 @@
-"""Anchors: samples that cost more than a rank's fair share, split over a context-parallel group.
+"""Samples that cost more than a rank's fair share, split over a context-parallel group.
 
-A group of c ranks joins the first A tokens of each rank's row, its split region, into one row of
-c·A tokens, in which the group's split samples lie one after another (an all-to-all turns tokens
-into heads and back). Every A is a program to compile, so an epoch keeps to a few.
+The first A tokens of each rank's row are its split region. The c regions of a group hold c·A split
+tokens, in which the group's split samples lie one after another (an all-to-all turns tokens into
+heads and back). Every A is a program to compile, so only a few split sizes are allowed.
 """
 
 from dataclasses import dataclass
@@ -11,26 +11,26 @@ import numpy as np
 
 from alload_jax.planning.policies.greedy import UNPLACED, Bins, assign_greedily, target_load
 
-_LEVELS = 4
-"""Values of A beside 0."""
-_REGIONS = 128
-"""Of a row: A is no coarser."""
-_SPARE = 4
-"""Short samples that a region holds beside as many split samples as fit."""
+_MOST_SIZES = 4
+"""Allowed split sizes beside 0."""
+_STEPS_OF_ROW = 128
+"""The unit of A is at most this share of a row."""
+_EXTRA_SAMPLES = 4
+"""Short samples that a group's split regions hold beside as many split samples as fit."""
 _MARGIN = 1.25
-"""Of the largest A, over what a mean region needs."""
+"""The largest A over what the mean group needs, at least."""
 
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Which samples are split, and what regions they may be put into.
+    """Which samples are split, and the split regions that they may be put into.
 
     Attributes:
       context: c, ranks of a group.
       threshold: samples of more weight are split.
       longest_whole: so are samples that take more tokens.
-      split_sizes: [L] int64, the values that A takes, ascending, from 0.
-      segments: most samples of a region.
+      split_sizes: [L] int64, the allowed values of A, ascending from 0.
+      segments: most samples of a group's split regions.
     """
 
     context: int
@@ -48,12 +48,12 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class SplitRegions:
-    """The joint rows of a window's groups.
+    """What the split regions of a window's groups hold.
 
     Attributes:
-      group: [N] int64, the group whose region holds a sample, or UNPLACED.
+      group: [N] int64, the group whose split regions hold a sample, or UNPLACED.
       tokens: [G] int64, A of each group.
-      load: [G] float64, weight of what its region holds.
+      load: [G] float64, weight of what the group's split regions hold.
     """
 
     group: np.ndarray
@@ -61,9 +61,9 @@ class SplitRegions:
     load: np.ndarray
 
 
-def fair_share(footprint: np.ndarray, weight: np.ndarray, row_tokens: int) -> float:
-    """Weight of a mean row."""
-    return float(weight.sum() / footprint.sum() * row_tokens)
+def fair_share(footprint: np.ndarray, weight: np.ndarray, row_capacity: int) -> float:
+    """Weight of a mean row that is full."""
+    return float(weight.sum() / footprint.sum() * row_capacity)
 
 
 def fill_split_regions(
@@ -73,11 +73,11 @@ def fill_split_regions(
     first: np.ndarray,
     groups: int,
     per_step: int,
-    most_load: float,
+    max_load: float,
 ) -> SplitRegions:
-    """Deals split samples to groups; then short samples to what the regions have to spare.
+    """Assigns split samples to groups, then short samples to what the regions leave free.
 
-    Groups of like load are put into the same steps and get the same A.
+    Groups of similar load are put into the same steps and get the same A.
 
     Args:
       rule: which samples are split.
@@ -85,21 +85,21 @@ def fill_split_regions(
       first: [N] bool, samples to assign before the others.
       groups: G, a multiple of `per_step`.
       per_step: groups of a step.
-      most_load: most weight of a rank's row that holds more than one sample.
+      max_load: most weight of a rank's row that holds more than one sample.
     """
     bins = Bins(
         np.full(groups, rule.context * rule.split_sizes[-1]),
         np.zeros(groups),
         np.full(groups, rule.segments),
-        rule.context * most_load,
+        rule.context * max_load,
     )
     found = np.full(len(footprint), UNPLACED, np.int64)
     split = rule.applies(footprint, weight)
     for mask in (split & first, split & ~first):
-        level = target_load(weight[mask], groups, float(bins.load.sum()))
-        found[mask] = assign_greedily(footprint[mask], weight[mask], bins, level)
+        target = target_load(weight[mask], groups, float(bins.load.sum()))
+        found[mask] = assign_greedily(footprint[mask], weight[mask], bins, target)
     used = rule.context * rule.split_sizes[-1] - bins.free
-    tokens = _levels_of(used, rule, per_step)
+    tokens = _split_sizes_of(used, rule, per_step)
     bins.free[:] = rule.context * tokens - used
     others = np.flatnonzero(~split & (footprint <= bins.free.max(initial=0)))
     found[others] = assign_greedily(
@@ -109,21 +109,21 @@ def fill_split_regions(
 
 
 def region_segments(rule: SplitRule, footprint: np.ndarray, weight: np.ndarray) -> int:
-    """Most samples that a region has use for: each of a region's slots costs every rank memory."""
+    """Slots that a group's split regions have use for: each slot costs every rank memory."""
     split = rule.applies(footprint, weight)
     if not split.any():
         return rule.segments
     fit = rule.context * int(rule.split_sizes[-1]) // int(footprint[split].min())
-    return min(rule.segments, fit + _SPARE)
+    return min(rule.segments, fit + _EXTRA_SAMPLES)
 
 
-def region_multiple(row_tokens: int, align: int) -> int:
-    """Tokens of which A is a multiple: large, so that kernels find regions that divide evenly.
+def region_multiple(row_capacity: int, align: int) -> int:
+    """Tokens of which A is a multiple: large, so that kernels' blocks divide regions evenly.
 
-    The most that is a power of two times `align` and divides the row into `_REGIONS` or more.
+    The most that is a power of two times `align` and divides the row into `_STEPS_OF_ROW` or more.
     """
     multiple = align
-    while row_tokens % (2 * multiple) == 0 and 2 * multiple * _REGIONS <= row_tokens:
+    while row_capacity % (2 * multiple) == 0 and 2 * multiple * _STEPS_OF_ROW <= row_capacity:
         multiple *= 2
     return multiple
 
@@ -136,11 +136,11 @@ def allowed_split_sizes(
     per_step: int,
     multiple: int,
 ) -> np.ndarray:
-    """The few values of A that leave the least of the regions empty, for samples like these.
+    """The few values of A that leave least of the regions empty, for samples like these.
 
     Args:
       footprint, weight: [N], of a window's samples, longest first.
-      rule: whose split_sizes are not used.
+      rule: its split_sizes are not read.
       groups, per_step: see `fill_split_regions`.
       multiple: values are multiples of it.
     """
@@ -149,12 +149,11 @@ def allowed_split_sizes(
         return np.zeros(1, np.int64)
     most = rule.context * rule.longest_whole
     bins = Bins(np.full(groups, most), np.zeros(groups), np.full(groups, len(footprint)), np.inf)
-    level = target_load(weight[split], groups)
-    assign_greedily(footprint[split], weight[split], bins, level)
+    assign_greedily(footprint[split], weight[split], bins, target_load(weight[split], groups))
     used = np.sort(most - bins.free)[::-1][::per_step]
     wanted = -(-used // (rule.context * multiple)) * multiple
-    # The longest of all must fit, even if it is alone in its region; and more than the mean must,
-    # lest split samples wait longer and longer.
+    # The longest of all must fit, even alone. More than the mean must fit too, or more and more
+    # split samples would be deferred.
     demand = _MARGIN * footprint[split].sum() / groups
     for least in (int(footprint.max()), int(min(demand, most))):
         wanted = np.r_[wanted, -(-least // (rule.context * multiple)) * multiple]
@@ -164,11 +163,11 @@ def allowed_split_sizes(
 def split_evenly(
     start: np.ndarray, tokens: np.ndarray, region: np.ndarray, context: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cuts samples of joint rows into the ranks' parts.
+    """Cuts split samples into the ranks' parts.
 
     Args:
-      start, tokens: [N] int64, where each sample lies in its joint row.
-      region: [N] int64, A of that row.
+      start, tokens: [N] int64, where each sample lies in its group's split tokens.
+      region: [N] int64, A of that group.
       context: ranks of a group.
 
     Returns:
@@ -185,18 +184,18 @@ def split_evenly(
     return item, rank, begin - rank * region[item], end - begin
 
 
-def _levels_of(used: np.ndarray, rule: SplitRule, per_step: int) -> np.ndarray:
-    """[G]: the least level that holds every group of a step, steps being groups of like load."""
+def _split_sizes_of(used: np.ndarray, rule: SplitRule, per_step: int) -> np.ndarray:
+    """[G]: the least allowed A that holds all groups of a step, which are of similar load."""
     order = np.argsort(-used, kind="stable")
     most = used[order][::per_step]
-    level = rule.split_sizes[np.searchsorted(rule.split_sizes * rule.context, most)]
+    size = rule.split_sizes[np.searchsorted(rule.split_sizes * rule.context, most)]
     tokens = np.empty_like(used)
-    tokens[order] = np.repeat(level, per_step)
+    tokens[order] = np.repeat(size, per_step)
     return tokens
 
 
 def _least_waste(wanted: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Up to `_LEVELS` of the ascending values, so that rounding up to them adds the least in all.
+    """Up to `_MOST_SIZES` of the ascending values, so that rounding up to them adds least in all.
 
     Dynamic programming over (values covered, sizes used); values are thinned to a hundred first.
     """
@@ -214,7 +213,7 @@ def _least_waste(wanted: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
         i = np.arange(j)
         waste[i, j] = values[j - 1] * (weight[j] - weight[i]) - (total[j] - total[i])
     best, choice = waste[0], [np.zeros(n + 1, np.int64)]
-    for _ in range(min(_LEVELS, n) - 1):
+    for _ in range(min(_MOST_SIZES, n) - 1):
         through = best[:, None] + waste
         through[0] = waste[0]
         choice.append(through.argmin(axis=0))

@@ -1,0 +1,179 @@
+"""What a transformer of Wan's kind computes and holds, counted from its shape; no JAX."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from alload_jax.errors import InputError
+from alload_jax.planning.architectures.architecture import (
+    LABEL_TOKENS,
+    ActivationCounts,
+    Architecture,
+    ForwardFlops,
+)
+
+_KERNELS = 60
+"""Of a block, forward."""
+
+# Tensors of S × dim (and of S × ffn_dim) that a block reads and writes beside matrix products and
+# attention. Forward: three norms with residual and gate 10, query and key norms with rotary
+# embedding 9, the last gate 3; GELU reads and writes the hidden layer.
+_FORWARD_TRAFFIC = (22, 2)
+# Backward: norms 15, query and key norms 12, gates 3, gradients of biases 8, sums of gradients 4;
+# the hidden layer: GELU 3, gradient of bias 1.
+_BACKWARD_TRAFFIC = (42, 4)
+_WORKING_SET = (19, 4)
+"""Tensors of S × dim and S × ffn_dim alive at most while one block goes backward."""
+_KEPT = {
+    "full": (1, 0),
+    # Both attentions' outputs, each twice: by its name, and as cuDNN put it out.
+    "attention": (1 + 4, 0),
+    # Besides: query, key, value, out; cross-attention's query and out; both feed-forward layers.
+    "matmuls_and_attention": (1 + 4 + 7, 1),
+    # An estimate: what autodiff keeps of norms, rotary embedding and GELU, partly in float32.
+    "none": (28, 3),
+}
+"""By rematerialisation policy, tensors of S × dim and S × ffn_dim of every block, its input among
+them."""
+_EXCHANGED = 4
+"""Tensors of S × dim: query, key, value and output of self-attention."""
+
+
+@dataclass(frozen=True)
+class WanArchitecture(Architecture):
+    """Shape of the transformer in `alload_jax.models.wan.transformer`; the defaults are Wan 2.1's.
+
+    Attributes:
+      dim: width of the residual stream.
+      ffn_dim: width of the feed-forward layer.
+      num_heads: attention heads.
+      num_layers: transformer blocks.
+      in_channels: channels of the latents that enter.
+      text_length: tokens of the condition, T.
+      text_dim: width of the text's embeddings; None where the condition is classes.
+      patch_size: latent (frames, height, width) that make one token.
+      out_channels: channels of what is predicted; None for `in_channels`.
+      num_classes: classes, where the condition is classes.
+      freq_dim: size of the timestep's sinusoid.
+      qk_norm: RMSNorm of queries and keys.
+      cross_norm: an affine LayerNorm before cross-attention.
+    """
+
+    dim: int
+    ffn_dim: int
+    num_heads: int
+    num_layers: int
+    in_channels: int = 16
+    text_length: int = 512
+    text_dim: int | None = 4096
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    out_channels: int | None = None
+    num_classes: int = 10
+    freq_dim: int = 256
+    qk_norm: bool = True
+    cross_norm: bool = True
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """The architecture that fields describe, as `WanConfig.architecture()` gives them.
+
+        Args:
+          fields: `text` is {"dim", "length"}, or missing where the condition is classes; then
+            `condition_tokens` says how many (default 1). Fields of the arithmetic, such as `remat`,
+            are passed over.
+
+        Raises:
+          InputError: a field is missing or no whole number, or the model has an image condition.
+        """
+        if fields.get("image"):
+            raise InputError(
+                "model.image is set; models with an image condition have no cost model"
+            )
+        known = {field.name for field in dataclasses.fields(cls)}
+        chosen = {name: value for name, value in fields.items() if name in known}
+        chosen["patch_size"] = tuple(fields.get("patch_size") or (1, 2, 2))
+        if text := fields.get("text"):
+            chosen |= {"text_dim": text.get("dim"), "text_length": text.get("length")}
+        else:
+            tokens = fields.get("condition_tokens", LABEL_TOKENS)
+            chosen |= {"text_dim": None, "text_length": tokens}
+        for name in ("dim", "ffn_dim", "num_heads", "num_layers", "text_length"):
+            value = chosen.get(name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"model.{name} is {value!r}; give a whole number of at least 1")
+        return cls(**chosen)
+
+    def fields(self) -> dict[str, Any]:
+        """The architecture as `from_fields` reads it."""
+        fields = dataclasses.asdict(self)
+        length, width = fields.pop("text_length"), fields.pop("text_dim")
+        if width is None:
+            fields["condition_tokens"] = length
+        else:
+            fields["text"] = {"dim": width, "length": length}
+        fields = {k: v for k, v in fields.items() if v is not None}
+        return fields | {"patch_size": list(self.patch_size)}
+
+    def flops(self) -> ForwardFlops:
+        """Of the blocks' forward.
+
+        On one sample, L·[12·S·d² + 4·S·d·f + 4·S²·d + 4·T·d² + 4·S·T·d]: queries, keys, values and
+        out of self-attention (8·S·d²), queries and out of cross-attention (4·S·d²), feed-forward,
+        self-attention, keys and values of the text, cross-attention. The embeddings and the head,
+        under 1 % for Wan, are left out, as are norms and other elementwise work.
+        """
+        return ForwardFlops(
+            matmul_per_token=self.num_layers * (12.0 * self.dim**2 + 4.0 * self.dim * self.ffn_dim),
+            matmul_per_sequence=self.num_layers * 4.0 * self.text_length * self.dim**2,
+            attention_per_pair=self.num_layers * 4.0 * self.dim,
+            attention_per_token=self.num_layers * 4.0 * self.text_length * self.dim,
+        )
+
+    def activations(self) -> ActivationCounts:
+        """See `Architecture.activations`."""
+        return ActivationCounts(
+            forward_traffic=self.num_layers * self._values(_FORWARD_TRAFFIC),
+            backward_traffic=self.num_layers * self._values(_BACKWARD_TRAFFIC),
+            working_set=self._values(_WORKING_SET),
+            split_exchange=self.num_layers * self._values((_EXCHANGED, 0)),
+        )
+
+    def kept_activations(self, remat: str) -> float:
+        """See `Architecture.kept_activations`."""
+        return self.num_layers * self._values(_KEPT[remat])
+
+    def kernels(self) -> int:
+        """See `Architecture.kernels`."""
+        return self.num_layers * _KERNELS
+
+    def _values(self, tensors: tuple[int, int]) -> int:
+        """Values for each token of so many tensors of (S × dim, S × ffn_dim)."""
+        narrow, wide = tensors
+        return narrow * self.dim + wide * self.ffn_dim
+
+    def _block_parameters(self) -> int:
+        """Parameters of one block."""
+        dim, ffn = self.dim, self.ffn_dim
+        attention = 4 * (dim**2 + dim) + 2 * dim * self.qk_norm
+        feed_forward = 2 * dim * ffn + ffn + dim
+        return 6 * dim + 2 * attention + 2 * dim * self.cross_norm + feed_forward
+
+    def parameters(self) -> int:
+        """Parameters of the model, exactly."""
+        dim, patch = self.dim, math.prod(self.patch_size)
+        out = patch * (self.in_channels if self.out_channels is None else self.out_channels)
+        embedding = (patch * self.in_channels + 1) * dim
+        time = (self.freq_dim + 1) * dim + (dim + 1) * dim + (dim + 1) * 6 * dim
+        if self.text_dim is None:
+            condition = (self.num_classes + 1) * dim
+        else:
+            condition = (self.text_dim + 1) * dim + (dim + 1) * dim
+        head = 2 * dim + (dim + 1) * out
+        return embedding + time + condition + head + self.num_layers * self._block_parameters()
+
+
+WAN_1_3B = WanArchitecture(1536, 8960, 12, 30)
+WAN_14B = WanArchitecture(5120, 13824, 40, 40)
+"""Wan 2.1's text-to-video models, as in their config.json."""

@@ -1,0 +1,81 @@
+"""Policies by name, and what each says of itself before it is built.
+
+Nothing here imports a policy: settings know policies by this module, and policies know settings.
+"""
+
+from typing import ClassVar, TypeVar
+
+from alload_jax.registry import Registry
+
+AUTO = "auto"
+AUTO_PACKED, AUTO_BUCKETED = "balanced", "dual_constraint"
+"""What auto stands for where rows can be packed, and elsewhere."""
+
+
+class PolicyTraits:
+    """What a policy's class says of itself.
+
+    Attributes:
+      name: in configs and on the command line.
+      packed: its micro-batches are packed rows; else rows of one shape.
+      splits_samples: it can split a sample over `planning.context` ranks.
+      has_m_comp: it can bound the cost of a micro-batch by `planning.m_comp`.
+      m_comp_by_default: it does so even where `planning.m_comp` is not given.
+      has_options: it reads `planning.options`.
+      required: settings without which it cannot plan.
+    """
+
+    name: ClassVar[str]
+    packed: ClassVar[bool] = False
+    splits_samples: ClassVar[bool] = False
+    has_m_comp: ClassVar[bool] = False
+    m_comp_by_default: ClassVar[bool] = False
+    has_options: ClassVar[bool] = False
+    required: ClassVar[tuple[str, ...]] = ("m_mem",)
+
+
+_POLICIES: Registry[type[PolicyTraits]] = Registry(
+    "policy",
+    {
+        "fixed": "alload_jax.planning.policies.fixed:Fixed",
+        "equal_tokens": "alload_jax.planning.policies.equal_tokens:EqualTokens",
+        "dual_constraint": "alload_jax.planning.policies.dual_constraint:DualConstraint",
+        "first_fit": "alload_jax.planning.policies.first_fit:FirstFit",
+        "balanced": "alload_jax.planning.policies.balanced:Balanced",
+    },
+)
+
+PolicyT = TypeVar("PolicyT", bound=type[PolicyTraits])
+
+
+def register_policy(policy: PolicyT) -> PolicyT:
+    """Makes a policy's class known by its `name`; also as a decorator.
+
+    Args:
+      policy: a frozen dataclass that is a `Policy` (`policy.py`).
+
+    Raises:
+      ValueError: another policy has the name.
+    """
+    _POLICIES.register(policy.name, policy)
+    return policy
+
+
+def find_policy(name: str) -> type[PolicyTraits]:
+    """The class of a policy.
+
+    Raises:
+      InputError: there is none of that name; the message lists the names.
+    """
+    return _POLICIES.get(name)
+
+
+def policy_names() -> tuple[str, ...]:
+    """The names of all policies; auto is none of them."""
+    return _POLICIES.names()
+
+
+def candidates(name: str) -> tuple[type[PolicyTraits], ...]:
+    """The class of a policy; of auto, those that it may come to stand for."""
+    names = (AUTO_PACKED, AUTO_BUCKETED) if name == AUTO else (name,)
+    return tuple(find_policy(each) for each in names)
