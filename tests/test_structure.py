@@ -207,7 +207,7 @@ def test_the_deprecated_triton_lowering_is_used_in_triton_folders_only(imports):
 
 def test_planning_runs_without_jax(imports):
     modules = [module for module in sorted(imports) if belongs(module, "alload_jax.planning")]
-    for names in (modules, ["alload_jax.commands.plan"]):
+    for names in (modules, ["alload_jax.commands.plan"], ["alload_jax.cli"]):
         code = f"import sys, {', '.join(names)}; sys.exit('jax' in sys.modules)"
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
