@@ -1,32 +1,36 @@
-"""A run's whole config: every part stands beside the code that it configures."""
+"""A run's whole config: every part stands beside the code that it configures.
+
+Some parts are found by name: the model by `model.family`, the objective by `objective.name`, the
+data set by `data.dataset.name`, and each of `evaluators` and `callbacks` by its `name`. Each name
+has fields of its own, so `read_config` looks for the names first.
+"""
 
 import dataclasses
-import difflib
-import re
-import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import yaml
-from jsonargparse import ArgumentParser
 
-from alload_jax.data.datasets.digits import DigitsConfig
+from alload_jax.config_parser import Part, parse_config
+from alload_jax.data.datasets.dataset import DATASETS, Dataset
 from alload_jax.data.source import LoaderConfig
 from alload_jax.distributed.initialize import ClusterConfig
 from alload_jax.errors import InputError
-from alload_jax.models.wan.config import WanConfig
-from alload_jax.models.wan.transformer import packing_unsupported_reason
-from alload_jax.objectives.flow_matching import DiffusionConfig
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import DEFAULT_FAMILY, FAMILIES, family_of
+from alload_jax.objectives.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
 from alload_jax.planning.settings import AUTO, PlanningConfig
+from alload_jax.sampling.evaluators.evaluator import EVALUATORS, Evaluator
 from alload_jax.sampling.samples import SamplingConfig
 from alload_jax.sharding.mesh import MeshConfig
+from alload_jax.training.callbacks.callback import CALLBACKS, CallbackConfig
 from alload_jax.training.checkpoint import CheckpointConfig
 from alload_jax.training.optimizer import OptimizerConfig
-from alload_jax.training.telemetry import write_whole
+from alload_jax.training.parameters import ParametersConfig
+from alload_jax.training.run_files import write_whole
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,21 @@ class DataConfig:
 
     Attributes:
       folder: a data folder: manifest.parquet and its shards.
-      digits: makes the folder from moving digits if it is not there.
+      dataset: makes the folder if it is not there; `name: digits` are moving digits.
       loader: how samples are read.
     """
 
     folder: str
-    digits: DigitsConfig | None = None
+    dataset: Dataset | None = None
     loader: LoaderConfig = field(default_factory=LoaderConfig)
+
+
+def _default_model() -> ModelConfig:
+    return FAMILIES.get(DEFAULT_FAMILY).config()
+
+
+def _default_objective() -> Objective:
+    return OBJECTIVES.get(DEFAULT_OBJECTIVE)()
 
 
 @dataclass(frozen=True)
@@ -85,38 +97,57 @@ class Config:
       run: the run itself.
       data: what it learns from.
       planning: what a micro-batch may hold.
-      model: the transformer.
-      diffusion: how samples are noised.
+      model: the model; `family` names its family.
+      objective: what is minimised; `name` names it.
+      parameters: which parameters are trained.
       optimizer: AdamW and EMA.
       mesh: devices.
       cluster: processes, if there are several.
       checkpoint: when to save.
       sampling: what is drawn, and when.
+      evaluators: what is measured on drawn samples at the end, each by its `name`.
+      callbacks: what else happens during training, each by its `name`.
     """
 
     run: RunConfig
     data: DataConfig
     planning: PlanningConfig
-    model: WanConfig = field(default_factory=WanConfig)
-    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    model: ModelConfig = field(default_factory=_default_model)
+    objective: Objective = field(default_factory=_default_objective)
+    parameters: ParametersConfig = field(default_factory=ParametersConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    evaluators: tuple[Evaluator, ...] = ()
+    callbacks: tuple[CallbackConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        shares = self.mesh.context * self.mesh.tensor
-        if self.model.num_heads % shares:
-            raise InputError(
-                f"mesh.context·mesh.tensor is {shares}, which does not divide model.num_heads "
-                f"{self.model.num_heads}; choose a divisor"
-            )
+        self.model.require_divisible(self.mesh.context * self.mesh.tensor)
         if self.planning.context not in (1, self.mesh.context):
             raise InputError(
                 f"planning.context is {self.planning.context}, but mesh.context is "
                 f"{self.mesh.context}; give mesh.context alone, which decides for both"
             )
+
+
+_PARTS = (
+    Part("model", "family", DEFAULT_FAMILY, lambda name: FAMILIES.get(name).config),
+    Part("objective", "name", DEFAULT_OBJECTIVE, OBJECTIVES.get),
+    Part("data.dataset", "name", None, DATASETS.get),
+)
+"""The parts whose fields depend on a name."""
+
+_LISTS = {"evaluators": EVALUATORS, "callbacks": CALLBACKS}
+"""The parts that are lists of named things."""
+
+_RENAMED = {
+    "diffusion": "objective",
+    "data.digits": "data.dataset, with name: digits",
+    "sampling.digits_read": "evaluators: [{name: digit_accuracy, per_digit: ...}]",
+}
+"""Keys of earlier versions, and what stands in their place."""
 
 
 def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
@@ -125,20 +156,8 @@ def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
     Raises:
       InputError: something in it is wrong.
     """
-    _check_yaml(_config_files(argv))
-    description = "Train a video diffusion transformer."
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
-    parser.command_line = argv
-    parser.add_argument("--config", action="config", help="a YAML file; later flags override it")
-    parser.add_class_arguments(Config)
-    arguments = parser.parse_args(list(argv))
-    try:
-        parsed = parser.instantiate(arguments)
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(_reason_in_union(str(error))) from error
-    return Config(**{part.name: parsed[part.name] for part in dataclasses.fields(Config)})
+    values = parse_config(argv, prog, Config, _PARTS, _LISTS, _RENAMED)
+    return Config(**values)
 
 
 def with_policy(config: Config) -> Config:
@@ -148,7 +167,8 @@ def with_policy(config: Config) -> Config:
     """
     planning = config.planning
     if planning.policy == AUTO:
-        planning = planning.resolved(packs=not packing_unsupported_reason(config.model))
+        reason = family_of(config.model).packing_unsupported_reason(config.model)
+        planning = planning.resolved(packs=not reason)
     if planning.policy == "balanced":
         planning = dataclasses.replace(planning, context=config.mesh.context)
     return dataclasses.replace(config, planning=planning)
@@ -187,84 +207,6 @@ def use_compilation_cache(run: RunConfig) -> None:
     if run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(run.compilation_cache).absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def known_keys(kind: type = Config, prefix: str = "") -> Iterator[str]:
-    """Every dotted key that a config may hold."""
-    for name, annotation in typing.get_type_hints(kind).items():
-        yield prefix + name
-        for part in (annotation, *typing.get_args(annotation)):
-            if dataclasses.is_dataclass(part) and isinstance(part, type):
-                yield from known_keys(part, f"{prefix}{name}.")
-
-
-class _Parser(ArgumentParser):
-    """Turns jsonargparse's messages into InputErrors of one line, with the nearest key."""
-
-    command_line: Sequence[str] = ()
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        cause: BaseException | None = ex
-        while cause is not None:
-            if isinstance(cause, InputError):
-                raise cause
-            cause = cause.__cause__ or cause.__context__
-        raise InputError(_one_line(message, self.command_line)) from ex
-
-
-def _check_yaml(files: Sequence[str]) -> None:
-    """Names a file that is no YAML, and the line, which jsonargparse does not."""
-    for file in files:
-        try:
-            yaml.safe_load(Path(file).read_text())
-        except OSError:
-            continue
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            mark = getattr(error, "problem_mark", None)
-            line = f": line {mark.line + 1}" if mark else ""
-            reason = " ".join((getattr(error, "problem", None) or str(error)).split())
-            raise InputError(f"{file}{line}: is no YAML ({reason}); mend it") from error
-
-
-def _one_line(message: str, argv: Sequence[str]) -> str:
-    for pattern, key in (
-        (r"Option '([\w.]+)' is not accepted", "{0}"),
-        (r"Group '([\w.]+)' does not accept option '([\w.]+)'", "{0}.{1}"),
-        (r"nrecognized arguments: --([\w.]+)", "{0}"),
-    ):
-        if found := re.search(pattern, message):
-            return _unknown(key.format(*found.groups()), argv)
-    text = re.sub(r"\s+", " ", message).strip()
-    if text.startswith("Unexpected config"):
-        files = " or ".join(_config_files(argv))
-        return f"{files}: is empty or holds no sections; start from configs/digits.yaml"
-    text = re.sub(r"Expected a typing\.Literal(\[[^\]]*\])", r"expected one of \1", text)
-    text = re.sub(r"Expected a <class '(\w+)'>", r"expected \1", text)
-    text = text.replace("Parser key", "key")
-    if "required" in text:
-        return f"{text}; give --config FILE, such as configs/digits.yaml"
-    place = " or ".join(_config_files(argv))
-    typed = any(part.startswith("--") and part[2:].split("=")[0] in text for part in argv)
-    return text if typed or not place else f"{place}: {text}; `--help` explains every key"
-
-
-def _reason_in_union(message: str) -> str:
-    """What our own check said of a part that may also be null: jsonargparse lists all reasons."""
-    reasons = re.findall(r"^  - (.*)$", message, re.MULTILINE)
-    return next((r for r in reasons if not r.startswith("Expected a")), message.splitlines()[0])
-
-
-def _unknown(key: str, argv: Sequence[str]) -> str:
-    typed = any(part.split("=")[0] == f"--{key}" for part in argv)
-    place = "command line" if typed else " or ".join(_config_files(argv))
-    if not (near := difflib.get_close_matches(key, list(known_keys()), n=1, cutoff=0.5)):
-        return f"{place}: key {key} is unknown; `--help` lists all keys"
-    return f"{place}: key {key} is unknown; did you mean {near[0]}?"
-
-
-def _config_files(argv: Sequence[str]) -> list[str]:
-    after = [file for flag, file in pairwise(argv) if flag == "--config"]
-    return after + [part.split("=", 1)[1] for part in argv if part.startswith("--config=")]
 
 
 def _plain(value: Any) -> Any:

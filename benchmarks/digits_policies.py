@@ -24,7 +24,7 @@ import numpy as np
 
 from alload_jax.bench.provenance import provenance
 from alload_jax.config import Config, read_config
-from alload_jax.data.datasets.digits import prepare_digits
+from alload_jax.data.datasets.dataset import prepare_dataset
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.plan import Plan
@@ -82,8 +82,8 @@ def digits_config(policy: str, seed: int) -> Config:
     """The config of a run; the data are made if they are not there."""
     flags = ["--planning.policy", policy, "--run.seed", str(seed)]
     config = read_config(["--config", str(CONFIG), *flags])
-    assert config.data.digits is not None
-    prepare_digits(config.data.folder, config.data.digits)
+    assert config.data.dataset is not None
+    prepare_dataset(config.data.folder, config.data.dataset)
     return config
 
 

@@ -22,18 +22,16 @@ import jax
 import numpy as np
 
 from alload_jax.bench.provenance import provenance
-from alload_jax.models.common.weights import load_weights, save_weights
-from alload_jax.models.wan.config import TextConfig, WanConfig
-from alload_jax.models.wan.transformer import abstract_params
-from alload_jax.models.wan.weight_table import tensors
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import abstract_model, config_from_fields, family_of
+from alload_jax.models.weights import load_weights, save_weights
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 
 
-def model_config(layers: int) -> WanConfig:
+def model_config(layers: int) -> ModelConfig:
     """Wan 2.1's 1.3B, or fewer layers of it."""
-    return WanConfig(
-        dim=1536, ffn_dim=8960, num_heads=12, num_layers=layers, in_channels=16, text=TextConfig()
-    )
+    shape = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": layers}
+    return config_from_fields(shape | {"in_channels": 16, "text": {"dim": 4096, "length": 512}})
 
 
 def anonymous_bytes() -> int:
@@ -65,7 +63,7 @@ def measure(folder: str, layers: int) -> dict[str, Any]:
         "layers": layers,
         "weights_bytes": weights,
         "largest_tensor_bytes": max(
-            4 * int(np.prod(t.shape)) for t in tensors(config, "diffusers")
+            4 * int(np.prod(t.shape)) for t in family_of(config).tensors(config, "diffusers")
         ),
         "peak_beside_weights_bytes": most - before - weights,
         "seconds": seconds,
@@ -77,7 +75,7 @@ def random_params(layers: int) -> Any:
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda leaf: rng.standard_normal(leaf.shape, np.float32),
-        abstract_params(model_config(layers)),
+        abstract_model(model_config(layers)).params,
     )
 
 

@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import Step, random_batch
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.bench.step import Step, random_batch, training_spec
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import config_from_fields
 from pallas_kernels.layernorm_modulate.differentiable import Static, fused
 from pallas_kernels.layernorm_modulate.operands import Operands, normalise
 
@@ -36,17 +37,16 @@ IMPLEMENTATIONS = ("triton", "xla")
 MEMORY_SHARE = "0.95"
 
 
-def model_config(norm: Any, remat: Any) -> WanConfig:
+def model_config(norm: Any, remat: Any) -> ModelConfig:
     """Wan 2.1's 1.3B, but for its text encoder's tokens, which are classes here."""
     shape: dict[str, Any] = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30}
-    return WanConfig(
-        **shape, in_channels=16, patch_size=(1, 2, 2), norm=norm, remat=remat, dtype="bfloat16"
-    )
+    shape |= {"in_channels": 16, "patch_size": (1, 2, 2), "dtype": "bfloat16"}
+    return config_from_fields(shape | {"norm": norm, "remat": remat})
 
 
 def time_step(norm: str, remat: str, shape: str) -> dict[str, Any]:
     """Median seconds of a step and the most memory that it took."""
-    step = Step(model_config(norm, remat))
+    step = Step(training_spec(model_config(norm, remat)))
     gradient = step.compile(SHAPES[shape])
     batch = jax.jit(random_batch, static_argnums=(0, 1))(step.model, SHAPES[shape])
     seconds = [step.run(gradient, batch) for _ in range(WARMUP + STEPS)][WARMUP:]
@@ -61,7 +61,7 @@ def time_step(norm: str, remat: str, shape: str) -> dict[str, Any]:
 
 def longest(norm: str, remat: str) -> dict[str, Any]:
     """The most latent frames of 480×832 that fit: by two programs' memory, proven by a step."""
-    step = Step(model_config(norm, remat))
+    step = Step(training_spec(model_config(norm, remat)))
 
     def needed(frames: int) -> int:
         memory = step.compile((1, frames, 60, 104)).memory_analysis()
@@ -83,7 +83,7 @@ def longest(norm: str, remat: str) -> dict[str, Any]:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             # What was donated to the failed step is gone with it.
-            step, frames = Step(model_config(norm, remat)), frames - 1
+            step, frames = Step(training_spec(model_config(norm, remat))), frames - 1
             continue
         return {
             "latent_frames": frames,

@@ -17,7 +17,7 @@ LAYERS = (
     ("benchmarks",),
     ("train",),
     ("alload_jax.cli", "alload_jax.commands"),
-    ("alload_jax.config",),
+    ("alload_jax.config", "alload_jax.config_parser"),
     ("alload_jax.bench",),
     ("alload_jax.report",),
     ("alload_jax.training",),
@@ -110,11 +110,12 @@ def layer_of(module: str) -> int | None:
 
 def upward_imports(imports: Imports) -> list[str]:
     """A line for each import of a module in a higher layer."""
+    layers = {module: layer_of(module) for module in imports}
     return [
         f"{module} imports {name}, which is in a higher layer"
         for module, names in sorted(imports.items())
         for name in sorted(names & imports.keys())
-        if (layer_of(name) or 0) < (layer_of(module) or 0)
+        if None not in (layers[name], layers[module]) and layers[name] < layers[module]
     ]
 
 

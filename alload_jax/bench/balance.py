@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from alload_jax.bench.device_trace import traced
 from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import model_config, out_of_memory
+from alload_jax.bench.step import out_of_memory, training_spec
 from alload_jax.bench.weights import without_zeros
 from alload_jax.bench.workload_step import RandomReader, drawn, manifest_of, representative
 from alload_jax.data.batch import signature
@@ -27,8 +27,8 @@ from alload_jax.data.collate import Collator
 from alload_jax.data.collation import collation_for
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.placement import PlacedStep, place_ahead
-from alload_jax.models.wan.config import WanConfig
-from alload_jax.objectives.flow_matching import DiffusionConfig
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import config_from_fields
 from alload_jax.planning.digest import digest
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.samples import Samples
@@ -36,12 +36,9 @@ from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
 from alload_jax.sharding.groups import group_meshes, plan_on
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.shape_groups import GroupTrainer, make_trainer
 from alload_jax.training.state import init_state
-from alload_jax.training.trainer import Trainer, TrainingSpec
-
-_LR_STEPS = 1000
+from alload_jax.training.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Settings:
     """What is measured.
 
     Attributes:
-      model: fields of `WanConfig`; `text` as a dict.
+      model: fields of the model's config; `text` as a dict.
       planning: fields of `PlanningConfig`.
       workload: named; or None for samples of one shape.
       samples: of the epoch that is planned.
@@ -91,7 +88,7 @@ class Settings:
         return plan_on(mesh, config, samples, seed=0), config
 
 
-def run_steps(model: WanConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int]) -> dict[str, Any]:
+def run_steps(model: ModelConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int]) -> dict[str, Any]:
     """Runs chosen steps of a plan.
 
     Returns:
@@ -125,7 +122,7 @@ def run_steps(model: WanConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int]) -
 
 
 def _placed_steps(
-    model: WanConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int], groups: Sequence[Mesh]
+    model: ModelConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int], groups: Sequence[Mesh]
 ) -> tuple[list[PlacedStep], int]:
     """The steps' arrays on the devices; how many programs the whole plan has."""
     manifest = manifest_of(plan.samples, model)
@@ -137,12 +134,9 @@ def _placed_steps(
     return jax.block_until_ready(list(placed)), len(collation.shapes(plan))
 
 
-def _trainer(model: WanConfig, mesh: Mesh, groups: Sequence[Mesh]) -> Trainer | GroupTrainer:
-    config = OptimizerConfig()
-    optimizer = make_optimizer(config, _LR_STEPS)
-    recipe = TrainingSpec(model, DiffusionConfig(), optimizer, config)
-    state = without_zeros(init_state(model, optimizer, mesh, 0))
-    return make_trainer(recipe, mesh, state, groups)
+def _trainer(model: ModelConfig, mesh: Mesh, groups: Sequence[Mesh]) -> Trainer | GroupTrainer:
+    spec = training_spec(model)
+    return make_trainer(spec, mesh, without_zeros(init_state(spec, mesh, 0)), groups)
 
 
 def _unlike(steps: Sequence[PlacedStep]) -> Iterator[PlacedStep]:
@@ -174,7 +168,7 @@ def _peaks() -> list[int] | None:
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Seconds of steps and of ranks, predicted and measured; or the error it ended in."""
-    model, mesh = model_config(settings.model), settings.mesh()
+    model, mesh = config_from_fields(settings.model), settings.mesh()
     noted = provenance(["jax", "jaxlib", "flax"]) | {"devices": jax.device_count()}
     plan, config = settings.plan(mesh)
     known_by = _digest(plan, mesh)

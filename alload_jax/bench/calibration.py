@@ -116,9 +116,9 @@ class Calibration:
         self._programs: dict[Case, Any] = {}
         self._workers = max(1, (os.cpu_count() or 1) // 4)
         self._compile_seconds = 0.0
-        step.update = step.update.lower(step.state, step.sums).compile()
+        step.update = step.update.lower(step.state, step.accumulator).compile()
         self._update_bytes = step.update.memory_analysis().temp_size_in_bytes
-        self._resident = sum(x.nbytes for x in jax.tree.leaves((step.state, step.sums)))
+        self._resident = sum(x.nbytes for x in jax.tree.leaves((step.state, step.accumulator)))
 
     def memory(self) -> MemoryFinding:
         """Compiles small sizes of long and of short rows, runs none, and fits bytes over tokens.

@@ -9,14 +9,12 @@ import jax
 from alload_jax.bench.calibration import MemoryFinding, Outcome
 from alload_jax.bench.provenance import provenance
 from alload_jax.bench.step import Step
-from alload_jax.config import Config
 from alload_jax.errors import InputError
-from alload_jax.models.wan.config import WanConfig
 from alload_jax.planning.analytic import bytes_per_split_token
 from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost
 from alload_jax.planning.fit import Fit, Point, evaluate, fit_power, fit_quadratic, predicted
-from alload_jax.training.telemetry import peak_memory
+from alload_jax.training.run_files import peak_memory
 
 LEAST_POINTS = 5
 """Below which nothing is fitted."""
@@ -154,20 +152,19 @@ def allocator_details(
 
 
 def calibrated(
-    config: Config, step: Step, finding: MemoryFinding, outcomes: Sequence[Outcome], command: str
+    step: Step, finding: MemoryFinding, outcomes: Sequence[Outcome], command: str
 ) -> CostFile:
     """The cost-model file of a calibration.
 
     Args:
-      config: whose model was measured.
-      step: by which it was.
+      step: that was measured.
       finding, outcomes: of the calibration.
       command: that it was started by, for the file's details.
 
     Raises:
       InputError: too few points for a fit.
     """
-    model = _model_fields(config.model, step.condition_tokens)
+    model = _model_fields(step)
     fits = fit_points([o.point() for o in outcomes if o.seconds is not None])
     skipped = [o for o in outcomes if o.seconds is None]
     details = {
@@ -182,15 +179,13 @@ def calibrated(
             {"rows": o.case.rows, "seq_len": o.case.seq_len, "note": o.note} for o in skipped
         ],
     }
-    itemsize = config.model.compute_dtype.itemsize
+    itemsize = step.model.compute_dtype.itemsize
     return CostFile(
         power=fits.power.model if fits.power else None,
         quadratic=fits.quadratic.model,
         memory=finding.model,
         m_mem=finding.m_mem,
-        bytes_per_split_token=bytes_per_split_token(
-            from_fields(model), config.model.remat, itemsize
-        ),
+        bytes_per_split_token=bytes_per_split_token(from_fields(model), step.model.remat, itemsize),
         model=model,
         device=jax.local_devices()[0].device_kind,
         origin="measured",
@@ -198,6 +193,7 @@ def calibrated(
     )
 
 
-def _model_fields(model: WanConfig, condition_tokens: int) -> dict[str, Any]:
-    fields = model.step_fields()
-    return fields if model.text else fields | {"condition_tokens": condition_tokens}
+def _model_fields(step: Step) -> dict[str, Any]:
+    """What the cost depends on: the model, which parameters are trained, condition tokens."""
+    fields = step.model.step_fields() | {"parameters": step.spec.parameters.identity()}
+    return fields if step.model.text else fields | {"condition_tokens": step.condition_tokens}

@@ -19,12 +19,13 @@ import numpy as np
 from alload_jax.bench.provenance import provenance
 from alload_jax.bench.weights import without_zeros
 from alload_jax.data.batch import AnyBatch, Batch
-from alload_jax.models.common.weights import parameter_count
-from alload_jax.models.wan.config import TextConfig, WanConfig
-from alload_jax.objectives.flow_matching import DiffusionConfig
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import config_from_fields, parameter_count
+from alload_jax.objectives.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
-from alload_jax.training.state import init_state
+from alload_jax.training.parameters import ALL_TRAINED, ParametersConfig
+from alload_jax.training.state import TrainingSpec, init_state
 from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
 
 _LR_STEPS = 1000
@@ -35,7 +36,7 @@ class Settings:
     """What is measured.
 
     Attributes:
-      model: fields of `WanConfig`; `text` as a dict.
+      model: fields of the model's config; `text` as a dict.
       batch: rows.
       latents: (frames, height, width).
       warmup, steps: runs before, and those that are timed.
@@ -49,51 +50,51 @@ class Settings:
     steps: int = 6
     condition_tokens: int = 512
 
-    def config(self) -> WanConfig:
+    def config(self) -> ModelConfig:
         """The model."""
-        return model_config(self.model)
+        return config_from_fields(self.model)
 
 
-def model_config(fields: dict[str, Any]) -> WanConfig:
-    """A model from JSON's values."""
-    fields = dict(fields)
-    if fields.get("text"):
-        fields["text"] = TextConfig(**fields["text"])
-    return WanConfig(**fields | {"patch_size": tuple(fields.get("patch_size", (1, 2, 2)))})
+def training_spec(
+    model: ModelConfig,
+    optimizer: OptimizerConfig | None = None,
+    objective: Objective | None = None,
+    parameters: ParametersConfig = ALL_TRAINED,
+) -> TrainingSpec:
+    """What a measured step computes; the defaults are those of a config."""
+    optimizer = optimizer or OptimizerConfig()
+    objective = objective or OBJECTIVES.get(DEFAULT_OBJECTIVE)()
+    transform = make_optimizer(optimizer, _LR_STEPS)
+    return TrainingSpec(model, objective, transform, optimizer.ema_decay, parameters)
 
 
 class Step:
     """A training step of one model on one device: gradient of one micro-batch, then the update.
 
     Attributes:
-      model: the transformer.
-      state, sums: what a step changes.
+      spec: what is computed.
+      model: the model's config.
+      state, accumulator: what a step changes.
       accumulate, update: the jitted halves of a step.
     """
 
-    def __init__(
-        self,
-        model: WanConfig,
-        optimizer: OptimizerConfig | None = None,
-        diffusion: DiffusionConfig | None = None,
-        condition_tokens: int = 512,
-    ):
+    def __init__(self, spec: TrainingSpec, condition_tokens: int = 512):
         """Draws the weights; `condition_tokens` counts where the condition is classes."""
-        optimizer = optimizer or OptimizerConfig()
-        self.model = model
+        self.model = spec.model
         self.condition_tokens = condition_tokens
         self.mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
-        self._transform = make_optimizer(optimizer, _LR_STEPS)
-        self.accumulate: Any = make_accumulate(model, diffusion or DiffusionConfig(), self.mesh)
-        self.update: Any = make_update(self._transform, optimizer, self.mesh)
+        self.spec = spec
+        self.accumulate: Any = make_accumulate(spec, self.mesh)
+        self.update: Any = make_update(spec, self.mesh)
         self.renew()
 
     def renew(self) -> None:
         """A fresh state. What was donated to a step that failed is gone with it."""
         self.state: Any = None
-        self.sums: Any = None
-        self.state = without_zeros(init_state(self.model, self._transform, self.mesh, 0))
-        self.sums = zero_accumulator(self.state.params, self.mesh)
+        self.accumulator: Any = None
+        self.state = without_zeros(init_state(self.spec, self.mesh, 0))
+        smallest = self.batch_shape((1, *self.model.patch_size))
+        self.accumulator = zero_accumulator(self.spec, self.mesh, self.state.weights, smallest)
 
     def compile(self, latents: tuple[int, ...]) -> Any:
         """The gradient's program for latents (rows, frames, height, width)."""
@@ -102,7 +103,8 @@ class Step:
     def compile_for(self, batch: AnyBatch) -> Any:
         """The gradient's program for a micro-batch's shapes and dtypes."""
         epoch = jax.ShapeDtypeStruct((), jnp.int32)
-        lowered = self.accumulate.lower(self.state.params, self.sums, batch, self.state.key, epoch)
+        state = self.state
+        lowered = self.accumulate.lower(state.weights, self.accumulator, batch, state.key, epoch)
         return lowered.compile()
 
     def batch_shape(self, latents: tuple[int, ...]) -> Batch:
@@ -121,15 +123,16 @@ class Step:
           FloatingPointError: the loss is not finite.
         """
         begin = time.perf_counter()
-        self.sums = gradient(self.state.params, self.sums, batch, self.state.key, jnp.int32(0))
-        self.state, self.sums, metrics = self.update(self.state, self.sums)
+        state = self.state
+        self.accumulator = gradient(state.weights, self.accumulator, batch, state.key, jnp.int32(0))
+        self.state, self.accumulator, metrics = self.update(state, self.accumulator)
         loss = float(metrics["loss"])
         if not np.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}")
         return time.perf_counter() - begin
 
 
-def random_batch(model: WanConfig, latents: tuple[int, ...], text_length: int = 512) -> Batch:
+def random_batch(model: ModelConfig, latents: tuple[int, ...], text_length: int = 512) -> Batch:
     """Random latents (rows, frames, height, width) and conditions of the model's kind."""
     rows = latents[0]
     if model.text:
@@ -160,7 +163,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     }
     begin = time.perf_counter()
     try:
-        step = Step(model, condition_tokens=settings.condition_tokens)
+        step = Step(training_spec(model), settings.condition_tokens)
         gradient = step.compile(latents)
         compiled = time.perf_counter()
         batch = step.batch(latents)

@@ -22,14 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import Step, model_config, out_of_memory
+from alload_jax.bench.step import Step, out_of_memory, training_spec
 from alload_jax.data.batch import AnyBatch, Signature, describe, signature
 from alload_jax.data.collate import Collator
 from alload_jax.data.collation import collation_for
 from alload_jax.data.condition import Conditions, conditions_for
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import LABELS, LATENTS, TEXT
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import config_from_fields
 from alload_jax.planning.architecture import LABEL_TOKENS, from_fields
 from alload_jax.planning.geometry import Geometry
 from alload_jax.planning.plan import Plan
@@ -43,7 +44,7 @@ class Settings:
     """What is measured.
 
     Attributes:
-      model: fields of `WanConfig`; `text` as a dict.
+      model: fields of the model's config; `text` as a dict.
       plannings: fields of `PlanningConfig`, for each policy.
       workload: named; or None for samples of one shape.
       shape: (frames, height, width) in pixels of all samples, without a workload.
@@ -135,7 +136,7 @@ _ALIKE = 0.01
 """Squares that differ by less show no line."""
 
 
-def manifest_of(samples: Samples, model: WanConfig) -> Manifest:
+def manifest_of(samples: Samples, model: ModelConfig) -> Manifest:
     """The samples as a data folder's manifest, with nothing on disk."""
     count, none = len(samples), np.zeros(len(samples), np.int64)
     return Manifest(
@@ -163,7 +164,7 @@ def programs_of(plan: Plan) -> list[list[int]]:
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Tokens a second of each policy's epoch, and what they take; or the error it ended in."""
-    model = model_config(settings.model)
+    model = config_from_fields(settings.model)
     samples = settings.made()
     noted = provenance(["jax", "jaxlib", "flax"]) | {
         "samples": len(samples),
@@ -195,11 +196,11 @@ def measure(settings: Settings) -> dict[str, Any]:
 class _Runner:
     """Compiles and runs the steps of plans over the same samples; a program is timed once."""
 
-    def __init__(self, model: WanConfig, samples: Samples):
+    def __init__(self, model: ModelConfig, samples: Samples):
         self._manifest = manifest_of(samples, model)
         self._model, self._samples = model, samples
-        self._step = step = Step(model)
-        step.update = step.update.lower(step.state, step.sums).compile()
+        self._step = step = Step(training_spec(model))
+        step.update = step.update.lower(step.state, step.accumulator).compile()
         self._programs: dict[Signature, Any] = {}
         self._measured: dict[Signature, Measured] = {}
 

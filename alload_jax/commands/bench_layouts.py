@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, model: dict[str, Any], measure: Measure) ->
 
     Args:
       options: of the command line.
-      model: fields of `WanConfig`.
+      model: fields of the model's config.
       measure: see `Measure`.
     """
     if options.workload and options.same:

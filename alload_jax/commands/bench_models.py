@@ -18,7 +18,7 @@ def shape_of(name: str, layers: int | None = None) -> dict[str, int]:
 
 
 def config_fields(shape: dict[str, int]) -> dict[str, Any]:
-    """Fields of `WanConfig` of a model as `MODELS` has them."""
+    """Fields of the config of a model as `MODELS` has them."""
     fields: dict[str, Any] = {k: v for k, v in shape.items() if k != "head_dim"}
     return fields | {
         "dim": shape["num_heads"] * shape["head_dim"],

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import rich.box
 from rich.console import Console
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     )
     outcomes = _measured(calibration, finding, console)
     command = shlex.join(["alload", *sys.argv[1:]])
-    costs = calibrated(config, calibration.step, finding, outcomes, command)
+    costs = calibrated(calibration.step, finding, outcomes, command)
     write_cost_file(options.out, costs)
     _report(costs, console)
     written = [options.out]
@@ -137,7 +137,13 @@ def _config(options: argparse.Namespace) -> "Config":
         )
     if options.layers is None:
         return config
-    model = dataclasses.replace(config.model, num_layers=options.layers)
+    if not hasattr(config.model, "num_layers"):
+        raise InputError(
+            f"alload calibrate: --layers is {options.layers}, but model.family "
+            f"{config.model.family} has no num_layers; leave it out"
+        )
+    fewer: dict[str, Any] = {"num_layers": options.layers}
+    model = dataclasses.replace(config.model, **fewer)
     return dataclasses.replace(config, model=model)
 
 
@@ -151,15 +157,16 @@ def _bounds(options: argparse.Namespace) -> "Bounds":
 def _step(config: "Config", options: argparse.Namespace) -> "Step":
     """The step that is measured; refused before it is made if its state cannot fit."""
     from alload_jax.bench.calibration import device_memory
-    from alload_jax.bench.step import Step
-    from alload_jax.models.common.weights import parameter_count
-    from alload_jax.planning.analytic import GRADIENT_BYTES, STATE_BYTES
+    from alload_jax.bench.step import Step, training_spec
+    from alload_jax.models.families import abstract_model
     from alload_jax.planning.cost import MemoryModel
+    from alload_jax.training.parameters import state_bytes
 
-    state = parameter_count(config.model) * (STATE_BYTES + GRADIENT_BYTES)
     limit = device_memory(_bounds(options).memory)
+    state = state_bytes(abstract_model(config.model).params, config.parameters)
     MemoryModel(float(state), 1.0).max_tokens(limit, options.margin)
-    return Step(config.model, config.optimizer, config.diffusion, _condition_tokens(config))
+    spec = training_spec(config.model, config.optimizer, config.objective, config.parameters)
+    return Step(spec, _condition_tokens(config))
 
 
 def _condition_tokens(config: "Config") -> int:

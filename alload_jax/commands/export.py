@@ -20,18 +20,19 @@ def run(options: argparse.Namespace) -> int:
     """Writes the folder and says how to load it."""
     # Only now: they need JAX, which takes a second to import.
     from alload_jax.commands.model_source import find_run
-    from alload_jax.models.common.weights import parameter_count, require_free, save_weights
-    from alload_jax.models.wan.conversion import diffusers_fields
-    from alload_jax.sampling.flow import one_device_mesh
+    from alload_jax.models.families import family_of, parameter_count
+    from alload_jax.models.weights import require_free, save_weights
+    from alload_jax.training.restore import one_device_mesh
 
     source = find_run(options.checkpoint, options.weights, options.step)
-    diffusers_fields(source.config)  # refuses what diffusers has no model for
+    fields = family_of(source.config).export_fields(source.config)  # refuses what cannot be
     require_free(Path(options.out))
-    save_weights(options.out, source.params(one_device_mesh()), source.config, options.dtype)
-    assert source.config.text is not None
+    save_weights(options.out, source.values(one_device_mesh()), source.config, options.dtype)
+    text = source.config.text
+    length = f" and pad texts to {text.length} tokens (max_sequence_length)" if text else ""
     print(
         f"{options.out}: {parameter_count(source.config):,} parameters of step {source.step}, "
-        f"{options.dtype}; load it with WanTransformer3DModel.from_pretrained({options.out!r}) "
-        f"and fill texts to {source.config.text.length} tokens (max_sequence_length)"
+        f"{options.dtype}; load it with {fields['_class_name']}.from_pretrained({options.out!r})"
+        f"{length}"
     )
     return 0

@@ -1,4 +1,4 @@
-"""What `--checkpoint` names: a run folder of train.py, or a folder of Wan's weights."""
+"""What `--checkpoint` names: a run folder of train.py, or a folder of released weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +13,13 @@ from alload_jax.data.manifest import MANIFEST_NAME, manifest_metadata
 from alload_jax.diffusion.schedules import Sampler
 from alload_jax.diffusion.timesteps import shift_of
 from alload_jax.errors import InputError
-from alload_jax.models.common.weights import load_weights, read_transformer
-from alload_jax.models.wan.config import WanConfig
-from alload_jax.planning.geometry import Geometry, Triple
-from alload_jax.sampling.flow import WeightsKind, find_step, restore_params
-from alload_jax.training.telemetry import read_json
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import SamplingDefaults, family_of
+from alload_jax.models.weights import load_weights, read_transformer
+from alload_jax.planning.geometry import Triple
+from alload_jax.training.restore import WeightsKind, find_step, restore_weights
+from alload_jax.training.run_files import read_json
 
-WAN_SHIFT = 5.0
-WAN_GUIDANCE = 5.0
 DATA_NAME = "data.json"
 """What train.py notes in its run folder about the data."""
 
@@ -42,7 +41,7 @@ class RunSource:
     weights: WeightsKind
 
     @property
-    def config(self) -> WanConfig:
+    def config(self) -> ModelConfig:
         """The model's."""
         return self.run.model
 
@@ -58,16 +57,19 @@ class RunSource:
 
     def shift(self, seq_len: int) -> float:
         """That of training, for sequences of that length."""
-        return shift_of(self.run.diffusion.timesteps, seq_len)
+        return shift_of(self.run.objective.timesteps, seq_len)
 
-    def params(self, mesh: Mesh) -> Any:
-        """Reads the parameters onto the mesh.
+    def values(self, mesh: Mesh) -> Any:
+        """Reads the model's values onto the mesh.
 
         Raises:
           InputError: the checkpoint is damaged or of another model.
         """
         folder = self.folder / "checkpoints"
-        return restore_params(folder, self.step, self.config, mesh, self.weights)
+        weights = restore_weights(
+            folder, self.step, self.config, self.run.parameters, mesh, self.weights
+        )
+        return weights.merged()
 
     @property
     def manifest(self) -> Path:
@@ -102,15 +104,15 @@ class RunSource:
         parts = [*stride, length] if isinstance(stride, list) else []
         if len(parts) != 4 or not all(type(one) is int and one > 0 for one in parts):
             raise InputError(
-                f"{file}: needs vae_stride, three whole numbers from 1, and text_length, one; mend "
+                f"{file}: needs vae_stride, three whole numbers from 1, and text_length, one; fix "
                 "it or remove it"
             )
         return noted
 
 
 @dataclass(frozen=True)
-class WanSource:
-    """A `transformer/` folder of diffusers, or a folder of Wan's own repository.
+class FolderSource:
+    """A `transformer/` folder of diffusers, or a folder of the model's own repository.
 
     Attributes:
       folder: of the weights.
@@ -118,16 +120,28 @@ class WanSource:
     """
 
     folder: Path
-    config: WanConfig
-    sampler: Sampler = "unipc"
-    guidance: float = WAN_GUIDANCE
+    config: ModelConfig
+
+    @property
+    def _defaults(self) -> SamplingDefaults:
+        return family_of(self.config).sampling_defaults(self.config)
+
+    @property
+    def sampler(self) -> Sampler:
+        """The one that diffusers draws with."""
+        return "unipc"
+
+    @property
+    def guidance(self) -> float:
+        """The family's."""
+        return self._defaults.guidance
 
     def shift(self, seq_len: int) -> float:
-        """Wan's for 720p."""
-        return WAN_SHIFT
+        """The family's, whatever the length."""
+        return self._defaults.shift
 
-    def params(self, mesh: Mesh) -> Any:
-        """Reads the parameters onto the mesh.
+    def values(self, mesh: Mesh) -> Any:
+        """Reads the model's values onto the mesh.
 
         Raises:
           InputError: files are missing or damaged, or hold other tensors than config.json says.
@@ -136,16 +150,16 @@ class WanSource:
 
     def vae_stride(self) -> Triple:
         """That of the VAE that has so many channels."""
-        return likely_stride(self.config)
+        return self._defaults.vae_stride
 
     def text_length(self) -> None:
-        """Texts are filled to the model's own length."""
+        """Texts are padded to the model's own length."""
         return
 
 
 def find_source(
     place: str | Path, weights: WeightsKind | None = None, step: int | None = None
-) -> RunSource | WanSource:
+) -> RunSource | FolderSource:
     """Looks at what a checkpoint is; its parameters are not read yet.
 
     Args:
@@ -173,7 +187,7 @@ def find_source(
                 f"{place}: is no run folder of train.py, so that {flag} {value} has no meaning; "
                 "leave it out"
             )
-    return WanSource(place, read_transformer(place))
+    return FolderSource(place, read_transformer(place))
 
 
 def find_run(
@@ -190,9 +204,3 @@ def find_run(
         raise InputError(f"{place}: is no run folder of train.py: it has no config.yaml; name one")
     config = read_config(["--config", str(file)], prog="alload")
     return RunSource(place, config, find_step(place / "checkpoints", step), weights or "ema")
-
-
-def likely_stride(config: WanConfig) -> Triple:
-    """That of pixels, of Wan 2.2's VAE or of Wan 2.1's, by the model's channels."""
-    known: dict[int, Triple] = {1: (1, 1, 1), 3: (1, 1, 1), 48: (4, 16, 16)}
-    return known.get(config.in_channels, Geometry().vae_stride)

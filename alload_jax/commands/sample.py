@@ -16,11 +16,11 @@ from alload_jax.diffusion.schedules import Sampler, noise_levels
 from alload_jax.errors import InputError
 
 if TYPE_CHECKING:  # they need JAX, which only `run` imports
-    from alload_jax.commands.model_source import RunSource, WanSource
-    from alload_jax.models.wan.config import WanConfig
+    from alload_jax.commands.model_source import FolderSource, RunSource
+    from alload_jax.models.common.config import ModelConfig
     from alload_jax.sampling.requests import Asked, Request
 
-HELP = "Draw samples from a run of train.py or from Wan's weights."
+HELP = "Draw samples from a run of train.py or from released weights."
 
 _LIST = """\
 JSON lines, an object for each sample with any of class, prompt_embeds, negative_embeds,
@@ -142,14 +142,14 @@ def _stride(parts: list[str] | None) -> tuple[int, int, int] | None:
 
 
 def _data(
-    options: argparse.Namespace, source: "RunSource | WanSource"
+    options: argparse.Namespace, source: "RunSource | FolderSource"
 ) -> tuple[tuple[int, int, int], int | None]:
     """VAE stride and text length of the data; one note where they are guessed."""
-    from alload_jax.commands.model_source import likely_stride
+    from alload_jax.models.families import family_of
 
     length, guesses = source.text_length(), []
     if (stride := _stride(options.vae_stride) or source.vae_stride()) is None:
-        stride = likely_stride(source.config)
+        stride = family_of(source.config).sampling_defaults(source.config).vae_stride
         guesses = [f"a VAE stride of {' '.join(map(str, stride))} is guessed; --vae-stride sets it"]
     if length is None and source.config.text is None:
         guesses += ["each sample is told its classes alone, where training may have filled them up"]
@@ -195,7 +195,7 @@ def _check_outs(asked: "list[Asked]", force: bool) -> None:
 
 
 def _groups(
-    requests: "list[Request]", options: argparse.Namespace, source: "RunSource | WanSource"
+    requests: "list[Request]", options: argparse.Namespace, source: "RunSource | FolderSource"
 ) -> list[_Group]:
     """Requests by what must be equal to draw them at once, in order of first appearance."""
     by_shape: dict[Any, list[Request]] = {}
@@ -211,26 +211,27 @@ def _groups(
 
 
 def _draw(
-    groups: list[_Group], options: argparse.Namespace, source: "RunSource | WanSource"
+    groups: list[_Group], options: argparse.Namespace, source: "RunSource | FolderSource"
 ) -> None:
     """Reads the weights, draws and writes, batch by batch."""
     import jax
 
     from alload_jax.sampling.clips import write_clip
-    from alload_jax.sampling.flow import make_flow, one_device_mesh
+    from alload_jax.sampling.flow import make_flow
+    from alload_jax.training.restore import one_device_mesh
 
     config = dataclasses.replace(source.config, dtype=options.dtype or source.config.dtype)
     sampler = options.sampler or source.sampler
     guidance = source.guidance if options.guidance is None else options.guidance
     notes = {"steps": options.steps, "sampler": sampler, "guidance": float(guidance)}
-    params = source.params(one_device_mesh())
+    values = source.values(one_device_mesh())
     failed: list[str] = []
     for group in groups:
         draw = jax.jit(make_flow(config, sampler, group.sigmas, guidance))
         for part in _batches(group.requests, options.batch):
             filled = part + part[-1:] * (options.batch - len(part))
             with _memory_named(part[0]):
-                drawn = np.asarray(draw(params, *_inputs(filled, config)))
+                drawn = np.asarray(draw(values, *_inputs(filled, config)))
             for request, clip in zip(part, drawn, strict=False):
                 if not np.isfinite(clip).all():
                     failed.append(str(request.out))
@@ -261,12 +262,12 @@ def _memory_named(request: "Request") -> Iterator[None]:
         ) from error
 
 
-def _inputs(requests: "list[Request]", config: "WanConfig") -> tuple[Any, Any, Any]:
+def _inputs(requests: "list[Request]", config: "ModelConfig") -> tuple[Any, Any, Any]:
     """Noise, condition and null condition of a batch; each row's from its own request alone."""
     import jax
     import jax.numpy as jnp
 
-    from alload_jax.sampling.embeddings import conditions
+    from alload_jax.sampling.conditions import conditions
 
     shape = (*requests[0].grid, config.in_channels)
     noise = jnp.stack([jax.random.normal(jax.random.key(r.seed), shape) for r in requests])

@@ -10,7 +10,7 @@ from alload_jax.data.bucketed import BucketedCollation
 from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.packed import PackedCollation
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.plan import MicroBatch, Plan
 
 
@@ -46,7 +46,7 @@ class Collation(Protocol):
 
 
 def collation_for(
-    plan: Plan, manifest: Manifest, model: WanConfig, conditions: Conditions
+    plan: Plan, manifest: Manifest, model: ModelConfig, conditions: Conditions
 ) -> Collation:
     """The layout of a plan's micro-batches."""
     packing = plan.epoch(0).packing

@@ -8,7 +8,7 @@ import numpy as np
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import LABELS, TEXT
 from alload_jax.errors import InputError
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.common.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Conditions:
         return labels
 
 
-def conditions_for(model: WanConfig, manifest: Manifest) -> Conditions:
+def conditions_for(model: ModelConfig, manifest: Manifest) -> Conditions:
     """How a model takes the conditions of these data.
 
     Raises:

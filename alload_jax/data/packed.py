@@ -7,13 +7,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from alload_jax.data.batch import Bounds, PackedBatch
+from alload_jax.data.batch import PackedBatch
 from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.row_sizes import RowSizes, row_sizes
+from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.patches import patchify
-from alload_jax.models.common.segments import SplitRows, segments_of
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.common.segments import PackedMetadata, SplitRows, segments_of
 from alload_jax.planning.plan import MicroBatch, Plan, RowPlan
 
 
@@ -51,14 +51,14 @@ class PackedCollation:
     """
 
     manifest: Manifest
-    model: WanConfig
+    model: ModelConfig
     conditions: Conditions
     grid: tuple[int, int, int]
     sizes: dict[int, RowSizes]
 
     @classmethod
     def of(
-        cls, plan: Plan, manifest: Manifest, model: WanConfig, conditions: Conditions
+        cls, plan: Plan, manifest: Manifest, model: ModelConfig, conditions: Conditions
     ) -> "PackedCollation":
         """The layout of a packed plan."""
         packing = plan.epoch(0).packing
@@ -101,15 +101,19 @@ class PackedCollation:
         return PackedBatch(
             tokens=np.zeros((len(rows), sizes.tokens, channels), np.float32),
             position=np.zeros((len(rows), sizes.tokens, 3), np.int32),
-            segments=segments_of(table, sizes.tokens),
+            metadata=PackedMetadata(
+                tokens=segments_of(table, sizes.tokens),
+                condition=segments_of(of_condition, sizes.condition),
+                split=_split_rows(sizes, rows, table) if sizes.region else None,
+                grid=self.grid,
+                lengths=sizes.lengths,
+                longest_condition=max(1, self.conditions.length),
+            ),
             condition=self.conditions.empty(len(rows), sizes.condition),
-            condition_segments=segments_of(of_condition, sizes.condition),
             sample=np.full((len(rows), sizes.slots), -1, np.int32),
             weight=np.zeros((len(rows), sizes.slots), np.float32),
             first=np.zeros((len(rows), sizes.slots), np.int32),
             seq_len=table[1].copy(),
-            split=_split_rows(sizes, rows, table) if sizes.region else None,
-            bounds=Bounds(self.grid, sizes.lengths, max(1, self.conditions.length)),
         )
 
     def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Place]]:
@@ -137,7 +141,7 @@ class PackedCollation:
         grid = [n // p for n, p in zip(latents.shape[:3], self.model.patch_size, strict=True)]
         batch.tokens[row, here] = patches[of_sample]
         batch.position[row, here] = np.indices(grid).reshape(3, -1).T[of_sample]
-        begin = batch.condition_segments.offset[row, slot]
+        begin = batch.metadata.condition.offset[row, slot]
         batch.condition[row, begin : begin + len(condition)] = condition
         batch.sample[row, slot] = sample
         batch.weight[row, slot] = place.tokens / len(patches)

@@ -23,8 +23,8 @@ class PendingDecision(NamedTuple):
     Attributes:
       step: number of the step.
       problems: damaged records that this process has read for the step, one text each.
-      maximum: [2] int32, the largest count of damaged records and the largest signal number of all
-        processes; None for a single process.
+      maximum: [2] int32, the largest count of damaged records and the largest number of a reason
+        to stop, over all processes; None for a single process.
     """
 
     step: int
@@ -37,7 +37,8 @@ class Decision(NamedTuple):
 
     Attributes:
       problems: damaged records of the step, read by any process, one text each.
-      signal: number of a signal to stop that some process received before the step; 0 for none.
+      signal: number of a reason to stop, such as a signal, that some process had before the step;
+        0 for none.
     """
 
     problems: tuple[str, ...]
@@ -48,7 +49,7 @@ class Consensus:
     """Takes decisions together with the other processes of the cluster, if there are any."""
 
     def __init__(self, cluster: Cluster, mesh: Mesh, signal: Callable[[], int] = lambda: 0):
-        """`signal` returns the number of the signal that this process has received, or 0."""
+        """`signal` returns the number of this process's reason to stop, such as a signal, or 0."""
         self._cluster, self._signal = cluster, signal
         self._row_sharding = NamedSharding(mesh, PartitionSpec(AXES))
         self._num_rows = sum(
@@ -76,5 +77,5 @@ class Consensus:
         return Decision(self._cluster.all_problems(pending.step) if damaged else (), signal)
 
     def signal(self) -> int:
-        """Returns the largest signal number that any process has received; waits for all."""
+        """Returns the largest number of a reason to stop of all processes; waits for all."""
         return max(self._cluster.all_gather(self._signal()))

@@ -1,5 +1,6 @@
 """The figures that a run ends with."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alload_jax.errors import InputError
-from alload_jax.training.telemetry import read_json
+from alload_jax.training.run_files import read_json
 
 _LOSS_WINDOW = 50
 
@@ -16,7 +17,7 @@ _LOSS_WINDOW = 50
 def summarise(
     rows: list[dict[str, Any]],
     steps: int,
-    digit_accuracy: float | None,
+    figures: Mapping[str, float],
     peak_memory: int | None,
     seconds: float,
 ) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def summarise(
     Args:
       rows: metrics of its steps.
       steps: optimizer steps done.
-      digit_accuracy: share of drawn digits that a classifier reads as asked for, if measured.
+      figures: of evaluators, by name.
       peak_memory: bytes in use on the fullest device at most, if known.
       seconds: wall-clock time of the last start, compilation and sampling included.
 
@@ -37,8 +38,10 @@ def summarise(
         raise InputError("metrics.jsonl of the run folder is empty; there is nothing to summarise")
     column = {name: np.asarray([row[name] for row in rows], np.float64) for name in rows[0]}
     train_seconds = column["step_seconds"].sum()
-    measured = {"digit_accuracy": digit_accuracy, "peak_memory_bytes": peak_memory}
-    return {name: value for name, value in measured.items() if value is not None} | {
+    memory = {} if peak_memory is None else {"peak_memory_bytes": peak_memory}
+    return {
+        **figures,
+        **memory,
         "loss_first": _mean_loss(column, slice(None, _LOSS_WINDOW)),
         "loss_last": _mean_loss(column, slice(-_LOSS_WINDOW, None)),
         "steps": steps,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from alload_jax.errors import InputError
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.geometry import Geometry, Triple
 from alload_jax.sampling.clips import check_format
 from alload_jax.sampling.embeddings import embeddings_shape
@@ -36,7 +36,7 @@ class Target(NamedTuple):
       zoom: of pictures.
     """
 
-    model: WanConfig
+    model: ModelConfig
     vae_stride: Triple
     text_length: int | None
     zoom: int
@@ -261,7 +261,7 @@ def _text(asked: Asked, key: str, target: Target) -> Path | None:
     return file
 
 
-def _image_tokens(asked: Asked, model: WanConfig) -> int:
+def _image_tokens(asked: Asked, model: ModelConfig) -> int:
     place = asked.place("image_embeds")
     given = "image_embeds" in asked.values
     if model.image is None:

@@ -1,7 +1,7 @@
 """Drawing samples from the model and writing them as pictures."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,14 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-from alload_jax.data.datasets.digits import DIGIT
 from alload_jax.data.manifest import Manifest
 from alload_jax.diffusion.schedules import Sampler, noise_levels
 from alload_jax.diffusion.timesteps import TimestepConfig, shift_of
 from alload_jax.distributed.cluster import first_process
 from alload_jax.errors import InputError
-from alload_jax.models.wan.config import WanConfig
-from alload_jax.sampling.evaluators.digit_accuracy import Draw, digit_accuracy
+from alload_jax.models.common.config import ModelConfig
 from alload_jax.sampling.flow import Condition, make_flow
 from alload_jax.sampling.frames import has_mp4
 from alload_jax.sampling.pictures import ClipFormat, write_grid
@@ -60,7 +58,6 @@ class SamplingConfig:
       seed: of the starting noise.
       grids: the pictures.
       clip_format: of clips; mp4 needs the extra `media`.
-      digits_read: stills per digit that the classifier reads, for data made of digits.
     """
 
     every: int | None = None
@@ -70,7 +67,6 @@ class SamplingConfig:
     seed: int = 0
     grids: tuple[GridConfig, ...] = ()
     clip_format: ClipFormat = "gif"
-    digits_read: int = 30
 
     def __post_init__(self) -> None:
         if self.clip_format == "mp4" and not has_mp4():
@@ -78,13 +74,18 @@ class SamplingConfig:
                 "sampling.clip_format is mp4, which needs the package av; "
                 "install alload-jax[media], or choose gif"
             )
-        for name in ("every", "steps", "digits_read"):
+        for name in ("every", "steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"sampling.{name} is {value}; it must be at least 1")
 
 
-def make_draw(model: WanConfig, timesteps: TimestepConfig, config: SamplingConfig) -> Draw:
+Draw = Callable[[Any, jax.Array, np.ndarray, tuple[int, int, int]], np.ndarray]
+"""(a model's values, key, labels [B, L], (frames, height, width)) → [B, frames, height, width, C].
+"""
+
+
+def make_draw(model: ModelConfig, timesteps: TimestepConfig, config: SamplingConfig) -> Draw:
     """A function that draws samples with classifier-free guidance.
 
     Noise levels are shifted by sequence length as they were in training.
@@ -92,19 +93,19 @@ def make_draw(model: WanConfig, timesteps: TimestepConfig, config: SamplingConfi
 
     @partial(jax.jit, static_argnums=3)
     def draw(
-        params: Any, key: jax.Array, labels: jax.Array, size: tuple[int, int, int]
+        values: Any, key: jax.Array, labels: jax.Array, size: tuple[int, int, int]
     ) -> jax.Array:
         noise = jax.random.normal(key, (len(labels), *size, model.in_channels))
         seq_len = math.prod(size) // math.prod(model.patch_size)
         sigmas = noise_levels(config.sampler, config.steps, shift_of(timesteps, seq_len))
         null = jnp.full_like(labels, model.num_classes)
         flow = make_flow(model, config.sampler, sigmas, config.guidance)
-        return flow(params, noise, Condition(labels), Condition(null))
+        return flow(values, noise, Condition(labels), Condition(null))
 
     def draw_on_host(
-        params: Any, key: jax.Array, labels: np.ndarray, size: tuple[int, int, int]
+        values: Any, key: jax.Array, labels: np.ndarray, size: tuple[int, int, int]
     ) -> np.ndarray:
-        drawn = draw(params, key, jnp.asarray(labels), size)
+        drawn = draw(values, key, jnp.asarray(labels), size)
         return np.asarray(process_allgather(drawn, tiled=True))
 
     return draw_on_host
@@ -134,12 +135,13 @@ class SampleWriter:
 
     Attributes:
       draw: draws samples.
+      condition_tokens: of a sample.
     """
 
     def __init__(
         self,
         folder: Path,
-        model: WanConfig,
+        model: ModelConfig,
         timesteps: TimestepConfig,
         config: SamplingConfig,
         manifest: Manifest,
@@ -151,18 +153,14 @@ class SampleWriter:
         """
         self.draw = make_draw(model, timesteps, config)
         self._folder, self._model, self._config = folder, model, config
-        self._length = manifest.longest_text()
-        self._labels = [grid_labels(g, model.num_classes, self._length) for g in config.grids]
+        self.condition_tokens = manifest.longest_text()
+        self._labels = [
+            grid_labels(g, model.num_classes, self.condition_tokens) for g in config.grids
+        ]
         _check_grids(config.grids, model, manifest)
-        if "digits" in manifest.origin:
-            _check_digits(model)
 
-    def due(self, step: int) -> bool:
-        """Whether samples are to be drawn after so many steps, the last apart."""
-        return self._config.every is not None and step % self._config.every == 0
-
-    def write(self, step: int, params: Any) -> None:
-        """Draws and writes every grid with these weights, usually the EMA's.
+    def write(self, step: int, values: Any) -> None:
+        """Draws and writes every grid with these values of the model, usually the EMA's.
 
         All processes draw, for each may hold a part of the weights; the first one writes.
         """
@@ -172,7 +170,7 @@ class SampleWriter:
         for number, (grid, labels) in enumerate(zip(self._config.grids, self._labels, strict=True)):
             size = (grid.frames, grid.height, grid.width)
             key = jax.random.fold_in(jax.random.key(self._config.seed), number)
-            drawn = self.draw(params, key, labels, size)
+            drawn = self.draw(values, key, labels, size)
             if not first_process():
                 continue
             clips = drawn.reshape(grid.rows, classes, *drawn.shape[1:])
@@ -180,25 +178,8 @@ class SampleWriter:
             path = folder / "x".join(map(str, size))
             write_grid(path, clips, headers, self._config.clip_format)
 
-    def digit_accuracy(self, params: Any) -> float:
-        """See `digit_accuracy`; by the config's number of stills and seed."""
-        config = self._config
-        return digit_accuracy(self.draw, params, config.digits_read, self._length, config.seed)
 
-
-def _check_digits(model: WanConfig) -> None:
-    """Digits are read from 8×8 stills of ten classes."""
-    if model.num_classes != 10:
-        raise InputError(f"model.num_classes is {model.num_classes}; digits have 10 classes")
-    frames, height, width = model.patch_size
-    if frames != 1 or DIGIT % height or DIGIT % width:
-        raise InputError(
-            f"model.patch_size is {model.patch_size}; stills of {DIGIT}×{DIGIT} digits need one "
-            f"frame, and a height and width that divide {DIGIT}"
-        )
-
-
-def _check_grids(grids: Sequence[GridConfig], model: WanConfig, manifest: Manifest) -> None:
+def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Manifest) -> None:
     if grids and model.text:
         raise InputError(
             "sampling.grids: a column shows a class, but the model's condition is text; leave "

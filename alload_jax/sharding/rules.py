@@ -10,21 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alload_jax.errors import InputError
 
 Rules = tuple[tuple[str, PartitionSpec], ...]
-
-_WIDENS = r"(query|key|value|image_key|image_value|feed_forward/hidden)"
-_NARROWS = r"(attention/out|feed_forward/out)"
-
-DIT_RULES: Rules = (
-    (r"head/out/kernel$", PartitionSpec("fsdp", None)),
-    (rf"blocks/.*{_WIDENS}/kernel$", PartitionSpec(None, None, ("tensor", "fsdp"))),
-    (rf"blocks/.*{_NARROWS}/kernel$", PartitionSpec(None, "tensor", "fsdp")),
-    (rf"blocks/.*{_WIDENS}/bias$", PartitionSpec(None, "tensor")),
-    (r"kernel$|embedding$", PartitionSpec(None, "fsdp")),
-    (r".", PartitionSpec()),
-)
-"""(pattern, rule) for the transformer; the first pattern found in a path decides. Blocks have a
-leading layer axis. Over `tensor`, heads and the hidden width are split as in Megatron-LM (arXiv
-1909.08053). Paths of optimizer state and EMA end as those of their parameters."""
+"""(pattern, rule) pairs of a model family; the first pattern found in a path decides. Paths of
+optimizer state and EMA end as those of their parameters."""
 
 ZERO_AXES = ("context", "data")
 """Over which optimizer state and EMA are split beyond their parameters, from the fastest links."""
@@ -35,7 +22,7 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def tree_shardings(tree: Any, mesh: Mesh, rules: Rules = DIT_RULES) -> Any:
+def tree_shardings(tree: Any, mesh: Mesh, rules: Rules) -> Any:
     """A NamedSharding for every leaf of a tree of arrays (or of their shapes).
 
     Raises:
@@ -51,9 +38,7 @@ def tree_shardings(tree: Any, mesh: Mesh, rules: Rules = DIT_RULES) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def zero_shardings(
-    tree: Any, mesh: Mesh, rules: Rules = DIT_RULES, over: tuple[str, ...] = ZERO_AXES
-) -> Any:
+def zero_shardings(tree: Any, mesh: Mesh, rules: Rules, over: tuple[str, ...] = ZERO_AXES) -> Any:
     """`tree_shardings`, split over replicas too where that goes (ZeRO, arXiv 1910.02054).
 
     For what only the update needs: gradients, optimizer state, EMA. Each replica updates its own

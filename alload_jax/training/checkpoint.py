@@ -1,7 +1,7 @@
 """Checkpoints through Orbax: written in the background, whole or not at all."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,6 @@ import jax
 import orbax.checkpoint as ocp
 
 from alload_jax.errors import InputError
-from alload_jax.models.wan.config import LATER_FIELDS
 from alload_jax.training.state import TrainState
 
 
@@ -43,17 +42,25 @@ class Checkpoints:
     Close it, or use it in a `with`: what is being written is finished then, whatever happened.
     """
 
-    def __init__(self, folder: str | Path, config: CheckpointConfig, identity: dict[str, Any]):
+    def __init__(
+        self,
+        folder: str | Path,
+        config: CheckpointConfig,
+        identity: dict[str, Any],
+        defaults: Mapping[str, Any] | None = None,
+    ):
         """Opens the folder, making it if need be.
 
         Args:
           folder: of the checkpoints.
           config: when to save and what to keep.
           identity: JSON values that a checkpoint must share with the run that restores it, such
-            as the model's config and the plan's fingerprint.
+            as the model's config and the plan's fingerprint. A part that is empty is the same as
+            one that a checkpoint lacks.
+          defaults: what a field that a part lacks stands for, for messages.
         """
         self.folder = Path(folder).absolute()
-        self._identity = identity
+        self._identity, self._defaults = identity, defaults or {}
         options = ocp.CheckpointManagerOptions(
             max_to_keep=config.keep,
             keep_period=config.keep_every,
@@ -96,8 +103,9 @@ class Checkpoints:
         """
         self.check(step)
         with self._damage_named(step):
-            part = ocp.args.Composite(state=ocp.args.StandardRestore(like))
-            return self._manager.restore(step, args=part).state
+            part = ocp.args.Composite(state=ocp.args.StandardRestore(_stored(like)))
+            found = self._manager.restore(step, args=part).state
+            return like._replace(**found)
 
     def _damage_named(self, step: int) -> AbstractContextManager[None]:
         remedy = "move it away to continue from the one before"
@@ -110,7 +118,8 @@ class Checkpoints:
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), identity=ocp.args.JsonSave(self._identity)
+                state=ocp.args.StandardSave(_stored(state)),
+                identity=ocp.args.JsonSave(self._identity),
             ),
         )
 
@@ -120,13 +129,18 @@ class Checkpoints:
         self._manager.close()
 
     def _check_identity(self, step: int, found: dict[str, Any]) -> None:
-        for name, ours in self._identity.items():
-            theirs = found.get(name)
+        for name in dict.fromkeys((*self._identity, *found)):
+            theirs, ours = found.get(name) or {}, self._identity.get(name) or {}
             if theirs != ours:
                 raise InputError(
                     f"{self.folder / str(step)}: checkpoint of another {name}: "
-                    f"{difference(theirs, ours)}; {_remedy(theirs, ours)}"
+                    f"{difference(theirs, ours, self._defaults)}; {_remedy(theirs, ours)}"
                 )
+
+
+def _stored(state: TrainState) -> dict[str, Any]:
+    """What is written of a state: the fields that hold something."""
+    return {name: part for name, part in state._asdict().items() if jax.tree.leaves(part)}
 
 
 def _remedy(theirs: Any, ours: Any) -> str:
@@ -151,7 +165,7 @@ def damage_named(place: Path, remedy: str) -> Iterator[None]:
         raise InputError(f"{place}: this checkpoint cannot be read ({reason}); {remedy}") from error
 
 
-def difference(theirs: Any, ours: Any) -> str:
+def difference(theirs: Any, ours: Any, defaults: Mapping[str, Any] | None = None) -> str:
     """The first value that differs, named; both as JSON values."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         # The policy first, which decides what else there is; digests of the data and of its order
@@ -159,7 +173,7 @@ def difference(theirs: Any, ours: Any) -> str:
         places = {"policy": -1, "samples": 1, "order": 1}
         keys = sorted(theirs.keys() | ours.keys(), key=lambda key: (places.get(key, 0), key))
         for key in keys:
-            was, now = (found.get(key, LATER_FIELDS.get(key)) for found in (theirs, ours))
+            was, now = (each.get(key, (defaults or {}).get(key)) for each in (theirs, ours))
             if was != now:
                 return f"{key} was {was!r} and is now {now!r}"
     return f"it was {theirs!r} and is now {ours!r}"

@@ -1,6 +1,6 @@
 """AdamW with warm-up, cosine decay and clipping; and the moving average of the weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,6 +9,38 @@ import optax
 
 from alload_jax.errors import InputError
 from alload_jax.sharding.rules import path_name
+from alload_jax.training.parameters import check_patterns, matches, require_match
+
+_MAIN = "main"
+"""The label of parameters that no group claims."""
+
+
+@dataclass(frozen=True)
+class OptimizerGroup:
+    """AdamW of its own, with a clipping of its own, for some of the trained parameters.
+
+    Attributes:
+      parameters: patterns over parameter names; the first group that matches takes a parameter.
+      learning_rate, warmup_steps, weight_decay, clip_norm: as in `OptimizerConfig`; null for the
+        main optimizer's.
+    """
+
+    parameters: tuple[str, ...]
+    learning_rate: float | None = None
+    warmup_steps: int | None = None
+    weight_decay: float | None = None
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.parameters:
+            raise InputError("optimizer.groups: parameters is empty; give at least one pattern")
+        check_patterns("optimizer.groups: parameters", self.parameters)
+
+    def filled(self, main: "OptimizerConfig") -> "OptimizerConfig":
+        """The group's whole settings."""
+        names = ("learning_rate", "warmup_steps", "weight_decay", "clip_norm")
+        own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(main, groups=(), **own)
 
 
 @dataclass(frozen=True)
@@ -22,6 +54,7 @@ class OptimizerConfig:
       beta1, beta2, eps, weight_decay: AdamW's; only matrices decay.
       clip_norm: bound of the gradient's global norm.
       ema_decay: of the moving average; early on it is (1 + step) / (10 + step) where that is less.
+      groups: parameters that follow an optimizer of their own.
     """
 
     learning_rate: float = 1e-4
@@ -33,6 +66,7 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     ema_decay: float = 0.999
+    groups: tuple[OptimizerGroup, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "clip_norm", "eps"):
@@ -47,6 +81,8 @@ class OptimizerConfig:
                 raise InputError(f"optimizer.{name} is {getattr(self, name)}; it must be 0 or more")
         if self.warmup_steps < 0:
             raise InputError(f"optimizer.warmup_steps is {self.warmup_steps}; it must be 0 or more")
+        for group in self.groups:
+            group.filled(self)  # checks its values
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -61,7 +97,23 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Clipping, then AdamW with its schedule over `steps`."""
+    """Clipping, then AdamW with its schedule over `steps`; for each group its own.
+
+    Its `init` raises InputError where a group's pattern matches no parameter.
+    """
+    if not config.groups:
+        return _clipped_adamw(config, steps)
+    transforms = {_MAIN: _clipped_adamw(config, steps)}
+    for number, group in enumerate(config.groups):
+        transforms[str(number)] = _clipped_adamw(group.filled(config), steps)
+
+    def labels(params: Any) -> Any:
+        return _labels(params, config.groups)
+
+    return optax.partition(transforms, labels)
+
+
+def _clipped_adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
@@ -73,6 +125,21 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             mask=_decays,
         ),
     )
+
+
+def _labels(params: Any, groups: tuple[OptimizerGroup, ...]) -> Any:
+    """Each parameter's label: the number of the first group that matches, or `_MAIN`."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    names = [path_name(path) for path, _ in leaves]
+    for group in groups:
+        for pattern in group.parameters:
+            require_match("optimizer.groups: parameters", pattern, names)
+
+    def label(path: Any, _: Any) -> str:
+        found = (n for n, group in enumerate(groups) if matches(path_name(path), group.parameters))
+        return str(next(found, _MAIN))
+
+    return jax.tree_util.tree_map_with_path(label, params)
 
 
 def update_ema(ema: Any, params: Any, step: jax.Array, decay: float) -> Any:

@@ -42,13 +42,22 @@ class ProgressBar:
             self._task = self._live.add_task(title, total=total, completed=done, note="")
 
     def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
+        self.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Shows the bar."""
+        self._began = self._last_line = time.monotonic()
+        if self._live:
+            self._live.start()
+
+    def stop(self) -> None:
+        """Takes the bar off the terminal's live area."""
         if self._live:
             self._live.stop()
 

@@ -14,44 +14,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alload_jax.data.batch import AnyBatch, Signature, signature
 from alload_jax.data.placement import PlacedStep
-from alload_jax.models.wan.config import WanConfig
-from alload_jax.objectives.flow_matching import DiffusionConfig
 from alload_jax.sharding.groups import GROUP_AXIS, is_local, join_groups, part_of_group
 from alload_jax.sharding.mesh import replicated
-from alload_jax.sharding.rules import tree_shardings, zero_shardings
-from alload_jax.training.optimizer import OptimizerConfig
-from alload_jax.training.state import TrainState
+from alload_jax.sharding.rules import zero_shardings
+from alload_jax.training.state import TrainingSpec, TrainState, Weights, weights_shardings
 from alload_jax.training.step import (
     Accumulate,
     GradientAccumulator,
     Metrics,
     Update,
     accumulator_shardings,
+    apply_gradients,
+    auxiliary_shapes,
     make_accumulate,
-    make_advance,
 )
-from alload_jax.training.trainer import Trainer, TrainingSpec, in_parallel, on_mesh
+from alload_jax.training.trainer import Trainer, in_parallel, on_mesh
 
 
 def make_trainer(
-    recipe: TrainingSpec, mesh: Mesh, state: TrainState, groups: Sequence[Mesh] = ()
+    spec: TrainingSpec, mesh: Mesh, state: TrainState, groups: Sequence[Mesh] = ()
 ) -> "Trainer | GroupTrainer":
     """What runs a plan's steps on a mesh.
 
     Args:
-      recipe: what is computed.
+      spec: what is computed.
       mesh: all devices.
       state: to start from, taken over.
       groups: the mesh of each of the plan's shape groups; none where all ranks are one.
     """
     if groups:
-        return GroupTrainer(recipe, mesh, state, groups)
-    return Trainer(recipe, mesh, state)
+        return GroupTrainer(spec, mesh, state, groups)
+    return Trainer(spec, mesh, state)
 
 
 class GroupTrainer:
@@ -65,19 +62,16 @@ class GroupTrainer:
         each shape of micro-batch.
     """
 
-    def __init__(self, recipe: TrainingSpec, mesh: Mesh, state: TrainState, groups: Sequence[Mesh]):
+    def __init__(self, spec: TrainingSpec, mesh: Mesh, state: TrainState, groups: Sequence[Mesh]):
         """Takes over `state`, whose buffers each step reuses; `groups` as in `make_trainer`."""
         self.state = state
         self.programs: dict[tuple[Mesh, Signature], Any] = {}
-        self._groups = tuple(groups)
-        self._update = make_group_update(recipe.optimizer, recipe.optimizer_config, mesh)
-        self._shardings = group_accumulator_shardings(state.params, mesh)
+        self._spec, self._mesh, self._groups = spec, mesh, tuple(groups)
+        self._update = make_group_update(spec, mesh)
+        self._shardings: Any = None
         self._local = {
-            group: _Group(recipe, group, state.params)
-            for group in dict.fromkeys(groups)
-            if is_local(group)
+            group: _Group(spec, group) for group in dict.fromkeys(groups) if is_local(group)
         }
-        self._share(_zero_group_accumulator(state.params, mesh))
 
     def compile(self, shapes: Sequence[AnyBatch]) -> Iterator[AnyBatch]:
         """Compiles the gradient of every micro-batch for every group; see `Trainer.compile`.
@@ -86,12 +80,15 @@ class GroupTrainer:
         devices; the groups of a shape come one after another, so that a compilation cache that
         tells no devices apart can answer for those after the first.
         """
+        if not shapes:
+            return
+        self._share(self._zero_accumulator(shapes[0]))
 
         def compile_one(shape: AnyBatch) -> dict[Mesh, Any]:
             return {mesh: group.compile(shape) for mesh, group in self._local.items()}
 
         update: Any = self._update
-        self._update = update.lower(self.state, self._sums()).compile()
+        self._update = update.lower(self.state, self._accumulator()).compile()
         for shape, programs in in_parallel(compile_one, shapes):
             for mesh, program in programs.items():
                 self.programs[mesh, signature(shape)] = program
@@ -102,103 +99,131 @@ class GroupTrainer:
         for number, batch in zip(step.groups, step.batches, strict=True):
             mesh = self._groups[number]
             self._local[mesh].add(self.programs[mesh, signature(batch)], batch, step.epoch)
-        self.state, sums, metrics = self._update(self.state, self._sums())
-        self._share(sums)
+        self.state, accumulator, metrics = self._update(self.state, self._accumulator())
+        self._share(accumulator)
         return metrics
 
-    def _sums(self) -> GradientAccumulator:
-        return join_groups([group.sums for group in self._local.values()], self._shardings)
+    def _accumulator(self) -> GradientAccumulator:
+        return join_groups([group.accumulator for group in self._local.values()], self._shardings)
 
-    def _share(self, sums: GradientAccumulator) -> None:
+    def _share(self, accumulator: GradientAccumulator) -> None:
         """Shows every group its part of the state and of the sums, new with every update."""
+        self._shardings = group_accumulator_shardings(accumulator, self._spec, self._mesh)
         for group in self._local.values():
-            group.take(self.state, sums)
+            group.take(self.state, accumulator)
+
+    def _zero_accumulator(self, shape: AnyBatch) -> GradientAccumulator:
+        """Sums [groups, ...] of nothing."""
+        group = self._groups[0]
+        weights = self.state.weights
+        auxiliary = auxiliary_shapes(self._spec, group, weights, on_mesh(shape, group))
+        groups = self._mesh.shape[GROUP_AXIS]
+
+        def make() -> GradientAccumulator:
+            def zeros(like: Any) -> jax.Array:
+                return jnp.zeros((groups, *like.shape))
+
+            return GradientAccumulator(
+                jax.tree.map(zeros, weights.params),
+                jnp.zeros(groups),
+                jnp.zeros(groups),
+                jax.tree.map(zeros, auxiliary),
+            )
+
+        shardings = group_accumulator_shardings(jax.eval_shape(make), self._spec, self._mesh)
+        return jax.jit(make, out_shardings=shardings)()
 
 
 class _Group:
     """What a shape group needs for its gradients, all on its own mesh.
 
     Attributes:
-      sums: of the micro-batches since the last update, each array [1, ...].
+      accumulator: of the micro-batches since the last update, each array [1, ...].
     """
 
-    def __init__(self, recipe: TrainingSpec, mesh: Mesh, params: Any):
-        self._mesh = mesh
-        self._accumulate: Any = make_group_accumulate(recipe.model, recipe.diffusion, mesh)
-        self._shardings = tree_shardings(params, mesh)
-        self._sums_shardings = group_accumulator_shardings(params, mesh)
+    accumulator: GradientAccumulator
+    _weights: Weights
 
-    def take(self, state: TrainState, sums: GradientAccumulator) -> None:
-        self._params = part_of_group(state.params, self._shardings)
-        self._key = part_of_group(state.key, replicated(self._mesh))
-        self.sums = part_of_group(sums, self._sums_shardings)
+    def __init__(self, spec: TrainingSpec, mesh: Mesh):
+        self._spec, self._mesh = spec, mesh
+        self._accumulate: Any = make_group_accumulate(spec, mesh)
+
+    def take(self, state: TrainState, accumulator: GradientAccumulator) -> None:
+        spec, mesh = self._spec, self._mesh
+        placed = weights_shardings(state.weights, mesh, spec.rules)
+        self._weights = part_of_group(state.weights, placed)
+        self._key = part_of_group(state.key, replicated(mesh))
+        sums = group_accumulator_shardings(accumulator, spec, mesh)
+        self.accumulator = part_of_group(accumulator, sums)
 
     def compile(self, shape: AnyBatch) -> Any:
         epoch = jax.ShapeDtypeStruct((), jnp.int32)
         batch = on_mesh(shape, self._mesh)
-        return self._accumulate.lower(self._params, self.sums, batch, self._key, epoch).compile()
+        lowered = self._accumulate.lower(self._weights, self.accumulator, batch, self._key, epoch)
+        return lowered.compile()
 
     def add(self, program: Any, batch: AnyBatch, epoch: int) -> None:
-        self.sums = program(self._params, self.sums, batch, self._key, np.int32(epoch))
+        self.accumulator = program(
+            self._weights, self.accumulator, batch, self._key, np.int32(epoch)
+        )
 
 
-def make_group_accumulate(model: WanConfig, diffusion: DiffusionConfig, group: Mesh) -> Accumulate:
+def make_group_accumulate(spec: TrainingSpec, group: Mesh) -> Accumulate:
     """`make_accumulate` on a group's mesh, of sums [1, ...]: a group's part of all groups'."""
-    accumulate = make_accumulate(model, diffusion, group)
+    accumulate = make_accumulate(spec, group)
 
     @partial(jax.jit, donate_argnums=1)
     def add(
-        params: Any, sums: GradientAccumulator, batch: AnyBatch, key: jax.Array, epoch: jax.Array
+        weights: Weights,
+        accumulator: GradientAccumulator,
+        batch: AnyBatch,
+        key: jax.Array,
+        epoch: jax.Array,
     ) -> GradientAccumulator:
-        alone = jax.tree.map(lambda part: jnp.squeeze(part, 0), sums)
-        added = accumulate(params, alone, batch, key, epoch)
-        return jax.lax.with_sharding_constraint(
-            jax.tree.map(lambda part: part[None], added), group_accumulator_shardings(params, group)
-        )
+        alone = jax.tree.map(lambda part: jnp.squeeze(part, 0), accumulator)
+        added = accumulate(weights, alone, batch, key, epoch)
+        stacked = jax.tree.map(lambda part: part[None], added)
+        shardings = group_accumulator_shardings(accumulator, spec, group)
+        return jax.lax.with_sharding_constraint(stacked, shardings)
 
     return add
 
 
-def make_group_update(
-    optimizer: optax.GradientTransformation, config: OptimizerConfig, mesh: Mesh
-) -> Update:
+def make_group_update(spec: TrainingSpec, mesh: Mesh) -> Update:
     """`make_update` of the groups' sums, [groups, ...]: XLA reduces and scatters them."""
-    advance = make_advance(optimizer, config, mesh)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def update(
-        state: TrainState, sums: GradientAccumulator
+        state: TrainState, accumulator: GradientAccumulator
     ) -> tuple[TrainState, GradientAccumulator, Metrics]:
-        total = jax.lax.with_sharding_constraint(
-            jax.tree.map(lambda part: jnp.sum(part, axis=0), sums),
-            accumulator_shardings(state.params, mesh),
-        )
-        after, metrics = advance(state, total)
+        summed = jax.tree.map(lambda part: jnp.sum(part, axis=0), accumulator)
+        total = jax.lax.with_sharding_constraint(summed, accumulator_shardings(summed, spec, mesh))
+        after, metrics = apply_gradients(spec, mesh, state, total)
         zeroed = jax.lax.with_sharding_constraint(
-            jax.tree.map(jnp.zeros_like, sums), group_accumulator_shardings(state.params, mesh)
+            jax.tree.map(jnp.zeros_like, accumulator),
+            group_accumulator_shardings(accumulator, spec, mesh),
         )
         return after, zeroed, metrics
 
     return update
 
 
-def group_accumulator_shardings(params: Any, mesh: Mesh) -> GradientAccumulator:
+def group_accumulator_shardings(
+    accumulator: GradientAccumulator, spec: TrainingSpec, mesh: Mesh
+) -> GradientAccumulator:
     """Of sums [groups, ...]: groups along `data`; within a group as a mesh of its own has them."""
 
     def stacked(sharding: NamedSharding) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(GROUP_AXIS, *sharding.spec))
 
-    grads = jax.tree.map(stacked, zero_shardings(params, mesh, over=("context",)))
-    return GradientAccumulator(grads, stacked(replicated(mesh)), stacked(replicated(mesh)))
+    def one_group(part: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(part.shape[1:], part.dtype)
 
-
-def _zero_group_accumulator(params: Any, mesh: Mesh) -> GradientAccumulator:
-    groups = mesh.shape[GROUP_AXIS]
-
-    def make() -> GradientAccumulator:
-        zero = jnp.zeros(groups)
-        return GradientAccumulator(
-            jax.tree.map(lambda p: jnp.zeros((groups, *p.shape)), params), zero, zero
-        )
-
-    return jax.jit(make, out_shardings=group_accumulator_shardings(params, mesh))()
+    grads = jax.tree.map(one_group, accumulator.grads)
+    everywhere = stacked(replicated(mesh))
+    return GradientAccumulator(
+        jax.tree.map(stacked, zero_shardings(grads, mesh, spec.rules, over=("context",))),
+        everywhere,
+        everywhere,
+        jax.tree.map(lambda _: everywhere, accumulator.auxiliary),
+    )

@@ -1,8 +1,16 @@
-"""Ctrl-C and SIGTERM: finish the step, save, go."""
+"""Ctrl-C, SIGTERM and other reasons to stop: finish the step, save, end."""
 
 import signal
 from types import FrameType, TracebackType
 from typing import Self
+
+TIME_LIMIT = 255
+"""A reason to stop that is no signal; signals have smaller numbers."""
+
+
+def stop_name(number: int) -> str:
+    """`SIGTERM` or `time limit`, for messages."""
+    return "time limit" if number == TIME_LIMIT else signal.Signals(number).name
 
 
 class StopRequest:
@@ -12,7 +20,7 @@ class StopRequest:
     so, to keep them from the Ctrl-C that is meant for the script.
 
     Attributes:
-      number: of the signal that came, or 0.
+      number: of the signal that came, or of another reason to stop; 0 for none.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -32,6 +40,10 @@ class StopRequest:
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
         self._restore()
+
+    def request(self, number: int) -> None:
+        """Asks for a stop, unless one has been asked for already."""
+        self.number = self.number or number
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.number = number

@@ -1,8 +1,8 @@
 """The training step: gradients of micro-batches of any shape, then one update.
 
 The gradient is that of the weighted mean loss over all samples of an optimizer step, however they
-are grouped into micro-batches and ranks: micro-batches add up weighted sums of loss and gradient,
-and the update divides by the sum of weights.
+are grouped into micro-batches and ranks: micro-batches add up weighted sums of loss, gradient and
+auxiliary values, and the update divides by the sum of weights.
 """
 
 from collections.abc import Callable
@@ -16,30 +16,32 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from alload_jax.data.batch import AnyBatch
-from alload_jax.models.wan.config import WanConfig
-from alload_jax.objectives.flow_matching import DiffusionConfig, weighted_loss
+from alload_jax.models.common.output import Auxiliary
+from alload_jax.models.families import abstract_model, family_of
 from alload_jax.sharding.mesh import batch_sharding, replicated
 from alload_jax.sharding.rules import zero_shardings
-from alload_jax.training.optimizer import OptimizerConfig, update_ema
-from alload_jax.training.state import TrainState, model_graph, state_shardings
+from alload_jax.training.optimizer import update_ema
+from alload_jax.training.state import TrainingSpec, TrainState, Weights, state_shardings
 
 
 class GradientAccumulator(NamedTuple):
     """What micro-batches add up.
 
     Attributes:
-      grads: like the parameters, of the weighted sum of losses.
+      grads: like the trained parameters, of the weighted sum of what is minimised.
       loss: the weighted sum of losses.
       weight: the sum of weights.
+      auxiliary: the weighted sum of each auxiliary value; often empty.
     """
 
     grads: Any
     loss: Any
     weight: Any
+    auxiliary: Auxiliary
 
 
 Accumulate = Callable[
-    [Any, GradientAccumulator, AnyBatch, jax.Array, jax.Array], GradientAccumulator
+    [Weights, GradientAccumulator, AnyBatch, jax.Array, jax.Array], GradientAccumulator
 ]
 Metrics = dict[str, jax.Array]
 Update = Callable[
@@ -47,88 +49,135 @@ Update = Callable[
 ]
 
 
-def make_accumulate(model: WanConfig, diffusion: DiffusionConfig, mesh: Mesh) -> Accumulate:
-    """A jitted (params, sums, batch, key, epoch) → sums; compiled once per shape of micro-batch.
+def make_accumulate(spec: TrainingSpec, mesh: Mesh) -> Accumulate:
+    """A jitted (weights, accumulator, batch, key, epoch) → accumulator, for each batch's shape.
 
-    `sums` is donated.
+    `accumulator` is donated.
     """
-    graph = model_graph(model)
-
-    def loss_of(params: Any, batch: AnyBatch, key: jax.Array) -> jax.Array:
-        return weighted_loss(nnx.merge(graph, params), batch, key, diffusion, batch_sharding(mesh))
+    sums_of = _make_sums(spec, mesh)
 
     @partial(jax.jit, donate_argnums=1)
     def accumulate(
-        params: Any, sums: GradientAccumulator, batch: AnyBatch, key: jax.Array, epoch: jax.Array
+        weights: Weights,
+        accumulator: GradientAccumulator,
+        batch: AnyBatch,
+        key: jax.Array,
+        epoch: jax.Array,
     ) -> GradientAccumulator:
         epoch_key = jax.random.fold_in(jax.random.wrap_key_data(key), epoch)
-        loss, grads = jax.value_and_grad(loss_of)(params, batch, epoch_key)
-        added = GradientAccumulator(grads, loss, jnp.sum(batch.weight))
+        gradient = jax.value_and_grad(sums_of, has_aux=True)
+        (_, (loss, auxiliary)), grads = gradient(weights.params, weights, batch, epoch_key)
+        added = GradientAccumulator(grads, loss, jnp.sum(batch.weight), auxiliary)
         return jax.lax.with_sharding_constraint(
-            jax.tree.map(jnp.add, sums, added), accumulator_shardings(params, mesh)
+            jax.tree.map(jnp.add, accumulator, added),
+            accumulator_shardings(accumulator, spec, mesh),
         )
 
     return accumulate
 
 
-def make_update(
-    optimizer: optax.GradientTransformation, config: OptimizerConfig, mesh: Mesh
-) -> Update:
-    """A jitted (state, sums) → (next state, zeroed sums, metrics). Both arguments are donated.
+def make_update(spec: TrainingSpec, mesh: Mesh) -> Update:
+    """A jitted (state, accumulator) → (next state, zeroed accumulator, metrics).
 
-    Metrics: `loss`, `grad_norm` (before clipping).
+    Both arguments are donated. Metrics: `loss`, `grad_norm` (before clipping), and the mean of each
+    auxiliary value.
     """
-    advance = make_advance(optimizer, config, mesh)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def update(
-        state: TrainState, sums: GradientAccumulator
+        state: TrainState, accumulator: GradientAccumulator
     ) -> tuple[TrainState, GradientAccumulator, Metrics]:
-        after, metrics = advance(state, sums)
+        after, metrics = apply_gradients(spec, mesh, state, accumulator)
         zeroed = jax.lax.with_sharding_constraint(
-            jax.tree.map(jnp.zeros_like, sums), accumulator_shardings(state.params, mesh)
+            jax.tree.map(jnp.zeros_like, accumulator),
+            accumulator_shardings(accumulator, spec, mesh),
         )
         return after, zeroed, metrics
 
     return update
 
 
-def make_advance(
-    optimizer: optax.GradientTransformation, config: OptimizerConfig, mesh: Mesh
-) -> Callable[[TrainState, GradientAccumulator], tuple[TrainState, Metrics]]:
-    """A (state, sums) → (next state, metrics), to be part of a jitted update."""
+def apply_gradients(
+    spec: TrainingSpec, mesh: Mesh, state: TrainState, accumulator: GradientAccumulator
+) -> tuple[TrainState, Metrics]:
+    """The next state and the step's metrics; to be part of a jitted update."""
+    mean = 1 / jnp.maximum(accumulator.weight, 1e-20)
+    grads = jax.tree.map(lambda g: g * mean, accumulator.grads)
+    updates, opt_state = spec.optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    ema = update_ema(state.ema, params, state.step, spec.ema_decay)
+    auxiliary = jax.tree.map(lambda value: value * mean, accumulator.auxiliary)
+    variables = family_of(spec.model).update_variables(spec.model, state.variables, auxiliary)
+    # A step whose every row is padding leaves all but the step's number as it was.
+    params, ema, opt_state, variables = jax.tree.map(
+        lambda new, old: jnp.where(accumulator.weight > 0, new, old),
+        (params, ema, opt_state, variables),
+        (state.params, state.ema, state.opt_state, state.variables),
+    )
+    after = state._replace(
+        step=state.step + 1, params=params, ema=ema, opt_state=opt_state, variables=variables
+    )
+    metrics = {"loss": accumulator.loss * mean, "grad_norm": optax.tree.norm(grads)}
+    metrics |= {name: jnp.mean(value) for name, value in auxiliary.items()}
+    shardings = state_shardings(after, mesh, spec.rules)
+    return jax.lax.with_sharding_constraint(after, shardings), metrics
 
-    def advance(state: TrainState, sums: GradientAccumulator) -> tuple[TrainState, Metrics]:
-        mean = 1 / jnp.maximum(sums.weight, 1e-20)
-        grads = jax.tree.map(lambda g: g * mean, sums.grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        ema = update_ema(state.ema, params, state.step, config.ema_decay)
-        # A step whose every row is padding leaves all but the step's number as it was.
-        params, ema, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(sums.weight > 0, new, old),
-            (params, ema, opt_state),
-            (state.params, state.ema, state.opt_state),
-        )
-        after = TrainState(state.step + 1, state.key, params, ema, opt_state)
-        metrics = {"loss": sums.loss * mean, "grad_norm": optax.tree.norm(grads)}
-        return jax.lax.with_sharding_constraint(after, state_shardings(after, mesh)), metrics
 
-    return advance
+def zero_accumulator(
+    spec: TrainingSpec, mesh: Mesh, weights: Weights, batch: AnyBatch
+) -> GradientAccumulator:
+    """An accumulator of nothing.
 
-
-def zero_accumulator(params: Any, mesh: Mesh) -> GradientAccumulator:
-    """GradientAccumulator of nothing."""
+    Args:
+      spec: what is trained.
+      mesh: where it lies.
+      weights: the model's values, or their shapes.
+      batch: any micro-batch, or its shapes: auxiliary values have the same shapes for all.
+    """
+    auxiliary = auxiliary_shapes(spec, mesh, weights, batch)
 
     def make() -> GradientAccumulator:
         zero = jnp.zeros(())
         return GradientAccumulator(
-            jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), zero, zero
+            jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), weights.params),
+            zero,
+            zero,
+            jax.tree.map(lambda value: jnp.zeros(value.shape, jnp.float32), auxiliary),
         )
 
-    return jax.jit(make, out_shardings=accumulator_shardings(params, mesh))()
+    shardings = accumulator_shardings(jax.eval_shape(make), spec, mesh)
+    return jax.jit(make, out_shardings=shardings)()
 
 
-def accumulator_shardings(params: Any, mesh: Mesh) -> GradientAccumulator:
-    """Gradients lie as the optimizer's state; the scalars everywhere."""
-    return GradientAccumulator(zero_shardings(params, mesh), replicated(mesh), replicated(mesh))
+def auxiliary_shapes(
+    spec: TrainingSpec, mesh: Mesh, weights: Weights, batch: AnyBatch
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of the auxiliary sums; nothing is computed."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
+    _, (_, auxiliary) = jax.eval_shape(_make_sums(spec, mesh), shapes.params, shapes, batch, key)
+    return auxiliary
+
+
+def accumulator_shardings(
+    accumulator: GradientAccumulator, spec: TrainingSpec, mesh: Mesh
+) -> GradientAccumulator:
+    """Gradients lie as the optimizer's state; all else everywhere."""
+    return GradientAccumulator(
+        zero_shardings(accumulator.grads, mesh, spec.rules),
+        replicated(mesh),
+        replicated(mesh),
+        jax.tree.map(lambda _: replicated(mesh), accumulator.auxiliary),
+    )
+
+
+def _make_sums(spec: TrainingSpec, mesh: Mesh) -> Callable[..., Any]:
+    """(trained parameters, weights, batch, key) → minimised sum, (loss sum, auxiliary sums)."""
+    graph = abstract_model(spec.model).graph
+
+    def sums_of(params: Any, weights: Weights, batch: AnyBatch, key: jax.Array) -> Any:
+        model = nnx.merge(graph, weights._replace(params=params).merged())
+        sums = spec.objective(model, batch, key, batch_sharding(mesh))
+        return sums.minimised, (sums.loss, sums.auxiliary)
+
+    return sums_of

@@ -3,37 +3,17 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 
 from alload_jax.data.batch import AnyBatch, Signature, signature
 from alload_jax.data.placement import PlacedStep
-from alload_jax.models.wan.config import WanConfig
-from alload_jax.objectives.flow_matching import DiffusionConfig
 from alload_jax.sharding.mesh import batch_sharding
-from alload_jax.training.optimizer import OptimizerConfig
-from alload_jax.training.state import TrainState
+from alload_jax.training.state import TrainingSpec, TrainState
 from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
-
-
-class TrainingSpec(NamedTuple):
-    """What a training computes, wherever it runs.
-
-    Attributes:
-      model: the transformer's config.
-      diffusion: how samples are noised.
-      optimizer: of the parameters.
-      optimizer_config: its settings.
-    """
-
-    model: WanConfig
-    diffusion: DiffusionConfig
-    optimizer: optax.GradientTransformation
-    optimizer_config: OptimizerConfig
 
 
 class Trainer:
@@ -44,14 +24,14 @@ class Trainer:
       programs: compiled gradient programs, one for each shape of micro-batch.
     """
 
-    def __init__(self, recipe: TrainingSpec, mesh: Mesh, state: TrainState):
+    def __init__(self, spec: TrainingSpec, mesh: Mesh, state: TrainState):
         """Takes over `state`, whose buffers each step reuses."""
         self.state = state
         self.programs: dict[Signature, Any] = {}
-        self._mesh = mesh
-        self._accumulate: Any = make_accumulate(recipe.model, recipe.diffusion, mesh)
-        self._update = make_update(recipe.optimizer, recipe.optimizer_config, mesh)
-        self._sums = zero_accumulator(state.params, mesh)
+        self._spec, self._mesh = spec, mesh
+        self._accumulate: Any = make_accumulate(spec, mesh)
+        self._update = make_update(spec, mesh)
+        self._accumulator: Any = None
 
     def compile(self, shapes: Sequence[AnyBatch]) -> Iterator[AnyBatch]:
         """Compiles the gradient of every micro-batch, in parallel, yielding each as it is done.
@@ -61,15 +41,21 @@ class Trainer:
         Args:
           shapes: shapes and dtypes of the micro-batches of all ranks.
         """
+        if not shapes:
+            return
+        self._accumulator = zero_accumulator(
+            self._spec, self._mesh, self.state.weights, on_mesh(shapes[0], self._mesh)
+        )
 
         def compile_one(shape: AnyBatch) -> Any:
             epoch = jax.ShapeDtypeStruct((), jnp.int32)
+            batch = on_mesh(shape, self._mesh)
             return self._accumulate.lower(
-                self.state.params, self._sums, on_mesh(shape, self._mesh), self.state.key, epoch
+                self.state.weights, self._accumulator, batch, self.state.key, epoch
             ).compile()
 
         update: Any = self._update
-        self._update = update.lower(self.state, self._sums).compile()
+        self._update = update.lower(self.state, self._accumulator).compile()
         for shape, program in in_parallel(compile_one, shapes):
             self.programs[signature(shape)] = program
             yield shape
@@ -78,13 +64,15 @@ class Trainer:
         """Dispatches a step, and returns its metrics before they are computed.
 
         Returns:
-          `loss` and `grad_norm`, float32 scalars.
+          `loss`, `grad_norm` and the means of auxiliary values, float32 scalars.
         """
         epoch = jnp.int32(step.epoch)
         for batch in step.batches:
             gradient = self.programs[signature(batch)]
-            self._sums = gradient(self.state.params, self._sums, batch, self.state.key, epoch)
-        self.state, self._sums, metrics = self._update(self.state, self._sums)
+            self._accumulator = gradient(
+                self.state.weights, self._accumulator, batch, self.state.key, epoch
+            )
+        self.state, self._accumulator, metrics = self._update(self.state, self._accumulator)
         return metrics
 
 

@@ -13,7 +13,7 @@ from alload_jax.cli import main
 from alload_jax.commands import bench_step
 from alload_jax.errors import InputError
 from alload_jax.models.common.remat import RematPolicy
-from alload_jax.models.common.weights import parameter_count
+from alload_jax.models.families import parameter_count
 from alload_jax.planning.architecture import Architecture
 
 

@@ -3,20 +3,19 @@
 import jax
 import numpy as np
 
-from alload_jax.bench.step import model_config
+from alload_jax.bench.step import training_spec
 from alload_jax.bench.weights import without_zeros
 from alload_jax.commands.bench_models import MODELS, training_fields
+from alload_jax.models.families import config_from_fields
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import init_state
 
 
 def test_only_parameters_of_zeros_are_drawn_and_all_stay_where_they_lie():
-    model = model_config(training_fields(MODELS["tiny"]))
+    spec = training_spec(config_from_fields(training_fields(MODELS["tiny"])))
     mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
-    optimizer = make_optimizer(OptimizerConfig(), 10)
-    fresh = jax.tree.map(np.asarray, init_state(model, optimizer, mesh, 0).params)
-    state = init_state(model, optimizer, mesh, 0)
+    fresh = jax.tree.map(np.asarray, init_state(spec, mesh, 0).params)
+    state = init_state(spec, mesh, 0)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
     drawn = without_zeros(state).params
     assert not fresh["head"]["out"]["kernel"].any()

@@ -1,5 +1,4 @@
 import dataclasses
-import functools
 import json
 import math
 import subprocess
@@ -11,7 +10,7 @@ import pytest
 
 from alload_jax import cli
 from alload_jax.commands import prepare
-from alload_jax.data.datasets.digits import DigitsConfig
+from alload_jax.data.datasets.digits import Digits
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.metrics import PlanMetrics
 
@@ -364,8 +363,8 @@ def test_prepare_refuses_a_folder_that_exists_and_leaves_it(refused, folder, con
 
 
 def test_prepare_writes_a_folder_that_can_be_planned(alload, monkeypatch):
-    small = DigitsConfig(mix=((1, 8, 8, 5), (5, 16, 16, 2)))
-    monkeypatch.setattr(prepare, "DigitsConfig", functools.partial(dataclasses.replace, small))
+    small = Digits(mix=((1, 8, 8, 5), (5, 16, 16, 2)))
+    monkeypatch.setattr(prepare.DATASETS, "get", lambda _: lambda: small)
     assert alload("prepare", "digits", "--out", "data") == (0, "data/manifest.parquet\n", "")
     flags = ["--policy", "fixed", "--rows", 2, "--ranks", 1, "--patch-size", "1,4,4", "--json"]
     status, out, _ = alload(*plan(*flags, manifest="data/manifest.parquet"))

@@ -12,7 +12,8 @@ from alload_jax.data.condition import conditions_for
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.errors import InputError
-from alload_jax.models.wan.config import ImageConfig, TextConfig, WanConfig
+from alload_jax.models.common.config import ImageConfig, TextConfig
+from alload_jax.models.wan.config import WanConfig
 from alload_jax.planning.settings import PlanningConfig, make_plan
 
 MODEL = WanConfig(text=TextConfig(dim=6, length=5), dtype="float32")

@@ -9,13 +9,12 @@ from data_helpers import assert_says
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alload_jax.data.datasets.dataset import prepare_dataset
 from alload_jax.data.datasets.digits import (
-    DigitsConfig,
+    Digits,
     _reflect,
     load_digits,
-    prepare_digits,
     render_clip,
-    write_digits,
 )
 from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
 from alload_jax.data.store import StoreReader
@@ -24,7 +23,7 @@ from alload_jax.planning.geometry import Geometry
 from alload_jax.planning.samples import samples_from_columns
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SMALL = DigitsConfig(
+SMALL = Digits(
     mix=((1, 8, 8, 40), (1, 8, 16, 40), (1, 16, 8, 20), (5, 8, 8, 6), (9, 16, 16, 6)), seed=3
 )
 SCANS, SCAN_LABELS = sklearn.datasets.load_digits(return_X_y=True)
@@ -35,7 +34,7 @@ BLANK = np.full((8, 8), -1, np.float32)
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made") / "digits"
-    write_digits(folder, SMALL)
+    SMALL.write(folder)
     return folder
 
 
@@ -78,10 +77,10 @@ sides = st.sampled_from([8, 10, 16, 24])
 
 def config_mixes():
     config = yaml.safe_load((CONFIGS / "digits.yaml").read_text())
-    mix = config["data"]["digits"].get("mix", DigitsConfig().mix)
+    mix = config["data"]["dataset"].get("mix", Digits().mix)
     return [
-        pytest.param(DigitsConfig().mix, (1, 2, 2), id="default-1x2x2"),
-        pytest.param(DigitsConfig().mix, (1, 4, 4), id="default-1x4x4"),
+        pytest.param(Digits().mix, (1, 2, 2), id="default-1x2x2"),
+        pytest.param(Digits().mix, (1, 4, 4), id="default-1x4x4"),
         pytest.param(mix, tuple(config["model"]["patch_size"]), id="digits.yaml"),
     ]
 
@@ -131,14 +130,14 @@ def test_there_are_as_many_samples_as_the_mix_asks_for(digits):
 
 
 def test_the_same_config_makes_the_same_samples(digits, tmp_path):
-    write_digits(tmp_path / "again", SMALL)
+    SMALL.write(tmp_path / "again")
     np.testing.assert_array_equal(
         read_manifest(tmp_path / "again").checksum, read_manifest(digits).checksum
     )
 
 
 def test_another_seed_makes_other_samples(digits, tmp_path):
-    write_digits(tmp_path / "other", DigitsConfig(SMALL.mix, seed=4))
+    Digits(mix=SMALL.mix, seed=4).write(tmp_path / "other")
     same = read_manifest(tmp_path / "other").checksum == read_manifest(digits).checksum
     assert same.mean() < 0.1
 
@@ -151,7 +150,7 @@ def test_small_stills_are_the_real_scans_and_their_labels(digits):
 
 
 def test_enough_small_stills_show_every_scan(tmp_path):
-    write_digits(tmp_path / "digits", DigitsConfig(((1, 8, 8, 2 * len(SCANS)),)))
+    Digits(mix=((1, 8, 8, 2 * len(SCANS)),)).write(tmp_path / "digits")
     _, records = read_all(tmp_path / "digits")
     shown = {arrays["latents"].tobytes() for arrays in records}
     assert shown == {scan.tobytes() for scan in SCANS}
@@ -168,7 +167,7 @@ def test_two_digits_stand_side_by_side_in_the_order_of_their_labels(digits, size
 
 
 def test_half_of_the_roomy_samples_show_two_digits(tmp_path):
-    write_digits(tmp_path / "digits", DigitsConfig(((1, 8, 8, 100), (1, 8, 16, 400))))
+    Digits(mix=((1, 8, 8, 100), (1, 8, 16, 400))).write(tmp_path / "digits")
     manifest = read_manifest(tmp_path / "digits")
     roomy = manifest.shape[:, 2] == 16
     assert set(manifest.text_length[~roomy].tolist()) == {1}
@@ -260,30 +259,30 @@ def contents(folder):
 
 
 def test_data_are_made_once(tmp_path, capsys):
-    config = DigitsConfig(((1, 8, 8, 4),))
-    prepare_digits(tmp_path / "digits", config)
+    config = Digits(mix=((1, 8, 8, 4),))
+    prepare_dataset(tmp_path / "digits", config)
     made = contents(tmp_path / "digits")
     assert str(tmp_path / "digits") in capsys.readouterr().out
-    prepare_digits(str(tmp_path / "digits"), DigitsConfig(((1, 8, 8, 4),)))
+    prepare_dataset(str(tmp_path / "digits"), Digits(mix=((1, 8, 8, 4),)))
     assert contents(tmp_path / "digits") == made
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
-    "other", [DigitsConfig(SMALL.mix, seed=4), DigitsConfig(SMALL.mix[:-1], SMALL.seed)]
+    "other", [Digits(mix=SMALL.mix, seed=4), Digits(mix=SMALL.mix[:-1], seed=SMALL.seed)]
 )
 def test_data_of_another_config_are_refused_and_left_alone(digits, other):
     made = contents(digits)
     with pytest.raises(InputError) as error:
-        prepare_digits(digits, other)
-    assert_says(error, digits, "data.digits", "data.folder", "remove")
+        prepare_dataset(digits, other)
+    assert_says(error, digits, "data.dataset", "data.folder", "remove")
     assert contents(digits) == made
 
 
 def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
     (tmp_path / "photo.png").write_bytes(b"precious")
     with pytest.raises(InputError) as error:
-        prepare_digits(tmp_path, DigitsConfig(((1, 8, 8, 1),)))
+        prepare_dataset(tmp_path, Digits(mix=((1, 8, 8, 1),)))
     assert_says(error, tmp_path, "exists")
     assert [path.name for path in tmp_path.iterdir()] == ["photo.png"]
 
@@ -291,7 +290,7 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
 def test_a_manifest_of_something_else_is_refused_and_left_alone(tmp_path):
     (tmp_path / MANIFEST_NAME).write_bytes(b"precious")
     with pytest.raises(InputError) as error:
-        prepare_digits(tmp_path, DigitsConfig(((1, 8, 8, 1),)))
+        prepare_dataset(tmp_path, Digits(mix=((1, 8, 8, 1),)))
     assert_says(error, tmp_path, "data.folder")
     assert (tmp_path / MANIFEST_NAME).read_bytes() == b"precious"
 
@@ -301,6 +300,6 @@ def test_a_manifest_of_something_else_is_refused_and_left_alone(tmp_path):
 )
 def test_a_mix_that_cannot_be_drawn_is_refused(tmp_path, row):
     with pytest.raises(InputError) as error:
-        write_digits(tmp_path / "digits", DigitsConfig((row,)))
+        Digits(mix=(row,)).write(tmp_path / "digits")
     assert_says(error, "mix")
     assert list(tmp_path.iterdir()) == []

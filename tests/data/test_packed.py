@@ -1,5 +1,6 @@
 """Packed rows hold every sample where the plan says, and padding in all the rest."""
 
+import jax
 import numpy as np
 from data_helpers import PATCH, SpyReader, classes, manifest_of
 from hypothesis import given, settings
@@ -40,6 +41,11 @@ def packed_cases(draw, ranks=(1, 2, 4)):
     return manifest, plan, PackedCollation.of(plan, manifest, MODEL, conditions)
 
 
+def region_of(batch):
+    split = batch.metadata.split
+    return split.region if split else 0
+
+
 def collated(case, ranks=None, damaged=()):
     manifest, plan, collation = case
     wanted = frozenset(range(plan.topology.ranks) if ranks is None else ranks)
@@ -50,8 +56,8 @@ def collated(case, ranks=None, damaged=()):
 def samples_in(batch):
     """(sample, row, slot, slice of its tokens) of every sample."""
     for row, slot in zip(*np.nonzero(batch.weight), strict=True):
-        begin = batch.segments.offset[row, slot]
-        here = slice(begin, begin + batch.segments.length[row, slot])
+        begin = batch.metadata.tokens.offset[row, slot]
+        here = slice(begin, begin + batch.metadata.tokens.length[row, slot])
         yield batch.sample[row, slot], row, slot, here
 
 
@@ -70,9 +76,9 @@ def test_an_epoch_holds_each_sample_once_as_it_is_stored(case):
                 grid = np.asarray(manifest.shape[sample]) // PATCH
                 of_sample = np.indices(grid).reshape(3, -1).T
                 assert (batch.position[row, here] == of_sample[part]).all()
-                assert (batch.position[row, here] < batch.bounds.grid).all()
+                assert (batch.position[row, here] < batch.metadata.grid).all()
                 assert batch.seq_len[row, slot] == len(patches)
-                of_text = batch.condition_segments
+                of_text = batch.metadata.condition
                 begin, length = of_text.offset[row, slot], of_text.length[row, slot]
                 labels = reader.labels(sample).tolist()
                 padding = [MODEL.num_classes] * (collation.conditions.length - len(labels))
@@ -92,8 +98,12 @@ def test_segments_hold_samples_and_padding_is_in_none(case):
     length = case[2].conditions.length
     for step in collated(case):
         for batch in step.batches:
-            sides = [batch.segments, batch.condition_segments]
-            sides += [batch.split.whole, batch.split.joint] if batch.split else []
+            sides = [batch.metadata.tokens, batch.metadata.condition]
+            sides += (
+                [batch.metadata.split.whole, batch.metadata.split.joint]
+                if batch.metadata.split
+                else []
+            )
             for segments in sides:
                 for row, ids in enumerate(segments.ids):
                     used = segments.length[row] > 0
@@ -102,18 +112,18 @@ def test_segments_hold_samples_and_padding_is_in_none(case):
                     assert (counts == segments.length[row]).all()
                     begins = [np.argmax(ids == slot) for slot in np.flatnonzero(used)]
                     assert begins == segments.offset[row, used].tolist()
-            used = batch.segments.length > 0
+            used = batch.metadata.tokens.length > 0
             assert (used == (batch.weight > 0)).all()
             assert (batch.sample[~used] == -1).all()
-            assert (batch.condition_segments.length == used * length).all()
-            assert not batch.tokens[batch.segments.ids < 0].any()
+            assert (batch.metadata.condition.length == used * length).all()
+            assert not batch.tokens[batch.metadata.tokens.ids < 0].any()
 
 
 def bounded(batch):
     """(segments, their static lengths) of each attention of tokens to tokens."""
-    split = batch.split
+    split = batch.metadata.split
     parts = zip((split.whole, split.joint), split.lengths, strict=True) if split else ()
-    return [(batch.segments, batch.bounds.lengths), *parts]
+    return [(batch.metadata.tokens, batch.metadata.lengths), *parts]
 
 
 @settings(max_examples=40, deadline=None)
@@ -128,7 +138,7 @@ def test_no_row_has_more_long_segments_than_is_static(case):
                 assert (above[0], most[-1]) == (0, 0)
                 longer = segments.length[:, :, None] > above
                 assert (longer.sum(axis=1) <= most).all()
-            assert batch.condition_segments.length.max() <= batch.bounds.condition
+            assert batch.metadata.condition.length.max() <= batch.metadata.longest_condition
 
 
 @settings(max_examples=40, deadline=None)
@@ -147,13 +157,13 @@ def test_no_more_long_segments_are_static_than_fit_into_a_row(case):
 @given(packed_cases())
 def test_every_micro_batch_has_a_shape_that_is_compiled(case):
     _, plan, collation = case
-    shapes = {shape.split.region if shape.split else 0: shape for shape in collation.shapes(plan)}
+    shapes = {region_of(shape): shape for shape in collation.shapes(plan)}
     assert len(shapes) <= 5
     for step in collated(case):
         for batch in step.batches:
-            shape = shapes[batch.split.region if batch.split else 0]
+            shape = shapes[region_of(batch)]
             assert signature(batch) == signature(shape)
-            assert batch.bounds == shape.bounds
+            assert jax.tree.structure(batch) == jax.tree.structure(shape)
 
 
 @settings(max_examples=15, deadline=None)

@@ -12,13 +12,13 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: install alload-jax[p
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers: install alload-jax[parity]")
 
 from alload_jax.config import read_config  # noqa: E402
-from alload_jax.models.common.weights import load_weights, parameter_count, save_weights  # noqa: E402
-from alload_jax.models.wan.config import ImageConfig, TextConfig, WanConfig  # noqa: E402
-from alload_jax.models.wan.conversion import diffusers_fields, read_model_config  # noqa: E402
-from alload_jax.models.wan.transformer import abstract_params  # noqa: E402
+from alload_jax.models.common.config import ImageConfig, TextConfig  # noqa: E402
+from alload_jax.models.families import abstract_model, read_model_config  # noqa: E402
+from alload_jax.models.wan.config import WanConfig  # noqa: E402
+from alload_jax.models.wan.conversion import export_fields  # noqa: E402
 from alload_jax.models.wan.weight_table import tensors  # noqa: E402
+from alload_jax.models.weights import load_weights, parameter_count, save_weights  # noqa: E402
 from alload_jax.sharding.mesh import MeshConfig, make_mesh  # noqa: E402
-from alload_jax.training.state import model_graph  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -62,7 +62,7 @@ def random_params(config, seed=0):
         norm = "norm" in jax.tree_util.keystr(path) and "scale" in jax.tree_util.keystr(path)
         return np.asarray(rng.normal(0, 0.2, leaf.shape) + norm, np.float32)
 
-    return jax.tree_util.tree_map_with_path(draw, abstract_params(config))
+    return jax.tree_util.tree_map_with_path(draw, abstract_model(config).params)
 
 
 def exported(config, folder, caplog, **options):
@@ -89,7 +89,7 @@ def test_an_export_loads_without_a_warning_and_computes_the_same(name, tmp_path,
         text = rng.normal(size=(2, config.text.length, config.text.dim)).astype(np.float32)
         image = rng.normal(size=(2, 7, 10)).astype(np.float32) if config.image else None
         time = np.asarray(timesteps, np.float32)
-        ours = nnx.merge(model_graph(config), params)(latents, time, text, image)
+        ours = nnx.merge(abstract_model(config).graph, params)(latents, time, text, image)
         with torch.no_grad():
             expected = theirs(
                 torch.from_numpy(np.moveaxis(latents, -1, 1).copy()),
@@ -128,7 +128,7 @@ def test_original_names_are_those_that_diffusers_converts(name):
 @pytest.mark.parametrize("name", ["wan2_1_t2v_1_3b", "wan2_1_t2v_14b"])
 def test_wan_configs_have_diffusers_parameter_count(name):
     model = read_config(["--config", f"configs/{name}.yaml"]).model
-    fields = {k: v for k, v in diffusers_fields(model).items() if not k.startswith("_")}
+    fields = {k: v for k, v in export_fields(model).items() if not k.startswith("_")}
     with torch.device("meta"):
         theirs = diffusers.WanTransformer3DModel(**fields)
     assert parameter_count(model) == sum(p.numel() for p in theirs.parameters())

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from planning_cases import refusal
 
-from alload_jax.models.common.weights import parameter_count
-from alload_jax.models.wan.config import TextConfig, WanConfig
+from alload_jax.models.common.config import TextConfig
+from alload_jax.models.families import parameter_count
+from alload_jax.models.wan.config import WanConfig
 from alload_jax.planning.analytic import (
     analytic_costs,
     bytes_per_split_token,

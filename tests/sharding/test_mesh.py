@@ -12,11 +12,11 @@ from alload_jax.data.collate import HostStep
 from alload_jax.data.placement import PlacedStep, place_ahead
 from alload_jax.errors import InputError
 from alload_jax.models.wan.config import WanConfig
-from alload_jax.objectives.flow_matching import DiffusionConfig
+from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, make_mesh, ranks_of
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
-from alload_jax.training.state import init_state
-from alload_jax.training.trainer import Trainer, TrainingSpec
+from alload_jax.training.state import TrainingSpec, init_state
+from alload_jax.training.trainer import Trainer
 
 MODEL = WanConfig(dim=32, ffn_dim=64, num_heads=4, num_layers=2, freq_dim=16, dtype="float32")
 OPTIMIZER = OptimizerConfig(learning_rate=3e-3, warmup_steps=2)
@@ -26,6 +26,12 @@ SHAPES = [(8, 1, 4, 4, 1), (8, 3, 4, 4, 1)]
 needs_devices = pytest.mark.skipif(
     len(jax.devices("cpu")) < 8 or jax.default_backend() != "cpu", reason="needs 8 CPU devices"
 )
+
+
+def spec_of(model):
+    return TrainingSpec(
+        model, FlowMatching(), make_optimizer(OPTIMIZER, STEPS), OPTIMIZER.ema_decay
+    )
 
 
 def host_steps():
@@ -50,9 +56,8 @@ def losses_on_one_device():
 
 def train(devices, **axes):
     mesh = make_mesh(MeshConfig(**axes), jax.devices()[:devices])
-    optimizer = make_optimizer(OPTIMIZER, STEPS)
-    state = init_state(MODEL, optimizer, mesh, seed=0)
-    trainer = Trainer(TrainingSpec(MODEL, DiffusionConfig(), optimizer, OPTIMIZER), mesh, state)
+    spec = spec_of(MODEL)
+    trainer = Trainer(spec, mesh, init_state(spec, mesh, seed=0))
     batches = next(host_steps()).batches
     shapes = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), batches)
     list(trainer.compile(shapes))
@@ -82,7 +87,7 @@ def test_an_axis_that_does_not_divide_is_named():
     mesh = make_mesh(MeshConfig(fsdp=8), jax.devices()[:8])
     model = WanConfig(dim=12, num_heads=2, ffn_dim=16)
     with pytest.raises(InputError, match=r"mesh.fsdp is 8, which does not divide 12 of \S+kernel"):
-        init_state(model, make_optimizer(OPTIMIZER, 1), mesh, seed=0)
+        init_state(spec_of(model), mesh, seed=0)
 
 
 @needs_devices

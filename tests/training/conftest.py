@@ -1,7 +1,7 @@
 import pytest
 from training_runs import Runs
 
-from alload_jax.data.datasets.digits import DigitsConfig, write_digits
+from alload_jax.data.datasets.digits import Digits
 
 MIX = ((1, 8, 8, 10), (5, 8, 8, 5), (1, 8, 16, 6))
 
@@ -9,7 +9,7 @@ MIX = ((1, 8, 8, 10), (5, 8, 8, 5), (1, 8, 16, 6))
 @pytest.fixture(scope="session")
 def digits_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "digits"
-    write_digits(folder, DigitsConfig(mix=MIX))
+    Digits(mix=MIX).write(folder)
     return folder
 
 

@@ -10,18 +10,18 @@ from alload_jax.data.condition import conditions_for
 from alload_jax.data.placement import place_ahead
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.models.wan.config import WanConfig
-from alload_jax.objectives.flow_matching import DiffusionConfig
+from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.planning.settings import PlanningConfig, make_plan
 from alload_jax.sharding.groups import group_meshes
 from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.shape_groups import make_trainer
-from alload_jax.training.state import init_state
+from alload_jax.training.state import TrainingSpec, init_state
 from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
-from alload_jax.training.trainer import TrainingSpec
 
 MODEL = WanConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=1, freq_dim=8, dtype="float32")
 OPTIMIZER = OptimizerConfig(learning_rate=0.03, warmup_steps=0, eps=1e-2)
+SPEC = TrainingSpec(MODEL, FlowMatching(), make_optimizer(OPTIMIZER, 100), OPTIMIZER.ema_decay)
 SIZES = ((1, 4, 4), (3, 4, 2))
 ROWS, SAMPLES = 4, 18
 
@@ -68,12 +68,7 @@ def steps_on(manifest, plan, mesh, steps, change=lambda step: step):
 
 def trainer_on(manifest, plan, mesh):
     """With every program compiled."""
-    optimizer = make_optimizer(OPTIMIZER, 100)
-    state = init_state(MODEL, optimizer, mesh, seed=0)
-    groups = group_meshes(mesh, plan)
-    trainer = make_trainer(
-        TrainingSpec(MODEL, DiffusionConfig(), optimizer, OPTIMIZER), mesh, state, groups
-    )
+    trainer = make_trainer(SPEC, mesh, init_state(SPEC, mesh, seed=0), group_meshes(mesh, plan))
     assert len(list(trainer.compile(collation_of(manifest, plan).shapes(plan)))) == len(SIZES)
     return trainer
 
@@ -87,19 +82,20 @@ class OneDevice:
 
     def __init__(self):
         self.mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-        self.optimizer = make_optimizer(OPTIMIZER, 100)
-        self.accumulate = make_accumulate(MODEL, DiffusionConfig(), self.mesh)
-        self.update = make_update(self.optimizer, OPTIMIZER, self.mesh)
-        self.start = jax.tree.map(np.asarray, init_state(MODEL, self.optimizer, self.mesh, seed=0))
+        self.accumulate = make_accumulate(SPEC, self.mesh)
+        self.update = make_update(SPEC, self.mesh)
+        self.start = jax.tree.map(np.asarray, init_state(SPEC, self.mesh, seed=0))
 
     def train(self, manifest, plan, steps):
         """The state after some steps, and their losses and gradient norms."""
         state = jax.device_put(self.start, self.mesh.devices.flat[0])
-        sums, found = zero_accumulator(state.params, self.mesh), []
-        for step in host_steps(manifest, plan, frozenset(range(plan.topology.ranks)), steps):
+        host = host_steps(manifest, plan, frozenset(range(plan.topology.ranks)), steps)
+        first = jax.tree.map(jnp.asarray, host[0].batches[0])
+        sums, found = zero_accumulator(SPEC, self.mesh, state.weights, first), []
+        for step in host:
             for batch in step.batches:
                 batch = jax.tree.map(jnp.asarray, batch)
-                sums = self.accumulate(state.params, sums, batch, state.key, jnp.int32(step.epoch))
+                sums = self.accumulate(state.weights, sums, batch, state.key, jnp.int32(step.epoch))
             state, sums, metrics = self.update(state, sums)
             found.append(figures(metrics))
         return state, found

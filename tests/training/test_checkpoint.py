@@ -7,11 +7,13 @@ import pytest
 
 from alload_jax.errors import InputError
 from alload_jax.models.wan.config import WanConfig
-from alload_jax.sampling.flow import one_device_mesh, restore_params
+from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
-from alload_jax.training.state import abstract_state, init_state
+from alload_jax.training.parameters import ALL_TRAINED
+from alload_jax.training.restore import one_device_mesh, restore_weights
+from alload_jax.training.state import TrainingSpec, abstract_state, init_state
 
 MODEL = WanConfig(dim=16, ffn_dim=16, num_heads=2, num_layers=1, freq_dim=8)
 IDENTITY = {"model": {"dim": 16}, "plan": {"m_mem": 40, "seed": 0}}
@@ -20,12 +22,12 @@ IDENTITY = {"model": {"dim": 16}, "plan": {"m_mem": 40, "seed": 0}}
 @pytest.fixture(scope="module")
 def made():
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    optimizer = make_optimizer(OptimizerConfig(), 10)
-    return init_state(MODEL, optimizer, mesh, 0), abstract_state(MODEL, optimizer, mesh, 0)
+    spec = TrainingSpec(MODEL, FlowMatching(), make_optimizer(OptimizerConfig(), 10), 0.99)
+    return init_state(spec, mesh, 0), abstract_state(spec, mesh, 0)
 
 
 def opened(folder, identity=IDENTITY, **settings):
-    return Checkpoints(folder, CheckpointConfig(**settings), identity)
+    return Checkpoints(folder, CheckpointConfig(**settings), identity, MODEL.later_fields)
 
 
 def test_a_state_comes_back_bit_for_bit(tmp_path, made):
@@ -121,7 +123,7 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path, made, damage):
             checkpoints.restore(1, like)
         assert "\n" not in str(refused.value)
     with pytest.raises(InputError, match="choose another by --step") as refused:
-        restore_params(tmp_path, 1, MODEL, one_device_mesh())
+        restore_weights(tmp_path, 1, MODEL, ALL_TRAINED, one_device_mesh())
     assert "\n" not in str(refused.value)
 
 
@@ -133,4 +135,4 @@ def test_what_orbax_raises_is_an_input_error(tmp_path, made, monkeypatch):
         checkpoints.save(1, made[0])
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
     with pytest.raises(InputError, match=r"cannot be read \(bare\); choose"):
-        restore_params(tmp_path, 1, MODEL, one_device_mesh())
+        restore_weights(tmp_path, 1, MODEL, ALL_TRAINED, one_device_mesh())

@@ -13,7 +13,8 @@ from test_packed_step import (
     batches_of,
     mean_gradient,
     plan_with,
-    trained_params,
+    spec_of,
+    trained_weights,
 )
 
 from alload_jax.config import Config, DataConfig, RunConfig, with_policy
@@ -65,13 +66,14 @@ def test_split_samples_give_the_loss_and_gradient_of_whole_ones(axes, m_mem, man
     mesh = make_mesh(MeshConfig(**axes))
     options = {"context": axes["context"], "m_mem": m_mem}
     batches = batches_of(manifest, MODEL, "balanced", ranks_of(mesh), **options)
-    assert {odd for b in batches for odd in b.split.joint.length.ravel().tolist()} >= {45}
-    key, params = trained_params(MODEL, mesh)
-    sums, placed = zero_accumulator(params, mesh), jax.device_put(batches, batch_sharding(mesh))
-    traced = accumulate_of(MODEL, mesh).lower(params, sums, placed[0], key, jnp.int32(0))
+    assert {odd for b in batches for odd in b.metadata.split.joint.length.ravel().tolist()} >= {45}
+    key, weights = trained_weights(MODEL, mesh)
+    sums = zero_accumulator(spec_of(MODEL), mesh, weights, batches[0])
+    placed = jax.device_put(batches, batch_sharding(mesh))
+    traced = accumulate_of(MODEL, mesh).lower(weights, sums, placed[0], key, jnp.int32(0))
     program = traced.compile()
     for batch in placed:
-        sums = program(params, sums, batch, key, jnp.int32(3))
+        sums = program(weights, sums, batch, key, jnp.int32(3))
     assert float(sums.weight) == pytest.approx(len(manifest), rel=1e-6)
     found = sums.loss / sums.weight, jax.tree.map(lambda g: g / sums.weight, sums.grads)
     assert_same(found, expected)
@@ -83,7 +85,8 @@ def test_split_samples_give_the_loss_and_gradient_of_whole_ones(axes, m_mem, man
 
 def test_programs_are_one_for_each_region(manifest):
     plan, collation = plan_with(manifest, MODEL, "balanced", 8, context=2, m_mem=32)
-    regions = {batch.split.region if batch.split else 0 for batch in collation.shapes(plan)}
+    splits = [batch.metadata.split for batch in collation.shapes(plan)]
+    regions = {split.region if split else 0 for split in splits}
     assert regions == set(plan.epoch(0).packing.split_sizes)
     assert 1 < len(regions) <= 5
 

@@ -17,15 +17,16 @@ from alload_jax.data.manifest import read_manifest
 from alload_jax.data.placement import PlacedStep, place_ahead
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.diffusion.timesteps import TimestepConfig
-from alload_jax.models.common.segments import PackedMetadata
-from alload_jax.models.wan.config import TextConfig, WanConfig
-from alload_jax.objectives.flow_matching import DiffusionConfig, noised, noised_rows
+from alload_jax.models.common.config import TextConfig
+from alload_jax.models.families import abstract_model
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.objectives.flow_matching import FlowMatching, noised, noised_rows
 from alload_jax.planning.settings import PlanningConfig, make_plan
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
-from alload_jax.training.state import init_state, model_graph
+from alload_jax.training.state import TrainingSpec, Weights, init_state
 from alload_jax.training.step import make_accumulate, zero_accumulator
-from alload_jax.training.trainer import Trainer, TrainingSpec
+from alload_jax.training.trainer import Trainer
 
 CLASSES = WanConfig(
     dim=16,
@@ -38,7 +39,7 @@ CLASSES = WanConfig(
     dtype="float32",
 )
 TEXT = dataclasses.replace(CLASSES, text=TextConfig(dim=6, length=4))
-DIFFUSION = DiffusionConfig(TimestepConfig(shift_power=0.5), condition_dropout=0.3)
+OBJECTIVE = FlowMatching(timesteps=TimestepConfig(shift_power=0.5), condition_dropout=0.3)
 OPTIMIZER = OptimizerConfig(warmup_steps=0)
 SIZES = [(1, 4, 4), (3, 4, 6)]
 POLICIES = {"balanced": {}, "first_fit": {}, "dual_constraint": {}, "fixed": {"rows": 1}}
@@ -71,26 +72,32 @@ def batches_of(manifest, model, policy, ranks=1, **options):
     return [batch for step in steps for batch in step.batches]
 
 
-def trained_params(model, mesh):
+def spec_of(model):
+    return TrainingSpec(model, OBJECTIVE, make_optimizer(OPTIMIZER, 100), OPTIMIZER.ema_decay)
+
+
+def trained_weights(model, mesh):
     """A fresh model's gates and head are zero; trained ones are not."""
-    state = init_state(model, make_optimizer(OPTIMIZER, 10), mesh, seed=0)
-    return state.key, jax.tree.map(
+    state = init_state(spec_of(model), mesh, seed=0)
+    params = jax.tree.map(
         lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape),
         state.params,
     )
+    return state.key, Weights(params, {}, {})
 
 
 @cache
 def accumulate_of(model, mesh):
-    return make_accumulate(model, DIFFUSION, mesh)
+    return make_accumulate(spec_of(model), mesh)
 
 
 def mean_gradient(model, mesh, batches):
-    key, params = trained_params(model, mesh)
-    accumulate, sums = accumulate_of(model, mesh), zero_accumulator(params, mesh)
+    key, weights = trained_weights(model, mesh)
+    accumulate = accumulate_of(model, mesh)
+    sums = zero_accumulator(spec_of(model), mesh, weights, batches[0])
     for batch in batches:
         placed = jax.device_put(batch, batch_sharding(mesh))
-        sums = accumulate(params, sums, placed, key, jnp.int32(3))
+        sums = accumulate(weights, sums, placed, key, jnp.int32(3))
     return sums.loss / sums.weight, jax.tree.map(lambda g: g / sums.weight, sums.grads)
 
 
@@ -129,10 +136,11 @@ def test_rows_over_eight_devices_give_the_same(tmp_path):
     one, eight = make_mesh(MeshConfig(), jax.devices()[:1]), make_mesh(MeshConfig(fsdp=4))
     batches = batches_of(manifest, CLASSES, "balanced", ranks=8)
     assert_same(mean_gradient(CLASSES, eight, batches), mean_gradient(CLASSES, one, batches))
-    state = trained_params(CLASSES, eight)
-    accumulate, sums = accumulate_of(CLASSES, eight), zero_accumulator(state[1], eight)
+    key, weights = trained_weights(CLASSES, eight)
+    sums = zero_accumulator(spec_of(CLASSES), eight, weights, batches[0])
     placed = jax.device_put(batches[0], batch_sharding(eight))
-    text = accumulate.lower(state[1], sums, placed, state[0], jnp.int32(0)).compile().as_text()
+    lowered = accumulate_of(CLASSES, eight).lower(weights, sums, placed, key, jnp.int32(0))
+    text = lowered.compile().as_text()
     tokens = batches[0].tokens.shape[1]
     gathered = [line for line in text.splitlines() if "all-gather(" in line]
     assert gathered  # of parameters: fsdp
@@ -143,19 +151,20 @@ def test_the_same_sample_gets_the_same_noise_in_either_layout(tmp_path):
     manifest = write_data(tmp_path / "data", CLASSES)
     key = jax.random.key(5)
     (rows, *_) = batches_of(manifest, CLASSES, "balanced")
-    tokens, target, sigma, condition = noised_rows(rows, key, DIFFUSION, CLASSES)
+    tokens, target, sigma, condition = noised_rows(rows, key, OBJECTIVE, CLASSES)
     alone = {int(batch.sample[0]): batch for batch in batches_of(manifest, CLASSES, "fixed")}
     from alload_jax.models.common.patches import patchify
 
     for slot in np.flatnonzero(rows.weight[0]):
-        begin, length = rows.segments.offset[0, slot], rows.segments.length[0, slot]
+        segments = rows.metadata.tokens
+        begin, length = segments.offset[0, slot], segments.length[0, slot]
         here = slice(begin, begin + length)
-        single = noised(alone[int(rows.sample[0, slot])], key, DIFFUSION, CLASSES)
+        single = noised(alone[int(rows.sample[0, slot])], key, OBJECTIVE, CLASSES)
         np.testing.assert_allclose(sigma[0, slot], single[2][0], rtol=1e-6)
         for packed, plain in zip((tokens, target), single, strict=False):
             expected = patchify(plain, CLASSES.patch_size)[0]
             np.testing.assert_allclose(packed[0, here], expected, rtol=2e-6, atol=2e-6)
-        first = rows.condition_segments.offset[0, slot]
+        first = rows.metadata.condition.offset[0, slot]
         assert condition[0, first : first + 2].tolist() == single[3][0].tolist()
 
 
@@ -163,19 +172,17 @@ def test_a_nan_in_one_sample_reaches_no_other_and_neighbours_change_no_bit(tmp_p
     manifest = write_data(tmp_path / "data", CLASSES)
     (rows, *_) = batches_of(manifest, CLASSES, "balanced")
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    _, params = trained_params(CLASSES, mesh)
+    _, weights = trained_weights(CLASSES, mesh)
 
     @jax.jit
     def predict(tokens):
-        model = nnx.merge(model_graph(CLASSES), params)
-        segments, bounds = (rows.segments, rows.condition_segments), rows.bounds
-        laid = PackedMetadata(*segments, bounds.lengths, bounds.condition)
-        grid = tuple(n + 1 for n in rows.bounds.grid)
+        model = nnx.merge(abstract_model(CLASSES).graph, weights.merged())
         time = jnp.full(rows.sample.shape, 300.0)
-        return model.forward_packed(tokens, rows.position, grid, laid, time, rows.condition)
+        found = model.forward_packed(tokens, rows.position, rows.metadata, time, rows.condition)
+        return found.velocity
 
     clean = np.asarray(predict(rows.tokens))
-    ids = rows.segments.ids[0]
+    ids = rows.metadata.tokens.ids[0]
     for value in (np.nan, 7.0):
         tokens = rows.tokens.copy()
         tokens[0, ids == 0] = value
@@ -193,9 +200,8 @@ def test_an_epoch_of_packed_steps_compiles_one_gradient(tmp_path):
     assert plan.steps_per_epoch > 2
     collate = Collator(StoreReader(manifest), frozenset({0}), collation)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    optimizer = make_optimizer(OPTIMIZER, 100)
-    state = init_state(CLASSES, optimizer, mesh, 0)
-    trainer = Trainer(TrainingSpec(CLASSES, DIFFUSION, optimizer, OPTIMIZER), mesh, state)
+    spec = spec_of(CLASSES)
+    trainer = Trainer(spec, mesh, init_state(spec, mesh, 0))
     assert len(list(trainer.compile(collation.shapes(plan)))) == 1
     steps = [collate(plan.step(number)) for number in range(plan.steps_per_epoch + 2)]
     placed: list[PlacedStep] = list(place_ahead(iter(steps), mesh))

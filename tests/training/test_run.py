@@ -245,9 +245,14 @@ def test_a_damaged_record_can_be_skipped_in_every_epoch(runs):
 
 
 def test_a_label_that_the_model_does_not_know_is_named(runs):
-    stopped = runs.run("--model.num_classes", "3", "--sampling.grids", "[]")
+    evaluators = '[{"name": "digit_accuracy"}]'
+    few = ("--model.num_classes", "3", "--sampling.grids", "[]")
+    stopped = runs.run(*few, "--evaluators", evaluators)
     assert stopped.returncode == 2
     assert "digits have 10 classes" in stopped.stderr
+    stopped = runs.run(*few)
+    assert stopped.returncode == 2
+    assert "must be from 0 to below model.num_classes, which is 3" in stopped.stderr
 
 
 def test_a_damaged_checkpoint_is_named(runs):

@@ -19,24 +19,24 @@ from safetensors.numpy import load_file, save_file
 from training_runs import Runs
 
 from alload_jax import cli
-from alload_jax.commands.model_source import likely_stride
 from alload_jax.config import Config, DataConfig, RunConfig, write_config
 from alload_jax.diffusion.flow import TIMESTEP_SCALE
 from alload_jax.diffusion.schedules import noise_levels
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError, run_command
-from alload_jax.models.common.weights import load_weights, save_weights
-from alload_jax.models.wan.config import ImageConfig, TextConfig, WanConfig
-from alload_jax.models.wan.conversion import read_model_config
-from alload_jax.objectives.flow_matching import DiffusionConfig
+from alload_jax.models.common.config import ImageConfig, TextConfig
+from alload_jax.models.families import abstract_model, family_of, read_model_config
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.weights import load_weights, save_weights
+from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling import flow
 from alload_jax.sampling.embeddings import read_embeddings
-from alload_jax.sampling.flow import one_device_mesh
 from alload_jax.sampling.samples import SamplingConfig
 from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
-from alload_jax.training.state import init_state, model_graph
+from alload_jax.training.restore import one_device_mesh
+from alload_jax.training.state import TrainingSpec, init_state
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "wan"
 T2V = GOLDEN / "t2v" / "transformer"
@@ -57,19 +57,25 @@ def class_run(tmp_path_factory, digits_folder):
     return runs.folder / "run"
 
 
+SHIFTED = TimestepConfig(shift=2.0, shift_seq_len=1, shift_power=0.5)
+
+
+def spec_of(model):
+    return TrainingSpec(model, FlowMatching(), make_optimizer(OptimizerConfig(), 10), 0.99)
+
+
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory):
     """A run of a text model, saved at step 7 without training; and its state."""
     folder = tmp_path_factory.mktemp("text") / "run"
-    optimizer = make_optimizer(OptimizerConfig(), 10)
-    state = init_state(TEXT_MODEL, optimizer, one_device_mesh(), 0)
+    state = init_state(spec_of(TEXT_MODEL), one_device_mesh(), 0)
     state = state._replace(ema=jax.tree.map(lambda p: p + 0.01, state.params))
     config = Config(
         run=RunConfig(str(folder)),
         data=DataConfig(str(folder / "none")),
         planning=PlanningConfig(policy="dual_constraint", m_mem=10),
         model=TEXT_MODEL,
-        diffusion=DiffusionConfig(TimestepConfig(shift=2.0, shift_seq_len=1, shift_power=0.5)),
+        objective=FlowMatching(timesteps=SHIFTED),
         sampling=SamplingConfig(guidance=1.5, sampler="unipc"),
     )
     write_config(config, folder / "config.yaml")
@@ -398,7 +404,7 @@ def test_guidance_follows_the_difference_from_the_negative_text(alload):
 
     config = read_model_config(T2V / "config.json")
     params = load_weights(T2V, config, one_device_mesh())
-    model = jax.jit(lambda *inputs: nnx.merge(model_graph(config), params)(*inputs))
+    model = jax.jit(lambda *inputs: nnx.merge(abstract_model(config).graph, params)(*inputs))
     noise = jax.random.normal(jax.random.key(3), (2, 4, 4, 4))
     cases = (("zeros", 0 * negative, 5.0, 5.0), ("negative", negative, 2.0, 3.0))
     for name, against, shift, guidance in cases:
@@ -423,7 +429,7 @@ def test_wans_weights_bring_wans_settings(alload):
 
 def test_an_image_is_a_second_condition(alload, refused, tmp_path):
     config = dataclasses.replace(TEXT_MODEL, image=ImageConfig(5, positions=3))
-    params = init_state(config, make_optimizer(OptimizerConfig(), 1), one_device_mesh(), 0).params
+    params = init_state(spec_of(config), one_device_mesh(), 0).params
     save_weights(tmp_path / "wan", jax.tree.map(lambda p: p + 0.05, params), config)
     embeddings("p.safetensors", 2, 6)
     command = ["sample", "--checkpoint", "wan", "--prompt-embeds", "p.safetensors", *LATENTS]
@@ -575,4 +581,5 @@ def test_a_note_says_that_guidance_1_needs_no_negative(text_run, tmp_path, monke
 
 @pytest.mark.parametrize(("channels", "stride"), [(1, 1), (3, 1), (16, 8), (48, 16)])
 def test_the_vae_is_guessed_from_the_channels(channels, stride):
-    assert likely_stride(WanConfig(in_channels=channels))[1:] == (stride, stride)
+    config = WanConfig(in_channels=channels)
+    assert family_of(config).sampling_defaults(config).vae_stride[1:] == (stride, stride)

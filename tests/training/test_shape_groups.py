@@ -141,7 +141,7 @@ def test_the_state_is_split_over_all_devices_and_groups_share_its_buffers(traine
     whole = trainer.state.params["blocks"]["feed_forward"]["hidden"]["kernel"]
     pointers = {s.device: s.data.unsafe_buffer_pointer() for s in whole.addressable_shards}
     for group in trainer._local.values():
-        part = group._params["blocks"]["feed_forward"]["hidden"]["kernel"]
+        part = group._weights.params["blocks"]["feed_forward"]["hidden"]["kernel"]
         for shard in part.addressable_shards:
             assert shard.data.unsafe_buffer_pointer() == pointers[shard.device]
 

@@ -9,28 +9,32 @@ from alload_jax.data.batch import Batch
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
 from alload_jax.models.wan.config import WanConfig
-from alload_jax.objectives.flow_matching import DiffusionConfig, noised
+from alload_jax.objectives.flow_matching import FlowMatching, noised
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
-from alload_jax.training.state import init_state
+from alload_jax.training.state import TrainingSpec, Weights, init_state
 from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
 
 MODEL = WanConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=2, freq_dim=8, dtype="float32")
-DIFFUSION = DiffusionConfig(TimestepConfig(shift_power=0.5), condition_dropout=0.3)
+OBJECTIVE = FlowMatching(timesteps=TimestepConfig(shift_power=0.5), condition_dropout=0.3)
 OPTIMIZER = OptimizerConfig(warmup_steps=0)
 SIZES = [(1, 4, 4), (1, 4, 4), (3, 4, 2), (1, 4, 4), (3, 4, 2), (1, 4, 4), (1, 4, 4)]
+
+
+def spec_with(config=OPTIMIZER):
+    return TrainingSpec(MODEL, OBJECTIVE, make_optimizer(config, 10), config.ema_decay)
 
 
 @pytest.fixture(scope="module")
 def setup():
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    state = init_state(MODEL, make_optimizer(OPTIMIZER, 10), mesh, seed=0)
+    state = init_state(spec_with(), mesh, seed=0)
     # A fresh model's gates and head are zero; trained ones are not.
     params = jax.tree.map(
         lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape),
         state.params,
     )
-    return mesh, params, state.key, make_accumulate(MODEL, DIFFUSION, mesh)
+    return mesh, Weights(params, {}, {}), state.key, make_accumulate(spec_with(), mesh)
 
 
 def batch_of(samples, rows=None):
@@ -49,10 +53,10 @@ def batch_of(samples, rows=None):
 
 
 def mean_gradient(setup, batches):
-    mesh, params, key, accumulate = setup
-    sums = zero_accumulator(params, mesh)
+    mesh, weights, key, accumulate = setup
+    sums = zero_accumulator(spec_with(), mesh, weights, batches[0])
     for batch in batches:
-        sums = accumulate(params, sums, batch, key, jnp.int32(3))
+        sums = accumulate(weights, sums, batch, key, jnp.int32(3))
     return float(sums.loss / sums.weight), jax.tree.map(lambda g: g / sums.weight, sums.grads)
 
 
@@ -89,12 +93,12 @@ def test_padding_adds_nothing_even_where_it_is_not_zero(setup):
 
 def test_noise_belongs_to_the_sample_and_the_epoch(setup):
     key = jax.random.wrap_key_data(setup[2])
-    first = noised(batch_of([0, 1, 3]), key, DIFFUSION, MODEL)
-    moved = noised(batch_of([3, 0], 5), key, DIFFUSION, MODEL)
+    first = noised(batch_of([0, 1, 3]), key, OBJECTIVE, MODEL)
+    moved = noised(batch_of([3, 0], 5), key, OBJECTIVE, MODEL)
     for ours, theirs in zip(first, moved, strict=True):
         np.testing.assert_array_equal(ours[2], theirs[0])
         np.testing.assert_array_equal(ours[0], theirs[1])
-    later = noised(batch_of([0, 1, 3]), jax.random.fold_in(key, 1), DIFFUSION, MODEL)
+    later = noised(batch_of([0, 1, 3]), jax.random.fold_in(key, 1), OBJECTIVE, MODEL)
     assert not np.allclose(first[0], later[0])
 
 
@@ -106,7 +110,7 @@ def test_the_condition_is_dropped_as_often_as_asked(setup):
         jnp.arange(rows),
         jnp.ones(rows),
     )
-    labels = np.asarray(noised(batch, jax.random.key(0), DIFFUSION, MODEL)[3])
+    labels = np.asarray(noised(batch, jax.random.key(0), OBJECTIVE, MODEL)[3])
     dropped = (labels == MODEL.num_classes).all(1)
     assert (dropped == (labels == MODEL.num_classes).any(1)).all()
     assert abs(dropped.mean() - 0.3) < 4 * np.sqrt(0.3 * 0.7 / rows)
@@ -116,16 +120,11 @@ def test_an_update_is_adamw_by_hand(setup):
     """One parameter followed through clipping, AdamW, decay and EMA in NumPy."""
     mesh, _, _, accumulate = setup
     config = OptimizerConfig(learning_rate=0.01, warmup_steps=0, clip_norm=0.5, weight_decay=0.1)
-    optimizer = make_optimizer(config, 10)
-    state = init_state(MODEL, optimizer, mesh, seed=0)
-    update = make_update(optimizer, config, mesh)
-    sums = accumulate(
-        state.params,
-        zero_accumulator(state.params, mesh),
-        batch_of([0, 1]),
-        state.key,
-        jnp.int32(0),
-    )
+    spec, batch = spec_with(config), batch_of([0, 1])
+    state = init_state(spec, mesh, seed=0)
+    update = make_update(spec, mesh)
+    zero = zero_accumulator(spec, mesh, state.weights, batch)
+    sums = accumulate(state.weights, zero, batch, state.key, jnp.int32(0))
     grads = jax.tree.map(lambda g: np.asarray(g / sums.weight, np.float64), sums.grads)
     norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
     before = np.asarray(state.params["head"]["out"]["kernel"], np.float64)
@@ -144,8 +143,8 @@ def test_an_update_is_adamw_by_hand(setup):
 def test_only_matrices_decay(setup):
     from alload_jax.training.optimizer import _decays
 
-    _mesh, params, *_ = setup
-    marked = _decays(params)
+    _mesh, weights, *_ = setup
+    marked = _decays(weights.params)
     assert marked["blocks"]["self_attention"]["query"]["kernel"]
     assert not marked["blocks"]["self_attention"]["query"]["bias"]
     assert not marked["blocks"]["modulation"]
@@ -166,13 +165,14 @@ def test_senseless_settings_are_refused(change, words):
 
 
 def test_a_step_of_padding_alone_changes_nothing_but_its_number(setup):
-    mesh, params, _, accumulate = setup
-    optimizer = make_optimizer(OPTIMIZER, 10)
-    state = init_state(MODEL, optimizer, mesh, seed=0)._replace(params=params)
-    update = make_update(optimizer, OPTIMIZER, mesh)
+    mesh, weights, _, accumulate = setup
+    spec = spec_with()
+    state = init_state(spec, mesh, seed=0)._replace(params=weights.params)
+    update = make_update(spec, mesh)
     before = jax.tree.map(np.asarray, (state.params, state.ema, state.opt_state))
     empty = batch_of([0, 1])._replace(weight=jnp.zeros(2))
-    sums = accumulate(params, zero_accumulator(params, mesh), empty, state.key, jnp.int32(0))
+    zero = zero_accumulator(spec, mesh, weights, empty)
+    sums = accumulate(weights, zero, empty, state.key, jnp.int32(0))
     copied = jax.tree.map(jnp.copy, state)
     after, _, metrics = update(copied, sums)
     jax.tree.map(np.testing.assert_array_equal, before, (after.params, after.ema, after.opt_state))

@@ -12,7 +12,7 @@ from training_runs import ROOT, Runs
 
 from alload_jax.config import read_config
 from alload_jax.data.store import StoreWriter
-from alload_jax.models.common.weights import parameter_count
+from alload_jax.models.families import parameter_count
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
 from alload_jax.training.optimizer import make_optimizer
@@ -34,7 +34,7 @@ class WanRuns(Runs):
             "text": {"dim": 10, "length": 7},
         }
         config["run"] |= {"steps": 4, "initial_weights": str(WEIGHTS)}
-        config["diffusion"] = {"condition_dropout": 0.5}
+        config["objective"] = {"condition_dropout": 0.5}
         del config["sampling"]
         return config
 

@@ -5,14 +5,12 @@ Optical Recognition of Handwritten Digits, UCI). Clips show one or two of them d
 and bouncing off the edges of their part of the canvas.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from alload_jax.data.manifest import MANIFEST_NAME, manifest_metadata
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
 
@@ -24,14 +22,16 @@ _FILL = 0.75  # how much of a larger stage a digit fills
 
 
 @dataclass(frozen=True)
-class DigitsConfig:
-    """How many samples of each shape to make.
+class Digits:
+    """Moving digits; see `Dataset`.
 
     Attributes:
+      name: `digits`.
       mix: (frames, height, width, count); frames 4n + 1, height and width 8 or more, even.
       seed: decides digits, places and motion.
     """
 
+    name: Literal["digits"] = "digits"
     mix: tuple[tuple[int, int, int, int], ...] = (
         (1, 8, 8, 14376),
         (1, 8, 16, 2000),
@@ -50,9 +50,9 @@ class DigitsConfig:
 
     def __post_init__(self) -> None:
         if self.seed < 0:
-            raise InputError(f"data.digits.seed is {self.seed}; it must be 0 or more")
+            raise InputError(f"data.dataset.seed is {self.seed}; it must be 0 or more")
         if not self.mix:
-            raise InputError("data.digits.mix is empty; give at least one (frames, height, ...)")
+            raise InputError("data.dataset.mix is empty; give at least one (frames, height, ...)")
         for row in self.mix:
             frames, height, width, count = row
             if (
@@ -63,9 +63,27 @@ class DigitsConfig:
                 or count < 1
             ):
                 raise InputError(
-                    f"data.digits.mix has {row}; frames must be 4n + 1, height and width even and "
+                    f"data.dataset.mix has {row}; frames must be 4n + 1, height and width even and "
                     f"at least {DIGIT}, the count at least 1"
                 )
+
+    def origin(self) -> dict[str, Any]:
+        """See `Dataset.origin`."""
+        return {"digits": {"mix": [list(row) for row in self.mix], "seed": self.seed}}
+
+    def write(self, folder: str | Path) -> None:
+        """See `Dataset.write`.
+
+        Raises:
+          InputError: the folder exists already.
+        """
+        images, labels = load_digits()
+        rng = np.random.default_rng(self.seed)
+        with StoreWriter(folder, vae_stride=(1, 1, 1), origin=self.origin()) as writer:
+            for frames, height, width, count in self.mix:
+                for chosen in _choices(labels, height, width, count, rng):
+                    clip = render_clip(images[chosen], frames, height, width, rng)
+                    writer.add(clip, labels[chosen], (frames, height, width))
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
@@ -74,44 +92,6 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
 
     images, labels = load(return_X_y=True)
     return (images.reshape(-1, DIGIT, DIGIT) / 8 - 1).astype(np.float32), labels.astype(np.int32)
-
-
-def write_digits(folder: str | Path, config: DigitsConfig) -> None:
-    """Makes the data folder; the same config gives the same samples.
-
-    Raises:
-      InputError: the folder exists already.
-    """
-    images, labels = load_digits()
-    rng = np.random.default_rng(config.seed)
-    with StoreWriter(folder, vae_stride=(1, 1, 1), origin=origin(config)) as writer:
-        for frames, height, width, count in config.mix:
-            for chosen in _choices(labels, height, width, count, rng):
-                clip = render_clip(images[chosen], frames, height, width, rng)
-                writer.add(clip, labels[chosen], (frames, height, width))
-
-
-def prepare_digits(folder: str | Path, config: DigitsConfig) -> None:
-    """Makes the data folder unless it is there already.
-
-    Raises:
-      InputError: it was made with another config.
-    """
-    path = Path(folder) / MANIFEST_NAME
-    if not path.exists():
-        print(f"making moving digits in {folder}")
-        write_digits(folder, config)
-    elif manifest_metadata(path).get("origin") != origin(config):
-        raise InputError(
-            f"{folder}: holds data made with another data.digits; name another data.folder, or "
-            "remove this one to have it made anew"
-        )
-
-
-def origin(config: DigitsConfig) -> dict[str, Any]:
-    """What a manifest says of data made with this config."""
-    mix = [list(row) for row in config.mix]
-    return {"digits": dataclasses.asdict(config) | {"mix": mix}}
 
 
 def render_clip(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alload_jax.models.wan.config import ImageConfig, TextConfig, WanConfig
+from alload_jax.models.common.config import ImageConfig, ModelConfig, TextConfig
 
 _IMAGE_NORM_EPS = 1e-5
 """Of the image embedding's norms, in Wan 2.1 and in diffusers, whatever the blocks have."""
@@ -49,7 +49,7 @@ class ClassEmbedding(nnx.Module):
 
     def __init__(self, num_classes: int, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.null_class = num_classes
-        # As large as what a norm puts out: cross-attention hears the condition from the start.
+        # The condition has unit scale at initialization, like the output of a norm.
         self.table = nnx.Embed(
             num_classes + 1,
             dim,
@@ -101,9 +101,11 @@ class ImageEmbedding(nnx.Module):
         )
 
 
-def condition_embedding(config: WanConfig, *, rngs: nnx.Rngs) -> ClassEmbedding | TextEmbedding:
-    """The embedding of the condition that the config names."""
-    dim, dtype = config.dim, config.compute_dtype
+def condition_embedding(
+    config: ModelConfig, dim: int, *, rngs: nnx.Rngs
+) -> ClassEmbedding | TextEmbedding:
+    """The embedding of the condition that the config names, [..., dim]."""
+    dtype = config.compute_dtype
     if config.text:
         return TextEmbedding(config.text, dim, dtype=dtype, rngs=rngs)
     return ClassEmbedding(config.num_classes, dim, dtype=dtype, rngs=rngs)

@@ -85,23 +85,31 @@ class SplitRows:
         return _to_itself(self.joint, self.lengths[1])
 
 
-class PackedMetadata(NamedTuple):
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("tokens", "condition", "split"),
+    meta_fields=("grid", "lengths", "longest_condition"),
+)
+@dataclass(frozen=True)
+class PackedMetadata:
     """Where the segments of packed rows lie, among tokens and among condition tokens.
 
     Attributes:
       tokens, condition: the segments of each.
-      lengths: of the segments of tokens.
-      longest_condition: a static bound on the condition tokens of a segment.
       split: where split samples lie, if some may be.
+      grid: static, (t, h, w) in tokens of the largest sample along each; no position reaches it.
+      lengths: static, of the segments of tokens.
+      longest_condition: a static bound on the condition tokens of a segment.
     """
 
     tokens: Segments
     condition: Segments
+    split: SplitRows | None
+    grid: tuple[int, int, int]
     lengths: Lengths
     longest_condition: int
-    split: SplitRows | None = None
 
-    def within_tokens(self) -> AttentionSegments | SplitRows:
+    def within_tokens(self) -> "AttentionSegments | SplitRows":
         """Tokens attend to those of their segment, or of their split sample."""
         return self.split or _to_itself(self.tokens, self.lengths)
 

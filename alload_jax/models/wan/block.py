@@ -1,4 +1,4 @@
-"""A transformer block of Wan 2.1's kind, and the head that follows the last one."""
+"""A block of Wan's transformer, and the head that follows the last one."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from alload_jax.models.common.attention import attention
+from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.rotary import RotaryTable, apply_rotary
 from alload_jax.models.common.segments import AttentionSegments, PackedMetadata, SplitRows
 from alload_jax.models.common.single_row import split_single_row
@@ -147,8 +148,8 @@ class Block(nnx.Module):
         self.cross_attention = Attention(config, with_image=config.image is not None, rngs=rngs)
         self.feed_forward = FeedForward(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """x: [B, S, D] in the stream's dtype → the same."""
+    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
+        """x: [B, S, D] in the stream's dtype → the same, and what the layer hands out besides."""
         shift1, scale1, gate1, shift2, scale2, gate2 = jnp.unstack(
             self.modulation[...] + context.modulation, axis=-2
         )
@@ -161,7 +162,7 @@ class Block(nnx.Module):
             y,
             y,
             rotary=context.rotary,
-            segments=packed and packed.within_tokens(),
+            segments=None if packed is None else packed.within_tokens(),
             sharding=sharding,
         )
         x, y = self._before_cross_attention(x, y, gate1, options)
@@ -169,11 +170,11 @@ class Block(nnx.Module):
             y,
             context.condition,
             image=context.image,
-            segments=packed and packed.to_condition(),
+            segments=None if packed is None else packed.to_condition(),
             sharding=sharding,
         )
         x, y = residual_layernorm_modulate(x, y, None, scale2, shift2, **options)
-        return self._gated_add(x, self.feed_forward(y, sharding), gate2, options)
+        return self._gated_add(x, self.feed_forward(y, sharding), gate2, options), {}
 
     def _gated_add(
         self, x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]

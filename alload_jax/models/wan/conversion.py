@@ -1,14 +1,12 @@
 """Wan's config files: diffusers' config.json and that of Wan's own repository, to ours and back."""
 
-import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 from alload_jax.errors import InputError
-from alload_jax.models.wan.config import ImageConfig, TextConfig, WanConfig
+from alload_jax.models.common.config import ImageConfig, TextConfig
+from alload_jax.models.wan.config import WanConfig
 
-_CLASS = "WanTransformer3DModel"
+DIFFUSERS_CLASS, ORIGINAL_CLASS = "WanTransformer3DModel", "WanModel"
 _ROPE_MAX_SEQ_LEN = 1024
 _COUNTS = frozenset(
     (
@@ -21,33 +19,20 @@ _TEXT_LENGTH = 512
 """Tokens that Wan's pipelines fill every text to; diffusers' config does not hold it."""
 
 
-def read_model_config(path: Path) -> WanConfig:
+def read_fields(fields: dict[str, Any]) -> WanConfig:
     """The architecture that a config.json of diffusers or of Wan's own repository describes.
 
     Raises:
-      InputError: the file is missing, no JSON, or describes another kind of model.
+      InputError: a field has another type than it must have.
+      KeyError: a field is missing.
     """
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; name a folder with config.json and safetensors")
-    try:
-        fields = json.loads(path.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: is no JSON ({error}); download it again") from error
-    if not isinstance(fields, dict):
-        raise InputError(f"{path}: holds {type(fields).__name__}, not an object; download it again")
-    name = fields.get("_class_name", "none")
-    _check_types(path, fields)
-    try:
-        if name == _CLASS:
-            return _from_diffusers(fields)
-        if name == "WanModel":
-            return _from_original(fields)
-    except KeyError as error:
-        raise InputError(f"{path}: lacks {error}; download it again") from error
-    raise InputError(f"{path}: _class_name is {name}; this reads {_CLASS} and WanModel")
+    _check_types(fields)
+    if fields["_class_name"] == DIFFUSERS_CLASS:
+        return _from_diffusers(fields)
+    return _from_original(fields)
 
 
-def _check_types(path: Path, fields: dict[str, Any]) -> None:
+def _check_types(fields: dict[str, Any]) -> None:
     for key, value in fields.items():
         if key in _COUNTS or (key in _OPTIONAL_COUNTS and value is not None):
             good = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 31
@@ -62,9 +47,7 @@ def _check_types(path: Path, fields: dict[str, Any]) -> None:
         else:
             continue
         if not good:
-            raise InputError(
-                f"{path}: {key} is {value!r}; it must be {wanted}: download the file again"
-            )
+            raise InputError(f"{key} is {value!r}; it must be {wanted}: download the file again")
 
 
 def _from_diffusers(fields: dict[str, Any]) -> WanConfig:
@@ -106,7 +89,7 @@ def _from_original(fields: dict[str, Any]) -> WanConfig:
     )
 
 
-def diffusers_fields(config: WanConfig) -> dict[str, Any]:
+def export_fields(config: WanConfig) -> dict[str, Any]:
     """The config.json with which diffusers' WanTransformer3DModel loads such a model.
 
     Raises:
@@ -121,7 +104,7 @@ def diffusers_fields(config: WanConfig) -> dict[str, Any]:
         raise InputError("model.qk_norm is false: diffusers' Wan always has these norms")
     image = config.image
     return {
-        "_class_name": _CLASS,
+        "_class_name": DIFFUSERS_CLASS,
         "_diffusers_version": "0.42.1",
         "added_kv_proj_dim": config.dim if image else None,
         "attention_head_dim": config.dim // config.num_heads,
@@ -140,28 +123,6 @@ def diffusers_fields(config: WanConfig) -> dict[str, Any]:
         "rope_max_seq_len": _ROPE_MAX_SEQ_LEN,
         "text_dim": config.text.dim,
     }
-
-
-def require_same_architecture(ours: WanConfig, theirs: WanConfig, place: Path) -> None:
-    """Checks that weights of `theirs` fit a model of `ours`; the text's length may differ.
-
-    Raises:
-      InputError: naming every key that differs.
-    """
-    if theirs.text and ours.text:
-        theirs = dataclasses.replace(theirs, text=TextConfig(theirs.text.dim, ours.text.length))
-    mine, found = ours.architecture(), theirs.architecture()
-    for fields in (mine, found):
-        fields.pop("num_classes")
-        if fields.get("out_channels") == fields["in_channels"]:
-            fields.pop("out_channels")
-    wrong = [
-        f"model.{key} is {mine.get(key)}, there {found.get(key)}"
-        for key in sorted(mine.keys() | found.keys())
-        if mine.get(key) != found.get(key)
-    ]
-    if wrong:
-        raise InputError(f"{place}: weights of another architecture: {'; '.join(wrong)}")
 
 
 def _unless(value: int | None, default: int) -> int | None:

@@ -1,7 +1,6 @@
-"""A diffusion transformer of Wan 2.1's kind, for latents of any number of frames, height, width."""
+"""Wan's diffusion transformer, for latents of any number of frames, height and width."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from alload_jax.models.common.embedding import (
     TimestepEmbedding,
     condition_embedding,
 )
+from alload_jax.models.common.output import Auxiliary, Output, by_sample
 from alload_jax.models.common.packed_attention import packed_unsupported_reason
 from alload_jax.models.common.patches import patchify, unpatchify
 from alload_jax.models.common.remat import rematerialise
@@ -22,12 +22,6 @@ from alload_jax.models.common.segments import PackedMetadata
 from alload_jax.models.wan.block import Block, Context, Head
 from alload_jax.models.wan.config import WanConfig
 from pallas_kernels import segmentation
-
-
-def abstract_params(config: WanConfig) -> dict[str, Any]:
-    """Shapes and dtypes of the parameters, as a nested dict; nothing is computed."""
-    model = nnx.eval_shape(lambda: WanTransformer(config, rngs=nnx.Rngs(0)))
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def packing_unsupported_reason(config: WanConfig) -> str:
@@ -49,7 +43,7 @@ class WanTransformer(nnx.Module):
         patch = math.prod(config.patch_size)
         self.patch_embedding = nnx.Linear(patch * config.in_channels, dim, dtype=dtype, rngs=rngs)
         self.time_embedding = TimestepEmbedding(dim, config.freq_dim, rngs=rngs)
-        self.condition_embedding = condition_embedding(config, rngs=rngs)
+        self.condition_embedding = condition_embedding(config, dim, rngs=rngs)
         self.image_embedding = (
             ImageEmbedding(config.image, dim, dtype=dtype, rngs=rngs) if config.image else None
         )
@@ -64,7 +58,18 @@ class WanTransformer(nnx.Module):
         image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
     ) -> jax.Array:
-        """Predicts the velocity of the flow.
+        """The velocity of `forward`."""
+        return self.forward(latents, timestep, condition, image, sharding).velocity
+
+    def forward(
+        self,
+        latents: jax.Array,
+        timestep: jax.Array,
+        condition: jax.Array,
+        image: jax.Array | None = None,
+        sharding: NamedSharding | None = None,
+    ) -> Output:
+        """See `Model.forward`.
 
         Args:
           latents: [B, frames, height, width, in_channels], sizes multiples of the patch's.
@@ -74,9 +79,6 @@ class WanTransformer(nnx.Module):
             text embeddings where the config has `text`.
           image: [B, N, image.dim] image embeddings, where the config has `image`.
           sharding: how rows are split over a mesh of Auto axes; kernels need to know.
-
-        Returns:
-          [B, frames, height, width, latent_channels] float32.
 
         Raises:
           ValueError: an image is given to a model that takes none, or lacks where it takes one.
@@ -92,33 +94,20 @@ class WanTransformer(nnx.Module):
         grid = (frames // patch[0], height // patch[1], width // patch[2])
         head_dim = self.config.dim // self.config.num_heads
         rotary = rotary_table(grid_positions(*grid), grid, head_dim)
-        velocity = self.transform(tokens, timestep, condition, image, rotary, sharding)
+        velocity, auxiliary = self.transform(tokens, timestep, condition, image, rotary, sharding)
         shape = (*latents.shape[:-1], self.config.latent_channels)
-        return unpatchify(velocity.astype(jnp.float32), shape, patch)
+        return Output(unpatchify(velocity.astype(jnp.float32), shape, patch), auxiliary)
 
     def forward_packed(
         self,
         tokens: jax.Array,
         positions: jax.Array,
-        limits: tuple[int, int, int],
-        rows: PackedMetadata,
+        metadata: PackedMetadata,
         timestep: jax.Array,
         condition: jax.Array,
         sharding: NamedSharding | None = None,
-    ) -> jax.Array:
-        """Predicts the velocity of many samples in packed rows; the same function of each sample.
-
-        Args:
-          tokens: [R, T, patch_dim], samples' patches (`patchify`) one after another.
-          positions: [R, T, 3] int32, the (t, h, w) of each token within its sample.
-          limits: (t, h, w) that no position reaches.
-          rows: where samples lie among tokens, [R, M] of T, and among condition tokens.
-          timestep: [R, M] float32.
-          condition: [R, C] int32 classes or [R, C, text.dim] text embeddings.
-          sharding: how rows are split over a mesh of Auto axes.
-
-        Returns:
-          [R, T, patch_dim of the output] float32.
+    ) -> Output:
+        """See `Model.forward_packed`; the same function of each sample as `forward`.
 
         Raises:
           NotImplementedError: the model takes image conditions, or attention can't run packed.
@@ -129,9 +118,11 @@ class WanTransformer(nnx.Module):
                 "planning.policy such as dual_constraint"
             )
         head_dim = self.config.dim // self.config.num_heads
-        rotary = rotary_table(positions, limits, head_dim)
-        velocity = self.transform(tokens, timestep, condition, None, rotary, sharding, rows)
-        return velocity.astype(jnp.float32)
+        rotary = rotary_table(positions, metadata.grid, head_dim)
+        velocity, auxiliary = self.transform(
+            tokens, timestep, condition, None, rotary, sharding, metadata
+        )
+        return Output(velocity.astype(jnp.float32), auxiliary)
 
     def transform(
         self,
@@ -142,22 +133,24 @@ class WanTransformer(nnx.Module):
         rotary: RotaryTable,
         sharding: NamedSharding | None = None,
         packed: PackedMetadata | None = None,
-    ) -> jax.Array:
-        """The transformer on tokens: [B, S, patch_dim] → [B, S, patch_dim]."""
+    ) -> Output:
+        """The transformer on tokens: [B, S, patch_dim] → [B, S, patch_dim] and auxiliary values."""
         x = self.patch_embedding(tokens).astype(self.config.stream_dtype)
         time, modulation = self.time_embedding(timestep)
         if self.image_embedding is not None:
             assert image is not None
             image = self.image_embedding(image)
         embedded = self.condition_embedding(condition)
-        by_segment = packed and segmentation(
-            packed.tokens.ids, timestep.shape[1], self.config.dim, sharding
-        )
+        by_segment = None
+        if packed is not None:
+            slots, dim = timestep.shape[1], self.config.dim
+            by_segment = segmentation(packed.tokens.ids, slots, dim, sharding)
         context = Context(modulation, embedded, image, rotary, sharding, packed, by_segment)
         graph, layers = nnx.split(self.blocks)
 
-        def apply_layer(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, layer)(x, context), None
+        def apply_layer(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, Auxiliary]:
+            return nnx.merge(graph, layer)(x, context)
 
-        x, _ = jax.lax.scan(rematerialise(apply_layer, self.config.remat), x, layers)
-        return self.head(x, time, sharding, by_segment)
+        x, stacked = jax.lax.scan(rematerialise(apply_layer, self.config.remat), x, layers)
+        auxiliary = by_sample(stacked, sample_axes=1 if packed is None else 2)
+        return Output(self.head(x, time, sharding, by_segment), auxiliary)

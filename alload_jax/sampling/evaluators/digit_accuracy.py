@@ -1,37 +1,71 @@
 """Does the model draw the digit it was asked for? A small classifier reads its stills."""
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import numpy as np
 
 from alload_jax.data.datasets.digits import DIGIT, load_digits
+from alload_jax.data.manifest import Manifest
+from alload_jax.errors import InputError
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.sampling.evaluators.evaluator import Drawing
 
-Draw = Callable[[Any, jax.Array, np.ndarray, tuple[int, int, int]], np.ndarray]
-"""(params, key, labels [B, L], (frames, height, width)) → [B, frames, height, width, C]."""
+_CLASSES = 10
 
 
-def digit_accuracy(draw: Draw, params: Any, per_digit: int, length: int, seed: int) -> float:
+@dataclass(frozen=True)
+class DigitAccuracy:
     """Share of drawn 8×8 stills that a classifier reads as the digit asked for.
 
     The classifier is a support vector machine trained on all of scikit-learn's real digits; on
     held-out real digits such a one is right 99 times in 100.
 
-    Args:
-      draw: of `make_draw`.
-      params: weights.
+    Attributes:
+      name: `digit_accuracy`.
       per_digit: stills of each digit.
-      length: condition tokens of a sample.
-      seed: of the starting noise.
     """
-    from sklearn.svm import SVC  # slow to import
 
-    images, digits = load_digits()
-    classifier = SVC(gamma="scale").fit(images.reshape(len(images), -1), digits)
-    asked = np.repeat(np.arange(10, dtype=np.int32), per_digit)
-    labels = np.full((len(asked), length), 10, np.int32)
-    labels[:, 0] = asked
-    drawn = draw(params, jax.random.key(seed), labels, (1, DIGIT, DIGIT))
-    read = classifier.predict(np.clip(drawn, -1, 1).reshape(len(asked), -1))
-    return float((read == asked).mean())
+    name: Literal["digit_accuracy"] = "digit_accuracy"
+    per_digit: int = 30
+
+    def __post_init__(self) -> None:
+        if self.per_digit < 1:
+            raise InputError(
+                f"evaluators: digit_accuracy: per_digit is {self.per_digit}; it must be at least 1"
+            )
+
+    def check(self, model: ModelConfig, manifest: Manifest) -> None:
+        """See `Evaluator.check`: digits are read from 8×8 stills of ten classes.
+
+        Raises:
+          InputError: the model cannot draw such stills.
+        """
+        if "digits" not in manifest.origin:
+            raise InputError(
+                f"evaluators: digit_accuracy reads moving digits, but {manifest.path} holds other "
+                "data; leave it out"
+            )
+        if model.num_classes != _CLASSES:
+            raise InputError(f"model.num_classes is {model.num_classes}; digits have 10 classes")
+        frames, height, width = model.patch_size
+        if frames != 1 or DIGIT % height or DIGIT % width:
+            raise InputError(
+                f"model.patch_size is {model.patch_size}; stills of {DIGIT}×{DIGIT} digits need "
+                f"one frame, and a height and width that divide {DIGIT}"
+            )
+
+    def evaluate(self, drawing: Drawing) -> dict[str, float]:
+        """See `Evaluator.evaluate`."""
+        from sklearn.svm import SVC  # slow to import
+
+        images, digits = load_digits()
+        classifier = SVC(gamma="scale").fit(images.reshape(len(images), -1), digits)
+        asked = np.repeat(np.arange(_CLASSES, dtype=np.int32), self.per_digit)
+        labels = np.full((len(asked), drawing.condition_tokens), _CLASSES, np.int32)
+        labels[:, 0] = asked
+        key = jax.random.key(drawing.seed)
+        drawn = drawing.draw(drawing.values, key, labels, (1, DIGIT, DIGIT))
+        read = classifier.predict(np.clip(drawn, -1, 1).reshape(len(asked), -1))
+        return {"digit_accuracy": float((read == asked).mean())}

@@ -14,18 +14,19 @@ from flax.traverse_util import flatten_dict
 from wan_golden import CASES, GOLDEN, golden_calls
 
 from alload_jax.errors import InputError
+from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.safetensor_files import INDEX
-from alload_jax.models.common.weights import (
+from alload_jax.models.families import abstract_model, read_model_config
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.weight_table import tensors
+from alload_jax.models.weights import (
     load_weights,
     parameter_count,
     read_transformer,
+    require_same_architecture,
     save_weights,
 )
-from alload_jax.models.wan.config import TextConfig, WanConfig
-from alload_jax.models.wan.conversion import read_model_config, require_same_architecture
-from alload_jax.models.wan.weight_table import tensors
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.state import model_graph
 
 ONE_DEVICE = MeshConfig(data=1)
 
@@ -47,7 +48,7 @@ def error_of(value, expected):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_diffusers_in_outputs_and_all_gradients(case):
     config = golden_config(case)
-    graph, params = model_graph(config), golden_params(case, config)
+    graph, params = abstract_model(config).graph, golden_params(case, config)
     calls, expected = golden_calls(case)
 
     def total(params):
@@ -79,7 +80,7 @@ def test_kernels_in_bfloat16_stay_near_diffusers(case, residual_dtype):
     def errors(norm):
         config = golden_config(case, residual_dtype=residual_dtype, norm=norm)
         config = dataclasses.replace(config, dtype="bfloat16")
-        model = nnx.merge(model_graph(config), golden_params(case, config))
+        model = nnx.merge(abstract_model(config).graph, golden_params(case, config))
         return [
             error_of(np.asarray(model(c.latents, c.timestep, c.text, c.image)), c.output)
             for c in calls
@@ -93,7 +94,7 @@ def rounding(residual_dtype):
     """How far bfloat16 is from diffusers' float32."""
     config = dataclasses.replace(golden_config("t2v"), dtype="bfloat16")
     config = dataclasses.replace(config, residual_dtype=residual_dtype)
-    model = nnx.merge(model_graph(config), golden_params("t2v", config))
+    model = nnx.merge(abstract_model(config).graph, golden_params("t2v", config))
     call = golden_calls("t2v")[0][1]
     return error_of(np.asarray(model(call.latents, call.timestep, call.text)), call.output)
 
@@ -386,7 +387,7 @@ def test_what_diffusers_lacks_is_not_exported(changes, words, tmp_path):
 
 def test_an_image_is_given_exactly_where_the_model_takes_one():
     config = golden_config("t2v")
-    model = nnx.merge(model_graph(config), golden_params("t2v", config))
+    model = nnx.merge(abstract_model(config).graph, golden_params("t2v", config))
     call = golden_calls("t2v")[0][0]
     with pytest.raises(ValueError, match=r"image is given, but model\.image is None"):
         model(call.latents, call.timestep, call.text, np.zeros((2, 5, 10)))

@@ -9,10 +9,11 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.patches import patchify, unpatchify
 from alload_jax.models.common.rotary import grid_positions
 from alload_jax.models.common.segments import PackedMetadata, segments_of
-from alload_jax.models.wan.config import TextConfig, WanConfig
+from alload_jax.models.wan.config import WanConfig
 from alload_jax.models.wan.transformer import WanTransformer, packing_unsupported_reason
 
 CONFIG = WanConfig(
@@ -92,8 +93,9 @@ def run_packed(graph, state, arguments, sharding=None):
     tokens, positions, segments, timestep, condition = arguments
     model = nnx.merge(graph, state)
     slots = segments[0].length.shape[1]
-    rows = PackedMetadata(*segments, ((0, slots), (TOKENS, 0)), condition.shape[1])
-    return model.forward_packed(tokens, positions, LIMITS, rows, timestep, condition, sharding)
+    lengths = ((0, slots), (TOKENS, 0))
+    rows = PackedMetadata(*segments, None, LIMITS, lengths, condition.shape[1])
+    return model.forward_packed(tokens, positions, rows, timestep, condition, sharding).velocity
 
 
 def outputs_of(config, rows, packed, segments):
@@ -190,7 +192,7 @@ def test_rows_over_devices_gather_no_activations():
 
 
 def test_image_models_are_refused_on_packed_rows():
-    from alload_jax.models.wan.config import ImageConfig
+    from alload_jax.models.common.config import ImageConfig
 
     config = WanConfig(**vars(VARIANTS["text"]) | {"image": ImageConfig(dim=4)})
     graph, state = build(config)

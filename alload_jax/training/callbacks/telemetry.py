@@ -1,22 +1,21 @@
-"""Watches a run: writes each step's metrics, and stops a run that has gone wrong."""
+"""Writes each step's metrics, and stops a run that has gone wrong."""
 
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
 
 from alload_jax.data.placement import PlacedStep
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import CostModel
 from alload_jax.planning.metrics import step_metrics
 from alload_jax.planning.plan import Plan
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.training.callbacks.callback import Callback, Run
 from alload_jax.training.progress import ProgressBar
-from alload_jax.training.telemetry import BadRecords, MetricsLog, write_json
+from alload_jax.training.run_files import BadRecords, MetricsLog, write_json
 
 _SMOOTHING = 0.95
 
@@ -30,86 +29,89 @@ class _Dispatched(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
-class Monitor:
+class Telemetry(Callback):
     """Reads each step's metrics once the next step has been dispatched, so as never to hold up.
 
-    Attributes:
-      refusal: why a step was refused, or empty.
+    It is the first of the callbacks: those after it see a step's metrics as settled when they act.
     """
 
     def __init__(
         self,
         plan: Plan,
-        predictor: CostModel,
-        seconds_per_split_token: float,
+        planning: PlanningConfig,
         learning_rate: optax.Schedule,
         log: MetricsLog,
         bad_records: BadRecords,
         max_bad_records: int,
+        bar: ProgressBar,
     ):
-        """Watches steps of `plan`, whose cost `predictor` predicts; writes to `log`.
+        """Observes steps of `plan`.
 
-        `seconds_per_split_token` of communication are added for each split token of a rank.
+        Args:
+          plan: whose steps run.
+          planning: its settings, whose cost model predicts what steps take.
+          learning_rate: of each step.
+          log: takes each step's metrics.
+          bad_records: takes what was wrong with records.
+          max_bad_records: damaged records to skip before the run stops.
+          bar: shows progress.
         """
         self._plan = plan
-        self._predictor, self._seconds_per_split_token = predictor, seconds_per_split_token
+        self._predictor = planning.predictor()
+        self._seconds_per_split_token = planning.seconds_per_split_token()
         self._learning_rate = learning_rate
-        self._log = log
-        self._max_bad_records = max_bad_records
-        self._bad_records = bad_records
-        self.refusal = ""
+        self._log, self._bar = log, bar
+        self._bad_records, self._max_bad_records = bad_records, max_bad_records
         self._under_way: _Dispatched | None = None
         self._settled_at = self._waited = 0.0
         self._loss = self._tokens_per_second = math.nan
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """The metrics of every step so far, steps of the run before it was resumed included."""
-        return self._log.rows
+    def on_start(self, run: Run) -> None:
+        """See `Callback.on_start`."""
+        self._bar.start()
+        self._restart_clock()
 
-    @contextmanager
-    def watching(self, bar: ProgressBar) -> Iterator[None]:
-        """Shows progress on the bar while open; settles the last step on leaving without error."""
-        self._bar = bar
-        self.restart_clock()
-        try:
-            yield
-            self.settle()
-        finally:
-            self._log.close()
-
-    def restart_clock(self) -> None:
-        """Counts the next step's time from now, after something that was no step."""
-        self._settled_at, self._waited = time.perf_counter(), 0.0
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """For what is no step: the step under way is settled before, its time not counted."""
-        self.settle()
-        yield
-        self.restart_clock()
-
-    def accepts(self, step: PlacedStep) -> bool:
-        """Whether a step may run; False if more of its records are damaged than is allowed."""
+    def on_step_start(self, run: Run, step: PlacedStep) -> None:
+        """See `Callback.on_step_start`; refuses a step with more damaged records than allowed."""
         self._waited += step.wait_seconds
         for problem in self._bad_records.add(step.problems):
             self._bar.say(f"skipped: {problem}")
         if len(self._bad_records) > self._max_bad_records:
             before = f"{len(self._bad_records)} damaged records were met before this start"
-            self.refusal = (
+            run.refuse(
                 f"{(before, *step.problems)[-1]}; restore the record, or allow more than "
                 f"data.loader.max_bad_records = {self._max_bad_records} to be skipped"
             )
-        return not self.refusal
 
-    def note(self, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
-        """Takes notice of a step just dispatched, and settles the one before.
+    def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+        """See `Callback.on_step_end`; settles the step before.
 
         Raises:
           InputError: the loss of the step before is not finite.
         """
         self.settle()
         self._under_way = _Dispatched(step.number, step.epoch, step.problems, metrics)
+
+    def on_pause(self, run: Run) -> None:
+        """See `Callback.on_pause`."""
+        self.settle()
+
+    def on_resume(self, run: Run) -> None:
+        """See `Callback.on_resume`."""
+        self._restart_clock()
+
+    def on_stop(self, run: Run) -> None:
+        """See `Callback.on_stop`."""
+        self.settle()
+
+    def close(self) -> None:
+        """See `Callback.close`."""
+        self._log.close()
+        self._bar.stop()
+
+    def _restart_clock(self) -> None:
+        """Counts the next step's time from now."""
+        self._settled_at, self._waited = time.perf_counter(), 0.0
 
     def settle(self) -> None:
         """Waits for the step under way, checks it and writes its metrics.
@@ -123,7 +125,7 @@ class Monitor:
         values = {name: float(value) for name, value in step.metrics.items()}
         now = time.perf_counter()
         seconds, waited = now - self._settled_at, self._waited
-        self.restart_clock()
+        self._restart_clock()
         if not all(math.isfinite(value) for value in values.values()):
             self._stop_at(step.number, values)
         planned = step_metrics(

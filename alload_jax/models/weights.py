@@ -1,4 +1,4 @@
-"""Weights in and out: safetensors of diffusers or Wan's own repository, tensor by tensor."""
+"""Weights in and out: safetensors of published checkpoints, tensor by tensor."""
 
 import dataclasses
 import json
@@ -18,30 +18,23 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alload_jax.errors import InputError
+from alload_jax.models.common.config import ModelConfig, TextConfig
+from alload_jax.models.common.named_tensors import Tensor
 from alload_jax.models.common.safetensor_files import INDEX, STEM, Checkpoint
-from alload_jax.models.wan.config import TextConfig, WanConfig
-from alload_jax.models.wan.conversion import (
-    diffusers_fields,
-    read_model_config,
-    require_same_architecture,
-)
-from alload_jax.models.wan.transformer import abstract_params
-from alload_jax.models.wan.weight_table import Tensor, naming_of, tensors
+from alload_jax.models.families import abstract_model, family_of, read_model_config
 from alload_jax.sharding.rules import tree_shardings
 
 _TEXT_LENGTH = "alload_text_length"
 """Under this name an export's metadata say to how many tokens texts were filled in training."""
-_IGNORED = "norm_added_q"
-"""Keys that some published files hold and no model uses; diffusers ignores them too."""
 
 WeightsDtype = Literal["float32", "bfloat16"]
 
 
-def load_weights(place: str | Path, config: WanConfig, mesh: Mesh) -> Any:
+def load_weights(place: str | Path, config: ModelConfig, mesh: Mesh) -> Any:
     """Reads parameters straight onto the mesh: on the host never more than one tensor at a time.
 
     Args:
-      place: a `transformer/` folder of diffusers, a folder of Wan's own repository, or one
+      place: a `transformer/` folder of diffusers, a folder of the model's own repository, or one
         safetensors file of either.
       config: of the model that takes them.
       mesh: whose shardings they get.
@@ -54,11 +47,12 @@ def load_weights(place: str | Path, config: WanConfig, mesh: Mesh) -> Any:
         all that are missing, surplus or misshapen are named at once.
     """
     with Checkpoint(place) as checkpoint:
-        naming = naming_of(set(checkpoint.keys))
-        wanted = tensors(config, naming)
-        _check_keys(checkpoint, wanted)
-        shapes = flatten_dict(abstract_params(config), sep="/")
-        shardings = flatten_dict(tree_shardings(abstract_params(config), mesh), sep="/")
+        family = family_of(config)
+        wanted = family.tensors(config, family.naming_of(set(checkpoint.keys)))
+        _check_keys(checkpoint, wanted, family.ignored_tensors)
+        abstract = abstract_model(config).params
+        shapes = flatten_dict(abstract, sep="/")
+        shardings = flatten_dict(tree_shardings(abstract, mesh, family.partition_rules), sep="/")
         params: dict[str, jax.Array] = {}
         for tensor in wanted:
             value = tensor.to_ours(checkpoint.read(tensor.key))
@@ -73,7 +67,7 @@ def load_weights(place: str | Path, config: WanConfig, mesh: Mesh) -> Any:
         return unflatten_dict(params, sep="/")
 
 
-def initial_weights(place: str | None, config: WanConfig, mesh: Mesh) -> Any:
+def initial_weights(place: str | None, config: ModelConfig, mesh: Mesh) -> Any:
     """What a run starts from: `load_weights`, or None where no place is named.
 
     Raises:
@@ -87,7 +81,7 @@ def initial_weights(place: str | None, config: WanConfig, mesh: Mesh) -> Any:
     return load_weights(place, config, mesh)
 
 
-def read_transformer(folder: Path) -> WanConfig:
+def read_transformer(folder: Path) -> ModelConfig:
     """The model that a folder of config.json and safetensors holds.
 
     diffusers' config does not say to how many tokens texts are filled; our own exports note it in
@@ -104,6 +98,28 @@ def read_transformer(folder: Path) -> WanConfig:
     return dataclasses.replace(config, text=TextConfig(config.text.dim, int(noted)))
 
 
+def require_same_architecture(ours: ModelConfig, theirs: ModelConfig, place: Path) -> None:
+    """Checks that weights of `theirs` fit a model of `ours`; the text's length may differ.
+
+    Raises:
+      InputError: naming every key that differs.
+    """
+    if theirs.text and ours.text:
+        theirs = dataclasses.replace(theirs, text=TextConfig(theirs.text.dim, ours.text.length))
+    mine, found = ours.architecture(), theirs.architecture()
+    for fields in (mine, found):
+        fields.pop("num_classes")
+        if fields.get("out_channels") == fields["in_channels"]:
+            fields.pop("out_channels")
+    wrong = [
+        f"model.{key} is {mine.get(key)}, there {found.get(key)}"
+        for key in sorted(mine.keys() | found.keys())
+        if mine.get(key) != found.get(key)
+    ]
+    if wrong:
+        raise InputError(f"{place}: weights of another architecture: {'; '.join(wrong)}")
+
+
 def require_free(folder: Path) -> None:
     """Checks that `save_weights` may make this folder.
 
@@ -118,7 +134,7 @@ def require_free(folder: Path) -> None:
 def save_weights(
     folder: str | Path,
     params: Any,
-    config: WanConfig,
+    config: ModelConfig,
     dtype: WeightsDtype = "float32",
     shard_bytes: int = 5_000_000_000,
 ) -> list[Path]:
@@ -135,7 +151,7 @@ def save_weights(
       InputError: the folder is not empty, it cannot be written, or diffusers has no such model.
     """
     folder = Path(folder)
-    fields = diffusers_fields(config)
+    fields = family_of(config).export_fields(config)
     require_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
@@ -153,15 +169,16 @@ def save_weights(
 
 
 def _write_tensors(
-    folder: Path, params: Any, config: WanConfig, dtype: WeightsDtype, shard_bytes: int
+    folder: Path, params: Any, config: ModelConfig, dtype: WeightsDtype, shard_bytes: int
 ) -> list[str]:
     """Writes the safetensors and, where they are several, their index; returns their names."""
-    assert config.text is not None
     arrays = flatten_dict(params, sep="/")
     target = np.dtype(np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
-    groups = _groups(tensors(config, "diffusers"), target.itemsize, shard_bytes)
+    groups = _groups(family_of(config).tensors(config, "diffusers"), target.itemsize, shard_bytes)
     names = [_file_name(n, len(groups)) for n in range(len(groups))]
-    notes = {"format": "pt", _TEXT_LENGTH: str(config.text.length)}
+    notes = {"format": "pt"}
+    if config.text is not None:
+        notes[_TEXT_LENGTH] = str(config.text.length)
     for name, group in zip(names, groups, strict=True):
         content = {t.key: _theirs(t, arrays[t.path]).astype(target) for t in group}
         safetensors.numpy.save_file(content, folder / name, metadata=notes)
@@ -174,8 +191,8 @@ def _write_tensors(
     return names
 
 
-def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor]) -> None:
-    present = {key for key in checkpoint.keys if _IGNORED not in key}
+def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor], ignored: tuple[str, ...]) -> None:
+    present = {key for key in checkpoint.keys if not any(part in key for part in ignored)}
     names = {tensor.key for tensor in wanted}
     problems = [f"missing {key}" for key in sorted(names - present)]
     problems += [f"surplus {key}" for key in sorted(present - names)]
@@ -234,8 +251,3 @@ def _file_name(number: int, count: int) -> str:
     if count == 1:
         return f"{STEM}.safetensors"
     return f"{STEM}-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def parameter_count(config: WanConfig) -> int:
-    """Parameters of the model."""
-    return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config)))

@@ -1,4 +1,4 @@
-"""What a run leaves to read: metrics by step, its surroundings, its summary.
+"""The files of a run folder: metrics by step, the environment, JSON written whole.
 
 In a cluster all processes call these alike, and the first one writes.
 """
@@ -32,7 +32,7 @@ class MetricsLog:
         kept = [row for row in read_metrics(path) if row["step"] <= resumed_at]
         write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.folder = folder
-        self._file = _own(path).open("a", buffering=1)
+        self._file = _writable(path).open("a", buffering=1)
         self._events = SummaryWriter(
             str(folder / "tensorboard"), purge_step=resumed_at + 1, write_to_disk=first_process()
         )
@@ -69,7 +69,7 @@ class BadRecords:
         new = [problem for problem in dict.fromkeys(problems) if problem not in self._known]
         if new:
             self._known.update(new)
-            with _own(self._path).open("a") as file:
+            with _writable(self._path).open("a") as file:
                 file.writelines(f"{problem}\n" for problem in new)
         return new
 
@@ -113,7 +113,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}); mend it or remove it") from error
+        raise InputError(f"{path}: is not valid JSON ({error}); fix it or remove it") from error
 
 
 def peak_memory() -> int | None:
@@ -137,7 +137,7 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def _own(path: Path) -> Path:
+def _writable(path: Path) -> Path:
     """Where this process may write what belongs there."""
     return path if first_process() else Path(os.devnull)
 

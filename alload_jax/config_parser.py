@@ -1,0 +1,257 @@
+"""Reads a config from YAML files and flags, and says in one line what is wrong with it."""
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+
+from alload_jax.errors import InputError
+from alload_jax.registry import Registry
+
+
+class Part(NamedTuple):
+    """A part of the config whose fields depend on a name that stands in it.
+
+    Attributes:
+      key: dotted, of the part.
+      name: the key of the name within the part.
+      default: the name where none is given; None where the part may be missing.
+      kind: the dataclass of a name.
+    """
+
+    key: str
+    name: str
+    default: str | None
+    kind: Callable[[str], type[Any]]
+
+
+def parse_config(
+    argv: Sequence[str],
+    prog: str,
+    config: type[Any],
+    parts: Sequence[Part],
+    lists: Mapping[str, Registry[type[Any]]],
+    renamed: Mapping[str, str],
+) -> dict[str, Any]:
+    """The values of a config's fields, as a command line and its YAML files say.
+
+    Args:
+      argv: `--config FILE` and `--section.key value`.
+      prog: the program, for `--help`.
+      config: the dataclass of the whole config.
+      parts: those whose dataclass is found by name.
+      lists: keys of the config that list named things, and where these are found.
+      renamed: keys of earlier versions, and what stands in their place.
+
+    Raises:
+      InputError: something is wrong.
+    """
+    files = _config_files(argv)
+    for file in files:
+        _check_yaml(file)
+    kinds = {part.key: _kind_of(part, argv, files) for part in parts}
+    typed = _typed(config, kinds, lists)
+    parser = _Parser(prog=prog, description=config.__doc__, allow_abbrev=False)
+    parser.known_keys, parser.renamed, parser.command_line = list(_keys(typed)), renamed, argv
+    parser.add_argument("--config", action="config", help="a YAML file; later flags override it")
+    parser.add_class_arguments(typed)
+    try:
+        parsed = parser.instantiate(parser.parse_args(list(argv)))
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(_reason_in_union(str(error))) from error
+    values = {part.name: parsed[part.name] for part in dataclasses.fields(config)}
+    for section in {key.partition(".")[0] for key in kinds if "." in key}:
+        values[section] = _plain_section(values[section])
+    for key, registry in lists.items():
+        values[key] = tuple(_named(key, item, registry) for item in values[key])
+    return values
+
+
+def _kind_of(part: Part, argv: Sequence[str], files: Sequence[str]) -> type[Any] | None:
+    """The dataclass that the last of the files, or the flags, name; None for a missing part."""
+    name, given = part.default, False
+    for file in files:
+        found: Any = _content(file)
+        for key in part.key.split("."):
+            found = found.get(key) if isinstance(found, dict) else None
+        if isinstance(found, dict):
+            name, given = found.get(part.name, name), True
+    flag = f"--{part.key}.{part.name}"
+    for before, after in pairwise((*argv, "")):
+        if before == flag or before.startswith(f"{flag}="):
+            name, given = (before.partition("=")[2] or after), True
+    if name is None and not given and not any(f.startswith(f"--{part.key}.") for f in argv):
+        return None
+    if name is None:
+        raise InputError(f"{part.key} is given without {part.key}.{part.name}; give it")
+    return part.kind(name)
+
+
+def _typed(
+    config: type[Any], kinds: Mapping[str, type[Any] | None], lists: Mapping[str, Any]
+) -> type[Any]:
+    """The config's dataclass with the types in place that were found by name."""
+    changed: dict[str, Any] = dict.fromkeys(lists, list[dict[str, Any]])
+    for key, kind in kinds.items():
+        section, _, field = key.partition(".")
+        if not field:
+            changed[section] = kind
+            continue
+        inner = changed.get(section) or typing.get_type_hints(config)[section]
+        optional = type(None) if kind is None else kind | None
+        changed[section] = _with_types(inner, {field: optional})
+    return _with_types(config, changed)
+
+
+def _with_types(kind: type[Any], types: Mapping[str, Any]) -> type[Any]:
+    """A dataclass like `kind`, and derived from it, with other types for some of its fields."""
+    fields: list[Any] = []
+    for each in dataclasses.fields(kind):
+        if (hint := types.get(each.name)) is None:
+            continue
+        if each.default is each.default_factory is dataclasses.MISSING:
+            fields.append((each.name, hint))
+        elif dataclasses.is_dataclass(hint) or typing.get_origin(hint) is list:
+            factory: Any = list if typing.get_origin(hint) is list else hint
+            fields.append((each.name, hint, dataclasses.field(default_factory=factory)))
+        else:
+            fields.append((each.name, hint, None))
+    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True)
+    made.__doc__, made.__module__ = kind.__doc__, kind.__module__
+    return made
+
+
+def _plain_section(section: Any) -> Any:
+    """A section as the dataclass that `_with_types` derived its own from."""
+    kind = type(section).__bases__[0]
+    return kind(**{each.name: getattr(section, each.name) for each in dataclasses.fields(kind)})
+
+
+def _named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
+    """One of a list of named things, from its values."""
+    if not isinstance(item, dict) or "name" not in item:
+        raise InputError(f"{key}: {item!r} has no name; choose one of {_or_none(registry)}")
+    kind = registry.get(item["name"])
+    parser = _Parser(prog=key)
+    parser.known_keys, parser.place = list(_keys(kind)), f"{key}: {item['name']}"
+    parser.add_class_arguments(kind)
+    try:
+        parsed = parser.instantiate(parser.parse_object(Namespace(**item)))
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(_reason_in_union(str(error))) from error
+    return kind(**{part.name: parsed[part.name] for part in dataclasses.fields(kind)})
+
+
+def _or_none(registry: Registry[type[Any]]) -> str:
+    return ", ".join(registry.names()) or "none"
+
+
+def _keys(kind: type[Any], prefix: str = "") -> Iterator[str]:
+    """Every dotted key that a config may hold."""
+    for name, annotation in typing.get_type_hints(kind).items():
+        yield prefix + name
+        for part in (annotation, *typing.get_args(annotation)):
+            if dataclasses.is_dataclass(part) and isinstance(part, type):
+                yield from _keys(part, f"{prefix}{name}.")
+
+
+class _Parser(ArgumentParser):
+    """Turns jsonargparse's messages into InputErrors of one line, with the nearest key.
+
+    Attributes:
+      known_keys: every key that there is.
+      renamed: keys of earlier versions, and what stands in their place.
+      command_line: what was typed.
+      place: of what is parsed, where it is not a command line.
+    """
+
+    known_keys: Sequence[str] = ()
+    renamed: Mapping[str, str] = {}
+    command_line: Sequence[str] = ()
+    place: str = ""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        cause: BaseException | None = ex
+        while cause is not None:
+            if isinstance(cause, InputError):
+                raise cause
+            cause = cause.__cause__ or cause.__context__
+        raise InputError(self._one_line(message)) from ex
+
+    def _one_line(self, message: str) -> str:
+        for pattern, key in (
+            (r"Option '([\w.]+)' is not accepted", "{0}"),
+            (r"Key '([\w.]+)' is not expected", "{0}"),
+            (r"Group '([\w.]+)' does not accept option '([\w.]+)'", "{0}.{1}"),
+            (r"nrecognized arguments: --([\w.]+)", "{0}"),
+        ):
+            if found := re.search(pattern, message):
+                return self._unknown(key.format(*found.groups()))
+        text = re.sub(r"\s+", " ", message).strip()
+        files = " or ".join(_config_files(self.command_line))
+        if text.startswith("Unexpected config"):
+            return f"{files}: is empty or holds no sections; start from configs/digits.yaml"
+        text = re.sub(r"Expected a typing\.Literal(\[[^\]]*\])", r"expected one of \1", text)
+        text = re.sub(r"Expected a <class '(\w+)'>", r"expected \1", text)
+        text = text.replace("Parser key", "key")
+        if self.place:
+            return f"{self.place}: {text}"
+        if "required" in text:
+            return f"{text}; give --config FILE, such as configs/digits.yaml"
+        flags = (part[2:].split("=")[0] for part in self.command_line if part.startswith("--"))
+        typed = any(flag in text for flag in flags)
+        return text if typed or not files else f"{files}: {text}; `--help` explains every key"
+
+    def _unknown(self, key: str) -> str:
+        typed = any(part.split("=")[0] == f"--{key}" for part in self.command_line)
+        files = " or ".join(_config_files(self.command_line))
+        place = self.place or ("command line" if typed else files)
+        for old, new in self.renamed.items():
+            if key == old or key.startswith(f"{old}."):
+                return f"{place}: key {old} is now {new}; rename it"
+        if not (near := difflib.get_close_matches(key, self.known_keys, n=1, cutoff=0.5)):
+            return f"{place}: key {key} is unknown; `--help` lists all keys"
+        return f"{place}: key {key} is unknown; did you mean {near[0]}?"
+
+
+def _check_yaml(file: str) -> None:
+    """Names a file that is not valid YAML, and the line, which jsonargparse does not."""
+    try:
+        yaml.safe_load(Path(file).read_text())
+    except OSError:
+        return
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f": line {mark.line + 1}" if mark else ""
+        reason = " ".join((getattr(error, "problem", None) or str(error)).split())
+        raise InputError(f"{file}{line}: is not valid YAML ({reason}); fix it") from error
+
+
+def _content(file: str) -> Any:
+    """What a YAML file holds; nothing if there is no such file, which jsonargparse reports."""
+    try:
+        return yaml.safe_load(Path(file).read_text())
+    except OSError:
+        return None
+
+
+def _reason_in_union(message: str) -> str:
+    """What our own check said of a part that may also be null: jsonargparse lists all reasons."""
+    reasons = re.findall(r"^  - (.*)$", message, re.MULTILINE)
+    return next((r for r in reasons if not r.startswith("Expected a")), message.splitlines()[0])
+
+
+def _config_files(argv: Sequence[str]) -> list[str]:
+    after = [file for flag, file in pairwise(argv) if flag == "--config"]
+    return after + [part.split("=", 1)[1] for part in argv if part.startswith("--config=")]

@@ -1,0 +1,127 @@
+"""What the configs of all model families have in common."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from alload_jax.errors import InputError
+from alload_jax.models.common.attention import AttentionImplementation
+from alload_jax.models.common.remat import RematPolicy
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """A condition of precomputed text embeddings, such as umT5-xxl's for Wan.
+
+    Attributes:
+      dim: width of the embeddings.
+      length: tokens; shorter texts are padded with zeros, which are attended to as in Wan.
+    """
+
+    dim: int = 4096
+    length: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "length"):
+            if getattr(self, name) < 1:
+                value = getattr(self, name)
+                raise InputError(f"model.text.{name} is {value}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    """A second condition of precomputed image embeddings, with keys and values of its own.
+
+    Attributes:
+      dim: width of the embeddings (CLIP ViT-H's 1280 for Wan 2.1's image-to-video models).
+      positions: tokens that have a learned position (514 for first and last frame); null for none.
+    """
+
+    dim: int = 1280
+    positions: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "positions"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"model.image.{name} is {value}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The fields that every family's config has; a family's own config adds to them.
+
+    Attributes:
+      family: name of the model family.
+      in_channels: channels of the latents that enter.
+      out_channels: channels of what is predicted; null for `in_channels`.
+      patch_size: latent (frames, height, width) that make one token.
+      num_classes: classes of the condition; without effect where the condition is text.
+      text: the condition is text embeddings; null for classes.
+      image: a condition of image embeddings beside the text; null for none.
+      dtype: of the computation; parameters are float32. `auto` is bfloat16 on a GPU, else float32.
+      attention: implementation of attention; `auto` is cuDNN where it can run.
+      remat: what blocks keep for the backward pass.
+    """
+
+    family: str = ""
+    in_channels: int = 1
+    out_channels: int | None = None
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    num_classes: int = 10
+    text: TextConfig | None = None
+    image: ImageConfig | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attention: AttentionImplementation = "auto"
+    remat: RematPolicy = "none"
+
+    arithmetic_fields: ClassVar[tuple[str, ...]] = ("dtype", "attention", "remat")
+    """Fields that no parameter depends on."""
+
+    later_fields: ClassVar[dict[str, Any]] = {}
+    """Fields that the family's first checkpoints did not have, and the value they stand for."""
+
+    def __post_init__(self) -> None:
+        for name in ("in_channels", "num_classes"):
+            if getattr(self, name) < 1:
+                raise InputError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.out_channels is not None and self.out_channels < 1:
+            raise InputError(f"model.out_channels is {self.out_channels}; it must be at least 1")
+        if min(self.patch_size) < 1:
+            raise InputError(f"model.patch_size is {self.patch_size}; each must be at least 1")
+
+    def require_divisible(self, shards: int) -> None:
+        """Checks that `shards` devices can share one rank's work (mesh.context·mesh.tensor).
+
+        Families whose heads or width are split over devices override it.
+
+        Raises:
+          InputError: they cannot.
+        """
+
+    def architecture(self) -> dict[str, Any]:
+        """The fields that the parameters depend on, as JSON values."""
+        fields = {k: v for k, v in asdict(self).items() if k not in self.arithmetic_fields}
+        later = self.later_fields
+        fields = {k: v for k, v in fields.items() if k not in later or v != later[k]}
+        return fields | {"patch_size": list(self.patch_size)}
+
+    def step_fields(self) -> dict[str, Any]:
+        """What a step's cost depends on, as JSON values: a cost model must agree with it."""
+        fields = self.architecture()
+        fields |= {name: getattr(self, name) for name in self.arithmetic_fields}
+        return fields | {"dtype": str(self.compute_dtype)}
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of what is predicted."""
+        return self.in_channels if self.out_channels is None else self.out_channels
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """The dtype of activations on this process's default backend."""
+        if self.dtype == "auto":
+            return jnp.dtype("bfloat16" if jax.default_backend() == "gpu" else "float32")
+        return jnp.dtype(self.dtype)

@@ -1,0 +1,57 @@
+"""Wan as a model family."""
+
+from typing import Any
+
+from flax import nnx
+
+from alload_jax.models.common.named_tensors import Naming, Tensor
+from alload_jax.models.families import Family, SamplingDefaults
+from alload_jax.models.wan import conversion, weight_table
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.partition import PARTITION_RULES
+from alload_jax.models.wan.transformer import WanTransformer, packing_unsupported_reason
+
+_VAE_STRIDES = {1: (1, 1, 1), 3: (1, 1, 1), 48: (4, 16, 16)}
+"""By channels: pixels, and Wan 2.2's VAE; all others are of Wan 2.1's."""
+
+
+class WanFamily(Family):
+    """Wan 2.1's models, and Wan 2.2's 5B model; see `Family`."""
+
+    name = "wan"
+    config = WanConfig
+    partition_rules = PARTITION_RULES
+    folder_classes = (conversion.DIFFUSERS_CLASS, conversion.ORIGINAL_CLASS)
+    # Some published files hold it and no model uses it; diffusers ignores it too.
+    ignored_tensors = ("norm_added_q",)
+
+    def build(self, config: WanConfig, rngs: nnx.Rngs) -> WanTransformer:
+        """See `Family.build`."""
+        return WanTransformer(config, rngs=rngs)
+
+    def packing_unsupported_reason(self, config: WanConfig) -> str:
+        """See `Family.packing_unsupported_reason`."""
+        return packing_unsupported_reason(config)
+
+    def sampling_defaults(self, config: WanConfig) -> SamplingDefaults:
+        """See `Family.sampling_defaults`; guidance and shift are those advised for 720p."""
+        return SamplingDefaults(5.0, 5.0, _VAE_STRIDES.get(config.in_channels, (4, 8, 8)))
+
+    def tensors(self, config: WanConfig, naming: Naming) -> list[Tensor]:
+        """See `Family.tensors`."""
+        return weight_table.tensors(config, naming)
+
+    def naming_of(self, keys: set[str]) -> Naming:
+        """See `Family.naming_of`."""
+        return weight_table.naming_of(keys)
+
+    def read_fields(self, fields: dict[str, Any]) -> WanConfig:
+        """See `Family.read_fields`."""
+        return conversion.read_fields(fields)
+
+    def export_fields(self, config: WanConfig) -> dict[str, Any]:
+        """See `Family.export_fields`."""
+        return conversion.export_fields(config)
+
+
+FAMILY = WanFamily()

@@ -1,0 +1,19 @@
+"""How Wan's parameters are split over a mesh."""
+
+from jax.sharding import PartitionSpec
+
+from alload_jax.sharding.rules import Rules
+
+_WIDENS = r"(query|key|value|image_key|image_value|feed_forward/hidden)"
+_NARROWS = r"(attention/out|feed_forward/out)"
+
+PARTITION_RULES: Rules = (
+    (r"head/out/kernel$", PartitionSpec("fsdp", None)),
+    (rf"blocks/.*{_WIDENS}/kernel$", PartitionSpec(None, None, ("tensor", "fsdp"))),
+    (rf"blocks/.*{_NARROWS}/kernel$", PartitionSpec(None, "tensor", "fsdp")),
+    (rf"blocks/.*{_WIDENS}/bias$", PartitionSpec(None, "tensor")),
+    (r"kernel$|embedding$", PartitionSpec(None, "fsdp")),
+    (r".", PartitionSpec()),
+)
+"""(pattern, rule) pairs; the first pattern found in a path decides. Blocks have a leading layer
+axis. Over `tensor`, heads and the hidden width are split as in Megatron-LM (arXiv 1909.08053)."""

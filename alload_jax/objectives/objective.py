@@ -1,0 +1,59 @@
+"""What training minimises: the signature of all objectives, and the objectives by name."""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax.sharding import NamedSharding
+
+from alload_jax.data.batch import AnyBatch
+from alload_jax.diffusion.timesteps import TimestepConfig
+from alload_jax.models.common.output import Auxiliary
+from alload_jax.registry import Registry
+
+
+class LossSums(NamedTuple):
+    """Weighted sums over the samples of a micro-batch, float32.
+
+    Attributes:
+      minimised: Σ weight·loss, whose gradient is taken.
+      loss: Σ weight·loss of the model's own prediction, which is logged as `loss`.
+      auxiliary: Σ weight·value of each further name, of any shape. Their means over a step's
+        samples are logged, and given to the family's `update_variables`.
+    """
+
+    minimised: jax.Array
+    loss: jax.Array
+    auxiliary: Auxiliary
+
+
+class Objective(Protocol):
+    """A frozen dataclass whose fields are its config; `name` is its name in the config.
+
+    Attributes:
+      timesteps: the distribution of noise levels, which sampling follows too.
+    """
+
+    @property
+    def timesteps(self) -> TimestepConfig:
+        """See the class."""
+        ...
+
+    def __call__(
+        self, model: Any, batch: AnyBatch, key: jax.Array, sharding: NamedSharding
+    ) -> LossSums:
+        """Weighted sums of loss and auxiliary values over a micro-batch.
+
+        Args:
+          model: a `models.families.Model`.
+          batch: a micro-batch in either layout.
+          key: the epoch's key.
+          sharding: how rows are split over the mesh.
+        """
+        ...
+
+
+OBJECTIVES: Registry[type[Any]] = Registry(
+    "objective.name", {"flow_matching": "alload_jax.objectives.flow_matching:FlowMatching"}
+)
+"""Classes of objectives, each an `Objective`."""
+DEFAULT_OBJECTIVE = "flow_matching"

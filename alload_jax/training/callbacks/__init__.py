@@ -1,0 +1,1 @@
+"""What happens around training steps: a small class with hooks on the loop for each."""

@@ -1,0 +1,24 @@
+"""Draws samples on the way and at the end."""
+
+from alload_jax.sampling.samples import SampleWriter
+from alload_jax.training.callbacks.callback import Callback, Run
+
+
+class Drawing(Callback):
+    """Draws the config's grids with the moving average of the weights."""
+
+    def __init__(self, writer: SampleWriter, every: int | None):
+        """Draws every so many steps, and at the end; None for the end alone."""
+        self._writer, self._every = writer, every
+
+    def due(self, run: Run) -> bool:
+        """See `Callback.due`."""
+        return self._every is not None and run.done % self._every == 0
+
+    def act(self, run: Run) -> None:
+        """See `Callback.act`."""
+        self._writer.write(run.done, run.state.averaged_weights.merged())
+
+    def on_finish(self, run: Run) -> None:
+        """See `Callback.on_finish`."""
+        self.act(run)

@@ -1,0 +1,28 @@
+"""Evaluates what the trained model draws."""
+
+from collections.abc import Sequence
+
+from alload_jax.sampling.evaluators.evaluator import Drawing, Evaluator
+from alload_jax.sampling.samples import SampleWriter
+from alload_jax.training.callbacks.callback import Callback, Run
+
+
+class Evaluation(Callback):
+    """Runs evaluators at the end.
+
+    Attributes:
+      figures: theirs, by name; empty before the end.
+    """
+
+    def __init__(self, evaluators: Sequence[Evaluator], writer: SampleWriter, seed: int):
+        """Evaluators draw as `writer` does; `seed` is of the starting noise."""
+        self.figures: dict[str, float] = {}
+        self._evaluators, self._writer, self._seed = evaluators, writer, seed
+
+    def on_finish(self, run: Run) -> None:
+        """See `Callback.on_finish`."""
+        values = run.state.averaged_weights.merged()
+        writer = self._writer
+        drawing = Drawing(writer.draw, values, writer.condition_tokens, self._seed)
+        for evaluator in self._evaluators:
+            self.figures |= evaluator.evaluate(drawing)

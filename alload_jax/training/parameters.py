@@ -1,0 +1,131 @@
+"""Which parameters are trained, and which are frozen, by patterns over their names."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from alload_jax.errors import InputError
+from alload_jax.planning.analytic import GRADIENT_BYTES, STATE_BYTES
+
+
+def check_patterns(place: str, patterns: Sequence[str]) -> None:
+    """Raises InputError where a pattern is not a regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise InputError(
+                f"{place}: {pattern!r} is not a regular expression ({error}); fix it"
+            ) from error
+
+
+@dataclass(frozen=True)
+class ParametersConfig:
+    """Which parameters are trained.
+
+    Names are paths such as `blocks/self_attention/query/kernel`; layers are stacked in one array,
+    so a name stands for all layers. Patterns are regular expressions, found anywhere in a name.
+    Frozen parameters have no gradients, no optimizer state and no moving average.
+
+    Attributes:
+      trained: a parameter is trained if one of these is found in its name,
+      frozen: unless one of these is.
+      frozen_dtype: of frozen parameters.
+    """
+
+    trained: tuple[str, ...] = (".",)
+    frozen: tuple[str, ...] = ()
+    frozen_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        for key in ("trained", "frozen"):
+            check_patterns(f"parameters.{key}", getattr(self, key))
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint's arrays depend on, as JSON values; empty if all are trained."""
+        if self.trained == (".",) and not self.frozen:
+            return {}
+        return {
+            "trained": list(self.trained),
+            "frozen": list(self.frozen),
+            "frozen_dtype": self.frozen_dtype,
+        }
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns is found in a parameter's name."""
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+ALL_TRAINED = ParametersConfig()
+
+
+def split_parameters(params: Any, config: ParametersConfig) -> tuple[Any, Any]:
+    """The trained parameters and the frozen ones, both as nested dicts; dtypes stay.
+
+    Args:
+      params: nested dict of arrays or of their shapes.
+      config: says which are trained.
+
+    Raises:
+      InputError: a pattern matches no parameter, or nothing is trained.
+    """
+    if not config.identity():
+        return params, {}
+    flat = flatten_dict(params, sep="/")
+    for key in ("trained", "frozen"):
+        for pattern in getattr(config, key):
+            require_match(f"parameters.{key}", pattern, flat)
+    trained = {
+        name: value
+        for name, value in flat.items()
+        if matches(name, config.trained) and not matches(name, config.frozen)
+    }
+    if not trained:
+        raise InputError(
+            f"parameters.frozen {list(config.frozen)} leaves nothing of parameters.trained "
+            f"{list(config.trained)}; leave a parameter to train"
+        )
+    frozen = {name: value for name, value in flat.items() if name not in trained}
+    return unflatten_dict(trained, sep="/"), unflatten_dict(frozen, sep="/")
+
+
+def require_match(place: str, pattern: str, names: Any) -> None:
+    """Raises InputError where a pattern is found in none of the parameters' names."""
+    if not any(re.search(pattern, name) for name in names):
+        shown = ", ".join(sorted(names)[:3])
+        raise InputError(
+            f"{place}: {pattern!r} matches no parameter; names are such as {shown} "
+            "(`alload parameters --config FILE` lists them all)"
+        )
+
+
+def merge_parameters(trained: Any, frozen: Any) -> Any:
+    """All parameters, or other values with their names, as one nested dict."""
+    if not jax.tree.leaves(frozen):
+        return trained
+    return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen))
+
+
+def cast_frozen(frozen: Any, config: ParametersConfig) -> Any:
+    """Frozen parameters in the dtype that the config names."""
+    dtype = jnp.dtype(config.frozen_dtype)
+    return jax.tree.map(lambda value: value.astype(dtype), frozen)
+
+
+def state_bytes(params: Any, config: ParametersConfig) -> int:
+    """Bytes of the parameters with all that training keeps of them, gradients included.
+
+    Args:
+      params: nested dict of arrays or of their shapes.
+      config: says which are trained.
+    """
+    trained, frozen = split_parameters(params, config)
+    kept = jnp.dtype(config.frozen_dtype).itemsize
+    moving = sum(leaf.size for leaf in jax.tree.leaves(trained)) * (STATE_BYTES + GRADIENT_BYTES)
+    return moving + sum(leaf.size for leaf in jax.tree.leaves(frozen)) * kept

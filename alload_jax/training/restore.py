@@ -1,0 +1,114 @@
+"""From a checkpoint to a model's values, without the rest of training's state.
+
+The values come to one device: a sample of one sequence has no rows to split. Trained parameters
+are float32, as in training, so a model of N parameters needs 4·N bytes there.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from alload_jax.errors import InputError
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import abstract_model, family_of
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.checkpoint import damage_named, difference
+from alload_jax.training.parameters import ParametersConfig, cast_frozen, split_parameters
+from alload_jax.training.state import Weights, weights_shardings
+
+WeightsKind = Literal["ema", "raw"]
+"""The moving average of the weights, or the weights as the optimizer left them."""
+
+_FIELDS: dict[WeightsKind, str] = {"ema": "ema", "raw": "params"}
+"""Of `TrainState`."""
+
+
+def one_device_mesh() -> Mesh:
+    """A mesh of this process's first device."""
+    return make_mesh(MeshConfig(), jax.local_devices()[:1])
+
+
+def find_step(folder: Path, step: int | None = None) -> int:
+    """The newest whole checkpoint of a run, or the one that is named.
+
+    Only looks: a run that is writing to the folder is not disturbed.
+
+    Args:
+      folder: of the checkpoints.
+      step: of the checkpoint; None for the newest.
+
+    Raises:
+      InputError: it is not there.
+    """
+    steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+    if not steps:
+        raise InputError(
+            f"{folder}: holds no whole checkpoint; train until the first is saved, or name "
+            "another run folder"
+        )
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps))
+        raise InputError(f"{folder}: holds no checkpoint of step {step}; there are {there}")
+    return steps[-1] if step is None else step
+
+
+def restore_weights(
+    folder: Path,
+    step: int,
+    config: ModelConfig,
+    parameters: ParametersConfig,
+    mesh: Mesh,
+    weights: WeightsKind = "ema",
+) -> Weights:
+    """Reads a model's values; optimizer state and the other weights are left out.
+
+    Args:
+      folder: of the checkpoints.
+      step: of the checkpoint.
+      config: of its model.
+      parameters: which of its parameters are trained.
+      mesh: whose shardings the values get; any, whatever the run's was.
+      weights: which of the two that a checkpoint holds.
+
+    Raises:
+      InputError: the checkpoint is damaged, or its model is another than the config's.
+    """
+    place = folder.absolute() / str(step)
+    remedy = "choose another by --step"
+    with damage_named(place, remedy):
+        reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
+        model = reader.restore(place / "identity")["model"]
+    if model != config.architecture():
+        found = difference(model, config.architecture(), config.later_fields)
+        raise InputError(
+            f"{place}: its model is not config.yaml's: {found}; "
+            "restore the config that the run was trained with"
+        )
+    like = _abstract_weights(config, parameters, mesh)
+    stored = {_FIELDS[weights]: like.params, "frozen": like.frozen, "variables": like.variables}
+    stored = {name: part for name, part in stored.items() if jax.tree.leaves(part)}
+    part = ocp.args.PyTreeRestore(
+        stored,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
+        partial_restore=True,
+    )
+    with damage_named(place, remedy):
+        reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        found = reader.restore(place / "state", args=part)
+    return Weights(found[_FIELDS[weights]], found.get("frozen", {}), found.get("variables", {}))
+
+
+def _abstract_weights(config: ModelConfig, parameters: ParametersConfig, mesh: Mesh) -> Weights:
+    """Shapes, dtypes and shardings of a model's values."""
+    abstract = abstract_model(config)
+    trained, frozen = split_parameters(abstract.params, parameters)
+    frozen = jax.eval_shape(lambda: cast_frozen(frozen, parameters))
+    shapes = Weights(trained, frozen, abstract.variables)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        weights_shardings(shapes, mesh, family_of(config).partition_rules),
+    )
