@@ -72,7 +72,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
     began = time.monotonic()
     use_compilation_cache(config.run)
     folder = Path(config.run.folder)
-    cluster.on_loss(partial(after_loss, folder, config.cluster))
+    cluster.set_remedy(partial(after_loss, folder, config.cluster))
     cluster.require_same(values_of(config), "start all processes with the same config")
 
     # ---------------------------------------------------------------- data, devices, plan
@@ -120,7 +120,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
             folder / "checkpoints", config.checkpoint, identity, config.model.later_fields
         ) as checkpoints,
         StopRequest() as stop,
-        cluster.failures_reported(),
+        cluster.report_failures(),
     ):
         start = cluster.broadcast(checkpoints.latest) or 0
         if start:

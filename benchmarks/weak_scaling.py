@@ -17,7 +17,7 @@ from typing import Any
 from alload_jax.commands.bench_models import MODELS, shape_of, training_fields
 from alload_jax.commands.bench_process import measured
 from alload_jax.errors import run_command
-from alload_jax.sharding.xla_flags import OVERLAP
+from alload_jax.sharding.xla_flags import OVERLAP_FLAGS
 
 SHARED = ("date", "device", "driver", "versions")
 
@@ -44,7 +44,9 @@ def main(argv: list[str]) -> int:
         "m_mem": options.m_mem,
         "cases": [],
     }
-    for flags in options.flags or [",".join(f"{name}={value}" for name, value in OVERLAP.items())]:
+    for flags in options.flags or [
+        ",".join(f"{name}={value}" for name, value in OVERLAP_FLAGS.items())
+    ]:
         for devices in options.devices:
             case = measure(options, content["model"], devices, flags)
             content |= {key: case.pop(key) for key in SHARED if key in case}

@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 
 import pytest
@@ -16,3 +17,16 @@ def forget_compiled():
     yield
     if jax := sys.modules.get("jax"):
         jax.clear_caches()
+
+
+@pytest.fixture
+def default_signals():
+    """SIGINT and SIGTERM as in a terminal, for this process and those that it starts.
+
+    In a background job SIGINT is ignored, and child processes inherit that.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before_term = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGTERM, before_term)

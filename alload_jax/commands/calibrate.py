@@ -158,12 +158,14 @@ def _step(config: "Config", options: argparse.Namespace) -> "Step":
     """The step that is measured; refused before it is made if its state cannot fit."""
     from alload_jax.bench.calibration import device_memory
     from alload_jax.bench.step import Step, training_spec
-    from alload_jax.models.families import abstract_model
+    from alload_jax.models.families import abstract_model, parameter_count
+    from alload_jax.planning.analytic import state_bytes
     from alload_jax.planning.cost import MemoryModel
-    from alload_jax.training.parameters import state_bytes
+    from alload_jax.training.parameters import trained_of
 
     limit = device_memory(_bounds(options).memory)
-    state = state_bytes(abstract_model(config.model).params, config.parameters)
+    trained = trained_of(abstract_model(config.model).params, config.parameters)
+    state = state_bytes(parameter_count(config.model), trained)
     MemoryModel(float(state), 1.0).max_tokens(limit, options.margin)
     spec = training_spec(config.model, config.optimizer, config.objective, config.parameters)
     return Step(spec, _condition_tokens(config))

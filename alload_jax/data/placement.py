@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from alload_jax.data.batch import AnyBatch
 from alload_jax.data.collate import HostStep
 from alload_jax.distributed.cluster import Cluster
-from alload_jax.distributed.consensus import Consensus, Proposal
+from alload_jax.distributed.consensus import Consensus, PendingDecision
 from alload_jax.sharding.mesh import batch_sharding
 
 
@@ -58,7 +58,7 @@ def place_ahead(
       consensus: of the processes, on what travels along; None for a lone one.
     """
     consensus = consensus or Consensus(Cluster(), mesh)
-    travelling: deque[tuple[HostStep, tuple[AnyBatch, ...], Proposal]] = deque()
+    travelling: deque[tuple[HostStep, tuple[AnyBatch, ...], PendingDecision]] = deque()
     waited = 0.0
     while True:
         began = time.perf_counter()
@@ -67,12 +67,12 @@ def place_ahead(
         if step is not None:
             meshes = [groups[n] for n in step.groups] if groups else [mesh] * len(step.batches)
             batches = tuple(map(_place, step.batches, meshes))
-            travelling.append((step, batches, consensus.propose(step.number, step.problems)))
+            travelling.append((step, batches, consensus.submit(step.number, step.problems)))
         if not travelling:
             return
         if step is None or len(travelling) > depth:
             due, placed, proposal = travelling.popleft()
-            agreed = consensus.settle(proposal)
+            agreed = consensus.result(proposal)
             yield PlacedStep(*due[:2], placed, *agreed, waited, due.groups)
             waited = 0.0
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 TIMESTEP_SCALE = 1000.0
-"""The model is told sigma in these units, as Wan 2.1 and diffusers have it."""
+"""The model's timestep is σ times this, as in Wan 2.1 and diffusers."""
 
 
 def interpolate(data: jax.Array, noise: jax.Array, sigma: jax.Array) -> jax.Array:
@@ -19,7 +19,7 @@ def interpolate(data: jax.Array, noise: jax.Array, sigma: jax.Array) -> jax.Arra
 
 
 def velocity(data: jax.Array, noise: jax.Array) -> jax.Array:
-    """What the model predicts: the path's derivative over σ, noise − data."""
+    """The target of the model: the derivative of the path with respect to σ, noise − data."""
     return noise - data
 
 

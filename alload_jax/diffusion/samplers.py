@@ -1,4 +1,4 @@
-"""From noise to data along the flow."""
+"""Samplers: they integrate the flow from noise to data."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ The condition is a pytree of arrays [B, ...]: labels, embeddings of text, or bot
 """
 
 Slope = Callable[[jax.Array, jax.Array], jax.Array]
-"""A `Velocity` whose condition is given: (latents [B, ...], sigma scalar) → velocity [B, ...]."""
+"""A `Velocity` with a fixed condition: (latents [B, ...], sigma scalar) → velocity [B, ...]."""
 
 
 def guided(model: Velocity, null_condition: Any, guidance: float) -> Velocity:
@@ -27,7 +27,7 @@ def guided(model: Velocity, null_condition: Any, guidance: float) -> Velocity:
     Args:
       model: the velocity of the flow.
       null_condition: the empty condition, arrays of the same shapes as in the condition.
-      guidance: 1 is the model's own conditional velocity, and costs half as much as others.
+      guidance: scale; 1 is the conditional velocity itself and costs half as much as other values.
     """
     if guidance == 1:
         return model
@@ -51,24 +51,24 @@ def sample(
     condition: Any,
     sigmas: np.ndarray | jax.Array,
 ) -> jax.Array:
-    """Follows the flow from noise to data.
+    """Integrates the flow from noise to data.
 
-    May be called inside `jax.jit`. The model is compiled once, whatever the number of steps.
+    May be called inside `jax.jit`. The model is compiled once for any number of steps.
 
     Args:
-      sampler: euler, the straight line from each level to the next; or unipc (arXiv 2302.04867),
-        of second order, which needs fewer steps for the same error.
+      sampler: euler, of first order; or unipc (arXiv 2302.04867), of second order, which needs
+        fewer steps for the same error.
       velocity: of the flow; evaluated once per step.
       noise: [B, ...] float32, the start.
       condition: a pytree of arrays [B, ...], handed to `velocity`.
-      sigmas: [steps + 1], falling to 0: `noise_levels(sampler, steps, shift)`. For euler they
+      sigmas: [steps + 1], decreasing to 0: `noise_levels(sampler, steps, shift)`. For euler they
         may be traced.
 
     Returns:
-      [B, ...] float32, the data drawn.
+      [B, ...] float32, the generated data.
 
     Raises:
-      InputError: the sampler is unknown, or sigmas don't fall from at most 1 to 0 (unipc).
+      InputError: the sampler is unknown, or sigmas do not decrease from at most 1 to 0 (unipc).
       jax.errors.TracerArrayConversionError: sigmas are traced (unipc).
     """
     advance, state, steps = _method(sampler, velocity, noise, condition, sigmas)
@@ -83,10 +83,10 @@ def trajectory(
     condition: Any,
     sigmas: np.ndarray | jax.Array,
 ) -> jax.Array:
-    """What `sample` goes through: [steps + 1, B, ...] float32, from the noise to the data.
+    """The latents at every level of `sample`: [steps + 1, B, ...] float32, from noise to data.
 
-    Takes and raises what `sample` does. For unipc the latents are those at which the model is
-    evaluated, before correction.
+    Arguments and exceptions are those of `sample`. For unipc the latents are those at which the
+    model is evaluated, before correction.
     """
     advance, state, steps = _method(sampler, velocity, noise, condition, sigmas)
 
@@ -105,7 +105,10 @@ def _method(
     condition: Any,
     sigmas: np.ndarray | jax.Array,
 ) -> tuple[Callable[[Any, Any], Any], Any, Any]:
-    """A step, the state before the first one (latents come first in it), what steps differ in."""
+    """Returns a step function, its initial state and its inputs by step, for `jax.lax.scan`.
+
+    The latents are the first part of the state.
+    """
 
     def slope(latents: jax.Array, sigma: jax.Array) -> jax.Array:
         return velocity(latents, jnp.full(latents.shape[0], sigma), condition)
@@ -119,5 +122,5 @@ def _method(
 def _euler_step(
     slope: Slope, state: tuple[jax.Array], step: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array]:
-    (latents,), (now, after) = state, step
-    return (latents + (after - now) * slope(latents, now),)
+    (latents,), (sigma, next_sigma) = state, step
+    return (latents + (next_sigma - sigma) * slope(latents, sigma),)

@@ -1,4 +1,4 @@
-"""Noise levels that samplers step through: NumPy, no JAX."""
+"""The noise levels of samplers, step by step: NumPy, no JAX."""
 
 import math
 from typing import Literal, get_args
@@ -8,27 +8,27 @@ import numpy as np
 from alload_jax.errors import InputError
 
 Sampler = Literal["euler", "unipc"]
-"""How the flow is followed: see `alload_jax.diffusion.samplers.sample`."""
+"""Name of the method that integrates the flow: see `alload_jax.diffusion.samplers.sample`."""
 
 _TRAINING_LEVELS = 1000
-_TO_ONE = 1e-6
+_FIRST_LEVEL_OFFSET = 1e-6
 
 
 def noise_levels(sampler: Sampler, steps: int, shift: float) -> np.ndarray:
-    """Noise levels σ for sampling, falling from 1 (for unipc 1e-6 below it) to 0.
+    """Noise levels σ for sampling, decreasing from 1 (for unipc from 1 − 1e-6) to 0.
 
-    Those of euler are equally spaced before the shift. Those of unipc are the ones that diffusers'
-    UniPCMultistepScheduler has with `use_flow_sigmas`: equally spaced from 1 towards 1/1000, and
-    then 0, so that its last step is longer than the others. The model is told 1000·σ itself, where
-    diffusers' pipelines round that down to a whole number.
+    Before the shift, the levels of euler are equally spaced. Those of unipc are the levels of
+    diffusers' UniPCMultistepScheduler with `use_flow_sigmas`: equally spaced from 1 towards 1/1000,
+    then 0, so that its last step is longer than the others. The model's timestep is 1000·σ exactly;
+    diffusers' pipelines round it down to an integer.
 
     Args:
       sampler: which sampler they are for.
-      steps: evaluations of the model, from 1.
-      shift: σ → shift·σ / (1 + (shift − 1)·σ); above 1, more of the levels are noisy.
+      steps: number of evaluations of the model, at least 1.
+      shift: σ → shift·σ / (1 + (shift − 1)·σ); a shift above 1 raises the levels.
 
     Returns:
-      [steps + 1] float32, each below the one before.
+      [steps + 1] float32, strictly decreasing.
 
     Raises:
       InputError: the sampler is unknown, steps or shift is too small, or so large that levels
@@ -39,10 +39,10 @@ def noise_levels(sampler: Sampler, steps: int, shift: float) -> np.ndarray:
         raise InputError(f"noise_levels: steps is {steps}; it must be at least 1")
     if not 0 < shift < math.inf:
         raise InputError(f"noise_levels: shift is {shift}; it must be above 0 and finite")
-    straight = _straight(sampler, steps)
-    levels = shift * straight / (1 + (shift - 1) * straight)
+    levels = _unshifted_levels(sampler, steps)
+    levels = shift * levels / (1 + (shift - 1) * levels)
     if sampler == "unipc":
-        levels[0] -= _TO_ONE  # diffusers takes the logarithm of 1 − σ
+        levels[0] -= _FIRST_LEVEL_OFFSET  # diffusers takes the logarithm of 1 − σ
     levels = levels.astype(np.float32)
     if not (np.diff(levels) < 0).all():
         raise InputError(
@@ -53,16 +53,16 @@ def noise_levels(sampler: Sampler, steps: int, shift: float) -> np.ndarray:
 
 
 def check_sampler(sampler: str) -> None:
-    """Refuses what is not a `Sampler`.
+    """Checks the name of a sampler.
 
     Raises:
-      InputError: it is not one.
+      InputError: it is not a `Sampler`.
     """
     if sampler not in get_args(Sampler):
         raise InputError(f"sampler is {sampler!r}; choose {' or '.join(get_args(Sampler))}")
 
 
-def _straight(sampler: Sampler, steps: int) -> np.ndarray:
+def _unshifted_levels(sampler: Sampler, steps: int) -> np.ndarray:
     if sampler == "euler":
         return np.linspace(1, 0, steps + 1)
     levels = np.linspace(1, 1 / _TRAINING_LEVELS, steps + 1)

@@ -1,4 +1,4 @@
-"""Which noise levels training looks at."""
+"""The distribution of noise levels in training."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -16,10 +16,11 @@ class TimestepConfig:
     Attributes:
       distribution: uniform over 0 to 1, or logit_normal (arXiv 2403.03206, eq. 19).
       mean, std: of logit σ for `logit_normal`.
-      shift: shift at `shift_seq_len` tokens; 1 shifts nothing.
-      shift_seq_len: sequence length that `shift` is for.
-      shift_power: how the shift grows, shift·(S / shift_seq_len)^shift_power; 0.5 keeps the
-        signal-to-noise ratio over resolutions (arXiv 2403.03206, eq. 23), 0 is the same for all.
+      shift: shift at `shift_seq_len` tokens; 1 leaves σ unchanged.
+      shift_seq_len: sequence length at which `shift` applies, in tokens.
+      shift_power: exponent of the growth with length, shift·(S / shift_seq_len)^shift_power; 0.5
+        keeps the signal-to-noise ratio over resolutions (arXiv 2403.03206, eq. 23), 0 uses the same
+        shift for all lengths.
     """
 
     distribution: Literal["uniform", "logit_normal"] = "logit_normal"
@@ -40,16 +41,16 @@ def sample_sigma(key: jax.Array, config: TimestepConfig, seq_len: int | jax.Arra
     """Draws a noise level, a float32 scalar from 0 (data) to 1 (noise).
 
     Args:
-      key: the sample's own random key.
+      key: the random key of the sample.
       config: the distribution.
-      seq_len: tokens of the sample, for the shift.
+      seq_len: length of the sample in tokens, for the shift.
     """
     if config.distribution == "uniform":
         sigma = jax.random.uniform(key)
     else:
         sigma = jax.nn.sigmoid(config.mean + config.std * jax.random.normal(key))
-    # Computed where it runs even if it is known when compiled, so that a sample's level has the
-    # same bits in either layout: the model hears the last of them.
+    # XLA would fold a static length at compile time, with other rounding. The barrier makes it
+    # compute the shift on the device, so that a sample's level has the same bits in both layouts.
     length = jax.lax.optimization_barrier(jnp.asarray(seq_len, jnp.float32))
     return shift_sigma(sigma, shift_of(config, length))
 
@@ -58,10 +59,10 @@ Length = TypeVar("Length", float, jax.Array)
 
 
 def shift_of(config: TimestepConfig, seq_len: Length) -> Length:
-    """The shift for sequences of that length."""
+    """The shift for a sequence length in tokens."""
     return config.shift * (seq_len / config.shift_seq_len) ** config.shift_power
 
 
 def shift_sigma(sigma: jax.Array, shift: float | jax.Array) -> jax.Array:
-    """shift·σ / (1 + (shift − 1)·σ): above 1, more of the levels are noisy."""
+    """shift·σ / (1 + (shift − 1)·σ): a shift above 1 raises σ."""
     return shift * sigma / (1 + (shift - 1) * sigma)

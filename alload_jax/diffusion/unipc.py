@@ -4,11 +4,12 @@ Between levels s and t the flow's exact solution is, with α = 1 − σ, λ = ln
 
     x(t) = σt/σs·x(s) + αt·(1 − e⁻ʰ)·x₀(s) + (an integral over how x₀ changes from s to t).
 
-The predictor (UniP) and the corrector (UniC) take the integral from differences of the x₀ that were
-predicted at s, at the level before s and, the corrector alone, at t. A step evaluates the model
-once, at what was predicted; with that it corrects the latents, and predicts the next from there.
-All weights follow from the levels: they are computed in float64 on the host. The first and the last
-step are of first order, as diffusers' UniPCMultistepScheduler has it with `lower_order_final`.
+The predictor (UniP) and the corrector (UniC) approximate the integral by differences of the x₀ that
+were predicted at s, at the level before s and, for the corrector only, at t. A step evaluates the
+model once, at the predicted latents. It corrects the latents with the result and predicts those of
+the next level. All weights depend on the levels only and are computed in float64 on the host. The
+first and the last step are of first order, as in diffusers' UniPCMultistepScheduler with
+`lower_order_final`.
 """
 
 from collections.abc import Callable
@@ -20,18 +21,18 @@ import numpy as np
 
 from alload_jax.errors import InputError
 
-NOTHING = (1.0, 0.0, 0.0, 0.0)
-"""`Weights` of an update that keeps the latents."""
+IDENTITY = (1.0, 0.0, 0.0, 0.0)
+"""`Weights` of an update that leaves the latents unchanged."""
 
 
 class State(NamedTuple):
-    """What a step hands to the next one; each [B, ...].
+    """The state between two steps; each part [B, ...].
 
     Attributes:
-      latents: predicted for the level that comes next.
-      origin: corrected latents that `latents` was predicted from; at the start the noise.
-      x0: data predicted at the level of `origin`; 0 at the start.
-      earlier_x0: data predicted one level before that; 0 in the first two steps.
+      latents: predicted for the next level.
+      origin: corrected latents that `latents` was predicted from; the noise before the first step.
+      x0: data predicted at the level of `origin`; 0 before the first step.
+      earlier_x0: data predicted one level earlier; 0 in the first two steps.
     """
 
     latents: jax.Array
@@ -41,13 +42,14 @@ class State(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Of an update from one level to the next; each [steps] float32.
+    """Weights of an update from one level to the next; each [steps] float32.
 
     Attributes:
-      origin: of the latents the update starts from.
-      x0: of the data predicted at the level it starts from.
-      earlier: of the change in predicted data from there to one level earlier.
-      later: of the change from there to the level the update leads to; the corrector's alone.
+      origin: of the latents at the first level.
+      x0: of the data predicted at the first level.
+      earlier: of the difference to the data predicted one level earlier.
+      later: of the difference to the data predicted at the second level; only the corrector uses
+        it.
     """
 
     origin: jax.Array
@@ -57,12 +59,12 @@ class Weights(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """All that distinguishes the steps, for `jax.lax.scan`.
+    """The inputs of all steps, for `jax.lax.scan`.
 
     Attributes:
       sigma: [steps] float32, the level at which the model is evaluated.
-      corrector: of the update that led to this level.
-      predictor: of the update to the next level; `later` is 0.
+      corrector: weights of the update to this level.
+      predictor: weights of the update to the next level; `later` is 0.
     """
 
     sigma: jax.Array
@@ -76,12 +78,12 @@ def start(noise: jax.Array) -> State:
 
 
 def advance(slope: Callable[[jax.Array, jax.Array], jax.Array], state: State, step: Steps) -> State:
-    """One step: evaluates the model, corrects, predicts.
+    """Takes one step: evaluates the model, corrects the latents, predicts those of the next level.
 
     Args:
       slope: (latents [B, ...], sigma scalar) → velocity [B, ...].
-      state: after the step before.
-      step: the entries of `Steps` for this one.
+      state: after the previous step.
+      step: the entries of `Steps` for this step.
     """
     x0 = state.latents - step.sigma * slope(state.latents, step.sigma)
     corrector, predictor = step.corrector, step.predictor
@@ -98,31 +100,31 @@ def advance(slope: Callable[[jax.Array, jax.Array], jax.Array], state: State, st
 
 
 def steps_of(sigmas: np.ndarray | jax.Array) -> Steps:
-    """The weights of every step.
+    """The weights of all steps.
 
     Args:
-      sigmas: [steps + 1], falling from at most 1 to 0.
+      sigmas: [steps + 1], decreasing from at most 1 to 0.
 
     Raises:
-      InputError: the levels do not fall so.
-      jax.errors.TracerArrayConversionError: they are traced; inside `jax.jit` they have to be
+      InputError: the levels do not decrease from at most 1 to 0.
+      jax.errors.TracerArrayConversionError: the levels are traced; inside `jax.jit` they must be
         constants.
     """
     levels = np.asarray(sigmas, np.float64)
     _check(levels)
     predictor, corrector = _updates(levels)
-    # The corrector acts one step late, and has nothing to correct in the first.
-    late = np.column_stack([NOTHING, corrector[:, :-1]])
+    # The corrector of an update runs one step later; in the first step it has nothing to correct.
+    delayed = np.column_stack([IDENTITY, corrector[:, :-1]])
     return Steps(
         jnp.asarray(levels[:-1], jnp.float32),
-        Weights(*jnp.asarray(late, jnp.float32)),
+        Weights(*jnp.asarray(delayed, jnp.float32)),
         Weights(*jnp.asarray(predictor, jnp.float32)),
     )
 
 
 def _updates(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Predictor's and corrector's `Weights`, each [4, steps] float64, of s = level i, t = i + 1."""
-    with np.errstate(divide="ignore"):  # λ is infinite at σ = 0, and may be at 1
+    """`Weights` of predictor and corrector from level i to i + 1, each [4, steps] float64."""
+    with np.errstate(divide="ignore"):  # λ is infinite at σ = 0 and at σ = 1
         h = np.diff(np.log1p(-levels) - np.log(levels))
     origin = levels[1:] / levels[:-1]
     x0 = -(1 - levels[1:]) * np.expm1(-h)
@@ -142,9 +144,9 @@ def _updates(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _moments(h: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What UniC's differences are to add up to, unweighted and weighted by their r (n = 1, 2).
+    """The right-hand sides of UniC's linear system for n = 1 and n = 2.
 
-    n!·hⁿ·φₙ₊₁(h) / B₂(h) in the paper's words, with −h for h since x₀ is predicted.
+    n!·hⁿ·φₙ₊₁(h) / B₂(h) in the paper's notation, with −h for h because x₀ is predicted.
     """
     b = np.expm1(-h)
     first = -b / h - 1
@@ -155,6 +157,6 @@ def _moments(h: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _check(levels: np.ndarray) -> None:
     if len(levels) < 2 or levels[0] > 1 or levels[-1] != 0 or not (np.diff(levels) < 0).all():
         raise InputError(
-            f"unipc: sigmas are {np.array2string(levels, threshold=6)}; they must fall, from at "
-            "most 1 to 0"
+            f"unipc: sigmas are {np.array2string(levels, threshold=6)}; they must decrease, from "
+            "at most 1 to 0"
         )

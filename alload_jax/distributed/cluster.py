@@ -1,4 +1,4 @@
-"""This process among those of a run, and what they tell each other."""
+"""The processes of a run as one of them sees them, and how they exchange values."""
 
 import json
 import sys
@@ -14,35 +14,42 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import jax
 
-from alload_jax.distributed.coordination import KeyValueStore, Member
+from alload_jax.distributed.coordination import ProcessInfo
 from alload_jax.distributed.heartbeat import Heartbeat
+from alload_jax.distributed.key_value_store import KeyValueStore
 from alload_jax.errors import USER_ERRORS, InputError, run_command
 
 T = TypeVar("T")
 
-_APPEARS_SECONDS = 60
-"""In which a file that one host has written is there for the others: NFS caches folders."""
+_VISIBLE_SECONDS = 60
+"""How long to wait for a file that another host has written: NFS caches folders."""
 
 
 def first_process() -> bool:
-    """Whether this process is the one that prints and writes files; a lone process is."""
+    """Whether this process prints and writes files: process 0, or the only process."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 class Cluster:
-    """This process among those of the run; in most runs there is no other.
+    """The processes of the run; most runs have a single one.
 
-    Leave it by `with`. If a `with` is left by an error, the process says why and ends: at its
-    regular end JAX would wait for the others.
+    Use it in a `with` statement. If an error leaves the `with`, the process prints the error and
+    exits at once: a regular exit of Python would make JAX wait for the other processes.
+
+    Attributes:
+      num_processes: number of processes of the run.
     """
 
-    def __init__(self, member: Member | None = None, lost_after: float = 30.0):
-        """After `meet`; without a member this process is alone."""
-        self.processes = member.processes if member else 1
-        self._process = member.process if member else 0
-        self._board = KeyValueStore() if member else None
-        self._watch = Heartbeat(self._board, member, lost_after) if self._board and member else None
-        self._turn = 0
+    def __init__(self, process: ProcessInfo | None = None, lost_after: float = 30.0):
+        """Call it after `connect`; without `process` there is a single process."""
+        self.num_processes = process.num_processes if process else 1
+        self._process_id = process.process_id if process else 0
+        self._store: KeyValueStore | None = None
+        self._heartbeat: Heartbeat | None = None
+        if process:
+            self._store = KeyValueStore()
+            self._heartbeat = Heartbeat(self._store, process, lost_after)
+        self._calls = 0
         self._status: int | None = None
 
     def __enter__(self) -> Self:
@@ -51,70 +58,78 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if self._watch is None:
+        if self._heartbeat is None:
             return
         if error is not None:
-            self._watch.fail(error)
-            self._watch.leave(_explained(error) if self._status is None else self._status)
+            self._heartbeat.report_failure(error)
+            status = _print_error(error) if self._status is None else self._status
+            self._heartbeat.exit_process(status)
         self.all_gather(None)
-        self._watch.close()
+        self._heartbeat.close()
         jax.distributed.shutdown()
 
     @contextmanager
-    def failures_reported(self) -> Iterator[None]:
-        """Lets the others and the user know of an error before anything here waits for them."""
+    def report_failures(self) -> Iterator[None]:
+        """Reports an error to the other processes and to the user before cleanup can block."""
         try:
             yield
         except BaseException as error:
-            if self._watch:
-                self._watch.fail(error)
-                self._status = _explained(error)
+            if self._heartbeat:
+                self._heartbeat.report_failure(error)
+                self._status = _print_error(error)
             raise
 
-    def on_loss(self, remedy: Callable[[], str]) -> None:
-        """What to advise when a process is lost."""
-        if self._watch:
-            self._watch.remedy = remedy
+    def set_remedy(self, remedy: Callable[[], str]) -> None:
+        """Sets the function that returns the advice to print when a process is lost."""
+        if self._heartbeat:
+            self._heartbeat.remedy = remedy
 
-    def reached(self, step: int) -> None:
-        """Notes the step under way, from 1."""
-        if self._watch:
-            self._watch.step = step
+    def set_step(self, step: int) -> None:
+        """Sets the number of the current step, from 1, for messages about lost processes."""
+        if self._heartbeat:
+            self._heartbeat.step = step
 
-    def broadcast(self, find: Callable[[], T]) -> T:
-        """What the first process finds, told to all; a JSON value. The others wait for it."""
-        if self._board is None:
-            return find()
-        self._turn += 1
-        key = f"told/{self._turn}"
-        if self._process == 0:
-            self._board.put(key, json.dumps(find()))
-        return json.loads(self._board.wait_for(key))
+    def broadcast(self, compute: Callable[[], T]) -> T:
+        """Calls `compute` in process 0 and returns its result in all processes.
+
+        A collective operation: the other processes wait for process 0. The result is a JSON value.
+        """
+        if self._store is None:
+            return compute()
+        self._calls += 1
+        key = f"broadcast/{self._calls}"
+        if self._process_id == 0:
+            self._store.put(key, json.dumps(compute()))
+        return json.loads(self._store.wait_for(key))
 
     def all_gather(self, value: Any) -> list[Any]:
-        """What each process has, by process; JSON values. All wait for the last."""
-        if self._board is None:
+        """Returns the values of all processes, ordered by process. Values are JSON values.
+
+        A collective operation: all processes wait for the last.
+        """
+        if self._store is None:
             return [value]
-        self._turn += 1
-        self._board.put(f"gathered/{self._turn}/{self._process}", json.dumps(value))
-        keys = [f"gathered/{self._turn}/{process}" for process in range(self.processes)]
-        return [json.loads(self._board.wait_for(key)) for key in keys]
+        self._calls += 1
+        prefix = f"all_gather/{self._calls}"
+        self._store.put(f"{prefix}/{self._process_id}", json.dumps(value))
+        keys = [f"{prefix}/{process}" for process in range(self.num_processes)]
+        return [json.loads(self._store.wait_for(key)) for key in keys]
 
     def require_same(self, values: Mapping[str, Any], remedy: str) -> None:
-        """Makes sure that all processes have the same; waits for all.
+        """Checks that all processes have the same values. A collective operation.
 
         Args:
           values: JSON values by name.
-          remedy: what to do where they differ.
+          remedy: what the user should do if they differ.
 
         Raises:
-          InputError: a process has another value than the first, or counts other processes.
+          InputError: a process has another value than process 0, or another number of processes.
         """
-        expected = self.broadcast(lambda: self.processes)
-        if expected != self.processes:
+        expected = self.broadcast(lambda: self.num_processes)
+        if expected != self.num_processes:
             raise InputError(
-                f"cluster.processes is {self.processes}, but {expected} in process 0; start all "
-                "processes with the same"
+                f"cluster.processes is {self.num_processes}, but {expected} in process 0; start "
+                "all processes with the same number"
             )
         first, *others = self.all_gather(values)
         for process, theirs in enumerate(others, 1):
@@ -122,65 +137,65 @@ class Cluster:
                 value, expected = theirs.get(name), first.get(name)
                 if value != expected:
                     raise InputError(
-                        f"process {process} of {self.processes}: {name} is {value!r}, but "
+                        f"process {process} of {self.num_processes}: {name} is {value!r}, but "
                         f"{expected!r} in process 0; {remedy}"
                     )
 
     def require_shared(self, name: str, folder: Path) -> None:
-        """Makes sure that all processes see what the first writes to a folder; waits for all.
+        """Checks that all processes see what process 0 writes to a folder. A collective operation.
 
         Args:
           name: of the folder's key in the config.
-          folder: made if need be.
+          folder: created if it does not exist.
 
         Raises:
-          InputError: a process doesn't see it.
-          OSError: the first cannot write there.
+          InputError: a process does not see it.
+          OSError: process 0 cannot write there.
         """
-        if self.processes == 1:
+        if self.num_processes == 1:
             return
-        mark = folder / self.broadcast(partial(_mark, folder))
-        seen = self.all_gather(_appears(mark))
-        if self._process == 0:
-            mark.unlink()
-        if False in seen:
+        marker = folder / self.broadcast(partial(_create_marker, folder))
+        visible = self.all_gather(_becomes_visible(marker))
+        if self._process_id == 0:
+            marker.unlink()
+        if False in visible:
             raise InputError(
-                f"{name} is {folder}: what process 0 writes there is not there for process "
-                f"{seen.index(False)} of {self.processes}; give all hosts one file system, at the "
-                "same path"
+                f"{name} is {folder}: process {visible.index(False)} of {self.num_processes} does "
+                "not see the files that process 0 writes there; give all hosts one file system, "
+                "mounted at the same path"
             )
 
-    def report(self, step: int, problems: tuple[str, ...]) -> None:
-        """Puts down what this process has met in a step, before the others are told to look."""
-        if self._board and problems:
-            self._board.put(f"problems/{step}/{self._process}", json.dumps(problems))
+    def publish_problems(self, step: int, problems: tuple[str, ...]) -> None:
+        """Stores the damaged records that this process has read for a step, for `all_problems`."""
+        if self._store and problems:
+            self._store.put(f"problems/{step}/{self._process_id}", json.dumps(problems))
 
-    def reported(self, step: int) -> tuple[str, ...]:
-        """What all processes have put down of a step, by process, each text once."""
-        assert self._board is not None
-        found = self._board.under(f"problems/{step}")
+    def all_problems(self, step: int) -> tuple[str, ...]:
+        """Returns what all processes have published for a step, by process, each text once."""
+        assert self._store is not None
+        found = self._store.get_prefix(f"problems/{step}")
         texts = [text for process in sorted(found, key=int) for text in json.loads(found[process])]
         return tuple(dict.fromkeys(texts))
 
 
-def _mark(folder: Path) -> str:
-    """Writes an empty file of a new name, which it returns."""
+def _create_marker(folder: Path) -> str:
+    """Writes an empty file with a new name; returns the name."""
     folder.mkdir(parents=True, exist_ok=True)
-    mark = folder / f".shared-{uuid.uuid4().hex}"
-    mark.touch()
-    return mark.name
+    marker = folder / f".shared-{uuid.uuid4().hex}"
+    marker.touch()
+    return marker.name
 
 
-def _appears(mark: Path) -> bool:
-    end = time.monotonic() + _APPEARS_SECONDS
-    while not mark.exists():
+def _becomes_visible(marker: Path) -> bool:
+    end = time.monotonic() + _VISIBLE_SECONDS
+    while not marker.exists():
         if time.monotonic() > end:
             return False
         time.sleep(0.1)
     return True
 
 
-def _explained(error: BaseException) -> int:
+def _print_error(error: BaseException) -> int:
     """Prints an error as a command does; returns the exit status."""
     if not isinstance(error, USER_ERRORS):
         traceback.print_exception(error)

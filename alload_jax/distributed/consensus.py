@@ -1,9 +1,9 @@
-"""What all processes must decide alike: when to stop, and which records are damaged.
+"""Decisions that all processes must take at the same step: when to stop, which records to skip.
 
-A signal comes to processes at different moments, and a record is read by one of them. Before a step
-each process contributes what it knows to a small collective, which is computed on the devices while
-the step before is, and read when the step is due: so no process waits, and all learn the same at
-the same step.
+A signal reaches the processes at different moments, and only one process reads a given record.
+Before each step every process submits what it knows to a small all-reduce. The devices compute it
+during the step before, and its result is read when the step is due. So no process waits, and all
+processes get the same result for the same step.
 """
 
 from collections.abc import Callable
@@ -17,26 +17,28 @@ from alload_jax.distributed.cluster import Cluster
 from alload_jax.sharding.mesh import AXES, replicated
 
 
-class Proposal(NamedTuple):
-    """What this process knows of a step that is to come.
+class PendingDecision(NamedTuple):
+    """A decision on a later step whose all-reduce is still under way.
 
     Attributes:
-      step: its number.
-      problems: what was wrong with records that this process has read for it.
-      most: [2] int32, over all processes: damaged records, signal. None for a lone process.
+      step: number of the step.
+      problems: damaged records that this process has read for the step, one text each.
+      maximum: [2] int32, the largest count of damaged records and the largest number of a reason
+        to stop, over all processes; None for a single process.
     """
 
     step: int
     problems: tuple[str, ...]
-    most: jax.Array | None
+    maximum: jax.Array | None
 
 
-class Agreed(NamedTuple):
+class Decision(NamedTuple):
     """What all processes know of a step.
 
     Attributes:
-      problems: what was wrong with its records, whoever read them.
-      signal: number of the signal that a process was told to stop by before it; 0 for none.
+      problems: damaged records of the step, read by any process, one text each.
+      signal: number of a reason to stop, such as a signal, that some process had before the step;
+        0 for none.
     """
 
     problems: tuple[str, ...]
@@ -44,34 +46,36 @@ class Agreed(NamedTuple):
 
 
 class Consensus:
-    """Agrees with the other processes; without others, with itself."""
+    """Takes decisions together with the other processes of the cluster, if there are any."""
 
     def __init__(self, cluster: Cluster, mesh: Mesh, signal: Callable[[], int] = lambda: 0):
-        """`signal` gives the number of the signal that has come to this process, or 0."""
+        """`signal` returns the number of this process's reason to stop, such as a signal, or 0."""
         self._cluster, self._signal = cluster, signal
-        self._split = NamedSharding(mesh, PartitionSpec(AXES))
-        self._rows = sum(
+        self._row_sharding = NamedSharding(mesh, PartitionSpec(AXES))
+        self._num_rows = sum(
             device.process_index == jax.process_index() for device in mesh.devices.flat
         )
-        self._most = jax.jit(lambda rows: rows.max(axis=0), out_shardings=replicated(mesh))
+        self._max = jax.jit(lambda rows: rows.max(axis=0), out_shardings=replicated(mesh))
 
-    def propose(self, step: int, problems: tuple[str, ...]) -> Proposal:
-        """Contributes what this process knows, without waiting; all processes in the same order."""
-        if self._cluster.processes == 1:
-            return Proposal(step, problems, None)
-        self._cluster.report(step, problems)
+    def submit(self, step: int, problems: tuple[str, ...]) -> PendingDecision:
+        """Submits what this process knows of a step. Does not wait; a collective operation."""
+        if self._cluster.num_processes == 1:
+            return PendingDecision(step, problems, None)
+        self._cluster.publish_problems(step, problems)
         row = np.array([[len(problems), self._signal()]], np.int32)
-        rows = jax.make_array_from_process_local_data(self._split, row.repeat(self._rows, axis=0))
-        return Proposal(step, problems, self._most(rows))
+        rows = jax.make_array_from_process_local_data(
+            self._row_sharding, row.repeat(self._num_rows, axis=0)
+        )
+        return PendingDecision(step, problems, self._max(rows))
 
-    def settle(self, proposal: Proposal) -> Agreed:
-        """What all have contributed, once the step is due."""
-        self._cluster.reached(proposal.step + 1)
-        if proposal.most is None:
-            return Agreed(proposal.problems, self._signal())
-        damaged, signal = np.asarray(proposal.most).tolist()
-        return Agreed(self._cluster.reported(proposal.step) if damaged else (), signal)
+    def result(self, pending: PendingDecision) -> Decision:
+        """Returns the decision, once the step is due; waits for its all-reduce."""
+        self._cluster.set_step(pending.step + 1)
+        if pending.maximum is None:
+            return Decision(pending.problems, self._signal())
+        damaged, signal = np.asarray(pending.maximum).tolist()
+        return Decision(self._cluster.all_problems(pending.step) if damaged else (), signal)
 
     def signal(self) -> int:
-        """The signal that any process has got until now; waits for all."""
+        """Returns the largest number of a reason to stop of all processes; waits for all."""
         return max(self._cluster.all_gather(self._signal()))

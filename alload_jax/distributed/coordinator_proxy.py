@@ -1,8 +1,8 @@
-"""Between JAX's client and process 0, so that the loss of process 0 can be told in plain words.
+"""A TCP proxy between JAX's client and process 0, so that losing process 0 gives a clear message.
 
-JAX aborts a process from C++, with a page of stack trace and no way to intervene, in the instant
-in which its connection to process 0 breaks. Behind a relay the connection does not break: it falls
-silent, which the watch (`watch.py`) notices and explains.
+When the connection to process 0 breaks, JAX aborts the process from C++ with a page of stack trace,
+and Python cannot intervene. JAX therefore connects to this proxy, which keeps its connection to JAX
+open when process 0 is lost. JAX sees only silence; `heartbeat.py` detects and reports the loss.
 """
 
 import socket
@@ -10,58 +10,58 @@ from threading import Thread
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Of `host:port`; an IPv6 host may stand in brackets."""
+    """Splits `host:port`; an IPv6 host may be in brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 class CoordinatorProxy:
-    """Passes on what comes to a port of this host.
+    """Forwards connections from a local port to another address.
 
     Attributes:
-      address: host:port, to be used instead of the target's.
+      address: host:port of the local port, to be used instead of the target's.
     """
 
     def __init__(self, target: str):
-        """Begins to serve for as long as the process lives; `target` is host:port."""
+        """Serves until the process ends; `target` is host:port."""
         self._target = host_and_port(target)
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
-        _start(self._serve)
+        _start_thread(self._serve)
 
     def _serve(self) -> None:
         while True:
-            near, _ = self._server.accept()
+            client, _ = self._server.accept()
             try:
-                far = socket.create_connection(self._target)
-            except OSError:  # not there yet: JAX tries again
-                near.close()
+                target = socket.create_connection(self._target)
+            except OSError:  # process 0 does not listen yet; JAX tries again
+                client.close()
                 continue
-            for end in (near, far):
+            for end in (client, target):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _start(_pass_on, near, far)
-            _start(_pass_on_until_lost, far, near)
+            _start_thread(_forward_requests, client, target)
+            _start_thread(_forward_responses, target, client)
 
 
-def _pass_on(near: socket.socket, far: socket.socket) -> None:
-    """From JAX to process 0; what JAX closes is closed."""
+def _forward_requests(client: socket.socket, target: socket.socket) -> None:
+    """From JAX to process 0; closes both connections when JAX closes its own."""
     try:
-        while data := near.recv(1 << 16):
-            far.sendall(data)
-        far.shutdown(socket.SHUT_RDWR)
-        near.close()
+        while data := client.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_RDWR)
+        client.close()
     except OSError:
-        return  # process 0 is lost, and the other direction silent
+        return  # process 0 is lost; JAX's connection stays open
 
 
-def _pass_on_until_lost(far: socket.socket, near: socket.socket) -> None:
-    """From process 0 to JAX, whose side stays open at the end."""
+def _forward_responses(target: socket.socket, client: socket.socket) -> None:
+    """From process 0 to JAX; leaves JAX's connection open when process 0 closes its own."""
     try:
-        while data := far.recv(1 << 16):
-            near.sendall(data)
+        while data := target.recv(1 << 16):
+            client.sendall(data)
     except OSError:
         return
 
 
-def _start(function: object, *arguments: object) -> None:
+def _start_thread(function: object, *arguments: object) -> None:
     Thread(target=function, args=arguments, daemon=True).start()  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Notices when a process of a cluster is lost or has failed, and ends this one in plain words.
+"""Detects that a process of the run is lost or has failed, and ends this one with a clear message.
 
-Without it the others would wait for the lost one in their next collective, without end on GPUs.
+Without it the remaining processes would wait in their next collective: on GPUs forever.
 """
 
 import json
@@ -15,164 +15,186 @@ from typing import Literal, NoReturn
 
 import jax
 
-from alload_jax.distributed.coordination import KeyValueStore, Member
+from alload_jax.distributed.coordination import ProcessInfo
+from alload_jax.distributed.key_value_store import KeyValueStore
 from alload_jax.errors import USER_ERRORS, reason_of
 
 _GRACE = 5.0
-"""Seconds in which a process may fail of what another has failed of, and say so itself."""
+"""Seconds after another process's failure in which this one may fail of the same and report it."""
 
 
 @dataclass
-class Beat:
-    """What a process says of itself, over and over.
+class Message:
+    """What a process publishes about itself at every interval.
 
     Attributes:
-      host: its host's name.
-      count: grows with each beat.
-      state: `hurt` by an error whose cause may be the loss of another; `failed` for good; `gone`.
-      reason: of its failure, or of what hurt it.
+      host: name of its host.
+      sequence: number of the message; a new number proves that the process is alive.
+      state: `running`; `unconfirmed`: it has an error that another process's loss may have caused;
+        `failed`: the error is its own; `exited`.
+      reason: of the error, in one line.
     """
 
     host: str
-    count: int = 0
-    state: Literal["well", "hurt", "failed", "gone"] = "well"
+    sequence: int = 0
+    state: Literal["running", "unconfirmed", "failed", "exited"] = "running"
     reason: str = ""
 
 
 @dataclass
-class _Heard:
-    """The newest beat of a process, when it came, and since when the process has failed."""
+class _Received:
+    """The newest message of a process; times are of this process's monotonic clock, in seconds.
 
-    beat: Beat
+    Attributes:
+      message: the message.
+      at: when it arrived.
+      failed_at: when the first message that reports a failure or exit arrived.
+    """
+
+    message: Message
     at: float
     failed_at: float | None = None
 
 
 class Heartbeat:
-    """Two threads: one beats and listens through process 0, the other judges by the clock.
+    """Two threads: one exchanges messages through process 0, the other checks for lost processes.
 
     Attributes:
-      step: the step under way, from 1; 0 before the first.
-      remedy: says what to do about a lost process.
+      step: the current step, from 1; 0 before the first.
+      remedy: returns the advice to print when a process is lost.
     """
 
-    def __init__(self, board: KeyValueStore, member: Member, lost_after: float):
-        """Begins to watch; `lost_after` seconds of silence a process is lost."""
+    def __init__(self, store: KeyValueStore, process: ProcessInfo, lost_after: float):
+        """Starts both threads; a process counts as lost after `lost_after` seconds of silence."""
         self.step = 0
         self.remedy: Callable[[], str] = lambda: "start all processes again"
-        self._board, self._member, self._lost_after = board, member, lost_after
+        self._store, self._process, self._lost_after = store, process, lost_after
         self._interval = min(2.0, lost_after / 8)
-        self._own = Beat(socket.gethostname())
+        self._message = Message(socket.gethostname())
         now = time.monotonic()
-        self._heard = {n: _Heard(Beat("host unknown"), now) for n in range(member.processes)}
-        self._answered = now
+        self._received = {
+            n: _Received(Message("host unknown"), now) for n in range(process.num_processes)
+        }
+        self._store_answered_at = now
         self._closed = Event()
-        self._threads = [Thread(target=run, daemon=True) for run in (self._listen, self._judge)]
+        loops = (self._exchange_loop, self._check_loop)
+        self._threads = [Thread(target=loop, daemon=True) for loop in loops]
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Stops watching, because all have finished."""
+        """Stops both threads, after all processes have finished."""
         self._closed.set()
         for thread in self._threads:
             thread.join()
 
-    def fail(self, error: BaseException) -> None:
-        """Says that this process has failed, unless its failure is another's loss.
+    def report_failure(self, error: BaseException) -> None:
+        """Reports to the other processes that this one has failed.
 
-        Returns once that is clear; does not return if another is lost.
+        An error that the loss of another process may have caused is held back until that is
+        decided. If another process is lost or has failed, this function does not return: the check
+        ends the process with a message that names the other one.
         """
-        if self._own.state != "well":
+        if self._message.state != "running":
             return
-        self._own.reason = reason = reason_of(error)
+        self._message.reason = reason = reason_of(error)
         if not isinstance(error, USER_ERRORS):
-            self._own.state = "hurt"
-            # One that failed of something else is what this process was hurt by: the judge says so.
-            patience = self._lost_after + 4 * self._interval
-            self._wait(lambda other: other.state == "hurt" or other.reason == reason, patience)
-        self._own.state = "failed"
+            self._message.state = "unconfirmed"
+            # If another process failed for another reason, the check ends this one meanwhile.
+            seconds = self._lost_after + 4 * self._interval
+            self._wait_for_others(
+                lambda other: other.state == "unconfirmed" or other.reason == reason, seconds
+            )
+        self._message.state = "failed"
 
-    def leave(self, status: int) -> NoReturn:
-        """Ends this process, which has failed; process 0 is the last to go."""
-        if self._member.process == 0:
-            self._wait(lambda other: other.state == "gone", self._lost_after)
+    def exit_process(self, status: int) -> NoReturn:
+        """Ends this process, which has failed. Process 0, which hosts the store, exits last."""
+        if self._process.process_id == 0:
+            self._wait_for_others(lambda other: other.state == "exited", self._lost_after)
         else:
-            self._own.state = "gone"
-            self._beat()
+            self._message.state = "exited"
+            self._exchange()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
-    def _wait(self, enough: Callable[[Beat], bool], seconds: float) -> None:
-        """Until all others are so, or for some seconds."""
+    def _wait_for_others(self, condition: Callable[[Message], bool], seconds: float) -> None:
+        """Waits until the condition holds for all other processes, at most for some seconds."""
         end = time.monotonic() + seconds
-        others = [heard for n, heard in self._heard.items() if n != self._member.process]
-        while not all(enough(other.beat) for other in others) and time.monotonic() < end:
+        others = [found for n, found in self._received.items() if n != self._process.process_id]
+        while not all(condition(other.message) for other in others) and time.monotonic() < end:
             time.sleep(self._interval / 2)
 
-    def _listen(self) -> None:
+    def _exchange_loop(self) -> None:
         while not self._closed.is_set():
-            self._beat()
+            self._exchange()
             self._closed.wait(self._interval)
 
-    def _beat(self) -> None:
+    def _exchange(self) -> None:
+        """Publishes this process's message and reads those of all processes."""
         try:
-            self._own.count += 1
-            self._board.put(f"beat/{self._member.process}", json.dumps(asdict(self._own)))
-            texts = self._board.under("beat")
+            self._message.sequence += 1
+            own = json.dumps(asdict(self._message))
+            self._store.put(f"heartbeat/{self._process.process_id}", own)
+            texts = self._store.get_prefix("heartbeat")
         except jax.errors.JaxRuntimeError:
-            return  # no answer, which the judge counts
-        self._answered = time.monotonic()
+            return  # the store does not answer; the check measures for how long
+        self._store_answered_at = time.monotonic()
         for number, text in texts.items():
-            if int(number) not in self._heard:
-                continue  # of one that counts more processes, and will be told so
-            heard, beat = self._heard[int(number)], Beat(**json.loads(text))
-            if beat.count != heard.beat.count:
-                heard.beat, heard.at = beat, self._answered
-            if beat.state in ("failed", "gone") and heard.failed_at is None:
-                heard.failed_at = self._answered
+            if int(number) not in self._received:
+                continue  # started with a larger cluster.processes; Cluster.require_same reports it
+            received, message = self._received[int(number)], Message(**json.loads(text))
+            if message.sequence != received.message.sequence:
+                received.message, received.at = message, self._store_answered_at
+            if message.state in ("failed", "exited") and received.failed_at is None:
+                received.failed_at = self._store_answered_at
 
-    def _judge(self) -> None:
-        judged = time.monotonic()
+    def _check_loop(self) -> None:
+        last = time.monotonic()
         while not self._closed.wait(self._interval / 2):
-            stood, judged = time.monotonic() - judged, time.monotonic()
-            if verdict := self._stopped(stood) or self._verdict():
+            pause, last = time.monotonic() - last, time.monotonic()
+            if failure := self._find_suspension(pause) or self._find_failure():
                 try:
-                    print(f"error: {verdict}; {self.remedy()}", file=sys.stderr, flush=True)
-                finally:  # whoever read the output may be gone as well
+                    print(f"error: {failure}; {self.remedy()}", file=sys.stderr, flush=True)
+                finally:  # stderr may be closed, for example because its reader has ended
                     os._exit(1)
 
-    def _stopped(self, seconds: float) -> str:
-        """What ends this process after a pause, in which it heard of nobody; or nothing."""
-        if seconds <= self._lost_after:
-            return ""
-        own = self._name(self._member.process)
-        return f"{own} stood still for {seconds:.0f} seconds{self._when()}, and counts as lost"
+    def _find_suspension(self, pause: float) -> str:
+        """Describes a suspension of this process that the others take for its loss; or "".
 
-    def _verdict(self) -> str:
-        """What ends this process, or nothing."""
+        Args:
+          pause: seconds since the last check, which received no messages meanwhile.
+        """
+        if pause <= self._lost_after:
+            return ""
+        own = self._describe(self._process.process_id)
+        return f"{own} was suspended for {pause:.0f} seconds{self._at_step()} and counts as lost"
+
+    def _find_failure(self) -> str:
+        """Describes the loss or failure of a process that must end this one; or ""."""
         now = time.monotonic()
-        if now - self._answered > self._lost_after:
-            return f"{self._name(0)} was lost{self._when()}"
-        # What is known of the others is old while process 0 keeps silent.
-        for number, heard in self._heard.items():
-            if heard.beat.state == "gone" or now - self._answered > self._lost_after / 2:
-                continue
-            if now - heard.at > self._lost_after:
-                return f"{self._name(number)} was lost{self._when()}"
-        return self._failure_of_another(now)
+        if now - self._store_answered_at > self._lost_after:
+            return f"{self._describe(0)} was lost{self._at_step()}"
+        # While process 0 does not answer, silence of the others proves nothing.
+        store_answers = now - self._store_answered_at <= self._lost_after / 2
+        for number, received in self._received.items():
+            silent = now - received.at > self._lost_after
+            if store_answers and silent and received.message.state != "exited":
+                return f"{self._describe(number)} was lost{self._at_step()}"
+        return self._find_reported_failure(now)
 
-    def _failure_of_another(self, now: float) -> str:
-        if self._own.state in ("failed", "gone"):
+    def _find_reported_failure(self, now: float) -> str:
+        if self._message.state in ("failed", "exited"):
             return ""
-        for number, heard in self._heard.items():
-            if heard.failed_at is not None and now - heard.failed_at > _GRACE:
-                return f"{self._name(number)} ended{self._when()}: {heard.beat.reason}"
+        for number, received in self._received.items():
+            if received.failed_at is not None and now - received.failed_at > _GRACE:
+                reason = received.message.reason
+                return f"{self._describe(number)} ended{self._at_step()}: {reason}"
         return ""
 
-    def _name(self, number: int) -> str:
-        host = self._heard[number].beat.host
-        return f"process {number} of {self._member.processes} ({host})"
+    def _describe(self, number: int) -> str:
+        host = self._received[number].message.host
+        return f"process {number} of {self._process.num_processes} ({host})"
 
-    def _when(self) -> str:
+    def _at_step(self) -> str:
         return f" at step {self.step}" if self.step else " before the first step"

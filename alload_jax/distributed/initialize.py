@@ -1,4 +1,4 @@
-"""How the processes of a run find each other."""
+"""Starts a run of several processes: finds out who they are and connects them."""
 
 import os
 import re
@@ -8,27 +8,34 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Thread, Timer
+from threading import Event, Thread
 
 from alload_jax.distributed.cluster import Cluster
-from alload_jax.distributed.coordination import JOIN_SECONDS, Member, meet, member_by_launcher
+from alload_jax.distributed.coordination import (
+    CONNECT_SECONDS,
+    ProcessInfo,
+    connect,
+    process_info_from_launcher,
+)
 from alload_jax.distributed.coordinator_proxy import host_and_port
 from alload_jax.errors import InputError
 
 _SILENT_SECONDS = 60
-"""After which a process that waits for the others says so."""
+"""How long a process waits for the others before it prints that it is waiting."""
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The processes of a run. A launcher says who they are (see docs/clusters.md), or three flags.
+    """The processes of a run: detected from the launcher, or given by three flags.
+
+    See docs/clusters.md.
 
     Attributes:
-      coordinator: host:port of process 0, on which it listens and which all others reach.
-      processes: how many there are.
-      process: which this one is, from 0.
-      detect: whether Slurm, Open MPI or Kubernetes is asked when nothing is given.
-      lost_after: seconds of silence after which a process counts as lost, and the others end.
+      coordinator: host:port on which process 0 listens and which all others can reach.
+      processes: number of processes.
+      process: number of this process, from 0.
+      detect: whether to ask Slurm, Open MPI or Kubernetes if the three flags are not given.
+      lost_after: seconds of silence after which a process counts as lost and the others end.
     """
 
     coordinator: str | None = None
@@ -42,8 +49,8 @@ class ClusterConfig:
         missing = [f"cluster.{name}" for name, value in parts.items() if value is None]
         if 0 < len(missing) < len(parts):
             raise InputError(
-                f"{' and '.join(missing)} must be given too; give cluster.coordinator, processes "
-                "and process, or none of them, and the launcher is asked"
+                f"{' and '.join(missing)} must be given too; give all of cluster.coordinator, "
+                "processes and process, or none of them to detect the launcher"
             )
         if self.coordinator is not None and not re.fullmatch(r"\S+:\d+", self.coordinator):
             raise InputError(f"cluster.coordinator is {self.coordinator!r}; give it as host:port")
@@ -53,86 +60,90 @@ class ClusterConfig:
             raise InputError(f"cluster.processes is {self.processes}; it must be at least 1")
         if self.process is not None and not 0 <= self.process < (self.processes or 1):
             raise InputError(
-                f"cluster.process is {self.process}; it must be 0 to {(self.processes or 1) - 1}, "
-                "one less than cluster.processes at most"
+                f"cluster.process is {self.process}; it must be 0 to {(self.processes or 1) - 1} "
+                "(cluster.processes - 1)"
             )
         if self.lost_after < 2:
             raise InputError(f"cluster.lost_after is {self.lost_after}; it must be at least 2")
 
 
 def initialize(config: ClusterConfig) -> Cluster:
-    """Meets the other processes, if there are any; call it before anything touches a device.
+    """Connects the processes of the run, if there are several.
+
+    Call it before anything uses a device.
 
     Raises:
-      InputError: the launcher does not say enough, or not all processes came.
+      InputError: the launcher's information is incomplete, or not all processes connected.
     """
-    member = _member(config)
-    if member is None or member.processes == 1:
+    process = _process_info(config)
+    if process is None or process.num_processes == 1:
         return Cluster()
     try:
-        with _patience(member):
-            meet(member, heartbeat_seconds=max(100.0, 4 * config.lost_after))
+        with _limited_wait(process):
+            connect(process, heartbeat_seconds=max(100.0, 4 * config.lost_after))
     except RuntimeError as error:
-        raise InputError(_not_met(member, _first_line(error))) from error
-    if member.process != 0:  # not only Python's own lines: gloo prints too
+        raise InputError(_not_connected(process, _first_line(error))) from error
+    if process.process_id != 0:  # file descriptor 1, because gloo prints from C++
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return Cluster(member, config.lost_after)
+    return Cluster(process, config.lost_after)
 
 
 @contextmanager
-def _patience(member: Member) -> Iterator[None]:
-    """Says after a while that it waits, and in the end gives up, where JAX would abort."""
+def _limited_wait(process: ProcessInfo) -> Iterator[None]:
+    """Prints a notice if the wait is long, and ends the process before JAX would abort it."""
+    connected = Event()
 
-    def say() -> None:
-        reason = _reason_to_wait(member)
-        print(f"waiting for the other processes at {member.coordinator}{reason}", file=sys.stderr)
-
-    def give_up() -> None:
-        reason = f"within {JOIN_SECONDS} seconds{_reason_to_wait(member)}"
-        print(f"error: {_not_met(member, reason)}", file=sys.stderr, flush=True)
+    def watch() -> None:
+        if connected.wait(_SILENT_SECONDS):
+            return
+        address, reason = process.coordinator_address, _resolution_error(process)
+        print(f"waiting for the other processes at {address}{reason}", file=sys.stderr, flush=True)
+        if connected.wait(CONNECT_SECONDS - _SILENT_SECONDS):
+            return
+        reason = f"within {CONNECT_SECONDS} seconds{_resolution_error(process)}"
+        print(f"error: {_not_connected(process, reason)}", file=sys.stderr, flush=True)
         os._exit(2)
 
-    timers = [Timer(_SILENT_SECONDS, say), Timer(JOIN_SECONDS, give_up)]
-    for timer in timers:
-        timer.daemon = True
-        timer.start()
+    Thread(target=watch, daemon=True).start()
     try:
-        with _interruptible():
+        with _exit_on_ctrl_c():
             yield
     finally:
-        for timer in timers:
-            timer.cancel()
+        connected.set()
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends the process though its main thread waits in C++, where no handler of Python runs.
+def _exit_on_ctrl_c() -> Iterator[None]:
+    """Ends the process on Ctrl-C although its main thread waits in C++.
 
-    The signal's number comes through a socket as well, which another thread reads.
+    Python runs signal handlers in the main thread only. It also writes the signal's number to a
+    socket, which another thread reads here. If SIGINT is ignored, as in a background job of a
+    shell script, it stays ignored.
     """
-    told, tell = socket.socketpair()
-    tell.setblocking(False)
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
 
     def read() -> None:
-        while numbers := told.recv(64):
+        while numbers := reading.recv(64):
             if signal.SIGINT in numbers:
                 print("interrupted", file=sys.stderr, flush=True)
                 os._exit(130)
 
-    before = signal.set_wakeup_fd(tell.fileno())
+    before = signal.set_wakeup_fd(writing.fileno())
     reader = Thread(target=read, daemon=True)
     reader.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        tell.close()
+        writing.close()
         reader.join()
-        told.close()
+        reading.close()
 
 
-def _reason_to_wait(member: Member) -> str:
-    host, _ = host_and_port(member.coordinator)
+def _resolution_error(process: ProcessInfo) -> str:
+    """Why the coordinator's host name cannot be resolved; "" if it can."""
+    host, _ = host_and_port(process.coordinator_address)
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
@@ -140,53 +151,54 @@ def _reason_to_wait(member: Member) -> str:
     return ""
 
 
-def _not_met(member: Member, reason: str) -> str:
+def _not_connected(process: ProcessInfo, reason: str) -> str:
     return (
-        f"process {member.process} of {member.processes} did not meet the others at "
-        f"{member.coordinator} ({reason}); start each of them once, with its own cluster.process, "
-        "and choose a port of the first one's host that is open to all"
+        f"process {process.process_id} of {process.num_processes} could not connect to the others "
+        f"at {process.coordinator_address} ({reason}); start each process once, with its own "
+        "cluster.process, and choose a port of process 0's host that all hosts can reach"
     )
 
 
-def _member(config: ClusterConfig) -> Member | None:
+def _process_info(config: ClusterConfig) -> ProcessInfo | None:
     if config.coordinator is not None:
         assert config.processes is not None
         assert config.process is not None
-        return Member(config.coordinator, config.processes, config.process)
+        return ProcessInfo(config.coordinator, config.processes, config.process)
     launcher = _launcher() if config.detect else None
     if launcher is None:
         return None
     remedy = (
         "give --cluster.coordinator, --cluster.processes and --cluster.process, or "
-        "--cluster.detect false if this process runs alone"
+        "--cluster.detect false to run this process alone"
     )
     try:
-        member = member_by_launcher()
+        process = process_info_from_launcher()
     except RuntimeError as error:
         raise InputError(f"{launcher}: {_first_line(error)}; {remedy}") from error
-    if member is None:
-        raise InputError(f"{launcher}: JAX cannot tell who the processes are; {remedy}")
-    return member
+    if process is None:
+        raise InputError(f"{launcher}: JAX cannot detect the processes of the run; {remedy}")
+    return process
 
 
 def _launcher() -> str | None:
-    """Who started several processes; None for a lone one, in a job or not."""
-    # Not SLURM_NTASKS: an allocation has it too, in whose shell a lone process may be started.
-    if _tasks("SLURM_STEP_NUM_TASKS") > 1:
+    """Name of the launcher that started several processes; None for a single process."""
+    # Not SLURM_NTASKS: it is also set in the shell of an allocation, where a single process may
+    # be started by hand.
+    if _task_count("SLURM_STEP_NUM_TASKS") > 1:
         return "Slurm"
-    if _tasks("OMPI_COMM_WORLD_SIZE") > 1:
+    if _task_count("OMPI_COMM_WORLD_SIZE") > 1:
         return "Open MPI"
     if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= os.environ.keys():
         return "Kubernetes"
     return None
 
 
-def _tasks(variable: str) -> int:
+def _task_count(variable: str) -> int:
     text = os.environ.get(variable, "1")
     if not text.isdecimal():
         raise InputError(
-            f"{variable} is {text!r} in the environment, where a launcher puts a number; unset it, "
-            "or give --cluster.detect false"
+            f"environment variable {variable} is {text!r}; it must be a number, as launchers set "
+            "it; unset it, or give --cluster.detect false"
         )
     return int(text)
 

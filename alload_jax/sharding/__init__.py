@@ -1,1 +1,1 @@
-"""Where arrays live: the mesh and the partition rules."""
+"""The device mesh, its shape groups, and the partition rules of arrays."""

@@ -1,4 +1,4 @@
-"""Shape groups: slices of the mesh that run programs of their own between global updates."""
+"""Shape groups: slices of the mesh that each run their own programs between global updates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +14,11 @@ from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import ranks_of
 
 GROUP_AXIS = "data"
-"""Each index along this axis of the mesh is a shape group."""
+"""The mesh axis whose indices number the shape groups."""
 
 
 def ranks_per_group(mesh: Mesh) -> int:
-    """Ranks of a shape group of the mesh."""
+    """Number of ranks in a shape group of the mesh."""
     return ranks_of(mesh) // mesh.shape[GROUP_AXIS]
 
 
@@ -28,12 +28,12 @@ def plan_on(mesh: Mesh, config: PlanningConfig, samples: Samples, seed: int) -> 
     Raises:
       InputError: a sample cannot be placed, or a bound is missing.
     """
-    alike = ranks_per_group(mesh)
-    return make_plan(config, samples, ranks_of(mesh), seed, ranks_per_group=alike)
+    group_size = ranks_per_group(mesh)
+    return make_plan(config, samples, ranks_of(mesh), seed, ranks_per_group=group_size)
 
 
 def split_mesh(mesh: Mesh) -> tuple[Mesh, ...]:
-    """The mesh of each shape group: the same axes, `data` of size 1."""
+    """The mesh of each shape group: it has the same axes, and `data` has size 1."""
     return tuple(
         Mesh(mesh.devices[n : n + 1], mesh.axis_names, axis_types=mesh.axis_types)
         for n in range(mesh.shape[GROUP_AXIS])
@@ -41,12 +41,13 @@ def split_mesh(mesh: Mesh) -> tuple[Mesh, ...]:
 
 
 def group_meshes(mesh: Mesh, plan: Plan) -> tuple[Mesh, ...]:
-    """On which mesh each of a plan's shape groups runs; none where all ranks are one group.
+    """The mesh that runs each of a plan's shape groups; empty if all ranks form one group.
 
-    A mesh takes consecutive groups of the plan, where there are more of these.
+    If the plan has more groups than the mesh, consecutive groups of the plan share a mesh.
 
     Raises:
-      InputError: the plan's groups don't fit the mesh's, or one of these spans processes.
+      InputError: the plan's groups do not fit those of the mesh, or a group of the mesh spans
+        several processes.
     """
     if plan.shape_groups == 1:
         return ()
@@ -54,7 +55,7 @@ def group_meshes(mesh: Mesh, plan: Plan) -> tuple[Mesh, ...]:
         raise InputError(
             f"planning.ranks_per_group is {plan.group_ranks}, not a multiple of the "
             f"{ranks_per_group(mesh)} ranks (fsdp·context) of a shape group of the mesh; make it "
-            "one, or leave it out"
+            "a multiple, or leave it out"
         )
     meshes = split_mesh(mesh)
     for number, group in enumerate(meshes):
@@ -63,18 +64,26 @@ def group_meshes(mesh: Mesh, plan: Plan) -> tuple[Mesh, ...]:
         raise InputError(
             f"planning.ranks_per_group is {plan.group_ranks}, so the plan has "
             f"{plan.shape_groups} shape groups, which mesh.data = {len(meshes)} does not divide; "
-            "choose a smaller one, or leave it out"
+            "choose a smaller value, or leave it out"
         )
     each = plan.shape_groups // len(meshes)
     return tuple(group for group in meshes for _ in range(each))
 
 
 def refuse_spanning(group: int, processes: Sequence[int]) -> None:
-    """Raises InputError if a shape group's devices, given by their processes, are of several."""
+    """Refuses a shape group whose devices belong to several processes.
+
+    Args:
+      group: number of the group.
+      processes: the process of each of its devices.
+
+    Raises:
+      InputError: they differ.
+    """
     if len(set(processes)) > 1:
         raise InputError(
             f"mesh.data makes shape group {group} span processes {sorted(set(processes))}, and "
-            "planning.ranks_mode independent needs each group whole in one process; make "
+            "planning.ranks_mode independent needs every group to lie within one process; make "
             "fsdp·context·tensor divide the devices of a process, or set ranks_mode synchronous"
         )
 
@@ -85,11 +94,11 @@ def is_local(mesh: Mesh) -> bool:
 
 
 def part_of_group(tree: Any, shardings: Any) -> Any:
-    """What of a tree of global arrays lies on a group's devices, as arrays there; nothing is moved.
+    """The part of a tree of global arrays that lies on a group's devices. Copies nothing.
 
     Args:
-      tree: arrays that are the same in every group, or whose first axis is the groups.
-      shardings: of the result, over the group's mesh; such a first axis is split over `data`.
+      tree: arrays that are replicated over the groups, or whose first axis numbers the groups.
+      shardings: of the result, over the group's mesh; a first axis of groups is split over `data`.
     """
 
     def part(array: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -102,11 +111,12 @@ def part_of_group(tree: Any, shardings: Any) -> Any:
 
 
 def join_groups(parts: Sequence[Any], shardings: Any) -> Any:
-    """Undoes `part_of_group` for arrays whose first axis is the groups; nothing is moved.
+    """The inverse of `part_of_group` for arrays with a first axis of groups. Copies nothing.
 
     Args:
-      parts: a tree of arrays [1, ...] of each group with devices of this process.
-      shardings: of the result [groups, ...], over the whole mesh, the first axis split over `data`.
+      parts: a tree of arrays [1, ...] for each group with devices of this process.
+      shardings: of the result [groups, ...], over the whole mesh; the first axis is split over
+        `data`.
     """
 
     def join(sharding: NamedSharding, *arrays: jax.Array) -> jax.Array:

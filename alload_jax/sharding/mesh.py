@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from alload_jax.errors import InputError
 
 AXES = ("data", "fsdp", "context", "tensor")
-"""Of every mesh, whatever their sizes; from the slowest links to the fastest."""
+"""The axes of every mesh, from those over the slowest links to those over the fastest."""
 
 CONTEXT, TENSOR = AXES[2:]
 
@@ -24,10 +24,10 @@ class MeshConfig:
     """Sizes of the mesh's axes; their product must be the number of devices.
 
     Attributes:
-      data: replicas of the parameters; −1 takes the devices that are left.
-      fsdp: devices that share one copy of the parameters.
+      data: replicas of the parameters; −1 takes all devices that the other axes leave.
+      fsdp: devices over which one copy of the parameters is sharded.
       context: ranks of a group over which long samples are split (packed plans).
-      tensor: devices that share the heads and the hidden width of one rank's work.
+      tensor: devices over which the heads and the hidden width of one rank are split.
     """
 
     data: int = -1
@@ -45,11 +45,11 @@ class MeshConfig:
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-    """The mesh over all devices (or those given), with Auto axes: XLA places what is not said.
+    """The mesh over all devices, or those given. Its axes are Auto: XLA infers missing shardings.
 
     Raises:
-      InputError: the axes don't multiply to the number of devices, or processes have more devices
-        than others.
+      InputError: the product of the axes is not the number of devices, or processes have different
+        numbers of devices.
     """
     devices = jax.devices() if devices is None else devices
     counts = Counter(device.process_index for device in devices)
@@ -57,7 +57,7 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
         if count != counts[0]:
             raise InputError(
                 f"process {process} has {count} device(s), but process 0 has {counts[0]}; give all "
-                "as many (CUDA_VISIBLE_DEVICES chooses)"
+                "processes the same number (set CUDA_VISIBLE_DEVICES)"
             )
     others = config.fsdp * config.context * config.tensor
     data = len(devices) // others if config.data == -1 else config.data
@@ -72,12 +72,12 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
 
 
 def ranks_of(mesh: Mesh) -> int:
-    """Data-parallel ranks: (groups of) devices that each take rows of their own."""
+    """Number of data-parallel ranks: devices, or groups of devices, that take separate rows."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def row_shards(sharding: NamedSharding | None) -> int:
-    """Among how many devices the rows of an array are split; 1 without a sharding."""
+    """Number of shards that the rows of an array are split into; 1 without a sharding."""
     if sharding is None or not sharding.spec or sharding.spec[0] is None:
         return 1
     axes = sharding.spec[0]
@@ -86,41 +86,42 @@ def row_shards(sharding: NamedSharding | None) -> int:
 
 
 def local_plan_ranks(mesh: Mesh, ranks: int, context: int = 1) -> frozenset[int]:
-    """Which of a plan's ranks this process feeds: those of its devices, which share them evenly.
+    """The plan's ranks that run on this process's devices. Each rank of the mesh gets as many.
 
     Args:
       mesh: all devices.
-      ranks: of the plan.
-      context: over how many of them the plan splits samples.
+      ranks: number of ranks of the plan.
+      context: number of ranks over which the plan splits a sample.
 
     Raises:
-      InputError: the plan's ranks are not a multiple of the mesh's, or are more and samples are
-        split.
+      InputError: the plan's ranks are not a multiple of the mesh's, or there are more of them and
+        samples are split.
     """
     if ranks % ranks_of(mesh):
         raise InputError(
             f"planning.ranks is {ranks}, not a multiple of the mesh's {ranks_of(mesh)} ranks "
-            "(data·fsdp·context); make it one, or leave it out"
+            "(data·fsdp·context); make it a multiple, or leave it out"
         )
     each = ranks // ranks_of(mesh)
     if each > 1 and context > 1:
         raise InputError(
-            f"planning.ranks is {ranks}, but where samples are split over mesh.context {context} "
-            f"each of the mesh's {ranks_of(mesh)} ranks is one of the plan's; leave it out"
+            f"planning.ranks is {ranks}, but with samples split over mesh.context {context} it "
+            f"must be the number of the mesh's ranks, {ranks_of(mesh)}; leave it out"
         )
     process = jax.process_index()
-    of_rank = mesh.devices.reshape(ranks_of(mesh), -1)
-    local = np.vectorize(lambda device: device.process_index == process)(of_rank).any(axis=1)
+    devices_by_rank = mesh.devices.reshape(ranks_of(mesh), -1)
+    is_own = np.vectorize(lambda device: device.process_index == process)
+    local = is_own(devices_by_rank).any(axis=1)
     return frozenset(
         rank * each + n for rank in np.flatnonzero(local).tolist() for n in range(each)
     )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows split over all ranks."""
+    """Splits rows over all ranks."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same on every device."""
+    """Puts the same values on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -1,22 +1,22 @@
-"""XLA's options that let collectives run beside computation on GPUs."""
+"""XLA options that overlap collectives with computation on GPUs."""
 
 import os
 from collections.abc import Mapping
 
-OVERLAP = {
-    # Collectives start as early and end as late as their data allow.
+OVERLAP_FLAGS = {
+    # Starts collectives as early, and waits for them as late, as data dependencies allow.
     "xla_gpu_enable_latency_hiding_scheduler": "true",
 }
-"""Set unless XLA_FLAGS already says otherwise."""
+"""Defaults; XLA_FLAGS in the environment takes precedence."""
 
 
-def overlapping(flags: str, wanted: Mapping[str, str] = OVERLAP) -> str:
-    """XLA_FLAGS with what it does not set itself."""
+def with_defaults(flags: str, defaults: Mapping[str, str] = OVERLAP_FLAGS) -> str:
+    """Adds to XLA_FLAGS the defaults that it does not set itself."""
     given = {flag.removeprefix("--").split("=")[0] for flag in flags.split()}
-    added = (f"--{name}={value}" for name, value in wanted.items() if name not in given)
+    added = (f"--{name}={value}" for name, value in defaults.items() if name not in given)
     return " ".join([*flags.split(), *added])
 
 
 def set_xla_flags() -> None:
-    """Sets XLA_FLAGS for this process; before JAX first looks for devices."""
-    os.environ["XLA_FLAGS"] = overlapping(os.environ.get("XLA_FLAGS", ""))
+    """Sets XLA_FLAGS for this process. Call it before JAX initializes its devices."""
+    os.environ["XLA_FLAGS"] = with_defaults(os.environ.get("XLA_FLAGS", ""))

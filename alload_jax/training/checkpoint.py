@@ -12,6 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from alload_jax.errors import InputError
+from alload_jax.planning.plan import current_identity
 from alload_jax.training.state import TrainState
 
 
@@ -129,6 +130,8 @@ class Checkpoints:
         self._manager.close()
 
     def _check_identity(self, step: int, found: dict[str, Any]) -> None:
+        if isinstance(found.get("plan"), dict):
+            found = found | {"plan": current_identity(found["plan"])}
         for name in dict.fromkeys((*self._identity, *found)):
             theirs, ours = found.get(name) or {}, self._identity.get(name) or {}
             if theirs != ours:

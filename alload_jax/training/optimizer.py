@@ -1,5 +1,6 @@
 """AdamW with warm-up, cosine decay and clipping; and the moving average of the weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,6 +128,12 @@ def _clipped_adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     )
 
 
+def group_of(name: str, groups: Sequence[OptimizerGroup]) -> int | None:
+    """The number of the group that takes a parameter; None for the main optimizer."""
+    found = (n for n, group in enumerate(groups) if matches(name, group.parameters))
+    return next(found, None)
+
+
 def _labels(params: Any, groups: tuple[OptimizerGroup, ...]) -> Any:
     """Each parameter's label: the number of the first group that matches, or `_MAIN`."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -136,8 +143,8 @@ def _labels(params: Any, groups: tuple[OptimizerGroup, ...]) -> Any:
             require_match("optimizer.groups: parameters", pattern, names)
 
     def label(path: Any, _: Any) -> str:
-        found = (n for n, group in enumerate(groups) if matches(path_name(path), group.parameters))
-        return str(next(found, _MAIN))
+        group = group_of(path_name(path), groups)
+        return _MAIN if group is None else str(group)
 
     return jax.tree_util.tree_map_with_path(label, params)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from alload_jax.errors import InputError
-from alload_jax.planning.analytic import GRADIENT_BYTES, STATE_BYTES
+from alload_jax.planning.analytic import Trained
 
 
 def check_patterns(place: str, patterns: Sequence[str]) -> None:
@@ -118,14 +118,13 @@ def cast_frozen(frozen: Any, config: ParametersConfig) -> Any:
     return jax.tree.map(lambda value: value.astype(dtype), frozen)
 
 
-def state_bytes(params: Any, config: ParametersConfig) -> int:
-    """Bytes of the parameters with all that training keeps of them, gradients included.
+def trained_of(params: Any, config: ParametersConfig) -> Trained:
+    """How many parameters are trained, as memory models count them.
 
     Args:
       params: nested dict of arrays or of their shapes.
       config: says which are trained.
     """
-    trained, frozen = split_parameters(params, config)
-    kept = jnp.dtype(config.frozen_dtype).itemsize
-    moving = sum(leaf.size for leaf in jax.tree.leaves(trained)) * (STATE_BYTES + GRADIENT_BYTES)
-    return moving + sum(leaf.size for leaf in jax.tree.leaves(frozen)) * kept
+    trained, _ = split_parameters(params, config)
+    count = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    return Trained(count, config.frozen_dtype)

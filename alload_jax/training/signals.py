@@ -16,6 +16,9 @@ def stop_name(number: int) -> str:
 class StopRequest:
     """Catches SIGINT and SIGTERM while open; a second one ends the program at once.
 
+    A SIGINT that is ignored at the start stays ignored: a shell script starts its background jobs
+    so, to keep them from the Ctrl-C that is meant for the script.
+
     Attributes:
       number: of the signal that came, or of another reason to stop; 0 for none.
     """
@@ -29,7 +32,8 @@ class StopRequest:
         return bool(self.number)
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in self._SIGNALS}
+        numbers = [number for number in self._SIGNALS if not _ignored_interrupt(number)]
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(
@@ -52,3 +56,7 @@ class StopRequest:
     def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def _ignored_interrupt(number: int) -> bool:
+    return number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN

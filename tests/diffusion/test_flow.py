@@ -83,8 +83,8 @@ def test_guidance_moves_from_unconditional_through_conditional():
     latents, sigma = clips(7), jnp.ones(3)
     labels, null = jnp.full((3, 1), 4), jnp.full((3, 1), 10)
     for guidance, expected in ((0.0, 10.0), (1.0, 4.0), (2.0, -2.0)):
-        steered = guided(model, null, guidance)(latents, sigma, labels)
-        np.testing.assert_allclose(steered, np.full(latents.shape, expected))
+        guided_velocity = guided(model, null, guidance)(latents, sigma, labels)
+        np.testing.assert_allclose(guided_velocity, np.full(latents.shape, expected))
 
 
 def draws(config, seq_len=16, count=20_000):
@@ -128,6 +128,6 @@ def test_the_shift_grows_with_the_root_of_length():
 
 
 @pytest.mark.parametrize("name", ["std", "shift", "shift_seq_len"])
-def test_senseless_settings_are_refused(name):
+def test_invalid_settings_are_refused(name):
     with pytest.raises(InputError, match=f"diffusion.timesteps.{name} is 0"):
         TimestepConfig(**{name: 0})

@@ -68,7 +68,7 @@ def test_levels_are_those_of_diffusers(steps, shift):
 @each_sampler
 @pytest.mark.parametrize("steps", [1, 2, 50])
 @pytest.mark.parametrize("shift", [0.2, 1.0, 12.0])
-def test_levels_fall_to_zero(sampler, steps, shift):
+def test_levels_decrease_to_zero(sampler, steps, shift):
     sigmas = noise_levels(sampler, steps, shift)
     assert sigmas.shape == (steps + 1,)
     assert sigmas.dtype == np.float32
@@ -186,7 +186,7 @@ def test_unipc_may_start_at_pure_noise():
 
 
 @pytest.mark.parametrize("steps", range(1, 51))
-def test_weights_are_finite_and_leave_alone_what_is_data_already(steps):
+def test_weights_are_finite_and_keep_latents_that_are_data_already(steps):
     """Latents equal to the data predicted from them stay: both weights of level s add up to 1."""
     weights = unipc.steps_of(noise_levels("unipc", steps, 5.0))
     assert all(np.isfinite(array).all() for array in jax.tree.leaves(weights))
@@ -204,11 +204,11 @@ def test_guidance_takes_any_tree_and_skips_what_it_does_not_need(guidance):
 
     null = jax.tree.map(jnp.zeros_like, CONDITION)
     sigma = jnp.full(2, 0.5)
-    steered = guided(model, null, guidance)(noise(), sigma, CONDITION)
+    guided_velocity = guided(model, null, guidance)(noise(), sigma, CONDITION)
     assert rows == [(2,) * 4 if guidance == 1 else (4,) * 4]
     conditional, empty = (golden_flow(noise(), sigma, tree) for tree in (CONDITION, null))
     expected = empty + guidance * (conditional - empty)
-    np.testing.assert_allclose(steered, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(guided_velocity, expected, rtol=1e-5, atol=1e-6)
 
 
 @each_sampler
@@ -224,7 +224,7 @@ def test_guidance_takes_any_tree_and_skips_what_it_does_not_need(guidance):
         (5, 1e9, "noise_levels: shift is 1000000000.0 with 5 steps, .* coincide; choose a shift"),
     ],
 )
-def test_senseless_schedules_are_refused(sampler, steps, shift, complaint):
+def test_invalid_schedules_are_refused(sampler, steps, shift, complaint):
     with pytest.raises(InputError, match=f"^{complaint}") as refusal:
         noise_levels(sampler, steps, shift)
     assert "\n" not in str(refusal.value)
@@ -241,8 +241,10 @@ def test_unknown_samplers_are_refused():
 @pytest.mark.parametrize(
     "sigmas", [[0.0], [0.0, 0.5, 1.0], [1.0, 0.5, 0.5, 0.0], [1.0, 0.5], [2.0, 0.0], [np.nan, 0.0]]
 )
-def test_unipc_refuses_levels_that_do_not_fall_from_one_to_zero(sigmas):
-    with pytest.raises(InputError, match=r"^unipc: sigmas are \[.*\]; they must fall") as refusal:
+def test_unipc_refuses_levels_that_do_not_decrease_from_one_to_zero(sigmas):
+    with pytest.raises(
+        InputError, match=r"^unipc: sigmas are \[.*\]; they must decrease"
+    ) as refusal:
         sample("unipc", golden_flow, noise(), CONDITION, np.array(sigmas))
     assert "\n" not in str(refusal.value)
 

@@ -1,12 +1,12 @@
+import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
-from alload_jax.distributed.cluster import Cluster, _appears
-from alload_jax.distributed.coordination import member_by_launcher
+from alload_jax.distributed.cluster import Cluster, _becomes_visible
+from alload_jax.distributed.coordination import process_info_from_launcher
 from alload_jax.distributed.coordinator_proxy import CoordinatorProxy
 from alload_jax.distributed.initialize import ClusterConfig, initialize
 from alload_jax.errors import InputError
@@ -24,7 +24,7 @@ BAD = [
     ({"lost_after": 0.0}, "cluster.lost_after is 0.0"),
 ]
 
-LONE = [
+SINGLE = [
     {},
     # A shell in an allocation, a batch script's first node, `srun -n1 --pty bash`.
     {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
@@ -47,36 +47,36 @@ def test_flags_that_contradict_are_named(given, words):
         ClusterConfig(**given)
 
 
-@pytest.mark.parametrize("environment", LONE, ids=range(len(LONE)))
-def test_a_lone_process_stays_alone(environment, monkeypatch):
+@pytest.mark.parametrize("environment", SINGLE, ids=range(len(SINGLE)))
+def test_a_single_process_is_a_cluster_of_one(environment, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert initialize(ClusterConfig()).processes == 1
+    assert initialize(ClusterConfig()).num_processes == 1
 
 
-def test_open_mpi_that_tells_too_little_is_named(monkeypatch):
+def test_an_incomplete_environment_of_open_mpi_is_named(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     with pytest.raises(InputError, match=r"Open MPI: .* give --cluster.coordinator"):
         initialize(ClusterConfig())
-    assert initialize(ClusterConfig(detect=False)).processes == 1
+    assert initialize(ClusterConfig(detect=False)).num_processes == 1
 
 
-def test_what_no_launcher_sets_is_named(monkeypatch):
+def test_a_task_count_that_is_no_number_is_named(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "abc")
     with pytest.raises(InputError, match=r"SLURM_STEP_NUM_TASKS is 'abc'"):
         initialize(ClusterConfig())
 
 
-def test_slurm_says_who_the_processes_are(monkeypatch):
+def test_slurm_s_environment_identifies_the_process(monkeypatch):
     step = {"STEP_NODELIST": "n[1-2]", "NTASKS": "4", "PROCID": "2", "LOCALID": "0", "JOB_ID": "7"}
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    member = member_by_launcher()
-    assert member.coordinator.startswith("n1:")
-    assert member[1:] == (4, 2, [0])
+    process = process_info_from_launcher()
+    assert process.coordinator_address.startswith("n1:")
+    assert process[1:] == (4, 2, [0])
 
 
-def test_a_lone_process_broadcasts_and_gathers_its_own():
+def test_a_single_process_broadcasts_and_gathers_its_own_values():
     with Cluster() as cluster:
         assert cluster.broadcast(lambda: 3) == 3
         assert cluster.all_gather("x") == ["x"]
@@ -92,46 +92,74 @@ def test_a_port_that_is_taken_is_named():
 
 GIVES_UP = """
 from alload_jax.distributed import initialize
-initialize.JOIN_SECONDS, initialize._SILENT_SECONDS = 1.0, 0.2
+initialize.CONNECT_SECONDS, initialize._SILENT_SECONDS = 1.0, 0.2
 config = initialize.ClusterConfig(coordinator="nohost.invalid:9", processes=2, process=1)
 initialize.initialize(config)
 """
 
 
-def test_who_meets_nobody_gives_up_in_a_line():
+def test_a_process_that_cannot_connect_ends_with_one_line():
     done = subprocess.run([sys.executable, "-c", GIVES_UP], capture_output=True, text=True)
     assert done.returncode == 2
     waits, gives_up = done.stderr.strip().splitlines()
     assert waits.startswith("waiting for the other processes at nohost.invalid:9: nohost.invalid: ")
-    assert gives_up.startswith("error: process 1 of 2 did not meet the others at nohost.invalid:9")
+    words = "error: process 1 of 2 could not connect to the others at nohost.invalid:9"
+    assert gives_up.startswith(words)
 
 
 INTERRUPTED = """
-import os, signal, threading
+import os, signal, sys, threading, time
 from alload_jax.distributed import initialize
+
+def send_signals():
+    for number in map(int, sys.argv[2:]):
+        time.sleep(0.5)  # time for the main thread to block, or to act on the signal before
+        os.kill(os.getpid(), number)
+
+def connect(*arguments, **options):
+    threading.Thread(target=send_signals, daemon=True).start()
+    real_connect(*arguments, **options)
+
+real_connect, initialize.connect = initialize.connect, connect
+signal.signal(signal.SIGINT, getattr(signal, sys.argv[1]))
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 config = initialize.ClusterConfig(coordinator="localhost:9", processes=2, process=1)
-threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
 initialize.initialize(config)
 """
 
 
-def test_ctrl_c_ends_the_wait_for_others():
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60
-    )
+def interrupted(handler, *numbers):
+    """A process that receives signals while it waits for others; `handler` is for SIGINT."""
+    command = [sys.executable, "-c", INTERRUPTED, handler, *(str(int(n)) for n in numbers)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_ctrl_c_ends_the_wait_for_other_processes():
+    done = interrupted("default_int_handler", signal.SIGINT)
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
 
 
-class Alike(Cluster):
-    """Among processes that have what the test says."""
+def test_a_background_job_ignores_ctrl_c_while_it_waits_and_ends_on_sigterm():
+    done = interrupted("SIG_IGN", signal.SIGINT, signal.SIGTERM)
+    assert (done.returncode, done.stderr.strip()) == (-signal.SIGTERM, "")
 
-    def __init__(self, *others, told=None):
+
+class FakeCluster(Cluster):
+    """A cluster whose other processes have the values that the test gives.
+
+    Attributes:
+      others: the values of the other processes.
+      from_process_0: what process 0 broadcasts; None if this is process 0.
+    """
+
+    def __init__(self, *others, from_process_0=None):
         super().__init__()
-        self.processes, self.others, self.told = 1 + len(others), others, told
+        self.num_processes = 1 + len(others)
+        self.others, self.from_process_0 = others, from_process_0
 
-    def broadcast(self, find):
-        found = find()
-        return found if self.told is None else self.told
+    def broadcast(self, compute):
+        computed = compute()
+        return computed if self.from_process_0 is None else self.from_process_0
 
     def all_gather(self, value):
         return [value, *self.others]
@@ -139,43 +167,44 @@ class Alike(Cluster):
 
 def test_processes_that_differ_are_named():
     mine = {"planning.m_mem": 320, "run.seed": 1}
-    Alike(mine, mine).require_same(mine, "same config")
+    FakeCluster(mine, mine).require_same(mine, "same config")
     differing = mine, mine | {"planning.m_mem": 272}
     words = "process 2 of 3: planning.m_mem is 272, but 320 in process 0; same config"
     with pytest.raises(InputError, match=words):
-        Alike(*differing).require_same(mine, "same config")
+        FakeCluster(*differing).require_same(mine, "same config")
     with pytest.raises(InputError, match=r"process 1 of 2: run.seed is None, but 1"):
-        Alike({"planning.m_mem": 320}).require_same(mine, "same config")
+        FakeCluster({"planning.m_mem": 320}).require_same(mine, "same config")
 
 
-def test_a_relay_passes_on_and_stays_open_when_its_target_is_gone():
+def test_the_proxy_forwards_and_stays_open_when_its_target_closes():
     with socket.create_server(("127.0.0.1", 0)) as target:
-        relay = CoordinatorProxy(f"127.0.0.1:{target.getsockname()[1]}")
-        host, port = relay.address.split(":")
-        with socket.create_connection((host, int(port))) as near:
-            far, _ = target.accept()
-            near.sendall(b"there")
-            assert far.recv(9) == b"there"
-            far.sendall(b"back")
-            assert near.recv(9) == b"back"
-            far.close()
-            time.sleep(0.1)
-            near.settimeout(0.3)
+        proxy = CoordinatorProxy(f"127.0.0.1:{target.getsockname()[1]}")
+        host, port = proxy.address.split(":")
+        with socket.create_connection((host, int(port))) as client:
+            served, _ = target.accept()
+            client.sendall(b"there")
+            assert served.recv(9) == b"there"
+            served.sendall(b"back")
+            assert client.recv(9) == b"back"
+            served.close()
+            client.settimeout(0.3)
             with pytest.raises(TimeoutError):
-                near.recv(9)
+                client.recv(9)
 
 
-def test_a_process_that_counts_others_is_named():
+def test_another_number_of_processes_is_named():
     words = "cluster.processes is 3, but 2 in process 0"
     with pytest.raises(InputError, match=words):
-        Alike({}, {}, told=2).require_same({}, "same config")
+        FakeCluster({}, {}, from_process_0=2).require_same({}, "same config")
 
 
 def test_a_folder_that_only_one_host_has_is_named(tmp_path, monkeypatch):
-    Alike(True).require_shared("run.folder", tmp_path / "run")
-    words = r"run.folder is .*run: what process 0 writes there is not there for process 2 of 3"
+    FakeCluster(True).require_shared("run.folder", tmp_path / "run")
+    words = (
+        r"run.folder is .*run: process 2 of 3 does not see the files that process 0 writes there"
+    )
     with pytest.raises(InputError, match=words):
-        Alike(True, False).require_shared("run.folder", tmp_path / "run")
+        FakeCluster(True, False).require_shared("run.folder", tmp_path / "run")
     assert not list((tmp_path / "run").iterdir())
-    monkeypatch.setattr("alload_jax.distributed.cluster._APPEARS_SECONDS", 0.2)
-    assert not _appears(tmp_path / "run" / ".shared-elsewhere")
+    monkeypatch.setattr("alload_jax.distributed.cluster._VISIBLE_SECONDS", 0.0)
+    assert not _becomes_visible(tmp_path / "run" / ".shared-elsewhere")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_the_jobset_counts_hosts_as_jax_reads_them(objects):
     assert mounts == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_the_jobset_may_ask_what_jax_asks(objects):
+def test_the_jobset_s_role_permits_the_queries_of_jax(objects):
     account = objects["ServiceAccount"]["metadata"]["name"]
     pod = objects["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == account
@@ -69,12 +69,17 @@ def test_the_jobset_may_ask_what_jax_asks(objects):
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(75, True), (0, False), (1, False)])
-def test_the_slurm_script_goes_on_with_what_was_stopped(tmp_path, status, requeued):
-    for name, does in (("srun", f"exit {status}"), ("scontrol", f'echo "$@" > {tmp_path}/told')):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+def test_the_slurm_script_requeues_a_stopped_run(tmp_path, status, requeued):
+    for name, body in (
+        ("srun", f"exit {status}"),
+        ("scontrol", f'echo "$@" > {tmp_path}/scontrol_arguments'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     slurm = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8"}
     done = subprocess.run(["bash", DOCS / "clusters" / "slurm.sh"], env=slurm, check=False)
     assert done.returncode == status
-    told = tmp_path / "told"
-    assert (told.read_text() if told.exists() else "") == ("requeue 7\n" if requeued else "")
+    arguments = tmp_path / "scontrol_arguments"
+    assert (arguments.read_text() if arguments.exists() else "") == (
+        "requeue 7\n" if requeued else ""
+    )

@@ -1,4 +1,4 @@
-"""Eight devices do what one does."""
+"""Training on eight devices computes what training on one does."""
 
 from functools import cache
 
@@ -50,7 +50,7 @@ def host_steps():
 
 
 @cache
-def losses_of_one():
+def losses_on_one_device():
     return train(1)[1]
 
 
@@ -67,8 +67,8 @@ def train(devices, **axes):
 
 @needs_devices
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "context": 2, "tensor": 2}])
-def test_eight_devices_draw_the_loss_curve_of_one(axes):
-    one = losses_of_one()
+def test_eight_devices_have_the_loss_curve_of_one(axes):
+    one = losses_on_one_device()
     trainer, eight = train(8, **axes)
     np.testing.assert_allclose(eight, one, rtol=1e-5)
     assert len(set(one)) == STEPS

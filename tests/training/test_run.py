@@ -83,7 +83,7 @@ def test_the_same_command_after_the_end_shows_the_summary_again(unbroken):
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT]
 )
-def test_a_signal_saves_and_the_run_continues_bit_for_bit(runs, number):
+def test_a_signal_saves_and_the_run_continues_bit_for_bit(runs, number, default_signals):
     # A cosine that ends where it starts: the learning rate does not depend on the run's length.
     constant = ("--optimizer.final_fraction", "1.0")
     status = ("--run.status_when_stopped", "75")
@@ -91,7 +91,7 @@ def test_a_signal_saves_and_the_run_continues_bit_for_bit(runs, number):
     metrics = runs.folder / "run" / "metrics.jsonl"
     wait_until(lambda: lines_of(metrics) >= 3, process)
     process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 75, err
     assert f"{number.name}: saved step" in out
     stopped = len(runs.metrics())

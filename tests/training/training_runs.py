@@ -64,12 +64,16 @@ class Runs:
         )
 
     def start_together(self, processes, *flags):
-        """As many processes as one run, with a device each."""
+        """As many processes as one run, with a device each.
+
+        Unless flags say otherwise, none counts as lost because the machine is busy.
+        """
+        patient = ("--cluster.lost_after", "300")
         with socket.create_server(("localhost", 0)) as free:
             address = f"localhost:{free.getsockname()[1]}"
         together = ("--cluster.coordinator", address, "--cluster.processes", str(processes))
         return [
-            self.start(*flags, *together, "--cluster.process", str(number))
+            self.start(*patient, *flags, *together, "--cluster.process", str(number))
             for number in range(processes)
         ]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import safetensors.numpy
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "wan"
+GOLDEN = Path(__file__).parents[2] / "golden" / "wan"
 CASES = sorted(folder.name for folder in GOLDEN.iterdir())
 
 

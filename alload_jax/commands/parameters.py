@@ -1,0 +1,42 @@
+"""`alload parameters`: a model's parameters by name, and how a config trains each."""
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+HELP = "List the parameters of a config's model, and which of them are trained."
+
+_WIDTH = 160
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's flags."""
+    parser.add_argument("--config", required=True, help="a YAML file, as for train.py")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints a row for each parameter and the totals."""
+    # Only now: they need JAX, which takes a second to import.
+    from flax.traverse_util import flatten_dict
+
+    from alload_jax.config import read_config
+    from alload_jax.models.families import abstract_model
+    from alload_jax.training.optimizer import group_of
+    from alload_jax.training.parameters import split_parameters
+
+    config = read_config(["--config", options.config], prog="alload parameters")
+    params = abstract_model(config.model).params
+    trained, _ = split_parameters(params, config.parameters)
+    names = flatten_dict(trained, sep="/").keys()
+    table = Table("name", "shape", "parameters", "trained by")
+    counts = {"trained": 0, "frozen": 0}
+    for name, leaf in flatten_dict(params, sep="/").items():
+        group = group_of(name, config.optimizer.groups)
+        optimizer = "optimizer" if group is None else f"optimizer.groups[{group}]"
+        shape = "×".join(map(str, leaf.shape))
+        table.add_row(name, shape, f"{leaf.size:,}", optimizer if name in names else "frozen")
+        counts["trained" if name in names else "frozen"] += leaf.size
+    Console(soft_wrap=True, width=_WIDTH).print(table)
+    print(f"trained: {counts['trained']:,}   frozen: {counts['frozen']:,}")
+    return 0
