@@ -14,11 +14,12 @@ from alload_jax.diffusion.schedules import Sampler
 from alload_jax.diffusion.timesteps import shift_of
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.families import SamplingDefaults, family_of
+from alload_jax.models.families import SamplingDefaults, family_of, initial_variables
 from alload_jax.models.weights import load_weights, read_transformer
 from alload_jax.planning.geometry import Triple
 from alload_jax.training.restore import WeightsKind, find_step, restore_weights
 from alload_jax.training.run_files import read_json
+from alload_jax.training.state import Weights
 
 DATA_NAME = "data.json"
 """What train.py notes in its run folder about the data."""
@@ -146,7 +147,8 @@ class FolderSource:
         Raises:
           InputError: files are missing or damaged, or hold other tensors than config.json says.
         """
-        return load_weights(self.folder, self.config, mesh)
+        params = load_weights(self.folder, self.config, mesh)
+        return Weights(params, {}, initial_variables(self.config)).merged()
 
     def vae_stride(self) -> Triple:
         """That of the VAE that has so many channels."""

@@ -210,6 +210,11 @@ def split_model(model: Any) -> ModelParts:
     return ModelParts(graph, nnx.to_pure_dict(params), nnx.to_pure_dict(others[0]))
 
 
+def initial_variables(config: ModelConfig) -> Any:
+    """The variables that are not parameters, as a new model has them; nested dict of arrays."""
+    return jax.jit(lambda: split_model(build_model(config, nnx.Rngs(0))).variables)()
+
+
 def parameter_count(config: ModelConfig) -> int:
     """Parameters of the model."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_model(config).params))

@@ -4,6 +4,7 @@ The values come to one device: a sample of one sequence has no rows to split. Tr
 are float32, as in training, so a model of N parameters needs 4·N bytes there.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -105,7 +106,7 @@ def _abstract_weights(config: ModelConfig, parameters: ParametersConfig, mesh: M
     """Shapes, dtypes and shardings of a model's values."""
     abstract = abstract_model(config)
     trained, frozen = split_parameters(abstract.params, parameters)
-    frozen = jax.eval_shape(lambda: cast_frozen(frozen, parameters))
+    frozen = jax.eval_shape(partial(cast_frozen, config=parameters), frozen)
     shapes = Weights(trained, frozen, abstract.variables)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

@@ -11,16 +11,19 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.named_tensors import Tensor
 from alload_jax.models.common.output import Output, by_sample
 from alload_jax.models.common.patches import patchify, unpatchify
 from alload_jax.models.families import Family
+from alload_jax.planning.architectures.architecture import (
+    ActivationCounts,
+    Architecture,
+    ForwardFlops,
+)
 
 STATISTIC, LOSS = "mean_square", "predictor_loss"
 
@@ -144,7 +147,8 @@ class PoolingFamily(Family):
         return found
 
     def export_fields(self, config):
-        fields = {"width": config.width, "num_layers": config.num_layers}
+        names = ("width", "num_layers", "num_classes")
+        fields = {name: getattr(config, name) for name in names}
         return {"_class_name": "PoolingModel", "patch_size": list(config.patch_size), **fields}
 
     def read_fields(self, fields):
@@ -163,12 +167,12 @@ def linear(name, inputs, outputs, layer=None):
 
 
 @dataclass(frozen=True)
-class PoolingArchitecture:
+class PoolingArchitecture(Architecture):
     """What the family computes and holds, for planning."""
 
     width: int
     num_layers: int
-    patch_size: tuple[int, int, int]
+    patch_size: tuple[int, int, int] = (1, 2, 2)
 
     @classmethod
     def from_fields(cls, fields):
@@ -177,9 +181,24 @@ class PoolingArchitecture:
     def fields(self):
         return asdict(self) | {"family": "pooling"}
 
-    def step_flops(self, seq_len):
-        return float(np.sum(seq_len)) * self.num_layers * 24 * self.width**2
+    def parameters(self):
+        return self.num_layers * (5 * self.width**2 + 4 * self.width)
+
+    def flops(self):
+        return ForwardFlops(
+            matmul_per_token=8.0 * self.num_layers * self.width**2,
+            matmul_per_sequence=2.0 * self.num_layers * self.width**2,
+            attention_per_pair=0.0,
+        )
+
+    def activations(self):
+        return ActivationCounts(8.0, 16.0, 4.0 * self.width, 0.0)
+
+    def kept_activations(self, remat):
+        return float(6 * self.num_layers * self.width)
+
+    def kernels(self):
+        return 6 * self.num_layers
 
 
-def refuse(words):
-    raise InputError(words)
+SMALL = PoolingArchitecture(16, 2)

@@ -1,0 +1,64 @@
+"""Registers a family, an objective, a callback and a data set that the package does not know."""
+
+import os
+from pathlib import Path
+
+import jax
+import pooling
+import pytest
+import yaml
+from counting import CountConfig, HalfVelocity, Ramps
+
+from alload_jax.data.datasets.dataset import DATASETS
+from alload_jax.models.families import FAMILIES
+from alload_jax.objectives.objective import OBJECTIVES
+from alload_jax.planning.architectures.registry import register_architecture
+from alload_jax.sharding.mesh import make_mesh
+from alload_jax.training.callbacks.callback import CALLBACKS
+
+
+@pytest.fixture(scope="session", autouse=True)
+def registered():
+    FAMILIES.register("pooling", pooling.PoolingFamily())
+    register_architecture("pooling", pooling.PoolingArchitecture, {"pooling-small": pooling.SMALL})
+    OBJECTIVES.register("half_velocity", HalfVelocity)
+    CALLBACKS.register("count", CountConfig)
+    DATASETS.register("ramps", Ramps)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ramps") / "data"
+    Ramps().write(folder)
+    return folder
+
+
+@pytest.fixture
+def train(tmp_path, data, monkeypatch):
+    """Runs train.py in this process on the pooling family; changes are sections of the config."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    import train as program
+
+    def run(*flags, folder="run", devices=1, **changes):
+        some = jax.devices()[:devices]
+        monkeypatch.setattr(program, "make_mesh", lambda config: make_mesh(config, some))
+        config = {
+            "run": {"folder": str(tmp_path / folder), "steps": 6},
+            "data": {"folder": str(data)},
+            "planning": {"policy": "dual_constraint", "m_mem": 48, "ranks": 8},
+            "model": {"family": "pooling", "patch_size": [1, 2, 2], "num_classes": 4},
+            "optimizer": {"learning_rate": 0.01, "warmup_steps": 0},
+            "checkpoint": {"every": 2, "keep": 9},
+            "sampling": {"steps": 2},
+        }
+        for section, values in changes.items():
+            config[section] = (
+                values if isinstance(values, list) else config.get(section, {}) | values
+            )
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(config))
+        assert program.main(["--config", str(path), *flags]) == 0
+        return tmp_path / folder
+
+    return run
