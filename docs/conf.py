@@ -33,7 +33,7 @@ napoleon_use_ivar = True
 # docstring that is the name of several things points to none.
 suppress_warnings = ["autoapi.python_import_resolution", "ref.python"]
 
-_VALUES, _COLON = ("attribute", "data"), "\0"
+_VALUES, _COLON = ("attribute", "data", "property"), "\0"
 _CODE = re.compile(r"(`+)(.+?)\1")
 
 
