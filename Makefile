@@ -5,7 +5,7 @@ CONFIG ?= configs/digits.yaml
 # A file stays on one worker: its tests share what they compile and the runs they set up.
 PYTEST = $(BIN)/python -m pytest --dist loadfile
 
-.PHONY: install train test test-all test-parity test-gpu lint format clean
+.PHONY: install train test test-slow test-parity test-gpu docs lint format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -20,6 +20,10 @@ PYTEST = $(BIN)/python -m pytest --dist loadfile
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .[parity]
 	touch $@
 
+.venv/installed-docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .[docs]
+	touch $@
+
 install: .venv/installed
 
 train: .venv/installed
@@ -28,8 +32,9 @@ train: .venv/installed
 test: lint
 	$(PYTEST) -n 2 -m "not slow and not gpu and not parity"
 
-test-all: lint
-	$(PYTEST) -n 2 -m "not gpu and not parity"
+# What takes long: whole runs, clusters, a wheel in an environment of its own, the site.
+test-slow: .venv/installed-test .venv/installed-docs
+	$(PYTEST) -n 2 -m "slow and not gpu and not parity"
 
 # Against diffusers itself, which needs PyTorch; elsewhere golden files stand for it.
 test-parity: .venv/installed-parity
@@ -38,6 +43,11 @@ test-parity: .venv/installed-parity
 # On a machine with a GPU, in an environment that has the extra cuda12 or cuda13.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
+
+# The site and its API reference; every warning is an error.
+docs: .venv/installed-docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees docs build/site
+	@echo "open build/site/index.html"
 
 lint: .venv/installed-test
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""Who waits for whom under seven ways to train, on this host's GPUs: the README's table.
+"""Who waits for whom under seven ways to train, on this host's GPUs: the table of docs/results.md.
 
     python benchmarks/balance_table.py --suffix h200_x8
 

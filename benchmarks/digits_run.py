@@ -1,4 +1,4 @@
-"""The README's figures of the default run: a finished run folder as one JSON.
+"""The docs' figures of the default run: a finished run folder as one JSON.
 
     make train && .venv/bin/python benchmarks/digits_run.py runs/digits cpu
 

@@ -1,4 +1,4 @@
-"""The README's figures of the LayerNorm-Modulate kernels: `alload bench kernel`, run from here.
+"""The docs' figures of the LayerNorm-Modulate kernels: `alload bench kernel`, run from here.
 
     python benchmarks/layernorm_modulate.py --out benchmarks/results/layernorm_modulate_h200
 

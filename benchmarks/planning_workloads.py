@@ -3,7 +3,7 @@
     python benchmarks/planning_workloads.py
 
 Predicted by the cost model that `alload calibrate` measured on an H200. Writes
-benchmarks/results/planning_workloads.json and a picture, and prints the README's tables. About ten
+benchmarks/results/planning_workloads.json and a picture, and prints the docs' tables. About ten
 minutes on one core, and 3 GB for the plan of ten million samples.
 """
 

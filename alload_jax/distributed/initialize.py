@@ -28,7 +28,7 @@ _SILENT_SECONDS = 60
 class ClusterConfig:
     """The processes of a run: detected from the launcher, or given by three flags.
 
-    See docs/clusters.md.
+    See docs/many-gpus.md.
 
     Attributes:
       coordinator: host:port on which process 0 listens and which all others can reach.

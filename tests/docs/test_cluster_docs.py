@@ -1,4 +1,4 @@
-"""The examples of docs/clusters.md say what JAX expects."""
+"""The examples of docs/many-gpus.md say what JAX expects."""
 
 import re
 import subprocess
@@ -17,7 +17,7 @@ def objects():
 
 
 def test_the_page_refers_to_files_that_exist():
-    links = re.findall(r"\]\((clusters/[^)]+)\)", (DOCS / "clusters.md").read_text())
+    links = re.findall(r"\]\((clusters/[^)]+)\)", (DOCS / "many-gpus.md").read_text())
     assert {"clusters/slurm.sh", "clusters/jobset.yaml"} <= set(links)
     assert all((DOCS / link).exists() for link in links)
 

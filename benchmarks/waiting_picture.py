@@ -1,0 +1,127 @@
+"""Draws the README's picture: when each GPU computes and when it waits, before and after.
+
+    python benchmarks/waiting_picture.py
+
+reads what `alload bench balance` measured and writes docs/images/waiting.png. Both panels show the
+same number of measured steps. Each panel is as wide as its own steps take, because the steps of two
+plans hold different samples: shares of a panel can be compared, widths across panels cannot.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from alload_jax.errors import InputError, run_command
+
+RESULTS = Path("benchmarks/results/balance_long_video_v60_h200_x2.json")
+OUT = Path("docs/images/waiting.png")
+BEFORE, AFTER = "equal_tokens-independent", "balanced"
+BUSY, WAITING, TEXT, QUIET = "#1f5fbf", "#f6b98a", "#1c1f26", "#5b6270"
+
+
+def main(argv: list[str]) -> int:
+    """Reads the measurement and writes the picture."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args(argv)
+    content = json.loads(options.results.read_text())
+    figure = draw(content, measured(content, BEFORE), measured(content, AFTER))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.out, dpi=100)
+    plt.close(figure)
+    return 0
+
+
+def measured(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """The case of that name.
+
+    Raises:
+      InputError: it was not measured under the profiler, which says when a GPU computes.
+    """
+    for case in content["cases"]:
+        if case["case"] == name and case.get("busy"):
+            return case
+    raise InputError(
+        f"{content['workload']}: has no GPU times of {name}; run `alload bench balance` on GPUs"
+    )
+
+
+def draw(content: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> Figure:
+    """Two panels, one lane per GPU."""
+    figure, axes = plt.subplots(2, 1, figsize=(16, 8.2), facecolor="white")
+    figure.subplots_adjust(left=0.08, right=0.72, top=0.8, bottom=0.075, hspace=0.5)
+    titles = ("Before: equal tokens per GPU", "After: equal cost per GPU (alload-jax)")
+    base = before["figures"]["tokens_per_second"]
+    for axis, case, title in zip(axes, (before, after), titles, strict=True):
+        lanes(axis, case)
+        axis.set_title(title, loc="left", fontsize=26, fontweight="bold", color=TEXT, pad=12)
+        beside(axis, case["figures"], base)
+    name = content["device"].removeprefix("NVIDIA ")
+    title = f"{content['devices']} {name} GPUs train on images and long videos"
+    figure.text(0.015, 0.92, title, fontsize=34, fontweight="bold", color=TEXT)
+    return figure
+
+
+def lanes(axis: Axes, case: dict[str, Any]) -> None:
+    """One bar per GPU; a white line ends each step."""
+    begin = 0.0
+    longest = max(case["seconds"])
+    for whole, busy in zip(case["seconds"], case["busy"], strict=True):
+        for gpu, seconds in enumerate(busy):
+            axis.barh(gpu, whole, left=begin, height=0.8, color=WAITING)
+            axis.barh(gpu, seconds, left=begin, height=0.8, color=BUSY)
+            if whole == longest:
+                slowest = busy.index(max(busy))
+                label(axis, begin + seconds / 2, gpu, seconds / longest, "computing", "white")
+                middle, rest = begin + (seconds + whole) / 2, (whole - seconds) / longest
+                label(axis, middle, gpu, rest, f"waiting for GPU {slowest}", TEXT)
+        begin += whole
+        axis.axvline(begin, color="white", lw=4)
+    gpus = len(case["busy"][0])
+    axis.set_yticks(range(gpus), [f"GPU {number}" for number in range(gpus)], fontsize=24)
+    axis.set_ylim(gpus - 0.55, -0.45)
+    axis.set_xlim(0, begin)
+    axis.set_xticks([])
+    steps = f"{len(case['seconds'])} training steps →"
+    axis.set_xlabel(steps, loc="left", fontsize=20, color=QUIET)
+    axis.tick_params(length=0)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+
+
+def label(axis: Axes, x: float, gpu: int, share: float, text: str, color: str) -> None:
+    """Words in the middle of a bar, if the bar is wide enough for them."""
+    if share > 0.5:
+        style: dict[str, Any] = {
+            "ha": "center",
+            "va": "center",
+            "fontsize": 24,
+            "fontweight": "bold",
+        }
+        axis.text(x, gpu, text, color=color, **style)
+
+
+def beside(axis: Axes, figures: dict[str, float], base: float) -> None:
+    """The panel's figures, right of its lanes."""
+    idle, speed = figures["idle"], figures["tokens_per_second"]
+    share = f"{idle:.0%}" if idle >= 0.01 else f"{idle:.1%}"
+    times = f"\n{speed / base:.2f}× the speed" if speed != base else ""
+    style: dict[str, Any] = {"transform": axis.transAxes, "ha": "left", "va": "top", "color": TEXT}
+    axis.text(1.035, 1.0, f"{share} waiting", fontsize=38, fontweight="bold", **style)
+    axis.text(1.035, 0.6, f"{speed:,.0f} tokens/s{times}", fontsize=27, linespacing=1.4, **style)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))

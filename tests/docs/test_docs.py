@@ -1,0 +1,183 @@
+"""What README.md and docs/ name exists: links, files, commands, flags, keys, Python names."""
+
+import ast
+import importlib
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import DOCS, PAGES, ROOT, anchors, blocks, commands, links, prose
+
+from alload_jax.cli import main as alload
+from alload_jax.config import read_config, values_of
+from alload_jax.errors import InputError
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+BENCHES = (["bench", "kernel"], ["bench", "step"], ["bench", "balance"])
+ALL_COMMANDS = sorted({command for page in PAGES for command in commands(page)})
+
+
+@pytest.fixture(scope="module")
+def keys():
+    """Every dotted key that the committed configs have or leave at its default."""
+    files = sorted((ROOT / "configs").glob("*.yaml"))
+    leaves = [key for file in files for key in values_of(read_config(["--config", str(file)]))]
+    return {".".join(key.split(".")[:n]) for key in leaves for n in range(1, 5)}
+
+
+def commands_of(pattern):
+    found = [command for command in ALL_COMMANDS if re.search(pattern, command)]
+    return pytest.mark.parametrize("command", found)
+
+
+@by_page
+def test_links_and_their_anchors_exist(page):
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+@by_page
+def test_files_that_are_named_exist(page):
+    named = re.findall(r"`((?:[\w.*-]+/)*[\w*-]+(?:\.(?:py|ya?ml|json|sh)|/))`", prose(page))
+    written = ("build/", "checkpoints/", "samples/", "tensorboard/", "transformer/", "mine.yaml")
+    for name in named:
+        if name in written or not re.search(r"/.", name):
+            continue
+        places = (ROOT, ROOT / "alload_jax", page.parent)
+        assert any(list(place.glob(name.rstrip("/"))) for place in places), name
+
+
+def test_links_are_found():
+    assert {"docs/planning.md", "docs/images/waiting.png"} <= set(links(ROOT / "README.md"))
+    assert "a-training-step-of-wan-21-13b" in anchors(DOCS / "results.md")
+
+
+def test_every_page_is_in_the_site_s_table_of_contents():
+    listed = "\n".join(b.text for b in blocks(DOCS / "index.md") if b.language == "{toctree}")
+    pages = {page.stem for page in DOCS.glob("*.md")} - {"index"}
+    assert pages == set(re.findall(r"^([\w-]+)$", listed, re.MULTILINE))
+
+
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_json_of_results_is_linked_from_the_page_of_results():
+    linked = {Path(link).name for link in links(DOCS / "results.md")}
+    kept = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert kept <= linked
+
+
+@commands_of(r"^(\.venv/bin/)?alload ")
+def test_alload_commands_name_flags_that_exist(command, capsys):
+    words = shlex.split(command)[1:]
+    subcommand = words[: 2 if words[0] == "bench" else 1]
+    with pytest.raises(SystemExit) as ended:
+        alload([*subcommand, "--help"])
+    assert ended.value.code == 0
+    known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    assert {word.split("=")[0] for word in words if word.startswith("--")} <= known
+
+
+def test_alload_commands_that_need_no_file_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (command,) = (c for c in commands(ROOT / "README.md") if "alload plan --workload" in c)
+    assert alload([*shlex.split(command)[1:], "--size", "2000"]) == 0
+    assert (tmp_path / "plan.html").exists()
+
+
+@by_page
+def test_flags_in_the_text_exist(page, capsys):
+    named = set(re.findall(r"`(--[\w-]+)[^`.]*`", prose(page)))
+    known = {"--help", "--print_config", "--requeue", "--signal"}
+    for words in (["plan"], ["calibrate"], ["sample"], ["export"], *BENCHES):
+        with pytest.raises(SystemExit):
+            alload([*words, "--help"])
+        known |= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    assert named <= known
+
+
+@by_page
+def test_keys_in_the_text_exist(page, keys):
+    sections = "run|data|planning|model|optimizer|mesh|cluster|checkpoint|sampling"
+    named = set(re.findall(rf"`((?:{sections})\.[a-z_.]+)[^`/(]*`", prose(page)))
+    assert {name for name in named if not name.endswith((".py", ".json"))} <= keys
+
+
+@commands_of(r"python (train|benchmarks/\w+)\.py|^make |^sbatch ")
+def test_commands_name_programs_configs_and_keys_that_exist(command, keys):
+    if command.startswith("make "):
+        target = command.split()[1]
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for script in re.findall(r"(?<!/)\b(?:train|benchmarks/\w+)\.py|docs/\S+\.sh", command):
+        assert (ROOT / script).exists()
+    for config in re.findall(r"configs/\S+\.yaml", command):
+        assert config == "configs/mine.yaml" or (ROOT / config).exists()
+    if "train.py" in command:
+        keys = set(re.findall(r"--([\w.]+)", command.split("train.py")[1]))
+        assert keys - {"config", "help", "print_config"} <= keys
+
+
+@commands_of(r"python benchmarks/\w+\.py .*--")
+def test_programs_of_benchmarks_know_their_flags(command):
+    script = re.search(r"benchmarks/\w+\.py", command)[0]
+    text = (ROOT / script).read_text() + "".join(
+        path.read_text() for path in (ROOT / "alload_jax" / "commands").glob("bench*.py")
+    )
+    for flag in re.findall(r"(--[\w-]+)", command):
+        assert f'"{flag}"' in text
+
+
+@by_page
+def test_python_examples_are_valid_and_import_what_exists(page):
+    for block in blocks(page):
+        if block.language == "python":
+            for node in ast.walk(ast.parse(block.text)):
+                if isinstance(node, ast.ImportFrom):
+                    module = importlib.import_module(node.module)
+                    assert all(hasattr(module, name.name) for name in node.names)
+
+
+def test_the_example_of_planning_from_python_runs(capsys):
+    (block,) = (b for b in blocks(DOCS / "planning.md") if b.language == "python")
+    exec(compile(block.text.replace("12_345", "0"), "planning.md", "exec"), {})
+    assert "Step(" in capsys.readouterr().out
+
+
+def test_the_first_picture_shows_the_figures_of_the_readme():
+    program = runpy.run_path(str(ROOT / "benchmarks" / "waiting_picture.py"))
+    content = program["json"].loads((ROOT / program["RESULTS"]).read_text())
+    before, after = (program["measured"](content, program[name]) for name in ("BEFORE", "AFTER"))
+    shown = {t.get_text() for a in program["draw"](content, before, after).axes for t in a.texts}
+    assert {"34% waiting", "0.3% waiting", "153,240 tokens/s\n1.39× the speed"} <= shown
+    readme = (ROOT / "README.md").read_text()
+    assert all(figure in readme for figure in ("34.5 %", "0.3 %", "153,240", "1.39×"))
+
+
+def test_the_first_picture_says_what_was_not_measured():
+    program = runpy.run_path(str(ROOT / "benchmarks" / "waiting_picture.py"))
+    with pytest.raises(InputError, match=r"^x: has no GPU times of balanced"):
+        program["measured"]({"workload": "x", "cases": [{"case": "balanced"}]}, "balanced")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_site_builds_without_warnings(tmp_path):
+    pytest.importorskip("sphinx", reason="the extra docs is not installed")
+    command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going"]
+    command += ["-d", tmp_path / "doctrees", DOCS, tmp_path / "site"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    site = tmp_path / "site"
+    for module in ("alload_jax/planning/metrics", "pallas_kernels/layernorm_modulate/api"):
+        page = (site / "reference" / module / "index.html").read_text()
+        assert "Raises" in page or "max/mean" in page
+    assert (site / "architecture.html").read_text().count("batch.svg") == 1
