@@ -14,7 +14,7 @@ from alload_jax.bench.picture import write_picture
 from alload_jax.bench.provenance import provenance
 from alload_jax.cli import main
 from alload_jax.errors import InputError
-from pallas_kernels.layernorm_modulate.tuning import kernel_is_faster
+from pallas_kernels.layernorm_modulate.triton.tuning import faster_than_reference
 from pallas_kernels.layernorm_modulate.workloads import Workload
 
 COPY = 2e12
@@ -122,7 +122,7 @@ def test_auto_never_chooses_what_was_measured_as_slower(name):
     for (*case, implementation), each in us.items():
         elements, dim = math.prod(each["shape"]), each["shape"][-1]
         layout = LAYOUTS.get(case[1], "row")
-        chosen = kernel_is_faster(stored["device"], layout, elements, dim)
+        chosen = faster_than_reference(stored["device"], layout, elements, dim)
         assert chosen == (dim >= {"row": 256, "segment": 1152, "token": 1536}[layout])
         if implementation == "triton" and chosen:
             assert each["us"] <= us[*case, "xla"]["us"]
@@ -141,4 +141,4 @@ def test_auto_never_chooses_what_was_measured_as_slower(name):
     ],
 )
 def test_auto_is_xla_where_nothing_was_measured(call):
-    assert not kernel_is_faster(*call)
+    assert not faster_than_reference(*call)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from alload_jax.errors import InputError
 from alload_jax.models.common.attention import AttentionImplementation
 from alload_jax.models.common.remat import RematPolicy
-from pallas_kernels.layernorm_modulate import Implementation as NormImplementation
+from pallas_kernels.layernorm_modulate import implementation_names as norm_implementations
 
 _ARITHMETIC = ("dtype", "attention", "norm", "remat", "residual_dtype")
 """Fields that no parameter depends on."""
@@ -85,8 +85,8 @@ class WanConfig:
       residual_dtype: of the stream between the blocks. `compute` is that of the computation, as in
         diffusers; `float32` is Wan's own code, more exact and with twice the activations to keep.
       attention: implementation of attention; `auto` is cuDNN where it can run.
-      norm: implementation of the modulated norms: `triton` (our kernels, GPU only), `xla`, or
-        `auto`, whichever was measured as faster on this device.
+      norm: implementation of the modulated norms: `triton` (our kernels, GPU only), `xla`, the
+        name of one that was registered, or `auto`, whichever was measured as faster on this device.
       remat: what blocks keep for the backward pass.
     """
 
@@ -107,7 +107,7 @@ class WanConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     residual_dtype: Literal["compute", "float32"] = "compute"
     attention: AttentionImplementation = "auto"
-    norm: NormImplementation = "auto"
+    norm: str = "auto"
     remat: RematPolicy = "none"
 
     def __post_init__(self) -> None:
@@ -125,6 +125,9 @@ class WanConfig:
             )
         if self.freq_dim < 2 or self.freq_dim % 2:
             raise InputError(f"model.freq_dim is {self.freq_dim}; it must be even")
+        if self.norm not in norm_implementations():
+            names = ", ".join(norm_implementations())
+            raise InputError(f"model.norm is {self.norm!r}; choose one of {names}")
         if self.image and not self.text:
             raise InputError("model.image is set without model.text; set both, or neither")
 
