@@ -1,8 +1,8 @@
-"""Measures how the LayerNorm-Modulate kernels are best cut, width by width, on this GPU.
+"""Measures which blocks suit the LayerNorm-Modulate kernels, width by width, on this GPU.
 
     python benchmarks/tune_layernorm_modulate.py --out tuned.json
 
-What it finds goes into pallas_kernels/layernorm_modulate/tuning.py by hand.
+What it finds goes into pallas_kernels/layernorm_modulate/triton/tuning.py by hand.
 """
 
 import argparse
@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from alload_jax.bench.device_time import device_time, require_gpu, rotating
-from pallas_kernels.layernorm_modulate import triton
-from pallas_kernels.layernorm_modulate.operands import Operands, Options, Saved, normalise
-from pallas_kernels.layernorm_modulate.tuning import Blocks, Pass, blocks_for
+from pallas_kernels.layernorm_modulate.operands import Operands, Options, Residuals, normalise
+from pallas_kernels.layernorm_modulate.triton import calls
+from pallas_kernels.layernorm_modulate.triton.tuning import Blocks, Pass, blocks_for
 from pallas_kernels.layernorm_modulate.workloads import WORKLOADS
 
 ELEMENTS = 50_000_000
@@ -33,16 +33,16 @@ PER_CORE = {
 
 
 def candidates(kernel: Pass, dim: int, cores: int) -> Iterator[Blocks]:
-    """Ways to cut rows of `dim` elements that are not hopeless from the start."""
+    """Blocks for rows of `dim` elements, but those that cannot be fast."""
     backward = kernel.endswith("backward")
     for warps, lanes in itertools.product((1, 2, 4, 8), (4, 8)):
         tile, each = 32 * warps * lanes, dim / (32 * warps)
         if tile // 2 >= dim or not 2 <= each <= 96:
             continue
         for per_core in PER_CORE["backward" if backward else "forward"][warps]:
-            for prefetch, hold in itertools.product((True, False), (True, False)):
-                if (hold or (backward and each >= 20)) and (prefetch or each >= 20):
-                    yield Blocks(tile, warps, per_core * cores, prefetch, hold)
+            for prefetch, keep in itertools.product((True, False), (True, False)):
+                if (keep or (backward and each >= 20)) and (prefetch or each >= 20):
+                    yield Blocks(tile, warps, per_core * cores, prefetch, keep)
 
 
 def make_calls(kernel: Pass, dim: int, count: int) -> tuple[Any, list[tuple[Any, ...]]]:
@@ -64,18 +64,19 @@ def make_calls(kernel: Pass, dim: int, count: int) -> tuple[Any, list[tuple[Any,
     outputs = ("out", "statistics", *(["h"] if residual else []))
     if kernel.endswith("forward"):
         sets: list[tuple[Any, ...]] = [(operands,) for operands, _, _ in made]
-        return lambda blocks: lambda o: triton.forward(o, options, blocks, outputs), sets
+        return lambda blocks: lambda o: calls.forward(o, options, blocks, outputs), sets
     sets = [
-        (_saved(operands, options), dh if residual else None, dout) for operands, dh, dout in made
+        (_residuals(operands, options), dh if residual else None, dout)
+        for operands, dh, dout in made
     ]
-    return lambda blocks: lambda s, dh, dout: triton.backward(s, dh, dout, options, blocks), sets
+    return lambda blocks: lambda s, dh, dout: calls.backward(s, dh, dout, options, blocks), sets
 
 
-def _saved(operands: Operands, options: Options) -> Saved:
+def _residuals(operands: Operands, options: Options) -> Residuals:
     """As if x were the norm's input: the time does not depend on the values."""
-    (statistics,) = triton.forward(operands, options, blocks_for("forward", 1536), ["statistics"])
+    (statistics,) = calls.forward(operands, options, blocks_for("forward", 1536), ["statistics"])
     shift = jnp.zeros((0,))
-    return Saved(operands.x, statistics, operands.scale, shift, operands.y, operands.gate, None)
+    return Residuals(operands.x, statistics, operands.scale, shift, operands.y, operands.gate, None)
 
 
 def tune(kernel: Pass, dim: int, pool: ThreadPoolExecutor) -> list[dict[str, Any]]:

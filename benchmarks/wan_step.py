@@ -16,6 +16,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ from alload_jax.bench.provenance import provenance
 from alload_jax.bench.step import Step, random_batch, training_spec
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields
-from pallas_kernels.layernorm_modulate.differentiable import Static, fused
-from pallas_kernels.layernorm_modulate.operands import Operands, normalise
+from pallas_kernels import layernorm_modulate
 
 SHAPES = {"1x32760": (1, 21, 60, 104), "8x4096": (8, 1, 128, 128)}
 """Tokens → latents (rows, frames, height, width)."""
@@ -98,9 +98,6 @@ def adaln_memory() -> dict[str, Any]:
     shape = (1, 4096, 1536)
     x = jnp.ones(shape, jnp.bfloat16)
     table = jnp.ones((1, shape[-1]))
-    _, options = normalise(
-        "adaln", Operands(x, table, table), eps=1e-6, residual_dtype=None, segment_block=None
-    )
 
     def unfused(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
@@ -113,7 +110,7 @@ def adaln_memory() -> dict[str, Any]:
         vjp = jax.eval_shape(lambda *a: jax.vjp(function, *a)[1], x, table, table)
         return sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(vjp)) / x.size
 
-    kernel: Any = kept(lambda *a: fused(Static(options, None), Operands(*a))[1])
+    kernel: Any = kept(partial(layernorm_modulate, implementation="triton"))
     plain = kept(unfused)
     return {
         "bytes_per_element_unfused": plain,

@@ -38,7 +38,7 @@ the package's `__init__.py` alone."""
 SHARED_MODELS = "common"
 """The folder of models/ that is no family."""
 
-TESTS_OF_NO_PACKAGE = {"docs", "golden", "parity"}
+TESTS_OF_NO_PACKAGE = {"plug_points", "docs", "golden", "parity"}
 """Folders of tests/ for the pages of docs/, for files drawn from other implementations, and for
 comparisons with these."""
 

@@ -1,4 +1,4 @@
-"""Times the LayerNorm-Modulate kernels against XLA's fusion and what else is installed."""
+"""Times the LayerNorm-Modulate kernels against XLA's fusion."""
 
 import math
 import statistics
@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from alload_jax.bench import competitors
 from alload_jax.bench.device_time import DeviceTime, device_time, rotating
 from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
 from pallas_kernels.layernorm_modulate.workloads import Workload
@@ -52,7 +51,7 @@ class Entry(NamedTuple):
       shape: [B, S, D] of x, bfloat16; scale and shift are float32.
       function: what was run.
       direction: forward or backward.
-      implementation: triton, xla, torch, torch.compile or tokamax.
+      implementation: triton, xla, or the name that a rival gives itself.
       us: median device time in µs.
       us_low: 10th percentile.
       us_high: 90th percentile.
@@ -84,10 +83,14 @@ class Arguments(NamedTuple):
     gate: jax.Array
 
 
+Rival = Callable[[Function, Pass, Sequence[Arguments]], Iterator[tuple[str, DeviceTime]]]
+"""Measures the same function in other libraries: (name, time) of each that has it."""
+
+
 def measure(
-    workloads: dict[str, Workload], functions: Sequence[Function], others: bool
+    workloads: dict[str, Workload], functions: Sequence[Function], rivals: Sequence[Rival] = ()
 ) -> Iterator[Entry]:
-    """Measures all workloads, functions and passes; `others` adds PyTorch and tokamax if there."""
+    """Measures all workloads, functions and passes, of rivals too."""
     for name, workload in workloads.items():
         sets = make_arguments(workload)
         for function in functions:
@@ -97,8 +100,8 @@ def measure(
                 for implementation in ("triton", "xla"):
                     time = _time(function, direction, implementation, sets)
                     yield _entry(name, workload, key, implementation, time, moved)
-                if others and function == "layernorm_modulate":
-                    for implementation, time in competitors.measure(direction, sets):
+                for rival in rivals:
+                    for implementation, time in rival(function, direction, sets):
                         yield _entry(name, workload, key, implementation, time, moved)
 
 

@@ -1,18 +1,15 @@
 """The kernel benchmark as one picture."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from alload_jax.bench.kernel import Entry, share_of_copy
 
-_COLOURS = {
-    "triton": "#1f6feb",
-    "xla": "#f0883e",
-    "torch.compile": "#8b949e",
-    "torch": "#c9d1d9",
-    "tokamax": "#3fb950",
-}
+_COLOURS = {"triton": "#1f6feb", "xla": "#f0883e"}
+_RIVALS = ("#c9d1d9", "#8b949e", "#3fb950", "#a371f7", "#d29922")
+"""Colours of other implementations, in the order in which they were measured."""
 _LABELS = {"triton": "this kernel (Pallas)", "xla": "XLA's fusion"}
 
 
@@ -32,9 +29,10 @@ def write_picture(
     figure, axes = plt.subplots(
         rows, columns, figsize=(6.2 * columns, 3.4 * rows), squeeze=False, sharex=True
     )
+    colours = _colours(entries)
     for axis, panel in zip(axes.flat, panels, strict=False):
         chosen = [e for e in entries if (e.function, e.direction) == panel]
-        _draw_panel(axis, chosen, copy_bytes_per_second)
+        _draw_panel(axis, chosen, copy_bytes_per_second, colours)
         axis.set_title(f"{panel[0]}, {panel[1]}", fontsize=10, loc="left")
     for axis in axes[-1]:
         axis.set_xlabel("bytes that must move ÷ time, as a share of a plain copy")
@@ -52,9 +50,17 @@ def write_picture(
     plt.close(figure)
 
 
-def _draw_panel(axis: Any, entries: Sequence[Entry], copy_bytes_per_second: float) -> None:
+def _colours(entries: Sequence[Entry]) -> dict[str, str]:
+    """A colour for each implementation."""
+    rivals = [n for n in dict.fromkeys(e.implementation for e in entries) if n not in _COLOURS]
+    return _COLOURS | dict(zip(rivals, itertools.cycle(_RIVALS), strict=False))
+
+
+def _draw_panel(
+    axis: Any, entries: Sequence[Entry], copy_bytes_per_second: float, colours: dict[str, str]
+) -> None:
     workloads = list(dict.fromkeys(e.workload for e in entries))
-    shown = [name for name in _COLOURS if any(e.implementation == name for e in entries)]
+    shown = [name for name in colours if any(e.implementation == name for e in entries)]
     height = 0.8 / len(shown)
     shapes = {e.workload: "×".join(map(str, e.shape)) for e in entries}
     for place, name in enumerate(shown):
@@ -62,7 +68,7 @@ def _draw_panel(axis: Any, entries: Sequence[Entry], copy_bytes_per_second: floa
         at = [workloads.index(e.workload) + place * height for e in mine]
         shares = [share_of_copy(e, copy_bytes_per_second) for e in mine]
         bars = axis.barh(
-            at, shares, height * 0.92, color=_COLOURS[name], label=_LABELS.get(name, name)
+            at, shares, height * 0.92, color=colours[name], label=_LABELS.get(name, name)
         )
         axis.bar_label(
             bars,

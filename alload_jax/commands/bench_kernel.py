@@ -2,8 +2,9 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.box
 from rich.console import Console
@@ -12,7 +13,10 @@ from rich.table import Table
 from alload_jax.commands.bench_output import require_place, typed
 from alload_jax.errors import InputError
 
-HELP = "Measure kernels on this device: against XLA's fusion, and PyTorch where it is installed."
+if TYPE_CHECKING:
+    from alload_jax.bench.kernel import Rival
+
+HELP = "Measure kernels on this device against XLA's fusion."
 
 _FUNCTIONS_HELP = (
     "layernorm_modulate, residual_layernorm_modulate (these two by default), "
@@ -38,16 +42,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=_FUNCTIONS_HELP,
     )
-    add("--without-others", action="store_true", help="leave PyTorch and tokamax out")
     add("--out", default="layernorm_modulate", help="written: OUT.json and OUT.png")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measures, prints a table, writes JSON and PNG."""
+    return measure(options)
+
+
+def measure(
+    options: argparse.Namespace, rivals: "Sequence[Rival]" = (), packages: Sequence[str] = ()
+) -> int:
+    """`run`, with rivals.
+
+    Args:
+      options: of the command line.
+      rivals: other libraries' implementations to measure beside ours.
+      packages: whose versions the JSON notes for that.
+    """
     # Only now: `alload plan` and `--help` need neither JAX nor a GPU.
     import jax
 
-    from alload_jax.bench import competitors, kernel
+    from alload_jax.bench import kernel
     from alload_jax.bench.device_time import copy_bandwidth, require_gpu
     from alload_jax.bench.picture import write_picture
     from alload_jax.bench.provenance import provenance
@@ -61,10 +77,10 @@ def run(options: argparse.Namespace) -> int:
     require_gpu()
     device = jax.devices()[0].device_kind
     copy = copy_bandwidth()
-    made_with = provenance([*_PACKAGES, *competitors.installed()])
+    made_with = provenance([*_PACKAGES, *packages])
     entries: list[kernel.Entry] = []
     console = Console(soft_wrap=True, width=_WIDTH)
-    for entry in kernel.measure(workloads, functions, not options.without_others):
+    for entry in kernel.measure(workloads, functions, rivals):
         entries.append(entry)
         console.print(_line(entry, kernel.share_of_copy(entry, copy)))
         content = {

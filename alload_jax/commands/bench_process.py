@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from alload_jax.errors import InputError
@@ -17,14 +18,16 @@ _MEMORY_SHARE = "0.95"
 
 
 def measured(
-    module: str, settings: dict[str, Any], variables: Mapping[str, str] | None = None
+    program: str | Path,
+    settings: dict[str, Any],
+    variables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The last line that the measurement prints, or how it failed: the others go on.
 
     What is the user's fault is raised, as it would be without a process in between.
 
     Args:
-      module: to run.
+      program: module to run, or the path of a script.
       settings: its argument, as JSON.
       variables: of its environment, beside this process's own.
 
@@ -36,7 +39,8 @@ def measured(
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
     environment |= variables or {}
-    command = [sys.executable, "-m", module, json.dumps(settings)]
+    place = [str(program)] if isinstance(program, Path) else ["-m", program]
+    command = [sys.executable, *place, json.dumps(settings)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:

@@ -1,19 +1,15 @@
 """LayerNorm-Modulate, the public functions: check the arguments and pick the implementation."""
 
 import dataclasses
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from pallas_kernels.layernorm_modulate import devices, tuning
-from pallas_kernels.layernorm_modulate.differentiable import Static, fused, on_shards, placed
-from pallas_kernels.layernorm_modulate.operands import Operands, Options, normalise
-from pallas_kernels.layernorm_modulate.pieces import Segmentation
-from pallas_kernels.layernorm_modulate.reference import reference
-
-Implementation = Literal["auto", "triton", "xla"]
+from pallas_kernels.layernorm_modulate import devices
+from pallas_kernels.layernorm_modulate.implementations import REGISTRY
+from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, normalise
+from pallas_kernels.layernorm_modulate.segmentation import Segmentation
 
 
 def layernorm_modulate(
@@ -24,7 +20,8 @@ def layernorm_modulate(
     segment_ids: jax.Array | Segmentation | None = None,
     segment_block: int | None = None,
     eps: float = 1e-6,
-    implementation: Implementation = "auto",
+    implementation: str = "auto",
+    interpret: bool = False,
     sharding: NamedSharding | None = None,
 ) -> jax.Array:
     """y = LayerNorm(x)·(1 + scale) + shift, the adaptive norm of DiT blocks.
@@ -47,8 +44,11 @@ def layernorm_modulate(
         `segmentation`, for tables of M rows of width D.
       segment_block: promises that segments begin at multiples of it, which saves finding them.
       eps: added to the variance.
-      implementation: "triton" (the kernels), "xla" (XLA's fusion), or "auto": whichever was
-        measured as faster for this device, width and size; XLA where nothing was measured.
+      implementation: "triton" (the kernels), "xla" (XLA's fusion), the name of one that was
+        registered, or "auto": whichever was measured as faster for this device, width and size;
+        XLA where nothing was measured.
+      interpret: run the kernels ("auto" means "triton" then) in Pallas's interpreter, which is slow
+        and needs no GPU.
       sharding: how x is split over a mesh whose axes are Auto, where tracing cannot see it: over
         batch and sequence, D whole. Explicit axes need no such help.
 
@@ -66,8 +66,9 @@ def layernorm_modulate(
         eps=eps,
         residual_dtype=None,
         segment_block=segment_block,
+        interpret=interpret,
     )
-    _, out = _run(name, operands, options, implementation, _three_axes(x, sharding))
+    _, out = _run(name, implementation, operands, CallConfig(options, _three_axes(x, sharding)))
     return out.reshape(x.shape)
 
 
@@ -82,7 +83,8 @@ def residual_layernorm_modulate(
     segment_ids: jax.Array | Segmentation | None = None,
     segment_block: int | None = None,
     eps: float = 1e-6,
-    implementation: Implementation = "auto",
+    implementation: str = "auto",
+    interpret: bool = False,
     sharding: NamedSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """h = x + gate·y, then LayerNorm(h)·(1 + scale) + shift: where two halves of a block meet.
@@ -101,6 +103,7 @@ def residual_layernorm_modulate(
       segment_block: as in `layernorm_modulate`.
       eps: added to the variance.
       implementation: as in `layernorm_modulate`.
+      interpret: as in `layernorm_modulate`.
       sharding: as in `layernorm_modulate`.
 
     Returns:
@@ -117,8 +120,9 @@ def residual_layernorm_modulate(
         eps=eps,
         residual_dtype=residual_dtype,
         segment_block=segment_block,
+        interpret=interpret,
     )
-    h, out = _run(name, operands, options, implementation, _three_axes(x, sharding))
+    h, out = _run(name, implementation, operands, CallConfig(options, _three_axes(x, sharding)))
     assert h is not None
     return h.reshape(x.shape), out.reshape(x.shape)
 
@@ -129,6 +133,7 @@ def _with_segments(
     segments: jax.Array | Segmentation | None,
     segment_block: int | None,
 ) -> Operands:
+    """Operands with ids, and what all implementations prepared of them."""
     if not isinstance(segments, Segmentation):
         return operands._replace(segment_ids=segments)
     if segments.table_rows != operands.scale.shape[-2]:
@@ -138,43 +143,26 @@ def _with_segments(
         )
     if segment_block is not None:
         raise ValueError(f"{name}: prepared segment_ids take no segment_block; leave it out")
-    return operands._replace(segment_ids=segments.ids, pieces=segments.pieces)
+    return operands._replace(segment_ids=segments.ids, prepared=segments.prepared)
 
 
 def _run(
-    name: str,
-    operands: Operands,
-    options: Options,
-    implementation: Implementation,
-    sharding: NamedSharding | None,
+    function: str, implementation: str, operands: Operands, config: CallConfig
 ) -> tuple[jax.Array | None, jax.Array]:
-    if implementation not in get_args(Implementation):
-        raise ValueError(
-            f"{name}: implementation={implementation!r} is unknown; "
-            f"choose one of {', '.join(get_args(Implementation))}"
-        )
-    obstacle = devices.obstacle(operands.x, sharding)
-    if implementation == "triton" and obstacle is not None:
-        raise type(obstacle)(f"{name}: the Triton kernels cannot run, {obstacle}")
-    shape = operands.x.shape
-    faster = implementation == "auto" and tuning.kernel_is_faster(
-        devices.device_kind(),
-        options.layout,
-        operands.x.size // (devices.shards_of(sharding, 0) * devices.shards_of(sharding, 1)),
-        shape[-1],
+    options = config.options
+    chosen = REGISTRY.choose(
+        function, implementation, operands, config, interpret=options.interpret
     )
-    wanted = implementation == "triton" or faster
-    if devices.mesh_axes(sharding, 1):
+    if not operands.x.size:
+        chosen = REGISTRY.reference
+    if devices.mesh_axes(config.sharding, 1):
         # A shard may begin where no segment block does.
         options = dataclasses.replace(options, segment_block=None)
-        operands = operands._replace(pieces=None)
-    static = Static(options, sharding)
-    if wanted and obstacle is None and operands.x.size:
-        return fused(static, placed(static, operands))
-    whole = sharding is None or devices.sharding_obstacle(operands.x, sharding) is not None
-    if options.layout != "segment" or whole:
-        return reference(operands, options)
-    return on_shards(static, reference, placed(static, operands._replace(pieces=None)))
+        operands = operands._replace(prepared=None)
+    prepared = operands.prepared and operands.prepared.get(chosen.name)
+    return chosen.run(
+        operands._replace(prepared=prepared), dataclasses.replace(config, options=options)
+    )
 
 
 def _three_axes(x: jax.Array, sharding: NamedSharding | None) -> NamedSharding | None:

@@ -5,16 +5,13 @@ import math
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-_OLDEST = 8.0
-"""Compute capability below which Triton has no bfloat16."""
-
 
 def device_kind() -> str:
     """The kind of the device to run on, such as "NVIDIA H200"."""
-    return _device().device_kind
+    return current_device().device_kind
 
 
-def _device() -> jax.Device:
+def current_device() -> jax.Device:
     """The default device if one was chosen, else the first."""
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
@@ -48,27 +45,13 @@ def shards_of(sharding: NamedSharding | None, dimension: int) -> int:
     return math.prod(sharding.mesh.shape[name] for name in names) if sharding is not None else 1
 
 
-def obstacle(x: jax.Array, sharding: NamedSharding | None) -> Exception | None:
-    """Why the kernels cannot take x [B, S, D] here, as the error to raise; None if they can."""
-    return _device_obstacle() or _manual_obstacle(x) or sharding_obstacle(x, sharding)
+def elements_per_device(x: jax.Array, sharding: NamedSharding | None) -> int:
+    """How many elements of x [B, S, D] each device holds."""
+    return x.size // (shards_of(sharding, 0) * shards_of(sharding, 1))
 
 
-def _device_obstacle() -> Exception | None:
-    device = _device()
-    if device.platform != "gpu":
-        return NotImplementedError(
-            f"the backend is {device.platform!r}, not 'gpu'; use 'xla' or 'auto'"
-        )
-    capability = str(getattr(device, "compute_capability", None))
-    if not capability.replace(".", "").isdecimal() or float(capability) < _OLDEST:
-        return NotImplementedError(
-            f"{device.device_kind} has compute capability {capability}, and they need NVIDIA's "
-            f"{_OLDEST} or later; use 'xla'"
-        )
-    return None
-
-
-def _manual_obstacle(x: jax.Array) -> Exception | None:
+def unsupported_manual_axes(x: jax.Array) -> Exception | None:
+    """Why a kernel cannot take x inside the `shard_map` in use; None if it can."""
     if getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", None):
         return NotImplementedError(
             "x is inside a shard_map that checks how values vary; give that check_vma=False, "
@@ -77,8 +60,8 @@ def _manual_obstacle(x: jax.Array) -> Exception | None:
     return None
 
 
-def sharding_obstacle(x: jax.Array, sharding: NamedSharding | None) -> Exception | None:
-    """Why x [B, S, D] cannot be worked on shard by shard; None if it can."""
+def unsupported_sharding(x: jax.Array, sharding: NamedSharding | None) -> Exception | None:
+    """Why x [B, S, D] cannot be computed shard by shard; None if it can."""
     if sharding is None:
         if hidden := hidden_axes(x):
             return ValueError(

@@ -6,8 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
-Layout = Literal["row", "token", "segment"]
+ModulationLayout = Literal["row", "token", "segment"]
 """Which rows share scale, shift and gate: a batch row, one token, or a segment of a packed row."""
 
 X_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -23,8 +24,8 @@ class Operands(NamedTuple):
       y: [B, S, D], added to x before the norm; None where there is no residual.
       gate: like `scale`, multiplies y; None for a plain sum.
       segment_ids: [B, S] int32 (layout "segment"), negative for padding; else None.
-      pieces: derived of segment_ids beforehand (`PreparedPieces`, then those of one kernel), or
-        None.
+      prepared: what the implementation derived from segment_ids beforehand, a pytree of arrays
+        [B, ...]; None where it did not.
     """
 
     x: jax.Array
@@ -33,36 +34,36 @@ class Operands(NamedTuple):
     y: jax.Array | None = None
     gate: jax.Array | None = None
     segment_ids: jax.Array | None = None
-    pieces: Any = None
+    prepared: Any = None
 
 
-class Saved(NamedTuple):
+class Residuals(NamedTuple):
     """What the backward pass needs of a call; named as in `Operands`.
 
     Attributes:
       h: [B, S, D] the norm's input: x, or x + gate·y.
-      statistics: [B, S, 2] float32, mean and 1/deviation of h's rows.
+      statistics: what the implementation keeps of h's rows, [B, S, K]; or None.
       scale: as it was.
       shift: [0] of shift's dtype: its values are not needed.
       y: None without a gate.
       gate: None for a plain sum.
       segment_ids: [B, S] int32 or None.
-      pieces: as in `Operands`.
+      prepared: as in `Operands`.
     """
 
     h: jax.Array
-    statistics: jax.Array
+    statistics: jax.Array | None
     scale: jax.Array
     shift: jax.Array
     y: jax.Array | None
     gate: jax.Array | None
     segment_ids: jax.Array | None
-    pieces: Any = None
+    prepared: Any = None
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is static in a call.
+    """What is static in a call on one device.
 
     Attributes:
       layout: which rows share scale, shift and gate.
@@ -71,16 +72,29 @@ class Options:
       residual_dtype: dtype of h = x + gate·y; of x where there is no residual.
       out_dtype: dtype of the modulated value.
       segment_block: segments begin at multiples of it; None for anywhere.
-      interpret: run kernels in Pallas's interpreter, which needs no GPU.
+      interpret: run kernels in an interpreter, which needs no GPU.
     """
 
-    layout: Layout
+    layout: ModulationLayout
     eps: float
     x_dtype: jnp.dtype
     residual_dtype: jnp.dtype
     out_dtype: jnp.dtype
     segment_block: int | None = None
     interpret: bool = False
+
+
+@dataclass(frozen=True)
+class CallConfig:
+    """What is static in a call.
+
+    Attributes:
+      options: of the function.
+      sharding: of x [B, S, D]; None on one device.
+    """
+
+    options: Options
+    sharding: NamedSharding | None
 
 
 def normalise(
@@ -90,6 +104,7 @@ def normalise(
     eps: float,
     residual_dtype: jnp.dtype | None,
     segment_block: int | None,
+    interpret: bool = False,
 ) -> tuple[Operands, Options]:
     """Checks what a user gave and brings it into the form of `Operands`.
 
@@ -122,7 +137,8 @@ def normalise(
         raise ValueError(
             f"{function}: residual_dtype is {h_dtype}; it must be x's ({x.dtype}) or float32"
         )
-    options = Options(layout, eps, x.dtype, h_dtype, jnp.dtype(out_dtype), segment_block)
+    dtypes = (x.dtype, h_dtype, jnp.dtype(out_dtype))
+    options = Options(layout, eps, *dtypes, segment_block, interpret)
     return _three_dimensional(operands, layout), options
 
 
@@ -134,7 +150,7 @@ def _check_scalars(function: str, eps: float, segment_block: int | None) -> None
         raise ValueError(f"{function}: segment_block is {segment_block!r}; it must be an int")
 
 
-def _layout(function: str, operands: Operands) -> Layout:
+def _layout(function: str, operands: Operands) -> ModulationLayout:
     x, scale = operands.x, operands.scale
     if operands.segment_ids is not None:
         return "segment"
@@ -154,7 +170,7 @@ def _layout(function: str, operands: Operands) -> Layout:
     )
 
 
-def _check_modulation(function: str, operands: Operands, layout: Layout) -> None:
+def _check_modulation(function: str, operands: Operands, layout: ModulationLayout) -> None:
     x, scale = operands.x, operands.scale
     if layout == "segment":
         tables: list[tuple[int, ...]] = [(scale.shape[-2] if scale.ndim > 1 else 0, x.shape[-1])]
@@ -198,7 +214,7 @@ def _check_segments(function: str, operands: Operands, segment_block: int | None
         raise ValueError(f"{function}: segment_ids are {ids.dtype}; they must be signed integers")
 
 
-def _three_dimensional(operands: Operands, layout: Layout) -> Operands:
+def _three_dimensional(operands: Operands, layout: ModulationLayout) -> Operands:
     """[T, D] as one batch row; a table that all batch rows share, once for each."""
     flat = operands.x.ndim == 2
     rows = 1 if flat else operands.x.shape[0]
@@ -221,5 +237,5 @@ def _three_dimensional(operands: Operands, layout: Layout) -> Operands:
         y=stream(operands.y),
         gate=modulation(operands.gate),
         segment_ids=None if ids is None else ids.astype(jnp.int32),
-        pieces=operands.pieces,
+        prepared=operands.prepared,
     )

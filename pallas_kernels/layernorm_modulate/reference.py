@@ -1,11 +1,32 @@
 """What both functions mean, in plain jax.numpy: the XLA implementation and the oracle's formula."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layernorm_modulate.operands import Operands, Options
+from pallas_kernels.layernorm_modulate import devices
+from pallas_kernels.layernorm_modulate.implementation import Implementation
+from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, Options
+from pallas_kernels.layernorm_modulate.shards import on_shards, operand_specs, placed, specs_of
+
+
+class XlaImplementation(Implementation):
+    """`reference`, fused and differentiated by XLA and JAX: for every device and sharding."""
+
+    name = "xla"
+
+    def run(self, operands: Operands, config: CallConfig) -> tuple[jax.Array | None, jax.Array]:
+        """The reference; with segments on each shard, where x can be computed shard by shard."""
+        sharding = config.sharding
+        whole = sharding is None or devices.unsupported_sharding(operands.x, sharding) is not None
+        if config.options.layout != "segment" or whole:
+            return reference(operands, config.options)
+        run = partial(reference, options=config.options)
+        stream = specs_of(config).stream
+        on_each = on_shards(config, run, (operand_specs(config),), (stream, stream), check=True)
+        return on_each(placed(operands._replace(prepared=None), config))
 
 
 def reference(operands: Operands, options: Options) -> tuple[jax.Array | None, jax.Array]:

@@ -1,3 +1,4 @@
+import importlib
 import json
 import math
 import subprocess
@@ -14,12 +15,13 @@ from alload_jax.bench.picture import write_picture
 from alload_jax.bench.provenance import provenance
 from alload_jax.cli import main
 from alload_jax.errors import InputError
-from pallas_kernels.layernorm_modulate.tuning import kernel_is_faster
+from pallas_kernels.layernorm_modulate.triton.tuning import faster_than_reference
 from pallas_kernels.layernorm_modulate.workloads import Workload
 
 COPY = 2e12
 SMALL = Workload(2, 6, 32, "made up")
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = BENCHMARKS / "results"
 
 
 def entry(workload, implementation, us, function="layernorm_modulate", direction="forward"):
@@ -61,6 +63,48 @@ def test_calls_run_and_rotate_over_all_sets(function, monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, result, jax.jit(forward)(*call))
     gradients = jax.vjp(forward, *calls[0])[1](cotangent(sets[0]))
     assert [g.shape for g in gradients] == [value.shape for value in calls[0]]
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    """Where time is measured on a GPU, one microsecond for each call."""
+    one = device_time.DeviceTime(1.0, 1.0, 1.0, ())
+    monkeypatch.setattr(kernel, "_time", lambda *_: one)
+    monkeypatch.setattr(device_time, "require_gpu", lambda: None)
+    monkeypatch.setattr(device_time, "copy_bandwidth", lambda: COPY)
+    return one
+
+
+SMALL_FLAGS = ["--shape", "2,6,32", "--out"]
+
+
+def test_kernels_are_compared_with_xla(without_gpu, tmp_path, capsys):
+    out = tmp_path / "found"
+    assert main(["bench", "kernel", *SMALL_FLAGS, str(out)]) == 0
+    stored = json.loads(out.with_suffix(".json").read_text())
+    assert {each["implementation"] for each in stored["entries"]} == {"triton", "xla"}
+    assert "torch" not in stored["versions"]
+    assert out.with_suffix(".png").stat().st_size > 0
+    assert "1.00× XLA's fusion" in capsys.readouterr().out
+
+
+def test_the_benchmark_adds_rivals_to_the_same_json(without_gpu, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    rivals = importlib.import_module("layernorm_rivals")
+    program = importlib.import_module("layernorm_modulate")
+    monkeypatch.setattr(rivals, "_importable", lambda name: name != "tokamax")
+    monkeypatch.setattr(rivals, "_torch", lambda *_: iter([("torch", without_gpu)]))
+    out = tmp_path / "found"
+    assert program.main([*SMALL_FLAGS, str(out)]) == 0
+    stored = json.loads(out.with_suffix(".json").read_text())
+    known = json.loads((RESULTS / f"{NAMES[0]}.json").read_text())
+    assert stored.keys() == known.keys()
+    assert stored["entries"][0].keys() == known["entries"][0].keys()
+    assert "torch" in stored["versions"]
+    cases = {(e["function"], e["implementation"]) for e in stored["entries"]}
+    assert ("layernorm_modulate", "torch") in cases
+    assert ("residual_layernorm_modulate", "torch") not in cases
+    assert stored["summary"][0]["times_torch_mean"] == 1.0
 
 
 def test_without_a_gpu_it_says_so():
@@ -122,7 +166,7 @@ def test_auto_never_chooses_what_was_measured_as_slower(name):
     for (*case, implementation), each in us.items():
         elements, dim = math.prod(each["shape"]), each["shape"][-1]
         layout = LAYOUTS.get(case[1], "row")
-        chosen = kernel_is_faster(stored["device"], layout, elements, dim)
+        chosen = faster_than_reference(stored["device"], layout, elements, dim)
         assert chosen == (dim >= {"row": 256, "segment": 1152, "token": 1536}[layout])
         if implementation == "triton" and chosen:
             assert each["us"] <= us[*case, "xla"]["us"]
@@ -141,4 +185,4 @@ def test_auto_never_chooses_what_was_measured_as_slower(name):
     ],
 )
 def test_auto_is_xla_where_nothing_was_measured(call):
-    assert not kernel_is_faster(*call)
+    assert not faster_than_reference(*call)

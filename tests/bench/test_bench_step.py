@@ -1,6 +1,8 @@
 """`alload bench step`: what it measures here, and how it refuses."""
 
+import importlib
 import json
+from pathlib import Path
 from typing import get_args
 
 import jax
@@ -15,6 +17,8 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.remat import RematPolicy
 from alload_jax.models.families import parameter_count
 from alload_jax.planning.architectures.wan import WanArchitecture
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_a_tiny_step_is_measured_and_written(tmp_path, capsys):
@@ -32,16 +36,50 @@ def test_policies_are_those_of_the_model():
     assert set(bench_step._POLICIES) == set(get_args(RematPolicy))
 
 
-def test_the_measured_model_is_wans():
-    parser = bench_step.argparse.ArgumentParser()
-    bench_step.add_arguments(parser)
-    options = parser.parse_args(["--against", "diffusers"])
-    cases = list(bench_step._cases(options))
-    _, _, ours = cases[0]
+@pytest.fixture
+def diffusers_step(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("diffusers_step")
+
+
+def test_the_measured_model_is_wans(diffusers_step, tmp_path):
+    options = diffusers_step.parse(["--out", str(tmp_path / "step.json")])
+    _, _, ours = next(bench_step.cases(options))
     assert parameter_count(Settings(**ours).config()) == 1_418_996_800
-    torch = [settings for _, module, settings in cases if module.endswith("torch_step")]
-    assert len(torch) == len(bench_step._TORCH_CASES)
+    torch = [settings for _, _, settings in diffusers_step.torch_cases(options)]
+    assert len(torch) == len(diffusers_step.TORCH_CASES)
     assert all(t["latents"] == ours["latents"] and t["batch"] == ours["batch"] for t in torch)
+
+
+def test_pytorchs_steps_are_measured_by_a_script_beside_ours(
+    diffusers_step, tmp_path, monkeypatch, capsys
+):
+    script = tmp_path / "torch_step.py"
+    script.write_text(
+        "import json, sys\n"
+        "settings = json.loads(sys.argv[1])\n"
+        "print(json.dumps({'seconds': 2.0, 'tokens': 4, 'settings': settings}))\n"
+    )
+    monkeypatch.setattr(diffusers_step, "TORCH_STEP", script)
+    monkeypatch.setattr(diffusers_step.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(bench_step, "cases", lambda options: [("ours", script, {})])
+    out = tmp_path / "step.json"
+    flags = ["--model", "tiny", "--torch-cases", "1", "4", "--out", str(out)]
+    assert diffusers_step.main(flags) == 0
+    cases = json.loads(out.read_text())["cases"]
+    assert [case["name"] for case in cases] == [
+        "ours",
+        "diffusers, bf16_copy, cudnn, compiled whole, checkpointing full",
+        "diffusers, bf16_copy, cudnn, compiled blocks, checkpointing none",
+    ]
+    model = cases[1]["settings"]["model"]
+    assert (model["num_attention_heads"], model["attention_head_dim"]) == (2, 16)
+    assert "| diffusers, bf16_copy" in capsys.readouterr().out
+
+
+def test_a_pytorch_case_that_is_unknown_is_refused(diffusers_step):
+    with pytest.raises(InputError, match="--torch-cases 9 is unknown; there are 0 to 4"):
+        diffusers_step.parse(["--torch-cases", "9"])
 
 
 def test_flops_are_those_of_the_compiled_forward():

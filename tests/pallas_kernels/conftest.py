@@ -3,7 +3,7 @@ import dataclasses
 import jax
 import pytest
 
-from pallas_kernels.layernorm_modulate import differentiable, pieces
+from pallas_kernels.layernorm_modulate.triton import tuning
 
 
 @pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
@@ -17,14 +17,13 @@ def interpret(request):
 @pytest.fixture
 def few_programs(monkeypatch, interpret):
     """Seven programs in place of thousands, which the interpreter would run one by one."""
-    table = differentiable.blocks_for
+    table = tuning.blocks_for
 
     def seven(kernel, dim):
         return dataclasses.replace(table(kernel, dim), programs=7)
 
     if interpret:
-        monkeypatch.setattr(differentiable, "blocks_for", seven)
-        monkeypatch.setattr(pieces, "blocks_for", seven)
+        monkeypatch.setattr(tuning, "blocks_for", seven)
 
 
 @pytest.fixture

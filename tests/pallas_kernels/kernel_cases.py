@@ -1,6 +1,5 @@
 """Inputs, a float64 oracle and tolerances for the tests of LayerNorm-Modulate's kernels."""
 
-import dataclasses
 import re
 
 import jax
@@ -8,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import settings
 
-from pallas_kernels.layernorm_modulate.differentiable import Static, fused
-from pallas_kernels.layernorm_modulate.operands import Operands, normalise
-from pallas_kernels.layernorm_modulate.reference import reference
+from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
+from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, normalise
+from pallas_kernels.layernorm_modulate.triton import TritonImplementation
 
 EPS = 1e-6
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -59,22 +58,21 @@ def assert_same_bits(left, right):
 # Running the kernels -----------------------------------------------------------------------------
 
 
-def implementation(interpret, sharding=None, *, residual_dtype=None, segment_block=None, eps=EPS):
-    """The kernels as a function of Operands as users give them; "xla" for the reference."""
+def public(operands, **options):
+    """(h or None, out) of the public function that takes such operands."""
+    x, scale, shift, y, gate, ids, _ = operands
+    options = {"segment_ids": ids} | options
+    if y is None:
+        return None, layernorm_modulate(x, scale, shift, **options)
+    return residual_layernorm_modulate(x, y, gate, scale, shift, **options)
 
-    def run(operands):
-        normal, options = normalise(
-            "test", operands, eps=eps, residual_dtype=residual_dtype, segment_block=segment_block
-        )
-        if interpret == "xla":
-            h, out = reference(normal, options)
-        else:
-            options = dataclasses.replace(options, interpret=interpret)
-            h, out = fused(Static(options, sharding), normal)
-        shape = operands.x.shape
-        return None if h is None else h.reshape(shape), out.reshape(shape)
 
-    return run
+def implementation(interpret, sharding=None, **options):
+    """The kernels as a function of Operands; "xla" for the reference."""
+    chosen = {"implementation": "triton", "interpret": interpret}
+    if interpret == "xla":
+        chosen = {"implementation": "xla"}
+    return lambda operands: public(operands, sharding=sharding, **chosen, **options)
 
 
 def with_gradients(run):
@@ -274,6 +272,18 @@ def run_and_check(operands, interpret, what="", **static):
 
 
 # Lowering ----------------------------------------------------------------------------------------
+
+
+def kernels_for_cuda(*, residual_dtype=None, segment_block=None):
+    """`implementation` for a GPU that need not be there."""
+
+    def run(operands):
+        normal, options = normalise(
+            "test", operands, eps=EPS, residual_dtype=residual_dtype, segment_block=segment_block
+        )
+        return TritonImplementation().run(normal, CallConfig(options, None))
+
+    return run
 
 
 def lowered_for_cuda(function, *arguments):

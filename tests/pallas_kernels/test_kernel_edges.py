@@ -1,5 +1,3 @@
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,23 +5,16 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
-from pallas_kernels.layernorm_modulate import api, devices, differentiable
 
 KINDS = (AxisType.Auto, AxisType.Explicit)
 SPEC = PartitionSpec(None, "sequence", None)
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """The public functions' "triton" runs in the interpreter, as if a GPU were there."""
-    fused = differentiable.fused
-
-    def run(static, operands):
-        options = dataclasses.replace(static.options, interpret=True)
-        return fused(dataclasses.replace(static, options=options), operands)
-
-    monkeypatch.setattr(devices, "_device_obstacle", lambda: None)
-    monkeypatch.setattr(api, "fused", run)
+CHOICES = {
+    "triton": {"implementation": "triton", "interpret": True},
+    "xla": {"implementation": "xla"},
+}
+KERNELS = CHOICES["triton"]
 
 
 def normal(seed, *shape):
@@ -39,9 +30,8 @@ def split(kind, x):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("implementation", ["triton", "xla"])
-@pytest.mark.usefixtures("interpreted")
-def test_shards_that_begin_inside_a_segment_block(kind, implementation):
+@pytest.mark.parametrize("choice", CHOICES)
+def test_shards_that_begin_inside_a_segment_block(kind, choice):
     x, table = normal(0, 2, 80, 32), normal(1, 12, 32)
     ids = jnp.broadcast_to(jnp.arange(80) // 7, (2, 80))
     expected = layernorm_modulate(x, table, table, segment_ids=ids, implementation="xla")
@@ -51,19 +41,18 @@ def test_shards_that_begin_inside_a_segment_block(kind, implementation):
             *(there, table, table),
             segment_ids=ids,
             segment_block=7,
-            implementation=implementation,
+            **CHOICES[choice],
             **told,
         )
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("interpreted")
 def test_replicated_tables_beside_a_sharded_x(kind):
     x, scale = normal(0, 2, 16, 32), normal(1, 2, 32)
 
-    def loss(scale, x, implementation, **told):
-        out = layernorm_modulate(x, scale, scale, implementation=implementation, **told)
+    def loss(scale, x, choice, **told):
+        out = layernorm_modulate(x, scale, scale, **CHOICES[choice], **told)
         return jnp.sum(jnp.sin(out))
 
     expected = jax.grad(loss)(scale, x, "xla")
@@ -73,71 +62,65 @@ def test_replicated_tables_beside_a_sharded_x(kind):
     np.testing.assert_allclose(gradient, expected, atol=1e-4)
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_a_hidden_auto_axis_beside_an_explicit_one_must_be_told():
     mesh = jax.make_mesh((2, 4), ("data", "sequence"), (AxisType.Explicit, AxisType.Auto))
     x = jax.device_put(normal(0, 2, 16, 8), NamedSharding(mesh, PartitionSpec("data")))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"Auto axes \['sequence'\]"):
-        layernorm_modulate(x, normal(1, 2, 8), normal(2, 2, 8), implementation="triton")
+        layernorm_modulate(x, normal(1, 2, 8), normal(2, 2, 8), **KERNELS)
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_a_checked_shard_map_is_named():
     mesh = jax.make_mesh((8,), ("sequence",), (AxisType.Auto,))
 
     def inside(x, scale):
-        return layernorm_modulate(x, scale, scale, implementation="triton")
+        return layernorm_modulate(x, scale, scale, **KERNELS)
 
     mapped = jax.shard_map(inside, mesh=mesh, in_specs=(SPEC, PartitionSpec()), out_specs=SPEC)
     with pytest.raises(NotImplementedError, match="check_vma=False"):
         mapped(normal(0, 2, 16, 8), normal(1, 2, 8))
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_second_derivatives_are_refused():
     x, scale = normal(0, 1, 2, 8), normal(1, 1, 8)
 
     def loss(x):
-        return jnp.sum(layernorm_modulate(x, scale, scale, implementation="triton") ** 2)
+        return jnp.sum(layernorm_modulate(x, scale, scale, **KERNELS) ** 2)
 
     with pytest.raises(NotImplementedError, match="second derivatives"):
         jax.hessian(loss)(x)
 
 
-@pytest.mark.parametrize("implementation", ["triton", "xla"])
-@pytest.mark.usefixtures("interpreted")
-def test_what_padding_holds_does_not_reach_the_gate(implementation):
+@pytest.mark.parametrize("choice", CHOICES)
+def test_what_padding_holds_does_not_reach_the_gate(choice):
     x, gate = normal(0, 1, 12, 8), normal(1, 2, 8)
     ids = jnp.array([[0] * 4 + [-1] * 4 + [1] * 4])
     y = jnp.where(ids[..., None] < 0, jnp.nan, x)
 
     def loss(gate):
         run = residual_layernorm_modulate(
-            x, y, gate, gate, gate, segment_ids=ids, implementation=implementation
+            x, y, gate, gate, gate, segment_ids=ids, **CHOICES[choice]
         )
         return sum(map(jnp.sum, run))
 
     assert np.isfinite(jax.grad(loss)(gate)).all()
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_a_segment_beyond_the_table_makes_the_residual_nan_too():
     x, table = normal(0, 1, 12, 8), normal(1, 2, 8)
     h, _ = residual_layernorm_modulate(
         *(x, x, table, table, table),
         segment_ids=jnp.full((1, 12), 7),
-        implementation="triton",
+        **KERNELS,
     )
     assert np.isnan(h).all()
 
 
 @pytest.mark.parametrize("y_dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.usefixtures("interpreted")
 def test_without_a_gate_both_gradients_are_the_same(y_dtype):
     x, scale = normal(0, 2, 5, 96), normal(1, 2, 96)
 
-    def loss(x, y, implementation):
-        run = residual_layernorm_modulate(x, y, None, scale, scale, implementation=implementation)
+    def loss(x, y, choice):
+        run = residual_layernorm_modulate(x, y, None, scale, scale, **CHOICES[choice])
         return sum(jnp.sum(jnp.sin(part.astype(jnp.float32))) for part in run)
 
     y = normal(2, 2, 5, 96).astype(y_dtype)

@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_cases import BF16, F32, implementation, kernels_launched, lowered_for_cuda
+from kernel_cases import BF16, F32, kernels_for_cuda, kernels_launched, lowered_for_cuda
 
 from pallas_kernels.layernorm_modulate.operands import Operands
 from pallas_kernels.layernorm_modulate.workloads import WORKLOADS
@@ -21,7 +21,7 @@ def shapes_of(shape, layout, residual):
 
 
 def lower(operands, **static):
-    run = implementation(False, **static)
+    run = kernels_for_cuda(**static)
 
     def both(operands, cotangents):
         ids = operands.segment_ids

@@ -1,4 +1,5 @@
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kernel_cases import F32, cotangents_for, implementation, make, with_gradients
+from kernel_cases import F32, cotangents_for, implementation, make, public, with_gradients
 
-from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
 from pallas_kernels.layernorm_modulate import devices
 from pallas_kernels.layernorm_modulate.operands import Operands
 
@@ -106,17 +106,6 @@ def test_split_over_one_of_them(spec, mesh, interpret):
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == (spec == "sequence")
 
 
-def public(sharding, choice):
-    def run(operands):
-        x, scale, shift, y, gate, ids, _ = operands
-        static = {"segment_ids": ids, "implementation": choice, "sharding": sharding}
-        if y is None:
-            return None, layernorm_modulate(x, scale, shift, **static)
-        return residual_layernorm_modulate(x, y, gate, scale, shift, **static)
-
-    return run
-
-
 @pytest.mark.parametrize("choice", ["xla", "auto"])
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("case", ["row", "residual", "token", "segment"])
@@ -127,7 +116,7 @@ def test_public_functions_on_a_mesh(case, told, choice, mesh):
     cotangents = cotangents_for(operands)
     expected = with_gradients(implementation("xla"))(operands, cotangents)
     sharding = NamedSharding(mesh, SPECS["both"]) if told else None
-    both = with_gradients(public(sharding, choice))
+    both = with_gradients(partial(public, sharding=sharding, implementation=choice))
     compiled, arguments = on_mesh(both, operands, cotangents, mesh, SPECS["both"])
     close(compiled(*arguments), expected)
 
@@ -145,16 +134,17 @@ def test_flat_rows_on_a_mesh(told, mesh):
     )
     cotangents = jax.tree.map(lambda v: jax.device_put(v, sharding), cotangents_for(operands))
     with jax.set_mesh(mesh):
-        found = with_gradients(public(sharding if told else None, "xla"))(split, cotangents)
+        run = implementation("xla", sharding if told else None)
+        found = with_gradients(run)(split, cotangents)
     close(found, expected)
 
 
-def obstacle_in_a_trace(mesh, x_spec, sharding, shape=SHAPE):
+def reason_in_a_trace(mesh, x_spec, sharding, shape=SHAPE):
     found = []
 
     def look(x):
         seen = devices.visible_sharding(x) if sharding is None else sharding
-        found.append(devices.sharding_obstacle(x, seen))
+        found.append(devices.unsupported_sharding(x, seen))
         return x
 
     with jax.set_mesh(mesh):
@@ -165,26 +155,26 @@ def obstacle_in_a_trace(mesh, x_spec, sharding, shape=SHAPE):
 
 def test_an_explicit_mesh_shows_how_x_is_split():
     mesh = jax.make_mesh((2, 2), ("data", "sequence"), devices=jax.devices()[:4])
-    assert obstacle_in_a_trace(mesh, P("data", "sequence"), None) is None
+    assert reason_in_a_trace(mesh, P("data", "sequence"), None) is None
 
 
 def test_an_auto_mesh_needs_to_be_told():
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
-    found = obstacle_in_a_trace(mesh, P("data"), None)
+    found = reason_in_a_trace(mesh, P("data"), None)
     assert isinstance(found, ValueError)
     assert "sharding=" in str(found)
-    assert obstacle_in_a_trace(mesh, P("data"), NamedSharding(mesh, P("data"))) is None
+    assert reason_in_a_trace(mesh, P("data"), NamedSharding(mesh, P("data"))) is None
 
 
 def test_a_split_width_is_refused():
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
-    found = obstacle_in_a_trace(mesh, P(None, None, "model"), None)
+    found = reason_in_a_trace(mesh, P(None, None, "model"), None)
     assert isinstance(found, NotImplementedError)
     assert "model" in str(found)
 
 
 def test_uneven_shards_are_refused():
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
-    found = obstacle_in_a_trace(mesh, P(), NamedSharding(mesh, P(None, "data")), (4, 15, 48))
+    found = reason_in_a_trace(mesh, P(), NamedSharding(mesh, P(None, "data")), (4, 15, 48))
     assert isinstance(found, ValueError)
     assert "15" in str(found)

@@ -16,7 +16,7 @@ from kernel_cases import (
     with_gradients,
 )
 
-from pallas_kernels.layernorm_modulate import differentiable
+from pallas_kernels.layernorm_modulate.triton import tuning
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -100,16 +100,16 @@ def test_eps_is_added_to_the_variance(interpret):
     "change",
     [
         {"prefetch": False, "max_tile": 64},
-        {"hold": False, "programs": 1},
-        {"prefetch": False, "hold": False, "max_tile": 2048},
+        {"keep_in_registers": False, "programs": 1},
+        {"prefetch": False, "keep_in_registers": False, "max_tile": 2048},
     ],
     ids=str,
 )
 def test_blocks_do_not_change_the_result(change, interpret, monkeypatch):
-    table = differentiable.blocks_for
+    table = tuning.blocks_for
 
     def changed(kernel, dim):
         return dataclasses.replace(table(kernel, dim), **change)
 
-    monkeypatch.setattr(differentiable, "blocks_for", changed)
+    monkeypatch.setattr(tuning, "blocks_for", changed)
     run_and_check(make((2, 13, 200), y_dtype=BF16, gate=True), interpret)

@@ -1,6 +1,5 @@
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from kernel_cases import (
 )
 
 from pallas_kernels import layernorm_modulate, segmentation
-from pallas_kernels.layernorm_modulate.operands import Operands
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -64,7 +62,7 @@ def test_rows_of_a_batch(table, dtype, branch, interpret):
     y_dtype = None if branch == "none" else dtype
     gated = branch == "gated"
     operands = make((2, LENGTH, DIM), table, x_dtype=dtype, ids=ids, y_dtype=y_dtype, gate=gated)
-    run_and_check(operands, interpret, residual_dtype=None if branch == "none" else F32)
+    run_and_check(operands, interpret, **({} if branch == "none" else {"residual_dtype": F32}))
 
 
 @pytest.mark.parametrize("block", [2, 8, 12])
@@ -168,7 +166,7 @@ def test_segments_beyond_the_table_are_nan(residual, interpret):
         np.testing.assert_array_equal(wrong, ids == 3)
 
 
-def test_more_runs_than_pieces_are_nan(interpret):
+def test_more_runs_than_row_blocks_are_nan(interpret):
     ids = np.tile([0, 1], 12)
     operands = make((24, DIM), (2, DIM), ids=ids)
     if not interpret:
@@ -191,18 +189,12 @@ def test_prepared_segments_give_the_same_bits(residual, interpret):
     y_dtype = F32 if residual else None
     operands = make((2, LENGTH, DIM), (2, 5, DIM), ids=ids, y_dtype=y_dtype, gate=residual)
     prepared = segmentation(ids, 5, DIM)
-    run = with_gradients(implementation(interpret))
     cotangents = cotangents_for(operands)
-
-    def prepared_run(operands, cotangents):
-        def floats(*arrays):
-            each = Operands(*arrays, segment_ids=prepared.ids, pieces=prepared.pieces)
-            return implementation(interpret)(each)
-
-        outputs, pullback = jax.vjp(floats, *operands[:5])
-        return outputs, pullback(cotangents)
-
-    assert_same_bits(jax.jit(prepared_run)(operands, cotangents), run(operands, cotangents))
+    found, expected = (
+        with_gradients(implementation(interpret, **more))(operands, cotangents)
+        for more in ({"segment_ids": prepared}, {})
+    )
+    assert_same_bits(found, expected)
 
 
 def test_segments_prepared_for_other_tables_are_refused():

@@ -10,6 +10,7 @@ from kernel_cases import (
     F32,
     cotangents_for,
     implementation,
+    kernels_for_cuda,
     kernels_launched,
     lowered_for_cuda,
     make,
@@ -107,7 +108,7 @@ def test_grad_without_jit(interpret):
 def checkpointed(saved, residual):
     """A loss whose norm's outputs are saved under names, or not; and what it is a function of."""
     operands = make((2, 64, 96), x_dtype=BF16, y_dtype=BF16 if residual else None, gate=residual)
-    run = implementation(False)
+    run = kernels_for_cuda()
 
     def block(operands):
         h, out = run(operands)
@@ -126,7 +127,7 @@ def launches(saved, residual):
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_plain_call_launches_each_kernel_once(residual):
     operands = make((2, 64, 96), y_dtype=F32 if residual else None, gate=residual)
-    run = implementation(False)
+    run = kernels_for_cuda()
     assert kernels_launched(lowered_for_cuda(run, operands)) == ["forward"]
 
     def pull(operands, cotangents):
@@ -195,7 +196,7 @@ def test_where_the_sum_alone_is_used_the_norm_has_no_part(layout, gated, x_dtype
 
 def test_a_norm_that_is_not_used_is_not_run_backwards():
     operands = make((2, 64, 96), (2, 3, 96), y_dtype=F32, gate=True, ids=np.zeros((2, 64)))
-    run = implementation(False)
+    run = kernels_for_cuda()
     block = jax.checkpoint(lambda each: run(each)[0])
     floats = operands._replace(segment_ids=None)
 

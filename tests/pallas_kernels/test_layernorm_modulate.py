@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,23 +12,18 @@ from kernel_cases import (
     check,
     cotangents_for,
     make,
+    public,
     with_gradients,
 )
 
 from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
 
 
-def public(operands, **options):
-    x, scale, shift, y, gate, ids, _ = operands
-    options |= {"segment_ids": ids}
-    if y is None:
-        return None, layernorm_modulate(x, scale, shift, **options)
-    return residual_layernorm_modulate(x, y, gate, scale, shift, **options)
-
-
 def choices():
-    # On a CPU "auto" is "xla", as a test below shows.
-    return ("xla", "auto", "triton") if jax.default_backend() == "gpu" else ("xla",)
+    """What can run here, as options; "auto" is one of them, as tests below show."""
+    on_gpu = jax.default_backend() == "gpu"
+    kernels = {"implementation": "triton", "interpret": not on_gpu}
+    return {"implementation": "xla"}, kernels
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -35,10 +32,20 @@ def choice_of_machine(request):
         pytest.skip(f"not on a {request.param}")
 
 
+SHAPES = ((1, 1, 1), (2, 7, 31), (3, 5, 128), (2, 3, 1152), (7, 96))
+DTYPES = ((F32, F32), (BF16, F32), (BF16, BF16), (F16, F32))
+BRANCHES = ("none", "gated", "gated, float32")
+
+
+def pairs():
+    """Every two of shape, dtypes and branch meet."""
+    for i, shape in enumerate(SHAPES):
+        for j, dtypes in enumerate(DTYPES):
+            yield shape, dtypes, BRANCHES[(i + j) % 3]
+
+
 @pytest.mark.usefixtures("choice_of_machine")
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 7, 31), (3, 5, 128), (2, 3, 1152), (7, 96)])
-@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32), (BF16, BF16), (F16, F32)])
-@pytest.mark.parametrize("branch", ["none", "gated", "gated, float32"])
+@pytest.mark.parametrize(("shape", "dtypes", "branch"), list(pairs()))
 def test_equals_the_float64_oracle_up_to_one_rounding(shape, dtypes, branch):
     table = (1, shape[1]) if len(shape) == 2 else None
     x_dtype, modulation = dtypes
@@ -50,12 +57,10 @@ def test_equals_the_float64_oracle_up_to_one_rounding(shape, dtypes, branch):
     static = {"residual_dtype": F32} if branch == "gated, float32" else {}
     cotangents = cotangents_for(operands, **static)
     for choice in choices():
-        run = with_gradients(
-            lambda each, choice=choice: public(each, implementation=choice, **static)
-        )
+        run = with_gradients(partial(public, **choice, **static))
         outputs, gradients = run(operands, cotangents)
         assert (outputs[1].dtype, outputs[1].shape) == (x_dtype, shape)
-        check(operands, outputs, gradients, cotangents, what=choice)
+        check(operands, outputs, gradients, cotangents, what=str(choice))
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -75,7 +80,7 @@ def test_segments_of_the_xla_implementation(residual):
 def test_nothing_in_nothing_out(shape, residual):
     operands = make(shape, y_dtype=F32 if residual else None, gate=residual)
     for choice in choices():
-        run = with_gradients(lambda each, choice=choice: public(each, implementation=choice))
+        run = with_gradients(partial(public, **choice))
         (h, out), gradients = run(operands, cotangents_for(operands))
         assert out.shape == shape
         assert h is None or h.shape == shape

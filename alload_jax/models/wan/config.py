@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
-from pallas_kernels.layernorm_modulate import Implementation as NormImplementation
+from pallas_kernels.layernorm_modulate import implementation_names as norm_implementations
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class WanConfig(ModelConfig):
       eps: of every norm.
       residual_dtype: of the stream between the blocks. `compute` is that of the computation, as in
         diffusers; `float32` is Wan's own code, more exact and with twice the activations to keep.
-      norm: implementation of the modulated norms: `triton` (our kernels, GPU only), `xla`, or
-        `auto`, whichever was measured as faster on this device.
+      norm: implementation of the modulated norms: `triton` (our kernels, GPU only), `xla`, the
+        name of a registered one, or `auto`, whichever was measured as faster on this device.
     """
 
     family: Literal["wan"] = "wan"
@@ -40,7 +40,7 @@ class WanConfig(ModelConfig):
     freq_dim: int = 256
     eps: float = 1e-6
     residual_dtype: Literal["compute", "float32"] = "compute"
-    norm: NormImplementation = "auto"
+    norm: str = "auto"
 
     arithmetic_fields: ClassVar[tuple[str, ...]] = (
         *("dtype", "attention", "norm", "remat", "residual_dtype"),
@@ -64,6 +64,9 @@ class WanConfig(ModelConfig):
                 f"model.dim is {self.dim} with model.num_heads {self.num_heads}; "
                 "dim / num_heads must be a whole, even number"
             )
+        if self.norm not in norm_implementations():
+            names = ", ".join(norm_implementations())
+            raise InputError(f"model.norm is {self.norm!r}; choose one of {names}")
         if self.freq_dim < 2 or self.freq_dim % 2:
             raise InputError(f"model.freq_dim is {self.freq_dim}; it must be even")
         if self.image and not self.text:

@@ -2,29 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.layernorm_modulate.operands import Operands, Options, Saved
-from pallas_kernels.layernorm_modulate.pieces import (
-    Grid,
-    Pieces,
-    even_grid,
-    of_all_rows,
-    segment_pieces,
-)
+from pallas_kernels.layernorm_modulate.operands import Operands, Options, Residuals
 from pallas_kernels.layernorm_modulate.triton.kernels import (
     backward_kernel,
     forward_kernel,
     sum_backward_kernel,
 )
 from pallas_kernels.layernorm_modulate.triton.reduction import reduce_partials
+from pallas_kernels.layernorm_modulate.triton.row_blocks import (
+    EvenRowBlocks,
+    RowBlocks,
+    even_row_blocks,
+    segment_row_blocks,
+)
 from pallas_kernels.layernorm_modulate.triton.rows import Launch
-from pallas_kernels.layernorm_modulate.tuning import Blocks
+from pallas_kernels.layernorm_modulate.triton.tuning import Blocks
 
 FORWARD, STATISTICS, BACKWARD, SUM_BACKWARD = (
     f"layernorm_modulate_{part}" for part in ("forward", "statistics", "backward", "sum_backward")
@@ -32,26 +30,18 @@ FORWARD, STATISTICS, BACKWARD, SUM_BACKWARD = (
 """Names of the kernels, as profilers and lowered modules show them."""
 
 
-class _Cut(NamedTuple):
-    """How rows are cut: a grid or a table of pieces, and how many pieces each batch row has."""
-
-    grid: Grid | None
-    table: Pieces | None
-    per_row: int
-
-    @classmethod
-    def of(
-        cls, h: jax.Array, scale: jax.Array, of: Operands | Saved, options: Options, blocks: Blocks
-    ) -> Any:
-        if options.layout == "segment":
-            rows, found = scale.shape[1], of.pieces
-            if found is None:
-                assert of.segment_ids is not None
-                block = options.segment_block
-                found = segment_pieces(of.segment_ids, rows, block, blocks.programs)
-            return cls(None, of_all_rows(found, h.shape[1], rows), found.start.shape[1])
-        grid = even_grid(h.shape, options, blocks.programs)
-        return cls(grid, None, grid.per_row)
+def _row_blocks(
+    h: jax.Array, scale: jax.Array, given: Operands | Residuals, options: Options, blocks: Blocks
+) -> EvenRowBlocks | RowBlocks:
+    """How the rows of h [B, S, D] are divided among programs."""
+    if options.layout != "segment":
+        return even_row_blocks(h.shape, options, blocks.programs)
+    table_rows, found = scale.shape[1], given.prepared
+    if found is None:
+        assert given.segment_ids is not None
+        block = options.segment_block
+        found = segment_row_blocks(given.segment_ids, table_rows, block, blocks.programs)
+    return found.flattened(h.shape[1], table_rows)
 
 
 def forward(
@@ -69,20 +59,24 @@ def forward(
         name: jax.ShapeDtypeStruct((rows, 2 if name == "statistics" else x.shape[-1]), dtypes[name])
         for name in outputs
     }
-    inputs = operands._asdict() | {"segment_ids": None, "pieces": None}
-    cut = _Cut.of(x, operands.scale, operands, options, blocks)
+    inputs = operands._asdict() | {"segment_ids": None, "prepared": None}
+    row_blocks = _row_blocks(x, operands.scale, operands, options, blocks)
     name = STATISTICS if "statistics" in outputs and "out" not in outputs else FORWARD
-    result = _call(forward_kernel, name, inputs, ids, shapes, options, blocks, cut)
+    result = _call(forward_kernel, name, inputs, ids, shapes, options, blocks, row_blocks)
     return [result[key].reshape(*x.shape[:-1], -1) for key in outputs]
 
 
 def backward(
-    saved: Saved, dh: jax.Array | None, dout: jax.Array | None, options: Options, blocks: Blocks
+    residuals: Residuals,
+    dh: jax.Array | None,
+    dout: jax.Array | None,
+    options: Options,
+    blocks: Blocks,
 ) -> tuple[jax.Array, jax.Array | None, Sequence[jax.Array] | jax.Array]:
     """Gradients of x, of y (None without), and of scale, shift and, where there is one, gate.
 
     Args:
-      saved: by the forward.
+      residuals: of the forward.
       dh: [B, S, D] cotangent of h; None without y.
       dout: [B, S, D] cotangent of the modulated value; None where it was not used.
 
@@ -92,73 +86,77 @@ def backward(
     """
     if dout is None:
         assert dh is not None
-        return _sum_backward(saved, dh, options, blocks)
-    h, batch = saved.h, saved.h.shape[0]
-    inputs = saved._asdict() | {"dout": dout, "dh": dh, "shift": None}
+        return _sum_backward(residuals, dh, options, blocks)
+    h, batch = residuals.h, residuals.h.shape[0]
+    inputs = residuals._asdict() | {"dout": dout, "dh": dh, "shift": None}
     ids = inputs.pop("segment_ids")
-    del inputs["pieces"]
-    inputs["kept"] = inputs.pop("statistics")
-    cut = _Cut.of(h, saved.scale, saved, options, blocks)
-    tables = {"scale": saved.scale, "shift": saved.shift}
-    tables |= {} if saved.gate is None else {"gate": saved.gate}
+    del inputs["prepared"]
+    inputs["saved_statistics"] = inputs.pop("statistics")
+    row_blocks = _row_blocks(h, residuals.scale, residuals, options, blocks)
+    tables = {"scale": residuals.scale, "shift": residuals.shift}
+    tables |= {} if residuals.gate is None else {"gate": residuals.gate}
     shape = (h.size // h.shape[-1], h.shape[-1])
     shapes = {"dx": jax.ShapeDtypeStruct(shape, options.x_dtype)}
     # Without a gate both gradients are dh, and alike unless they are rounded differently.
-    alike = saved.gate is None and options.x_dtype == options.out_dtype
+    alike = residuals.gate is None and options.x_dtype == options.out_dtype
     if dh is not None and not alike:
         shapes["dy"] = jax.ShapeDtypeStruct(shape, options.out_dtype)
     if options.layout == "token":
         for name, value in tables.items():
             shapes[f"d{name}"] = jax.ShapeDtypeStruct(shape, value.dtype)
     else:
-        rows = len(tables) * batch * cut.per_row
+        rows = len(tables) * batch * row_blocks.per_row
         shapes["partial"] = jax.ShapeDtypeStruct((rows, shape[1]), jnp.float32)
-    result = _call(backward_kernel, BACKWARD, inputs, ids, shapes, options, blocks, cut)
+    result = _call(backward_kernel, BACKWARD, inputs, ids, shapes, options, blocks, row_blocks)
     dx = result["dx"].reshape(h.shape)
     dy = result["dy"].reshape(h.shape) if "dy" in result else None if dh is None else dx
     if options.layout == "token":
         return dx, dy, [result[f"d{name}"].reshape(h.shape) for name in tables]
-    sums = reduce_partials(
-        result["partial"],
-        None if cut.table is None else cut.table.table_row,
-        cut.per_row,
-        saved.scale.shape,
-        options.interpret,
-    )
-    return dx, dy, sums.reshape(len(tables), *saved.scale.shape)
+    sums = _sums(result["partial"], row_blocks, residuals.scale.shape, options)
+    return dx, dy, sums.reshape(len(tables), *residuals.scale.shape)
 
 
 def _sum_backward(
-    saved: Saved, dh: jax.Array, options: Options, blocks: Blocks
+    residuals: Residuals, dh: jax.Array, options: Options, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, Sequence[jax.Array] | jax.Array]:
     """`backward` of h = x + gate·y alone."""
-    zeros = [jnp.zeros(saved.scale.shape, jnp.float32)] * 2
-    if saved.gate is None:
-        inside = True if saved.segment_ids is None else saved.segment_ids[..., None] >= 0
-        kept = jnp.where(inside, dh, jnp.zeros((), dh.dtype))
+    zeros = [jnp.zeros(residuals.scale.shape, jnp.float32)] * 2
+    if residuals.gate is None:
+        inside = True if residuals.segment_ids is None else residuals.segment_ids[..., None] >= 0
+        dsum = jnp.where(inside, dh, jnp.zeros((), dh.dtype))
         tables = zeros if options.layout == "token" else jnp.stack(zeros)
-        return kept.astype(options.x_dtype), kept.astype(options.out_dtype), tables
-    ids, shape = saved.segment_ids, (dh.size // dh.shape[-1], dh.shape[-1])
-    cut = _Cut.of(dh, saved.gate, saved, options, blocks)
+        return dsum.astype(options.x_dtype), dsum.astype(options.out_dtype), tables
+    ids, shape = residuals.segment_ids, (dh.size // dh.shape[-1], dh.shape[-1])
+    row_blocks = _row_blocks(dh, residuals.gate, residuals, options, blocks)
     shapes = {
         "dx": jax.ShapeDtypeStruct(shape, options.x_dtype),
         "dy": jax.ShapeDtypeStruct(shape, options.out_dtype),
     }
     if options.layout == "token":
-        shapes["dgate"] = jax.ShapeDtypeStruct(shape, saved.gate.dtype)
+        shapes["dgate"] = jax.ShapeDtypeStruct(shape, residuals.gate.dtype)
     else:
-        shapes["partial"] = jax.ShapeDtypeStruct((dh.shape[0] * cut.per_row, shape[1]), jnp.float32)
-    inputs = {"dh": dh, "y": saved.y, "gate": saved.gate}
+        shapes["partial"] = jax.ShapeDtypeStruct(
+            (dh.shape[0] * row_blocks.per_row, shape[1]), jnp.float32
+        )
+    inputs = {"dh": dh, "y": residuals.y, "gate": residuals.gate}
     name = SUM_BACKWARD
-    result = _call(sum_backward_kernel, name, inputs, ids, shapes, options, blocks, cut)
+    result = _call(sum_backward_kernel, name, inputs, ids, shapes, options, blocks, row_blocks)
     dx, dy = (result[key].reshape(dh.shape) for key in ("dx", "dy"))
     if options.layout == "token":
         return dx, dy, [*zeros, result["dgate"].reshape(dh.shape)]
-    table_row = None if cut.table is None else cut.table.table_row
-    total = reduce_partials(
-        result["partial"], table_row, cut.per_row, saved.gate.shape, options.interpret
-    )
-    return dx, dy, jnp.stack([*zeros, total.reshape(saved.gate.shape)])
+    total = _sums(result["partial"], row_blocks, residuals.gate.shape, options)
+    return dx, dy, jnp.stack([*zeros, total.reshape(residuals.gate.shape)])
+
+
+def _sums(
+    partial_sums: jax.Array,
+    row_blocks: EvenRowBlocks | RowBlocks,
+    table: tuple[int, ...],
+    options: Options,
+) -> jax.Array:
+    """`reduce_partials` of what a kernel's programs summed up."""
+    table_row = row_blocks.table_row.reshape(-1) if isinstance(row_blocks, RowBlocks) else None
+    return reduce_partials(partial_sums, table_row, row_blocks.per_row, table, options.interpret)
 
 
 def _call(
@@ -169,20 +167,20 @@ def _call(
     outputs: dict[str, jax.ShapeDtypeStruct],
     options: Options,
     blocks: Blocks,
-    cut: _Cut,
+    row_blocks: EvenRowBlocks | RowBlocks,
 ) -> dict[str, jax.Array]:
-    """Runs a kernel over all pieces; arrays go in and come out as [rows, D]."""
+    """Runs a kernel over all row blocks; arrays go in and come out as [rows, D]."""
     arrays = {k: v.reshape(-1, v.shape[-1]) for k, v in inputs.items() if v is not None}
-    programs = cut.per_row * (cut.grid.batch if cut.grid is not None else 1)
-    if ids is not None and cut.table is not None:
-        arrays |= {"ids": ids.reshape(-1), **cut.table._asdict()}
-        programs = cut.table.start.size
+    if ids is not None and isinstance(row_blocks, RowBlocks):
+        arrays["ids"] = ids.reshape(-1)
+        arrays |= {name: part.reshape(-1) for name, part in row_blocks._asdict().items()}
     dim = next(iter(arrays.values())).shape[1]
-    launch = Launch((*arrays, *outputs), dim, options, blocks, cut.grid)
+    even = row_blocks if isinstance(row_blocks, EvenRowBlocks) else None
+    launch = Launch((*arrays, *outputs), dim, options, blocks, even)
     results = pl.pallas_call(
         partial(kernel, launch=launch),
         out_shape=list(outputs.values()),
-        grid=(programs,),
+        grid=(row_blocks.total,),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.num_warps, num_stages=1),
         interpret=options.interpret,
         name=name,

@@ -38,9 +38,9 @@ def forward_kernel(*refs: Any, launch: Launch) -> None:
         (squares,) = row_sums([part * part for part in centred])
         rstd = lax.rsqrt(squares / dim + eps)
         if "statistics" in rows.ref:
-            for place, value_kept in enumerate((total / dim, rstd)):
+            for place, statistic in enumerate((total / dim, rstd)):
                 where = rows.ref["statistics"].at[pl.ds(row, 1), pl.ds(place, 1)]
-                plgpu.store(where, jnp.full((1, 1), value_kept))
+                plgpu.store(where, jnp.full((1, 1), statistic))
         if "out" not in rows.ref:
             return carry
         out = tile_map(
@@ -83,7 +83,7 @@ def backward_kernel(*refs: Any, launch: Launch) -> None:
 
     def work(row: Any, value: dict[str, Tiles], valid: Any, sums: dict[str, Tiles]) -> Any:
         gained = tile_map(lambda d, scale: d + d * scale, value["dout"], value["scale"])
-        mean, rstd = value["kept"]
+        mean, rstd = value["saved_statistics"]
         normed = [(part - mean) * rstd for part in value["h"]]
         gains, products = row_sums(gained, tile_map(jnp.multiply, gained, normed))
         constant, slope = gains / dim * rstd, products / dim * rstd

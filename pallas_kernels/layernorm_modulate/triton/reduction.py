@@ -28,9 +28,9 @@ def reduce_partials(
 
     Args:
       partial_sums: of K gradients.
-      table_row: [B·P] which row of the flattened table each piece belongs to; None for tables with
-        one row for each row of the batch.
-      per_row: P, pieces of each row of the batch.
+      table_row: [B·P] which row of the flattened table each row block belongs to; None for tables
+        with one row for each row of the batch.
+      per_row: P, row blocks of each row of the batch.
       table: shape of the tables.
       interpret: run in Pallas's interpreter.
     """
@@ -38,7 +38,7 @@ def reduce_partials(
     rows = partial_sums.shape[0] // per_row * tables
     depth, tile, num_warps = (256, 32, 8) if per_row > 256 else (128, 32, 4)
     depth = min(depth, pl.next_power_of_2(per_row))
-    shape = {"batch": table[0], "pieces": per_row, "tables": tables}
+    shape = {"batch": table[0], "per_row": per_row, "tables": tables}
     return pl.pallas_call(
         partial(_reduce_kernel, **shape, depth=depth, tile=tile),
         out_shape=jax.ShapeDtypeStruct((rows, dim), jnp.float32),
@@ -50,11 +50,11 @@ def reduce_partials(
 
 
 def _reduce_kernel(
-    partial_ref: Any, *refs: Any, batch: int, pieces: int, tables: int, depth: int, tile: int
+    partial_ref: Any, *refs: Any, batch: int, per_row: int, tables: int, depth: int, tile: int
 ) -> None:
-    """Adds the pieces of one table row: [K·B·P, D] → [K·B·M, D], `depth` pieces at a time.
+    """Adds the partial rows of one table row: [K·B·P, D] → [K·B·M, D], `depth` at a time.
 
-    Each of K gradients has B·P partial rows, P pieces for each row of the batch. With a
+    Each of K gradients has B·P partial rows, P = `per_row` for each row of the batch. With a
     `table_row` ref, those of P that name the table row count; else all.
     """
     *table_row_ref, out_ref = refs
@@ -64,23 +64,23 @@ def _reduce_kernel(
 
     def add(total: jax.Array, first: Any) -> jax.Array:
         place = first + jnp.arange(depth)
-        counts = place < pieces
+        counts = place < per_row
         if table_row_ref:
-            here = table_row_ref[0].at[pl.ds(group % batch * pieces + first, depth)]
+            here = table_row_ref[0].at[pl.ds(group % batch * per_row + first, depth)]
             named = plgpu.load(here, mask=counts, other=-1)
             counts = counts & (named == group % batch * tables + wanted)
         mask = jnp.broadcast_to(in_row, total.shape)
         mask = mask & jnp.broadcast_to(counts[:, None], total.shape)
-        rows = partial_ref.at[pl.ds(group * pieces + first, depth), columns]
+        rows = partial_ref.at[pl.ds(group * per_row + first, depth), columns]
         return total + plgpu.load(rows, mask=mask, other=0.0)
 
     def add_together(n: Any, total: jax.Array) -> jax.Array:
         # Loads of one iteration are under way at the same time.
-        for offset in range(0, min(pieces, _TOGETHER * depth), depth):
+        for offset in range(0, min(per_row, _TOGETHER * depth), depth):
             total = add(total, n * _TOGETHER * depth + offset)
         return total
 
-    rounds = pl.cdiv(pieces, _TOGETHER * depth)
+    rounds = pl.cdiv(per_row, _TOGETHER * depth)
     total = lax.fori_loop(0, rounds, add_together, jnp.zeros((depth, tile), jnp.float32))
     out = out_ref.at[pl.ds(pl.program_id(0), 1), columns]
     plgpu.store(out, jnp.sum(total, axis=0)[None, :], mask=in_row)

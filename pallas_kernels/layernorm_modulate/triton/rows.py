@@ -1,4 +1,4 @@
-"""The walk of one program through the rows of its piece."""
+"""The walk of one program through its block of rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.layernorm_modulate.operands import Options
-from pallas_kernels.layernorm_modulate.pieces import IMPOSSIBLE, Grid
+from pallas_kernels.layernorm_modulate.triton.row_blocks import IMPOSSIBLE, EvenRowBlocks
 from pallas_kernels.layernorm_modulate.triton.tiles import (
     Tiles,
     clear_beyond,
@@ -20,7 +20,7 @@ from pallas_kernels.layernorm_modulate.triton.tiles import (
     where_valid,
     wide,
 )
-from pallas_kernels.layernorm_modulate.tuning import Blocks
+from pallas_kernels.layernorm_modulate.triton.tuning import Blocks
 
 Refs = dict[str, Any]
 
@@ -34,50 +34,51 @@ class Launch:
       dim: width of a row.
       options: of the call.
       blocks: how it works through its rows.
-      grid: where pieces lie; None if refs `start`, `stop`, `table_row` say.
+      even: where row blocks lie; None if refs `start`, `stop`, `table_row` say.
     """
 
     names: tuple[str, ...]
     dim: int
     options: Options
     blocks: Blocks
-    grid: Grid | None
+    even: EvenRowBlocks | None
 
-    def piece(self, ref: Refs) -> tuple[Any, Any, Any]:
+    def row_block(self, ref: Refs) -> tuple[Any, Any, Any]:
         """First row, last row + 1 and table row of this program."""
         number = pl.program_id(0)
-        if self.grid is not None:
-            return self.grid.piece(number)
+        if self.even is not None:
+            return self.even.place(number)
         return ref["start"][number], ref["stop"][number], ref["table_row"][number]
 
 
 class Rows:
-    """The rows of a program's piece, as a kernel's body sees them."""
+    """The rows of a program's row block, as a kernel's body sees them."""
 
     def __init__(self, launch: Launch, refs: Sequence[Any], streams: Sequence[str]):
         """`streams` are loaded row by row; tables too, if each token has a row of its own."""
         self.ref: Refs = dict(zip(launch.names, refs, strict=True))
         self.launch = launch
         self.tiles = split_width(launch.dim, launch.blocks.max_tile)
-        self.start, self.stop, self.table_row = launch.piece(self.ref)
+        self.start, self.stop, self.table_row = launch.row_block(self.ref)
         self.per_token = launch.options.layout == "token"
         tables: list[str] = [name for name in ("scale", "shift", "gate") if name in self.ref]
         self.streams = [name for name in streams if name in self.ref]
         self.streams += tables if self.per_token else []
         self.tables = [] if self.per_token else tables
-        self.held = self._load_tables() if launch.blocks.hold else None
+        self.in_registers = self._load_tables() if launch.blocks.keep_in_registers else None
 
     def walk(self, work: Callable[[Any, dict[str, Tiles], Any, Any], Any], carry: Any) -> Any:
         """Runs `work(row, loaded, valid, carry)` on every row; `valid` is None for all."""
         count = self.stop - self.start
 
         def fetch(index: Any) -> Any:
-            # Beyond the piece's end its last row is fetched again, for nobody.
+            # Beyond the last row that row is fetched again; the result is unused.
             row = jnp.maximum(jnp.minimum(self.start + index, self.stop - 1), 0)
             loaded = {name: self.load(name, row) for name in self.streams}
-            if "kept" in self.ref:
-                loaded["kept"] = [
-                    plgpu.load(self.ref["kept"].at[pl.ds(row, 1), pl.ds(n, 1)]) for n in (0, 1)
+            if "saved_statistics" in self.ref:
+                loaded["saved_statistics"] = [
+                    plgpu.load(self.ref["saved_statistics"].at[pl.ds(row, 1), pl.ds(n, 1)])
+                    for n in (0, 1)
                 ]
             return loaded, [self.ref["ids"][row]] if "ids" in self.ref else []
 
@@ -87,7 +88,7 @@ class Rows:
             valid = segment[0] >= 0 if segment else None
             if valid is not None:
                 values = {name: where_valid(valid, row) for name, row in values.items()}
-            values |= self._load_tables() if self.held is None else self.held
+            values |= self._load_tables() if self.in_registers is None else self.in_registers
             return work(self.start + index, values, valid, carry)
 
         if not self.launch.blocks.prefetch:
@@ -117,7 +118,7 @@ class Rows:
         return [jnp.zeros((1, tile.width), jnp.float32) for tile in self.tiles]
 
     def _load_tables(self) -> dict[str, Tiles]:
-        """Scale, shift and gate of the piece; NaN where no table row can serve it."""
+        """Scale, shift and gate of the row block; NaN where no table row can serve it."""
         row = jnp.maximum(self.table_row, 0)
         loaded: dict[str, Tiles] = {name: wide(self.load(name, row)) for name in self.tables}
         if "ids" in self.ref:

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from kernel_cases import examples
 
 from pallas_kernels.layernorm_modulate.operands import Options
-from pallas_kernels.layernorm_modulate.pieces import (
+from pallas_kernels.layernorm_modulate.triton.row_blocks import (
     IMPOSSIBLE,
     PADDING,
-    even_grid,
-    of_all_rows,
-    segment_pieces,
+    even_row_blocks,
+    segment_row_blocks,
 )
 from pallas_kernels.layernorm_modulate.triton.tiles import split_width
 
@@ -33,27 +32,27 @@ def options(layout):
     programs=SIZES,
     layout=st.sampled_from(["row", "token"]),
 )
-def test_even_pieces_cover_each_row_once(batch, seq_len, programs, layout):
-    grid = even_grid((batch, seq_len, 8), options(layout), programs)
-    number = np.arange(grid.batch * grid.per_row)
-    start, stop, row = (np.asarray(part) for part in grid.piece(number))
+def test_even_row_blocks_cover_each_row_once(batch, seq_len, programs, layout):
+    blocks = even_row_blocks((batch, seq_len, 8), options(layout), programs)
+    number = np.arange(blocks.total)
+    start, stop, row = (np.asarray(part) for part in blocks.place(number))
     assert start[0] == 0
     assert stop[-1] == batch * seq_len
     np.testing.assert_array_equal(stop[:-1], start[1:])
     assert (stop > start).all()
     assert (stop - start).max() - (stop - start).min() <= 1
-    np.testing.assert_array_equal(start // grid.seq_len, row)
-    np.testing.assert_array_equal((stop - 1) // grid.seq_len, row)
+    np.testing.assert_array_equal(start // blocks.seq_len, row)
+    np.testing.assert_array_equal((stop - 1) // blocks.seq_len, row)
     assert len(number) <= max(programs, batch)
 
 
 @cache
 def compiled(tables, block, programs):
-    def cut(ids):
-        pieces = segment_pieces(ids, tables, block, programs)
-        return of_all_rows(pieces, ids.shape[1], tables)
+    def flattened(ids):
+        row_blocks = segment_row_blocks(ids, tables, block, programs)
+        return row_blocks.flattened(ids.shape[1], tables)
 
-    return jax.jit(cut)
+    return jax.jit(flattened)
 
 
 @st.composite
@@ -78,12 +77,12 @@ def segments(draw):
 
 @examples(80)
 @given(case=segments(), programs=st.sampled_from([1, 5, 14, 100]), promise=st.booleans())
-def test_segment_pieces_cover_a_row_and_never_cross(case, programs, promise):
+def test_segment_row_blocks_cover_a_row_and_never_cross(case, programs, promise):
     ids, tables, unit = case
     seq_len = ids.shape[1]
-    cut = compiled(tables, unit if promise else None, programs)
-    pieces = [np.asarray(part).reshape(len(ids), -1) for part in cut(jnp.asarray(ids))]
-    for row, (start, stop, table_row) in enumerate(zip(*pieces, strict=True)):
+    run = compiled(tables, unit if promise else None, programs)
+    row_blocks = [np.asarray(part) for part in run(jnp.asarray(ids))]
+    for row, (start, stop, table_row) in enumerate(zip(*row_blocks, strict=True)):
         first = row * seq_len
         np.testing.assert_array_equal(stop[:-1], start[1:])
         assert (start[0], stop[-1]) == (first, first + seq_len)
@@ -97,15 +96,15 @@ def test_segment_pieces_cover_a_row_and_never_cross(case, programs, promise):
 
 def test_more_runs_than_segments_allow_are_impossible():
     ids = jnp.asarray(np.tile([0, 1], 30)[None])
-    pieces = segment_pieces(ids, 2, None, 4)
-    assert (np.asarray(pieces.segment) == IMPOSSIBLE).all()
+    row_blocks = segment_row_blocks(ids, 2, None, 4)
+    assert (np.asarray(row_blocks.table_row) == IMPOSSIBLE).all()
 
 
 @pytest.mark.parametrize("row", [3, 1000])
 def test_segments_beyond_the_table_are_impossible(row):
-    pieces = segment_pieces(jnp.full((1, 8), row), 3, None, 4)
-    used = np.asarray(pieces.stop > pieces.start)
-    assert (np.asarray(pieces.segment)[used] == IMPOSSIBLE).all()
+    row_blocks = segment_row_blocks(jnp.full((1, 8), row), 3, None, 4)
+    used = np.asarray(row_blocks.stop > row_blocks.start)
+    assert (np.asarray(row_blocks.table_row)[used] == IMPOSSIBLE).all()
 
 
 @examples(200)

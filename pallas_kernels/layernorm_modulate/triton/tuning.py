@@ -1,4 +1,4 @@
-"""How kernels are cut for a width, and where they are faster than XLA: measured, then a rule.
+"""How kernels divide rows of a width, and where they are faster than XLA: measured, then a rule.
 
 The numbers come from `benchmarks/tune_layernorm_modulate.py` and from the sweep of `alload bench
 kernel` (benchmarks/results/layernorm_modulate_h200.json), on an NVIDIA H200.
@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pallas_kernels.layernorm_modulate.operands import Layout
+from pallas_kernels.layernorm_modulate.operands import ModulationLayout
 
 Pass = Literal["forward", "backward", "residual_forward", "residual_backward"]
 
@@ -20,16 +20,17 @@ class Blocks:
     Attributes:
       max_tile: widest tile of a row, a power of two.
       num_warps: warps of a program, which work on one row together.
-      programs: pieces that all rows are cut into, about.
+      programs: row blocks that all rows are divided into, about.
       prefetch: whether the next row is loaded before work on this one begins.
-      hold: whether scale, shift and gate stay in registers, rather than come from cache each row.
+      keep_in_registers: of scale, shift and gate; else they are loaded again, from cache, for each
+        row.
     """
 
     max_tile: int
     num_warps: int
     programs: int
     prefetch: bool = True
-    hold: bool = True
+    keep_in_registers: bool = True
 
 
 _CORES = 132
@@ -62,7 +63,7 @@ _MEASURED: dict[Pass, dict[int, Blocks]] = {
         2048: _blocks(512, 4, 4),
         3072: _blocks(1024, 8, 2),
         4096: _blocks(512, 4, 2),
-        5120: _blocks(1024, 8, 2, prefetch=False, hold=False),
+        5120: _blocks(1024, 8, 2, prefetch=False, keep_in_registers=False),
         8192: _blocks(1024, 8, 1),
     },
     "residual_forward": {
@@ -87,10 +88,10 @@ _MEASURED: dict[Pass, dict[int, Blocks]] = {
         3072: _blocks(1024, 8, 1),
         4096: _blocks(2048, 8, 1),
         5120: _blocks(1024, 8, 2),
-        8192: _blocks(1024, 8, 1, prefetch=False, hold=False),
+        8192: _blocks(1024, 8, 1, prefetch=False, keep_in_registers=False),
     },
 }
-_WIDER = _blocks(2048, 16, 1, prefetch=False, hold=False)
+_WIDER = _blocks(2048, 16, 1, prefetch=False, keep_in_registers=False)
 
 
 class Range(NamedTuple):
@@ -105,7 +106,7 @@ class Range(NamedTuple):
     widths: tuple[int, int]
 
 
-_FASTER: dict[tuple[str, Layout], Range] = {
+_FASTER: dict[tuple[str, ModulationLayout], Range] = {
     ("NVIDIA H200", "row"): Range(256 * 1536, (256, 8192)),
     ("NVIDIA H200", "segment"): Range(8 * 4096 * 1152, (1152, 5120)),
     ("NVIDIA H200", "token"): Range(32760 * 1536, (1536, 5120)),
@@ -115,14 +116,16 @@ in the forward alone: rows of width 128, and a scale for each token at width 115
 
 
 def blocks_for(kernel: Pass, dim: int) -> Blocks:
-    """The measured way to cut rows of the nearest width (by ratio); a rule beyond the widest."""
+    """The measured way to divide rows of the nearest width (by ratio); a rule beyond the widest."""
     measured = _MEASURED[kernel]
     if dim > max(measured):
         return _WIDER
     return measured[min(measured, key=lambda width: abs(math.log(width / dim)))]
 
 
-def kernel_is_faster(device_kind: str, layout: Layout, elements: int, dim: int) -> bool:
+def faster_than_reference(
+    device_kind: str, layout: ModulationLayout, elements: int, dim: int
+) -> bool:
     """Whether the kernels were measured as faster for x's size and width; False if unknown."""
     if (faster := _FASTER.get((device_kind, layout))) is None:
         return False

@@ -16,9 +16,9 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from pallas_kernels.layernorm_modulate import triton
 from pallas_kernels.layernorm_modulate.operands import Operands, Options
-from pallas_kernels.layernorm_modulate.tuning import Blocks
+from pallas_kernels.layernorm_modulate.triton import calls
+from pallas_kernels.layernorm_modulate.triton.tuning import Blocks
 
 _forward_p = Primitive("layernorm_modulate_forward")
 _forward_p.multiple_results = True
@@ -37,7 +37,7 @@ def forward(
 
 
 def _run(*leaves: jax.Array, tree: Any, options: Options, blocks: Blocks, outputs: Any) -> Any:
-    return triton.forward(jax.tree.unflatten(tree, leaves), options, blocks, outputs)
+    return calls.forward(jax.tree.unflatten(tree, leaves), options, blocks, outputs)
 
 
 def _abstract(*avals: Any, **params: Any) -> list[ShapedArray]:

@@ -1,4 +1,4 @@
-"""The same function in other libraries, measured where they can be imported."""
+"""LayerNorm-Modulate in other libraries, measured where they can be imported."""
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
@@ -10,17 +10,17 @@ import jax.numpy as jnp
 from absl import flags
 
 from alload_jax.bench.device_time import DeviceTime, device_time, rotating
+from alload_jax.bench.kernel import Arguments, Function, Pass
 
 EPS = 1e-6
 
 
-def measure(direction: str, sets: Sequence[Any]) -> Iterator[tuple[str, DeviceTime]]:
-    """(name, time) of each library that is installed.
-
-    Args:
-      direction: forward or backward.
-      sets: arguments, as `alload_jax.bench.kernel.Arguments`.
-    """
+def measure(
+    function: Function, direction: Pass, sets: Sequence[Arguments]
+) -> Iterator[tuple[str, DeviceTime]]:
+    """(name, time) of each library that is installed and has the function (`kernel.Rival`)."""
+    if function != "layernorm_modulate":
+        return
     if _importable("torch") and _importable("triton"):
         yield from _torch(direction, sets[0])
     # tokamax has one scale and offset for all rows of a batch.
@@ -42,7 +42,7 @@ def _importable(name: str) -> bool:
     return True
 
 
-def _torch(direction: str, arguments: Any) -> Iterator[tuple[str, DeviceTime]]:
+def _torch(direction: Pass, arguments: Arguments) -> Iterator[tuple[str, DeviceTime]]:
     """PyTorch, eager and compiled, by CUDA events with the L2 cache cleared between calls."""
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
@@ -76,7 +76,7 @@ def _cuda_events(call: Callable[[], Any]) -> DeviceTime:
     return DeviceTime(1e3 * median, 1e3 * low, 1e3 * high, ())
 
 
-def _tokamax(direction: str, sets: Sequence[Any]) -> DeviceTime:
+def _tokamax(direction: Pass, sets: Sequence[Arguments]) -> DeviceTime:
     tokamax = importlib.import_module("tokamax")
     flags.FLAGS.mark_as_parsed()  # tokamax would parse this command's own line otherwise
 
