@@ -5,6 +5,12 @@ import pytest
 
 from pallas_kernels.layernorm_modulate.triton import tuning
 
+MEASURED = tuning.blocks_for
+
+
+def seven(kernel, dim):
+    return dataclasses.replace(MEASURED(kernel, dim), programs=7)
+
 
 @pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
 def interpret(request):
@@ -17,11 +23,6 @@ def interpret(request):
 @pytest.fixture
 def few_programs(monkeypatch, interpret):
     """Seven programs in place of thousands, which the interpreter would run one by one."""
-    table = tuning.blocks_for
-
-    def seven(kernel, dim):
-        return dataclasses.replace(table(kernel, dim), programs=7)
-
     if interpret:
         monkeypatch.setattr(tuning, "blocks_for", seven)
 

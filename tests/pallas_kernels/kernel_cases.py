@@ -1,6 +1,7 @@
 """Inputs, a float64 oracle and tolerances for the tests of LayerNorm-Modulate's kernels."""
 
 import re
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from hypothesis import settings
 
 from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
 from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, normalise
-from pallas_kernels.layernorm_modulate.triton import TritonImplementation
+from pallas_kernels.layernorm_modulate.triton import TritonImplementation, tuning
 
 EPS = 1e-6
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -88,6 +89,17 @@ def with_gradients(run):
         return outputs, pullback(cotangents)
 
     return jax.jit(both)
+
+
+def gradients_of(interpret, **options):
+    """`with_gradients` of an implementation; tests of equal shapes share what it compiles."""
+    return _gradients_of(tuning.blocks_for, interpret, **options)
+
+
+@cache
+def _gradients_of(blocks_for, interpret, **options):
+    # A test may replace blocks_for, of which the compiled program would know nothing.
+    return with_gradients(implementation(interpret, **options))
 
 
 def make(
@@ -265,8 +277,7 @@ def check_gradients(oracle, gradients, cotangents, what=""):
 def run_and_check(operands, interpret, what="", **static):
     """Forward and backward of one case against the oracle; returns what the kernels gave."""
     cotangents = cotangents_for(operands, static.get("residual_dtype"))
-    both = with_gradients(implementation(interpret, **static))
-    outputs, gradients = both(operands, cotangents)
+    outputs, gradients = gradients_of(interpret, **static)(operands, cotangents)
     check(operands, outputs, gradients, cotangents, what=what)
     return outputs, gradients
 

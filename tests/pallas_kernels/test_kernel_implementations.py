@@ -111,8 +111,9 @@ def test_an_implementation_from_outside_runs_forward_and_backward(name, layout, 
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", ["mine", "auto"])
-@pytest.mark.parametrize("layout", ["row", "token", "segment"])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("mine", "row"), ("auto", "row"), ("mine", "segment"), ("auto", "token")]
+)
 def test_it_runs_on_each_shard_of_a_mesh(name, layout, kind, mine):
     given = arrays(layout)
     expected = outputs_and_gradients(*given, implementation="xla")

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kernel_cases import F32, cotangents_for, implementation, make, public, with_gradients
+from kernel_cases import (
+    F32,
+    cotangents_for,
+    gradients_of,
+    implementation,
+    make,
+    public,
+    with_gradients,
+)
 
 from pallas_kernels.layernorm_modulate import devices
 from pallas_kernels.layernorm_modulate.operands import Operands
@@ -77,7 +85,7 @@ def on_mesh(both, operands, cotangents, mesh, spec):
 def test_split_over_batch_and_sequence(case, mesh, interpret):
     operands = cases()[case]
     cotangents = cotangents_for(operands)
-    expected = with_gradients(implementation(interpret))(operands, cotangents)
+    expected = gradients_of("xla")(operands, cotangents)
     spec = SPECS["both"]
     sharding = NamedSharding(mesh, P(*spec, None))
     both = with_gradients(implementation(interpret, sharding))
@@ -96,7 +104,7 @@ def test_split_over_batch_and_sequence(case, mesh, interpret):
 def test_split_over_one_of_them(spec, mesh, interpret):
     operands = cases()["residual"]
     cotangents = cotangents_for(operands)
-    expected = with_gradients(implementation(interpret))(operands, cotangents)
+    expected = gradients_of("xla")(operands, cotangents)
     sharding = NamedSharding(mesh, P(*SPECS[spec]))
     both = with_gradients(implementation(interpret, sharding))
     compiled, arguments = on_mesh(both, operands, cotangents, mesh, SPECS[spec])
@@ -106,15 +114,14 @@ def test_split_over_one_of_them(spec, mesh, interpret):
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == (spec == "sequence")
 
 
-@pytest.mark.parametrize("choice", ["xla", "auto"])
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize(("choice", "told"), [("xla", False), ("xla", True), ("auto", False)])
 @pytest.mark.parametrize("case", ["row", "residual", "token", "segment"])
 def test_public_functions_on_a_mesh(case, told, choice, mesh):
     if choice == "auto" and jax.default_backend() == "gpu":
         pytest.skip("the choice may fall on the kernels")
     operands = cases()[case]
     cotangents = cotangents_for(operands)
-    expected = with_gradients(implementation("xla"))(operands, cotangents)
+    expected = gradients_of("xla")(operands, cotangents)
     sharding = NamedSharding(mesh, SPECS["both"]) if told else None
     both = with_gradients(partial(public, sharding=sharding, implementation=choice))
     compiled, arguments = on_mesh(both, operands, cotangents, mesh, SPECS["both"])
@@ -124,7 +131,7 @@ def test_public_functions_on_a_mesh(case, told, choice, mesh):
 @pytest.mark.parametrize("told", [False, True])
 def test_flat_rows_on_a_mesh(told, mesh):
     operands = make((16, 48), (3, 48), ids=np.repeat([0, 1, -1, 2], [5, 6, 2, 3]))
-    expected = with_gradients(implementation("xla"))(operands, cotangents_for(operands))
+    expected = gradients_of("xla")(operands, cotangents_for(operands))
     sharding = NamedSharding(mesh, P("sequence"))
     split = operands._replace(
         x=jax.device_put(operands.x, sharding),

@@ -75,8 +75,8 @@ def segments(draw):
     return np.array(rows, np.int32), tables, unit
 
 
-@examples(80)
-@given(case=segments(), programs=st.sampled_from([1, 5, 14, 100]), promise=st.booleans())
+@examples(60)
+@given(case=segments(), programs=st.sampled_from([1, 5, 100]), promise=st.booleans())
 def test_segment_row_blocks_cover_a_row_and_never_cross(case, programs, promise):
     ids, tables, unit = case
     seq_len = ids.shape[1]

@@ -1,5 +1,6 @@
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from kernel_cases import (
     check,
     cotangents_for,
     examples,
+    gradients_of,
     implementation,
     make,
     run_and_check,
@@ -54,9 +56,16 @@ def test_a_row_of_segments(row, residual, interpret):
         assert value is None or not np.asarray(value)[padding].any()
 
 
-@pytest.mark.parametrize("table", [(5, DIM), (2, 5, DIM)], ids=["shared", "own"])
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("branch", ["none", "plain", "gated"])
+SHARED, OWN = (5, DIM), (2, 5, DIM)
+
+
+@pytest.mark.parametrize(
+    ("branch", "dtype", "table"),
+    [
+        *(("none", F32, OWN), ("plain", F32, SHARED), ("gated", F32, OWN)),
+        *(("none", BF16, SHARED), ("plain", BF16, OWN), ("gated", BF16, SHARED)),
+    ],
+)
 def test_rows_of_a_batch(table, dtype, branch, interpret):
     ids = np.stack([ROWS["padding between"], ROWS["not sorted"]])
     y_dtype = None if branch == "none" else dtype
@@ -65,8 +74,7 @@ def test_rows_of_a_batch(table, dtype, branch, interpret):
     run_and_check(operands, interpret, **({} if branch == "none" else {"residual_dtype": F32}))
 
 
-@pytest.mark.parametrize("block", [2, 8, 12])
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("block", "residual"), [(2, False), (8, True), (12, False), (12, True)])
 def test_segments_that_begin_at_blocks(block, residual, interpret):
     tail = runs((0, block - 1), (-1, 1), (1, block), (4, 1))
     ids = np.concatenate([tail, np.full(3 * block - tail.size, -1)])
@@ -97,24 +105,17 @@ def layouts(draw):
     return np.stack(rows)
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    return {}
-
-
 @examples(25)
 @given(ids=layouts())
-def check_layouts(interpret, compiled, ids):
+def check_layouts(interpret, ids):
     operands = make((3, LENGTH, 32), (3, 6, 32), ids=ids, y_dtype=F32, gate=True)
     cotangents = cotangents_for(operands)
-    if "run" not in compiled:
-        compiled["run"] = with_gradients(implementation(interpret))
-    outputs, gradients = compiled["run"](operands, cotangents)
+    outputs, gradients = gradients_of(interpret)(operands, cotangents)
     check(operands, outputs, gradients, cotangents)
 
 
-def test_random_layouts(interpret, compiled):
-    check_layouts(interpret, compiled)
+def test_random_layouts(interpret):
+    check_layouts(interpret)
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -130,7 +131,7 @@ def test_nothing_leaks_from_padding(residual, block, interpret):
 
     dirty = operands._replace(x=spoiled(operands.x), y=spoiled(operands.y))
     cotangents = cotangents_for(operands)
-    both = with_gradients(implementation(interpret, segment_block=block))
+    both = gradients_of(interpret, segment_block=block)
     clean = both(operands, cotangents)
     assert_same_bits(clean, both(dirty, tuple(spoiled(value) for value in cotangents)))
     assert all(
@@ -144,7 +145,7 @@ def test_sums_do_not_cross_segments(interpret):
     ids = runs((0, 7), (2, 6), (1, 11))
     operands = make((24, DIM), (3, DIM), ids=ids, y_dtype=F32, gate=True)
     cotangents = cotangents_for(operands)
-    both = with_gradients(implementation(interpret))
+    both = gradients_of(interpret)
     clean, dirty = (
         both(these, cotangents)[1]
         for these in (operands, operands._replace(x=operands.x.at[8].set(jnp.nan)))
@@ -173,7 +174,7 @@ def test_more_runs_than_row_blocks_are_nan(interpret):
         # A GPU runs a program for each of so few rows, which serves any order of segments.
         run_and_check(operands, interpret)
         return
-    both = with_gradients(implementation(interpret))
+    both = gradients_of(interpret)
     (_, out), gradients = both(operands, cotangents_for(operands))
     assert np.isnan(out).all()
     assert np.isnan(gradients[0]).all()
@@ -188,13 +189,10 @@ def test_prepared_segments_give_the_same_bits(residual, interpret):
     ids = jnp.asarray([ROWS["padding between"], ROWS["not sorted"]], jnp.int32)
     y_dtype = F32 if residual else None
     operands = make((2, LENGTH, DIM), (2, 5, DIM), ids=ids, y_dtype=y_dtype, gate=residual)
-    prepared = segmentation(ids, 5, DIM)
+    prepared = jax.jit(segmentation, static_argnums=(1, 2))(ids, 5, DIM)
     cotangents = cotangents_for(operands)
-    found, expected = (
-        with_gradients(implementation(interpret, **more))(operands, cotangents)
-        for more in ({"segment_ids": prepared}, {})
-    )
-    assert_same_bits(found, expected)
+    found = with_gradients(implementation(interpret, segment_ids=prepared))(operands, cotangents)
+    assert_same_bits(found, gradients_of(interpret)(operands, cotangents))
 
 
 def test_segments_prepared_for_other_tables_are_refused():

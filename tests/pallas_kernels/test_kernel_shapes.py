@@ -11,20 +11,20 @@ from kernel_cases import (
     assert_same_bits,
     check,
     cotangents_for,
+    gradients_of,
     implementation,
     make,
     run_and_check,
-    with_gradients,
 )
 
 from pallas_kernels.layernorm_modulate.operands import Operands
 
 WIDTHS = (1, 31, 64, 96, 128, 256, 1152, 1536, 3072, 5120, 8192)
-LENGTHS = (1, 7, 37, 1000)
+LENGTHS = (1, 37, 1000)
 BATCHES = (1, 2, 5)
 DTYPES = ((BF16, F32), (F32, F32), (BF16, BF16), (F16, F32), (F16, F16))
-NARROW = 128
-"""Width up to which the interpreter takes a second for 1000 tokens; beyond, minutes."""
+NARROW, LARGE = 31, 1_000_000
+"""What the interpreter runs within seconds: 1000 tokens up to this width, x up to this size."""
 
 
 def sweep():
@@ -32,12 +32,12 @@ def sweep():
     for i, dim in enumerate(WIDTHS):
         for j, seq_len in enumerate(LENGTHS):
             batch = BATCHES[(i + j) % 3]
-            yield (batch, seq_len, dim), *DTYPES[(i * 4 + j) % 5]
+            yield (batch, seq_len, dim), *DTYPES[(i * 3 + j) % 5]
 
 
 def quick(case):
-    _, seq_len, dim = case[0]
-    return seq_len < 1000 or dim <= NARROW
+    batch, seq_len, dim = case[0]
+    return dim <= NARROW or (seq_len < 1000 and batch * seq_len * dim <= LARGE)
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -48,12 +48,14 @@ def test_each_width_with_each_length_and_batch(shape, dtype, modulation, interpr
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "dtype", "modulation"), [c for c in sweep() if not quick(c)])
-def test_each_width_with_long_sequences(shape, dtype, modulation, on_gpu):
+def test_each_width_at_large_sizes(shape, dtype, modulation, on_gpu):
     run_and_check(make(shape, x_dtype=dtype, modulation=modulation), False)
 
 
-@pytest.mark.parametrize("shape", [(1, 7, 1), (2, 37, 96), (5, 7, 1152), (1, 37, 3072)])
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "residual"),
+    [((1, 7, 1), True), ((2, 37, 96), False), ((5, 7, 1152), True), ((1, 37, 3072), False)],
+)
 def test_with_the_measured_number_of_programs(shape, residual, interpret):
     run_and_check(make(shape, y_dtype=BF16 if residual else None, gate=residual), interpret)
 
@@ -62,8 +64,13 @@ LAYOUTS = {"row": (2, 37, 96), "token": (2, 37, 96), "flat row": (37, 96), "flat
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("branch", ["none", "plain", "gated"])
+@pytest.mark.parametrize(
+    ("layout", "branch"),
+    [
+        *itertools.product(("row", "token"), ("none", "plain", "gated")),
+        *(("flat row", "gated"), ("flat token", "none")),
+    ],
+)
 def test_every_layout(layout, branch, interpret):
     shape = LAYOUTS[layout]
     table = shape if "token" in layout else (*shape[:-2], shape[-1])
@@ -82,14 +89,14 @@ def test_a_row_for_each_token_at_a_ragged_width(branch, interpret):
 
 
 def residual_dtypes():
-    for x, y in itertools.product((BF16, F16, F32), repeat=2):
-        for h in sorted({jnp.dtype(x), jnp.dtype(F32)}, key=str):
-            for modulation in sorted({jnp.dtype(x), jnp.dtype(y), jnp.dtype(F32)}, key=str):
-                yield jnp.dtype(x), jnp.dtype(y), h, modulation
+    """Every x with every y: h in x's dtype, and in float32 with tables in x's or y's in turn."""
+    for n, (x, y) in enumerate(itertools.product((BF16, F16, F32), repeat=2)):
+        for mix in {(x, y, x, F32), (x, y, F32, y if n % 2 else x)}:
+            yield tuple(map(jnp.dtype, mix))
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize(("x", "y", "h", "modulation"), list(residual_dtypes()), ids=str)
+@pytest.mark.parametrize(("x", "y", "h", "modulation"), sorted(residual_dtypes(), key=str), ids=str)
 def test_every_mix_of_dtypes_with_a_residual(x, y, h, modulation, interpret):
     gated = (x.itemsize + y.itemsize + h.itemsize) % 4 != 0 or modulation == F32
     operands = make((2, 5, 40), x_dtype=x, y_dtype=y, modulation=modulation, gate=gated)
@@ -107,13 +114,13 @@ def test_scale_shift_and_gate_may_differ_in_dtype(interpret):
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(
     ("gated", "sizes"),
-    [(False, (1, 2)), (True, (1, 4)), pytest.param(True, (2, 3), marks=pytest.mark.slow)],
+    [(False, (1,)), (True, (1,)), pytest.param(True, (4,), marks=pytest.mark.slow)],
 )
 def test_any_subset_of_arguments_has_the_same_gradients(gated, sizes, interpret):
     operands = make((2, 7, 40), y_dtype=F32 if gated else None, gate=gated)
     cotangents = cotangents_for(operands)
     run = implementation(interpret)
-    _, everything = with_gradients(run)(operands, cotangents)
+    _, everything = gradients_of(interpret)(operands, cotangents)
     present = [n for n, value in enumerate(operands[:5]) if value is not None]
 
     def loss(*arrays):
@@ -129,7 +136,7 @@ def test_any_subset_of_arguments_has_the_same_gradients(gated, sizes, interpret)
 @pytest.mark.parametrize("residual", [False, True])
 def test_two_runs_give_the_same_bits(residual, interpret):
     operands = make((2, 37, 96), x_dtype=BF16, y_dtype=BF16 if residual else None, gate=residual)
-    both = with_gradients(implementation(interpret))
+    both = gradients_of(interpret)
     cotangents = cotangents_for(operands)
     assert_same_bits(both(operands, cotangents), both(operands, cotangents))
 
@@ -142,7 +149,7 @@ def assert_close_on_rows(operands, outputs, gradients, cotangents, rows):
 
     picked = some(operands)
     check(picked, some(outputs))
-    dx = with_gradients(implementation("xla"))(picked, some(cotangents))[1][0]
+    dx = gradients_of("xla")(picked, some(cotangents))[1][0]
     actual = np.asarray(gradients[0][:, rows], np.float32)
     np.testing.assert_allclose(actual, np.asarray(dx, np.float32), rtol=2**-7, atol=1e-3)
 
@@ -156,7 +163,7 @@ def test_on_sampled_rows_of_a_large_tensor(seq_len, dim, on_gpu):
     x = jax.random.normal(jax.random.key(0), shape, BF16)
     operands = Operands(x, *(jax.random.normal(jax.random.key(n), (1, dim)) for n in (1, 2)))
     cotangents = (None, jax.random.normal(jax.random.key(3), shape, BF16))
-    outputs, gradients = with_gradients(implementation(False))(operands, cotangents)
+    outputs, gradients = gradients_of(False)(operands, cotangents)
     rows = np.r_[0:3, np.random.default_rng(0).integers(0, seq_len, 50), seq_len - 3 : seq_len]
     assert_close_on_rows(operands, outputs, gradients, cotangents, rows)
     summed = jax.jit(lambda d: d.astype(F32).sum(1))(cotangents[1])
