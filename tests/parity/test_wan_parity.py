@@ -13,11 +13,15 @@ diffusers = pytest.importorskip("diffusers", reason="needs diffusers: install al
 
 from alload_jax.config import read_config  # noqa: E402
 from alload_jax.models.common.config import ImageConfig, TextConfig  # noqa: E402
-from alload_jax.models.families import abstract_model, read_model_config  # noqa: E402
+from alload_jax.models.families import (  # noqa: E402
+    abstract_model,
+    parameter_count,
+    read_model_config,
+)
 from alload_jax.models.wan.config import WanConfig  # noqa: E402
 from alload_jax.models.wan.conversion import export_fields  # noqa: E402
 from alload_jax.models.wan.weight_table import tensors  # noqa: E402
-from alload_jax.models.weights import load_weights, parameter_count, save_weights  # noqa: E402
+from alload_jax.models.weights import load_weights, save_weights  # noqa: E402
 from alload_jax.sharding.mesh import MeshConfig, make_mesh  # noqa: E402
 
 pytestmark = pytest.mark.parity

@@ -16,12 +16,11 @@ from wan_golden import CASES, GOLDEN, golden_calls
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.safetensor_files import INDEX
-from alload_jax.models.families import abstract_model, read_model_config
+from alload_jax.models.families import abstract_model, parameter_count, read_model_config
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.models.wan.weight_table import tensors
 from alload_jax.models.weights import (
     load_weights,
-    parameter_count,
     read_transformer,
     require_same_architecture,
     save_weights,
