@@ -51,7 +51,10 @@ def test_figures_by_hand():
         (("--cost-model", str(COSTS), "--steps", "0"), "--steps 0: it must be at least 1"),
         (("--cost-model", str(COSTS), "--longest", "0"), "--longest 0: it must be at least 1"),
         (("--cost-model", str(COSTS), "--picture", "no/x.png"), "--picture no/x.png: no file in"),
-        (("--cost-model", str(COSTS), "--out", "no/such/x.json"), "no file in an existing folder"),
+        (
+            ("--cost-model", str(COSTS), "--out", "no/such/x.json"),
+            "not a file in an existing folder",
+        ),
         (("--cost-model", str(COSTS), "--out", "/proc/x.json"), "/proc/x.json: cannot be written"),
         (("--cost-model", __file__), r"--cost-model .*test_balance\.py: not JSON"),
     ],
@@ -75,7 +78,7 @@ def test_a_picture_that_cannot_be_drawn_is_one_line_after_the_figures(tmp_path, 
     out, picture = tmp_path / "x.json", tmp_path / "x.png"
     flags = ["--cost-model", str(COSTS), "--cases", "balanced", "--out", str(out)]
     with pytest.raises(
-        InputError, match=r"--picture .*x\.png: no case was measured on GPUs.* are written"
+        InputError, match=r"--picture .*x\.png: no case was measured on GPUs; .* was written"
     ):
         main(["bench", "balance", *flags, "--picture", str(picture)])
     assert json.loads(out.read_text())["cases"][0]["figures"]["tokens_per_second"] == 60.0
