@@ -158,7 +158,7 @@ def test_every_flag_reaches_the_process_that_measures():
     ("flags", "words"),
     [
         (["--config", "none.yaml", "--out", "c.json"], "none.yaml: no such config"),
-        (["--config", "tiny.yaml", "--out", "no/c.json"], "no file in an existing folder"),
+        (["--config", "tiny.yaml", "--out", "no/c.json"], "not a file in an existing folder"),
         (["--config", "tiny.yaml", "--out", "c.json", "--seconds", "0"], "must be above 0"),
         (["--config", "tiny.yaml", "--out", "c.json", "--margin", "1"], "below 1"),
         (["--config", "tiny.yaml", "--out", "c.json", "--layers", "0"], "at least 1"),
