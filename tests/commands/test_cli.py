@@ -415,7 +415,7 @@ def test_run_command_ends_quietly_when_interrupted(capsys):
         (OSError(28, "No space left on device"), "No space left on device"),
         (OSError("two\nlines"), "two lines"),
         (OSError(), "OSError"),
-        (OSError(28, "No space", "x"), "x: No space; name another place"),
+        (OSError(28, "No space", "x"), "x: No space; name another path"),
     ],
 )
 def test_run_command_turns_a_failure_of_the_system_into_a_line(capsys, error, line):

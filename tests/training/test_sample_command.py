@@ -262,7 +262,7 @@ def test_what_is_not_finite_keeps_nothing_else_back(class_run, tmp_path, monkeyp
     assert run_command(cli.main, [str(part) for part in command]) == 2
     printed = capsys.readouterr()
     assert printed.out == "0.safetensors\n2.safetensors\n"
-    assert printed.err.startswith("error: 1.safetensors, 3.safetensors: what the model drew is not")
+    assert printed.err.startswith("error: 1.safetensors, 3.safetensors: the model's output is not")
     assert printed.err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == printed.out.split()
 
@@ -311,7 +311,7 @@ def test_memory_that_is_spent_is_one_line(refused, class_run, monkeypatch):
         (["--prompt-embeds", "x"], ["--class is not given", "classes"]),
         (["--class", 1, "--negative-embeds", "x"], ["--negative-embeds", "classes"]),
         (["--class", 1, "--image-embeds", "x"], ["--image-embeds", "no image"]),
-        (["--class", 1, "--out", "/dev/null/x.png"], ["--out: /dev/null/x.png", "no folder"]),
+        (["--class", 1, "--out", "/dev/null/x.png"], ["--out: /dev/null/x.png", "not a folder"]),
         (["--list", "none.jsonl"], ["--list: none.jsonl", "No such file"]),
         (["--list", "."], ["--list: .", "directory"]),
         ([], ["--class", "--prompt-embeds", "--list"]),
@@ -358,7 +358,7 @@ def test_a_file_that_exists_is_replaced_by_force_alone(alload, refused, class_ru
         ('{"class": 1, "out": "x.jpg"}', "line 2: out"),
         ('{"class": 1}', "line 2: out is not given"),
         ('{"prompt_embeds": "p.safetensors", "out": "b.png"}', "line 2: class is not given"),
-        ('{"class": 1, "out": "a.png"}', "a.png: is named for two samples"),
+        ('{"class": 1, "out": "a.png"}', "a.png: is the output of two samples"),
         ("[" * 200_000, "line 2: is no JSON"),
         ('{"class": 1, "out": "b.png", "width": ' + "9" * 5000 + "}", "line 2: is no JSON"),
         ('{"class": 1, "out": "b.png", "width": 8000000000}', "line 2: width is 8000000000"),
@@ -464,8 +464,8 @@ def test_image_to_video_is_not_there_yet(refused):
         (["--prompt-embeds", "long"], ["--prompt-embeds", "513 tokens", "512"]),
         (["--prompt-embeds", "wide"], ["--prompt-embeds", "[5, 11]", "[tokens, 10]"]),
         (["--prompt-embeds", "p", "--negative-embeds", "wide"], ["--negative-embeds", "[5, 11]"]),
-        (["--prompt-embeds", "p", "--weights", "raw"], ["--weights raw has no meaning"]),
-        (["--prompt-embeds", "p", "--step", 3], ["--step 3 has no meaning"]),
+        (["--prompt-embeds", "p", "--weights", "raw"], ["--weights raw does not apply"]),
+        (["--prompt-embeds", "p", "--step", 3], ["--step 3 does not apply"]),
         (["--prompt-embeds", "p", "--frames", 4], ["--frames is 4", "1 and 5"]),
         (["--prompt-embeds", "p", "--height", 24], ["--height is 24", "16 and 32"]),
         (["--prompt-embeds", "p", "--out", "x.gif"], ["x.gif", "decoder", ".safetensors"]),
