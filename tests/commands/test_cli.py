@@ -337,9 +337,9 @@ def test_an_out_that_cannot_be_written_is_refused(alload, folder, out):
 def test_a_config_that_is_no_yaml_is_named_with_its_line(refused, folder):
     (folder / "run.yaml").write_text("run:\n  folder: [x\ndata: y\n")
     message = refused(*plan(*BOUNDS, "--config", "run.yaml", *OUT))
-    assert message.startswith("error: run.yaml: line 3: is no YAML (")
+    assert message.startswith("error: run.yaml: line 3: is not valid YAML (")
     (folder / "run.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "run.yaml: is no YAML" in refused(*plan(*BOUNDS, "--config", "run.yaml", *OUT))
+    assert "run.yaml: is not valid YAML" in refused(*plan(*BOUNDS, "--config", "run.yaml", *OUT))
 
 
 def test_a_config_that_is_not_there_is_refused(refused):

@@ -228,9 +228,12 @@ def test_a_link_is_followed(alload, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--out", "x", "--report", "x"], "--report x is --out too"),
-        (["--out", "cost.json", "--cost-model", "cost.json"], "--out cost.json is --cost-model"),
-        (["--report", "./cost.json", "--cost-model", "cost.json"], "is --cost-model too"),
+        (["--out", "x", "--report", "x"], "--report x is also --out"),
+        (
+            ["--out", "cost.json", "--cost-model", "cost.json"],
+            "--out cost.json is also --cost-model",
+        ),
+        (["--report", "./cost.json", "--cost-model", "cost.json"], "is also --cost-model"),
     ],
 )
 def test_no_file_is_two_things(alload, tmp_path, cost_file, flags, named):
