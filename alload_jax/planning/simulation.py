@@ -1,4 +1,4 @@
-"""Replays a plan step by step: what training would take under a cost model, noise included."""
+"""Simulates a plan step by step with a cost model and noise."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """What a cost model doesn't know of a cluster.
+    """Properties of a cluster that cost models do not include.
 
     Attributes:
       noise: spread of a rank's time for the same work: standard deviation of its logarithm.

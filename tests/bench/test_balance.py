@@ -50,7 +50,10 @@ def test_figures_by_hand():
         (("--cost-model", "nowhere.json"), "--cost-model nowhere.json: no such cost model"),
         (("--cost-model", str(COSTS), "--steps", "0"), "--steps 0: it must be at least 1"),
         (("--cost-model", str(COSTS), "--longest", "0"), "--longest 0: it must be at least 1"),
-        (("--cost-model", str(COSTS), "--picture", "no/x.png"), "--picture no/x.png: not a file in"),
+        (
+            ("--cost-model", str(COSTS), "--picture", "no/x.png"),
+            "no/x.png: not a file in",
+        ),
         (
             ("--cost-model", str(COSTS), "--out", "no/such/x.json"),
             "not a file in an existing folder",

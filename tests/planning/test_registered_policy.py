@@ -158,4 +158,4 @@ def test_the_command_plans_it_alone(capsys):
     assert found["metrics"]["steps"] == 300 // 4
     assert found["plan"]["policy"] == "OneEach"
     assert run_command(cli.main, ["plan", *flags, "--compare", "one_each:independent"]) == 2
-    assert "one shape on all ranks; say one_each" in capsys.readouterr().err
+    assert "one shape on all ranks; give one_each" in capsys.readouterr().err
