@@ -1,4 +1,4 @@
-"""Policies by name, and what each says of itself before it is built.
+"""Policies by name, and the traits of each before it is built.
 
 Nothing here imports a policy: settings know policies by this module, and policies know settings.
 """
@@ -13,7 +13,7 @@ AUTO_PACKED, AUTO_BUCKETED = "balanced", "dual_constraint"
 
 
 class PolicyTraits:
-    """What a policy's class says of itself.
+    """Class attributes that describe a policy.
 
     Attributes:
       name: in configs and on the command line.
