@@ -43,7 +43,7 @@ def test_ratios_and_shares_of_copy():
     assert row["least_share_of_copy"] == pytest.approx(4000 / 3e-6 / COPY)
 
 
-def test_the_picture_is_a_picture(tmp_path):
+def test_the_picture_is_a_png(tmp_path):
     write_picture(tmp_path / "a.png", ENTRIES, COPY, "some GPU")
     pixels = np.asarray(Image.open(tmp_path / "a.png").convert("RGB"))
     assert pixels.shape[1] > 500
@@ -63,7 +63,7 @@ def test_calls_run_and_rotate_over_all_sets(function, monkeypatch):
     assert [g.shape for g in gradients] == [value.shape for value in calls[0]]
 
 
-def test_without_a_gpu_it_says_so():
+def test_a_missing_gpu_is_reported():
     with pytest.raises(InputError, match=r"backend is 'cpu'.*cuda12 or cuda13"):
         main(["bench", "kernel"])
 
@@ -82,7 +82,7 @@ def test_without_a_gpu_it_says_so():
         (["--shapes"], "--shapes is unknown; did you mean --shape"),
     ],
 )
-def test_wrong_flags_are_one_line(flags, words):
+def test_invalid_flags_are_reported_in_one_line(flags, words):
     with pytest.raises(InputError, match=words) as raised:
         main(["bench", "kernel", *flags])
     assert "\n" not in str(raised.value)
@@ -94,7 +94,7 @@ def test_help_needs_no_jax():
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_surroundings_are_json():
+def test_provenance_is_json():
     assert json.loads(json.dumps(provenance(["jax"])))["versions"]["jax"] == jax.__version__
 
 
@@ -103,7 +103,7 @@ LAYOUTS = {"segment_layernorm_modulate": "segment", "token_layernorm_modulate": 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_committed_results_bear_out_their_summary(name):
+def test_committed_results_match_their_summary(name):
     stored = json.loads((RESULTS / f"{name}.json").read_text())
     entries = [
         kernel.Entry(**{**each, "shape": tuple(each["shape"])}) for each in stored["entries"]
@@ -116,7 +116,7 @@ def test_committed_results_bear_out_their_summary(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_auto_never_chooses_what_was_measured_as_slower(name):
+def test_auto_never_chooses_the_slower_implementation(name):
     stored = json.loads((RESULTS / f"{name}.json").read_text())
     us = {
         (each["workload"], each["function"], each["direction"], each["implementation"]): each
@@ -143,5 +143,5 @@ def test_auto_never_chooses_what_was_measured_as_slower(name):
         ("NVIDIA H200", "row", 1 << 30, 16384),
     ],
 )
-def test_auto_is_xla_where_nothing_was_measured(call):
+def test_auto_chooses_xla_without_measurements(call):
     assert not kernel_is_faster(*call)

@@ -1,4 +1,4 @@
-"""`alload bench step`: what it measures here, and how it refuses."""
+"""`alload bench step`: measurements on CPUs, and refusals."""
 
 import json
 from typing import get_args
@@ -28,11 +28,11 @@ def test_a_tiny_step_is_measured_and_written(tmp_path, capsys):
     assert "| alload, keep full" in capsys.readouterr().out
 
 
-def test_policies_are_those_of_the_model():
+def test_remat_policies_match_the_model():
     assert set(bench_step._POLICIES) == set(get_args(RematPolicy))
 
 
-def test_the_measured_model_is_wans():
+def test_the_measured_model_has_the_shape_of_wan():
     parser = bench_step.argparse.ArgumentParser()
     bench_step.add_arguments(parser)
     options = parser.parse_args(["--against", "diffusers"])
@@ -44,8 +44,8 @@ def test_the_measured_model_is_wans():
     assert all(t["latents"] == ours["latents"] and t["batch"] == ours["batch"] for t in torch)
 
 
-def test_flops_are_those_of_the_compiled_forward():
-    """XLA's own count of a forward without softmax: the formula holds matrix products alone."""
+def test_flops_match_the_compiled_forward_pass():
+    """XLA counts a forward pass without softmax, as the formula counts only matrix products."""
     dim, text, seq_len = 32, 512, 64
     model = WanArchitecture(dim, 64, 2, 3, text_length=text)
 
@@ -76,7 +76,7 @@ def test_flops_are_those_of_the_compiled_forward():
         (["--latentz", "1", "1", "1"], "--latentz is unknown; did you mean --latents"),
     ],
 )
-def test_wrong_flags_are_one_line(flags, words):
+def test_invalid_flags_are_reported_in_one_line(flags, words):
     with pytest.raises(InputError, match=words) as raised:
         main(["bench", "step", *flags])
     assert "\n" not in str(raised.value)
@@ -100,7 +100,7 @@ def test_policies_are_measured_on_the_same_samples(tmp_path, capsys):
     assert "| balanced" in capsys.readouterr().out
 
 
-def test_timed_steps_stand_for_all_others_by_what_they_cost():
+def test_timed_steps_represent_the_distribution_of_cost():
     lengths = [[30, 2], [20, 5], [8, 8], [10, 10], [1], [9, 9], [3], [5, 5], [7], [2, 2]]
     cost = [sum(length**2 for length in row) for row in lengths]
     chosen = representative(list(range(10)), np.asarray(cost, float), 5)
@@ -119,17 +119,17 @@ def test_timed_steps_stand_for_all_others_by_what_they_cost():
         ([*SMALL, "--cost-model", "/no/cost.json"], "no such file"),
     ],
 )
-def test_what_cannot_be_measured_by_policy_is_refused(flags, words, tmp_path):
+def test_invalid_flags_for_policies_are_refused(flags, words, tmp_path):
     with pytest.raises(InputError, match=words):
         main(["bench", "step", *flags, "--out", str(tmp_path / "step.json")])
 
 
-def test_seconds_of_steps_lie_on_the_line_through_the_timed_ones():
+def test_mean_seconds_are_extrapolated_linearly_in_squares():
     squares = np.asarray([1.0, 2.0, 3.0, 10.0])
     timed = Measured("rows", [2.0 + 0.5 * square for square in (1.0, 3.0)], [1.0, 3.0])
     assert timed.mean_seconds(squares) == pytest.approx(2.0 + 0.5 * squares.mean())
 
 
-def test_steps_of_equal_cost_take_their_mean():
+def test_steps_of_equal_cost_use_the_mean_of_their_seconds():
     assert Measured("rows", [1.0, 3.0], [4.0, 4.0]).mean_seconds(np.full(9, 4.0)) == 2.0
     assert Measured("rows", [1.5], [7.0]).mean_seconds(np.full(3, 7.0)) == 1.5

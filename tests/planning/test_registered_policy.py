@@ -1,4 +1,4 @@
-"""Policies that these tests alone know: registered, they plan and are measured like ours."""
+"""Policies that these tests register plan and are evaluated like ours."""
 
 import json
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ def test_options_and_m_comp_reach_the_policy():
     assert plan_of("half_full", m_comp="auto").policy.m_comp >= 50
 
 
-def test_what_a_policy_cannot_do_is_refused():
+def test_unsupported_settings_of_a_policy_are_refused():
     config = PlanningConfig("one_each", m_mem=1000, options={"share": 1.0})
     assert "policy one_each has no options" in refusal(make_policy, config)
     assert "one_each splits no sample" in refusal(plan_of, "one_each", context=2)

@@ -78,7 +78,7 @@ def spec_of(model):
 
 
 def trained_weights(model, mesh):
-    """A fresh model's gates and head are zero; trained ones are not."""
+    """Gates and head of a new model are zero; those of a trained one are not."""
     state = init_state(spec_of(model), mesh, seed=0)
     params = jax.tree.map(
         lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape),

@@ -101,7 +101,7 @@ def alload(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
-    """Runs what must be refused in one line, and write nothing; returns that line."""
+    """Runs a command that must be refused in one line without output; returns this line."""
     monkeypatch.chdir(tmp_path)
 
     def run(*argv):
@@ -210,7 +210,7 @@ def test_a_sample_depends_on_its_own_line_alone(alload, class_run):
     np.testing.assert_allclose(alone["latents"], drawn["latents"], rtol=1e-4, atol=1e-5)
 
 
-def test_sampling_leaves_the_run_alone(alload, class_run, tmp_path):
+def test_sampling_does_not_change_the_run(alload, class_run, tmp_path):
     run = shutil.copytree(class_run, tmp_path / "copy")
     (run / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()  # as if it were being written
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -245,7 +245,7 @@ def test_without_its_data_a_run_still_draws(class_run, tmp_path, monkeypatch, ca
     assert "--vae-stride" in note
 
 
-def test_what_is_not_finite_keeps_nothing_else_back(class_run, tmp_path, monkeypatch, capsys):
+def test_samples_that_are_not_finite_do_not_stop_others(class_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def make(*_):
@@ -267,7 +267,7 @@ def test_what_is_not_finite_keeps_nothing_else_back(class_run, tmp_path, monkeyp
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == printed.out.split()
 
 
-def test_memory_that_is_spent_is_one_line(refused, class_run, monkeypatch):
+def test_out_of_memory_is_reported_in_one_line(refused, class_run, monkeypatch):
     def spent(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
 
@@ -317,7 +317,7 @@ def test_memory_that_is_spent_is_one_line(refused, class_run, monkeypatch):
         ([], ["--class", "--prompt-embeds", "--list"]),
     ],
 )
-def test_what_a_class_model_cannot_draw_is_refused(refused, class_run, flags, named):
+def test_invalid_requests_to_a_class_model_are_refused(refused, class_run, flags, named):
     message = refused("sample", "--checkpoint", class_run, *STILL, "--out", "x.png", *flags)
     for part in named:
         assert part in message
@@ -331,7 +331,7 @@ def test_sizes_and_a_file_must_be_given(refused, class_run, missing):
     assert f"{missing} is not given" in refused(*command)
 
 
-def test_a_file_that_exists_is_replaced_by_force_alone(alload, refused, class_run, tmp_path):
+def test_an_existing_file_is_replaced_only_with_force(alload, refused, class_run, tmp_path):
     command = ["sample", "--checkpoint", class_run, "--class", 1, *STILL, "--out", "x.png"]
     (tmp_path / "x.png").write_text("mine")
     assert "x.png: exists already; give --force" in refused(*command)
@@ -373,7 +373,7 @@ def test_a_list_that_cannot_be_drawn_is_refused(refused, class_run, tmp_path, li
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe"])
-def test_a_list_that_holds_nothing_is_refused(refused, class_run, tmp_path, content):
+def test_an_empty_list_is_refused(refused, class_run, tmp_path, content):
     (tmp_path / "x.jsonl").write_bytes(content)
     command = ["sample", "--checkpoint", class_run, *STILL, "--list", "x.jsonl"]
     assert "x.jsonl" in refused(*command)
@@ -414,7 +414,7 @@ def test_guidance_follows_the_difference_from_the_negative_text(alload):
         np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_wans_weights_bring_wans_settings(alload):
+def test_wan_weights_use_the_settings_of_wan(alload):
     low = embeddings("p.safetensors", 5, 10).astype(ml_dtypes.bfloat16)
     save_file({"text": low}, "p.safetensors")
     command = ["sample", "--checkpoint", T2V, "--prompt-embeds", "p.safetensors", *LATENTS]
@@ -445,7 +445,7 @@ def test_an_image_is_a_second_condition(alload, refused, tmp_path):
         assert "wrong.safetensors" in refused(*command, *flags)
 
 
-def test_image_to_video_is_not_there_yet(refused):
+def test_image_to_video_is_refused(refused):
     command = ["sample", "--checkpoint", GOLDEN / "i2v" / "transformer", *LATENTS]
     message = refused(*command, "--prompt-embeds", "p", "--out", "x.safetensors")
     assert "conditioning frames" in message
@@ -472,7 +472,7 @@ def test_image_to_video_is_not_there_yet(refused):
         (["--prompt-embeds", "p", "--shift", 1e9], ["shift is 1000000000.0", "coincide"]),
     ],
 )
-def test_what_a_text_model_cannot_draw_is_refused(refused, tmp_path, flags, named):
+def test_invalid_requests_to_a_text_model_are_refused(refused, tmp_path, flags, named):
     for name, tokens, width in (("p", 5, 10), ("long", 513, 10), ("wide", 5, 11)):
         embeddings(tmp_path / name, tokens, width)
     save_file({"a": np.zeros(2), "b": np.zeros(2)}, tmp_path / "two")
@@ -508,7 +508,7 @@ def test_a_run_of_text_draws_with_its_own_settings(alload, text_run):
 
 
 @pytest.mark.parametrize("weights", ["ema", "raw"])
-def test_an_exported_run_holds_the_weights_that_were_asked_for(alload, text_run, weights):
+def test_an_exported_run_has_the_chosen_weights(alload, text_run, weights):
     folder, state = text_run
     printed = alload("export", "--checkpoint", folder, "--out", "wan", "--weights", weights)
     count = sum(p.size for p in jax.tree.leaves(state.params))
@@ -520,7 +520,7 @@ def test_an_exported_run_holds_the_weights_that_were_asked_for(alload, text_run,
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_an_export_can_be_halved(alload, text_run):
+def test_an_export_can_be_bfloat16(alload, text_run):
     alload("export", "--checkpoint", text_run[0], "--out", "wan", "--dtype", "bfloat16")
     found = load_weights("wan", TEXT_MODEL, one_device_mesh())
     jax.tree.map(
@@ -530,7 +530,7 @@ def test_an_export_can_be_halved(alload, text_run):
     )
 
 
-def test_what_cannot_be_exported_is_refused(refused, class_run, text_run, tmp_path):
+def test_unsupported_exports_are_refused(refused, class_run, text_run, tmp_path):
     assert "model.text is null" in refused("export", "--checkpoint", class_run, "--out", "wan")
     assert "no run folder" in refused("export", "--checkpoint", T2V, "--out", "wan")
     (tmp_path / "wan").mkdir()
@@ -538,7 +538,7 @@ def test_what_cannot_be_exported_is_refused(refused, class_run, text_run, tmp_pa
     assert "wan: exists already" in refused("export", "--checkpoint", text_run[0], "--out", "wan")
 
 
-def test_what_is_no_checkpoint_is_refused(refused, text_run, tmp_path):
+def test_invalid_checkpoints_are_refused(refused, text_run, tmp_path):
     flags = ["--prompt-embeds", "p.safetensors", *LATENTS, "--out", "x.safetensors"]
     embeddings("p.safetensors", 2, 6)
 

@@ -61,7 +61,7 @@ def params_of(runs, step, *flags):
         return checkpoints.restore(step, like).params
 
 
-def test_a_run_starts_from_the_weights_and_leaves_them_slowly(wan):
+def test_a_run_starts_from_the_weights_and_changes_them_slowly(wan):
     from safetensors.numpy import load_file
 
     done = wan.run("--optimizer.learning_rate", "1e-6", "--run.steps", "3")
@@ -85,7 +85,7 @@ def test_a_run_starts_from_the_weights_and_leaves_them_slowly(wan):
         (("--model.text.dim", "0"), "model.text.dim is 0"),
     ],
 )
-def test_what_does_not_fit_is_one_line(wan, flags, words):
+def test_mismatches_are_reported_in_one_line(wan, flags, words):
     done = wan.run(*flags)
     assert done.returncode == 2
     assert words in done.stderr
@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_one_line(wan, flags, words):
     ("name", "count"), [("wan2_1_t2v_1_3b", 1_418_996_800), ("wan2_1_t2v_14b", 14_288_491_584)]
 )
 def test_wan_configs_have_the_parameters_that_diffusers_has(name, count):
-    """By diffusers' own meta-device models; tests/parity/test_wan_parity.py counts them anew."""
+    """Counts of diffusers' meta-device models; tests/parity/test_wan_parity.py checks them."""
     config = read_config(["--config", str(ROOT / "configs" / f"{name}.yaml")])
     assert parameter_count(config.model) == count
 
