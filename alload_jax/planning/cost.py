@@ -204,13 +204,13 @@ def read_cost_file(path: str | Path) -> CostFile:
     except OSError as error:
         raise InputError(f"{path}: no such cost model; give the path of its JSON") from error
     except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}); write the cost model anew") from error
+        raise InputError(f"{path}: not JSON ({error}); write the cost model again") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise InputError(f"{path}: not a cost model; its format field must be {FORMAT!r}")
     content = {_RENAMED.get(name, name): value for name, value in content.items()}
     for name, kind in (("model", dict), ("details", dict), ("device", str), ("origin", str)):
         if not isinstance(content.get(name, kind()), kind):
-            raise InputError(f"{path}: {name} is {content[name]!r}; write the cost model anew")
+            raise InputError(f"{path}: {name} is {content[name]!r}; write the cost model again")
     _check_numbers(content, path)
     try:
         parts = {"power": PowerCost, "quadratic": QuadraticCost, "memory": MemoryModel}

@@ -127,9 +127,7 @@ def _read_table(path: Path) -> pa.Table:
         reason = str(error).splitlines()[0]
         raise InputError(f"{path}: not a readable manifest ({reason}); write it again") from error
     if doubled := {name for name in table.column_names if table.column_names.count(name) > 1}:
-        raise InputError(
-            f"{path}: column {', '.join(sorted(doubled))} stands there twice; keep one"
-        )
+        raise InputError(f"{path}: column {', '.join(sorted(doubled))} exists twice; keep one")
     return table
 
 

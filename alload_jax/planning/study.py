@@ -46,7 +46,7 @@ class Case:
 
     @property
     def plan_m_mem(self) -> int | None:
-        """The M_mem in force."""
+        """The plan's M_mem; None if it has none."""
         return getattr(self.plan.policy, "m_mem", None)
 
 

@@ -9,7 +9,7 @@ RanksMode = Literal["synchronous", "independent"]
 """`synchronous`: all ranks of a micro-batch share one bucket. `independent`: each shape group has
 its own.
 
-All ranks of packed policies have rows of the same shape, whatever the mode.
+All ranks of packed policies have rows of the same shape in both modes.
 """
 
 

@@ -199,7 +199,7 @@ def test_a_cost_model_of_another_model_is_refused_unless_accepted(alload, cost_f
 def test_invalid_plans_are_reported_in_one_line(alload, flags, named):
     status, _, err = alload(*flags)
     if not named:
-        assert status == 0  # m_mem is given, so memory is not asked for
+        assert status == 0  # m_mem is given, so memory is not needed
         return
     assert status == 2
     assert err.startswith("error: ")

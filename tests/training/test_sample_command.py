@@ -532,7 +532,7 @@ def test_an_export_can_be_bfloat16(alload, text_run):
 
 def test_unsupported_exports_are_refused(refused, class_run, text_run, tmp_path):
     assert "model.text is null" in refused("export", "--checkpoint", class_run, "--out", "wan")
-    assert "no run folder" in refused("export", "--checkpoint", T2V, "--out", "wan")
+    assert "not a run folder" in refused("export", "--checkpoint", T2V, "--out", "wan")
     (tmp_path / "wan").mkdir()
     (tmp_path / "wan" / "mine").write_text("mine")
     assert "wan: exists already" in refused("export", "--checkpoint", text_run[0], "--out", "wan")

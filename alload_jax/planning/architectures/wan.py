@@ -17,7 +17,7 @@ from alload_jax.planning.architectures.architecture import (
 _KERNELS = 60
 """Kernels of a block's forward pass."""
 
-# Tensors of S × dim (and of S × ffn_dim) that a block reads and writes beside matrix products and
+# Tensors of S × dim (and of S × ffn_dim) that a block reads and writes outside matrix products and
 # attention. Forward: three norms with residual and gate 10, query and key norms with rotary
 # embedding 9, the last gate 3; GELU reads and writes the hidden layer.
 _FORWARD_TRAFFIC = (22, 2)

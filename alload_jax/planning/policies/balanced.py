@@ -59,7 +59,7 @@ class Balanced(Policy):
       max_delay: windows that may defer a sample.
       context: ranks of a context-parallel group; 1 splits nothing.
       seconds_per_split_token: of communication, for each of the A tokens of a rank that are split.
-      split_above: samples are split that cost more than so many times a mean row; 0 splits all.
+      split_above: samples that cost more than this many times a mean row are split; 0 splits all.
     """
 
     name: ClassVar[str] = "balanced"
@@ -203,7 +203,7 @@ class Balanced(Policy):
 
 
 def _typical(footprint: np.ndarray, tokens: int) -> np.ndarray:
-    """Samples of about so many tokens in all, the longest of the manifest among them; descending.
+    """Samples with about this many tokens in total, with the longest of all; longest first.
 
     They depend on the manifest alone.
     """

@@ -24,7 +24,7 @@ _GROWTH = 1.3
 
 @dataclass(frozen=True)
 class RowCosts:
-    """What rows cost beside their samples, and how much of these they may hold.
+    """Costs of rows apart from their samples, and the maximum weight of these.
 
     Attributes:
       empty: cost of a row of padding.

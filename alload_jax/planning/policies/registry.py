@@ -9,7 +9,7 @@ from alload_jax.registry import Registry
 
 AUTO = "auto"
 AUTO_PACKED, AUTO_BUCKETED = "balanced", "dual_constraint"
-"""What auto stands for where rows can be packed, and elsewhere."""
+"""The policies of auto if rows can be packed, and otherwise."""
 
 
 class PolicyTraits:
@@ -76,6 +76,6 @@ def policy_names() -> tuple[str, ...]:
 
 
 def candidates(name: str) -> tuple[type[PolicyTraits], ...]:
-    """The class of a policy; of auto, those that it may come to stand for."""
+    """The class of a policy; for auto, the classes of both policies that it can select."""
     names = (AUTO_PACKED, AUTO_BUCKETED) if name == AUTO else (name,)
     return tuple(find_policy(each) for each in names)
