@@ -1,8 +1,8 @@
 """Train a video diffusion transformer: `python train.py --config configs/digits.yaml`.
 
-Any key of the config can follow on the command line, such as `--run.steps 200`; `--help` lists
-them all. The same command again continues a run that was stopped. In a cluster it is the same
-command in every process (docs/many-gpus.md).
+Flags such as `--run.steps 200` override keys of the config; `--help` lists all keys. To continue a
+stopped run, run the same command again. In a cluster, run the same command in every process
+(docs/many-gpus.md).
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The `alload` command: what a user does beside training."""
+"""The `alload` command: everything that users do besides training."""
 
 import argparse
 import difflib
@@ -11,13 +11,13 @@ from alload_jax.errors import InputError, run_command
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports what is wrong with a command line as an InputError of one line."""
+    """Raises an InputError of one line for an invalid command line."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{self.prog}: {message}; `{self.prog} --help` lists what there is")
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """Like argparse's, but names the nearest flag to an unknown one."""
+        """Parses like argparse, but suggests the nearest flag for an unknown one."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = [flag for flag in parsed.parser._option_string_actions if flag[:2] == "--"]
@@ -28,10 +28,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `alload` with these arguments; returns the exit status."""
+    """Runs `alload` with the arguments `argv` and returns the exit status."""
     parser = _Parser(
         prog="alload",
-        description="Plan, prepare and measure the training of video DiTs; draw from them.",
+        description="Plan, prepare and measure the training of video DiTs, and sample from them.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (plan, calibrate, prepare, parameters, sample, export, bench):

@@ -1,4 +1,4 @@
-"""What a user can do wrong, and how a command says so."""
+"""Errors that users can cause, and how commands report them."""
 
 import os
 import sys
@@ -6,26 +6,26 @@ from collections.abc import Callable
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong: one line with the place, the value and the remedy.
+    """Invalid input: one line with the place, the value and the remedy.
 
-    `train.py` and `alload` print it without a traceback and exit with status 2. To callers of
-    the library it is a ValueError like any other.
+    `train.py` and `alload` print it without a traceback and exit with status 2. For callers of the
+    library it is a ValueError.
     """
 
 
 USER_ERRORS = (InputError, NotImplementedError, OSError, KeyboardInterrupt)
-"""What a user can cause; all else is a fault of the program or of the machine."""
+"""Errors that a user can cause; others are faults of the program or of the machine."""
 
 
 def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Runs a command's `main`; returns its exit status.
+    """Runs a command's `main` and returns its exit status.
 
-    What a user can cause becomes one line and status 2: an InputError, something asked for that
-    cannot be done here, a file or folder that cannot be used. Ctrl-C gives status 130.
+    Errors that a user can cause give one line and status 2: an InputError, an unsupported request,
+    a file or folder that cannot be used. Ctrl-C gives status 130.
     """
     try:
         return main(argv)
-    except BrokenPipeError:  # whoever read the output has seen enough, as in `| head`
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as error:
@@ -37,7 +37,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
 
 
 def reason_of(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """The cause of the error in one line."""
     if isinstance(error, InputError | NotImplementedError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -45,6 +45,6 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         if error.filename is not None:
-            reason = f"{error.filename}: {reason}; name another place"
+            reason = f"{error.filename}: {reason}; name another path"
         return " ".join(reason.split())
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,9 +1,9 @@
-"""Who waits for whom under seven ways to train, on this host's GPUs: the table of docs/results.md.
+"""Compares seven ways to train on this host's GPUs and prints the table in docs/results.md.
 
     python benchmarks/balance_table.py --suffix h200_x8
 
-measures each workload by `alload bench balance` and prints the table's rows; `--print` prints them
-from what was measured before. Flags that it does not know go to `alload bench balance`.
+Runs `alload bench balance` for each workload and prints the table's rows; `--print` prints them
+from existing results. Other flags are passed on to `alload bench balance`.
 """
 
 import argparse
@@ -23,11 +23,11 @@ COSTS = RESULTS / "calibration_wan_1_3b_h200.json"
 
 
 class Size(NamedTuple):
-    """How much of a workload is run.
+    """Size of the measurement of a workload.
 
     Attributes:
-      m_mem: tokens of a GPU.
-      layers: of the model; a step is linear in them.
+      m_mem: maximum tokens of a micro-batch.
+      layers: layers of the model; the time of a step is linear in them.
     """
 
     m_mem: int
@@ -55,16 +55,20 @@ SHOWN = [name for name in COLUMNS if name != "exposed"]
 
 
 def main(argv: list[str]) -> int:
-    """Measures and prints."""
+    """Measures the workloads and prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--suffix", required=True, help="of the results' names, such as h200_x8")
+    parser.add_argument(
+        "--suffix", required=True, help="suffix of the results' file names, such as h200_x8"
+    )
     parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=[*WORKLOADS])
-    parser.add_argument("--print", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--print", action="store_true", help="print existing results without measuring"
+    )
     options, others = parser.parse_known_args(argv)
     if not options.print:
-        # Kernels are timed, but their results not compared, as XLA does by default.
+        # Level 2 times kernels without the comparison of their results that is XLA's default.
         os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=2")
         for workload in options.workloads:
             measure(workload, options.suffix, others)
@@ -75,12 +79,12 @@ def main(argv: list[str]) -> int:
 
 
 def place(workload: str, suffix: str) -> Path:
-    """Of a workload's results."""
+    """Path of a workload's results."""
     return RESULTS / f"balance_{workload.replace('-', '_').lower()}_{suffix}.json"
 
 
 def measure(workload: str, suffix: str, others: list[str]) -> None:
-    """Runs all cases."""
+    """Runs all cases of a workload; `others` are flags for `alload bench balance`."""
     size, out = WORKLOADS[workload], place(workload, suffix)
     flags = {"m-mem": size.m_mem, "layers": size.layers, "steps": 4, "samples": 2000}
     files = {"cost-model": COSTS, "out": out, "picture": PICTURES / out.with_suffix(".png").name}
@@ -89,20 +93,20 @@ def measure(workload: str, suffix: str, others: list[str]) -> None:
 
 
 def rows(workload: str, results: Path) -> list[str]:
-    """A line for each case that was measured, beside the paper's method."""
+    """A line for each measured case, with its speed relative to the paper's method."""
     if not results.exists():
-        raise InputError(f"{results}: no such file; measure it, without --print")
+        raise InputError(f"{results}: no such file; run without --print to measure it")
     content = json.loads(results.read_text())
     cases = {case["case"]: case for case in content["cases"]}
     same = cases.get(METHOD, {}).get("same_as") == BASELINE
     method = cases.get(BASELINE if same else METHOD, {})
-    of_method = method.get("figures", {}).get("tokens_per_second")
+    method_speed = method.get("figures", {}).get("tokens_per_second")
     found = []
     for name, words in NAMES.items():
         case = cases.get(name, {})
         if "figures" in case:
             words = SAME if same and name == BASELINE else words
-            found.append([words, *shown(case, of_method)])
+            found.append([words, *shown(case, method_speed)])
         elif "error" in case:
             found.append([f"{words}: {case['error']}", *[""] * len(SHOWN)])
     begins = [workload.removeprefix("long-video-"), *[""] * len(found)]
@@ -110,11 +114,11 @@ def rows(workload: str, results: Path) -> list[str]:
     return [f"| {line} |".replace("|  |", "| |") for line in lines]
 
 
-def shown(case: dict[str, Any], of_method: float | None) -> list[str]:
-    """A case's figures in words, its speed beside the method's."""
+def shown(case: dict[str, Any], method_speed: float | None) -> list[str]:
+    """A case's figures as text, with its speed relative to the method's (tokens/s)."""
     texts = cells(case)
-    if of_method:
-        texts["tokens/s"] += f" ({case['figures']['tokens_per_second'] / of_method:.2f}×)"
+    if method_speed:
+        texts["tokens/s"] += f" ({case['figures']['tokens_per_second'] / method_speed:.2f}×)"
     return [texts[name].replace("%", " %") for name in SHOWN]
 
 

@@ -1,9 +1,9 @@
-"""What a training step of Wan 2.1's 1.3B costs on this device, and whether M_mem holds.
+"""Measures training steps of Wan 2.1's 1.3B on this device and checks M_mem.
 
     python benchmarks/calibrate_wan.py
 
-Runs `alload calibrate` with its check of memory; about eight minutes on an H200. Another config
-and less time make a trial of it, as in --config configs/digits.yaml --seconds 60.
+Runs `alload calibrate --memory-check`, which takes about eight minutes on an H200. For a quick
+trial, add flags such as --config configs/digits.yaml --seconds 60.
 """
 
 import argparse
@@ -14,18 +14,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MEMORY_SHARE = "0.95"
-"""Of the device, for JAX, which takes three quarters unless told otherwise."""
+"""Share of the device's memory for JAX, whose default is 0.75."""
 
 
 def main() -> int:
-    """Calibrates; returns the status of `alload calibrate`."""
+    """Calibrates and returns the exit status of `alload calibrate`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--config", default=str(ROOT / "configs" / "wan2_1_t2v_1_3b.yaml"))
-    add("--seconds", default="360", help="for the grid; the rest takes about three minutes more")
-    add("--name", default="calibration_wan_1_3b_h200", help="of the results")
+    add(
+        "--seconds",
+        default="360",
+        help="time for the grid; the other parts take about three minutes more",
+    )
+    add("--name", default="calibration_wan_1_3b_h200", help="name of the results")
     add("--results", default=str(ROOT / "benchmarks" / "results"), help="folder of the JSON")
-    add("--pictures", default=str(ROOT / "docs" / "results" / "planning"), help="of the PNG")
+    add("--pictures", default=str(ROOT / "docs" / "results" / "planning"), help="folder of the PNG")
     options, more = parser.parse_known_args()
     for folder in (options.results, options.pictures):
         Path(folder).mkdir(parents=True, exist_ok=True)

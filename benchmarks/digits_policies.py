@@ -1,12 +1,12 @@
-"""Does the planning change what the model learns? The digits under three policies.
+"""Compares what a model learns from the digits under three policies.
 
     python benchmarks/digits_policies.py
 
-trains configs/digits.yaml under `equal_tokens` (AdaptiveLoad's baseline), `dual_constraint` (its
-method) and packed `balanced`, three seeds each, all on as many samples as the default run sees.
-Writes benchmarks/results/digits_policies_{device}.json, docs/results/digits/policies.png and
-prints a table. Runs that are done already, in runs/policies, are not run again; `--parallel 5`
-trains so many at once, each in a process of its own.
+Trains configs/digits.yaml under `equal_tokens` (AdaptiveLoad's baseline), `dual_constraint` (its
+method) and packed `balanced` with three seeds each, on as many samples as in the default run.
+Writes benchmarks/results/digits_policies_{device}.json and docs/results/digits/policies.png and
+prints a table. Finished runs in runs/policies are not repeated; `--parallel 5` trains five runs at
+once, each in a separate process.
 """
 
 import argparse
@@ -38,23 +38,25 @@ CONFIG = ROOT / "configs" / "digits.yaml"
 PICTURE = ROOT / "docs" / "results" / "digits" / "policies.png"
 POLICIES = {"equal_tokens": "#888888", "dual_constraint": "#3b7dd8", "balanced": "#d1495b"}
 POINTS = 60
-"""Of a curve: each is the mean loss of so many samples."""
+"""Points of a curve; each is the mean loss of an equal number of samples."""
 
 
 def main(argv: list[str]) -> int:
-    """Trains, gathers, draws and prints."""
+    """Trains, collects the results, draws and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="of the default run (default: the config's)")
+    parser.add_argument(
+        "--steps", type=int, help="steps of the default run (default: the config's)"
+    )
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "policies")
     parser.add_argument("--parallel", type=int, default=1, help="runs at once (default 1)")
     parser.add_argument("--device", default="cpu", help="name for the JSON (default cpu)")
     options = parser.parse_args(argv)
     samples = samples_of_default(options.steps)
     chosen = [(policy, seed) for policy in POLICIES for seed in options.seeds]
-    # Not in the pool: reading a config changes the working directory for a moment.
+    # Not in the pool, because reading a config temporarily changes the working directory.
     steps = [steps_for(plan_of(digits_config(*each)), samples) for each in chosen]
     with ThreadPoolExecutor(options.parallel) as pool:
         runs = list(pool.map(partial(run, options.runs), *zip(*chosen, strict=True), steps))
@@ -72,14 +74,14 @@ def main(argv: list[str]) -> int:
 
 
 def samples_of_default(steps: int | None) -> int:
-    """Samples that the config's own run sees."""
+    """Number of samples in the default run of the config."""
     config = digits_config("dual_constraint", 0)
     plan = plan_of(config)
     return sum(step_samples(plan, number) for number in range(steps or config.run.steps))
 
 
 def digits_config(policy: str, seed: int) -> Config:
-    """The config of a run; the data are made if they are not there."""
+    """The config of a run; prepares its data if they are missing."""
     flags = ["--planning.policy", policy, "--run.seed", str(seed)]
     config = read_config(["--config", str(CONFIG), *flags])
     assert config.data.dataset is not None
@@ -94,12 +96,12 @@ def plan_of(config: Config) -> Plan:
 
 
 def step_samples(plan: Plan, number: int) -> int:
-    """Samples of a step."""
+    """Number of samples in a step."""
     return sum(len(part.samples) for part in plan.step(number).micro_batches)
 
 
 def steps_for(plan: Plan, samples: int) -> int:
-    """The fewest steps that hold as many samples."""
+    """The smallest number of steps with at least `samples` samples."""
     seen = number = 0
     while seen < samples:
         seen += step_samples(plan, number)
@@ -108,14 +110,14 @@ def steps_for(plan: Plan, samples: int) -> int:
 
 
 def run(runs: Path, policy: str, seed: int, steps: int) -> dict[str, Any]:
-    """Trains, unless it was done, and gathers what came of it."""
+    """Trains, unless the run is finished, and returns its results."""
     folder = runs / f"{policy}_{seed}"
     if not (folder / "summary.json").is_file():
         command = [sys.executable, "train.py", "--config", str(CONFIG), "--run.folder", str(folder)]
         command += ["--planning.policy", policy, "--run.seed", str(seed), "--run.steps", str(steps)]
         print(f"{policy}, seed {seed}: {steps} steps", file=sys.stderr, flush=True)
         if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
-            raise InputError(f"{' '.join(command)} failed")
+            raise InputError(f"{' '.join(command)} failed; run it to see its error")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     return {
@@ -129,9 +131,9 @@ def run(runs: Path, policy: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def curve(rows: list[dict[str, Any]]) -> list[list[float]]:
-    """[samples seen, mean loss of the samples since the point before] of POINTS points.
+    """[POINTS, 2]: samples seen, and mean loss of the samples since the previous point.
 
-    A step's loss is the mean over its samples, which differ from step to step in number and kind.
+    A step's loss is the mean over its samples, whose number and kind differ from step to step.
     """
     seen = np.cumsum([0] + [row["samples"] for row in rows])
     total = np.cumsum([0] + [row["loss"] * row["samples"] for row in rows])
@@ -141,7 +143,7 @@ def curve(rows: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def draw(found: dict[str, list[dict[str, Any]]]) -> None:
-    """Mean curves over seeds, and their spread."""
+    """Draws the mean of each policy's loss curves over seeds, and their range."""
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     for policy, group in found.items():
         curves = np.asarray([each["loss"] for each in group])
@@ -163,7 +165,7 @@ def draw(found: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown."""
+    """The results as a Markdown table."""
     lines = [
         "| policy | steps | loss of the last 5 % of samples | digit accuracy |",
         "|---|---:|---:|---:|",
@@ -179,7 +181,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def spread(values: list[float]) -> str:
-    """Mean, and least to most."""
+    """Mean and range of the values as text."""
     return f"{statistics.fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
 
 

@@ -1,9 +1,9 @@
-"""The docs' figures of the default run: a finished run folder as one JSON.
+"""Collects the figures of the default run for the docs.
 
     make train && .venv/bin/python benchmarks/digits_run.py runs/digits cpu
 
-writes benchmarks/results/digits_cpu.json and prints the summary as a Markdown table. With a run
-folder made on a GPU and another name, the same for that device.
+Writes benchmarks/results/digits_cpu.json and prints the summary as a Markdown table. Give the run
+folder and the name of another device for its results.
 """
 
 import datetime
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main(folder: str, name: str) -> None:
-    """Gathers the run's summary and provenance, writes and prints them."""
+    """Writes the summary and provenance of a run and prints the summary."""
     run = Path(folder)
     start = json.loads((run / "environment.json").read_text())[0]
     summary = json.loads((run / "summary.json").read_text())

@@ -1,10 +1,10 @@
-"""Host memory that reading weights takes beside the weights themselves.
+"""Measures the host memory that reading weights needs in addition to the weights themselves.
 
     python benchmarks/load_weights.py --out benchmarks/results/load_weights_cpu.json
 
 Writes a transformer folder of random weights (Wan 2.1's 1.3B: 5.7 GB in float32) to a temporary
-folder, then reads it onto the CPU in a fresh process, watching anonymous memory (pages of the
-files themselves, which the kernel drops at will, left out).
+folder, then reads it onto the CPU in a new process and samples its anonymous memory. Pages of the
+files do not count because the kernel can drop them at any time.
 """
 
 import argparse
@@ -29,34 +29,34 @@ from alload_jax.sharding.mesh import MeshConfig, make_mesh
 
 
 def model_config(layers: int) -> ModelConfig:
-    """Wan 2.1's 1.3B, or fewer layers of it."""
+    """Config of Wan 2.1's 1.3B with `layers` layers."""
     shape = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": layers}
     return config_from_fields(shape | {"in_channels": 16, "text": {"dim": 4096, "length": 512}})
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file stands behind."""
+    """Bytes of this process's memory that are not pages of files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def measure(folder: str, layers: int) -> dict[str, Any]:
-    """Reads the folder; most memory on the way, and what the weights take in the end."""
+    """Reads the folder and returns bytes of the weights and the peak of additional memory."""
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     before, most, done = anonymous_bytes(), 0, threading.Event()
 
-    def watch() -> None:
+    def track_peak() -> None:
         nonlocal most
         while not done.wait(0.005):
             most = max(most, anonymous_bytes())
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    tracker = threading.Thread(target=track_peak)
+    tracker.start()
     begin = time.perf_counter()
     params = jax.block_until_ready(load_weights(folder, model_config(layers), mesh))
     seconds = time.perf_counter() - begin
     done.set()
-    watcher.join()
+    tracker.join()
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     config = model_config(layers)
     return {
@@ -71,7 +71,7 @@ def measure(folder: str, layers: int) -> dict[str, Any]:
 
 
 def random_params(layers: int) -> Any:
-    """Weights that compress to nothing and repeat nowhere."""
+    """Random weights, which cannot be compressed or deduplicated."""
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda leaf: rng.standard_normal(leaf.shape, np.float32),
@@ -80,7 +80,7 @@ def random_params(layers: int) -> Any:
 
 
 def main() -> None:
-    """Writes the folder, reads it in a process of its own, writes the result."""
+    """Writes the folder, reads it in a separate process and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="load_weights.json")
     parser.add_argument("--layers", type=int, default=30)

@@ -1,12 +1,13 @@
-"""lhotse's bucketing and grain's packing, as planners of epochs that ours are measured beside.
+"""Plans epochs with lhotse's bucketing and grain's packing, for comparison with our policies.
 
-- lhotse's `DynamicBucketingSampler`, its durations standing for tokens, at most M_mem of them in a
-  batch, padding included; where a bucket mixes lengths, the last cut may exceed that, for it is
-  taken before it is looked at. A batch is padded to its longest cut. At an uneven end the last
-  batches' cuts are shared among all ranks, some twice. Every rank plans for all.
+- lhotse's `DynamicBucketingSampler` with durations in place of tokens: at most M_mem tokens in a
+  batch, including padding. If a bucket mixes lengths, a batch can exceed M_mem, because the sampler
+  adds the last cut before it checks the bound. A batch is padded to its longest cut. If the last
+  batches do not suffice for all ranks, the sampler redistributes their cuts and repeats some. Every
+  rank plans for all ranks.
 - grain's `FirstFitPackIterDataset` and `BestFitPackIterDataset` with rows of M_mem tokens. Either
-  each rank packs a strided share of the shuffled samples, or the ranks take the rows of
-  one stream in turn. Ranks that run out of rows wait; no sample is dropped for it.
+  each rank packs a strided share of the shuffled samples, or the ranks take the rows of one stream
+  in turn. Ranks without rows wait at the end; no sample is dropped.
 """
 
 import functools
@@ -23,13 +24,13 @@ from alload_jax.planning.samples import Samples
 from alload_jax.planning.workloads import make_workload
 
 M_MEM = {"mixed-resolution": 81_920, "wan-480p": 66_816}
-"""Workload → most tokens of a micro-batch."""
+"""Workload → maximum tokens of a micro-batch."""
 
 SECONDS_OF_TOKEN = 1 / 1024
-"""A power of two: sums of durations are exact."""
+"""Seconds per token: a power of two, so that sums of durations are exact."""
 
 TIMED = 20_000
-"""Samples after which the timing of a peer ends, if its epoch has not."""
+"""Maximum number of samples for which the planning of a peer is timed."""
 
 Steps = list[list[np.ndarray]]
 """[steps][ranks] → sample numbers; an empty array where a rank has no work."""
@@ -37,7 +38,7 @@ Steps = list[list[np.ndarray]]
 
 @dataclass(frozen=True)
 class Case:
-    """What is planned: a workload for a number of ranks."""
+    """A workload of `size` samples, planned for `ranks` ranks."""
 
     workload: str
     size: int
@@ -50,19 +51,19 @@ class Case:
 
     @property
     def m_mem(self) -> int:
-        """Most tokens of a micro-batch."""
+        """Maximum tokens of a micro-batch."""
         return M_MEM[self.workload]
 
 
 class Planner(Protocol):
-    """A peer with its settings."""
+    """Another library's planner with its settings."""
 
     def epoch(self, case: Case) -> EpochPlan:
         """Plans an epoch."""
         ...
 
     def rates(self, case: Case) -> dict[str, float]:
-        """Samples a second, by column of the table."""
+        """Planned samples per second, by column of the table."""
         ...
 
 
@@ -71,11 +72,11 @@ class Lhotse:
     """`DynamicBucketingSampler`.
 
     Attributes:
-      sync_buckets: ranks draw from one bucket.
-      num_buckets: of equal total duration; None for a bucket for each length.
-      quadratic: tokens at which the quadratic penalty doubles a sample's size; None for none.
-      buffer: cuts that wait in buckets, as a share of the data set; of 100,000 cuts lhotse's
-        default is 0.2.
+      sync_buckets: whether all ranks draw from the same bucket in a step.
+      num_buckets: number of buckets of equal total duration; None for a bucket for each length.
+      quadratic: tokens at which the quadratic penalty doubles a sample's size; None for no penalty.
+      buffer: cuts in the buckets' buffer, as a share of the data set; lhotse's default corresponds
+        to 0.2 for 100,000 cuts.
     """
 
     sync_buckets: bool
@@ -93,27 +94,28 @@ class Lhotse:
         return padded_epoch(steps, case.samples.seq_len)
 
     def rates(self, case: Case) -> dict[str, float]:
-        """See `Planner.rates`; making the cuts does not count."""
+        """See `Planner.rates`; the time to make the cuts does not count."""
         cuts = _cuts(case)
         counts = (sum(map(len, step)) for step in self._steps(cuts, case))
         return {"planned_per_second": rate(counts)}
 
     def _steps(self, cuts: list[Any], case: Case) -> Iterator[list[Any]]:
         with warnings.catch_warnings():
-            # Of batches of one sample that the penalty lifts over the bound.
+            # Ignores warnings about single samples that exceed the bound through the penalty.
             warnings.simplefilter("ignore")
             yield from self._sampler(cuts, case)
 
     def _sampler(self, cuts: list[Any], case: Case) -> Any:
         """Yields the batches of all ranks of a step at once.
 
-        lhotse's sampler makes them all on every rank, then takes its own by `batches[self.rank]`.
+        lhotse's sampler makes the batches of all ranks on every rank and selects its own by
+        `batches[self.rank]`.
         """
         from lhotse.dataset.sampling.dynamic_bucketing import DynamicBucketingSampler
 
         class AllRanks(DynamicBucketingSampler):
             def _log_diagnostics(self, batch: Any) -> None:
-                """Expects a single batch."""
+                """Disabled because it expects a single batch."""
 
         lengths = np.unique(case.samples.seq_len)
         sampler = AllRanks(
@@ -139,11 +141,13 @@ class Grain:
     """`FirstFitPackIterDataset` or `BestFitPackIterDataset`.
 
     Attributes:
-      best_fit: which of the two.
-      bins: rows that are open at once.
-      shared: the ranks take the rows of one stream in turn; else each packs its own share.
-      grouped: rows leave by the mean of their samples' lengths (`shuffle_bins_group_by_feature`)
-        in place of random order, so that ranks get similar rows at a time.
+      best_fit: whether to use the best-fit variant.
+      bins: number of rows that are filled at the same time.
+      shared: whether the ranks take the rows of one stream in turn; otherwise each rank packs its
+        own share of the samples.
+      grouped: whether rows are emitted in order of the mean length of their samples
+        (`shuffle_bins_group_by_feature`) instead of random order, so that the ranks of a step get
+        similar rows.
     """
 
     best_fit: bool
@@ -187,7 +191,7 @@ class Grain:
             if self.best_fit
             else packing_packed_batch.FirstFitPackedBatch
         )
-        # What the public classes are, but for the packer that can be exchanged.
+        # Equivalent to the public classes, but with a replaceable packer.
         packed = packing.PackIterDataset(
             parent.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
             packer_cls=packer if copy else _without_copies(packer),
@@ -201,7 +205,7 @@ class Grain:
 
 
 def _without_copies(packer: Any) -> Any:
-    """The same choice of rows; only the samples' numbers and lengths are kept."""
+    """A packer with the same choice of rows that stores only numbers and lengths of samples."""
 
     class Counting(packer):
         def add_element_to_batch(self, element: Any, row: int) -> None:
@@ -221,7 +225,7 @@ def _without_copies(packer: Any) -> Any:
 
 
 def turns(streams: Sequence[Sequence[np.ndarray]]) -> Steps:
-    """Step i takes every rank's i-th row; ranks that have run out get none."""
+    """Makes step i from every rank's i-th row; ranks without further rows get an empty one."""
     none = np.zeros(0, np.int64)
     return [
         [stream[i] if i < len(stream) else none for stream in streams]
@@ -230,7 +234,7 @@ def turns(streams: Sequence[Sequence[np.ndarray]]) -> Steps:
 
 
 def padded_epoch(steps: Steps, seq_len: np.ndarray) -> EpochPlan:
-    """Batches of a row for each sample, all as long as the longest."""
+    """An epoch of padded batches: one row per sample, padded to the longest of the batch."""
     work = _columns(steps)
     work["rows"] = np.diff(work["offsets"])
     work["padded_len"] = np.maximum.reduceat(seq_len[work["sample"]], work["offsets"][:-1])
@@ -238,7 +242,7 @@ def padded_epoch(steps: Steps, seq_len: np.ndarray) -> EpochPlan:
 
 
 def packed_epoch(steps: Steps, seq_len: np.ndarray, row_capacity: int) -> EpochPlan:
-    """Rows of `row_capacity` tokens in which samples lie one after another."""
+    """An epoch of packed rows of `row_capacity` tokens."""
     work = _columns(steps)
     rows, tokens = len(work["rank"]), seq_len[work["sample"]]
     before = np.cumsum(tokens) - tokens
@@ -260,7 +264,10 @@ def packed_epoch(steps: Steps, seq_len: np.ndarray, row_capacity: int) -> EpochP
 
 
 def _columns(steps: Steps) -> dict[str, Any]:
-    """Fields of `EpochPlan` that padded and packed epochs share; ranks without work have none."""
+    """Fields of `EpochPlan` that padded and packed epochs share.
+
+    Ranks without work have no micro-batch.
+    """
     busy = [(i, r, batch) for i, s in enumerate(steps) for r, batch in enumerate(s) if len(batch)]
     step, rank = np.asarray([(i, r) for i, r, _ in busy], np.int64).T
     return {
@@ -275,7 +282,7 @@ def _columns(steps: Steps) -> dict[str, Any]:
 
 
 def rate(counts: Iterable[int]) -> float:
-    """Samples a second, from the samples of each batch as it comes; after a while it stops."""
+    """Samples per second over at most `TIMED` samples; `counts` yields the samples per batch."""
     begin, done = time.perf_counter(), 0
     for count in counts:
         done += count

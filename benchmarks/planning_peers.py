@@ -1,17 +1,17 @@
-"""Our policies beside lhotse's bucketing and grain's packing, on one workload in one run.
+"""Compares our policies with lhotse's bucketing and grain's packing on the same workloads.
 
     python benchmarks/planning_peers.py
 
-Every planner lays out the same samples for the same ranks under the same M_mem, and one function
-(`alload_jax.planning.metrics`) measures all by the same cost model. The peers' settings are tuned
-first for most tokens a second by that model: lhotse's synchronous sampler, the strongest, on the
-workload itself, the others on fewer samples. Needs the extra `benchmark`. Writes
-benchmarks/results/planning_peers.json and prints the table in Markdown.
+Every planner places the same samples on the same ranks under the same M_mem, and
+`alload_jax.planning.metrics` evaluates all plans with the same cost model. The peers' settings are
+tuned first for the highest throughput under this model: those of lhotse's synchronous sampler, the
+strongest peer, on the workload itself, those of the others on fewer samples. Needs the extra
+`benchmark`. Writes benchmarks/results/planning_peers.json and prints tables in Markdown.
 
-How the peers are used is said in benchmarks/peers.py. Samples a second are those of one core.
-lhotse's ranks all plan for all; grain's may each plan a share. For grain `planned/s` is its choice
-of rows alone, without the copying of tokens that it does meanwhile; `packed/s` has it, at one byte
-for a token.
+benchmarks/peers.py describes how the peers are used. Planning speed is in samples per second on one
+core. With lhotse every rank plans for all ranks; with grain each rank can plan its own share. For
+grain, `planned/s` counts only the choice of rows; `packed/s` includes copying the tokens, at one
+byte per token.
 """
 
 import argparse
@@ -55,17 +55,17 @@ OURS: tuple[tuple[str, Any], ...] = (
     ("dual_constraint:independent", "longest"),
     ("dual_constraint:independent", "auto"),
 )
-"""Policy and M_comp."""
+"""(policy, M_comp) of our plans."""
 
 T = TypeVar("T")
 
 
 def measure(epoch: EpochPlan, case: Case, cost: QuadraticCost) -> dict[str, Any]:
-    """An epoch's metrics, and what only the peers' epochs can have.
+    """The metrics of an epoch, with counts that can be nonzero only for peers.
 
-    over_memory: micro-batches of more than M_mem computed tokens. uneven_steps: steps in which
-    some rank has no work; uneven_samples: the samples in them, which are lost to a trainer that
-    stops at the first such step. tokens_per_second: of the distinct samples placed.
+    `over_memory` counts micro-batches of more than M_mem computed tokens. `uneven_steps` counts
+    steps in which some rank has no work, and `uneven_samples` the samples in them, which a trainer
+    that stops at the first such step would miss. `tokens_per_second` counts each sample once.
     """
     seq_len = case.samples.seq_len
     metrics = plan_metrics(epoch, seq_len, cost, case.m_mem)
@@ -81,13 +81,13 @@ def measure(epoch: EpochPlan, case: Case, cost: QuadraticCost) -> dict[str, Any]
 
 
 def best(rows: Sequence[dict[str, Any]]) -> int:
-    """Which row has most tokens a second."""
+    """Index of the row with the highest throughput."""
     return max(range(len(rows)), key=lambda i: rows[i]["tokens_per_second"])
 
 
 def lhotse_sweep(sync: bool, cost: QuadraticCost) -> list[list[Lhotse]]:
-    """Rounds of settings: each starts from the best so far (`_tune`)."""
-    # With this penalty a batch at the bound costs the same whatever its lengths.
+    """Rounds of settings to try; each round starts from the best settings so far (`_tune`)."""
+    # With this penalty, a batch at the bound costs the same for all lengths.
     equal = cost.c1 / cost.c2
     return [
         [Lhotse(sync, buckets) for buckets in (10, 30, None)],
@@ -97,7 +97,7 @@ def lhotse_sweep(sync: bool, cost: QuadraticCost) -> list[list[Lhotse]]:
 
 
 def grain_sweep(best_fit: bool) -> list[list[Grain]]:
-    """Rounds of settings, as in `lhotse_sweep`; here one."""
+    """Rounds of settings as in `lhotse_sweep`; there is one."""
     return [
         [
             Grain(best_fit, bins, shared, grouped)
@@ -109,7 +109,7 @@ def grain_sweep(best_fit: bool) -> list[list[Grain]]:
 
 
 def merged(chosen: T, tried: T) -> T:
-    """`chosen` with what `tried` has other than the defaults."""
+    """`chosen` with the fields of `tried` that differ from their defaults."""
     fields = [f for f in dataclasses.fields(tried) if f.default is not dataclasses.MISSING]  # type: ignore[arg-type]
     changed = {
         f.name: getattr(tried, f.name) for f in fields if getattr(tried, f.name) != f.default
@@ -118,21 +118,21 @@ def merged(chosen: T, tried: T) -> T:
 
 
 def smaller(case: Case, size: int) -> Case:
-    """For tuning: fewer samples, and fewer ranks so that steps stay as many, but 8 if there are."""
+    """A smaller case for tuning: fewer samples, and fewer ranks (8 or more) for as many steps."""
     if size >= case.size:
         return case
     return Case(case.workload, size, min(case.ranks, max(8, case.ranks * size // case.size)))
 
 
 def tuned_on(case: Case, peer: str, size: int) -> Case:
-    """The case itself for the strongest peer, a smaller one for the others."""
+    """The case on which a peer is tuned: the case itself for the strongest, a smaller otherwise."""
     return case if peer == LHOTSE[0] else smaller(case, size)
 
 
 def _tune(
     case: Case, peer: str, cost: QuadraticCost, size: int
 ) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
-    """The best settings, their epoch's figures, and all that were tried."""
+    """The best settings, the figures of their epoch, and those of all tried settings."""
     variant = peer.endswith(("synchronous", "best-fit"))
     rounds: Sequence[Sequence[Any]] = (
         lhotse_sweep(variant, cost) if peer in LHOTSE else grain_sweep(variant)
@@ -172,11 +172,11 @@ SWEPT = (
 def _tune_all(
     cases: Sequence[Case], cost: QuadraticCost, size: int, jobs: int
 ) -> dict[tuple[Case, str], Any]:
-    """`_tune` for every peer and case; no times are taken, so all cores may be busy."""
-    # The slowest first.
-    asked = [(case, peer) for peer in (*LHOTSE, *GRAIN) for case in cases]
+    """Runs `_tune` for every peer and case on several cores, as it measures no times."""
+    # The slowest peers start first.
+    keys = [(case, peer) for peer in (*LHOTSE, *GRAIN) for case in cases]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        jobs_of = {key: pool.submit(_tune, *key, cost, size) for key in asked}
+        jobs_of = {key: pool.submit(_tune, *key, cost, size) for key in keys}
         found = {}
         for key, job in jobs_of.items():
             found[key] = job.result()
@@ -185,7 +185,7 @@ def _tune_all(
     return found
 
 
-def _of_peer(
+def _peer_row(
     case: Case, name: str, planner: Planner, figures: dict[str, Any], repeats: int
 ) -> dict[str, Any]:
     rates = [planner.rates(case) for _ in range(repeats)]
@@ -194,13 +194,13 @@ def _of_peer(
     return {"planner": name, "settings": settings} | figures | medians
 
 
-def _of_ours(
+def _own_row(
     case: Case, policy: str, m_comp: Any, costs: CostFile, cost: QuadraticCost, repeats: int
 ) -> dict[str, Any]:
     config = PlanningConfig(policy="balanced", m_mem=case.m_mem, m_comp=m_comp, ranks=case.ranks)
     config = policy_config(config, policy)
     if m_comp == "auto":
-        # Searched for once, as the peers' settings are; searching does not count.
+        # M_comp is searched once, like the peers' settings; the search is not timed.
         topology = RankTopology(case.ranks, config.ranks_mode)
         chosen = m_comp_curve(config, case.samples, topology, costs).chosen
         config = dataclasses.replace(config, m_comp=chosen)
@@ -208,7 +208,7 @@ def _of_ours(
     plan, seconds = make(), []
     for _ in range(repeats):
         begin = time.perf_counter()
-        plan = make()  # a plan's first epoch is made with it
+        plan = make()  # this plans the first epoch
         seconds.append(time.perf_counter() - begin)
     name = policy.replace(":", ", ") + (f", M_comp {m_comp}" if m_comp else "")
     row = {"planner": name, "settings": dataclasses.asdict(config)}
@@ -251,7 +251,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _processor() -> str:
-    """The CPU's name, where Linux tells it."""
+    """The CPU's name from /proc/cpuinfo, or the machine type."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
@@ -260,7 +260,7 @@ def _processor() -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Tunes, measures, writes and prints."""
+    """Tunes the peers, measures all planners, writes JSON and prints the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -270,8 +270,8 @@ def main(argv: list[str]) -> int:
     add("--ranks", type=int, nargs="+", default=[8, 64])
     add("--size", type=int, default=100_000, help="samples of a workload")
     add("--tune-size", type=int, default=10_000, help="samples that most peers are tuned on")
-    add("--repeats", type=int, default=3, help="of timings, of which the median is taken")
-    add("--jobs", type=int, default=2, help="processes that tune")
+    add("--repeats", type=int, default=3, help="number of timings, whose median is reported")
+    add("--jobs", type=int, default=2, help="number of processes for tuning")
     add("--out", type=Path, default=RESULTS / "planning_peers.json")
     options = parser.parse_args(argv)
     if importlib.util.find_spec("lhotse") is None:
@@ -284,10 +284,10 @@ def main(argv: list[str]) -> int:
     tuned = _tune_all(cases, cost, options.tune_size, options.jobs)
     results = []
     for case in cases:
-        rows = [_of_ours(case, *o, costs, cost, options.repeats) for o in OURS]
+        rows = [_own_row(case, *o, costs, cost, options.repeats) for o in OURS]
         for peer in (*LHOTSE, *GRAIN):
             planner, figures, _ = tuned[case, peer]
-            rows.append(_of_peer(case, peer, planner, figures, options.repeats))
+            rows.append(_peer_row(case, peer, planner, figures, options.repeats))
         sweeps = {
             peer: {
                 "on": dataclasses.asdict(tuned_on(case, peer, options.tune_size)),
@@ -295,8 +295,8 @@ def main(argv: list[str]) -> int:
             }
             for peer in (*LHOTSE, *GRAIN)
         }
-        of_case = dataclasses.asdict(case) | {"m_mem": case.m_mem}
-        results.append(of_case | {"rows": rows, "sweeps": sweeps})
+        case_fields = dataclasses.asdict(case) | {"m_mem": case.m_mem}
+        results.append(case_fields | {"rows": rows, "sweeps": sweeps})
         print(f"\n{case.workload}, {case.ranks} ranks, M_mem {case.m_mem:,}\n\n{table(rows)}")
         sys.stdout.flush()
     content = provenance(("lhotse", "grain", "numpy", "torch")) | {

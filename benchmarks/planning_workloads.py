@@ -1,10 +1,10 @@
-"""How policies plan the named workloads, from 8 to 1,024 ranks, and how fast.
+"""Measures the plans of all policies for the named workloads on 8 to 1,024 ranks.
 
     python benchmarks/planning_workloads.py
 
-Predicted by the cost model that `alload calibrate` measured on an H200. Writes
-benchmarks/results/planning_workloads.json and a picture, and prints the docs' tables. About ten
-minutes on one core, and 3 GB for the plan of ten million samples.
+The costs are predictions of the cost model that `alload calibrate` measured on an H200. Writes
+benchmarks/results/planning_workloads.json and a picture, and prints the tables of the docs. Takes
+about ten minutes on one core, and 3 GB of memory for the plan of ten million samples.
 """
 
 import argparse
@@ -41,7 +41,7 @@ M_MEM = {"wan-480p": 66_816, "mixed-resolution": 81_920} | {
 RANKS = (8, 16, 64, 1024)
 SAMPLES_PER_RANK = {"wan-480p": 1200, "mixed-resolution": 1200}
 LONG_VIDEO_SAMPLES_PER_RANK = 4000
-"""So that an epoch has sixty steps or more, of which the last few are the odd ones."""
+"""Enough for sixty or more steps per epoch, so that the less balanced last steps matter little."""
 POLICIES = (
     "equal_tokens:independent",
     "dual_constraint:independent",
@@ -51,11 +51,11 @@ POLICIES = (
 )
 CONTEXT = 8
 PAPER = {"equal_tokens": 0.39, "dual_constraint": 0.189}
-"""Imbalance on 16 GPUs (arXiv 2605.17923)."""
+"""Published imbalance on 16 GPUs (arXiv 2605.17923)."""
 PAPER_M_MEM = {"wan-480p": 131_072, "mixed-resolution": 151_200} | {
     f"long-video-V{share}": 700_000 for share in range(35, 61, 5)
 }
-"""Tokens of two to four of the longest samples: with more memory M_comp binds in more buckets."""
+"""Tokens of two to four longest samples: with more memory, M_comp is the bound of more buckets."""
 
 
 _PAPER_CASES: tuple[tuple[str, Any], ...] = (
@@ -67,13 +67,13 @@ _PAPER_CASES: tuple[tuple[str, Any], ...] = (
 
 
 def main() -> None:
-    """Measures, writes and prints."""
+    """Measures, writes JSON and the picture, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cost-model", default=str(COSTS))
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--workloads", nargs="+", choices=tuple(M_MEM), default=tuple(M_MEM))
     parser.add_argument("--out", default=str(RESULT))
-    parser.add_argument("--ten-million", action="store_true", help="in a process of its own")
+    parser.add_argument("--ten-million", action="store_true", help="plan only ten million samples")
     options = parser.parse_args()
     if options.ten_million:
         print(json.dumps(_ten_million(options.cost_model)))
@@ -99,7 +99,7 @@ def _study(cost_model: str, workload: str, size: int, m_mem: int, **fields: Any)
 
 
 def _plans(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every policy on every workload and number of ranks."""
+    """Figures of every policy for every workload and number of ranks."""
     for workload in options.workloads:
         for ranks in options.ranks:
             each = SAMPLES_PER_RANK.get(workload, LONG_VIDEO_SAMPLES_PER_RANK)
@@ -116,7 +116,7 @@ def _plans(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _figures(case: Case, study: Study) -> dict[str, Any]:
-    """Metrics, and the distance from the bound of steps that hold at least 4 samples a rank."""
+    """Metrics, and the excess over the bound in steps with at least 4 samples per rank."""
     epoch, seq_len = case.epoch, study.samples.seq_len
     seconds = case.config.seconds_per_split_token(study.costs)
     cost = rank_costs(epoch, micro_batch_costs(epoch, seq_len, study.predictor, seconds))
@@ -135,7 +135,7 @@ def _figures(case: Case, study: Study) -> dict[str, Any]:
 
 
 def _paper(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The paper's comparison: independent ranks, its own choice of M_comp and the best one."""
+    """The paper's comparison: independent ranks, with the paper's M_comp and with the best one."""
     for workload in options.workloads:
         m_mem = PAPER_M_MEM[workload]
         study = _study(options.cost_model, workload, 60_000, m_mem, ranks_mode="independent")
@@ -155,7 +155,7 @@ def _paper(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _speed(cost_model: str) -> dict[str, Any]:
-    """Samples planned a second on one core, a step of 1,024 ranks, and ten million samples."""
+    """Planning speed on one core, and time and memory of a plan of ten million samples."""
     found: dict[str, Any] = {}
     for policy, ranks in (
         ("equal_tokens", 64),
@@ -185,9 +185,9 @@ def _seconds(work: Any, *arguments: Any) -> float:
 def _ten_million(cost_model: str) -> dict[str, Any]:
     """Time and memory of an epoch of ten million samples on 1,024 ranks."""
     study = _study(cost_model, "mixed-resolution", 10_000_000, M_MEM["mixed-resolution"])
-    before = _most_memory()
+    before = _peak_memory()
     seconds = _seconds(study.case, "balanced", 1024)
-    peak = _most_memory()
+    peak = _peak_memory()
     return {
         "seconds_planned_and_measured": seconds,
         "bytes_before": before,
@@ -195,15 +195,15 @@ def _ten_million(cost_model: str) -> dict[str, Any]:
     }
 
 
-def _most_memory() -> int:
-    """Bytes that this process held at most; rusage would count its parent's too."""
+def _peak_memory() -> int:
+    """Peak memory of this process in bytes; rusage would include its parent's."""
     status = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in status if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 def _draw(rows: list[dict[str, Any]]) -> None:
-    """Imbalance on 16 ranks: the paper's figures beside every workload's."""
+    """Draws imbalance on 16 ranks: the paper's figures and those of every workload."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -2,9 +2,10 @@
 
     python benchmarks/waiting_picture.py
 
-reads what `alload bench balance` measured and writes docs/images/waiting.png. Both panels show the
-same number of measured steps. Each panel is as wide as its own steps take, because the steps of two
-plans hold different samples: shares of a panel can be compared, widths across panels cannot.
+Reads the JSON of `alload bench balance` and writes docs/images/waiting.png. Both panels show the
+same number of measured steps. The time axes of the panels have different scales, because the steps
+of two plans contain different samples: shares within a panel can be compared, widths across panels
+cannot.
 """
 
 import argparse
@@ -45,10 +46,10 @@ def main(argv: list[str]) -> int:
 
 
 def measured(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """The case of that name.
+    """The measured case `name`.
 
     Raises:
-      InputError: it was not measured under the profiler, which says when a GPU computes.
+      InputError: the case has no GPU times from the profiler.
     """
     for case in content["cases"]:
         if case["case"] == name and case.get("busy"):
@@ -59,7 +60,7 @@ def measured(content: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def draw(content: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> Figure:
-    """Two panels, one lane per GPU."""
+    """Draws two panels with one lane per GPU."""
     figure, axes = plt.subplots(2, 1, figsize=(16, 8.2), facecolor="white")
     figure.subplots_adjust(left=0.08, right=0.72, top=0.8, bottom=0.075, hspace=0.5)
     titles = ("Before: equal tokens per GPU", "After: equal cost per GPU (alload-jax)")
@@ -67,7 +68,7 @@ def draw(content: dict[str, Any], before: dict[str, Any], after: dict[str, Any])
     for axis, case, title in zip(axes, (before, after), titles, strict=True):
         lanes(axis, case)
         axis.set_title(title, loc="left", fontsize=26, fontweight="bold", color=TEXT, pad=12)
-        beside(axis, case["figures"], base)
+        annotate(axis, case["figures"], base)
     name = content["device"].removeprefix("NVIDIA ")
     title = f"{content['devices']} {name} GPUs train on images and long videos"
     figure.text(0.015, 0.92, title, fontsize=34, fontweight="bold", color=TEXT)
@@ -75,7 +76,7 @@ def draw(content: dict[str, Any], before: dict[str, Any], after: dict[str, Any])
 
 
 def lanes(axis: Axes, case: dict[str, Any]) -> None:
-    """One bar per GPU; a white line ends each step."""
+    """Draws one lane per GPU; a white line ends each step."""
     begin = 0.0
     longest = max(case["seconds"])
     for whole, busy in zip(case["seconds"], case["busy"], strict=True):
@@ -102,7 +103,7 @@ def lanes(axis: Axes, case: dict[str, Any]) -> None:
 
 
 def label(axis: Axes, x: float, gpu: int, share: float, text: str, color: str) -> None:
-    """Words in the middle of a bar, if the bar is wide enough for them."""
+    """Writes text in the middle of a bar whose share of the longest step exceeds one half."""
     if share > 0.5:
         style: dict[str, Any] = {
             "ha": "center",
@@ -113,8 +114,8 @@ def label(axis: Axes, x: float, gpu: int, share: float, text: str, color: str) -
         axis.text(x, gpu, text, color=color, **style)
 
 
-def beside(axis: Axes, figures: dict[str, float], base: float) -> None:
-    """The panel's figures, right of its lanes."""
+def annotate(axis: Axes, figures: dict[str, float], base: float) -> None:
+    """Writes the panel's figures to the right of its lanes."""
     idle, speed = figures["idle"], figures["tokens_per_second"]
     share = f"{idle:.0%}" if idle >= 0.01 else f"{idle:.1%}"
     times = f"\n{speed / base:.2f}× the speed" if speed != base else ""

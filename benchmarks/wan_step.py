@@ -1,11 +1,10 @@
-"""One training step of a Wan-1.3B-shaped transformer with the norms' kernels and with XLA's fusion.
+"""Compares training steps of a Wan-1.3B-shaped transformer with the norm kernels and with XLA.
 
     python benchmarks/wan_step.py --out benchmarks/results/wan_step_h200.json
 
-Measures, each in a process of its own: the time of a step (gradient and update), the memory that
-it takes at most, and the longest clip of 480×832 whose step still fits. Also, by what autodiff
-keeps and without a GPU, the activation memory of the modulated norms against the formula written
-in plain jax.numpy.
+Measures the time of a step (gradient and update), its peak memory, and the longest clip of 480×832
+whose step fits, each in a separate process. It also compares the bytes that autodiff saves for the
+modulated norms with those of the same formula in plain jax.numpy, which needs no GPU.
 """
 
 import argparse
@@ -38,14 +37,14 @@ MEMORY_SHARE = "0.95"
 
 
 def model_config(norm: Any, remat: Any) -> ModelConfig:
-    """Wan 2.1's 1.3B, but for its text encoder's tokens, which are classes here."""
+    """Config of Wan 2.1's 1.3B, except that its condition is classes, not text embeddings."""
     shape: dict[str, Any] = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30}
     shape |= {"in_channels": 16, "patch_size": (1, 2, 2), "dtype": "bfloat16"}
     return config_from_fields(shape | {"norm": norm, "remat": remat})
 
 
 def time_step(norm: str, remat: str, shape: str) -> dict[str, Any]:
-    """Median seconds of a step and the most memory that it took."""
+    """Median seconds and peak bytes of a step."""
     step = Step(training_spec(model_config(norm, remat)))
     gradient = step.compile(SHAPES[shape])
     batch = jax.jit(random_batch, static_argnums=(0, 1))(step.model, SHAPES[shape])
@@ -60,7 +59,10 @@ def time_step(norm: str, remat: str, shape: str) -> dict[str, Any]:
 
 
 def longest(norm: str, remat: str) -> dict[str, Any]:
-    """The most latent frames of 480×832 that fit: by two programs' memory, proven by a step."""
+    """The largest number of latent frames of 480×832 that fits.
+
+    Extrapolates the memory of two compiled programs, then runs steps until one fits.
+    """
     step = Step(training_spec(model_config(norm, remat)))
 
     def needed(frames: int) -> int:
@@ -82,7 +84,7 @@ def longest(norm: str, remat: str) -> dict[str, Any]:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            # What was donated to the failed step is gone with it.
+            # The failed step has deleted the arrays donated to it.
             step, frames = Step(training_spec(model_config(norm, remat))), frames - 1
             continue
         return {
@@ -94,7 +96,7 @@ def longest(norm: str, remat: str) -> dict[str, Any]:
 
 
 def adaln_memory() -> dict[str, Any]:
-    """Bytes an element of x that a modulated norm keeps for its backward, bfloat16."""
+    """Bytes per element of x (bfloat16) that a modulated norm saves for its backward pass."""
     shape = (1, 4096, 1536)
     x = jnp.ones(shape, jnp.bfloat16)
     table = jnp.ones((1, shape[-1]))
@@ -120,7 +122,7 @@ def adaln_memory() -> dict[str, Any]:
 
 
 def _case(*arguments: str) -> dict[str, Any]:
-    """Runs one case in a process of its own, for a peak of memory of its own."""
+    """Runs one case in a separate process, so that its peak memory is its own."""
     environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_SHARE}
     command = [sys.executable, __file__, "--case", *arguments]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -130,7 +132,7 @@ def _case(*arguments: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs all cases and writes them."""
+    """Runs all cases and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="wan_step.json")
     parser.add_argument("--remat", nargs="+", default=["attention"])

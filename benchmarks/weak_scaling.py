@@ -1,10 +1,10 @@
-"""Packed steps under FSDP on 1, 2, 4, ... GPUs of this host: does a GPU do as much among others?
+"""Measures weak scaling of packed steps with FSDP on 1, 2, 4, ... GPUs of this host.
 
     python benchmarks/weak_scaling.py --out benchmarks/results/weak_scaling_h200.json
 
 Every GPU has the same row: samples of 81 frames of 480×832, 32,760 tokens each. Parameters,
-gradients and optimizer state are split over all GPUs. `--flags` compares XLA's options: each one is
-a comma-separated list of `name=value` that stands in place of what `train.py` sets.
+gradients and optimizer state are sharded over all GPUs. `--flags` compares XLA's options: each
+value is a comma-separated list of `name=value` that replaces the flags set by `train.py`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ SHARED = ("date", "device", "driver", "versions")
 
 
 def main(argv: list[str]) -> int:
-    """Measures and prints."""
+    """Measures all cases, prints a line for each and writes JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     add("--shape", type=int, nargs=3, default=[81, 480, 832], help="frames, height, width")
     add("--m-mem", type=int, default=65_536)
     add("--steps", type=int, default=6)
-    add("--flags", nargs="+", help="of XLA; default: what train.py sets")
+    add("--flags", nargs="+", help="flags of XLA; default: those set by train.py")
     add("--out", default="weak_scaling.json")
     options = parser.parse_args(argv)
     content: dict[str, Any] = {
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 def measure(
     options: argparse.Namespace, model: dict[str, Any], devices: int, flags: str
 ) -> dict[str, Any]:
-    """Seconds of steps on so many devices."""
+    """Measures steps on `devices` devices with the XLA flags."""
     settings = {
         "model": model,
         "planning": {"policy": "first_fit", "m_mem": options.m_mem},
@@ -80,15 +80,16 @@ def measure(
 
 
 def line(cases: list[dict[str, Any]]) -> str:
-    """The last case in words, beside the first of its flags."""
+    """The last case as text, with its scaling efficiency against the first with its flags."""
     case = cases[-1]
     if "error" in case:
         return f"{case['devices']} devices: {case['error']}"
     first = next(c for c in cases if c["flags"] == case["flags"])
-    share = first.get("median_seconds", case["median_seconds"]) / case["median_seconds"]
+    efficiency = first.get("median_seconds", case["median_seconds"]) / case["median_seconds"]
     return (
-        f"{case['devices']} devices: {case['median_seconds']:.3f} s a step, {share:.3f} of perfect"
-        f" ({case['flags'] or 'no flags'}; to compile {case['compile_seconds']:.0f} s)"
+        f"{case['devices']} devices: {case['median_seconds']:.3f} s per step, "
+        f"{efficiency:.1%} scaling efficiency"
+        f" ({case['flags'] or 'no flags'}; compilation {case['compile_seconds']:.0f} s)"
     )
 
 

@@ -1,8 +1,8 @@
-"""Steps of one policy on all devices of this host, measured in a process of its own.
+"""Measures training steps of one policy on all devices of this host, in a separate process.
 
-`python -m alload_jax.bench.balance '{"model": {...}, ...}'` prints one line of JSON. Some steps of
-the planned epoch run as training runs them, under the profiler, which shows when each device
-computed. Latents and texts are random.
+`python -m alload_jax.bench.balance '{"model": {...}, ...}'` prints one line of JSON. It runs some
+steps of the planned epoch with the training code under the profiler, which records when each device
+computes. Latents and texts are random.
 """
 
 import dataclasses
@@ -21,7 +21,12 @@ from alload_jax.bench.device_trace import traced
 from alload_jax.bench.provenance import provenance
 from alload_jax.bench.step import out_of_memory, training_spec
 from alload_jax.bench.weights import without_zeros
-from alload_jax.bench.workload_step import RandomReader, drawn, manifest_of, representative
+from alload_jax.bench.workload_step import (
+    RandomReader,
+    draw_samples,
+    manifest_of,
+    representative,
+)
 from alload_jax.data.batch import signature
 from alload_jax.data.collate import Collator
 from alload_jax.data.collation import collation_for
@@ -43,21 +48,22 @@ from alload_jax.training.trainer import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Settings of one measurement.
 
     Attributes:
       model: fields of the model's config; `text` as a dict.
       planning: fields of `PlanningConfig`.
-      workload: named; or None for samples of one shape.
-      samples: of the epoch that is planned.
-      one_aspect: 16:9 alone, so that bucketed policies have few shapes to compile.
-      steps: of the epoch that are run.
-      shape: (frames, height, width) in pixels of all samples, without a workload.
-      longest: tokens of a sample; longer ones are left out. None for all.
-      split: whether ranks are context groups: of all devices, if `context` does not say.
-      context: ranks of a group.
-      fsdp: devices that share the parameters.
-      measured: the case that each plan was measured for, by its digest; not measured again.
+      workload: name of a workload; None if all samples have the same shape.
+      samples: number of samples in the planned epoch.
+      one_aspect: use only 16:9 samples, so that bucketed policies compile few shapes.
+      steps: number of steps of the epoch to run.
+      shape: (frames, height, width) in pixels of every sample; used without a workload.
+      longest: maximum tokens of a sample; longer samples are excluded. None for no maximum.
+      split: whether the devices form context groups that split samples.
+      context: devices of a context group; None for all devices.
+      fsdp: number of devices that shard the parameters.
+      measured: digest of a plan → the case that was already measured with this plan. Such a plan
+        is not measured again.
     """
 
     model: dict[str, Any]
@@ -74,13 +80,13 @@ class Settings:
     measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def mesh(self) -> Mesh:
-        """Over all devices."""
+        """The mesh of all devices."""
         context = (self.context or jax.device_count()) if self.split else 1
         return make_mesh(MeshConfig(context=context, fsdp=self.fsdp))
 
     def plan(self, mesh: Mesh) -> tuple[Plan, PlanningConfig]:
-        """The epoch's plan, and its settings."""
-        samples = drawn(self.workload, self.shape, self.samples, self.one_aspect)
+        """The plan and its settings."""
+        samples = draw_samples(self.workload, self.shape, self.samples, self.one_aspect)
         if self.longest:
             kept = samples.seq_len <= self.longest
             samples = Samples(samples.shape[kept], samples.seq_len[kept])
@@ -89,11 +95,12 @@ class Settings:
 
 
 def run_steps(model: ModelConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int]) -> dict[str, Any]:
-    """Runs chosen steps of a plan.
+    """Runs the chosen steps of a plan.
 
     Returns:
-      the fields of `Traced`; programs of the plan, and those that the steps needed with the
-      seconds to compile them; the most bytes that each device held.
+      The fields of `Traced`; `programs`, the number of programs of the plan; `compiled`, the number
+      of programs that these steps need, and `compile_seconds`, the time to compile them;
+      `peak_bytes` of each device.
 
     Raises:
       FloatingPointError: the loss of a step is not finite.
@@ -111,7 +118,7 @@ def run_steps(model: ModelConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int])
     shapes = {signature(batch): batch for step in steps for batch in step.batches}
     list(trainer.compile(list(shapes.values())))
     compile_seconds = time.perf_counter() - begin
-    for step in _unlike(steps):
+    for step in _warmup_steps(steps):
         run(step)
     return traced([partial(run, step) for step in steps])._asdict() | {
         "programs": programs,
@@ -124,7 +131,7 @@ def run_steps(model: ModelConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int])
 def _placed_steps(
     model: ModelConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int], groups: Sequence[Mesh]
 ) -> tuple[list[PlacedStep], int]:
-    """The steps' arrays on the devices; how many programs the whole plan has."""
+    """The steps with their arrays on the devices; the number of programs of the whole plan."""
     manifest = manifest_of(plan.samples, model)
     conditions = conditions_for(model, manifest)
     collation = collation_for(plan, manifest, model, conditions)
@@ -139,8 +146,8 @@ def _trainer(model: ModelConfig, mesh: Mesh, groups: Sequence[Mesh]) -> Trainer 
     return make_trainer(spec, mesh, without_zeros(init_state(spec, mesh, 0)), groups)
 
 
-def _unlike(steps: Sequence[PlacedStep]) -> Iterator[PlacedStep]:
-    """Steps of which each runs a program, for a group, that none before it runs."""
+def _warmup_steps(steps: Sequence[PlacedStep]) -> Iterator[PlacedStep]:
+    """The steps that run every program once: each runs one that no earlier step has run."""
     seen: set[Any] = set()
     for step in steps:
         groups = step.groups or (0,) * len(step.batches)
@@ -151,7 +158,7 @@ def _unlike(steps: Sequence[PlacedStep]) -> Iterator[PlacedStep]:
 
 
 def _digest(plan: Plan, mesh: Mesh) -> str:
-    """The same for plans whose first epochs run the same programs on the same samples."""
+    """A digest that is equal if the first epochs run the same programs on the same samples."""
     epoch, packing = plan.epoch(0), plan.epoch(0).packing
     columns = [epoch.step, epoch.micro_batch, epoch.rank, epoch.rows, epoch.offsets, epoch.sample]
     if packing:
@@ -161,19 +168,19 @@ def _digest(plan: Plan, mesh: Mesh) -> str:
 
 
 def _peaks() -> list[int] | None:
-    """Most bytes that each device has held."""
+    """Peak bytes in use on each device; None where devices do not report it."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     return [found["peak_bytes_in_use"] for found in stats if found] or None
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """Seconds of steps and of ranks, predicted and measured; or the error it ended in."""
+    """Predicted and measured seconds of the steps; or the error that ended the measurement."""
     model, mesh = config_from_fields(settings.model), settings.mesh()
-    noted = provenance(["jax", "jaxlib", "flax"]) | {"devices": jax.device_count()}
+    recorded = provenance(["jax", "jaxlib", "flax"]) | {"devices": jax.device_count()}
     plan, config = settings.plan(mesh)
-    known_by = _digest(plan, mesh)
-    if known_by in settings.measured:
-        return noted | {"same_as": settings.measured[known_by]}
+    plan_digest = _digest(plan, mesh)
+    if plan_digest in settings.measured:
+        return recorded | {"same_as": settings.measured[plan_digest]}
     epoch, seq_len = plan.epoch(0), plan.samples.seq_len
     costs = micro_batch_costs(epoch, seq_len, config.predictor(), config.seconds_per_split_token())
     predicted = rank_costs(epoch, costs).max(axis=1)
@@ -183,16 +190,16 @@ def measure(settings: Settings) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
-        return noted | {"error": "out of memory"}
+        return recorded | {"error": "out of memory"}
     return (
-        noted
+        recorded
         | found
         | {
             "mesh": dict(mesh.shape),
             "samples": len(plan.samples),
             "tokens": int(seq_len.sum()),
             "steps": epoch.steps,
-            "digest": known_by,
+            "digest": plan_digest,
             "predicted_epoch": float(predicted.sum()),
             "predicted": predicted[chosen].tolist(),
         }
@@ -200,7 +207,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures what the first argument asks for."""
+    """Measures with the settings in the first argument, a JSON object."""
     print(json.dumps(measure(Settings(**json.loads(sys.argv[1])))))
 
 

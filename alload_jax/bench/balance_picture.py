@@ -1,28 +1,28 @@
-"""Who waits when: the GPUs' time in a few steps, before and after."""
+"""Draws when each GPU computes and when it is idle, for two policies."""
 
 from pathlib import Path
 from typing import Any
 
 _BUSY, _IDLE = "#3b7dd8", "#e8e8e8"
-_MOST_STEPS = 6
+_MAX_STEPS = 6
 
 
 def write_picture(path: Path, content: dict[str, Any]) -> None:
-    """Draws the first case, and the fastest of `balanced` (of all, if it was not measured).
+    """Draws the first case and the fastest `balanced` case (or the fastest case of all).
 
     Args:
-      path: of the PNG.
-      content: of `alload bench balance`.
+      path: the PNG to write.
+      content: the JSON of `alload bench balance`.
 
     Raises:
       ValueError: no case was measured on GPUs.
     """
     cases = [case for case in content["cases"] if case.get("busy")]
     if not cases:
-        raise ValueError(f"{path}: no case was measured on GPUs, whose time the profiler shows")
+        raise ValueError(f"{path}: no case was measured on GPUs; measure on GPUs")
     ours = [case for case in cases if case["case"].startswith("balanced")]
     best = max(ours or cases, key=lambda case: case["figures"]["tokens_per_second"])
-    # Only here: matplotlib takes a second to import.
+    # Imported here because matplotlib takes a second to import.
     import matplotlib
 
     matplotlib.use("Agg")
@@ -47,7 +47,7 @@ def write_picture(path: Path, content: dict[str, Any]) -> None:
 
 def _draw(axis: Any, case: dict[str, Any]) -> None:
     begin = 0.0
-    for whole, busy in list(zip(case["seconds"], case["busy"], strict=True))[:_MOST_STEPS]:
+    for whole, busy in list(zip(case["seconds"], case["busy"], strict=True))[:_MAX_STEPS]:
         for rank, seconds in enumerate(busy):
             axis.barh(rank, seconds, left=begin, height=0.7, color=_BUSY)
             axis.barh(rank, whole - seconds, left=begin + seconds, height=0.7, color=_IDLE)

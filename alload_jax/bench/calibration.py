@@ -1,7 +1,7 @@
-"""Training steps over a grid of micro-batches, timed; and the memory that they take, compiled.
+"""Times training steps over a grid of micro-batches and reads their memory from the programs.
 
-What is measured is the whole step: forward, backward, optimizer and EMA, on one device. Memory is
-first read off compiled programs, so that nothing is run that cannot fit.
+A measured step is a whole one: forward, backward, optimizer and EMA, on one device. The memory of
+the compiled programs is read first, so that no step is run that cannot fit.
 """
 
 import math
@@ -22,23 +22,25 @@ from alload_jax.planning.cost import MemoryModel, bucketed_cost
 from alload_jax.planning.fit import Point, fit_memory, fit_quadratic
 
 LONGEST = 80_000
-"""Tokens of the longest sequence, where neither memory nor the user sets another bound."""
+"""Maximum tokens of a sequence, unless memory or the user sets a lower bound."""
 _MEMORY_LENGTH = 4_096
 _MEMORY_SIZES = (1, 2, 4)
 _RAM_SHARE = 0.5
 _TIMED_SECONDS = 1.5
-"""Steps are repeated for about as long, 3 to 15 times; 1 to 3 times those that take longer."""
+"""Approximate seconds of timed steps per case: 3 to 15 steps, or 1 to 3 if a step takes longer."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a calibration may take.
+    """Limits of a calibration.
 
     Attributes:
-      seconds: for the grid, compilation included.
-      shortest, longest: sequence lengths; None for as long as fits, at most `LONGEST`.
+      seconds: time for the grid, including compilation.
+      shortest, longest: range of sequence lengths, in tokens; `longest` None for the longest that
+        fits, at most `LONGEST`.
       margin: share of memory that stays free.
-      memory: bytes of the device; None asks JAX, or takes half of the host's for CPUs.
+      memory: bytes of the device; None for the limit that JAX reports, or half of the host's
+        memory on CPUs.
     """
 
     seconds: float = 300.0
@@ -50,13 +52,14 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case.
+    """The result of one case.
 
     Attributes:
-      seconds, least, most: median and range of the timed steps; None where there were none.
-      repeats: timed steps.
-      bytes: that the step takes at most, by its compiled programs; None if not compiled.
-      note: why it was not measured.
+      case: the micro-batch.
+      seconds, least, most: median, minimum and maximum of the timed steps; None if none was timed.
+      repeats: number of timed steps.
+      bytes: peak bytes of the step according to its compiled programs; None if not compiled.
+      note: why the case was not measured.
     """
 
     case: Case
@@ -68,21 +71,21 @@ class Outcome:
     note: str | None = None
 
     def point(self) -> Point:
-        """The measurement, for fits."""
+        """The measurement as a point for fits."""
         assert self.seconds is not None
         return Point(self.case.rows, self.case.seq_len, self.seconds)
 
 
 @dataclass(frozen=True)
 class MemoryFinding:
-    """Memory by compiled programs.
+    """Memory of training steps according to their compiled programs.
 
     Attributes:
       limit: bytes of the device that JAX may use.
       sizes: (case, bytes) of long rows and of many short ones, whose conditions take memory too.
-      model: fitted to them.
+      model: the memory model fitted to `sizes`.
       margin: share of the limit that stays free.
-      shortest: tokens of the shortest sequence; M_mem must hold for it too.
+      shortest: tokens of the shortest sequence; M_mem must be valid for it too.
     """
 
     limit: float
@@ -93,12 +96,12 @@ class MemoryFinding:
 
     @property
     def m_mem(self) -> int:
-        """Most tokens of a micro-batch."""
+        """Maximum tokens of a micro-batch."""
         return self.model.max_tokens(self.limit, self.margin, self.shortest)
 
 
 def device_memory(given: float | None) -> float:
-    """Bytes that a step may take: those given, JAX's limit, or for CPUs half of the host's."""
+    """Bytes that a step may use: `given`, JAX's limit, or half of the host's memory on CPUs."""
     if given is not None:
         return given
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -121,10 +124,12 @@ class Calibration:
         self._resident = sum(x.nbytes for x in jax.tree.leaves((step.state, step.accumulator)))
 
     def memory(self) -> MemoryFinding:
-        """Compiles small sizes of long and of short rows, runs none, and fits bytes over tokens.
+        """Compiles small micro-batches of long and of short rows and fits their bytes over tokens.
+
+        No program is run.
 
         Raises:
-          InputError: not even one token fits.
+          InputError: the shortest sequence does not fit.
         """
         long = min(_MEMORY_LENGTH, self.bounds.longest or _MEMORY_LENGTH)
         short = self.bounds.shortest
@@ -148,13 +153,13 @@ class Calibration:
         return finding
 
     def measure(self, m_mem: int) -> Iterator[Outcome]:
-        """Times the grid within the time and memory that there are, fewest tokens first."""
+        """Times the cases of the grid within the bounds, in order of increasing tokens."""
         deadline = time.perf_counter() + self.bounds.seconds
         longest = min(self.bounds.longest or LONGEST, m_mem - m_mem % self.bounds.shortest)
         waiting = grid(self.bounds.shortest, longest, m_mem)
         points: list[Point] = []
         while waiting:
-            # A few at a time: XLA compiles one program on several cores already.
+            # A few at a time because XLA compiles one program on several cores already.
             now, waiting = waiting[: self._workers], waiting[self._workers :]
             left = deadline - time.perf_counter() - self._compile_seconds
             chosen = []
@@ -163,7 +168,7 @@ class Calibration:
                 chosen += [case] * (left >= 0)
                 left += needed * (left < 0)
             for case in (c for c in now if c not in chosen):
-                yield Outcome(case, note="left out: no time left")
+                yield Outcome(case, note="skipped: no time left")
             self._compile(chosen)
             for case in chosen:
                 outcome = self._time(case)
@@ -172,7 +177,7 @@ class Calibration:
                 yield outcome
 
     def _compile(self, cases: Sequence[Case]) -> None:
-        """Compiles what is not compiled yet, in parallel; out of memory leaves an error behind."""
+        """Compiles missing programs in parallel; a case that runs out of memory gets None."""
         missing = [case for case in cases if case not in self._programs]
         begin = time.perf_counter()
         with ThreadPoolExecutor(self._workers) as pool:
@@ -190,7 +195,7 @@ class Calibration:
             return None
 
     def _bytes(self, case: Case) -> int:
-        """Most bytes in use during a step, by its compiled programs."""
+        """Peak bytes in use during a step, according to its compiled programs."""
         latents = case.latents(self.step.model.patch_size)
         batch = sum(
             math.prod(leaf.shape) * leaf.dtype.itemsize
@@ -199,7 +204,7 @@ class Calibration:
         program = self._programs[case]
         if program is None:
             raise InputError(f"{case}: does not fit the device; use a larger one or model.remat")
-        # Outputs take nothing: all of them are arguments that were donated.
+        # Outputs need no memory of their own: they reuse donated arguments.
         temporary = program.memory_analysis().temp_size_in_bytes
         return self._resident + batch + max(temporary, self._update_bytes)
 
@@ -229,7 +234,7 @@ class Calibration:
 
 
 def _seconds_needed(points: Sequence[Point], case: Case) -> float:
-    """To measure a case, judged by the points so far; 0 where there are none."""
+    """Expected seconds to measure a case, from the points so far; 0 if there are none."""
     if not points:
         return 0.0
     step = _expected(points, case)
@@ -237,14 +242,14 @@ def _seconds_needed(points: Sequence[Point], case: Case) -> float:
 
 
 def _repeats(first: float) -> int:
-    """Timed steps after a first one of so many seconds."""
+    """Number of timed steps after a first step that took `first` seconds."""
     if first > _TIMED_SECONDS:
         return 3 if first < 8 else 1
     return max(3, min(15, int(_TIMED_SECONDS / first)))
 
 
 def _expected(points: Sequence[Point], case: Case) -> float:
-    """Seconds of a step that is still to be measured, rather too many than too few."""
+    """Expected seconds of a step that is not measured yet; rather an overestimate."""
     if len(points) >= 6:
         model = fit_quadratic(points).model
         return float(bucketed_cost(model, case.rows, case.seq_len))  # type: ignore[arg-type]

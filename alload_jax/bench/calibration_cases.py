@@ -1,29 +1,29 @@
-"""The micro-batches that a calibration measures; no JAX."""
+"""The micro-batches that a calibration measures. This module does not import JAX."""
 
 from dataclasses import dataclass
 
 _TARGETS = (4_096, 16_384, 65_536)
-"""Tokens of the micro-batches of several rows."""
-_MOST_SIDE = 64
+"""Approximate tokens of the micro-batches with several rows."""
+_MAX_SIDE = 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """A micro-batch of the grid."""
+    """A micro-batch of the grid: `rows` sequences of `seq_len` tokens."""
 
     rows: int
     seq_len: int
 
     @property
     def tokens(self) -> int:
-        """Of all rows."""
+        """Tokens of all rows."""
         return self.rows * self.seq_len
 
     def latents(self, patch_size: tuple[int, int, int]) -> tuple[int, int, int, int]:
-        """(rows, frames, height, width) whose patches make `seq_len` tokens a row.
+        """Latents (rows, frames, height, width) whose patches are `seq_len` tokens per row.
 
-        Height and width are the largest divisors of at most 64 patches; frames take the rest.
-        Costs depend on the product alone.
+        Width and height, in patches, are the largest divisors up to 64; the rest are frames. The
+        cost depends only on the product.
         """
         width = _largest_divisor(self.seq_len)
         height = _largest_divisor(self.seq_len // width)
@@ -33,7 +33,7 @@ class Case:
 
 
 def grid(shortest: int, longest: int, m_mem: int) -> list[Case]:
-    """Lengths doubling up to the longest, one row and several rows of each; fewest tokens first."""
+    """Cases with one and several rows of each length, by increasing tokens; lengths double."""
     lengths = [shortest * 2**n for n in range(64) if shortest * 2**n < longest] + [longest]
     cases = {Case(1, s) for s in lengths}
     cases |= {Case(t // s, s) for s in lengths for t in _TARGETS if t >= 2 * s}
@@ -41,4 +41,4 @@ def grid(shortest: int, longest: int, m_mem: int) -> list[Case]:
 
 
 def _largest_divisor(number: int) -> int:
-    return next(d for d in range(min(number, _MOST_SIDE), 0, -1) if number % d == 0)
+    return next(d for d in range(min(number, _MAX_SIDE), 0, -1) if number % d == 0)

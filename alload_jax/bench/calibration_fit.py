@@ -1,4 +1,4 @@
-"""From measured steps to a cost-model file, with all that lets it be judged."""
+"""Makes a cost-model file from measured steps, with the data to judge its accuracy."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,9 +17,9 @@ from alload_jax.planning.fit import Fit, Point, evaluate, fit_power, fit_quadrat
 from alload_jax.training.run_files import peak_memory
 
 LEAST_POINTS = 5
-"""Below which nothing is fitted."""
+"""Minimum number of points of a fit."""
 _HOLD_OUT_FROM = 8
-"""Points from which every fourth is held out of the fit."""
+"""With at least this many points, every fourth is held out of the fit."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Fits:
     """The cost models of one calibration.
 
     Attributes:
-      points: all that were measured.
-      held_out: whether each was kept out of the fits.
+      points: all measured points.
+      held_out: whether each point was excluded from the fits.
       quadratic: c0 + c_sequence·B + c1·ΣS + c2·ΣS².
       three_term: the same without c_sequence.
-      power: a·B·S^p, fitted to the point with most rows of each length: it has no term for a
-        launch, and policies fill micro-batches. Its goodness is over all fitted points. None
-        where costs do not grow with length.
+      power: a·B·S^p, fitted to the point with most rows of each length, because it has no fixed
+        cost and policies fill micro-batches. Its goodness is over all fitted points. None if
+        costs do not grow with length.
     """
 
     points: list[Point]
@@ -58,18 +58,18 @@ class Fits:
 
 
 FORMS = ("quadratic", "three_term", "power")
-"""Cost models that a calibration fits, by their names in `Fits`."""
+"""Names of the fitted cost models, which are attributes of `Fits`."""
 
 
 def fit_points(points: Sequence[Point]) -> Fits:
-    """Fits all forms, every fourth point held out; the longest sequence never is.
+    """Fits all forms. Every fourth point is held out, but never the longest sequence.
 
     Raises:
       InputError: fewer than `LEAST_POINTS` points.
     """
     if len(points) < LEAST_POINTS:
         raise InputError(
-            f"{len(points)} steps were measured and a fit takes {LEAST_POINTS}; give more --seconds"
+            f"{len(points)} steps were measured, a fit needs {LEAST_POINTS}; give more --seconds"
         )
     longest = max(point.seq_len for point in points)
     held = [
@@ -90,13 +90,13 @@ def _fit_fullest(points: Sequence[Point]) -> Fit[PowerCost] | None:
     fullest = {p.seq_len: p for p in sorted(points, key=lambda p: p.rows)}
     try:
         power = fit_power(list(fullest.values())).model
-    except InputError:  # a tiny model's launches: no reason to lose the other forms
+    except InputError:  # the fixed cost of a tiny model dominates; the other forms are still valid
         return None
     return Fit(power, evaluate(power, points))
 
 
 def point_rows(fits: Fits, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Each measured point with what the quadratic form predicts of it."""
+    """Each measured point with the prediction of the quadratic form."""
     measured = [o for o in outcomes if o.seconds is not None]
     seconds = predicted(fits.quadratic.model, fits.points).tolist()
     return [
@@ -117,7 +117,7 @@ def point_rows(fits: Fits, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def memory_details(finding: MemoryFinding, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What memory was found, and how far the model is from every compiled program."""
+    """The memory limit, the compiled sizes, and the worst relative error of the memory model."""
     model = finding.model
     compiled = [(o.case, o.bytes) for o in outcomes if o.bytes is not None]
     return {
@@ -135,7 +135,7 @@ def memory_details(finding: MemoryFinding, outcomes: Sequence[Outcome]) -> dict[
 def allocator_details(
     finding: MemoryFinding, outcomes: Sequence[Outcome], peak: int | None
 ) -> dict[str, Any] | None:
-    """The allocator's peak beside what the step that took most was predicted to; None on CPUs."""
+    """The allocator's peak and the predicted bytes of the largest step; None on CPUs."""
     ran = [o for o in outcomes if o.seconds is not None and o.bytes is not None]
     if peak is None or not ran:
         return None
@@ -157,9 +157,9 @@ def calibrated(
     """The cost-model file of a calibration.
 
     Args:
-      step: that was measured.
-      finding, outcomes: of the calibration.
-      command: that it was started by, for the file's details.
+      step: the measured step.
+      finding, outcomes: results of the calibration.
+      command: the command line of the calibration, for the file's details.
 
     Raises:
       InputError: too few points for a fit.
@@ -194,6 +194,6 @@ def calibrated(
 
 
 def _model_fields(step: Step) -> dict[str, Any]:
-    """What the cost depends on: the model, which parameters are trained, condition tokens."""
+    """Fields that determine the cost: model, trained parameters, condition tokens."""
     fields = step.model.step_fields() | {"parameters": step.spec.parameters.identity()}
     return fields if step.model.text else fields | {"condition_tokens": step.condition_tokens}

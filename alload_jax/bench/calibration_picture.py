@@ -1,4 +1,4 @@
-"""A calibration as one picture: measured steps, the fitted curves, and what is left between."""
+"""Draws a calibration: measured steps, fitted curves and residuals."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from alload_jax.planning.cost import CostFile, CostModel, bucketed_cost
 
 _INK, _QUIET = "#1f2328", "#8b949e"
 _COLOURS = ("#1f6feb", "#3fb950", "#f0883e", "#a371f7")
-"""Of one row, and of micro-batches of about so many tokens."""
+"""Colours of the groups of points: one row, then increasing tokens per micro-batch."""
 
 
 def write_calibration_picture(path: Path, costs: CostFile) -> None:
-    """Seconds over sequence length, and the residuals of each point below.
+    """Draws seconds over sequence length, and below them the residual of each point.
 
     Args:
-      path: of the PNG.
-      costs: with a quadratic form, and `details` as `alload calibrate` writes them.
+      path: the PNG to write.
+      costs: a cost model with a quadratic form, and `details` as `alload calibrate` writes them.
     """
-    # Only here: matplotlib takes a second to import.
+    # Imported here because matplotlib takes a second to import.
     import matplotlib
 
     matplotlib.use("Agg")
@@ -40,14 +40,14 @@ def write_calibration_picture(path: Path, costs: CostFile) -> None:
         _draw_points(lower, members, "residual_percent", colour, None)
     if costs.power:
         _draw_power(upper, costs.power, points)
-    _dress(upper, lower, costs, points)
+    _label_axes(upper, lower, costs, points)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
 def _groups(points: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Points of one row, and the others by their tokens rounded to a power of two."""
+    """Groups the points: one row, or several rows by their tokens rounded to a power of two."""
     groups: dict[str, list[dict[str, Any]]] = {"one sequence": []}
     for point in sorted(points, key=lambda p: (p["rows"] * p["seq_len"], p["seq_len"])):
         tokens = 2 ** round(np.log2(point["rows"] * point["seq_len"]))
@@ -73,7 +73,7 @@ def _draw_points(axis: Any, members: Any, field: str, colour: str, label: str | 
 
 
 def _draw_curve(axis: Any, model: CostModel, members: Any, colour: str) -> None:
-    """The quadratic form along a group: one row, or rows that fill its tokens."""
+    """Draws the quadratic form for a group, with rows interpolated between its points."""
     if not members:
         return
     lengths = np.geomspace(*_range(members, "seq_len"), 200)
@@ -100,7 +100,7 @@ def _draw_power(axis: Any, model: Any, points: Sequence[dict[str, Any]]) -> None
     )
 
 
-def _dress(upper: Any, lower: Any, costs: CostFile, points: Sequence[dict[str, Any]]) -> None:
+def _label_axes(upper: Any, lower: Any, costs: CostFile, points: Sequence[dict[str, Any]]) -> None:
     assert costs.details
     assert costs.quadratic
     form, model = costs.details["fits"]["quadratic"], costs.model or {}
@@ -127,7 +127,7 @@ def _dress(upper: Any, lower: Any, costs: CostFile, points: Sequence[dict[str, A
         xlabel="tokens of a sequence, S",
     )
     lengths = sorted({p["seq_len"] for p in points})
-    # The longest may stand close to the power of two before it.
+    # Drop ticks that would overlap that of the longest sequence.
     ticks = [s for s in lengths[:-1] if 1.4 * s < lengths[-1]] + lengths[-1:]
     lower.set_xticks(ticks, [_short(s) for s in ticks])
     lower.minorticks_off()

@@ -1,4 +1,4 @@
-"""When each GPU of this host computes and when it only communicates, by the profiler's record."""
+"""Measures when each GPU of this host computes and when it only communicates."""
 
 import re
 import tempfile
@@ -17,18 +17,18 @@ _STREAM = "Stream"
 _COLLECTIVE = re.compile(
     "nccl|all.?reduce|all.?gather|all.?to.?all|reduce.?scatter|permute.?start|multi.?gpu", re.I
 )
-"""NCCL's kernels, and XLA's own for little data, which wait for the other devices too."""
+"""Names of NCCL's kernels and of XLA's own collectives for small data."""
 
 
 class Traced(NamedTuple):
     """Seconds of steps.
 
     Attributes:
-      seconds: [steps] by the host's clock, each from dispatch until its results are there.
-      busy: [steps][devices] in which some kernel runs that is no collective; None where the
+      seconds: [steps] wall-clock time from dispatch until the results are ready.
+      busy: [steps][devices] time in which a kernel other than a collective runs; None if the
         profiler shows no GPU.
-      exposed: [steps][devices] in which collectives alone run: moving data that no computation
-        hides, or waiting for other devices.
+      exposed: [steps][devices] time in which only collectives run: communication that does not
+        overlap computation, or waiting for other devices.
     """
 
     seconds: list[float]
@@ -40,7 +40,7 @@ def traced(runs: Sequence[Callable[[], Any]]) -> Traced:
     """Runs steps under JAX's profiler.
 
     Args:
-      runs: each runs a step and returns when it is done.
+      runs: functions that run one step each and return when it has finished.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -63,7 +63,7 @@ def traced(runs: Sequence[Callable[[], Any]]) -> Traced:
 
 
 def device_seconds(profile: ProfileData) -> tuple[list[list[float]], list[list[float]]] | None:
-    """(`busy`, `exposed`) of `Traced`; None where the profile has no GPU."""
+    """(`busy`, `exposed`) of `Traced`; None if the profile has no GPU."""
     windows = _windows(profile)
     devices = [_kernels(plane) for plane in _device_planes(profile)]
     if not devices:
@@ -78,7 +78,7 @@ def device_seconds(profile: ProfileData) -> tuple[list[list[float]], list[list[f
 
 
 def _windows(profile: ProfileData) -> list[tuple[float, float]]:
-    """(begin, end) of each step, ns."""
+    """(begin, end) of each step, in ns."""
     return sorted(
         (event.start_ns, event.end_ns)
         for plane in profile.planes
@@ -95,7 +95,7 @@ def _device_planes(profile: ProfileData) -> list[Any]:
 
 
 def _kernels(plane: Any) -> tuple[np.ndarray, np.ndarray]:
-    """[n, 2] (begin, end), ns, of a device's kernels that compute and of collectives."""
+    """(begin, end) in ns of a device's computing kernels [n, 2] and of its collectives [m, 2]."""
     spans: tuple[list[Any], list[Any]] = [], []
     for line in plane.lines:
         if line.name.startswith(_STREAM):
@@ -106,7 +106,7 @@ def _kernels(plane: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _covered(spans: np.ndarray, begin: float, end: float) -> float:
-    """Seconds from begin to end that at least one of the spans [n, 2] covers, all in ns."""
+    """Seconds between `begin` and `end` covered by at least one span [n, 2]; arguments in ns."""
     begins, ends = np.clip(spans[np.argsort(spans[:, 0])], begin, end).T
     before = np.maximum.accumulate(np.concatenate([[begin], ends]))[:-1]
     return float(np.maximum(ends - np.maximum(begins, before), 0).sum() / 1e9)

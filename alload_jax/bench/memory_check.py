@@ -1,6 +1,7 @@
-"""Does a step at M_mem run, and does one beyond the device's memory not? In processes of their own.
+"""Checks that a step of M_mem tokens runs and that a step beyond the device's memory fails.
 
-Whoever calls this must hold no device: JAX takes most of a GPU's memory when it starts.
+Each step runs in a separate process. The calling process must not use the device, because JAX
+reserves most of a GPU's memory when it starts.
 """
 
 import json
@@ -13,23 +14,23 @@ from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile
 
 BEYOND = 1.1
-"""Tokens of the step that should fail, over those that would fill the memory to the last byte."""
+"""Tokens of the step that should fail, relative to those that fill the memory completely."""
 
 
 def check_memory(costs: CostFile) -> dict[str, Any]:
     """Runs one step of M_mem tokens and one of `BEYOND` · M_mem / (1 − margin).
 
-    Rows are the shortest ones, of which M_mem tokens take most memory.
+    Rows have the shortest length, with which M_mem tokens use the most memory.
 
     Args:
-      costs: as `alload calibrate` writes it.
+      costs: the cost model as `alload calibrate` writes it.
 
     Returns:
-      The cases "within" and "beyond": tokens, whether it ran, the allocator's peak (None on
-      CPUs), the prediction, and their relative error.
+      The cases "within" and "beyond": tokens, whether the step ran, the allocator's peak in bytes
+      (None on CPUs), the predicted bytes, and their relative error.
 
     Raises:
-      InputError: the file is no measured one.
+      InputError: the cost model was not measured.
     """
     if not (costs.details and costs.memory and costs.m_mem and costs.model):
         raise InputError("memory check: the cost model was not measured; run alload calibrate")
@@ -70,7 +71,7 @@ def _step(costs: CostFile, case: Case) -> dict[str, Any]:
 
 
 def _measured(settings: dict[str, Any]) -> dict[str, Any]:
-    """The line that the measurement prints, or how it failed."""
+    """The JSON that the measurement prints, or the error that ended it."""
     command = [sys.executable, "-m", "alload_jax.bench.step", json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0 and done.stdout:

@@ -1,4 +1,4 @@
-"""What a measurement was made with: noted beside every result."""
+"""Records date, device and versions of a measurement."""
 
 import datetime
 import importlib.metadata
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def provenance(packages: Iterable[str]) -> dict[str, Any]:
-    """Date, GPU and driver (None where nvidia-smi is silent), versions of Python and packages."""
+    """Date, GPU and driver (None without nvidia-smi), versions of Python and of packages."""
     device, driver = _nvidia_smi()
     return {
         "date": datetime.date.today().isoformat(),
@@ -21,7 +21,7 @@ def provenance(packages: Iterable[str]) -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    """None where the package was installed under another name."""
+    """The version; None if no package of this name is installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

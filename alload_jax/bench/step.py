@@ -1,7 +1,8 @@
-"""One training step of this project, measured in a process of its own.
+"""Measures one training step of this project in a separate process.
 
-`python -m alload_jax.bench.step '{"model": {...}, ...}'` prints one line of JSON; a process of
-its own gives each measurement a peak of memory of its own. `torch_step` is its counterpart.
+`python -m alload_jax.bench.step '{"model": {...}, ...}'` prints one line of JSON. Each measurement
+has its own process, so that its peak of memory is its own. benchmarks/torch_step.py is the
+counterpart in PyTorch.
 """
 
 import dataclasses
@@ -33,14 +34,14 @@ _LR_STEPS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Settings of one measurement.
 
     Attributes:
       model: fields of the model's config; `text` as a dict.
-      batch: rows.
-      latents: (frames, height, width).
-      warmup, steps: runs before, and those that are timed.
-      condition_tokens: of each row, where the condition is classes.
+      batch: number of rows.
+      latents: (frames, height, width) in latents.
+      warmup, steps: number of untimed and of timed steps.
+      condition_tokens: condition tokens of each row, for models conditioned on classes.
     """
 
     model: dict[str, Any]
@@ -51,7 +52,7 @@ class Settings:
     condition_tokens: int = 512
 
     def config(self) -> ModelConfig:
-        """The model."""
+        """The model's config."""
         return config_from_fields(self.model)
 
 
@@ -61,7 +62,7 @@ def training_spec(
     objective: Objective | None = None,
     parameters: ParametersConfig = ALL_TRAINED,
 ) -> TrainingSpec:
-    """What a measured step computes; the defaults are those of a config."""
+    """The training spec of a measured step; its defaults are those of a config."""
     optimizer = optimizer or OptimizerConfig()
     objective = objective or OBJECTIVES.get(DEFAULT_OBJECTIVE)()
     transform = make_optimizer(optimizer, _LR_STEPS)
@@ -72,14 +73,14 @@ class Step:
     """A training step of one model on one device: gradient of one micro-batch, then the update.
 
     Attributes:
-      spec: what is computed.
+      spec: model, objective and optimizer.
       model: the model's config.
-      state, accumulator: what a step changes.
-      accumulate, update: the jitted halves of a step.
+      state, accumulator: the values that a step updates.
+      accumulate, update: the two jitted functions of a step.
     """
 
     def __init__(self, spec: TrainingSpec, condition_tokens: int = 512):
-        """Draws the weights; `condition_tokens` counts where the condition is classes."""
+        """Initializes the weights; `condition_tokens` applies to models conditioned on classes."""
         self.model = spec.model
         self.condition_tokens = condition_tokens
         self.mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
@@ -89,7 +90,7 @@ class Step:
         self.renew()
 
     def renew(self) -> None:
-        """A fresh state. What was donated to a step that failed is gone with it."""
+        """Makes a new state. A step that failed has deleted the arrays donated to it."""
         self.state: Any = None
         self.accumulator: Any = None
         self.state = without_zeros(init_state(self.spec, self.mesh, 0))
@@ -97,27 +98,27 @@ class Step:
         self.accumulator = zero_accumulator(self.spec, self.mesh, self.state.weights, smallest)
 
     def compile(self, latents: tuple[int, ...]) -> Any:
-        """The gradient's program for latents (rows, frames, height, width)."""
+        """Compiles the gradient for latents (rows, frames, height, width)."""
         return self.compile_for(self.batch_shape(latents))
 
     def compile_for(self, batch: AnyBatch) -> Any:
-        """The gradient's program for a micro-batch's shapes and dtypes."""
+        """Compiles the gradient for the shapes and dtypes of a micro-batch."""
         epoch = jax.ShapeDtypeStruct((), jnp.int32)
         state = self.state
         lowered = self.accumulate.lower(state.weights, self.accumulator, batch, state.key, epoch)
         return lowered.compile()
 
     def batch_shape(self, latents: tuple[int, ...]) -> Batch:
-        """Shapes and dtypes of a micro-batch."""
+        """Shapes and dtypes of a micro-batch with latents (rows, frames, height, width)."""
         return jax.eval_shape(lambda: random_batch(self.model, latents, self.condition_tokens))
 
     def batch(self, latents: tuple[int, ...]) -> Batch:
-        """A random micro-batch."""
+        """A random micro-batch with latents (rows, frames, height, width)."""
         make = jax.jit(random_batch, static_argnums=(0, 1, 2))
         return make(self.model, latents, self.condition_tokens)
 
     def run(self, gradient: Any, batch: AnyBatch) -> float:
-        """Seconds of one step.
+        """Runs one step and returns its seconds.
 
         Raises:
           FloatingPointError: the loss is not finite.
@@ -149,14 +150,14 @@ def random_batch(model: ModelConfig, latents: tuple[int, ...], text_length: int 
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an error of JAX's runtime says that the device's memory did not suffice."""
+    """Whether an error of JAX's runtime says that the device is out of memory."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """Median seconds of a step and the most memory that it took; or the error that it ended in."""
+    """Median seconds and peak bytes of a step; or the error that ended the measurement."""
     model, latents = settings.config(), (settings.batch, *settings.latents)
-    noted = provenance(["jax", "jaxlib", "flax"]) | {
+    recorded = provenance(["jax", "jaxlib", "flax"]) | {
         "settings": dataclasses.asdict(settings),
         "parameters": parameter_count(model),
         "tokens": settings.batch * math.prod(settings.latents) // math.prod(model.patch_size),
@@ -172,9 +173,9 @@ def measure(settings: Settings) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
-        return noted | {"error": "out of memory"}
+        return recorded | {"error": "out of memory"}
     memory = jax.local_devices()[0].memory_stats() or {}
-    return noted | {
+    return recorded | {
         "seconds": statistics.median(seconds),
         "seconds_least": min(seconds),
         "seconds_most": max(seconds),
@@ -185,7 +186,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures what the first argument asks for."""
+    """Measures with the settings in the first argument, a JSON object."""
     fields = json.loads(sys.argv[1])
     fields["latents"] = tuple(fields["latents"])
     print(json.dumps(measure(Settings(**fields))))

@@ -1,4 +1,4 @@
-"""Weights that take as long to compute with as trained ones."""
+"""Weights for benchmarks, with which steps take as long as with trained ones."""
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +9,14 @@ _STDDEV = 0.02
 
 
 def without_zeros(state: TrainState) -> TrainState:
-    """Draws the parameters that are all zero.
+    """Replaces parameters that are all zero by random ones.
 
-    A fresh model's head and gates are zero, and with them most products in the first two steps'
-    backward passes. GPUs draw less power for zeros: the second step took an H200 up to a tenth less
-    time than those that followed, and with these weights takes as much.
+    The head and the gates of a new model are zero, and so are most products in the backward passes
+    of the first two steps. GPUs draw less power for zeros: on an H200 the second step took up to a
+    tenth less time than later steps. With these weights it takes the same time.
 
     Args:
-      state: fresh; its parameters are given up.
+      state: a new state; its parameters are donated.
     """
 
     def draw(params: dict) -> dict:

@@ -1,8 +1,7 @@
-"""Training steps of a workload under some policies, measured in a process of its own.
+"""Measures training steps of a workload under several policies, in a separate process.
 
-`python -m alload_jax.bench.workload_step '{"model": {...}, ...}'` prints one line of JSON. The way
-is that of training: the plan's steps, the collator, the layout, the compiled programs. Latents and
-texts are random.
+`python -m alload_jax.bench.workload_step '{"model": {...}, ...}'` prints one line of JSON. Plan,
+collation and compiled programs are those of training. Latents and texts are random.
 """
 
 import dataclasses
@@ -43,16 +42,17 @@ from alload_jax.planning.workloads import ASPECT_RATIOS, make_workload
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Settings of one measurement.
 
     Attributes:
       model: fields of the model's config; `text` as a dict.
       plannings: fields of `PlanningConfig`, for each policy.
-      workload: named; or None for samples of one shape.
-      shape: (frames, height, width) in pixels of all samples, without a workload.
-      samples: of the epoch that is planned.
-      one_aspect: 16:9 alone, so that bucketed policies have few shapes to compile.
-      steps: of the epoch that are timed where all run one program; else one of each program.
+      workload: name of a workload; None if all samples have the same shape.
+      shape: (frames, height, width) in pixels of every sample; used without a workload.
+      samples: number of samples in the planned epoch.
+      one_aspect: use only 16:9 samples, so that bucketed policies compile few shapes.
+      steps: number of steps to time if all steps run one program; otherwise one step of each
+        program is timed.
     """
 
     model: dict[str, Any]
@@ -63,21 +63,21 @@ class Settings:
     one_aspect: bool
     steps: int
 
-    def made(self) -> Samples:
+    def draw_samples(self) -> Samples:
         """The samples of the epoch."""
-        return drawn(self.workload, self.shape, self.samples, self.one_aspect)
+        return draw_samples(self.workload, self.shape, self.samples, self.one_aspect)
 
 
-def drawn(
+def draw_samples(
     workload: str | None, shape: Sequence[int] | None, count: int, one_aspect: bool
 ) -> Samples:
-    """So many samples of a named workload, or all of one shape (frames, height, width) in pixels.
+    """Draws samples of a named workload, or makes samples of one shape.
 
     Args:
-      workload: named, or None.
-      shape: of all samples, without a workload.
-      count: of samples.
-      one_aspect: 16:9 alone.
+      workload: name of a workload, or None.
+      shape: (frames, height, width) in pixels of every sample; used without a workload.
+      count: number of samples.
+      one_aspect: draw only 16:9 samples.
     """
     if workload:
         ratios = {(16, 9): 1.0} if one_aspect else ASPECT_RATIOS
@@ -87,10 +87,10 @@ def drawn(
 
 
 class RandomReader:
-    """Reads a record's arrays out of one random array, in place of `StoreReader`."""
+    """Replaces `StoreReader`: the arrays of every record are parts of one random array."""
 
     def __init__(self, manifest: Manifest, conditions: Conditions):
-        """Draws as much as the largest sample needs."""
+        """Draws a random array of the size of the largest sample."""
         self.manifest = manifest
         rng = np.random.default_rng(0)
         shapes = np.unique(manifest.shape, axis=0)
@@ -102,19 +102,19 @@ class RandomReader:
             self._condition = {TEXT: text.astype(conditions.dtype)}
 
     def read(self, sample: int) -> dict[str, np.ndarray]:
-        """Random latents of the sample's shape, and a condition."""
+        """Random latents of the sample's shape and a random condition."""
         shape = self.manifest.latent_shape(tuple(self.manifest.shape[sample]))
         return {LATENTS: self._latents[: math.prod(shape)].reshape(shape)} | self._condition
 
 
 class Measured(NamedTuple):
-    """Times of a program.
+    """Times of the steps of one program.
 
     Attributes:
-      name: of what it computes.
-      seconds: of each timed step.
-      squares: of each, the sum of its samples' squared tokens, all that differs between steps of
-        one program.
+      name: description of the program.
+      seconds: time of each timed step.
+      squares: of each timed step, the sum over its samples of squared tokens. Nothing else differs
+        between the steps of one program.
     """
 
     name: str
@@ -122,24 +122,27 @@ class Measured(NamedTuple):
     squares: list[float]
 
     def mean_seconds(self, squares: np.ndarray) -> float:
-        """Of a step, from those that were timed and the squares of all.
+        """Mean seconds of all steps of the program, from the timed steps.
 
-        Time is a line over the squares, which the timed steps show; their plain mean would be off
-        by what their squares miss the mean of all.
+        A line over the squares is fitted to the timed steps, because their mean square can differ
+        from that of all steps.
+
+        Args:
+          squares: [steps] sums of squared tokens of all steps of the program.
         """
-        if np.ptp(self.squares) <= _ALIKE * np.mean(self.squares):
+        if np.ptp(self.squares) <= _MIN_RELATIVE_RANGE * np.mean(self.squares):
             return statistics.fmean(self.seconds)
         slope, _ = np.polyfit(self.squares, self.seconds, 1)
         beyond = float(np.mean(squares) - np.mean(self.squares))
         return statistics.fmean(self.seconds) + float(slope) * beyond
 
 
-_ALIKE = 0.01
-"""Squares that differ by less show no line."""
+_MIN_RELATIVE_RANGE = 0.01
+"""Minimum range of squares, relative to their mean, over which a line is fitted."""
 
 
 def manifest_of(samples: Samples, model: ModelConfig) -> Manifest:
-    """The samples as a data folder's manifest, with nothing on disk."""
+    """A manifest of the samples, without files on disk."""
     count, none = len(samples), np.zeros(len(samples), np.int64)
     return Manifest(
         path=Path("random"),
@@ -157,7 +160,7 @@ def manifest_of(samples: Samples, model: ModelConfig) -> Manifest:
 
 
 def programs_of(plan: Plan) -> list[list[int]]:
-    """The steps of an epoch that run the same program: those with micro-batches of one shape."""
+    """Groups the steps of an epoch by program, that is by the shape of their micro-batches."""
     epoch = plan.epoch(0)
     kinds = np.column_stack([epoch.rows, epoch.padded_len, epoch.shape])
     _, kind = np.unique(kinds, axis=0, return_inverse=True)
@@ -165,10 +168,10 @@ def programs_of(plan: Plan) -> list[list[int]]:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """Tokens a second of each policy's epoch, and what they take; or the error it ended in."""
+    """Throughput and peak memory of each policy; or the error that ended the measurement."""
     model = config_from_fields(settings.model)
-    samples = settings.made()
-    noted = provenance(["jax", "jaxlib", "flax"]) | {
+    samples = settings.draw_samples()
+    recorded = provenance(["jax", "jaxlib", "flax"]) | {
         "samples": len(samples),
         "tokens": int(samples.seq_len.sum()),
         "flops": from_fields(settings.model).step_flops(samples.seq_len),
@@ -182,10 +185,10 @@ def measure(settings: Settings) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
-        return noted | {"settings": dataclasses.asdict(settings), "error": "out of memory"}
+        return recorded | {"settings": dataclasses.asdict(settings), "error": "out of memory"}
     memory = jax.local_devices()[0].memory_stats() or {}
     peak = memory.get("peak_bytes_in_use")
-    return noted | {
+    return recorded | {
         "settings": dataclasses.asdict(settings),
         "peak_bytes": peak,
         "cases": [
@@ -196,7 +199,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 class _Runner:
-    """Compiles and runs the steps of plans over the same samples; a program is timed once."""
+    """Compiles and runs the steps of plans for the same samples; each program is timed once."""
 
     def __init__(self, model: ModelConfig, samples: Samples):
         self._manifest = manifest_of(samples, model)
@@ -207,7 +210,7 @@ class _Runner:
         self._measured: dict[Signature, Measured] = {}
 
     def measure(self, plan: Plan, most: int) -> dict[str, Any]:
-        """Seconds of a plan's epoch, from at most `most` steps of each program."""
+        """Measures a plan's epoch by timing at most `most` steps of each program."""
         conditions = conditions_for(self._model, self._manifest)
         collation = collation_for(plan, self._manifest, self._model, conditions)
         begin = time.perf_counter()
@@ -233,9 +236,9 @@ class _Runner:
         return summary(plan, self._samples, counted) | {"compile_seconds": compiled}
 
     def _compile(self, shapes: Sequence[AnyBatch]) -> None:
-        """What is not compiled yet, in parallel."""
+        """Compiles the programs that are not compiled yet, in parallel."""
         missing = [shape for shape in shapes if signature(shape) not in self._programs]
-        # XLA compiles one program on several cores already.
+        # Fewer workers than cores because XLA compiles one program on several cores already.
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
             programs = pool.map(self._step.compile_for, missing)
             for shape, program in zip(missing, programs, strict=True):
@@ -251,12 +254,12 @@ def _placed(collate: Collator, plan: Plan, number: int) -> AnyBatch:
 
 
 def representative(steps: Sequence[int], cost: np.ndarray, most: int) -> list[int]:
-    """At most so many of the steps, one from each of as many equal shares by cost.
+    """Chooses steps that represent the distribution of cost: one from each of `most` quantiles.
 
     Args:
-      steps: of an epoch.
-      cost: of every step of the epoch, as far as it differs between steps.
-      most: steps to choose.
+      steps: steps of an epoch to choose from.
+      cost: [steps of the epoch] cost of every step, or the part of it that differs between steps.
+      most: maximum number of steps to choose.
     """
     if len(steps) <= most:
         return list(steps)
@@ -266,7 +269,7 @@ def representative(steps: Sequence[int], cost: np.ndarray, most: int) -> list[in
 
 
 def _squares(plan: Plan, samples: Samples) -> np.ndarray:
-    """[steps]: squared tokens of each step's samples, all that differs between packed rows."""
+    """[steps] sum over each step's samples of squared tokens, on which attention's cost depends."""
     epoch = plan.epoch(0)
     tokens = epoch.part_tokens(samples.seq_len).astype(np.float64)
     return np.bincount(epoch.step[epoch.micro_batch_of_part()], tokens**2, epoch.steps)
@@ -275,7 +278,13 @@ def _squares(plan: Plan, samples: Samples) -> np.ndarray:
 def summary(
     plan: Plan, samples: Samples, counted: Sequence[tuple[np.ndarray, Measured]]
 ) -> dict[str, Any]:
-    """Figures of an epoch from (squares of its steps, times) of each of its programs."""
+    """Metrics of an epoch.
+
+    Args:
+      plan: the plan of the epoch.
+      samples: all samples.
+      counted: for each program, the squares of all its steps and the times of the timed ones.
+    """
     epoch, tokens = plan.epoch(0), float(samples.seq_len.sum())
     seconds = sum(len(squares) * each.mean_seconds(squares) for squares, each in counted)
     return {
@@ -290,7 +299,7 @@ def summary(
 
 
 def main() -> None:
-    """Measures what the first argument asks for."""
+    """Measures with the settings in the first argument, a JSON object."""
     fields = json.loads(sys.argv[1])
     if fields["shape"]:
         fields["shape"] = tuple(fields["shape"])

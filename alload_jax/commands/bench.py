@@ -1,4 +1,4 @@
-"""`alload bench`: what this device makes of the kernels and of whole training steps."""
+"""`alload bench`: measures kernels and whole training steps on this device."""
 
 import argparse
 
@@ -8,7 +8,7 @@ HELP = "Measure kernels and training steps on this device against other implemen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what can be measured, each with flags of its own."""
+    """Declares a subcommand with its own flags for each benchmark."""
     choices = parser.add_subparsers(required=True, metavar="WHAT")
     for name, measured in (
         ("kernel", bench_kernel),
@@ -21,5 +21,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures what was asked for."""
+    """Runs the chosen benchmark."""
     return options.measure(options)

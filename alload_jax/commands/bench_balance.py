@@ -1,4 +1,4 @@
-"""`alload bench balance`: who waits for whom under each policy, on all GPUs of this host."""
+"""`alload bench balance`: time and idle share of each policy on all GPUs of this host."""
 
 import argparse
 import json
@@ -25,24 +25,24 @@ from alload_jax.planning.metrics import coefficient_of_variation, imbalance
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import names
 
-HELP = "Whole training steps on all devices of this host under each policy: times and waiting."
+HELP = "Measure training steps on all devices of this host under each policy: time and idle share."
 
 _COMMAND = "alload bench balance"
 _WIDTH = 190
-_OF_DEVICES = ("imbalance", "CV", "idle", "exposed")
+_DEVICE_COLUMNS = ("imbalance", "CV", "idle", "exposed")
 COLUMNS = (
-    *("tokens/s", "epoch, s", *_OF_DEVICES, "memory", "spread"),
+    *("tokens/s", "epoch, s", *_DEVICE_COLUMNS, "memory", "spread"),
     *("programs", "to compile", "predicted off by"),
 )
 _SHARED = ("date", "device", "devices", "driver", "versions", "samples", "tokens")
 
 
 class Case(NamedTuple):
-    """A way to plan and run the samples.
+    """One way to plan and run the samples.
 
     Attributes:
       planning: fields of `PlanningConfig`.
-      split: whether ranks are context groups.
+      split: whether the devices form context groups that split samples.
     """
 
     planning: dict[str, Any]
@@ -59,8 +59,9 @@ CASES = {
     "balanced-split": Case({"policy": "balanced"}, split=True),
     "everything-split": Case({"policy": "balanced", "split_above": 0.0}, split=True),
 }
-"""AdaptiveLoad's baseline, its method, its method on one bucket a step, what others ship, ours,
-ours with long samples split, and Ulysses over all ranks."""
+"""AdaptiveLoad's baseline; its method; its method with one bucket per step; first-fit packing,
+as in other data loaders; `balanced`; `balanced` with long samples split; Ulysses over all
+ranks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,28 +69,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workload", choices=names(), default="mixed-resolution", help="default mixed-resolution")
     add("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES), help="default: all")
-    add("--model", choices=tuple(MODELS), default="1.3b", help="Wan 2.1's; tiny is for trying")
-    add("--layers", type=int, help="fewer layers than the model has; a step is linear in them")
+    add(
+        "--model",
+        choices=tuple(MODELS),
+        default="1.3b",
+        help="Wan 2.1's 1.3B or 14B, or a tiny one for tests",
+    )
+    add("--layers", type=int, help="number of layers, if fewer than the model has")
     add("--m-mem", type=int, default=81_920, help="tokens of a micro-batch (default 81,920)")
-    add("--samples", type=int, default=4000, help="of the epoch (default 4000)")
-    add("--steps", type=int, default=8, help="of the epoch that are run, spread over their cost")
-    add("--one-aspect", action="store_true", help="16:9 alone: fewer buckets to compile")
-    add("--longest", type=int, help="leave out samples of more tokens")
-    add("--context", type=int, help="ranks of a group that split samples (default: all)")
-    add("--fsdp", type=int, default=1, help="devices that share the parameters (default 1)")
+    add("--samples", type=int, default=4000, help="samples of the epoch (default 4000)")
+    add("--steps", type=int, default=8, help="steps to run, spread over the range of cost")
+    add("--one-aspect", action="store_true", help="only 16:9 samples: fewer buckets to compile")
+    add("--longest", type=int, help="maximum tokens of a sample; longer ones are excluded")
+    add("--context", type=int, help="ranks that split a sample (default: all)")
+    add("--fsdp", type=int, default=1, help="devices that shard the parameters (default 1)")
     add("--cost-model", required=True, help="JSON of `alload calibrate`")
-    add("--out", default="balance.json", help="written after each case")
-    add("--picture", help="PNG of who waits when, in the first case and the faster balanced one")
+    add("--out", default="balance.json", help="JSON of the results, written after each case")
+    add("--picture", help="PNG of busy and idle times in the first and the fastest balanced case")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures each case in a process of its own, prints a table, writes JSON."""
+    """Measures each case in a separate process, prints a table and writes JSON."""
     costs = _checked(options)
     out = Path(options.out)
     model = training_fields(shape_of(options.model, options.layers))
     a_layer = {name: value for name, value in model.items() if name != "num_layers"}
     if unlike := costs.unlike(a_layer):
-        print(f"{options.cost_model}: was made for {unlike}; plans and predictions are for that")
+        print(f"{options.cost_model}: was made for {unlike}; plans and predictions are inaccurate")
     content: dict[str, Any] = {
         "command": typed(),
         "model": model,
@@ -106,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         content["cases"].append({"case": name} | found)
         summarise(content)
         console.print(f"{name}: {_outcome(content['cases'][-1])}")
-        # After each, so that a failure loses nothing that was measured.
+        # After each case, so that a failure loses no measurement.
         out.write_text(json.dumps(content, indent=1) + "\n")
     console.print(_table(content))
     print(f"written: {out}")
@@ -121,12 +127,12 @@ def _draw(picture: Path, content: dict[str, Any]) -> None:
     try:
         write_picture(picture, content)
     except ValueError as error:
-        raise InputError(f"{_COMMAND}: --picture {error}; the figures are written") from error
+        raise InputError(f"{_COMMAND}: --picture {error}; the JSON was written") from error
     print(f"written: {picture}")
 
 
 def _checked(options: argparse.Namespace) -> CostFile:
-    """The cost model; raises InputError where a flag can't be."""
+    """Checks the flags and reads the cost model; raises InputError if one is invalid."""
     require_place(_COMMAND, "--out", Path(options.out))
     if options.picture is not None:
         require_place(_COMMAND, "--picture", Path(options.picture))
@@ -158,11 +164,11 @@ def _settings(options: argparse.Namespace, model: dict[str, Any], case: Case) ->
 def summarise(content: dict[str, Any]) -> None:
     """Adds figures to each measured case, from the steps that were run.
 
-    The cost model was measured on another depth of the model: one factor, the same for all cases,
-    turns its seconds into those of this one. An epoch's time is the predicted one times what the
-    steps of the case took over what was predicted of them. Imbalance and CV are of the time that
-    devices compute; idle is the share of all their time in which they don't, for whatever reason;
-    exposed is that in which collectives alone run.
+    The cost model may have been measured with another number of layers, so one factor for all
+    cases scales its seconds to this model. The time of an epoch is its predicted time times the
+    ratio of measured to predicted time of the case's steps. Imbalance and CV are those of the
+    devices' compute time. `idle` is the share of time in which devices do not compute, for any
+    reason; `exposed` is the share in which only collectives run.
     """
     cases = [case for case in content["cases"] if "seconds" in case]
     ratios = [
@@ -178,11 +184,11 @@ def summarise(content: dict[str, Any]) -> None:
             "prediction_error": float(np.abs(predicted * factor / seconds - 1).mean()),
         }
         if case["busy"]:
-            case["figures"] |= _of_devices(seconds, np.asarray(case["busy"]), case["exposed"])
+            case["figures"] |= _device_figures(seconds, np.asarray(case["busy"]), case["exposed"])
 
 
-def _of_devices(seconds: np.ndarray, busy: np.ndarray, exposed: Any) -> dict[str, float]:
-    """Figures from seconds [steps], and from those of devices [steps, devices]."""
+def _device_figures(seconds: np.ndarray, busy: np.ndarray, exposed: Any) -> dict[str, float]:
+    """Shares of time from seconds [steps], and from busy and exposed seconds [steps, devices]."""
     return {
         "imbalance": float(imbalance(busy).mean()),
         "CV": float(coefficient_of_variation(busy).mean()),
@@ -202,9 +208,9 @@ def _unmeasured(case: dict[str, Any]) -> str:
 
 
 def cells(case: dict[str, Any]) -> dict[str, str]:
-    """A measured case's figures in words, by `COLUMNS`."""
+    """A measured case's figures as text, by the names in `COLUMNS`."""
     figures = case["figures"]
-    devices = (f"{figures[key]:.1%}" if key in figures else "-" for key in _OF_DEVICES)
+    devices = (f"{figures[key]:.1%}" if key in figures else "-" for key in _DEVICE_COLUMNS)
     texts = (
         f"{figures['tokens_per_second']:,.0f}",
         f"{figures['epoch_seconds']:,.1f}",
@@ -218,7 +224,7 @@ def cells(case: dict[str, Any]) -> dict[str, str]:
 
 
 def _mean_and_spread(peak_bytes: list[int] | None) -> tuple[str, str]:
-    """Of the most bytes that each device has held, in words."""
+    """Mean and range of the devices' peak memory, as text."""
     if peak_bytes is None:
         return gigabytes(None), "-"
     mean = round(statistics.fmean(peak_bytes))
@@ -229,7 +235,7 @@ def _table(content: dict[str, Any]) -> Table:
     layers = content["model"]["num_layers"]
     title = (
         f"{content['workload']} on {content.get('devices', 0)} devices, {layers} layers, "
-        f"{content['m_mem']:,} tokens a rank"
+        f"{content['m_mem']:,} tokens per rank"
     )
     table = markdown_table(title, ("case", *COLUMNS))
     for case in content["cases"]:

@@ -1,4 +1,4 @@
-"""`alload bench step --workload`: training steps under several policies, on the same samples."""
+"""`alload bench step --workload`: measures training steps of several policies on one workload."""
 
 import argparse
 import json
@@ -20,19 +20,19 @@ _POLICIES = ("balanced", "first_fit", "dual_constraint", "equal_tokens")
 _SHARED = ("date", "device", "driver", "versions", "samples", "tokens", "flops")
 _WIDTH = 150
 Measure = Callable[[str, dict[str, Any]], dict[str, Any]]
-"""Runs a module with settings in a process of its own."""
+"""Runs a module with settings in a separate process and returns its result."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of this part of `alload bench step`."""
+    """Declares the flags for benchmarks of policies."""
     add = parser.add_argument
-    add("--workload", choices=names(), help="steps of a named workload under --policies")
+    add("--workload", choices=names(), help="measure a named workload under --policies")
     add(
         "--same",
         nargs=3,
         type=int,
         metavar=("FRAMES", "HEIGHT", "WIDTH"),
-        help="in place of --workload: all samples have this shape in pixels",
+        help="instead of --workload: all samples have this shape in pixels",
     )
     add(
         "--policies",
@@ -42,16 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: balanced (packed), dual_constraint, equal_tokens",
     )
     add("--m-mem", type=int, default=65_536, help="tokens of a micro-batch (default 65,536)")
-    add("--samples", type=int, default=2000, help="of the epoch (default 2000)")
-    add("--one-aspect", action="store_true", help="16:9 alone: fewer buckets to compile")
+    add("--samples", type=int, default=2000, help="samples of the epoch (default 2000)")
+    add("--one-aspect", action="store_true", help="only 16:9 samples: fewer buckets to compile")
     add("--cost-model", help="JSON of `alload calibrate`, for policies that balance by cost")
 
 
 def run(options: argparse.Namespace, model: dict[str, Any], measure: Measure) -> int:
-    """Measures each policy, prints a table, writes JSON.
+    """Measures each policy, prints a table and writes JSON.
 
     Args:
-      options: of the command line.
+      options: the parsed command line.
       model: fields of the model's config.
       measure: see `Measure`.
     """
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, model: dict[str, Any], measure: Measure) ->
             content["cases"].append(case)
             console.print(f"{case['policy']}: {_outcome(case)}")
         content |= {key: found[key] for key in _SHARED if key in found}
-        # After each, so that a failure loses nothing that was measured.
+        # After each process, so that a failure loses no measurement.
         out.write_text(json.dumps(content, indent=1) + "\n")
     console.print(_table(content))
     print(f"written: {out}")
@@ -82,7 +82,10 @@ def run(options: argparse.Namespace, model: dict[str, Any], measure: Measure) ->
 
 
 def _settings(options: argparse.Namespace, model: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each process: one for each packed policy, one for all bucketed, which share programs."""
+    """Settings of each process: one per packed policy, and one for all bucketed policies.
+
+    Bucketed policies share programs, so they share a process.
+    """
     shared = {
         "model": model,
         "workload": options.workload,
@@ -108,7 +111,7 @@ def _planning(options: argparse.Namespace, policy: str) -> dict[str, Any]:
 
 
 def _cases(found: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures of each policy of a process; what the process has in common is in each."""
+    """The figures of each policy of a process, with the peak memory of the process."""
     if "error" in found:
         names = [planning["policy"] for planning in settings["plannings"]]
         return [{"policy": name, "error": found["error"]} for name in names]
@@ -116,7 +119,7 @@ def _cases(found: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, An
 
 
 def _utilisation(found: dict[str, Any], case: dict[str, Any]) -> float | None:
-    """Model FLOPs over what the device could do by its data sheet; None where it is not known."""
+    """Model FLOPs utilisation (MFU) of a case; None if the device's peak is unknown."""
     peaks = [device.peak_flops for device in DEVICES.values() if device.name == found["device"]]
     if not peaks:
         return None
@@ -130,9 +133,9 @@ def _outcome(case: dict[str, Any]) -> str:
 
 
 def _table(content: dict[str, Any]) -> Table:
-    title = f"{content['workload']}, {content['m_mem']:,} tokens a micro-batch"
-    columns = ("policy", "tokens/s", "samples/s", "MFU", "most memory", "padding", "steps")
-    table = markdown_table(title, (*columns, "programs", "to compile, s"))
+    title = f"{content['workload']}, {content['m_mem']:,} tokens per micro-batch"
+    columns = ("policy", "tokens/s", "samples/s", "MFU", "peak memory", "padding", "steps")
+    table = markdown_table(title, (*columns, "programs", "compilation, s"))
     for case in content["cases"]:
         if "error" in case:
             table.add_row(case["policy"], case["error"])
@@ -153,8 +156,10 @@ def _table(content: dict[str, Any]) -> Table:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises InputError where a flag makes no sense."""
+    """Raises InputError if a flag's value is invalid."""
     same = min(options.same) if options.same else None
     require_counts("alload bench step", m_mem=options.m_mem, samples=options.samples, same=same)
     if options.cost_model and not Path(options.cost_model).is_file():
-        raise InputError(f"alload bench step: --cost-model {options.cost_model}: no such file")
+        raise InputError(
+            f"alload bench step: --cost-model {options.cost_model}: no such file; name one"
+        )

@@ -7,18 +7,18 @@ MODELS: dict[str, dict[str, int]] = {
     "14b": {"num_heads": 40, "head_dim": 128, "ffn_dim": 13824, "num_layers": 40},
     "tiny": {"num_heads": 2, "head_dim": 16, "ffn_dim": 64, "num_layers": 2},
 }
-"""Wan 2.1's, and one for trying."""
+"""Shapes of Wan 2.1's models, and of a tiny one for tests."""
 
 TEXT = {"dim": 4096, "length": 512}
 
 
 def shape_of(name: str, layers: int | None = None) -> dict[str, int]:
-    """A model of `MODELS`, with fewer layers if so many are given."""
+    """The shape of a model of `MODELS`, with `layers` layers if given."""
     return MODELS[name] | ({"num_layers": layers} if layers else {})
 
 
 def config_fields(shape: dict[str, int]) -> dict[str, Any]:
-    """Fields of the config of a model as `MODELS` has them."""
+    """Fields of the config of a model with a shape of `MODELS`."""
     fields: dict[str, Any] = {k: v for k, v in shape.items() if k != "head_dim"}
     return fields | {
         "dim": shape["num_heads"] * shape["head_dim"],
@@ -30,6 +30,6 @@ def config_fields(shape: dict[str, int]) -> dict[str, Any]:
 def training_fields(
     shape: dict[str, int], remat: str = "attention", residual: str = "compute"
 ) -> dict[str, Any]:
-    """`config_fields`, as trained: in bfloat16, with this rematerialisation and residual dtype."""
+    """`config_fields` for training: bfloat16, and the given remat policy and residual dtype."""
     trained = {"remat": remat, "residual_dtype": residual, "dtype": "bfloat16"}
     return config_fields(shape) | trained

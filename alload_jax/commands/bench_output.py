@@ -1,4 +1,4 @@
-"""What the measurements of `alload bench` have in common on their way out."""
+"""Checks of flags and formatting of results that the benchmarks of `alload bench` share."""
 
 import shlex
 import sys
@@ -12,7 +12,7 @@ from alload_jax.errors import InputError
 
 
 def typed() -> str:
-    """The command line."""
+    """The command line as the user typed it."""
     program = Path(sys.argv[0])
     as_script = program.suffix == ".py" and not program.is_absolute()
     begins = ["python", str(program)] if as_script else [program.name]
@@ -20,9 +20,9 @@ def typed() -> str:
 
 
 def require_place(command: str, flag: str, path: Path) -> None:
-    """Raises InputError unless a file of that name can be written."""
+    """Raises InputError unless the path can be written as a file."""
     if not path.name or not path.parent.is_dir():
-        raise InputError(f"{command}: {flag} {path}: no file in an existing folder; name one")
+        raise InputError(f"{command}: {flag} {path}: not a file in an existing folder; name one")
     existed = path.exists()
     try:
         path.open("a").close()
@@ -34,7 +34,7 @@ def require_place(command: str, flag: str, path: Path) -> None:
 
 
 def require_counts(command: str, **flags: int | None) -> None:
-    """Raises InputError where a flag, by its name in Python, is given and below 1."""
+    """Raises InputError if a flag (keyword: its name in Python) is given and below 1."""
     for name, value in flags.items():
         if value is not None and value < 1:
             flag = f"--{name.replace('_', '-')}"
@@ -42,12 +42,12 @@ def require_counts(command: str, **flags: int | None) -> None:
 
 
 def gigabytes(count: int | None) -> str:
-    """Bytes in words."""
+    """Bytes as text in GB."""
     return "not known" if count is None else f"{count / 1e9:.1f} GB"
 
 
 def markdown_table(title: str, columns: Sequence[str]) -> Table:
-    """A table without rows, names on the left and figures on the right."""
+    """A table without rows; the first column is left-aligned, the others right-aligned."""
     table = Table(title=title, box=rich.box.MARKDOWN)
     for place, name in enumerate(columns):
         table.add_column(name, justify="right" if place else "left")

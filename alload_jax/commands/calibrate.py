@@ -1,4 +1,4 @@
-"""`alload calibrate`: what a training step of a model costs on this device."""
+"""`alload calibrate`: measures the cost of a model's training steps on this device."""
 
 import argparse
 import dataclasses
@@ -16,7 +16,7 @@ from alload_jax.commands.bench_output import require_counts, require_place
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, read_cost_file, write_cost_file
 
-if TYPE_CHECKING:  # JAX takes a second to import, and a GPU's memory
+if TYPE_CHECKING:  # JAX takes a second to import and reserves a GPU's memory
     from alload_jax.bench.calibration import Bounds, Calibration, MemoryFinding, Outcome
     from alload_jax.bench.step import Step
     from alload_jax.config import Config
@@ -30,42 +30,46 @@ _REPEATED = (
     *("config", "out", "picture", "seconds", "shortest", "longest", "margin", "memory_gb"),
     "layers",
 )
-"""Flags that a process for the measurements alone is given again."""
+"""Flags that are passed on to the process of the measurements."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     add = parser.add_argument
-    add("--config", required=True, help="a training config: its model and optimizer are measured")
+    add("--config", required=True, help="training config whose model and optimizer are measured")
     add(
         "--set",
         nargs=2,
         action="append",
         default=[],
         metavar=("KEY", "VALUE"),
-        help="overrides a key of the config, as in --set model.remat full",
+        help="override a key of the config, such as --set model.remat full",
     )
-    add("--out", required=True, help="the cost model's JSON, for planning.cost_model")
+    add("--out", required=True, help="cost model's JSON to write, for planning.cost_model")
     add("--picture", help="PNG of measured and fitted steps")
-    add("--seconds", type=float, default=300.0, help="to spend on the grid (default 300)")
+    add("--seconds", type=float, default=300.0, help="time for the grid (default 300)")
     add("--shortest", type=int, default=256, help="tokens of the shortest sequence (default 256)")
-    add("--longest", type=int, help="of the longest; default: what fits, at most 80,000")
+    add("--longest", type=int, help="tokens of the longest; default: what fits, at most 80,000")
     add("--margin", type=float, default=0.05, help="share of memory to leave free (default 0.05)")
     add(
         "--memory-gb",
         type=float,
-        help="memory of the device in GB; default: what JAX may use, or half of a CPU host's",
+        help="device memory in GB; default: JAX's limit, or half of the host's memory on CPUs",
     )
-    add("--layers", type=int, help="fewer layers than the model has, for a quick trial")
+    add(
+        "--layers",
+        type=int,
+        help="number of layers, if fewer than the model has, for a quick trial",
+    )
     add(
         "--memory-check",
         action="store_true",
-        help="on a GPU: prove by running that M_mem tokens fit and clearly more do not",
+        help="on a GPU: run steps to check that M_mem tokens fit and clearly more do not",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, fits, prints a table, writes the cost model."""
+    """Measures, fits, prints tables and writes the cost model."""
     _check(options)
     if options.memory_check:
         return _run_with_memory_check(options)
@@ -79,8 +83,8 @@ def run(options: argparse.Namespace) -> int:
     calibration = Calibration(_step(config, options), _bounds(options))
     finding = calibration.memory()
     console.print(
-        f"{finding.model.base / 1e9:.2f} GB + {finding.model.per_token / 1e3:.1f} kB a token + "
-        f"{finding.model.per_sequence / 1e6:.2f} MB a sequence: "
+        f"{finding.model.base / 1e9:.2f} GB + {finding.model.per_token / 1e3:.1f} kB per token + "
+        f"{finding.model.per_sequence / 1e6:.2f} MB per sequence: "
         f"{finding.m_mem:,} tokens in {finding.limit / 1e9:.1f} GB, {options.margin:.0%} left free"
     )
     outcomes = _measured(calibration, finding, console)
@@ -133,7 +137,7 @@ def _config(options: argparse.Namespace) -> "Config":
     if config.model.image or config.model.latent_channels != config.model.in_channels:
         raise InputError(
             f"{options.config}: model.image and model.out_channels make an image-to-video model, "
-            "which cannot be trained yet; calibrate a text-to-video model"
+            "which cannot be trained; calibrate a text-to-video model"
         )
     if options.layers is None:
         return config
@@ -155,7 +159,7 @@ def _bounds(options: argparse.Namespace) -> "Bounds":
 
 
 def _step(config: "Config", options: argparse.Namespace) -> "Step":
-    """The step that is measured; refused before it is made if its state cannot fit."""
+    """Makes the step to measure; raises InputError first if its state cannot fit."""
     from alload_jax.bench.calibration import device_memory
     from alload_jax.bench.step import Step, training_spec
     from alload_jax.models.families import abstract_model, parameter_count
@@ -172,7 +176,7 @@ def _step(config: "Config", options: argparse.Namespace) -> "Step":
 
 
 def _condition_tokens(config: "Config") -> int:
-    """Of a row with classes: the data's most, or one where the data are not at hand."""
+    """Condition tokens of a row with classes: the data's maximum, or 1 without the data."""
     from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
 
     if config.model.text or not (Path(config.data.folder) / MANIFEST_NAME).is_file():
@@ -183,7 +187,7 @@ def _condition_tokens(config: "Config") -> int:
 def _measured(
     calibration: "Calibration", finding: "MemoryFinding", console: Console
 ) -> list["Outcome"]:
-    """All outcomes; after Ctrl-C those so far, if they suffice for a fit."""
+    """All outcomes; after Ctrl-C those so far, if they are enough for a fit."""
     from alload_jax.bench.calibration_fit import LEAST_POINTS
 
     outcomes: list[Outcome] = []
@@ -196,14 +200,14 @@ def _measured(
     except KeyboardInterrupt:
         if sum(o.seconds is not None for o in outcomes) < LEAST_POINTS:
             raise
-        console.print("interrupted: fitting what was measured")
+        console.print("interrupted: fitting the steps measured so far")
     return outcomes
 
 
 def _report(costs: CostFile, console: Console) -> None:
     assert costs.details
     table = Table(title=f"training steps on {costs.device}", box=rich.box.MARKDOWN)
-    for name in ("rows", "tokens of a row", "measured, s", "predicted, s", "off by", "held out"):
+    for name in ("rows", "tokens per row", "measured, s", "predicted, s", "error", "held out"):
         table.add_column(name, justify="right")
     for row in costs.details["points"]:
         table.add_row(
@@ -230,13 +234,13 @@ def _report(costs: CostFile, console: Console) -> None:
     console.print(forms)
     if allocator := costs.details["allocator"]:
         console.print(
-            f"allocator's peak {allocator['peak_bytes'] / 1e9:.2f} GB, "
+            f"peak of the allocator {allocator['peak_bytes'] / 1e9:.2f} GB, "
             f"predicted {allocator['relative_error']:+.1%}"
         )
 
 
 def _run_with_memory_check(options: argparse.Namespace) -> int:
-    """Calibrates in a process of its own, so that the steps of the check have the device."""
+    """Calibrates in a separate process, so that the device is free for the steps of the check."""
     from alload_jax.bench.memory_check import check_memory
 
     command = [sys.executable, "-m", "alload_jax.cli", "calibrate", *_flags(options)]
@@ -246,14 +250,14 @@ def _run_with_memory_check(options: argparse.Namespace) -> int:
             try:
                 status = child.wait()
                 break
-            except KeyboardInterrupt:  # the child has it too, and writes what it has
+            except KeyboardInterrupt:  # the child got it too and writes its results so far
                 interrupted = True
     if status or interrupted:
         return status
     costs = read_cost_file(options.out)
     assert costs.details
     if costs.details["allocator"] is None:
-        print("no memory check: the device has no limit that a step could meet")
+        print("no memory check: the device reports no memory limit")
         return 0
     costs.details["memory_check"] = found = check_memory(costs)
     write_cost_file(options.out, costs)
@@ -266,7 +270,7 @@ def _run_with_memory_check(options: argparse.Namespace) -> int:
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
-    """The command line again, without --memory-check."""
+    """The flags of the command line, without --memory-check."""
     flags = [part for pair in options.set for part in ("--set", *pair)]
     for name in _REPEATED:
         if (value := getattr(options, name)) is not None:

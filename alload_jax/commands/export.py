@@ -1,31 +1,33 @@
-"""`alload export`: a run's weights as a folder that diffusers loads."""
+"""`alload export`: writes a run's weights as a folder that diffusers loads."""
 
 import argparse
 from pathlib import Path
 
-HELP = "Write a run's weights as a transformer folder of diffusers."
+HELP = "Write a run's weights as a transformer folder for diffusers."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     add = parser.add_argument
-    add("--checkpoint", required=True, help="a run folder; its model's condition must be text")
-    add("--out", required=True, help="the folder; must be empty or not exist")
-    add("--weights", choices=["ema", "raw"], help="which of the run's; default ema")
-    add("--step", type=int, help="which of the run's checkpoints; default the newest")
+    add("--checkpoint", required=True, help="run folder of a model conditioned on text")
+    add("--out", required=True, help="folder to write; must be empty or not exist")
+    add("--weights", choices=["ema", "raw"], help="which weights of the run; default ema")
+    add("--step", type=int, help="step of the checkpoint; default the newest")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the folder and says how to load it."""
-    # Only now: they need JAX, which takes a second to import.
+    """Writes the folder and prints how to load it."""
+    # Imported here because JAX takes a second to import.
     from alload_jax.commands.model_source import find_run
     from alload_jax.models.families import family_of, parameter_count
     from alload_jax.models.weights import require_free, save_weights
     from alload_jax.training.restore import one_device_mesh
 
     source = find_run(options.checkpoint, options.weights, options.step)
-    fields = family_of(source.config).export_fields(source.config)  # refuses what cannot be
+    fields = family_of(source.config).export_fields(
+        source.config
+    )  # raises InputError if unsupported
     require_free(Path(options.out))
     save_weights(options.out, source.values(one_device_mesh()), source.config, options.dtype)
     text = source.config.text

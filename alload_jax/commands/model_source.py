@@ -1,4 +1,4 @@
-"""What `--checkpoint` names: a run folder of train.py, or a folder of released weights."""
+"""Sources of a model for `--checkpoint`: a run folder of train.py, or a folder of weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from alload_jax.training.run_files import read_json
 from alload_jax.training.state import Weights
 
 DATA_NAME = "data.json"
-"""What train.py notes in its run folder about the data."""
+"""File in a run folder in which train.py records facts about the data."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class RunSource:
     """A run folder of train.py.
 
     Attributes:
-      folder: of the run.
-      run: its config.
-      step: of the checkpoint.
-      weights: which of the two that it holds.
+      folder: the run folder.
+      run: config of the run.
+      step: step of the checkpoint.
+      weights: the weights to use, "ema" or "raw".
     """
 
     folder: Path
@@ -43,28 +43,28 @@ class RunSource:
 
     @property
     def config(self) -> ModelConfig:
-        """The model's."""
+        """The model's config."""
         return self.run.model
 
     @property
     def sampler(self) -> Sampler:
-        """The one that the run draws with."""
+        """The sampler of the run's config."""
         return self.run.sampling.sampler
 
     @property
     def guidance(self) -> float:
-        """The one that the run draws with."""
+        """The guidance of the run's config."""
         return self.run.sampling.guidance
 
     def shift(self, seq_len: int) -> float:
-        """That of training, for sequences of that length."""
+        """The shift of noise levels in training for sequences of `seq_len` tokens."""
         return shift_of(self.run.objective.timesteps, seq_len)
 
     def values(self, mesh: Mesh) -> Any:
         """Reads the model's values onto the mesh.
 
         Raises:
-          InputError: the checkpoint is damaged or of another model.
+          InputError: the checkpoint is damaged or belongs to another model.
         """
         folder = self.folder / "checkpoints"
         weights = restore_weights(
@@ -74,32 +74,32 @@ class RunSource:
 
     @property
     def manifest(self) -> Path:
-        """Of the data that the run learnt from; may be gone."""
+        """Path of the manifest of the training data; the file may no longer exist."""
         return Path(self.run.data.folder) / MANIFEST_NAME
 
     def vae_stride(self) -> Triple | None:
-        """As data.json says, or the data's manifest; None if both are gone."""
-        noted = self._noted() or manifest_metadata(self.manifest)
-        found = noted.get("vae_stride")
+        """The VAE stride from data.json or the data's manifest; None if both are missing."""
+        recorded = self._recorded() or manifest_metadata(self.manifest)
+        found = recorded.get("vae_stride")
         return tuple(found) if found else None
 
     def text_length(self) -> int | None:
-        """Classes that each sample is trained with; None if data.json and manifest are gone."""
-        if noted := self._noted():
-            return noted["text_length"]
+        """Condition tokens of a sample; None if data.json and the data's manifest are missing."""
+        if recorded := self._recorded():
+            return recorded["text_length"]
         try:
             table = pyarrow.parquet.read_table(self.manifest, columns=["text_length"])
         except (pa.ArrowException, OSError):
             return None
         return max(1, *table["text_length"].to_pylist())
 
-    def _noted(self) -> dict[str, Any]:
-        """What train.py noted about the data; empty for a run from before it did."""
+    def _recorded(self) -> dict[str, Any]:
+        """The content of data.json; empty for runs of older versions, which lack the file."""
         file = self.folder / DATA_NAME
-        if (noted := read_json(file)) is None:
+        if (recorded := read_json(file)) is None:
             return {}
         stride, length = (
-            noted.get(key) if isinstance(noted, dict) else None
+            recorded.get(key) if isinstance(recorded, dict) else None
             for key in ("vae_stride", "text_length")
         )
         parts = [*stride, length] if isinstance(stride, list) else []
@@ -108,7 +108,7 @@ class RunSource:
                 f"{file}: needs vae_stride, three whole numbers from 1, and text_length, one; fix "
                 "it or remove it"
             )
-        return noted
+        return recorded
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class FolderSource:
     """A `transformer/` folder of diffusers, or a folder of the model's own repository.
 
     Attributes:
-      folder: of the weights.
-      config: the model's.
+      folder: the folder of the weights.
+      config: the model's config.
     """
 
     folder: Path
@@ -129,49 +129,49 @@ class FolderSource:
 
     @property
     def sampler(self) -> Sampler:
-        """The one that diffusers draws with."""
+        """The sampler that diffusers uses."""
         return "unipc"
 
     @property
     def guidance(self) -> float:
-        """The family's."""
+        """The default guidance of the model's family."""
         return self._defaults.guidance
 
     def shift(self, seq_len: int) -> float:
-        """The family's, whatever the length."""
+        """The default shift of the model's family, for all lengths."""
         return self._defaults.shift
 
     def values(self, mesh: Mesh) -> Any:
         """Reads the model's values onto the mesh.
 
         Raises:
-          InputError: files are missing or damaged, or hold other tensors than config.json says.
+          InputError: files are missing or damaged, or their tensors do not match config.json.
         """
         params = load_weights(self.folder, self.config, mesh)
         return Weights(params, {}, initial_variables(self.config)).merged()
 
     def vae_stride(self) -> Triple:
-        """That of the VAE that has so many channels."""
+        """The stride of the VAE with the model's number of channels."""
         return self._defaults.vae_stride
 
     def text_length(self) -> None:
-        """Texts are padded to the model's own length."""
+        """None: texts are padded to the model's text length."""
         return
 
 
 def find_source(
     place: str | Path, weights: WeightsKind | None = None, step: int | None = None
 ) -> RunSource | FolderSource:
-    """Looks at what a checkpoint is; its parameters are not read yet.
+    """Finds the source at a path, without reading its parameters.
 
     Args:
       place: a run folder of train.py, or a folder of config.json and safetensors.
-      weights: of a run; None for its EMA.
-      step: of a run's checkpoint; None for the newest.
+      weights: weights of a run to use; None for its EMA.
+      step: step of a run's checkpoint; None for the newest.
 
     Raises:
-      InputError: it is neither, it holds no such checkpoint, or it is no run and weights or step
-        are given.
+      InputError: the path is neither, the run lacks the checkpoint, or `weights` or `step` is given
+        for a folder that is not a run.
     """
     place = Path(place)
     if (place / "config.yaml").is_file():
@@ -181,12 +181,12 @@ def find_source(
         near = f"; did you mean {inner}?" if (inner / "config.json").is_file() else ""
         raise InputError(
             f"{place}: is neither a run folder of train.py (config.yaml) nor a transformer folder "
-            f"of diffusers (config.json){near or '; name one'}"
+            f"of diffusers (config.json){near or '; name one of them'}"
         )
     for flag, value in (("--weights", weights), ("--step", step)):
         if value is not None:
             raise InputError(
-                f"{place}: is no run folder of train.py, so that {flag} {value} has no meaning; "
+                f"{place}: is not a run folder of train.py, so {flag} {value} does not apply; "
                 "leave it out"
             )
     return FolderSource(place, read_transformer(place))
@@ -195,14 +195,14 @@ def find_source(
 def find_run(
     place: str | Path, weights: WeightsKind | None = None, step: int | None = None
 ) -> RunSource:
-    """`find_source` where only a run will do.
+    """Finds a run folder of train.py; arguments as `find_source`.
 
     Raises:
-      InputError: it is none, or holds no such checkpoint.
+      InputError: the path is not a run folder, or the run lacks the checkpoint.
     """
     place = Path(place)
     file = place / "config.yaml"
     if not file.is_file():
-        raise InputError(f"{place}: is no run folder of train.py: it has no config.yaml; name one")
+        raise InputError(f"{place}: is not a run folder of train.py (no config.yaml); name one")
     config = read_config(["--config", str(file)], prog="alload")
     return RunSource(place, config, find_step(place / "checkpoints", step), weights or "ema")

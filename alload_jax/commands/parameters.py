@@ -1,11 +1,11 @@
-"""`alload parameters`: a model's parameters by name, and how a config trains each."""
+"""`alload parameters`: lists a model's parameters and the optimizer of each."""
 
 import argparse
 
 from rich.console import Console
 from rich.table import Table
 
-HELP = "List the parameters of a config's model, and which of them are trained."
+HELP = "List the parameters of a config's model and which of them are trained."
 
 _WIDTH = 160
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints a row for each parameter and the totals."""
-    # Only now: they need JAX, which takes a second to import.
+    # Imported here because JAX takes a second to import.
     from flax.traverse_util import flatten_dict
 
     from alload_jax.config import read_config

@@ -1,4 +1,4 @@
-"""`alload plan`: what a policy makes of a data set, before anything is trained."""
+"""`alload plan`: plans an epoch of a data set and reports the plan's metrics."""
 
 import argparse
 import json
@@ -20,40 +20,53 @@ from alload_jax.planning.study import Case, Study
 from alload_jax.planning.topology import RanksMode
 from alload_jax.planning.workloads import names
 
-HELP = "Plan an epoch and measure the plan: balance, padding, use of memory."
+HELP = "Plan an epoch and report its balance, padding and memory use."
 
 _WIDTH = 150
-"""Columns of a comparison; a narrower terminal folds lines rather than figures."""
+"""Width of a comparison in characters; narrower terminals wrap its lines, but not its cells."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
-    data = parser.add_argument_group("what is planned")
+    data = parser.add_argument_group("data set")
     data.add_argument("--manifest", help="Parquet or CSV: frames, height, width, or seq_len")
     data.add_argument("--workload", choices=names(), metavar="NAME", help=", ".join(names()))
-    data.add_argument("--size", type=int, default=100_000, help="samples of the workload")
-    data.add_argument("--workload-seed", type=int, default=0, help="of the workload's samples")
-    data.add_argument("--vae-stride", type=_triple, help="pixels per latent, as 4,8,8")
-    data.add_argument("--patch-size", type=_triple, help="latents per token, as 1,2,2")
-    data.add_argument("--seed", type=int, help="of the order of samples")
+    data.add_argument("--size", type=int, default=100_000, help="number of samples of the workload")
+    data.add_argument("--workload-seed", type=int, default=0, help="seed of the workload's samples")
+    data.add_argument("--vae-stride", type=_triple, help="pixels per latent, such as 4,8,8")
+    data.add_argument("--patch-size", type=_triple, help="latents per token, such as 1,2,2")
+    data.add_argument("--seed", type=int, help="seed of the order of samples")
     data.add_argument("--epoch", type=int, default=0, help="which epoch to plan")
-    _add_costs(parser.add_argument_group("what it is planned for"))
-    _add_policies(parser.add_argument_group("how"))
-    _add_output(parser.add_argument_group("what comes out"))
+    _add_costs(parser.add_argument_group("model, device and cost model"))
+    _add_policies(parser.add_argument_group("policy and bounds"))
+    _add_output(parser.add_argument_group("output"))
 
 
 def _add_costs(group: Any) -> None:
     add = group.add_argument
-    add("--config", help="a training config, whose planning section and model the flags override")
-    add("--model", choices=model_names(), help="for an analytic cost model; default wan2.1-1.3b")
+    add("--config", help="training config; flags override its planning section and model")
+    add(
+        "--model",
+        choices=model_names(),
+        help="model of the analytic cost model; default wan2.1-1.3b",
+    )
     add("--device", help="h200 (the default), h100, a100 or cpu")
-    add("--shards", type=int, default=1, help="devices that share one copy of the weights")
-    add("--trained-parameters", type=int, help="how many are trained, the rest frozen; default all")
-    add("--frozen-dtype", choices=tuple(FROZEN_BYTES), help="of frozen ones; default float32")
-    add("--cost-model", help="JSON written by `alload calibrate`, in place of the analytic model")
-    add("--foreign-cost-model", action="store_true", default=None, help="accept another's")
-    add("--memory-gb", type=float, help="of a device: gives M_mem by the cost model's memory")
-    add("--margin", type=float, default=0.05, help="share of it to leave free; default 0.05")
+    add("--shards", type=int, default=1, help="devices that shard one copy of the weights")
+    add(
+        "--trained-parameters",
+        type=int,
+        help="number of trained parameters, others are frozen; default all",
+    )
+    add("--frozen-dtype", choices=tuple(FROZEN_BYTES), help="of frozen parameters; default float32")
+    add("--cost-model", help="JSON of `alload calibrate`, instead of the analytic cost model")
+    add(
+        "--foreign-cost-model",
+        action="store_true",
+        default=None,
+        help="accept a cost model of another model or device",
+    )
+    add("--memory-gb", type=float, help="memory of a device in GB, from which M_mem is computed")
+    add("--margin", type=float, default=0.05, help="share of memory to leave free; default 0.05")
 
 
 def _add_policies(group: Any) -> None:
@@ -62,41 +75,56 @@ def _add_policies(group: Any) -> None:
     add(
         "--policy",
         choices=(AUTO, *policies),
-        help="how micro-batches are made; default: auto, balanced if the device can pack rows",
+        help="planning policy; default auto: balanced if the device can pack rows",
     )
     add(
         "--compare",
         nargs="+",
         metavar="POLICY",
-        help=f"side by side, of {', '.join(policies)}; `equal_tokens:independent` names a mode",
+        help=f"compare policies: {', '.join(policies)}; `equal_tokens:independent` sets the mode",
     )
-    add("--ranks", type=int, nargs="+", help="data-parallel ranks (GPUs), one number or several")
-    add("--ranks-mode", choices=modes, help="whether ranks share a bucket")
-    add("--m-mem", type=int, help="most tokens of a micro-batch; default: what the device holds")
-    add("--m-comp", type=_m_comp, help="most cost of a micro-batch: a number, longest or auto")
+    add(
+        "--ranks", type=int, nargs="+", help="numbers of data-parallel ranks (GPUs), one or several"
+    )
+    add("--ranks-mode", choices=modes, help="whether all ranks of a step share a bucket")
+    add("--m-mem", type=int, help="maximum tokens of a micro-batch; default: what fits the device")
+    add("--m-comp", type=_m_comp, help="maximum cost of a micro-batch: a number, longest or auto")
     add("--p", type=float, help="exponent of cost over sequence length; default: fitted, or 2")
     add("--rows", type=int, help="batch size of every bucket, for --policy fixed")
-    add("--micro-batches-per-step", type=int, help="that a rank accumulates before an update")
-    add("--align", type=int, help="packed samples begin at multiples of this")
-    add("--max-segments", type=int, help="most samples of a packed row")
-    add("--look-ahead", type=int, help="steps that packed policies choose from at once")
-    add("--max-delay", type=int, help="such windows that may defer a sample")
-    add("--context", type=int, help="ranks over which `balanced` splits samples that are too long")
-    add("--link-bandwidth", type=float, help="bytes/s between them; default 76e9")
+    add("--micro-batches-per-step", type=int, help="micro-batches that a rank accumulates per step")
+    add("--align", type=int, help="packed samples begin at multiples of this many tokens")
+    add("--max-segments", type=int, help="maximum samples of a packed row")
+    add(
+        "--look-ahead",
+        type=int,
+        help="steps in a window, within which packed policies place samples",
+    )
+    add("--max-delay", type=int, help="maximum number of windows by which a sample may be deferred")
+    add("--context", type=int, help="ranks over which `balanced` splits long samples")
+    add(
+        "--link-bandwidth",
+        type=float,
+        help="bytes/s between these ranks; default 76e9",
+    )
 
 
 def _add_output(group: Any) -> None:
     add = group.add_argument
-    add("--simulate", action="store_true", help="replay the plan: throughput, idle time")
-    add("--noise", type=float, default=0.0, help="spread of a rank's time for the same work: 0.02")
-    add("--all-reduce", type=float, default=0.0, help="seconds added to every step")
-    add("--report", help="write one self-contained HTML page here")
-    add("--out", help="write the plan to this Parquet file, a row for every placed sample")
+    add("--simulate", action="store_true", help="simulate the plan: throughput, idle time")
+    add(
+        "--noise",
+        type=float,
+        default=0.0,
+        help="relative standard deviation of a rank's time, such as 0.02",
+    )
+    add("--all-reduce", type=float, default=0.0, help="seconds of all-reduce added to every step")
+    add("--report", help="HTML page to write")
+    add("--out", help="Parquet file of the plan to write, a row for every placed sample")
     add("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans, prints the figures, writes what was asked for."""
+    """Plans, prints the metrics and writes the requested files."""
     _check(options)
     inputs = plan_inputs(options)
     ranks = options.ranks or _configured_ranks(options)
@@ -115,12 +143,12 @@ def run(options: argparse.Namespace) -> int:
             cases[0].epoch, inputs.samples.seq_len, _settings(options, inputs, cases[0])
         )
         write_plan(options.out, table)
-        _say(options, f"plan: {options.out}")
+        _print_unless_json(options, f"plan: {options.out}")
     if options.report:
         from alload_jax.report.plan_report import write_report
 
         write_report(options.report, study, cases, inputs.source, inputs.costs_source)
-        _say(options, f"report: {options.report}")
+        _print_unless_json(options, f"report: {options.report}")
     return 0
 
 
@@ -140,7 +168,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """What is written replaces nothing that is read, and no two things are written to one file."""
+    """Raises InputError if an output is also an input, or if two outputs are one file."""
     taken = {
         Path(value).resolve(): f"--{name.replace('_', '-')}"
         for name in ("manifest", "cost_model", "config")
@@ -152,7 +180,9 @@ def _check_files(options: argparse.Namespace) -> None:
             continue
         path = replaceable(value)
         if path in taken:
-            raise InputError(f"alload plan: --{name} {value} is {taken[path]} too; name another")
+            raise InputError(
+                f"alload plan: --{name} {value} is also {taken[path]}; name another file"
+            )
         taken[path] = f"--{name}"
 
 
@@ -167,7 +197,7 @@ def _configured_ranks(options: argparse.Namespace) -> list[int]:
 
 
 def _content(options: argparse.Namespace, inputs: PlanInputs, cases: list[Case]) -> dict[str, Any]:
-    """One case's settings and figures as they are; several under `cases`."""
+    """Settings and metrics of a single case, or those of several cases under `cases`."""
     each = [
         {"ranks": case.ranks, "plan": _settings(options, inputs, case)} | case.figures()
         for case in cases
@@ -184,7 +214,7 @@ def _print_tables(inputs: PlanInputs, cases: list[Case]) -> None:
 
 
 def _settings(options: argparse.Namespace, inputs: PlanInputs, case: Case) -> dict[str, Any]:
-    """How a plan was made and measured, as JSON values."""
+    """The plan's identity, inputs and cost model, as JSON values."""
     predictor = inputs.planning.predictor(inputs.costs)
     return case.plan.identity() | {
         "data": inputs.source,
@@ -198,7 +228,7 @@ def _settings(options: argparse.Namespace, inputs: PlanInputs, case: Case) -> di
     }
 
 
-def _say(options: argparse.Namespace, line: str) -> None:
+def _print_unless_json(options: argparse.Namespace, line: str) -> None:
     if not options.json:
         print(line)
 
@@ -209,7 +239,7 @@ def _m_comp(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
-        message = f"{text!r} is neither a number nor auto nor longest"
+        message = f"{text!r} is not a number, auto or longest"
         raise argparse.ArgumentTypeError(message) from None
 
 

@@ -1,4 +1,4 @@
-"""What `alload plan` plans for: samples, settings and a cost model, from flags and a config."""
+"""Reads the inputs of `alload plan` from flags and a config: samples, settings, cost model."""
 
 import argparse
 import dataclasses
@@ -21,15 +21,15 @@ _DEFAULT_MODEL, _DEFAULT_DEVICE = "wan2.1-1.3b", "h200"
 
 
 class PlanInputs(NamedTuple):
-    """Everything that a plan is made from.
+    """The inputs of a plan.
 
     Attributes:
-      samples: the data set.
-      source: what it is, in words.
-      planning: settings; `m_mem` is filled in.
-      costs: the cost model's file.
-      costs_source: where it comes from, in words.
-      seed: of the order of samples.
+      samples: the samples of the data set.
+      source: description of the data set.
+      planning: planning settings, with `m_mem` set.
+      costs: the content of the cost model's file.
+      costs_source: description of the cost model's source.
+      seed: seed of the order of samples.
     """
 
     samples: Samples
@@ -41,7 +41,16 @@ class PlanInputs(NamedTuple):
 
 
 class _Base(NamedTuple):
-    """What a training config says, or the defaults."""
+    """Values of a training config, or the defaults.
+
+    Attributes:
+      planning: fields of `PlanningConfig`.
+      patch_size: latents per token (frames, height, width).
+      seed: seed of the order of samples.
+      model: fields of the model's architecture; None without a config.
+      remat: rematerialisation policy of the model.
+      packs: whether the model can train on packed rows.
+    """
 
     planning: dict[str, Any]
     patch_size: tuple[int, int, int]
@@ -52,17 +61,17 @@ class _Base(NamedTuple):
 
 
 def plan_inputs(options: argparse.Namespace) -> PlanInputs:
-    """Reads the config, if there is one, overridden by the flags.
+    """Reads the config, if given, and overrides it by the flags.
 
     Raises:
-      InputError: something in them is wrong.
+      InputError: a value of the config or of a flag is invalid.
     """
     base = _from_config(options.config)
     given = {f.name: getattr(options, f.name, None) for f in dataclasses.fields(PlanningConfig)}
     fields = base.planning | {k: v for k, v in given.items() if v is not None}
     fields.pop("ranks", None)
     if options.compare:
-        # It knows every setting; each case takes what concerns its policy.
+        # This policy has every setting; each case takes those of its own policy.
         fields["policy"] = AUTO_PACKED
     costs, source = _costs(options, fields, base)
     samples, data = _samples(options, base.patch_size)
@@ -79,7 +88,7 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
 def _from_config(path: str | None) -> _Base:
     if path is None:
         return _Base({}, Geometry().patch_size, 0, None, "attention", True)
-    # Only now: reading a whole training config needs JAX, which takes a second to import.
+    # Imported here because a training config needs JAX, which takes a second to import.
     from alload_jax.config import read_config
 
     config = read_config(["--config", path], prog="alload plan")
@@ -98,7 +107,7 @@ def _from_config(path: str | None) -> _Base:
 
 
 def _packs(options: argparse.Namespace, costs: CostFile) -> bool:
-    """Whether the device that is planned for runs attention on packed rows; if unknown, yes."""
+    """Whether the device runs attention on packed rows; True for unknown devices."""
     name = options.device or costs.device or _DEFAULT_DEVICE
     known = [each for short, each in DEVICES.items() if name in (short, each.name)]
     return all(device.packs for device in known)
@@ -107,15 +116,15 @@ def _packs(options: argparse.Namespace, costs: CostFile) -> bool:
 def _costs(
     options: argparse.Namespace, fields: dict[str, Any], base: _Base
 ) -> tuple[CostFile, str]:
-    """The cost model, and where it comes from."""
+    """The cost model and a description of its source."""
     trained = _trained(options, fields)
     if fields.get("cost_model"):
         costs = read_cost_file(fields["cost_model"])
         _refuse_other_device(options, fields, costs)
         made_on = f", {costs.origin or 'given'} for {costs.device}" if costs.device else ""
         return costs, f"{fields['cost_model']}{made_on}"
-    asked = options.model or options.device or trained != ALL_TRAINED
-    if fields.get("p") and not asked:
+    analytic = options.model or options.device or trained != ALL_TRAINED
+    if fields.get("p") and not analytic:
         return CostFile(power=PowerCost(fields["p"])), f"B·S^p with p = {fields['p']:g}, no unit"
     device = device_named(options.device or _DEFAULT_DEVICE)
     architecture, model = _architecture(options, base)
@@ -126,7 +135,7 @@ def _costs(
 
 
 def _architecture(options: argparse.Namespace, base: _Base) -> tuple[Architecture, str]:
-    """The model that is planned for, and what to call it."""
+    """The model's architecture and its name."""
     if options.model or base.model is None:
         name = options.model or _DEFAULT_MODEL
         return architecture_named(name), name
@@ -134,7 +143,7 @@ def _architecture(options: argparse.Namespace, base: _Base) -> tuple[Architectur
 
 
 def _trained(options: argparse.Namespace, fields: dict[str, Any]) -> Trained:
-    """Which parameters the flags say are trained; only the analytic cost model can follow them."""
+    """The trained parameters according to the flags, which need the analytic cost model."""
     if options.trained_parameters is None:
         if options.frozen_dtype is not None:
             raise InputError(
@@ -145,7 +154,7 @@ def _trained(options: argparse.Namespace, fields: dict[str, Any]) -> Trained:
     if fields.get("cost_model"):
         raise InputError(
             f"alload plan: --trained-parameters changes the analytic cost model, and "
-            f"{fields['cost_model']} is a cost model of its own; leave one of them out"
+            f"{fields['cost_model']} replaces it; leave one of them out"
         )
     return Trained(options.trained_parameters, options.frozen_dtype or "float32")
 
@@ -167,7 +176,7 @@ def _m_mem(options: argparse.Namespace, costs: CostFile, shortest: int) -> int |
     if options.memory_gb is not None:
         if costs.memory is None:
             raise InputError(
-                "alload plan: --memory-gb needs a cost model that knows memory; give --m-mem"
+                "alload plan: --memory-gb needs a cost model with memory coefficients; give --m-mem"
             )
         return costs.memory.max_tokens(options.memory_gb * 1e9, options.margin, shortest)
     return costs.m_mem
@@ -188,7 +197,7 @@ def _samples(options: argparse.Namespace, patch_size: tuple[int, int, int]) -> t
 
 
 def _stored_stride(manifest: str) -> tuple[int, int, int] | None:
-    """The VAE stride that our own writer notes in a manifest."""
+    """The VAE stride in the manifest's metadata, if alload wrote the manifest."""
     from alload_jax.data.manifest import manifest_metadata
 
     stride = manifest_metadata(Path(manifest)).get("vae_stride")

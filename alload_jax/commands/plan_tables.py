@@ -26,7 +26,7 @@ _REPLAY = {"idle": "idle, replayed", "tokens_per_second": "tokens/s"}
 
 
 def case_table(case: Case) -> Table:
-    """Every metric of one case."""
+    """A table of all metrics of one case."""
     identity = case.plan.identity() | {"m_mem": case.plan_m_mem}
     bounds = " · ".join(
         f"{name} {_bound(identity[name])}"
@@ -45,7 +45,7 @@ def case_table(case: Case) -> Table:
 
 
 def comparison_table(cases: Sequence[Case]) -> Table:
-    """The main metrics, a row for each case."""
+    """A table of the main metrics with a row for each case."""
     table = Table(box=rich.box.SIMPLE_HEAD)
     table.add_column("ranks", justify="right")
     table.add_column("policy", no_wrap=True)
@@ -69,7 +69,7 @@ def comparison_table(cases: Sequence[Case]) -> Table:
 
 
 def readable(name: str, value: float | None) -> str:
-    """A metric as people read it."""
+    """A metric's value as text."""
     if value is None:
         return "–"
     if isinstance(value, int):

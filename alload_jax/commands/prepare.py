@@ -13,9 +13,9 @@ HELP = "Write a data folder to train on."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     add = parser.add_argument
-    add("kind", choices=DATASETS.names(), help="digits: real ones, still and moving")
-    add("--out", required=True, help="the data folder; must not exist yet")
-    add("--seed", type=int, default=0, help="of places and motion")
+    add("kind", choices=DATASETS.names(), help="digits: images and videos of handwritten digits")
+    add("--out", required=True, help="data folder to write; must not exist")
+    add("--seed", type=int, default=0, help="seed of positions and motion")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`alload sample`: draws from a checkpoint and writes a file for each sample."""
+"""`alload sample`: draws samples from a model and writes a file for each."""
 
 import argparse
 import dataclasses
@@ -15,7 +15,7 @@ import numpy as np
 from alload_jax.diffusion.schedules import Sampler, noise_levels
 from alload_jax.errors import InputError
 
-if TYPE_CHECKING:  # they need JAX, which only `run` imports
+if TYPE_CHECKING:  # these modules import JAX, which only `run` needs
     from alload_jax.commands.model_source import FolderSource, RunSource
     from alload_jax.models.common.config import ModelConfig
     from alload_jax.sampling.requests import Asked, Request
@@ -23,26 +23,26 @@ if TYPE_CHECKING:  # they need JAX, which only `run` imports
 HELP = "Draw samples from a run of train.py or from released weights."
 
 _LIST = """\
-JSON lines, an object for each sample with any of class, prompt_embeds, negative_embeds,
-image_embeds, frames, height, width, seed, out, which override the flags; files are relative to
-the list's folder"""
+JSON lines with one object per sample; its keys (class, prompt_embeds, negative_embeds,
+image_embeds, frames, height, width, seed, out) override the flags; paths are relative to the
+list's folder"""
 
 _LISTED = ("negative_embeds", "image_embeds", "frames", "height", "width", "seed", "out")
-"""Flags that hold for every line of a list which does not say otherwise."""
+"""Flags that apply to every line of a list that does not override them."""
 
-_MOST = 1000
-"""Steps, samples at once, pixels along the side of one, and pixels per latent."""
+_MAX = 1000
+"""Maximum of --steps, --batch, --zoom and the parts of --vae-stride."""
 
-_STRIDES = frozenset(map(str, range(1, _MOST + 1)))
+_STRIDES = frozenset(map(str, range(1, _MAX + 1)))
 
 
 class _Group(NamedTuple):
     """Requests that are drawn by one compiled program.
 
     Attributes:
-      requests: of one shape.
-      shift: of the noise levels.
-      sigmas: [steps + 1], the noise levels.
+      requests: requests of one shape.
+      shift: shift of the noise levels.
+      sigmas: [steps + 1] noise levels.
     """
 
     requests: "list[Request]"
@@ -53,32 +53,36 @@ class _Group(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     add = parser.add_argument
-    add("--checkpoint", required=True, help="a run folder, or a transformer folder of diffusers")
-    add("--weights", choices=["ema", "raw"], help="which of a run's; default ema")
-    add("--step", type=int, help="which of a run's checkpoints; default the newest")
+    add("--checkpoint", required=True, help="run folder, or transformer folder of diffusers")
+    add("--weights", choices=["ema", "raw"], help="which weights of a run; default ema")
+    add("--step", type=int, help="step of a run's checkpoint; default the newest")
     _add_conditions(parser)
-    add("--frames", type=int, help="of the clip; 1 is a still")
-    add("--height", type=int, help="in pixels")
-    add("--width", type=int, help="in pixels")
+    add("--frames", type=int, help="frames of the clip; 1 for an image")
+    add("--height", type=int, help="height in pixels")
+    add("--width", type=int, help="width in pixels")
     add("--vae-stride", nargs="+", metavar="N", help="pixels per latent, T H W; default: the "
         "data's, else by the channels: 1 1 1 for 1 or 3, 4 16 16 for 48, else 4 8 8")  # fmt: skip
     add("--steps", type=int, default=30, help="evaluations of the model; default 30")
     add("--sampler", choices=get_args(Sampler), help="default: the run's; unipc for diffusers")
-    add("--guidance", type=float, help="classifier-free; 1 is none; default: the run's, else 5")
-    add("--shift", type=float, help="of noise levels; default: the run's at this size, else 5, "
-        "which Wan advises for 720p; 3 is for 480p")  # fmt: skip
-    add("--dtype", choices=["auto", "float32", "bfloat16"], help="of the computation; default: "
+    add(
+        "--guidance",
+        type=float,
+        help="scale of classifier-free guidance, 1 for none; default: the run's, else 5",
+    )
+    add("--shift", type=float, help="shift of noise levels; default: the run's at this size, "
+        "else 5, which Wan recommends for 720p; for 480p it recommends 3")  # fmt: skip
+    add("--dtype", choices=["auto", "float32", "bfloat16"], help="compute dtype; default: "
         "the run's, else auto: bfloat16 on a GPU")  # fmt: skip
-    add("--seed", type=int, default=0, help="of the noise; default 0")
-    add("--batch", type=int, default=1, help="samples at once, default 1; the last batch is filled "
-        "up, so that a sample depends on its own seed and this number alone")  # fmt: skip
-    add("--zoom", type=int, default=1, help="enlarges pictures by a whole number; default 1")
-    add("--out", help="x.png (one frame), x.gif, x.mp4, or x.safetensors: latents")
+    add("--seed", type=int, default=0, help="seed of the noise; default 0")
+    add("--batch", type=int, default=1, help="samples per batch, default 1; the last batch is "
+        "padded, so that a sample depends only on its seed and this number")  # fmt: skip
+    add("--zoom", type=int, default=1, help="factor by which pictures are enlarged; default 1")
+    add("--out", help="file to write: x.png (one frame), x.gif, x.mp4, or x.safetensors (latents)")
     add("--force", action="store_true", help="replace files that exist")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Checks everything, reads the weights, draws, writes."""
+    """Checks all requests, reads the weights, draws and writes."""
     from alload_jax.commands.model_source import find_source
     from alload_jax.sampling.requests import Target, check_request
 
@@ -87,8 +91,8 @@ def run(options: argparse.Namespace) -> int:
     if source.config.latent_channels != source.config.in_channels:
         raise NotImplementedError(
             f"{options.checkpoint}: takes {source.config.in_channels} channels and predicts "
-            f"{source.config.latent_channels}: conditioning frames, which image-to-video models "
-            "need, are not supported here; choose a text-to-video model"
+            f"{source.config.latent_channels}: image-to-video models, which need conditioning "
+            "frames, are not supported; choose a text-to-video model"
         )
     asked = _asked(options)
     target = Target(source.config, *_data(options, source), options.zoom)
@@ -105,20 +109,20 @@ def run(options: argparse.Namespace) -> int:
 def _add_conditions(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--class", dest="classes", metavar="N", nargs="+", type=int,
-        help="classes that one sample is to show")  # fmt: skip
+        help="classes of one sample")  # fmt: skip
     what.add_argument("--prompt-embeds", metavar="FILE",
-        help="safetensors with `text` [L, width]; filled up with zeros")  # fmt: skip
+        help="safetensors with `text` [L, width]; padded with zeros")  # fmt: skip
     what.add_argument("--list", metavar="FILE", help=_LIST)
     parser.add_argument("--negative-embeds", metavar="FILE",
-        help="likewise, for guidance; default zeros")  # fmt: skip
+        help="the same for the negative prompt of guidance; default zeros")  # fmt: skip
     parser.add_argument("--image-embeds", metavar="FILE",
-        help="safetensors with `image` [N, width], for models that take one")  # fmt: skip
+        help="safetensors with `image` [N, width], for models with image embeddings")  # fmt: skip
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
     for name in ("steps", "batch", "zoom"):
-        if not 1 <= (value := getattr(options, name)) <= _MOST:
-            bounds = f"at least 1 and at most {_MOST}"
+        if not 1 <= (value := getattr(options, name)) <= _MAX:
+            bounds = f"at least 1 and at most {_MAX}"
             raise InputError(f"alload sample: --{name} is {value}; it must be {bounds}")
     if options.guidance is not None and not math.isfinite(options.guidance):
         raise InputError(f"alload sample: --guidance is {options.guidance}; it must be finite")
@@ -129,14 +133,14 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 
 def _stride(parts: list[str] | None) -> tuple[int, int, int] | None:
-    """From `4 8 8`, or `4,8,8` as `alload plan` has it."""
+    """Parses `4 8 8`, or `4,8,8` as in `alload plan`."""
     if parts is None:
         return None
     numbers = ",".join(parts).split(",")
     if len(numbers) != 3 or not all(one in _STRIDES for one in numbers):
         raise InputError(
             f"alload sample: --vae-stride is {' '.join(parts)}; give three whole numbers from 1 "
-            f"to {_MOST}, such as 4 8 8"
+            f"to {_MAX}, such as 4 8 8"
         )
     return (int(numbers[0]), int(numbers[1]), int(numbers[2]))
 
@@ -144,7 +148,7 @@ def _stride(parts: list[str] | None) -> tuple[int, int, int] | None:
 def _data(
     options: argparse.Namespace, source: "RunSource | FolderSource"
 ) -> tuple[tuple[int, int, int], int | None]:
-    """VAE stride and text length of the data; one note where they are guessed."""
+    """VAE stride and text length of the data; prints a note if they are guessed."""
     from alload_jax.models.families import family_of
 
     length, guesses = source.text_length(), []
@@ -152,14 +156,14 @@ def _data(
         stride = family_of(source.config).sampling_defaults(source.config).vae_stride
         guesses = [f"a VAE stride of {' '.join(map(str, stride))} is guessed; --vae-stride sets it"]
     if length is None and source.config.text is None:
-        guesses += ["each sample is told its classes alone, where training may have filled them up"]
+        guesses += ["classes are not padded, although training may have padded them"]
     if guesses:
         print(f"note: the data's manifest is gone: {'; '.join(guesses)}", file=sys.stderr)
     return stride, length
 
 
 def _asked(options: argparse.Namespace) -> "list[Asked]":
-    """What the flags ask for, or the list with the flags where it says nothing."""
+    """The requests of the flags, or those of the list with the flags as defaults."""
     from alload_jax.sampling.requests import FILES, Asked, read_list
 
     given = {name: getattr(options, name) for name in (*_LISTED, "prompt_embeds")}
@@ -173,13 +177,13 @@ def _asked(options: argparse.Namespace) -> "list[Asked]":
 
 
 def _check_outs(asked: "list[Asked]", force: bool) -> None:
-    """Refuses what cannot be written or must not be replaced; places are those the user gave."""
+    """Raises InputError if an output cannot be written or would replace a file."""
     seen: set[str] = set()
     for one in asked:
         out, place = one.get("out"), f"{one.place('out')}: {one.get('out')}"
         real = os.path.realpath(out)
         if real in seen:
-            raise InputError(f"{place}: is named for two samples; name a file for each")
+            raise InputError(f"{place}: is the output of two samples; name a file for each")
         if os.path.isdir(real):
             raise InputError(f"{place}: is a folder; name a file")
         if os.path.lexists(out) and not force:
@@ -188,16 +192,16 @@ def _check_outs(asked: "list[Asked]", force: bool) -> None:
             )
         folder = next(parent for parent in Path(real).parents if os.path.lexists(parent))
         if not os.path.isdir(folder):
-            raise InputError(f"{place}: {folder} is no folder; name another place")
+            raise InputError(f"{place}: {folder} is not a folder; name another path")
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise InputError(f"{place}: {folder} may not be written to; name another place")
+            raise InputError(f"{place}: {folder} is not writable; name another path")
         seen.add(real)
 
 
 def _groups(
     requests: "list[Request]", options: argparse.Namespace, source: "RunSource | FolderSource"
 ) -> list[_Group]:
-    """Requests by what must be equal to draw them at once, in order of first appearance."""
+    """Groups the requests by shape, in order of first appearance."""
     by_shape: dict[Any, list[Request]] = {}
     for request in requests:
         by_shape.setdefault(request.shape(), []).append(request)
@@ -213,7 +217,7 @@ def _groups(
 def _draw(
     groups: list[_Group], options: argparse.Namespace, source: "RunSource | FolderSource"
 ) -> None:
-    """Reads the weights, draws and writes, batch by batch."""
+    """Reads the weights, then draws and writes each batch."""
     import jax
 
     from alload_jax.sampling.clips import write_clip
@@ -241,14 +245,14 @@ def _draw(
                 print(request.out, flush=True)
     if failed:
         raise InputError(
-            f"{', '.join(failed)}: what the model drew is not finite; choose another checkpoint, "
-            "or a guidance closer to 1"
+            f"{', '.join(failed)}: the model's output is not finite; choose another checkpoint, or "
+            "a guidance closer to 1"
         )
 
 
 @contextmanager
 def _memory_named(request: "Request") -> Iterator[None]:
-    """JAX's word that memory is spent, in one line."""
+    """Turns JAX's out-of-memory error into an InputError of one line."""
     import jax
 
     try:
@@ -263,7 +267,7 @@ def _memory_named(request: "Request") -> Iterator[None]:
 
 
 def _inputs(requests: "list[Request]", config: "ModelConfig") -> tuple[Any, Any, Any]:
-    """Noise, condition and null condition of a batch; each row's from its own request alone."""
+    """Noise, condition and null condition of a batch; each row depends only on its request."""
     import jax
     import jax.numpy as jnp
 

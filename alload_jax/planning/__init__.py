@@ -1,1 +1,1 @@
-"""What every training step will hold and cost; NumPy only, no JAX."""
+"""Plans the samples and predicts the cost of every training step, without JAX."""

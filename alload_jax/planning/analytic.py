@@ -1,8 +1,8 @@
-"""Cost and memory of a training step from the model's shape and a device's rates alone.
+"""Predicts cost and memory of a training step from the model's shape and a device's rates.
 
-A first answer before anything is measured, and where no device is at hand; `alload calibrate`
-gives the better one. What is counted: matrix products and attention by their FLOPs, elementwise
-work and the update by the bytes that they move, kernels by the least time that each takes.
+This needs no measurement and no device; `alload calibrate` gives more accurate models. Matrix
+products and attention are counted by their FLOPs, elementwise work and the update by the bytes that
+they move, and every kernel by the minimum time that it takes.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from alload_jax.planning.devices import Device
 from alload_jax.planning.fit import Point, fit_power
 
 STATE_BYTES = 20
-"""Per trained parameter: float32 weights, Adam's two moments, EMA, sums of gradients."""
+"""Per trained parameter: float32 weights, Adam's two moments, EMA, accumulated gradients."""
 GRADIENT_BYTES = 4
-"""Per trained parameter: the micro-batch's own gradient, before it is added to the sums."""
+"""Per trained parameter: the gradient of a micro-batch, before it is accumulated."""
 FROZEN_BYTES = {"float32": 4, "bfloat16": 2}
 """Per frozen parameter, which has neither gradient nor moments nor EMA, by its dtype."""
 
 LENGTHS = np.unique(np.geomspace(256, 80_000, 24).astype(int))
-"""Over which the power law is fitted."""
+"""Sequence lengths, in tokens, to which the power law is fitted."""
 _FILLED = 80_000
 """Tokens of a micro-batch that the power law is fitted to. It has no fixed cost, which would make a
 single short sequence look as costly as many."""
@@ -33,17 +33,17 @@ _BACKWARD_ATTENTION = 2.5
 """FLOPs of attention's backward over its forward's: five products in place of two."""
 _UPDATE_BYTES = 52
 """Per trained parameter: the norm reads the gradient, the update reads and writes weights, moments,
-EMA and gradient, and sums are set to zero: (1 + 5 + 6 + 1) · 4."""
+EMA and gradient, and accumulated gradients are set to zero: (1 + 5 + 6 + 1) · 4."""
 _WEIGHT_BYTES = 10
 """Per parameter and pass over the model: cast from float32, written and read as bfloat16, with a
-share of slicing the stacked layers. Frozen ones in bfloat16 take less, which is left out."""
+share of slicing the stacked layers. Frozen ones in bfloat16 take less, which is ignored."""
 _BACKWARD_KERNELS = 2
 """Kernels of the backward over the forward's."""
 
 
 @dataclass(frozen=True)
 class _Recomputed:
-    """What a rematerialisation policy lets the backward pass run forward again."""
+    """The operations that the backward pass recomputes under a rematerialisation policy."""
 
     matmuls: bool
     attention: bool
@@ -51,7 +51,7 @@ class _Recomputed:
 
     @property
     def any(self) -> bool:
-        """Whether blocks run forward again at all."""
+        """Whether the backward pass recomputes anything."""
         return self.matmuls or self.attention or self.elementwise
 
 
@@ -65,11 +65,11 @@ _RECOMPUTED = {
 
 @dataclass(frozen=True)
 class Trained:
-    """Which of a model's parameters are trained, by their number.
+    """How many of a model's parameters are trained.
 
     Attributes:
-      parameters: that are trained; None for all.
-      frozen_dtype: of the others, one of `FROZEN_BYTES`.
+      parameters: number of trained parameters; None for all.
+      frozen_dtype: dtype of the frozen parameters, one of `FROZEN_BYTES`.
     """
 
     parameters: int | None = None
@@ -83,10 +83,10 @@ class Trained:
             )
 
     def of(self, total: int) -> int:
-        """How many of `total` parameters are trained.
+        """The number of trained parameters of a model with `total` parameters.
 
         Raises:
-          InputError: not as many as 1 to `total`.
+          InputError: `parameters` is not between 1 and `total`.
         """
         if self.parameters is None:
             return total
@@ -114,8 +114,8 @@ def analytic_costs(
 
     Args:
       architecture: the model.
-      device: that every rank has.
-      remat: what blocks keep, as `model.remat` says.
+      device: the device of every rank.
+      remat: rematerialisation policy, as in `model.remat`.
       shards: devices that share one copy of weights and state (`mesh.fsdp`). Only memory is
         shared; their communication is not counted.
       margin: share of the device's memory that `m_mem` leaves free.
@@ -150,10 +150,11 @@ def analytic_costs(
 def step_cost(
     architecture: Architecture, device: Device, remat: str, trained: Trained = ALL_TRAINED
 ) -> QuadraticCost:
-    """Seconds of a step, what is recomputed included; arguments as `analytic_costs`.
+    """Seconds of a step, including recomputation; arguments as `analytic_costs`.
 
-    Frozen parameters need no update. Neither do they need the product for their gradient, one of
-    the two of a layer's backward pass, which is taken to be in proportion to their number.
+    Frozen parameters need no update and no matrix product for their gradient, which is one of the
+    two products of a layer's backward pass. The saved time is assumed to be proportional to their
+    number.
     """
     again, flops = _RECOMPUTED[remat], architecture.flops()
     total = architecture.parameters()
@@ -179,9 +180,10 @@ def step_memory(
     shards: int = 1,
     trained: Trained = ALL_TRAINED,
 ) -> MemoryModel:
-    """Most bytes in use during a step on one device; arguments as `analytic_costs`.
+    """Peak bytes in use during a step on one device; arguments as `analytic_costs`.
 
-    Keys and values of the condition are left out, which counts where sequences are as short as it.
+    Keys and values of the condition are ignored, although they matter for sequences that are as
+    short as the condition.
     """
     state = state_bytes(architecture.parameters(), trained) / shards
     values = architecture.kept_activations(remat) + architecture.activations().working_set
@@ -189,10 +191,10 @@ def step_memory(
 
 
 def state_bytes(parameters: int, trained: Trained = ALL_TRAINED) -> int:
-    """Bytes of parameters and all that training keeps of them, whatever the batch.
+    """Bytes of parameters, gradients, optimizer state and EMA, independent of the batch.
 
     Args:
-      parameters: of the model.
+      parameters: number of parameters of the model.
       trained: which of them are trained.
     """
     count = trained.of(parameters)
@@ -201,19 +203,19 @@ def state_bytes(parameters: int, trained: Trained = ALL_TRAINED) -> int:
 
 
 def bytes_per_split_token(architecture: Architecture, remat: str, compute_bytes: int = 2) -> float:
-    """Bytes that a token of a sequence split over devices sends in a step, at most.
+    """Upper bound of the bytes that a token of a split sequence sends in a step.
 
-    Self-attention alone needs the other devices' tokens (heads for tokens by all-to-all, as in
-    DeepSpeed-Ulysses, arXiv 2309.14509): query, key, value and output are sent forward, their
-    gradients backward, and query, key, value and output once more where the backward pass computes
-    the block again. Of the bytes, 1/c stay on their device in a group of c.
+    Only self-attention needs the other devices' tokens; all-to-alls exchange heads for tokens, as
+    in DeepSpeed-Ulysses (arXiv 2309.14509). Query, key, value and output are sent in the forward
+    pass, their gradients in the backward pass, and query, key, value and output again if the
+    backward pass recomputes the block. In a group of c devices, 1/c of the bytes stay on theirs.
     """
     passes = 2 + _RECOMPUTED[remat].any
     return float(passes * compute_bytes * architecture.activations().split_exchange)
 
 
 def _elementwise_bytes(architecture: Architecture, device: Device, again: _Recomputed) -> float:
-    """Read and written for each token of a step."""
+    """Bytes that elementwise work reads and writes for each token of a step."""
     counts = architecture.activations()
     values = counts.forward_traffic * (1 + again.elementwise) + counts.backward_traffic
     return device.compute_bytes * values
@@ -222,7 +224,7 @@ def _elementwise_bytes(architecture: Architecture, device: Device, again: _Recom
 def _fixed_seconds(
     architecture: Architecture, device: Device, again: _Recomputed, trained: Trained
 ) -> float:
-    """Of every step, however little it holds: kernels, passes over the weights, the update."""
+    """Seconds that do not depend on the batch: kernels, passes over the weights, the update."""
     kernels = architecture.kernels() * (1 + _BACKWARD_KERNELS + again.elementwise)
     passes = 3 + again.elementwise
     total = architecture.parameters()
@@ -231,7 +233,7 @@ def _fixed_seconds(
 
 
 def _power_law(quadratic: QuadraticCost) -> PowerCost:
-    """Fitted over `LENGTHS` in logarithms, to micro-batches of as many rows as policies make."""
+    """The power law fitted in logarithms over `LENGTHS`, for micro-batches of `_FILLED` tokens."""
     rows = _FILLED // LENGTHS
     seconds = bucketed_cost(quadratic, rows, LENGTHS)
     columns = zip(rows.tolist(), LENGTHS.tolist(), seconds.tolist(), strict=True)

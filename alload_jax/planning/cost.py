@@ -15,7 +15,7 @@ from alload_jax.planning.architectures.registry import DEFAULT_FAMILY
 FORMAT = "alload-cost-model-1"
 
 _RENAMED = {"anchor_bytes": "bytes_per_split_token"}
-"""Fields of older files, and their names now."""
+"""Names of fields in older files → their present names."""
 
 
 class CostModel(Protocol):
@@ -23,7 +23,7 @@ class CostModel(Protocol):
 
     @property
     def fixed_cost(self) -> float:
-        """Cost of a micro-batch, whatever it holds."""
+        """Cost of a micro-batch that does not depend on its content."""
         ...
 
     def sequence_cost(self, seq_len: np.ndarray) -> np.ndarray:
@@ -36,7 +36,7 @@ class CostModel(Protocol):
 
 
 def marginal_cost(model: CostModel, seq_len: np.ndarray) -> np.ndarray:
-    """What sequences cost beyond padding of their length, at least 0: [N] → [N] float64."""
+    """Cost of sequences minus that of as many padding tokens, at least 0: [N] → [N] float64."""
     return np.maximum(model.sequence_cost(seq_len) - model.padding_cost(seq_len), 0.0)
 
 
@@ -74,10 +74,10 @@ class QuadraticCost:
     """c0 + c_sequence·B + c1·ΣS + c2·ΣS² seconds: fixed, conditions, per-token work, attention.
 
     Attributes:
-      c0: of every micro-batch.
-      c1: of every token.
-      c2: of every pair of tokens of a sequence.
-      c_sequence: of every sequence: keys and values of its text, whatever its own length.
+      c0: seconds per micro-batch.
+      c1: seconds per token.
+      c2: seconds per pair of tokens of a sequence.
+      c_sequence: seconds per sequence, for keys and values of its condition.
     """
 
     c0: float
@@ -105,9 +105,9 @@ class MemoryModel:
     """bytes = base + per_token·ΣS + per_sequence·B of a micro-batch, on one device.
 
     Attributes:
-      base: weights, optimizer state, and what else is there before any token.
-      per_token: of every token.
-      per_sequence: of every sequence, whatever its length: its text takes memory too.
+      base: bytes that do not depend on the batch: weights, optimizer state.
+      per_token: bytes per token.
+      per_sequence: bytes per sequence, for its condition.
     """
 
     base: float
@@ -115,23 +115,23 @@ class MemoryModel:
     per_sequence: float = 0.0
 
     def bytes_of(self, tokens: float, sequences: float = 0.0) -> float:
-        """Most bytes in use while a micro-batch of so many tokens and sequences is trained on."""
+        """Peak bytes in use during a step on a micro-batch of these tokens and sequences."""
         return self.base + self.per_token * tokens + self.per_sequence * sequences
 
     def max_tokens(self, budget: float, margin: float = 0.05, shortest: int | None = None) -> int:
-        """M_mem: most tokens of a micro-batch in `budget` bytes, of which `margin` stays free.
+        """M_mem: maximum tokens of a micro-batch in `budget` bytes.
 
         Args:
-          budget: of the device.
-          margin: a share.
-          shortest: tokens of the shortest sequence: as many of them must fit. None leaves what
-            sequences take beside their tokens out.
+          budget: bytes of the device.
+          margin: share of the budget that stays free.
+          shortest: tokens of the shortest sequence: M_mem tokens in such sequences must fit. None
+            ignores `per_sequence`.
 
         Raises:
           InputError: not even one token fits.
         """
         if not (math.isfinite(budget) and budget > 0):
-            raise InputError(f"a device of {budget / 1e9:g} GB holds nothing; give its memory")
+            raise InputError(f"device memory is {budget / 1e9:g} GB; it must be above 0")
         per_token = self.per_token + (self.per_sequence / shortest if shortest else 0.0)
         tokens = int((budget * (1 - margin) - self.base) // per_token)
         if tokens < 1:
@@ -144,19 +144,19 @@ class MemoryModel:
 
 @dataclass(frozen=True)
 class CostFile:
-    """What a cost-model JSON says; whatever it leaves out is None.
+    """The content of a cost-model JSON; missing fields are None.
 
     Attributes:
-      power: the power law; its `p` is what `dual_constraint` plans with.
-      quadratic: preferred over `power` for predicted costs.
-      memory: bytes over tokens.
-      m_mem: tokens a rank may hold in one micro-batch.
-      m_comp: most B·S^p of one micro-batch.
-      bytes_per_split_token: that a token of a split sequence sends between devices in one step.
-      model: the architecture that it was made for, by field.
-      device: that it was made on or for, as in `NVIDIA H200`.
+      power: the power law; `dual_constraint` plans with its `p`.
+      quadratic: preferred over `power` to predict costs.
+      memory: the memory model.
+      m_mem: maximum tokens of a micro-batch on one rank.
+      m_comp: maximum B·S^p of a micro-batch.
+      bytes_per_split_token: bytes that a token of a split sequence sends between devices per step.
+      model: fields of the model's architecture.
+      device: name of the device, such as `NVIDIA H200`.
       origin: `measured` by `alload calibrate`, or `analytic`.
-      details: how it came about: points, residuals, goodness of fit, versions; not interpreted.
+      details: points, residuals, goodness of fit and versions; only for readers.
     """
 
     power: PowerCost | None = None
@@ -171,7 +171,7 @@ class CostFile:
     details: dict[str, Any] | None = None
 
     def unlike(self, model: dict[str, Any], device: str | None = None) -> str:
-        """In what it was made for another model or device; empty where it was not.
+        """The differences between the cost model's model and device and these; "" if none.
 
         Args:
           model: fields of the architecture in use; those that the file knows are compared.
@@ -204,13 +204,13 @@ def read_cost_file(path: str | Path) -> CostFile:
     except OSError as error:
         raise InputError(f"{path}: no such cost model; give the path of its JSON") from error
     except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}); write the cost model anew") from error
+        raise InputError(f"{path}: not JSON ({error}); write the cost model again") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise InputError(f"{path}: not a cost model; its format field must be {FORMAT!r}")
     content = {_RENAMED.get(name, name): value for name, value in content.items()}
     for name, kind in (("model", dict), ("details", dict), ("device", str), ("origin", str)):
         if not isinstance(content.get(name, kind()), kind):
-            raise InputError(f"{path}: {name} is {content[name]!r}; write the cost model anew")
+            raise InputError(f"{path}: {name} is {content[name]!r}; write the cost model again")
     _check_numbers(content, path)
     try:
         parts = {"power": PowerCost, "quadratic": QuadraticCost, "memory": MemoryModel}

@@ -1,4 +1,4 @@
-"""What accelerators can do, as far as predictions need it."""
+"""Rates of accelerators for analytic predictions."""
 
 from dataclasses import dataclass
 
@@ -12,19 +12,19 @@ class Device:
     """Rates of one device.
 
     Attributes:
-      name: as JAX's `device_kind` gives it.
+      name: JAX's `device_kind`.
       peak_flops: dense matrix products in the compute dtype, FLOP/s, by the data sheet.
-      bandwidth: of memory, bytes/s read and written, by the data sheet.
+      bandwidth: memory bandwidth (reads plus writes), bytes/s, by the data sheet.
       memory: bytes, as the driver reports them.
-      matmul_share: of the peak that large matrix products reach.
-      attention_share: of the peak that fused attention reaches, forward and backward together.
-      attention_forward_share: of the peak that its forward alone reaches.
-      elementwise_share: of the bandwidth that norms, gates, rotary embedding and GELU reach in a
-        whole step; their bytes are counted as if every fusion read and wrote once.
-      kernel_seconds: least time of a kernel, however small.
+      matmul_share: share of the peak that large matrix products reach.
+      attention_share: share of the peak that fused attention reaches, forward and backward.
+      attention_forward_share: share of the peak that the forward pass of attention reaches.
+      elementwise_share: share of the bandwidth that norms, gates, rotary embedding and GELU reach
+        in a whole step; their bytes are counted as if every fusion read and wrote once.
+      kernel_seconds: minimum seconds of a kernel.
       link_bandwidth: bytes/s that one device sends to its peers in an all-to-all.
-      packs: whether its attention runs on packed rows.
-      compute_bytes: of one activation: bfloat16, or float32 on CPUs.
+      packs: whether attention on this device supports packed rows.
+      compute_bytes: bytes of one activation: bfloat16, or float32 on CPUs.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A short name for what arrays hold."""
+"""A short digest of the content of arrays."""
 
 import hashlib
 

@@ -7,21 +7,21 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RowShape:
-    """What is the same of all packed rows, in every step of every epoch.
+    """The properties that all packed rows of all epochs share.
 
-    A part is what of a sample lies on one rank. A whole sample is one part. A split sample is
+    A part is the portion of a sample on one rank. A whole sample is one part. A split sample is
     shared by the `context` ranks of a group: the first A tokens of each rank's row are its split
     region, and the group's c·A split tokens hold the group's split samples one after another. Rank
     r of the group holds split tokens [r·A, (r + 1)·A).
 
     Attributes:
       capacity: T, tokens of a row.
-      segments: M, most whole samples of a row.
+      segments: M, maximum number of whole samples of a row.
       align: samples begin at multiples of this many tokens.
-      context: c, ranks of a group, consecutive; 1 where nothing is split.
-      split_sizes: the values that A may take in any epoch, ascending from 0: each is a program.
-      region_segments: most samples that a group's ranks share.
-      longest_whole: most tokens of a sample that is not split, in any epoch.
+      context: c, number of consecutive ranks of a group; 1 if no sample is split.
+      split_sizes: allowed values of A in all epochs, ascending from 0; each needs a program.
+      region_segments: maximum number of samples that a group's ranks share.
+      longest_whole: maximum tokens of a sample that is not split, in all epochs.
     """
 
     capacity: int
@@ -33,13 +33,13 @@ class RowShape:
     longest_whole: int = 0
 
     def footprint(self, seq_len: np.ndarray) -> np.ndarray:
-        """Tokens that samples take of a row, alignment included: [N] → [N] int64."""
+        """Tokens of a row that samples occupy, including alignment: [N] → [N] int64."""
         return -(-np.asarray(seq_len, np.int64) // self.align) * self.align
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing(RowShape):
-    """Where the parts of a packed epoch lie, in rows of this shape.
+    """Positions of the parts of a packed epoch in rows of this shape.
 
     Attributes:
       split_tokens: [W] int64, A of each micro-batch, equal over the ranks of a step.

@@ -1,4 +1,4 @@
-"""The policy and the plan that a config asks for."""
+"""Makes the policy and the plan of a config."""
 
 from dataclasses import replace
 from typing import cast
@@ -14,14 +14,14 @@ from alload_jax.planning.topology import RankTopology
 
 
 def make_policy(config: PlanningConfig, costs: CostFile | None = None) -> Policy:
-    """The policy that the config names, with its bounds; `m_comp` is a number or left open.
+    """Makes the policy of the config, whose `m_comp` must be a number or None.
 
     Args:
       config: the settings.
       costs: the cost model's file; None reads what the config names.
 
     Raises:
-      InputError: a bound that the policy needs is given nowhere, or options that it does not have.
+      InputError: a bound that the policy needs is missing, or it has no options but some are given.
       ValueError: the policy is auto.
     """
     policy = cast(type[Policy], config.traits)
@@ -41,15 +41,15 @@ def make_plan(
     costs: CostFile | None = None,
     ranks_per_group: int = 1,
 ) -> Plan:
-    """The plan that the config asks for.
+    """Makes the plan of the config.
 
     Args:
       config: the settings.
       samples: the manifest's columns.
-      ranks: data-parallel ranks, where the config leaves them open.
-      seed: decides the order of samples.
+      ranks: number of data-parallel ranks, if the config does not give it.
+      seed: seed of the order of samples.
       costs: the cost model's file; None reads what the config names.
-      ranks_per_group: of a shape group, where the config leaves them open.
+      ranks_per_group: ranks of a shape group, if the config does not give them.
 
     Raises:
       InputError: a sample cannot be placed, or a bound is missing.
@@ -67,10 +67,10 @@ def make_plan(
 def m_comp_curve(
     config: PlanningConfig, samples: Samples, topology: RankTopology, costs: CostFile | None = None
 ) -> MCompCurve:
-    """Predicted time of an epoch over `m_comp`, all else as the config says.
+    """Predicted time of an epoch over `m_comp`, with the other settings of the config.
 
     Raises:
-      InputError: the policy knows no M_comp, or can't place a sample.
+      InputError: the policy has no M_comp or cannot place a sample.
     """
     costs = costs or config.costs()
     return search_m_comp(

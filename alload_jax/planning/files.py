@@ -15,17 +15,17 @@ METADATA_KEY = b"alload-plan"
 
 
 def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -> pa.Table:
-    """One row per placed sample, or per part of one that is split: by step, micro_batch and rank.
+    """A row per placed sample, or per part of a split one, by step, micro_batch and rank.
 
     Columns: `step, rank, micro_batch, sample, seq_len, padded_len, tokens, offset, region,
     split_tokens, rows, frames, height, width`.
-    `sample` is the manifest's row number; `tokens` is the part of it that lies on the rank, from
-    `offset` on (rows laid end to end); `region` is `split` where it is split over the ranks of a
-    context-parallel group, else `whole`; the first `split_tokens` of a row are kept for such.
-    `rows` is how many rows of `padded_len` tokens the micro-batch holds on its rank, zero-weight
-    padding included; packed micro-batches are one row. The shape is that of its rows, zeros where
-    unknown or packed. A rank without a sample has no line here: in synchronous and packed plans it
-    computes padding, in independent ones it idles.
+    `sample` is the row number in the manifest. `tokens` is the number of its tokens on the rank and
+    `offset` their position in the micro-batch, with rows laid end to end. `region` is `split` if
+    the sample is split over the ranks of a context-parallel group, otherwise `whole`; the first
+    `split_tokens` of a row are reserved for split samples. `rows` is the number of rows of
+    `padded_len` tokens in the micro-batch, including padding rows; packed micro-batches have one.
+    frames, height and width are zeros if unknown or packed. A rank without a sample has no line: it
+    computes padding in synchronous and packed plans and is idle in independent ones.
 
     Args:
       plan: the epoch.
@@ -65,10 +65,10 @@ def _regions(plan: EpochPlan) -> pa.DictionaryArray:
 
 
 def replaceable(path: str | Path) -> Path:
-    """The file to write at a path, links followed.
+    """The file to write for a path, with links resolved.
 
     Raises:
-      InputError: a folder, or something else that is not a plain file, is there.
+      InputError: the path is a folder or something else that is not a plain file.
     """
     if not str(path):
         raise InputError("the path of a file to write is empty; name a file")
@@ -81,7 +81,7 @@ def replaceable(path: str | Path) -> Path:
 
 
 def write_plan(path: str | Path, table: pa.Table) -> None:
-    """Writes the table of `plan_table` as Parquet, whole or not at all.
+    """Writes the table of `plan_table` as Parquet, atomically.
 
     Raises:
       InputError: the path cannot be written.

@@ -29,16 +29,16 @@ class Point:
 
     @property
     def tokens(self) -> int:
-        """Of the micro-batch."""
+        """Tokens of the micro-batch."""
         return self.rows * self.seq_len
 
 
 @dataclass(frozen=True)
 class Goodness:
-    """How well a model meets points.
+    """The accuracy of a model on points.
 
     Attributes:
-      r2: 1 − Σ(t − t̂)² / Σ(t − t̄)², in seconds; None where all points took equally long.
+      r2: 1 − Σ(t − t̂)² / Σ(t − t̄)², t in seconds; None if all points took the same time.
       mape: mean of |t̂ / t − 1|.
       residuals: t̂ / t − 1 of each point.
     """
@@ -50,20 +50,20 @@ class Goodness:
 
 @dataclass(frozen=True)
 class Fit(Generic[ModelT]):
-    """A model and how well it meets the points that it was fitted to."""
+    """A model and its accuracy on the points that it was fitted to."""
 
     model: ModelT
     goodness: Goodness
 
 
 def predicted(model: CostModel, points: Sequence[Point]) -> np.ndarray:
-    """Seconds of each point by the model: [N] float64."""
+    """Predicted seconds of each point: [N] float64."""
     rows, seq_len, _ = _columns(points)
     return bucketed_cost(model, rows, seq_len)
 
 
 def evaluate(model: CostModel, points: Sequence[Point]) -> Goodness:
-    """How well a model meets points, be it fitted to them or not.
+    """The accuracy of a model on points, which may be those that it was fitted to.
 
     Raises:
       InputError: there are no points.
@@ -85,10 +85,10 @@ def fit_quadratic(points: Sequence[Point], *, per_sequence: bool = True) -> Fit[
 
     Args:
       points: as many as there are coefficients, or more.
-      per_sequence: whether there is a c_sequence; without it, three coefficients.
+      per_sequence: whether to fit c_sequence; otherwise it is 0.
 
     Raises:
-      InputError: too few points, or one that took no time.
+      InputError: there are too few points, or the seconds of one are not above 0.
     """
     _require(points, 4 if per_sequence else 3)
     rows, seq_len, seconds = _columns(points)
@@ -107,7 +107,7 @@ def fit_power(points: Sequence[Point]) -> Fit[PowerCost]:
     """a·B·S^p: a line through log(t / B) over log S.
 
     Raises:
-      InputError: too few points, all of one length, or none but shorter ones that cost more.
+      InputError: there are too few points, all have one length, or costs do not grow with length.
     """
     _require(points, 2)
     rows, seq_len, seconds = _columns(points)
@@ -125,8 +125,8 @@ def fit_memory(rows: Sequence[int], tokens: Sequence[int], bytes_: Sequence[floa
 
     Args:
       rows: sequences of micro-batches.
-      tokens: of all their rows, two sizes or more.
-      bytes_: most in use during a step of each.
+      tokens: tokens of each micro-batch, with at least two sizes.
+      bytes_: peak bytes in use during a step on each.
 
     Raises:
       InputError: fewer than two sizes, or memory does not grow with tokens.

@@ -1,4 +1,4 @@
-"""The choice of M_comp: a search over what an epoch is predicted to take."""
+"""Searches the M_comp with the least predicted time of an epoch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
 from alload_jax.planning.topology import RankTopology
 
 _POINTS, _FINE_POINTS = 17, 10
-"""Over the whole range, then between the neighbours of the best."""
+"""Values of M_comp to try over the whole range, then between the neighbours of the best."""
 _MOST_SAMPLES, _MOST_PER_RANK = 20_000, 200
-"""Planned at each point, whichever is more; a larger data set is drawn from."""
+"""Maximum samples to plan per value, in all or per rank, whichever is more."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class MCompCurve:
     Attributes:
       m_comp: [K] float64, ascending, in the policy's measure.
       cost: [K] float64, predicted time of an epoch, in the cost model's unit.
-      chosen: the value of least cost; of equal ones the largest, which makes the fewest steps.
+      chosen: the value with the least cost; of several the largest, which needs the fewest steps.
     """
 
     m_comp: np.ndarray
@@ -41,7 +41,7 @@ def longest_alone(policy: Policy, samples: Samples) -> float:
     """The paper-faithful M_comp: cost of the longest sample at B = 1, in the policy's measure.
 
     Raises:
-      InputError: the policy knows no M_comp.
+      InputError: the policy has no M_comp.
     """
     return float(policy.m_comp_measure(samples.seq_len.max()[None])[0])
 
@@ -57,17 +57,17 @@ def search_m_comp(
 
     Args:
       policy_at: the policy with a given M_comp.
-      samples: of the data set.
+      samples: the samples of the data set.
       topology: ranks and steps.
-      model: predicts what a step takes.
+      model: the cost model.
       seconds_per_split_token: cost of communication for each token of a rank that is split.
 
     Raises:
-      InputError: the policy knows no M_comp, or can't place a sample.
+      InputError: the policy has no M_comp or cannot place a sample.
     """
     least, most = policy_at(1.0).m_comp_range(np.unique(samples.seq_len))
     if not least > 0:
-        raise InputError("the cost model says that samples cost nothing: no M_comp can be chosen")
+        raise InputError("the cost model predicts a cost of 0 for samples; calibrate it again")
     drawn = _draw(samples, topology.ranks)
 
     def curve(values: np.ndarray) -> MCompCurve:

@@ -1,6 +1,6 @@
-"""How good a plan or a run is: every metric, defined once.
+"""The metrics of plans and runs.
 
-Costs over ranks come as [steps, ranks] arrays; a rank without work costs 0.
+Costs are [steps, ranks] arrays; the cost of a rank without work is 0.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from alload_jax.planning.step_costs import largest_indivisible_cost, micro_batch
 
 
 def imbalance(cost: np.ndarray) -> np.ndarray:
-    """max/mean − 1 over ranks: [..., ranks] → [...]; 0 is perfect."""
+    """max/mean − 1 over ranks: [..., ranks] → [...]; 0 if all ranks are equal."""
     return _ratio(cost.max(axis=-1), cost.mean(axis=-1)) - 1
 
 
@@ -67,7 +67,7 @@ class PlanMetrics:
       padding: computed tokens that belong to no sample, over all computed tokens.
       utilisation: real tokens over M_mem of every micro-batch; None without M_mem.
       excess, excess_max: makespan over its lower bound, minus 1; its mean and its largest.
-      order_correlation: of a step's place in the epoch with the mean length of its samples.
+      order_correlation: correlation of a step's index with the mean length of its samples.
       length_share: distinct lengths of a step's samples, over those of the data set.
       cost: summed makespan of the epoch.
       dropped, duplicated: samples never placed, placements beyond the first; both must be 0.
@@ -107,8 +107,8 @@ def plan_metrics(
     Args:
       plan: the epoch.
       seq_len: [N] int64, tokens of every sample of the manifest.
-      cost_model: predicts what a micro-batch costs.
-      m_mem: tokens that a micro-batch may hold.
+      cost_model: the cost model.
+      m_mem: maximum tokens of a micro-batch.
       seconds_per_split_token: cost of communication for each token of a rank that is split.
     """
     cost = rank_costs(plan, micro_batch_costs(plan, seq_len, cost_model, seconds_per_split_token))
@@ -155,7 +155,7 @@ def _programs(plan: EpochPlan) -> int:
 
 
 def _representativeness(plan: EpochPlan, seq_len: np.ndarray) -> tuple[float, float]:
-    """Correlation of steps' place and mean length, and the mean share of distinct lengths."""
+    """`order_correlation` and `length_share` of `PlanMetrics`."""
     step = plan.step[plan.micro_batch_of_part()]
     lengths, kind = np.unique(seq_len[plan.sample], return_inverse=True)
     distinct = len(np.unique(step * len(lengths) + kind)) / plan.steps / len(lengths)
@@ -168,12 +168,12 @@ def _representativeness(plan: EpochPlan, seq_len: np.ndarray) -> tuple[float, fl
 
 
 class StepMetrics(NamedTuple):
-    """What is known of a step before it runs.
+    """Metrics of a step that are known before it runs.
 
     Attributes:
       samples: samples placed in it.
       tokens: tokens of these samples.
-      predicted_cost: cost of its costliest rank, in the cost model's unit.
+      predicted_cost: cost of its slowest rank, in the cost model's unit.
       imbalance: max/mean − 1 of cost over ranks.
       padding: computed tokens that belong to no sample, over all computed tokens.
     """

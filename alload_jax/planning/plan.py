@@ -17,23 +17,23 @@ from alload_jax.planning.samples import Samples
 from alload_jax.planning.topology import RankTopology
 
 _LATER = {"split_above": 1.0, "ranks_per_group": 1}
-"""Fields of plans that the first checkpoints did not know, and the value that they meant."""
+"""Fields that identities in the first checkpoints lack → their values for those plans."""
 _RENAMED = {"anchor_seconds": "seconds_per_split_token"}
-"""Fields of plans in old checkpoints, and their names now."""
+"""Names of fields in old checkpoints → their present names."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank computes at once: rows of one shape, or one packed row.
+    """Rows of one shape, or one packed row, that one rank computes at once.
 
     Attributes:
-      rank: who computes it.
-      index: its place among the rank's micro-batches of the step.
-      rows: rows, padding included; 1 where packed.
-      seq_len: tokens of each.
+      rank: the rank that computes it.
+      index: its index among the rank's micro-batches of the step.
+      rows: number of rows, including padding rows; 1 if packed.
+      seq_len: tokens of each row.
       shape: (frames, height, width) in pixels; zeros where unknown or packed.
       samples: the manifest's row numbers, one for each row or each part of a packed row.
-      row_plan: where the parts lie, in the order of `samples`; None for a row each.
+      row_plan: positions of the parts, in the order of `samples`; None if not packed.
     """
 
     rank: int
@@ -47,14 +47,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Where the parts of a packed row lie (see `RowShape`).
+    """Positions of the parts of a packed row (see `RowShape`).
 
     Attributes:
-      split_tokens: A, tokens that hold parts of split samples.
-      tokens: of each part.
-      offsets: where each part begins.
+      split_tokens: A, tokens of the row that are reserved for split samples.
+      tokens: tokens of each part.
+      offsets: position of each part's first token in the row.
       is_split: whether each part belongs to a split sample.
-      first: the number of each part's first token in its sample.
+      first: index of each part's first token within its sample.
       split_segments: (offset, tokens) of the samples among the split tokens of the rank's group.
     """
 
@@ -71,9 +71,9 @@ class Step:
     """One optimizer step.
 
     Attributes:
-      index: from the start of training.
-      epoch: passes over the data before this one.
-      micro_batches: ordered by (index, rank).
+      index: number of the step, counted from the start of training.
+      epoch: number of the epoch, counted from 0.
+      micro_batches: micro-batches ordered by (index, rank).
     """
 
     index: int
@@ -82,11 +82,11 @@ class Step:
 
 
 class Plan:
-    """A random-access sequence of steps, without end: epoch follows epoch, each in a new order.
+    """An infinite sequence of steps with random access; every epoch has a new order.
 
     Attributes:
-      steps_per_epoch: of the first epoch, and of every one where micro-batches are bucketed. Packed
-        epochs may differ by a few steps: those before a step are planned once to find it.
+      steps_per_epoch: steps of the first epoch, and of every epoch of a bucketed plan. Packed
+        epochs may differ by a few steps, so all epochs before a step are planned once to find it.
     """
 
     def __init__(self, samples: Samples, policy: Policy, topology: RankTopology, seed: int):
@@ -106,7 +106,7 @@ class Plan:
         self._finding_starts = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Only what the plan is made from travels to a worker process, which plans anew."""
+        """Pickles only the plan's inputs; the worker process plans again."""
         return Plan, (self.samples, self.policy, self.topology, self.seed)
 
     def _plan_epoch(self, epoch: int) -> EpochPlan:
@@ -125,7 +125,7 @@ class Plan:
         )
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The epoch of step number `index`, and its place there."""
+        """The epoch of step number `index`, and the step's index within the epoch."""
         if self.fixed_epoch_length:
             return divmod(index, self.steps_per_epoch)
         with self._finding_starts:
@@ -137,18 +137,18 @@ class Plan:
 
     @property
     def group_ranks(self) -> int:
-        """Ranks of a shape group, whose micro-batches share a shape; all, of synchronous plans."""
+        """Ranks of a shape group, whose micro-batches share a shape; all in synchronous plans."""
         return self.topology.ranks_per_bucket if self.fixed_epoch_length else self.topology.ranks
 
     @property
     def shape_groups(self) -> int:
-        """Groups of `group_ranks` consecutive ranks."""
+        """Number of groups of `group_ranks` consecutive ranks."""
         return self.topology.ranks // self.group_ranks
 
     def identity(self) -> dict[str, Any]:
-        """All that decides the steps, as JSON values; equal identities mean equal plans.
+        """Everything that determines the steps, as JSON values; equal identities mean equal plans.
 
-        The first epoch's order is part of it: a NumPy that shuffles otherwise is another plan.
+        The order of the first epoch is included because NumPy versions may shuffle differently.
         """
         policy = asdict(self.policy)  # type: ignore[call-overload]
         fields = policy | vars(self.topology)
@@ -167,7 +167,7 @@ class Plan:
 
 
 def current_identity(identity: dict[str, Any]) -> dict[str, Any]:
-    """The identity of a plan, perhaps an old one, with the names that fields have now."""
+    """The identity of a plan with the present names of fields; old identities are converted."""
     return {_RENAMED.get(name, name): value for name, value in identity.items()}
 
 
@@ -189,15 +189,15 @@ def _row_plan(plan: EpochPlan, position: int) -> RowPlan | None:
         return None
     parts = plan.parts_of(position)
     samples, is_split = plan.sample[parts].tolist(), plan.packing.is_split[parts].tolist()
-    offsets, region = plan.packing.offset[parts].tolist(), plan.packing.split_tokens[position]
-    segments = _split_segments(plan, plan.packing, position) if region else {}
-    begin = int(plan.rank[position]) % plan.packing.context * int(region)
+    offsets, split_tokens = plan.packing.offset[parts].tolist(), plan.packing.split_tokens[position]
+    segments = _split_segments(plan, plan.packing, position) if split_tokens else {}
+    begin = int(plan.rank[position]) % plan.packing.context * int(split_tokens)
     first = (
         begin + offset - segments[sample][0] if is_split else 0
         for sample, offset, is_split in zip(samples, offsets, is_split, strict=True)
     )
     return RowPlan(
-        split_tokens=int(region),
+        split_tokens=int(split_tokens),
         tokens=tuple(plan.packing.tokens[parts].tolist()),
         offsets=tuple(offsets),
         is_split=tuple(is_split),

@@ -1,4 +1,4 @@
-"""The columns of a manifest that planning looks at, and the buckets they fall into."""
+"""The columns of a manifest that planning reads, and the buckets of its samples."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Samples:
-    """What planning knows of a data set: a row per sample, in the manifest's order.
+    """Shapes and lengths of the samples of a data set, in the manifest's order.
 
     Attributes:
       shape: [N, 3] int64, (frames, height, width) in pixels; zeros where only lengths are known.
@@ -112,7 +112,7 @@ _COLUMNS = ("frames", "height", "width", "seq_len")
 
 
 def _read_table(path: Path) -> pa.Table:
-    """The columns that planning knows; if they don't suffice, all, for the message."""
+    """The columns that planning uses; all columns if these do not suffice, for the message."""
     if not path.is_file():
         raise InputError(f"{path}: no such manifest; give the path of a .parquet or .csv file")
     try:
@@ -125,16 +125,14 @@ def _read_table(path: Path) -> pa.Table:
             table = pyarrow.parquet.read_table(path, columns=known if usable else None)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"{path}: not a readable manifest ({reason}); write it anew") from error
+        raise InputError(f"{path}: not a readable manifest ({reason}); write it again") from error
     if doubled := {name for name in table.column_names if table.column_names.count(name) > 1}:
-        raise InputError(
-            f"{path}: column {', '.join(sorted(doubled))} stands there twice; keep one"
-        )
+        raise InputError(f"{path}: column {', '.join(sorted(doubled))} exists twice; keep one")
     return table
 
 
 def _tokens(shape: np.ndarray, geometry: Geometry, place: str) -> np.ndarray:
-    """Tokens of each shape; refuses what no device could ever hold, before it overflows."""
+    """Tokens of each shape; raises InputError for sizes that would overflow."""
     about = shape.astype(np.float64).prod(axis=1) / np.prod(
         np.multiply(geometry.vae_stride, geometry.patch_size, dtype=np.float64)
     )
@@ -148,7 +146,7 @@ def _tokens(shape: np.ndarray, geometry: Geometry, place: str) -> np.ndarray:
 
 
 def _whole(values: np.ndarray, name: str, place: str) -> np.ndarray:
-    """The column as int64; refuses what is not a whole number of at least 1."""
+    """The column as int64; raises InputError unless all values are whole numbers from 1."""
     values = np.asarray(values)
     if values.dtype.kind not in "iuf":
         raise InputError(f"{place}: column {name} holds {values.dtype}; it must hold whole numbers")

@@ -26,7 +26,7 @@ _IN_COST_FILES = ("m_mem",)
 
 @dataclass(frozen=True)
 class PlanningConfig:
-    """What a micro-batch may hold, and who runs it.
+    """The planning section of a config: the policy, its bounds and the ranks.
 
     Attributes:
       policy: bucketed fixed, equal_tokens or dual_constraint; packed first_fit or balanced; the
@@ -35,30 +35,30 @@ class PlanningConfig:
       ranks_mode: of bucketed policies: synchronous (ranks share a bucket) or independent (each
         shape group draws its own, as in the paper).
       micro_batches_per_step: micro-batches that every rank accumulates before an update.
-      m_mem: most tokens of a micro-batch on one rank; null takes it from `cost_model`.
-      m_comp: most cost of a micro-batch, B·S^p for `dual_constraint`, the cost model's unit for
-        `balanced`; `longest` is the cost of the longest sample alone, `auto` what minimises the
-        predicted time of an epoch. Null takes it from `cost_model`, or else `longest` for
-        `dual_constraint` and no bound for `balanced`.
+      m_mem: maximum tokens of a micro-batch on one rank; null takes it from `cost_model`.
+      m_comp: maximum cost of a micro-batch, B·S^p for `dual_constraint`, in the cost model's unit
+        for `balanced`; `longest` is the cost of the longest sample alone, `auto` the value that
+        minimises the predicted time of an epoch. Null takes it from `cost_model`, or else
+        `longest` for `dual_constraint` and no bound for `balanced`.
       p: exponent of cost over sequence length; null takes it from `cost_model`, or else 2.
       rows: for `fixed`, a batch size, or one for each bucket's name (`17x16x16`).
-      ranks: data-parallel ranks that the plan is made for; null takes the mesh's. A multiple of
-        the mesh's lets fewer devices do the work of more, sample for sample.
-      ranks_per_group: where ranks are independent, ranks that share a bucket; null takes those of
-        an index along the mesh's `data` axis.
+      ranks: number of data-parallel ranks of the plan; null takes the mesh's. With a multiple of
+        the mesh's, fewer devices compute the same steps as more devices would.
+      ranks_per_group: in mode independent, number of ranks that share a bucket; null takes those
+        of one index along the mesh's `data` axis.
       cost_model: path of a cost-model JSON.
-      foreign_cost_model: accept one that was made for another model or device.
-      align: of packed rows: samples begin at multiples of this many tokens.
-      max_segments: most samples of a packed row; null for 2.5 times the mean (`first_fit`: 4).
-      look_ahead: steps that packed policies choose from at once.
-      max_delay: such windows that may defer a sample, under `balanced`.
+      foreign_cost_model: accept a cost model that was made for another model or device.
+      align: samples in packed rows begin at multiples of this many tokens.
+      max_segments: maximum samples of a packed row; null for 2.5 times the mean (`first_fit`: 4).
+      look_ahead: steps in a window, within which packed policies place samples.
+      max_delay: maximum number of windows by which `balanced` may defer a sample.
       context: ranks of a context-parallel group, over which `balanced` splits samples that are
         too long for one rank's fair share; 1 splits none. In training it follows mesh.context.
-      split_above: how many times a mean row's cost makes a sample too long: 1 is the fair share,
-        0 splits all.
-      link_bandwidth: bytes a second that a rank sends to its group, to predict what splitting
-        costs; 76 GB/s is what plain all-to-alls reach between H200s of one host.
-      options: settings of a registered policy that has some of its own.
+      split_above: samples whose cost exceeds this many times that of a mean row are split: 1 is
+        the fair share, 0 splits all.
+      link_bandwidth: bytes per second that a rank sends to its group, to predict the cost of
+        splitting; plain all-to-alls between H200s of one host reach 76 GB/s.
+      options: settings of a registered policy that has options.
     """
 
     policy: str = AUTO
@@ -116,7 +116,7 @@ class PlanningConfig:
             raise InputError(f"planning.p is {self.p}; it must be at most {_MOST_P:g}")
 
     def _check_policy(self) -> None:
-        """What the policy needs is given, and nothing that it cannot do is asked for."""
+        """Checks that required settings are given and that the policy supports the others."""
         policies = candidates(self.policy)
         for name in dict.fromkeys(name for policy in policies for name in policy.required):
             by_cost_model = name in _IN_COST_FILES
@@ -140,7 +140,7 @@ class PlanningConfig:
 
     @property
     def traits(self) -> type[PolicyTraits]:
-        """What the policy says of itself.
+        """The class of the policy, with its traits.
 
         Raises:
           ValueError: the policy is auto.
@@ -150,26 +150,26 @@ class PlanningConfig:
         return find_policy(self.policy)
 
     def resolved(self, packs: bool) -> "PlanningConfig":
-        """With a policy in place of auto: balanced where `packs`, else dual_constraint."""
+        """The config with auto replaced: by balanced if `packs`, otherwise by dual_constraint."""
         if self.policy != AUTO:
             return self
         return replace(self, policy=AUTO_PACKED if packs else AUTO_BUCKETED)
 
     def costs(self) -> CostFile:
-        """What the cost-model JSON says; nothing if there is none."""
+        """The content of the cost-model JSON; an empty `CostFile` if none is given."""
         return read_cost_file(Path(self.cost_model)) if self.cost_model else CostFile()
 
     def exponent(self, costs: CostFile | None = None) -> float:
-        """The p in force, `costs` being the cost model's file if not that of the config."""
+        """The p to use; `costs` replaces the config's cost model if given."""
         power = (costs or self.costs()).power
         return float(self.p or (power.p if power else 2.0))
 
     def tokens_bound(self, costs: CostFile | None = None) -> int | None:
-        """The M_mem in force; `costs` as in `exponent`."""
+        """The M_mem to use, or None; `costs` as in `exponent`."""
         return self.m_mem or (costs or self.costs()).m_mem
 
     def required_m_mem(self, costs: CostFile | None = None) -> int:
-        """The M_mem in force; `costs` as in `exponent`.
+        """The M_mem to use; `costs` as in `exponent`.
 
         Raises:
           InputError: neither the config nor the cost model gives it.
@@ -184,17 +184,17 @@ class PlanningConfig:
 
     @property
     def m_comp_value(self) -> float | None:
-        """The config's M_comp as a number; None where it is left open.
+        """The config's M_comp as a number, or None.
 
         Raises:
-          ValueError: it is yet to be found (auto or longest).
+          ValueError: it is auto or longest, whose value is not known yet.
         """
         if isinstance(self.m_comp, str):
             raise ValueError(f"planning.m_comp is {self.m_comp}; find its value first")
         return self.m_comp
 
     def predictor(self, costs: CostFile | None = None) -> CostModel:
-        """What predicts steps: the cost model's best form, or else B·S^p; see `exponent`."""
+        """The model that predicts steps: the cost model's best form, or else B·S^p."""
         costs = costs or self.costs()
         if costs.quadratic:
             return costs.quadratic
@@ -203,9 +203,9 @@ class PlanningConfig:
         return PowerCost(self.exponent(costs))
 
     def seconds_per_split_token(self, costs: CostFile | None = None) -> float:
-        """Predicted seconds of communication for each token of a rank that is split; 0 if unknown.
+        """Predicted seconds of communication per split token of a rank; 0 if unknown.
 
-        In an all-to-all a rank keeps 1/c of what it holds and sends the rest. `costs` as in
+        In an all-to-all a rank keeps 1/c of its bytes and sends the rest. `costs` as in
         `exponent`.
         """
         costs = costs or self.costs()
@@ -217,8 +217,8 @@ class PlanningConfig:
         """Raises InputError if the cost model was made for another model or device.
 
         Args:
-          model: fields of the architecture in use; those that the cost model knows must agree.
-          device: as JAX names it; None where it is not known.
+          model: fields of the model's architecture; those that the cost model has must be equal.
+          device: JAX's name of the device; None if unknown.
         """
         costs = self.costs()
         if self.foreign_cost_model or not self.cost_model:

@@ -1,4 +1,4 @@
-"""Replays a plan step by step: what training would take under a cost model, noise included."""
+"""Simulates a plan step by step with a cost model and noise."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """What a cost model doesn't know of a cluster.
+    """Properties of a cluster that cost models do not include.
 
     Attributes:
-      noise: spread of a rank's time for the same work: standard deviation of its logarithm.
-      all_reduce: added to every step once all ranks are done, in the cost model's unit.
-      seed: of the noise.
+      noise: standard deviation of the logarithm of a rank's time for the same work.
+      all_reduce: time added to every step after all ranks are done, in the cost model's unit.
+      seed: seed of the noise.
     """
 
     noise: float = 0.0
@@ -27,10 +27,10 @@ class SimulationSettings:
 
 @dataclass(frozen=True)
 class Simulation:
-    """An epoch as it would run.
+    """Metrics of a simulated epoch.
 
     Attributes:
-      seconds: of the epoch, in the cost model's unit.
+      seconds: time of the epoch, in the cost model's unit.
       tokens_per_second, samples_per_second: over all ranks.
       imbalance, imbalance_max: max/mean − 1 of the ranks' busy time; mean and largest over steps.
       idle: share of the ranks' time in which they wait for each other or the all-reduce.
@@ -53,7 +53,7 @@ def simulate(
     settings: SimulationSettings,
     seconds_per_split_token: float = 0.0,
 ) -> Simulation:
-    """Replays an epoch: every step takes its slowest rank and the all-reduce.
+    """Simulates an epoch: a step takes the time of its slowest rank plus the all-reduce.
 
     Args:
       plan: the epoch.

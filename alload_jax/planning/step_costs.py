@@ -1,4 +1,4 @@
-"""What a cost model says of every micro-batch, rank and step of a plan."""
+"""Predicted costs of the micro-batches, ranks and steps of a plan."""
 
 import numpy as np
 
@@ -11,9 +11,9 @@ def micro_batch_costs(
 ) -> np.ndarray:
     """Predicted cost of every micro-batch: [W] float64.
 
-    A packed row is computed whole, so it costs its tokens as padding and, for every sample, what
-    that costs beyond padding of its length. A split sample's share of that is equal on all ranks
-    of its group, which exchange heads for tokens.
+    All tokens of a packed row are computed, so its cost is that of its tokens as padding plus the
+    marginal cost of every sample. The marginal cost of a split sample is shared equally by the
+    ranks of its group, which exchange heads for tokens.
 
     Args:
       plan: an epoch.
@@ -42,9 +42,9 @@ def rank_costs(plan: EpochPlan, cost: np.ndarray) -> np.ndarray:
 
 
 def largest_indivisible_cost(plan: EpochPlan, seq_len: np.ndarray, model: CostModel) -> np.ndarray:
-    """[steps]: cost of each step's costliest single sample, alone in a micro-batch.
+    """[steps] cost of each step's most expensive sample, alone in a micro-batch.
 
-    Split samples do not count: several ranks share them.
+    Split samples do not count because several ranks share them.
     """
     largest = np.zeros(plan.steps)
     if plan.packing is None:

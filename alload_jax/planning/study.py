@@ -1,4 +1,4 @@
-"""Several policies over several numbers of ranks, planned and measured side by side."""
+"""Plans and evaluates several policies on several numbers of ranks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,13 +22,13 @@ class Case:
     """One policy on one number of ranks.
 
     Attributes:
-      name: of the policy, with its ranks' mode where it has one.
-      ranks: data-parallel ranks.
-      config: the settings in force.
+      name: name of the policy, with its mode of ranks if it has one.
+      ranks: number of data-parallel ranks.
+      config: the planning settings.
       plan: the plan.
-      epoch: the epoch that was measured.
-      metrics: of the epoch.
-      simulation: its replay; None where none was asked for.
+      epoch: the evaluated epoch.
+      metrics: metrics of the epoch.
+      simulation: simulation of the epoch; None if not requested.
     """
 
     name: str
@@ -40,26 +40,26 @@ class Case:
     simulation: Simulation | None
 
     def figures(self) -> dict[str, Any]:
-        """What was measured, as JSON values."""
+        """The metrics and the simulation, as JSON values."""
         content: dict[str, Any] = {"name": self.name, "metrics": asdict(self.metrics)}
         return content | ({"simulation": asdict(self.simulation)} if self.simulation else {})
 
     @property
     def plan_m_mem(self) -> int | None:
-        """The M_mem in force."""
+        """The plan's M_mem; None if it has none."""
         return getattr(self.plan.policy, "m_mem", None)
 
 
 @dataclass(frozen=True)
 class Study:
-    """What all cases share.
+    """The inputs that all cases share.
 
     Attributes:
-      samples: the data set.
+      samples: the samples of the data set.
       config: settings of all policies.
-      costs: the cost model's file.
-      seed, epoch: which order of samples.
-      replay: noise and all-reduce of the replay; None for no replay.
+      costs: the content of the cost model's file.
+      seed, epoch: seed and number of the epoch, which determine the order of samples.
+      replay: noise and all-reduce of the simulation; None for no simulation.
     """
 
     samples: Samples
@@ -71,26 +71,26 @@ class Study:
 
     @property
     def predictor(self) -> CostModel:
-        """What costs of every policy are measured by."""
+        """The cost model that evaluates all policies."""
         return self.config.predictor(self.costs)
 
     def cases(self, policies: Sequence[str], ranks: Sequence[int]) -> Iterator[Case]:
-        """Every policy on every number of ranks.
+        """Plans every policy on every number of ranks.
 
         Args:
-          policies: names, as `balanced`, or with the mode of their ranks, as
+          policies: names such as `balanced`, or names with a mode of ranks such as
             `equal_tokens:independent`.
-          ranks: data-parallel ranks.
+          ranks: numbers of data-parallel ranks.
 
         Raises:
-          InputError: a policy is unknown, or can't place a sample.
+          InputError: a policy is unknown or cannot place a sample.
         """
         for count in ranks:
             for policy in policies:
                 yield self.case(policy, count)
 
     def case(self, policy: str, ranks: int) -> Case:
-        """One policy on one number of ranks; see `cases`."""
+        """Plans one policy on one number of ranks; see `cases`."""
         config = policy_config(self.config, policy)
         plan = make_plan(replace(config, ranks=ranks), self.samples, ranks, self.seed, self.costs)
         epoch = plan.epoch(self.epoch)
@@ -107,7 +107,7 @@ class Study:
 
 
 def policy_config(config: PlanningConfig, policy: str) -> PlanningConfig:
-    """The settings for `balanced` or `equal_tokens:independent`, all else as `config` says.
+    """`config` with the policy `balanced` or the policy and mode `equal_tokens:independent`.
 
     Raises:
       InputError: the policy or the mode is unknown.
@@ -119,7 +119,7 @@ def policy_config(config: PlanningConfig, policy: str) -> PlanningConfig:
             f"policy {policy!r}: choose {name}:{f' or {name}:'.join(get_args(RanksMode))}"
         )
     if mode and traits.packed:
-        raise InputError(f"policy {policy!r}: packed rows have one shape on all ranks; say {name}")
+        raise InputError(f"policy {policy!r}: packed rows have one shape on all ranks; give {name}")
     named = replace(
         config,
         policy=name,
@@ -131,7 +131,7 @@ def policy_config(config: PlanningConfig, policy: str) -> PlanningConfig:
 
 
 def case_name(config: PlanningConfig) -> str:
-    """The policy as people call it."""
+    """The displayed name of the policy and its mode."""
     if not config.traits.packed:
         return f"{config.policy} ({config.ranks_mode})"
     return config.policy + (f" (split, c = {config.context})" if config.context > 1 else "")

@@ -1,4 +1,4 @@
-"""Who runs a step: data-parallel ranks, and which of them share a bucket."""
+"""The data-parallel ranks of a step, and which of them share a bucket."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,20 +9,20 @@ RanksMode = Literal["synchronous", "independent"]
 """`synchronous`: all ranks of a micro-batch share one bucket. `independent`: each shape group has
 its own.
 
-All ranks of packed policies have rows of the same shape, whatever the mode.
+All ranks of packed policies have rows of the same shape in both modes.
 """
 
 
 @dataclass(frozen=True)
 class RankTopology:
-    """Who runs a step.
+    """The ranks of a step.
 
     Attributes:
-      ranks: data-parallel ranks.
+      ranks: number of data-parallel ranks.
       mode: whether ranks share a bucket.
       micro_batches_per_step: micro-batches that a rank accumulates before it updates.
-      ranks_per_group: where ranks are independent, consecutive ranks of a shape group, which share
-        a bucket; it divides `ranks`.
+      ranks_per_group: in mode `independent`, number of consecutive ranks of a shape group, which
+        share a bucket; it divides `ranks`.
     """
 
     ranks: int

@@ -1,6 +1,6 @@
 """Named mixes of sample shapes, modelled on published training stages, for plans and benchmarks.
 
-No histogram of such data is published: shares and aspect ratios are assumptions, and parameters.
+No histogram of such data is published; shares and aspect ratios are assumptions.
 `wan-480p` follows Wan 2.1's joint 480p stage (arXiv 2503.20314), `mixed-resolution` Seaweed-7B's
 second stage (arXiv 2504.08685) and Open-Sora 2.0 (arXiv 2503.09642), `long-video-V35` to `-V60`
 the evaluation of Zellige (arXiv 2608.01150): the number is the share of tokens that is video.
@@ -55,7 +55,7 @@ class Component:
 
 
 def names() -> tuple[str, ...]:
-    """Every named workload."""
+    """The names of all workloads."""
     return (*_FIXED, *(f"long-video-V{share}" for share in _LONG_VIDEO_SHARES))
 
 
@@ -95,7 +95,7 @@ def components(
     geometry: Geometry,
     aspect_ratios: Mapping[tuple[int, int], float] = ASPECT_RATIOS,
 ) -> tuple[Component, ...]:
-    """What a workload is made of.
+    """The components of a workload.
 
     Raises:
       InputError: there is no such workload.
@@ -132,7 +132,7 @@ _FIXED: dict[str, tuple[Component, ...]] = {
 def _long_video(
     token_share: float, geometry: Geometry, aspect_ratios: Mapping[tuple[int, int], float]
 ) -> tuple[Component, ...]:
-    """Images and ten-second videos, of whose tokens `token_share` are video."""
+    """Components of images and ten-second videos; videos have `token_share` of the tokens."""
     images = [Component(1 / 4, area) for area in ("256p", "480p", "720p", "1080p")]
     videos = [Component(1 / 3, area, _LONG_VIDEO_FRAMES) for area in ("480p", "720p", "1080p")]
 

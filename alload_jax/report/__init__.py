@@ -1,1 +1,1 @@
-"""Pictures and figures from plans and runs."""
+"""Charts of plans and summaries of runs."""

@@ -1,8 +1,8 @@
-"""Charts as inline SVG, in percent of their box: any width, and text keeps its size.
+"""Charts as inline SVG with coordinates in percent, so that they fit any width at one text size.
 
-Curves sit in a nested, stretched SVG of 1000 × 1000 units whose strokes do not scale. Colours,
-strokes and heights are classes of `plan_page.css`: those of policies by `policy_colour`, `s0` to
-`s5` for lengths. Labels of class `minor` are left out where the window is narrow.
+Curves are in a nested, stretched SVG of 1000 × 1000 units whose strokes do not scale. Colours,
+strokes and heights are classes in `plan_page.css`: `policy_colour` gives those of policies, and
+`s0` to `s5` are those of lengths. Labels of class `minor` are hidden in narrow windows.
 """
 
 import math
@@ -18,7 +18,7 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True)
 class Tick:
-    """A labelled place on an axis; a minor one may be left unlabelled."""
+    """A labelled position on an axis; the label of a minor tick may be hidden."""
 
     value: float
     label: str
@@ -27,7 +27,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Axis:
-    """From values to percent of the box; `log` for a logarithmic one."""
+    """Maps values to percent of the box, on a linear or a logarithmic scale."""
 
     low: float
     high: float
@@ -36,7 +36,7 @@ class Axis:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """How far along the axis a value lies, 0 to 100."""
+        """Position of a value on the axis, 0 to 100; values outside are clipped."""
         if self.log:
             low, high = math.log(self.low), math.log(self.high)
             value = math.log(max(value, self.low))
@@ -46,7 +46,7 @@ class Axis:
 
 
 def linear_axis(high: float, title: str, label: str = "{:g}", factor: float = 1) -> Axis:
-    """From 0 to a round number at or above `high`; labels show value × factor."""
+    """An axis from 0 to a round number at or above `high`; labels show value × factor."""
     high = high if math.isfinite(high) and high > 0 else 1.0
     size = 10 ** math.floor(math.log10(high / 4))
     step = next(size * nice for nice in _NICE if size * nice * 4.999 >= high)
@@ -56,7 +56,7 @@ def linear_axis(high: float, title: str, label: str = "{:g}", factor: float = 1)
 
 
 def log_axis(low: float, high: float, title: str) -> Axis:
-    """From `low` to `high`, ticks at 1, 2 and 5 times powers of ten."""
+    """A logarithmic axis from `low` to `high` with ticks at 1, 2 and 5 times powers of ten."""
     if high <= low:
         low, high = low / 2, high * 2
     ticks = []
@@ -73,7 +73,7 @@ def log_axis(low: float, high: float, title: str) -> Axis:
 
 
 def compact(value: float) -> str:
-    """A few characters: 640, 4,400, 29k, 1.5×10⁶."""
+    """The number in a few characters: 640, 4,400, 29k, 1.5×10⁶."""
     if value == 0 or 1 <= abs(value) < 9_999.5:
         return f"{value:,.0f}" if value == round(value) or value >= 100 else f"{value:.2g}"
     if 9_999.5 <= abs(value) < 999_500:
@@ -86,32 +86,32 @@ def compact(value: float) -> str:
 
 
 def power_of_ten(exponent: int) -> str:
-    """10⁹ and the like."""
+    """A power of ten with a superscript, such as 10⁹."""
     return "10" + str(exponent).translate(_SUPERSCRIPTS)
 
 
 def policy_colour(index: int, count: int) -> str:
-    """CSS class of one of `count` policies: the baseline's, the best one's, or one between."""
+    """CSS class of policy `index` of `count`: the first is the baseline, the last the best."""
     if index == 0:
         return "p0"
     return "best" if index == count - 1 else f"p{1 + (index - 1) % 4}"
 
 
 def number(value: float) -> str:
-    """A coordinate, two decimals at most."""
+    """A coordinate with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if value else "0"
 
 
 def plot(x: Axis, y: Axis, marks: str, label: str, kind: str = "", x_lines: bool = True) -> str:
-    """Axes around marks: y's title above, x's below.
+    """Draws axes around marks, with y's title above and x's title below.
 
     Args:
-      x: from left to right.
-      y: from bottom to top.
-      marks: SVG in percent of the box.
-      label: what a person reads who cannot see it.
-      kind: more CSS classes.
-      x_lines: whether x's ticks have grid lines.
+      x: horizontal axis.
+      y: vertical axis.
+      marks: SVG with coordinates in percent of the box.
+      label: text alternative for screen readers.
+      kind: additional CSS classes.
+      x_lines: whether the ticks of x have grid lines.
     """
     lines, labels = [], []
     for tick in y.ticks:
@@ -135,7 +135,7 @@ def plot(x: Axis, y: Axis, marks: str, label: str, kind: str = "", x_lines: bool
 
 
 def rectangle(left: float, top: float, width: float, height: float, css: str, tip: str = "") -> str:
-    """A rectangle in percent of the box; `tip` shows when pointed at."""
+    """A rectangle with coordinates in percent of the box; `tip` is its tooltip."""
     place = (
         f'x="{number(left)}%" y="{number(top)}%" '
         f'width="{number(width)}%" height="{number(height)}%"'
@@ -146,7 +146,7 @@ def rectangle(left: float, top: float, width: float, height: float, css: str, ti
 
 
 def stretched(content: str) -> str:
-    """A nested box of 1000 × 1000 units for paths, which know no percent."""
+    """A nested box of 1000 × 1000 units for paths, which cannot use percent."""
     return (
         '<svg class="stretched" viewBox="0 0 1000 1000" preserveAspectRatio="none" '
         f'width="100%" height="100%">{content}</svg>'
@@ -154,20 +154,20 @@ def stretched(content: str) -> str:
 
 
 def line(x: Axis, y: Axis, xs: Iterable[float], ys: Iterable[float], css: str) -> str:
-    """A curve, to be put into `stretched`."""
+    """A curve for use within `stretched`."""
     return f'<polyline class="line {css}" points="{_points(x, y, xs, ys)}"/>'
 
 
 def band(
     x: Axis, y: Axis, xs: Sequence[float], low: Sequence[float], high: Sequence[float], css: str
 ) -> str:
-    """The area between two curves, to be put into `stretched`."""
+    """The area between two curves for use within `stretched`."""
     there, back = _points(x, y, xs, high), _points(x, y, xs[::-1], low[::-1])
     return f'<polygon class="band {css}" points="{there} {back}"/>'
 
 
 def dots(x: Axis, y: Axis, points: Iterable[tuple[float, float]], css: str, tip: str) -> str:
-    """A dot for each point; `tip` names what they are."""
+    """A dot for each point; `tip` names the quantity in the tooltips."""
     return "".join(
         f'<circle class="dot {css}" cx="{number(x.at(a))}%" cy="{number(100 - y.at(b))}%" r="3.5">'
         f"<title>{escape(tip)}: {escape(compact(b))} at {escape(compact(a))}</title></circle>"
@@ -176,7 +176,7 @@ def dots(x: Axis, y: Axis, points: Iterable[tuple[float, float]], css: str, tip:
 
 
 def legend(entries: Iterable[tuple[str, str]], title: str = "") -> str:
-    """Swatches (CSS classes, `line …` for lines) with names."""
+    """A legend of (CSS class, name); a class `line …` is drawn as a line, others as a box."""
     items = "".join(
         f'<li><svg class="key" aria-hidden="true">{_swatch(css)}</svg>{escape(name)}</li>'
         for css, name in entries
@@ -186,7 +186,7 @@ def legend(entries: Iterable[tuple[str, str]], title: str = "") -> str:
 
 
 def figure(title: str, sentence: str, content: str, kind: str = "") -> str:
-    """A chart with its title and one sentence on how to read it; `sentence` may hold markup."""
+    """A chart with a title and one sentence on how to read it; `sentence` may contain markup."""
     return (
         f'<figure class="{kind}"><figcaption><h2>{escape(title)}</h2>'
         f"<p>{sentence}</p></figcaption>{content}</figure>"
@@ -194,7 +194,7 @@ def figure(title: str, sentence: str, content: str, kind: str = "") -> str:
 
 
 def binned(values: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and maximum of at most `bins` runs of about equal length."""
+    """Splits values [N] into at most `bins` equal parts; returns their means and maxima [bins]."""
     starts = np.linspace(0, len(values), min(bins, len(values)), endpoint=False).astype(np.int64)
     counts = np.diff(np.append(starts, len(values)))
     values = np.nan_to_num(np.asarray(values, np.float64), posinf=0, neginf=0)

@@ -1,4 +1,4 @@
-"""Who waits for whom: what every rank computes in a step, stacked, and how long it waits."""
+"""Bars of a plan page: the cost of every rank in a step, and how long the rank waits."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,17 +23,17 @@ from alload_jax.report.plan_figures import cost_scale, percent, show_cost
 from alload_jax.report.plan_lengths import LengthClasses
 from alload_jax.report.plan_page_data import PolicyPart, StepBars
 
-_MOST_RANKS = 64
+_MAX_RANKS = 64
 _DENSE = 32
-_MOST_STEPS = 4
+_MAX_STEPS = 4
 _BAR = 0.8
 _SMALLEST = 0.02
 _STACKING = ("split", "whole", "padding")
 
 
 def bars_figure(policies: Sequence[PolicyPart], classes: LengthClasses, unit: str) -> str:
-    """The drawn steps of every policy on one scale; radio buttons choose the step."""
-    count = min(max(len(policy.steps) for policy in policies), _MOST_STEPS)
+    """Draws steps of every policy on one scale; radio buttons choose the step."""
+    count = min(max(len(policy.steps) for policy in policies), _MAX_STEPS)
     if not count:
         return ""
     drawn = [step for policy in policies for step in policy.steps[:count]]
@@ -43,8 +43,8 @@ def bars_figure(policies: Sequence[PolicyPart], classes: LengthClasses, unit: st
     y = linear_axis(y.high * factor, y.title)
     groups = [_group(policies, n, classes, unit, (y, factor)) for n in range(count)]
     sentence = (
-        "Every bar is a rank, stacked from the sequences that it computes in one optimizer step. "
-        "The step ends when the <b>slowest rank</b> does; the shaded rest is <b>waiting</b>."
+        "Every bar is a rank and stacks the sequences that it computes in one optimizer step. "
+        "The step ends when the <b>slowest rank</b> ends; the shaded part is <b>waiting</b>."
     )
     return figure(
         "Who waits for whom",
@@ -55,14 +55,14 @@ def bars_figure(policies: Sequence[PolicyPart], classes: LengthClasses, unit: st
 
 
 def rank_totals(step: StepBars) -> np.ndarray:
-    """[ranks]: cost of all that a rank computes in the step."""
+    """[ranks] total cost of each rank in the step."""
     ranks = np.fromiter((part[0] for part in step.parts), np.int64, len(step.parts))
     costs = np.fromiter((part[1] for part in step.parts), np.float64, len(step.parts))
     return np.bincount(ranks, weights=costs, minlength=max(step.ranks, 1))
 
 
 def _names(policies: Sequence[PolicyPart], count: int) -> list[str]:
-    """What to call the drawn steps: their number where all policies agree on it, or a letter."""
+    """Names of the drawn steps: numbers if all policies have the same ones, otherwise letters."""
     steps = [{p.steps[n].step for p in policies if n < len(p.steps)} for n in range(count)]
     if all(len(step) == 1 for step in steps):
         return [f"{step.pop():,}" for step in steps]
@@ -70,7 +70,7 @@ def _names(policies: Sequence[PolicyPart], count: int) -> list[str]:
 
 
 def _choice(groups: list[str], names: list[str]) -> str:
-    """Radio buttons that work without scripts; nothing to choose where there is one group."""
+    """Radio buttons that work without scripts; none if there is only one group."""
     if len(groups) == 1:
         return f'<div class="panels">{groups[0]}</div>'
     inputs = "".join(
@@ -106,7 +106,7 @@ def _panel(
 ) -> str:
     y, factor = scale
     totals = rank_totals(step)
-    drawn = min(len(totals), _MOST_RANKS)
+    drawn = min(len(totals), _MAX_RANKS)
     cut = f"first {drawn} of {len(totals):,} ranks" if drawn < len(totals) else ""
     x = _rank_axis(drawn, cut or "rank")
     waits = percent(float(idle_fraction(totals)))
@@ -126,7 +126,7 @@ def _panel(
 
 
 def _stacks(step: StepBars, drawn: int, y: Axis, factor: float, classes: LengthClasses) -> str:
-    """Bars as one path for each colour; small parts of equal colour are drawn as one."""
+    """Draws the bars as one path per colour; adjacent small parts of one colour are merged."""
     paths: dict[str, list[str]] = defaultdict(list)
     paddings = []
     base = np.zeros(drawn)
@@ -140,7 +140,7 @@ def _stacks(step: StepBars, drawn: int, y: Axis, factor: float, classes: LengthC
         top, tall = 1000 - 10 * high, 10 * (high - low)
         wide = number(10 * width)
         paths[css].append(f"M{number(10 * left)} {number(top)}h{wide}v{number(tall)}h-{wide}z")
-    # Split samples come last, so that no neighbour covers their outline.
+    # Split samples are drawn last, so that no neighbour covers their outline.
     ordered = sorted(paths.items(), key=lambda item: (item[0].endswith("split"), item[0]))
     content = "".join(f'<path class="{css}" d="{"".join(d)}"/>' for css, d in ordered)
     end = float(rank_totals(step).max())
@@ -161,20 +161,23 @@ def _stacks(step: StepBars, drawn: int, y: Axis, factor: float, classes: LengthC
 def _stacked_parts(
     step: StepBars, drawn: int, smallest: float, classes: LengthClasses
 ) -> list[tuple[int, float, str]]:
-    """(rank, cost, CSS class) from the bottom up: split samples, long to short, padding on top."""
+    """(rank, cost, CSS class) from bottom to top: split samples, whole samples, then padding.
+
+    Samples are stacked by decreasing length.
+    """
     parts = [part for part in step.parts if part[0] < drawn and part[1] > 0]
     parts.sort(key=lambda part: (part[0], _STACKING.index(part[3]), -part[2]))
     lengths = np.fromiter((part[2] for part in parts), np.int64, len(parts))
     stacked: list[tuple[int, float, str]] = []
-    for (rank, cost, _, region), index in zip(
+    for (rank, cost, _, kind), index in zip(
         parts, classes.position(lengths, classes.count).tolist(), strict=True
     ):
-        css = "padding" if region == "padding" else f"{classes.css(index)} {region}"
+        css = "padding" if kind == "padding" else f"{classes.css(index)} {kind}"
         if (
             stacked
             and stacked[-1][0] == rank
             and stacked[-1][2] == css
-            and (region == "padding" or min(cost, stacked[-1][1]) < smallest)
+            and (kind == "padding" or min(cost, stacked[-1][1]) < smallest)
         ):
             cost += stacked.pop()[1]
         stacked.append((rank, cost, css))
@@ -182,7 +185,7 @@ def _stacked_parts(
 
 
 def _lines(totals: np.ndarray, y: Axis) -> str:
-    """The makespan, and the mean that a perfect placement would end at."""
+    """Lines at the makespan and at the mean, which a perfectly balanced placement would reach."""
     lines = []
     for css, value in (("mean", float(totals.mean())), ("makespan", float(totals.max()))):
         place = number(100 - y.at(value))
@@ -191,10 +194,10 @@ def _lines(totals: np.ndarray, y: Axis) -> str:
 
 
 def _tips(step: StepBars, totals: np.ndarray, drawn: int, y: Axis, factor: float, unit: str) -> str:
-    """An invisible bar for each rank that says in words what it computes."""
+    """Invisible bars whose tooltips describe what each rank computes."""
     spans: dict[int, list[int]] = defaultdict(list)
-    for rank, _, seq_len, region in step.parts:
-        if rank < drawn and region != "padding":
+    for rank, _, seq_len, kind in step.parts:
+        if rank < drawn and kind != "padding":
             spans[rank].append(seq_len)
     end = float(totals.max())
     tips = []
@@ -219,11 +222,11 @@ def _rank_axis(drawn: int, title: str) -> Axis:
 
 
 def _legend(drawn: Sequence[StepBars], classes: LengthClasses) -> str:
-    regions = {part[3] for step in drawn for part in step.parts}
+    kinds = {part[3] for step in drawn for part in step.parts}
     entries = classes.legend()
-    if "split" in regions:
+    if "split" in kinds:
         entries.append(("split key-split", "split"))
-    if "padding" in regions:
+    if "padding" in kinds:
         entries.append(("padding", "padding, fixed cost"))
     entries += [("waiting", "waiting"), ("line makespan", "slowest rank"), ("line mean", "mean")]
     return legend(entries, "tokens")

@@ -1,4 +1,4 @@
-"""Curves of a plan page: imbalance over the epoch, time over M_comp, figures over ranks."""
+"""Curves of a plan page: imbalance over the epoch, time over M_comp, a metric over ranks."""
 
 from collections.abc import Sequence
 from html import escape
@@ -32,7 +32,7 @@ _TIPS = 50
 
 
 def epoch_figure(policies: Sequence[PolicyPart]) -> str:
-    """Imbalance of every step of an epoch: mean lines, and up to the worst step as a band."""
+    """Imbalance over the steps of an epoch: lines of the mean, bands up to the maximum."""
     known = [(n, policy) for n, policy in enumerate(policies) if len(policy.imbalance)]
     if not known:
         return ""
@@ -60,14 +60,14 @@ def epoch_figure(policies: Sequence[PolicyPart]) -> str:
         for n, p in known
     ]
     sentence = (
-        "How much longer the slowest rank takes than the mean one, from the first step to the "
-        "last. Bands reach up to the worst of the steps that share a point."
+        "How much longer the slowest rank takes than the mean of all ranks, from the first step to "
+        "the last. Bands reach up to the worst of the steps that share a point."
     ) + beyond
     return figure("Imbalance over the epoch", sentence, legend(names) + plot(x, y, marks, label))
 
 
 def _top(highs: list[np.ndarray]) -> tuple[float, str]:
-    """Where the axis ends, and a sentence if a few steps, such as the last, lie far above."""
+    """Upper end of the axis, and a sentence if a few steps, such as the last, exceed it."""
     usual = max(float(np.quantile(high, 0.97)) for high in highs)
     worst = max(float(high.max()) for high in highs)
     if worst <= 2 * usual or usual <= 0:
@@ -76,7 +76,13 @@ def _top(highs: list[np.ndarray]) -> tuple[float, str]:
 
 
 def curve_figure(values: np.ndarray, times: np.ndarray, chosen: float) -> str:
-    """Predicted time per epoch over M_comp, with the chosen bound."""
+    """Draws the predicted time per epoch over M_comp and marks the chosen M_comp.
+
+    Args:
+      values: [n] values of M_comp.
+      times: [n] predicted seconds per epoch; values that are not finite are skipped.
+      chosen: the chosen M_comp.
+    """
     keep = np.isfinite(times) & (values > 0)
     values, times = np.asarray(values)[keep], np.asarray(times)[keep]
     if not len(values):
@@ -101,8 +107,8 @@ def curve_figure(values: np.ndarray, times: np.ndarray, chosen: float) -> str:
         f"{compact(float(values[best]))}; {text}."
     )
     sentence = (
-        "A small M_comp leaves devices half empty, a large one lets long sequences hold "
-        "everyone up. The ring marks the chosen bound."
+        "With a small M_comp, micro-batches use little of the memory; with a large one, ranks wait "
+        "for long sequences. The ring marks the chosen bound."
     )
     return figure("Choosing M_comp", sentence, plot(x, y, marks, label))
 
@@ -110,7 +116,7 @@ def curve_figure(values: np.ndarray, times: np.ndarray, chosen: float) -> str:
 def ranks_figure(
     over_ranks: dict[str, list[tuple[int, float]]], name: str, policies: Sequence[PolicyPart]
 ) -> str:
-    """A metric of every policy over the number of ranks."""
+    """Draws the metric `name` of every policy over the number of ranks."""
     series = {key: sorted(points) for key, points in over_ranks.items() if points}
     if not series:
         return ""
@@ -169,7 +175,7 @@ def _middles(bins: int) -> list[float]:
 
 
 def _epoch_tips(known: list[tuple[int, PolicyPart]]) -> str:
-    """Invisible columns that say every policy's mean in that part of the epoch."""
+    """Invisible columns whose tooltips give every policy's mean in that part of the epoch."""
     coarse = [(policy.name, binned(policy.imbalance, _TIPS)[0]) for _, policy in known]
     tips = []
     for n in range(_TIPS):

@@ -1,4 +1,4 @@
-"""A plan's metrics in words: labels, formats and meanings; headline tiles and the table."""
+"""Metrics of a plan page: labels, formats and meanings; headline tiles and the table."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ Value = float | int | None
 
 
 class Metric(NamedTuple):
-    """How a metric is shown; `better` says which end is the good one."""
+    """How a metric is shown; `better` is "" if neither lower nor higher values are better."""
 
     label: str
     form: Literal["percent", "count", "number", "seconds", "times", "cost"]
@@ -22,16 +22,18 @@ class Metric(NamedTuple):
 
 METRICS: dict[str, Metric] = {
     "imbalance": Metric(
-        "Imbalance", "percent", "How much longer the slowest rank takes than the mean one."
+        "Imbalance", "percent", "How much longer the slowest rank takes than the mean of all ranks."
     ),
-    "imbalance_max": Metric("Worst imbalance", "percent", "Imbalance of the epoch's worst step."),
+    "imbalance_max": Metric(
+        "Worst imbalance", "percent", "Largest imbalance of a step in the epoch."
+    ),
     "idle": Metric("Idle", "percent", "Share of the ranks' time spent waiting for the slowest."),
     "excess": Metric(
-        "Above the bound", "percent", "Makespan over the least that any placement could reach."
+        "Above the bound", "percent", "Makespan relative to a lower bound for any placement."
     ),
-    "cost_cv": Metric("Cost CV", "percent", "Variation of cost over ranks, std over mean."),
-    "compute_cv": Metric("Compute CV", "percent", "Variation of B·S² over ranks, std over mean."),
-    "step_cv": Metric("Step CV", "percent", "Variation of the steps' duration over the epoch."),
+    "cost_cv": Metric("Cost CV", "percent", "Standard deviation of cost over ranks / mean."),
+    "compute_cv": Metric("Compute CV", "percent", "Standard deviation of B·S² over ranks / mean."),
+    "step_cv": Metric("Step CV", "percent", "Standard deviation of step time / mean."),
     "padding": Metric("Padding", "percent", "Share of computed tokens that belong to no sample."),
     "utilisation": Metric(
         "Memory used", "percent", "Real tokens over the M_mem of every micro-batch.", "higher"
@@ -44,22 +46,22 @@ METRICS: dict[str, Metric] = {
     "samples": Metric("Samples", "count", "Samples placed.", ""),
     "tokens": Metric("Tokens", "count", "Tokens of the samples placed.", ""),
     "buckets": Metric("Programs", "count", "Distinct micro-batch shapes to compile."),
-    "dropped": Metric("Dropped", "count", "Samples never placed; must be 0."),
+    "dropped": Metric("Dropped", "count", "Samples that were not placed; must be 0."),
     "duplicated": Metric("Duplicated", "count", "Placements beyond the first; must be 0."),
 }
-"""Name → how it is shown, in the order of the table."""
+"""Name of a metric → how it is shown, in the order of the table."""
 
 _SECONDS = ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (180.0, 1.0, "s"), (10800.0, 1 / 60, "min"))
 _HEADLINES = ("idle", "imbalance")
 
 
 def metric(name: str) -> Metric:
-    """How to show a metric; one that is not in the table keeps its name."""
+    """How to show a metric; metrics that `METRICS` lacks are shown with their names."""
     return METRICS.get(name) or Metric(name.replace("_", " "), "number", "", "")
 
 
 def show(name: str, value: Value, cost_unit: str = "") -> str:
-    """A metric's value in its format; a dash where there is none."""
+    """A metric's value as text; a dash if it is None or not finite."""
     if value is None or not math.isfinite(value):
         return "–"
     form = metric(name).form
@@ -75,7 +77,7 @@ def show(name: str, value: Value, cost_unit: str = "") -> str:
 
 
 def percent(value: float) -> str:
-    """39.2%, 0.12%, 710%, <0.01%."""
+    """The share in percent: 39.2%, 0.12%, 710%, <0.01%."""
     value = 100 * value
     if 0 < abs(value) < 0.005:
         return "<0.01%"
@@ -84,7 +86,7 @@ def percent(value: float) -> str:
 
 
 def cost_scale(high: float, unit: str) -> tuple[float, str]:
-    """(factor, name) of a unit that suits costs up to `high`."""
+    """(factor, name) of a readable unit for costs up to `high`."""
     if not math.isfinite(high) or high <= 0:
         return 1.0, unit
     if unit == "s":
@@ -97,7 +99,7 @@ def cost_scale(high: float, unit: str) -> tuple[float, str]:
 
 
 def show_cost(value: float, unit: str) -> str:
-    """12.3 s, 5.72×10⁹."""
+    """The cost with a readable unit: 12.3 s, 5.72×10⁹."""
     factor, name = cost_scale(value, unit)
     digits = value * factor
     text = f"{digits:,.0f}" if digits >= 1000 else f"{digits:.3g}"
@@ -105,7 +107,7 @@ def show_cost(value: float, unit: str) -> str:
 
 
 def headline(policies: Sequence[PolicyPart], cost_unit: str) -> str:
-    """Tiles from the baseline to the best policy."""
+    """Tiles that compare the baseline with the best policy."""
     before, after = policies[0], policies[-1]
     tiles = [
         _tile(name, before.metrics[name], after.metrics.get(name), cost_unit, len(policies) > 1)
@@ -119,21 +121,19 @@ def headline(policies: Sequence[PolicyPart], cost_unit: str) -> str:
 
 
 def lede(policies: Sequence[PolicyPart]) -> str:
-    """The page in one or two sentences; "" where idle time is not known."""
+    """The page's result in one sentence; "" if idle time is unknown."""
     before, after = policies[0], policies[-1]
     waits, waits_after = before.metrics.get("idle"), after.metrics.get("idle")
     if waits is None:
         return ""
-    text = (
-        f"Planned by <b>{escape(before.name)}</b>, ranks wait <b>{percent(waits)}</b> of the time"
-    )
+    text = f"With <b>{escape(before.name)}</b>, ranks wait <b>{percent(waits)}</b> of the time"
     if len(policies) > 1 and waits_after is not None:
-        text += f"; by <b>{escape(after.name)}</b>, <b>{percent(waits_after)}</b>"
+        text += f"; with <b>{escape(after.name)}</b>, <b>{percent(waits_after)}</b>"
     return f'<p class="lede">{text}.</p>'
 
 
 def speedup(before: PolicyPart, after: PolicyPart) -> float | None:
-    """How many times as fast an epoch is, by the first metric that both know."""
+    """Ratio of the speeds of an epoch, from the first metric that both policies have."""
     for name, faster in (("tokens_per_second", 1), ("seconds_per_epoch", -1), ("cost", -1)):
         first, last = before.metrics.get(name), after.metrics.get(name)
         if first and last and math.isfinite(first) and math.isfinite(last):
@@ -142,7 +142,7 @@ def speedup(before: PolicyPart, after: PolicyPart) -> float | None:
 
 
 def metrics_table(policies: Sequence[PolicyPart], cost_unit: str) -> str:
-    """Metrics as rows, policies as columns; the best of a row is set in bold."""
+    """A table of metrics (rows) and policies (columns); the best value of a row is bold."""
     present = {name for policy in policies for name in policy.metrics}
     names = [name for name in METRICS if name in present]
     names += [n for policy in policies for n in policy.metrics if n not in METRICS]
@@ -205,7 +205,7 @@ def _gain_tile(gain: float, baseline: str) -> str:
 
 
 def _bars(before: Value, after: Value) -> str:
-    """Two thin bars to the same scale, baseline above best."""
+    """Two thin bars on one scale: the baseline above the best policy."""
     pair = [v if v is not None and math.isfinite(v) and v > 0 else 0.0 for v in (before, after)]
     high = max(pair) or 1.0
     rects = "".join(

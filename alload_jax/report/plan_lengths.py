@@ -1,4 +1,4 @@
-"""Where samples, tokens and cost lie over the lengths of sequences."""
+"""Histograms of samples, tokens and cost over sequence length."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from alload_jax.report.charts import (
 )
 from alload_jax.report.plan_figures import percent
 
-_MOST_CLASSES = 6
+_MAX_CLASSES = 6
 _BINS_PER_CLASS = 6
 _FINE = 50
 _LONGEST_SHARE = 0.1
@@ -28,11 +28,11 @@ _LONGEST_SHARE = 0.1
 
 @dataclass(frozen=True)
 class LengthClasses:
-    """Classes of lengths, even on a logarithmic scale; classes count from the shortest.
+    """Classes of lengths of equal size on a logarithmic scale, numbered from the shortest.
 
     Attributes:
       low, high: shortest and longest sequence, in tokens.
-      count: how many classes.
+      count: number of classes.
     """
 
     low: int
@@ -41,14 +41,14 @@ class LengthClasses:
 
     @classmethod
     def of(cls, seq_len: np.ndarray) -> "LengthClasses":
-        """Those of a manifest: one for each doubling, at most six."""
+        """Classes for sequences of `seq_len` ([N] tokens): one per doubling, at most six."""
         low, high = (int(seq_len.min()), int(seq_len.max())) if len(seq_len) else (1, 1)
         low = max(low, 1)
         doublings = math.ceil(math.log2(max(high, low) / low))
-        return cls(low, max(high, low), min(max(doublings, 1), _MOST_CLASSES))
+        return cls(low, max(high, low), min(max(doublings, 1), _MAX_CLASSES))
 
     def position(self, seq_len: np.ndarray, parts: int) -> np.ndarray:
-        """Which of `parts` even parts of the logarithmic scale a length lies in."""
+        """[N] index of the part that each length lies in, of `parts` equal parts of the scale."""
         if self.high == self.low:
             return np.zeros(np.shape(seq_len), np.int64)
         scale = parts / math.log(self.high / self.low)
@@ -56,17 +56,17 @@ class LengthClasses:
         return np.minimum((place + 1e-9).astype(np.int64), parts - 1)
 
     def edge(self, position: float, parts: int) -> float:
-        """The length at which a part begins."""
+        """The length in tokens at which a part begins."""
         return self.low * (self.high / self.low) ** (position / parts)
 
     def css(self, index: int) -> str:
-        """The CSS class of a class: the longest is always the strongest colour."""
+        """CSS class of a class of lengths; the longest always has the strongest colour."""
         if self.count == 1:
             return "s3"
-        return f"s{round(index * (_MOST_CLASSES - 1) / (self.count - 1))}"
+        return f"s{round(index * (_MAX_CLASSES - 1) / (self.count - 1))}"
 
     def legend(self) -> list[tuple[str, str]]:
-        """(CSS class, range) of every class."""
+        """(CSS class, range of lengths as text) of every class."""
         edges = [compact(_two_digits(self.edge(n, self.count))) for n in range(1, self.count)]
         edges = [compact(self.low), *edges, compact(self.high)]
         if self.low == self.high:
@@ -75,7 +75,13 @@ class LengthClasses:
 
 
 def lengths_figure(seq_len: np.ndarray, cost: np.ndarray, classes: LengthClasses) -> str:
-    """Three histograms over length, one above the other."""
+    """Draws histograms of samples, tokens and cost over length, one above the other.
+
+    Args:
+      seq_len: [N] tokens of each sample.
+      cost: [N] cost of each sample.
+      classes: the classes of lengths.
+    """
     parts = classes.count * _BINS_PER_CLASS if classes.high > classes.low else 1
     fine = classes.position(seq_len, parts * _FINE)
     rows = [("samples", None), ("tokens", seq_len), ("cost", cost)]
@@ -96,7 +102,7 @@ def lengths_figure(seq_len: np.ndarray, cost: np.ndarray, classes: LengthClasses
 def _histogram(
     name: str, share: np.ndarray, height: np.ndarray, y_high: float, classes: LengthClasses
 ) -> str:
-    """One row: bars over log-spaced lengths, and the length on either side of which half lies."""
+    """Draws one histogram over log-spaced lengths and marks its median."""
     parts = len(height)
     x = log_axis(classes.low, classes.high, "sequence length (tokens, logarithmic)")
     y = _share_axis(y_high, f"share of {name}")
@@ -135,12 +141,12 @@ def _share_axis(high: float, title: str) -> Axis:
 
 
 def percent_tick(value: float) -> str:
-    """A short label: 0%, 7.5%, 50%."""
+    """A share as a short label: 0%, 7.5%, 50%."""
     return f"{100 * value:,.3g}%" if abs(value) < 10 else f"{100 * value:,.0f}%"
 
 
 def _longest_sentence(seq_len: np.ndarray, cost: np.ndarray) -> str:
-    """What the longest tenth of the samples hold, ties counted in part."""
+    """The share of tokens and cost in the longest tenth of the samples; ties count in part."""
     size = len(seq_len)
     if not size:
         return "The data set has no samples."

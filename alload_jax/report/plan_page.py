@@ -1,4 +1,4 @@
-"""One self-contained HTML page on how policies plan a data set."""
+"""Renders a self-contained HTML page that compares how policies plan a data set."""
 
 from html import escape
 from importlib.resources import files
@@ -46,7 +46,7 @@ Costs and times are predictions of the cost model, before any run.</footer>
 </html>
 """
 
-# Patterns are drawn in pixels, whatever the width of the chart that they fill.
+# Patterns are defined in pixels, so that they do not scale with the chart that they fill.
 _PATTERNS = (
     '<svg class="patterns" width="0" height="0" aria-hidden="true"><defs>'
     '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -54,7 +54,7 @@ _PATTERNS = (
     '<line class="hatch-line" x1="0" x2="0" y1="0" y2="6"/></pattern></defs></svg>'
 )
 
-# Without this script browsers show the same words, a little later, as titles.
+# Without this script browsers show the same texts as titles, after a delay.
 _SCRIPT = """(function () {
   var tip = document.getElementById("tip");
   document.querySelectorAll("svg title").forEach(function (title) {
@@ -80,7 +80,7 @@ _SCRIPT = """(function () {
 
 
 def render(page: PlanPage) -> str:
-    """The page as HTML: nothing is loaded, and equal pages give equal text."""
+    """The page as HTML. It loads nothing, and equal pages give equal text."""
     return _TEMPLATE.format(
         title=escape(page.title),
         css=(files("alload_jax.report") / "plan_page.css").read_text(encoding="utf-8"),
@@ -94,7 +94,7 @@ def render(page: PlanPage) -> str:
 
 
 def write_page(path: str | Path, page: PlanPage) -> None:
-    """Writes the page, whole or not at all.
+    """Writes the page atomically.
 
     Raises:
       InputError: the path cannot be written.
@@ -137,7 +137,7 @@ def _facts(facts: dict[str, str]) -> str:
 def _table(page: PlanPage) -> str:
     return (
         '<section class="figures"><h2>All figures</h2>'
-        "<p>Means over the steps of an epoch; the best of each row is set in bold.</p>"
+        "<p>Means over the steps of an epoch; the best value of each row is bold.</p>"
         f"{metrics_table(page.policies, page.cost_unit)}</section>"
     )
 

@@ -1,11 +1,8 @@
-"""What a plan page shows; filled from plans by the caller, drawn by `plan_page.py`."""
+"""The data of a plan page, which `plan_page.py` draws."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-
-Region = Literal["whole", "split", "padding"]
 
 
 @dataclass(frozen=True)
@@ -13,10 +10,10 @@ class StepBars:
     """One optimizer step of one policy.
 
     Attributes:
-      step: its index within the epoch.
-      ranks: all of them, also those beyond what is drawn.
-      parts: (rank, cost, seq_len, region) of every sample or padding on every rank, so that mean
-        and makespan are those of the whole step. The region is that of `Region`.
+      step: index of the step within the epoch.
+      ranks: number of ranks, including those that are not drawn.
+      parts: (rank, cost, seq_len, kind) of every sample and padding on every rank; the kind is
+        "whole", "split" or "padding".
     """
 
     step: int
@@ -29,11 +26,11 @@ class PolicyPart:
     """An epoch as one policy plans it.
 
     Attributes:
-      name: as people call it, `equal_tokens (independent)`.
-      metrics: name → value; names of `plan_figures.METRICS` get its labels and formats, others
-        are shown as they are; None is shown as a dash.
-      steps: those to draw, about three.
-      imbalance: [steps] max/mean − 1 of cost over ranks; may be long.
+      name: displayed name, such as `equal_tokens (independent)`.
+      metrics: name → value; `plan_figures.METRICS` gives labels and formats; metrics that it lacks
+        are shown with their names, and None as a dash.
+      steps: the steps to draw, about three.
+      imbalance: [steps] max/mean − 1 of cost over ranks.
     """
 
     name: str
@@ -47,16 +44,16 @@ class PlanPage:
     """A data set and how policies plan it.
 
     Attributes:
-      title: the page's.
-      facts: what the plans were made for: `data set`, `ranks`, `M_mem`, `cost model`, …
+      title: title of the page.
+      facts: settings of the plans: `data`, `ranks`, `M_mem`, `cost model`, …
       seq_len: [N] int64, tokens of every sample of the manifest.
       sequence_cost: [N], cost of each sample alone.
-      cost_unit: `s`, or "" where costs have no unit.
+      cost_unit: `s`, or "" if costs have no unit.
       policies: at least one; the first is the baseline, the last the best.
-      curve: (M_comp values, predicted time per epoch, chosen M_comp), or None.
+      curve: ([n] values of M_comp, [n] predicted seconds per epoch, chosen M_comp), or None.
       over_ranks: policy → [(ranks, value)], or None.
-      notes: plain sentences for the end.
-      over_ranks_metric: what the values of `over_ranks` are, a name of `plan_figures.METRICS`.
+      notes: sentences at the end of the page.
+      over_ranks_metric: metric of the values in `over_ranks`, a name in `plan_figures.METRICS`.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""The page of `alload plan --report`: from measured cases to what the page draws."""
+"""Makes the page of `alload plan --report` from the cases of a study."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,9 +15,9 @@ from alload_jax.planning.study import Case, Study
 from alload_jax.report.plan_page import PlanPage, PolicyPart, StepBars, write_page
 
 _DRAWN_AT = (0.25, 0.5, 0.75)
-"""Places in the epoch whose steps are drawn."""
+"""Positions of the drawn steps in the epoch, as shares of its steps."""
 
-_SHOWN = (
+_METRICS = (
     "imbalance",
     "imbalance_max",
     "idle",
@@ -36,14 +36,14 @@ _SHOWN = (
 def write_report(
     path: str | Path, study: Study, cases: Sequence[Case], data: str, cost_model: str
 ) -> None:
-    """Writes the page: the cases of the first number of ranks in full, the others as curves.
+    """Writes the page: cases with the first number of ranks in full, the others as curves.
 
     Args:
-      path: of the HTML file.
-      study: what the cases share.
-      cases: the first is the baseline.
-      data: the data set in words.
-      cost_model: where the cost model comes from, in words.
+      path: the HTML file to write.
+      study: the study of the cases.
+      cases: the planned cases; the first is the baseline.
+      data: description of the data set.
+      cost_model: description of the cost model's source.
 
     Raises:
       InputError: the path cannot be written.
@@ -74,7 +74,7 @@ def _policy_part(case: Case, study: Study) -> PolicyPart:
     epoch, seq_len = case.epoch, study.samples.seq_len
     seconds = case.config.seconds_per_split_token(study.costs)
     cost = rank_costs(epoch, micro_batch_costs(epoch, seq_len, study.predictor, seconds))
-    metrics = {k: v for k, v in asdict(case.metrics).items() if k in _SHOWN}
+    metrics = {k: v for k, v in asdict(case.metrics).items() if k in _METRICS}
     if _unit(study.predictor) and case.metrics.cost:
         metrics["seconds_per_epoch"] = case.metrics.cost
         metrics["tokens_per_second"] = case.metrics.tokens / case.metrics.cost
@@ -92,7 +92,7 @@ def _bars(
     model: CostModel,
     seconds_per_split_token: float,
 ) -> StepBars:
-    """What each rank of a step is busy with."""
+    """The samples and padding that each rank of a step computes, with their costs."""
     part = epoch.only(step)
     total = micro_batch_costs(part, seq_len, model, seconds_per_split_token)
     owner, lengths = part.micro_batch_of_part(), seq_len[part.sample]
@@ -114,7 +114,11 @@ def _bars(
 def _packed_costs(
     part: EpochPlan, lengths: np.ndarray, model: CostModel
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of every part: its tokens, and its share of its sample's marginal cost."""
+    """Cost of every part, and whether it is split.
+
+    The cost of a part is that of its tokens as padding plus its share of its sample's marginal
+    cost.
+    """
     assert part.packing is not None
     tokens, is_split = part.packing.tokens, part.packing.is_split
     marginal = marginal_cost(model, lengths)
@@ -123,7 +127,7 @@ def _packed_costs(
 
 
 def _curve(cases: Sequence[Case], study: Study) -> tuple[np.ndarray, np.ndarray, float] | None:
-    """Time over M_comp, of the first policy that always has one."""
+    """Predicted time over M_comp of the first policy that has an M_comp by default."""
     for case in cases:
         if case.config.traits.m_comp_by_default:
             curve = m_comp_curve(case.config, study.samples, case.plan.topology, study.costs)
@@ -141,14 +145,14 @@ def _over_ranks(cases: Sequence[Case]) -> dict[str, list[tuple[int, float]]] | N
 
 
 def _notes(study: Study, cost_model: str) -> tuple[str, ...]:
-    notes = ["Every figure on this page is predicted by a cost model, none is measured."]
+    notes = ["A cost model predicts every figure on this page; none is measured."]
     if study.costs.origin == "analytic":
         notes.append(
             "The cost model counts FLOPs and bytes; `alload calibrate` measures one on your device."
         )
     if study.replay:
         notes.append(
-            f"The replay adds noise of {study.replay.noise:.0%} and "
+            f"The simulation adds noise of {study.replay.noise:.0%} and "
             f"{study.replay.all_reduce:g} s of all-reduce to every step."
         )
     return (*notes, f"Cost model: {cost_model}.")

@@ -1,4 +1,4 @@
-"""The figures that a run ends with."""
+"""The summary of a finished run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,18 +21,22 @@ def summarise(
     peak_memory: int | None,
     seconds: float,
 ) -> dict[str, Any]:
-    """The summary of a run.
+    """Summarises a run.
 
     Args:
       rows: metrics of its steps.
-      steps: optimizer steps done.
-      figures: of evaluators, by name.
-      peak_memory: bytes in use on the fullest device at most, if known.
-      seconds: wall-clock time of the last start, compilation and sampling included.
+      steps: number of optimizer steps done.
+      figures: results of the evaluators, by name.
+      peak_memory: peak bytes in use on the fullest device, if known.
+      seconds: wall-clock time since the last start, including compilation and sampling.
 
     Returns:
-      `loss_first` and `loss_last` are means over samples of the first and last 50 steps;
-      `imbalance` and `padding` means over steps; `tokens_per_second` counts real tokens.
+      The figures by name. `loss_first` and `loss_last` are means over the samples of the first and
+      last 50 steps; `imbalance` and `padding` are means over steps; `tokens_per_second` excludes
+      padding.
+
+    Raises:
+      InputError: there are no rows.
     """
     if not rows:
         raise InputError("metrics.jsonl of the run folder is empty; there is nothing to summarise")
@@ -59,7 +63,7 @@ def summarise(
 
 
 def read_summary(folder: Path, steps: int) -> dict[str, Any] | None:
-    """The summary that a run of so many steps has left; None if there is none."""
+    """The summary of a run that finished after `steps` steps; None if there is none."""
     summary = read_json(folder / "summary.json")
     return summary if summary and summary["steps"] == steps else None
 

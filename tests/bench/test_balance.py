@@ -1,4 +1,4 @@
-"""`alload bench balance`: figures from what was measured, and a run on two CPU devices."""
+"""`alload bench balance`: figures of measurements, and a run on two CPU devices."""
 
 import json
 import os
@@ -50,18 +50,24 @@ def test_figures_by_hand():
         (("--cost-model", "nowhere.json"), "--cost-model nowhere.json: no such cost model"),
         (("--cost-model", str(COSTS), "--steps", "0"), "--steps 0: it must be at least 1"),
         (("--cost-model", str(COSTS), "--longest", "0"), "--longest 0: it must be at least 1"),
-        (("--cost-model", str(COSTS), "--picture", "no/x.png"), "--picture no/x.png: no file in"),
-        (("--cost-model", str(COSTS), "--out", "no/such/x.json"), "no file in an existing folder"),
+        (
+            ("--cost-model", str(COSTS), "--picture", "no/x.png"),
+            "no/x.png: not a file in",
+        ),
+        (
+            ("--cost-model", str(COSTS), "--out", "no/such/x.json"),
+            "not a file in an existing folder",
+        ),
         (("--cost-model", str(COSTS), "--out", "/proc/x.json"), "/proc/x.json: cannot be written"),
         (("--cost-model", __file__), r"--cost-model .*test_balance\.py: not JSON"),
     ],
 )
-def test_wrong_flags_are_named(flags, reason):
+def test_invalid_flags_are_named(flags, reason):
     with pytest.raises(InputError, match=reason):
         main(["bench", "balance", *flags])
 
 
-def test_a_picture_that_cannot_be_drawn_is_one_line_after_the_figures(tmp_path, monkeypatch):
+def test_a_failed_picture_is_one_line_after_the_json_is_written(tmp_path, monkeypatch):
     found = measured([1.0], [10.0], None) | {
         "tokens": 600,
         "devices": 1,
@@ -75,14 +81,14 @@ def test_a_picture_that_cannot_be_drawn_is_one_line_after_the_figures(tmp_path, 
     out, picture = tmp_path / "x.json", tmp_path / "x.png"
     flags = ["--cost-model", str(COSTS), "--cases", "balanced", "--out", str(out)]
     with pytest.raises(
-        InputError, match=r"--picture .*x\.png: no case was measured on GPUs.* are written"
+        InputError, match=r"--picture .*x\.png: no case was measured on GPUs; .* was written"
     ):
         main(["bench", "balance", *flags, "--picture", str(picture)])
     assert json.loads(out.read_text())["cases"][0]["figures"]["tokens_per_second"] == 60.0
 
 
 @pytest.mark.parametrize(("model", "said"), [("tiny", True), ("1.3b", False)])
-def test_costs_of_another_model_are_said_to_be_that(model, said, tmp_path, monkeypatch, capsys):
+def test_cost_models_of_other_models_print_a_warning(model, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "alload_jax.commands.bench_balance.measured", lambda *_: {"error": "out of memory"}
     )
@@ -93,7 +99,7 @@ def test_costs_of_another_model_are_said_to_be_that(model, said, tmp_path, monke
     assert "num_layers" not in printed
 
 
-def test_the_picture_is_of_the_first_case_and_balanced(tmp_path, monkeypatch):
+def test_the_picture_shows_the_first_case_and_balanced(tmp_path, monkeypatch):
     drawn = []
     draw = "alload_jax.bench.balance_picture._draw"
     monkeypatch.setattr(draw, lambda axis, case: drawn.append(case["case"]))
@@ -110,7 +116,7 @@ def test_the_picture_is_of_the_first_case_and_balanced(tmp_path, monkeypatch):
     assert drawn == ["equal_tokens-independent", "balanced-split"]
 
 
-def test_what_is_the_user_s_fault_ends_the_command_in_one_line(tmp_path):
+def test_user_errors_end_the_command_in_one_line(tmp_path):
     flags = ["--model", "tiny", "--cost-model", str(COSTS), "--out", str(tmp_path / "x.json")]
     with pytest.raises(InputError, match=r"^policy equal_tokens: m_mem is 100 tokens"):
         main(["bench", "balance", *flags, "--m-mem", "100"])
@@ -132,7 +138,7 @@ def test_every_case_runs_on_two_devices(tmp_path):
     assert all(case["figures"]["tokens_per_second"] > 0 for case in [first, *others])
 
 
-def test_the_table_in_the_docs_is_that_of_the_results(capsys, monkeypatch):
+def test_the_docs_contain_the_table_of_the_results(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     workloads = ["long-video-V60", "long-video-V35", "wan-480p", "mixed-resolution"]
     flags = ["--suffix", "h200_x2", "--print", "--workloads", *workloads]

@@ -1,4 +1,4 @@
-"""What results say of how they came about."""
+"""The command line recorded with results."""
 
 import sys
 
@@ -15,6 +15,6 @@ from alload_jax.commands.bench_output import typed
         (["/home/someone/alload_jax/cli.py"], "cli.py"),
     ],
 )
-def test_the_command_is_as_typed_without_the_machines_folders(argv, command, monkeypatch):
+def test_the_command_is_recorded_without_absolute_folders(argv, command, monkeypatch):
     monkeypatch.setattr(sys, "argv", argv)
     assert typed() == command

@@ -1,4 +1,4 @@
-"""`alload calibrate`: one run of a tiny model on this host, and how it refuses."""
+"""`alload calibrate`: a run of a tiny model on this host, and refusals."""
 
 import math
 
@@ -69,7 +69,7 @@ def test_a_tiny_model_is_calibrated(config, tmp_path, capsys):
     assert "held out" in capsys.readouterr().out
 
 
-def test_what_was_measured_before_an_interrupt_is_fitted(config, tmp_path, monkeypatch):
+def test_measurements_before_an_interrupt_are_fitted(config, tmp_path, monkeypatch):
     def interrupted(self, m_mem):
         for n in range(6):
             yield calibration.Outcome(Case(1, 4 * 2**n), 0.1 + n, 0.1, 9.0, 3, 10)
@@ -87,14 +87,14 @@ def test_what_was_measured_before_an_interrupt_is_fitted(config, tmp_path, monke
 
 @pytest.mark.parametrize("seq_len", [1, 7, 256, 32_760, 80_000, 65_537])
 @pytest.mark.parametrize("patch", [(1, 2, 2), (1, 4, 4), (2, 3, 1)])
-def test_latents_make_as_many_tokens_as_asked_for(seq_len, patch):
+def test_latents_have_the_requested_number_of_tokens(seq_len, patch):
     rows, *latents = Case(3, seq_len).latents(patch)
     assert rows == 3
     assert math.prod(latents) == seq_len * math.prod(patch)
     assert all(size % p == 0 for size, p in zip(latents, patch, strict=True))
 
 
-def test_the_grid_grows_and_keeps_within_memory():
+def test_the_grid_is_ascending_and_within_memory():
     cases = grid(256, 80_000, 100_000)
     assert [c.tokens for c in cases] == sorted(c.tokens for c in cases)
     assert {c.seq_len for c in cases} >= {256, 512, 65_536, 80_000}
@@ -102,7 +102,7 @@ def test_the_grid_grows_and_keeps_within_memory():
     assert max(c.tokens for c in grid(256, 4096, 5000)) <= 5000
 
 
-def test_held_out_points_do_not_enter_the_fit():
+def test_held_out_points_do_not_affect_the_fit():
     model = QuadraticCost(0.1, 1e-4, 1e-8, 1e-3)
     cases = grid(256, 16_384, 70_000)
     points = [
@@ -119,11 +119,11 @@ def test_held_out_points_do_not_enter_the_fit():
 
 
 def test_the_memory_check_runs_steps_at_m_mem_and_beyond(monkeypatch):
-    asked = []
+    calls = []
 
     def measured(settings):
-        asked.append(settings)
-        return {"seconds": 1.0, "peak_bytes": 5e8} if len(asked) == 1 else {"error": "no memory"}
+        calls.append(settings)
+        return {"seconds": 1.0, "peak_bytes": 5e8} if len(calls) == 1 else {"error": "no memory"}
 
     monkeypatch.setattr("alload_jax.bench.memory_check._measured", measured)
     costs = CostFile(
@@ -138,13 +138,13 @@ def test_the_memory_check_runs_steps_at_m_mem_and_beyond(monkeypatch):
     assert (within["rows"], within["seq_len"]) == (24, 4096)
     assert within["relative_error"] == pytest.approx((1e8 + 4e3 * 24 * 4096 + 24e5) / 5e8 - 1)
     assert beyond["tokens"] >= 1.1 * costs.m_mem / 0.95
-    assert asked[0]["condition_tokens"] == 3
-    assert "condition_tokens" not in asked[0]["model"]
+    assert calls[0]["condition_tokens"] == 3
+    assert "condition_tokens" not in calls[0]["model"]
     costs.details["memory"]["shortest"] = 256
     assert check_memory(costs)["within"]["seq_len"] == 256
 
 
-def test_every_flag_reaches_the_process_that_measures():
+def test_every_flag_is_passed_to_the_measuring_process():
     parser = calibrate.argparse.ArgumentParser()
     calibrate.add_arguments(parser)
     named = {action.dest for action in parser._actions} - {"help", "set", "memory_check"}
@@ -158,7 +158,7 @@ def test_every_flag_reaches_the_process_that_measures():
     ("flags", "words"),
     [
         (["--config", "none.yaml", "--out", "c.json"], "none.yaml: no such config"),
-        (["--config", "tiny.yaml", "--out", "no/c.json"], "no file in an existing folder"),
+        (["--config", "tiny.yaml", "--out", "no/c.json"], "not a file in an existing folder"),
         (["--config", "tiny.yaml", "--out", "c.json", "--seconds", "0"], "must be above 0"),
         (["--config", "tiny.yaml", "--out", "c.json", "--margin", "1"], "below 1"),
         (["--config", "tiny.yaml", "--out", "c.json", "--layers", "0"], "at least 1"),

@@ -40,7 +40,7 @@ def profile(*planes):
 HOST = plane("/host:CPU", {"python": [("alload step", 0, 10), ("alload step", 20, 40)]})
 
 
-def test_overlapping_kernels_count_once_and_collectives_apart():
+def test_overlapping_kernels_count_once_and_collectives_separately():
     first = plane(
         "/device:GPU:0",
         {
@@ -57,11 +57,11 @@ def test_overlapping_kernels_count_once_and_collectives_apart():
     assert exposed == [pytest.approx([3e-3, 0]), pytest.approx([2e-3, 0])]
 
 
-def test_a_profile_without_gpus_shows_none():
+def test_a_profile_without_gpus_has_no_device_times():
     assert device_seconds(profile(HOST)) is None
 
 
-def test_steps_run_once_each_in_turn():
+def test_every_step_runs_once_in_order():
     done = []
     found = traced([lambda n=n: done.append(float(jnp.float32(n) + 1)) for n in range(3)])
     assert done == [1.0, 2.0, 3.0]

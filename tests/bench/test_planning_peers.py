@@ -1,4 +1,4 @@
-"""`benchmarks/planning_peers.py`: from the peers' batches to an epoch, and what is counted."""
+"""`benchmarks/planning_peers.py`: epochs from the peers' batches, and their figures."""
 
 import importlib
 import sys
@@ -53,7 +53,7 @@ def test_padded_batches_cost_rows_times_the_longest(program, peers, case):
     assert figures["dropped"] == figures["duplicated"] == figures["uneven_steps"] == 0
 
 
-def test_repeated_samples_count_once_and_dropped_ones_not_at_all(program, peers, case):
+def test_repeated_samples_count_once_and_dropped_samples_do_not_count(program, peers, case):
     epoch = peers.padded_epoch([[array(0, 0), array(0, 1, 3)]], SEQ_LEN)
     figures = program.measure(epoch, case, COST)
     assert figures["dropped"] == 2
@@ -73,7 +73,7 @@ def test_ranks_without_a_row_wait(program, peers, case):
     assert (figures["uneven_steps"], figures["uneven_samples"]) == (1, 1)
 
 
-def test_the_fastest_is_best_whatever_its_order(program):
+def test_the_fastest_is_best_in_any_order(program):
     rows = [
         {"tokens_per_second": 1.0, "order_correlation": 0.0},
         {"tokens_per_second": 3.0, "order_correlation": 0.9},
@@ -82,18 +82,18 @@ def test_the_fastest_is_best_whatever_its_order(program):
     assert program.best(rows) == 1
 
 
-def test_later_rounds_keep_what_was_chosen(program, peers):
+def test_later_rounds_keep_the_chosen_settings(program, peers):
     chosen = peers.Lhotse(True, num_buckets=None)
     assert program.merged(chosen, peers.Lhotse(True, quadratic=5)) == peers.Lhotse(True, None, 5)
 
 
-def test_tuning_keeps_as_many_steps_where_ranks_allow(program, peers):
+def test_tuning_keeps_the_number_of_steps_if_ranks_suffice(program, peers):
     assert program.smaller(peers.Case("tiny", 100_000, 64), 20_000).ranks == 12
     assert program.smaller(peers.Case("tiny", 100_000, 8), 20_000).ranks == 8
     assert program.smaller(peers.Case("tiny", 100, 8), 20_000).size == 100
 
 
-def test_a_table_leaves_out_what_a_planner_has_not(program):
+def test_a_table_has_empty_cells_for_missing_metrics(program):
     row = dict.fromkeys(program.COLUMNS, 0.0) | {"planner": "ours"}
     del row["packed_per_second"]
     last = program.table([row]).splitlines()[-1]

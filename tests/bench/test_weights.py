@@ -1,4 +1,4 @@
-"""Weights to measure with: none is zero, and those that were drawn stay."""
+"""Weights for benchmarks: no parameter is all zero, and others keep their values."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.state import init_state
 
 
-def test_only_parameters_of_zeros_are_drawn_and_all_stay_where_they_lie():
+def test_only_zero_parameters_are_drawn_and_all_keep_their_sharding():
     spec = training_spec(config_from_fields(training_fields(MODELS["tiny"])))
     mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
     fresh = jax.tree.map(np.asarray, init_state(spec, mesh, 0).params)

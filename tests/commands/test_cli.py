@@ -41,7 +41,7 @@ def alload(folder, capsys):
 
 @pytest.fixture
 def refused(alload, folder):
-    """Runs what must be refused: status 2, one line, nothing printed or written."""
+    """Runs a command that must be refused with status 2 and one line, without other output."""
 
     def run(*argv):
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -84,14 +84,14 @@ def test_plan_prints_every_metric_as_json(alload):
 
 
 @pytest.mark.parametrize("show", [[], ["--json"]])
-def test_plan_writes_its_file_beside_what_it_prints(alload, folder, show):
+def test_plan_writes_its_file_in_addition_to_its_output(alload, folder, show):
     status, out, _ = alload(*plan(*BOUNDS, "--out", "new/plan.parquet", *show))
     assert status == 0
     assert pa.parquet.read_table(folder / "new/plan.parquet").num_rows == 12
     assert ("plan: new/plan.parquet" in out) == (not show)
 
 
-def test_metrics_that_are_not_known_are_dashes(alload):
+def test_unknown_metrics_are_dashes(alload):
     flags = ["--policy", "fixed", "--rows", 2, "--ranks", 2, "--p", 2]
     (line,) = [line for line in alload(*plan(*flags))[1].splitlines() if "utilisation" in line]
     assert "–" in line
@@ -118,7 +118,7 @@ def test_geometry_flags_decide_the_tokens_of_shapes(alload):
     assert tokens("--vae-stride", "1,1,1", "--patch-size", "1,1,1") == 64 * 64 * 35
 
 
-def test_a_manifest_of_our_own_writer_brings_its_stride(alload, folder):
+def test_a_manifest_written_by_alload_gives_its_stride(alload, folder):
     table = pa.parquet.read_table(folder / "m.parquet")
     notes = {b"alload-manifest": json.dumps({"vae_stride": [1, 16, 16]}).encode()}
     pa.parquet.write_table(table.replace_schema_metadata(notes), folder / "own.parquet")
@@ -148,7 +148,7 @@ def test_epoch_chooses_which_epoch_is_planned(alload, folder):
     assert sorted(samples(0)) == sorted(samples(1)) == list(range(12))
 
 
-def test_dual_constraint_holds_an_infinite_compute_bound_as_none(alload):
+def test_dual_constraint_treats_an_infinite_compute_bound_as_none(alload):
     flags = ["--m-mem", 100, "--ranks", 2, "--json"]
     unbounded = alload(*plan("--policy", "dual_constraint", "--m-comp", "inf", *flags))[1]
     equal = alload(*plan("--policy", "equal_tokens", *flags))[1]
@@ -163,7 +163,7 @@ model: {patch_size: [1, 4, 4]}
 """
 
 
-def test_a_training_config_gives_what_the_flags_leave_open(alload, folder):
+def test_a_training_config_gives_values_that_flags_omit(alload, folder):
     (folder / "run.yaml").write_text(CONFIG)
     _, out, _ = alload(*plan("--config", "run.yaml", "--json"))
     found = json.loads(out)["plan"]
@@ -260,13 +260,13 @@ def test_flags_that_cannot_be_read_are_refused(refused, flags, named):
         (["--jsno"], "--json"),
     ],
 )
-def test_a_mistyped_flag_is_answered_with_the_nearest(refused, typed, meant):
+def test_a_mistyped_flag_suggests_the_nearest(refused, typed, meant):
     message = refused(*plan("--ranks", 2, *OUT, *typed))
     assert typed[0].split("=")[0] in message
     assert f"did you mean {meant}?" in message
 
 
-def test_a_flag_like_no_other_is_answered_with_help(refused):
+def test_an_unknown_flag_refers_to_help(refused):
     assert "--help" in refused(*plan(*BOUNDS, "--zzzzzzzz", *OUT))
 
 
@@ -334,12 +334,12 @@ def test_an_out_that_cannot_be_written_is_refused(alload, folder, out):
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_config_that_is_no_yaml_is_named_with_its_line(refused, folder):
+def test_invalid_yaml_is_reported_with_its_line(refused, folder):
     (folder / "run.yaml").write_text("run:\n  folder: [x\ndata: y\n")
     message = refused(*plan(*BOUNDS, "--config", "run.yaml", *OUT))
-    assert message.startswith("error: run.yaml: line 3: is no YAML (")
+    assert message.startswith("error: run.yaml: line 3: is not valid YAML (")
     (folder / "run.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "run.yaml: is no YAML" in refused(*plan(*BOUNDS, "--config", "run.yaml", *OUT))
+    assert "run.yaml: is not valid YAML" in refused(*plan(*BOUNDS, "--config", "run.yaml", *OUT))
 
 
 def test_a_config_that_is_not_there_is_refused(refused):
@@ -393,7 +393,7 @@ def test_run_command_passes_arguments_and_status_through():
     assert run_command(lambda argv: len(argv), ["a", "b", "c"]) == 3
 
 
-def test_run_command_turns_a_users_error_into_a_line_and_two(capsys):
+def test_run_command_reports_a_user_error_in_one_line_with_status_2(capsys):
     def fail(argv):
         raise InputError(f"{argv[0]} is wrong; give another")
 
@@ -415,10 +415,10 @@ def test_run_command_ends_quietly_when_interrupted(capsys):
         (OSError(28, "No space left on device"), "No space left on device"),
         (OSError("two\nlines"), "two lines"),
         (OSError(), "OSError"),
-        (OSError(28, "No space", "x"), "x: No space; name another place"),
+        (OSError(28, "No space", "x"), "x: No space; name another path"),
     ],
 )
-def test_run_command_turns_a_failure_of_the_system_into_a_line(capsys, error, line):
+def test_run_command_reports_an_os_error_in_one_line(capsys, error, line):
     def fail(argv):
         raise error
 
@@ -426,7 +426,7 @@ def test_run_command_turns_a_failure_of_the_system_into_a_line(capsys, error, li
     assert capsys.readouterr() == ("", f"error: {line}\n")
 
 
-def test_run_command_hides_no_bug_behind_a_users_error():
+def test_run_command_does_not_catch_bugs():
     with pytest.raises(ZeroDivisionError):
         run_command(lambda argv: 1 // 0, [])
     assert issubclass(InputError, ValueError)

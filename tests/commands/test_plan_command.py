@@ -1,4 +1,4 @@
-"""`alload plan` beyond one policy: workloads, comparisons, replay, page, cost models."""
+"""`alload plan`: workloads, comparisons, simulation, page, cost models."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def alload(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def figures(alload):
-    """What `alload plan --json` says."""
+    """Runs `alload plan --json` and returns its JSON."""
 
     def run(*argv):
         status, out, err = alload(*argv, "--json")
@@ -54,7 +54,7 @@ def cost_file(tmp_path):
     return "cost.json"
 
 
-def test_without_a_cost_model_the_answer_is_analytic_and_says_so(alload):
+def test_without_a_cost_model_the_reported_source_is_analytic(alload):
     status, out, _ = alload(*SMALL, "--policy", "balanced")
     assert status == 0
     assert "analytic, not measured: wan2.1-1.3b on NVIDIA H200" in out
@@ -87,7 +87,7 @@ def test_policies_are_compared_over_ranks(figures, alload):
         assert out.count(name) == 2
 
 
-def test_a_comparison_takes_settings_that_concern_only_one_policy(figures):
+def test_a_comparison_accepts_settings_of_a_single_policy(figures):
     policies = ["equal_tokens", "dual_constraint", "balanced"]
     found = figures(*SMALL, "--compare", *policies, "--context", 2, "--m-comp", "auto")["cases"]
     assert found[2]["name"] == "balanced (split, c = 2)"
@@ -95,7 +95,7 @@ def test_a_comparison_takes_settings_that_concern_only_one_policy(figures):
     assert "m_comp" not in found[0]["plan"]
 
 
-def test_a_replay_adds_noise_and_the_all_reduce(figures):
+def test_a_simulation_adds_noise_and_the_all_reduce(figures):
     quiet = figures(*SMALL, "--policy", "balanced", "--simulate")
     noisy = figures(*SMALL, "--policy", "balanced", "--simulate", "--noise", 0.05)
     slow = figures(*SMALL, "--policy", "balanced", "--simulate", "--all-reduce", 1)
@@ -116,7 +116,7 @@ def test_the_page_is_written_and_named(alload, tmp_path):
     assert "<script src" not in page
 
 
-def test_frozen_parameters_leave_memory_for_tokens(figures, alload):
+def test_frozen_parameters_increase_m_mem(figures, alload):
     flags = ["--workload", "wan-480p", "--size", 300, "--ranks", 2, "--policy", "balanced"]
     lora = ["--trained-parameters", 20_000_000]
     m_mem = [
@@ -128,7 +128,7 @@ def test_frozen_parameters_leave_memory_for_tokens(figures, alload):
     assert "20,000,000 of 1,418,996,800 parameters trained" in out
 
 
-def test_memory_of_a_device_gives_m_mem(figures, cost_file):
+def test_m_mem_is_computed_from_device_memory(figures, cost_file):
     flags = ["--workload", "wan-480p", "--size", 500, "--ranks", 2, "--policy", "balanced"]
     flags += ["--cost-model", cost_file]
     assert figures(*flags)["plan"]["m_mem"] == 70_000
@@ -141,7 +141,7 @@ def test_a_measured_cost_model_is_named(alload, cost_file):
     assert "cost model: cost.json, measured for NVIDIA H200" in out
 
 
-def test_a_cost_model_of_another_device_is_refused_unless_told_otherwise(alload, cost_file):
+def test_a_cost_model_of_another_device_is_refused_unless_accepted(alload, cost_file):
     flags = [*SMALL, "--policy", "balanced", "--cost-model", cost_file, "--device", "a100"]
     status, out, err = alload(*flags)
     assert (status, out) == (2, "")
@@ -150,7 +150,7 @@ def test_a_cost_model_of_another_device_is_refused_unless_told_otherwise(alload,
     assert alload(*flags, "--foreign-cost-model")[0] == 0
 
 
-def test_a_cost_model_of_another_model_is_refused_unless_told_otherwise(alload, cost_file):
+def test_a_cost_model_of_another_model_is_refused_unless_accepted(alload, cost_file):
     config = "run: {folder: runs/x}\ndata: {folder: data}\nplanning: {m_mem: 70000}\n"
     with open("config.yaml", "w") as file:
         file.write(config)
@@ -196,10 +196,10 @@ def test_a_cost_model_of_another_model_is_refused_unless_told_otherwise(alload, 
         ([*SMALL, "--report", "."], ["is a folder"]),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(alload, flags, named):
+def test_invalid_plans_are_reported_in_one_line(alload, flags, named):
     status, _, err = alload(*flags)
     if not named:
-        assert status == 0  # m_mem is given, so memory is not asked for
+        assert status == 0  # m_mem is given, so memory is not needed
         return
     assert status == 2
     assert err.startswith("error: ")
@@ -228,12 +228,15 @@ def test_a_link_is_followed(alload, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--out", "x", "--report", "x"], "--report x is --out too"),
-        (["--out", "cost.json", "--cost-model", "cost.json"], "--out cost.json is --cost-model"),
-        (["--report", "./cost.json", "--cost-model", "cost.json"], "is --cost-model too"),
+        (["--out", "x", "--report", "x"], "--report x is also --out"),
+        (
+            ["--out", "cost.json", "--cost-model", "cost.json"],
+            "--out cost.json is also --cost-model",
+        ),
+        (["--report", "./cost.json", "--cost-model", "cost.json"], "is also --cost-model"),
     ],
 )
-def test_no_file_is_two_things(alload, tmp_path, cost_file, flags, named):
+def test_outputs_must_differ_from_inputs_and_each_other(alload, tmp_path, cost_file, flags, named):
     before = (tmp_path / cost_file).read_bytes()
     status, _, err = alload(*SMALL, "--policy", "balanced", *flags)
     assert status == 2

@@ -162,7 +162,7 @@ def test_each_shape_group_gets_a_batch_of_its_own_shape():
     assert collate(step).groups == ()  # of seven micro-batches one is left for the first group
 
 
-def test_a_damaged_record_of_another_rank_is_not_our_problem(store):
+def test_a_damaged_record_of_another_rank_is_ignored(store):
     manifest = read_manifest(store)
     plan = plan_over(manifest, ranks=2)
     step = plan.step(0)

@@ -1,4 +1,4 @@
-"""Conditions of a sample: classes or text embeddings, stored, checked and filled up."""
+"""Conditions of a sample: classes or text embeddings, stored, checked and padded."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def write_texts(folder, lengths=(3, 5, 1, 0), dtype=np.float32, width=6):
 
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("computed", ["float32", "bfloat16"])
-def test_texts_are_collated_and_filled_with_zeros(stored, computed, tmp_path):
+def test_texts_are_collated_and_padded_with_zeros(stored, computed, tmp_path):
     manifest, texts = write_texts(tmp_path / "data", dtype=stored)
     model = dataclasses.replace(MODEL, dtype=computed)
     conditions = conditions_for(model, manifest)

@@ -166,7 +166,7 @@ def test_two_digits_stand_side_by_side_in_the_order_of_their_labels(digits, size
     assert len(pairs) >= 3
 
 
-def test_half_of_the_roomy_samples_show_two_digits(tmp_path):
+def test_half_of_the_large_samples_show_two_digits(tmp_path):
     Digits(mix=((1, 8, 8, 100), (1, 8, 16, 400))).write(tmp_path / "digits")
     manifest = read_manifest(tmp_path / "digits")
     roomy = manifest.shape[:, 2] == 16
@@ -230,7 +230,7 @@ def test_each_of_two_digits_keeps_to_its_own_part(number, second, side, seed):
 
 
 def bounced(steps, size):
-    """Where a ball is that goes so many unit steps between walls at 0 and size."""
+    """Position of a ball after `steps` unit steps between walls at 0 and `size`."""
     place, direction = 0, 1
     for _ in range(abs(steps)):
         if not 0 <= place + direction <= size:
@@ -247,7 +247,7 @@ def test_reflect_bounces_like_a_ball(steps, size, unit):
     np.testing.assert_allclose(found, [bounced(steps, size) * unit], atol=1e-9)
 
 
-def test_nothing_moves_where_there_is_no_room():
+def test_nothing_moves_without_space():
     assert _reflect(np.array([0.0, 3.7, -2.0]), np.zeros(3)).tolist() == [0, 0, 0]
 
 

@@ -117,7 +117,7 @@ def test_an_exhausted_loader_stays_exhausted(plan, collate):
         assert next(loader, None) is None
 
 
-def test_no_more_is_read_ahead_than_asked_for(plan, collate):
+def test_at_most_the_configured_steps_are_read_ahead(plan, collate):
     begun = []
 
     def counted(step):

@@ -1,4 +1,4 @@
-"""Packed rows hold every sample where the plan says, and padding in all the rest."""
+"""Packed rows contain every sample at its planned position, and padding elsewhere."""
 
 import jax
 import numpy as np

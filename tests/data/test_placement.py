@@ -50,7 +50,7 @@ def test_all_steps_arrive_in_order_with_the_hosts_values(mesh, depth, count):
                 np.testing.assert_array_equal(device_part, host_part)
 
 
-def test_one_step_travels_ahead_unless_told_otherwise(mesh):
+def test_one_step_is_placed_ahead_by_default(mesh):
     pulled = []
     placed = place_ahead(pulling(host_steps(4, ranks_of(mesh)), pulled), mesh)
     assert next(placed).number == 7
@@ -64,7 +64,7 @@ def pulling(steps, pulled):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_exactly_depth_further_steps_travel_while_one_is_used(mesh, depth):
+def test_exactly_depth_further_steps_are_placed_while_one_is_used(mesh, depth):
     pulled = []
     steps = host_steps(6, ranks_of(mesh))
     for used, _ in enumerate(place_ahead(pulling(steps, pulled), mesh, depth), start=1):
@@ -99,7 +99,7 @@ def test_waiting_for_the_loader_is_measured(mesh):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("alload_jax.data.placement.time.perf_counter", clock)
         waits = [step.wait_seconds for step in place_ahead(steps, mesh)]
-    # The first step is asked for when both are read: one is kept on its way.
+    # The first step is requested after both are read, because one is placed ahead.
     assert waits == [7.0, 0.0]
 
 

@@ -13,7 +13,7 @@ _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
 class Block(NamedTuple):
-    """A fenced block: what stands behind the fence, and its text."""
+    """A fenced block: its language and its text."""
 
     language: str
     text: str
@@ -28,7 +28,7 @@ def prose(page: Path) -> str:
 
 
 def links(page: Path) -> list[str]:
-    """Targets of links and images, those to other sites left out."""
+    """Targets of links and images, except those on other sites."""
     return [link for link in _LINK.findall(prose(page)) if not re.match(r"[a-z]+:", link)]
 
 

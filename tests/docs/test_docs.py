@@ -1,4 +1,4 @@
-"""What README.md and docs/ name exists: links, files, commands, flags, keys, Python names."""
+"""Links, files, commands, flags, keys and Python names in README.md and docs/ exist."""
 
 import ast
 import importlib

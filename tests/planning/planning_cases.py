@@ -1,4 +1,4 @@
-"""Random manifests and planning configs, and what the tests of planning share."""
+"""Random manifests and planning configs, and helpers of the tests of planning."""
 
 import json
 import math
@@ -62,7 +62,7 @@ class Manifest:
         return samples_from_columns(columns, self.geometry, "manifest")
 
     def shapes(self):
-        """(frames, height, width) per sample as a user knows them; zeros where unknown."""
+        """(frames, height, width) per sample in pixels; zeros if unknown."""
         if "frames" not in self.columns:
             return [(0, 0, 0)] * len(self.columns["seq_len"])
         return list(

@@ -1,4 +1,4 @@
-"""The analytic cost model: its counts, and what was measured on an H200."""
+"""The analytic cost model: its counts, and its accuracy on measurements of an H200."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def measured_steps():
     return steps
 
 
-def test_there_are_measured_steps_to_hold_it_to():
+def test_measured_steps_exist():
     assert {(remat, rows) for remat, rows, *_ in measured_steps()} >= {
         ("full", 1),
         ("attention", 1),
@@ -59,14 +59,14 @@ def test_there_are_measured_steps_to_hold_it_to():
 
 
 @pytest.mark.parametrize("step", measured_steps(), ids=str)
-def test_measured_seconds_are_met(step):
+def test_predicted_seconds_match_measurements(step):
     remat, rows, seq_len, seconds, _ = step
     [found] = bucketed_cost(step_cost(WAN, H200, remat), np.array([rows]), np.array([seq_len]))
     assert found == pytest.approx(seconds, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("step", measured_steps(), ids=str)
-def test_measured_memory_is_met(step):
+def test_predicted_memory_matches_measurements(step):
     remat, rows, seq_len, _, bytes_ = step
     found = step_memory(WAN, H200, remat).bytes_of(rows * seq_len)
     assert found == pytest.approx(bytes_, rel=TOLERANCE)
@@ -92,7 +92,7 @@ def test_parameters_are_those_of_the_model(config):
     assert from_fields(fields).parameters() == parameter_count(config)
 
 
-def test_wan_is_wan():
+def test_wan_models_have_the_published_parameter_counts():
     assert WAN.parameters() == 1_418_996_800
     assert WAN_14B.parameters() == pytest.approx(14.3e9, rel=0.01)
 
@@ -119,7 +119,7 @@ def test_local_exponents_of_forward_flops(name, seq_len, exponent):
     assert found == pytest.approx(exponent, abs=0.02)
 
 
-def test_what_is_recomputed_costs_time_and_what_is_kept_costs_memory():
+def test_recomputation_costs_time_and_kept_activations_cost_memory():
     seconds = [
         float(bucketed_cost(step_cost(WAN, H200, remat), np.array([1]), np.array([32_760]))[0])
         for remat in REMAT
@@ -129,7 +129,7 @@ def test_what_is_recomputed_costs_time_and_what_is_kept_costs_memory():
     assert per_token == sorted(per_token)
 
 
-def test_a_file_holds_all_that_planning_asks_for(tmp_path):
+def test_a_file_contains_everything_that_planning_needs(tmp_path):
     costs = analytic_costs(WAN, H200)
     write_cost_file(tmp_path / "cost.json", costs)
     found = read_cost_file(tmp_path / "cost.json")

@@ -1,4 +1,4 @@
-"""A family that these tests alone know: registered, it is planned for like Wan's."""
+"""A family that these tests register can be planned for like Wan's."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ H200 = DEVICES["h200"]
 
 @dataclass(frozen=True)
 class JointArchitecture(Architecture):
-    """Attention over latents and text together, and nothing else: costs that are easily counted."""
+    """Only joint attention over latents and text, whose costs are easy to count."""
 
     width: int
     depth: int
@@ -103,7 +103,7 @@ def test_the_command_plans_for_it(capsys):
     assert "joint-tiny" in found["plan"]["cost_model_source"]
 
 
-def test_a_cost_model_of_another_family_is_told_apart(tmp_path):
+def test_a_cost_model_of_another_family_is_recognised(tmp_path):
     costs = analytic_costs(TINY, H200)
     assert costs.unlike({"dim": 8}) == "family joint (here wan)"
     assert costs.unlike(TINY.fields()) == ""
@@ -116,5 +116,5 @@ def test_families_that_are_unknown_or_taken_are_refused():
     message = refusal(from_fields, {"family": "mamba"})
     assert "model family 'mamba' is unknown" in message
     assert "wan" in message
-    taken = refusal(register_architecture, "wan", JointArchitecture)
-    assert "'wan' is registered already" in taken
+    with pytest.raises(ValueError, match="'wan' exists already"):
+        register_architecture("wan", JointArchitecture)

@@ -74,7 +74,7 @@ def test_a_cost_file_comes_back_as_it_was_written(tmp_path_factory, costs):
     assert json.loads(path.read_text())["format"] == FORMAT
 
 
-def test_what_a_cost_file_leaves_out_is_none(tmp_path):
+def test_missing_fields_of_a_cost_file_are_none(tmp_path):
     path = write_json(tmp_path / "cost.json", {"format": FORMAT, "power": {"p": 1.7}})
     assert read_cost_file(path) == CostFile(power=PowerCost(1.7, 1.0))
 
@@ -99,7 +99,7 @@ def test_a_missing_cost_file_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"c0: 1", b'{"format": "alload', b"\xff\xfe{}"])
-def test_what_is_no_json_is_refused(tmp_path, content):
+def test_invalid_json_is_refused(tmp_path, content):
     path = tmp_path / "cost.json"
     path.write_bytes(content)
     message = refusal(read_cost_file, path)
@@ -138,7 +138,7 @@ def test_fields_that_are_unknown_or_missing_are_refused(tmp_path, fields, named)
 
 @given(st.floats(0, 1e11), st.floats(1e3, 1e6), st.floats(1.1, 8), st.floats(0, 0.3))
 @examples(50)
-def test_m_mem_is_the_most_tokens_that_fit_beside_the_margin(base, per_token, times, margin):
+def test_m_mem_is_the_maximum_that_fits_with_the_margin(base, per_token, times, margin):
     memory = MemoryModel(base, per_token)
     budget = times * (base + 1000 * per_token) / (1 - margin)
     tokens = memory.max_tokens(budget, margin)
@@ -146,7 +146,7 @@ def test_m_mem_is_the_most_tokens_that_fit_beside_the_margin(base, per_token, ti
     assert memory.bytes_of(tokens + 1) > budget * (1 - margin) * (1 - 1e-12)
 
 
-def test_m_mem_leaves_room_for_what_short_sequences_take_besides():
+def test_m_mem_includes_memory_per_sequence():
     memory = MemoryModel(1e9, 1e5, 1e7)
     tokens = memory.max_tokens(5e9, 0.0, shortest=100)
     assert memory.bytes_of(tokens, tokens / 100) == pytest.approx(5e9, rel=1e-3)

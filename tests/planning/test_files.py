@@ -36,7 +36,7 @@ COLUMNS = [
 
 
 def alload_plan(*flags):
-    """What `alload plan --json` prints."""
+    """Runs `alload plan --json` and returns its JSON."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert run_command(cli.main, ["plan", "--json", *map(str, flags)]) == 0
@@ -55,7 +55,7 @@ def read_plan(path):
 
 
 def flags_of(manifest, config, seed):
-    """The command line that asks for this plan; `rows` by name has no flag."""
+    """The flags of this plan; `rows` by name has no flag."""
     flags = ["--policy", config.policy, "--ranks-mode", config.ranks_mode, "--seed", seed]
     flags += ["--ranks", config.ranks, "--micro-batches-per-step", config.micro_batches_per_step]
     for name in ("m_mem", "m_comp", "p", "rows"):
@@ -72,7 +72,7 @@ def flags_of(manifest, config, seed):
     return flags
 
 
-# ---------------------------------------------------- a stranger's metrics, from the file alone
+# ---------------------------------------------------- metrics recomputed from the file alone
 
 
 def micro_batches(rows, settings):
@@ -166,7 +166,7 @@ def assert_same(reported, recomputed):
 
 @given(case=cases())
 @examples(60)
-def test_a_stranger_finds_every_metric_in_the_plan_file(tmp_path_factory, case):
+def test_every_metric_can_be_recomputed_from_the_plan_file(tmp_path_factory, case):
     manifest, config, seed = case
     folder = tmp_path_factory.mktemp("plan")
     path = write_manifest(folder / "m.parquet", manifest.columns)
@@ -184,7 +184,7 @@ def test_a_stranger_finds_every_metric_in_the_plan_file(tmp_path_factory, case):
 
 @given(case=cases(), c0=st.floats(0, 1), c1=st.floats(1e-7, 1e-3), c2=st.floats(1e-12, 1e-6))
 @examples(25)
-def test_a_stranger_with_the_cost_model_finds_its_metrics_too(tmp_path_factory, case, c0, c1, c2):
+def test_cost_metrics_can_be_recomputed_with_the_cost_model(tmp_path_factory, case, c0, c1, c2):
     manifest, config, seed = case
     folder = tmp_path_factory.mktemp("plan")
     path = write_manifest(folder / "m.parquet", manifest.columns)
@@ -199,7 +199,7 @@ def test_a_stranger_with_the_cost_model_finds_its_metrics_too(tmp_path_factory, 
     assert_same(reported, found)
 
 
-def test_the_file_tells_apart_buckets_of_equal_length(tmp_path):
+def test_the_file_distinguishes_buckets_of_equal_length(tmp_path):
     # The metric `buckets` counts distinct (rows, shape): programs to compile.
     columns = {"frames": [1, 1], "height": [16, 32], "width": [32, 16]}
     path, out = write_manifest(tmp_path / "m.parquet", columns), tmp_path / "plan.parquet"
@@ -288,7 +288,7 @@ def test_the_file_has_the_documented_columns_order_and_settings(tmp_path, mode):
     assert mode in settings.values()
 
 
-def test_an_earlier_plan_is_replaced_whole(tmp_path):
+def test_an_earlier_plan_is_replaced_atomically(tmp_path):
     out = tmp_path / "plan.parquet"
     out.write_text("an earlier plan")
     path = write_manifest(tmp_path / "m.parquet", {"seq_len": [10, 20]})

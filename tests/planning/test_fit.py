@@ -23,7 +23,7 @@ def points_of(model, grid=GRID):
     return [Point(b, s, float(t)) for (b, s), t in zip(grid, seconds, strict=True)]
 
 
-# As a step has them: launches of 1 to 100 ms, 1 to 100 µs a token, and so on.
+# Realistic coefficients of a step: a fixed cost of 1 to 100 ms, 1 to 100 µs per token, and so on.
 QUADRATICS = st.builds(
     QuadraticCost,
     c0=st.floats(1e-3, 1e-1),
@@ -45,7 +45,7 @@ def test_the_coefficients_of_exact_points_are_found(model):
 
 @given(QUADRATICS)
 @examples(30)
-def test_three_terms_are_found_where_sequences_cost_nothing_beside(model):
+def test_three_terms_are_found_without_a_cost_per_sequence(model):
     model = QuadraticCost(model.c0, model.c1, model.c2)
     fit = fit_quadratic(points_of(model), per_sequence=False)
     assert fit.model.c_sequence == 0
@@ -55,7 +55,7 @@ def test_three_terms_are_found_where_sequences_cost_nothing_beside(model):
 
 @given(st.lists(st.floats(1e-4, 10), min_size=len(GRID), max_size=len(GRID)))
 @examples(60)
-def test_no_coefficient_is_below_zero_whatever_was_measured(seconds):
+def test_no_coefficient_is_negative_for_any_measurements(seconds):
     points = [Point(b, s, t) for (b, s), t in zip(GRID, seconds, strict=True)]
     for per_sequence in (True, False):
         model = fit_quadratic(points, per_sequence=per_sequence).model
@@ -139,5 +139,5 @@ def test_memory_has_no_base_below_zero():
         (lambda: fit_memory([1, 1], [1, 2], [5.0, 0.0]), "does not grow"),
     ],
 )
-def test_what_cannot_be_fitted_is_one_line(action, words):
+def test_impossible_fits_are_reported_in_one_line(action, words):
     assert words in refusal(action)

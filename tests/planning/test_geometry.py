@@ -20,7 +20,7 @@ def test_seq_len_is_the_exact_count_of_patches(shapes, vae_stride, patch_size):
 
 @given(st.lists(SHAPES, min_size=1, max_size=20), TRIPLES)
 @examples(40)
-def test_latents_cover_every_pixel_with_none_to_spare(shapes, stride):
+def test_latents_cover_every_pixel_and_no_more(shapes, stride):
     grid = Geometry(stride, (1, 1, 1)).latent_grid(*np.array(shapes).T)
     assert grid.shape == (len(shapes), 3)
     covered = (grid - [1, 0, 0]) * stride  # the first frame has a latent of its own

@@ -90,5 +90,5 @@ def test_a_policy_without_m_comp_is_refused():
 
 
 @pytest.mark.parametrize("value", ["car", "", "0x"])
-def test_an_m_comp_that_is_no_choice_is_refused(value):
+def test_an_invalid_m_comp_is_refused(value):
     assert "auto or longest" in refusal(config, m_comp=value)

@@ -163,7 +163,7 @@ def test_micro_batches_of_a_rank_add_up():
     assert found.cost == pytest.approx(2 * (5 + 10))
 
 
-def test_every_launch_costs_even_where_a_rank_computes_padding_only():
+def test_the_fixed_cost_counts_for_ranks_with_only_padding():
     found = metrics_of([10], rows=1, ranks=2, cost=QuadraticCost(5.0, 0.0, 0.0))
     assert found.cost == pytest.approx(5)
     assert found.imbalance == 0

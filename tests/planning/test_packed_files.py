@@ -1,4 +1,4 @@
-"""A stranger reads a packed plan's Parquet file and finds what `alload plan` reported."""
+"""The metrics that `alload plan` reports can be recomputed from a packed plan's Parquet file."""
 
 import json
 import statistics
@@ -49,7 +49,7 @@ def row_costs(rows, settings, turns):
         ["--policy", "balanced", "--context", 4, "--link-bandwidth", 1e30],
     ],
 )
-def test_a_stranger_finds_the_metrics_of_a_packed_plan(tmp_path, capsys, flags):
+def test_the_metrics_of_a_packed_plan_can_be_recomputed(tmp_path, capsys, flags):
     out = tmp_path / "plan.parquet"
     flags = [*flags, "--workload", "mixed-resolution", "--size", 3000, "--ranks", 8]
     reported = alload_plan(capsys, *flags, "--m-mem", 81_920, "--out", out)

@@ -1,4 +1,4 @@
-"""What every packed plan must hold, on random data; and how good `balanced` is on named mixes."""
+"""Properties of every packed plan on random data, and the balance of `balanced` on workloads."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from alload_jax.planning.topology import RankTopology
 from alload_jax.planning.workloads import make_workload
 
 WAN = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
-"""Seconds of Wan 2.1's 1.3B model on an H200, about."""
+"""Approximate seconds of Wan 2.1's 1.3B model on an H200."""
 
 
 COSTS = [WAN, PowerCost(0.5), PowerCost(1.0), PowerCost(2.0), QuadraticCost(0, 0, 0)]
@@ -301,14 +301,14 @@ class _Ordered(np.random.PCG64):
         ),
     ],
 )
-def test_a_sample_that_no_row_holds_is_refused_with_what_would_do(policy, named):
+def test_a_sample_that_fits_no_row_is_refused_with_a_remedy(policy, named):
     samples = of_lengths(50, 100, 99, 300)
     message = refusal(policy.plan_epoch, samples, RankTopology(4), rng())
     for part in named:
         assert part in message
 
 
-def test_what_would_do_does():
+def test_the_suggested_remedy_works():
     samples = of_lengths(50, 100, 99, 300)
     for policy in (FirstFit(300), Balanced(300, WAN), Balanced(99, WAN, context=4)):
         plan = policy.plan_epoch(samples, RankTopology(4), rng())
@@ -349,7 +349,7 @@ def test_a_short_epoch_with_splitting_takes_no_more_steps_than_one_without():
 
 
 def epochs_of(plan, count):
-    """The samples of the first epochs, epoch by epoch, as training meets them."""
+    """The samples of the first epochs, in the order of training."""
     seen = [[] for _ in range(count + 1)]
     index = 0
     while (step := plan.step(index)).epoch < count:

@@ -80,7 +80,7 @@ def test_every_micro_batch_has_the_rows_that_its_policy_gives_its_bucket(case):
 
 @given(cases())
 @examples(80)
-def test_a_rank_has_no_more_micro_batches_in_a_step_than_asked_for(case):
+def test_a_rank_has_at_most_the_configured_micro_batches_per_step(case):
     _, config, _ = case
     steps = steps_of(plan_of(case), epoch=0)
     for step in steps:
@@ -173,7 +173,7 @@ def test_step_is_a_pure_function_of_its_index(case, indices):
 
 @given(cases())
 @examples(20)
-def test_a_plan_that_travelled_to_another_process_takes_the_same_steps(case):
+def test_a_pickled_plan_has_the_same_steps(case):
     plan = plan_of(case)
     copy = deepcopy(plan)  # travels by __reduce__, as to a worker
     assert copy.fingerprint() == plan.fingerprint()
@@ -283,7 +283,7 @@ def variants():
     return plans
 
 
-def test_identity_and_fingerprint_tell_apart_all_that_decides_the_steps():
+def test_identity_and_fingerprint_depend_on_everything_that_determines_the_steps():
     plans = variants()
     by_fingerprint = defaultdict(list)
     for name, plan in plans.items():
@@ -293,7 +293,7 @@ def test_identity_and_fingerprint_tell_apart_all_that_decides_the_steps():
     assert all(identities.count(identity) == 1 for identity in identities)
 
 
-def test_seeds_of_equal_first_epochs_are_told_apart():
+def test_seeds_with_equal_first_epochs_have_different_identities():
     plans = [
         make_plan(PlanningConfig(policy="dual_constraint", m_mem=10), of_lengths(5, 5), 1, seed)
         for seed in range(9)
@@ -323,7 +323,7 @@ def test_an_identity_from_before_a_field_was_renamed_is_still_that_of_the_plan()
     assert current_identity(identity) == identity
 
 
-def test_what_only_predicts_costs_is_no_part_of_the_identity():
+def test_cost_predictions_are_not_part_of_the_identity():
     samples = of_shapes(*SHAPES)
     plans = [
         make_plan(PlanningConfig(policy="equal_tokens", m_mem=100, p=p), samples, 2, seed=0)
@@ -332,7 +332,7 @@ def test_what_only_predicts_costs_is_no_part_of_the_identity():
     assert len({plan.fingerprint() for plan in plans}) == 1
 
 
-def test_the_order_in_which_rows_are_named_is_no_part_of_the_fingerprint():
+def test_the_order_of_row_names_does_not_affect_the_fingerprint():
     samples = of_lengths(10, 20, 10)
     plans = [
         make_plan(PlanningConfig(policy="fixed", rows=rows), samples, 2, seed=0)

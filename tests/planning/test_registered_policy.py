@@ -1,4 +1,4 @@
-"""Policies that these tests alone know: registered, they plan and are measured like ours."""
+"""Policies that these tests register plan and are evaluated like ours."""
 
 import json
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ def test_options_and_m_comp_reach_the_policy():
     assert plan_of("half_full", m_comp="auto").policy.m_comp >= 50
 
 
-def test_what_a_policy_cannot_do_is_refused():
+def test_unsupported_settings_of_a_policy_are_refused():
     config = PlanningConfig("one_each", m_mem=1000, options={"share": 1.0})
     assert "policy one_each has no options" in refusal(make_policy, config)
     assert "one_each splits no sample" in refusal(plan_of, "one_each", context=2)
@@ -126,9 +126,10 @@ def test_names_are_taken_once_and_unknown_ones_list_them():
     assert {"half_full", "one_each"} <= set(policy_names())
 
     class Other(HalfFull):
-        """Of the same name."""
+        """Another policy with the same name."""
 
-    assert "'half_full' is registered already" in refusal(register_policy, Other)
+    with pytest.raises(ValueError, match="'half_full' exists already"):
+        register_policy(Other)
     assert find_policy("half_full") is HalfFull
     for unknown in (lambda: find_policy("half"), lambda: PlanningConfig("half", m_mem=10)):
         message = refusal(unknown)
@@ -158,4 +159,4 @@ def test_the_command_plans_it_alone(capsys):
     assert found["metrics"]["steps"] == 300 // 4
     assert found["plan"]["policy"] == "OneEach"
     assert run_command(cli.main, ["plan", *flags, "--compare", "one_each:independent"]) == 2
-    assert "one shape on all ranks; say one_each" in capsys.readouterr().err
+    assert "one shape on all ranks; give one_each" in capsys.readouterr().err

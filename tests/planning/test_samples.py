@@ -94,14 +94,14 @@ def test_csv_and_parquet_say_the_same(tmp_path_factory, manifest):
 
 
 @pytest.mark.parametrize("dtype", [pa.int8(), pa.uint16(), pa.int32(), pa.uint64(), pa.float64()])
-def test_any_number_type_that_holds_whole_numbers_will_do(tmp_path, dtype):
+def test_any_number_type_with_whole_numbers_is_accepted(tmp_path, dtype):
     path = write(tmp_path / "m.parquet", {"seq_len": pa.array([1, 100, 7], dtype)})
     assert same(read_samples(path, Geometry()), of_lengths(1, 100, 7))
 
 
 @pytest.mark.parametrize("value", WRONG_VALUES)
 @pytest.mark.parametrize("name", ["frames", "height", "width", "seq_len"])
-def test_a_value_that_is_no_positive_whole_number_is_refused(tmp_path, name, value):
+def test_values_other_than_positive_whole_numbers_are_refused(tmp_path, name, value):
     names = ["seq_len"] if name == "seq_len" else ["frames", "height", "width"]
     columns = {each: [8, 8, value if each == name else 8, 8] for each in names}
     path = write(tmp_path / "m.parquet", columns)
@@ -126,7 +126,7 @@ def test_a_length_beyond_int64_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("values", [["a", "b"], [True, False]])
-def test_a_column_of_no_numbers_is_refused_by_name(tmp_path, values):
+def test_a_column_without_numbers_is_refused_by_name(tmp_path, values):
     path = write(tmp_path / "m.parquet", {"seq_len": values})
     message = refusal(read_samples, path, Geometry())
     assert str(path) in message
@@ -151,12 +151,12 @@ def test_a_missing_manifest_is_refused_by_path(tmp_path):
     assert ".parquet or .csv" in message
 
 
-def test_a_folder_is_no_manifest(tmp_path):
+def test_a_folder_as_manifest_is_refused(tmp_path):
     assert str(tmp_path) in refusal(read_samples, tmp_path, Geometry())
 
 
 @pytest.mark.parametrize("content", [b"", b"seq_len\n4\n", b"PAR1 no more PAR1", b"\x00" * 100])
-def test_what_is_no_parquet_is_refused(tmp_path, content):
+def test_invalid_parquet_is_refused(tmp_path, content):
     path = tmp_path / "m.parquet"
     path.write_bytes(content)
     message = refusal(read_samples, path, Geometry())
@@ -171,7 +171,7 @@ def test_a_truncated_parquet_file_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"seq_len,a\n4\n", b"seq_len,seq_len\n4,4\n"])
-def test_what_is_no_csv_table_is_refused(tmp_path, content):
+def test_invalid_csv_is_refused(tmp_path, content):
     path = tmp_path / "m.csv"
     path.write_bytes(content)
     assert str(path) in refusal(read_samples, path, Geometry())

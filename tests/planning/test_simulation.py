@@ -17,7 +17,7 @@ def epoch_of(lengths, ranks, rows=1, mode="independent"):
     return Plan(samples, Fixed(rows), RankTopology(ranks, mode), 0).epoch(0), samples.seq_len
 
 
-def test_a_quiet_replay_is_what_the_metrics_predict():
+def test_a_simulation_without_noise_matches_the_metrics():
     plan, seq_len = epoch_of([10, 30, 20, 20, 50], 2)
     found = simulate(plan, seq_len, LINEAR, SimulationSettings())
     expected = plan_metrics(plan, seq_len, LINEAR, None)
@@ -47,7 +47,7 @@ def test_noise_keeps_the_work_but_makes_ranks_wait():
     assert noisy.idle == pytest.approx(1 - 1 / (1 + 0.05 * 1.4236), abs=0.005)
 
 
-def test_equal_seeds_give_equal_replays():
+def test_equal_seeds_give_equal_simulations():
     plan, seq_len = epoch_of([10, 20] * 50, 4)
     once, again, other = (
         simulate(plan, seq_len, LINEAR, SimulationSettings(0.1, 0.0, seed)) for seed in (1, 1, 2)

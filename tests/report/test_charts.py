@@ -1,4 +1,4 @@
-"""What charts are made of: axes, bins, classes of lengths, and short numbers."""
+"""Parts of charts: axes, bins, classes of lengths, and short numbers."""
 
 import numpy as np
 import pytest

@@ -155,7 +155,7 @@ def test_loads_nothing():
     assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#hatch"}
 
 
-def test_escapes_whatever_users_name():
+def test_escapes_names_given_by_users():
     text = render(PAGES["nasty names"]())
     assert "<script>alert" not in text
     parsed = parse(text)
@@ -167,7 +167,7 @@ def test_equal_pages_give_equal_text():
     assert render(page()) == render(page())
 
 
-def test_every_chart_has_words():
+def test_every_chart_has_a_text_alternative():
     parsed = parse(render(page()))
     images = [attrs for tag, attrs in parsed.tags if attrs.get("role") == "img"]
     assert len(images) == 3 + 2 * 3 + 3  # lengths, bars of two steps, three curves
@@ -197,7 +197,7 @@ def test_says_what_the_longest_tenth_holds():
     assert f"<b>{percent(100_000 / 109_000)}</b> of the cost" in text
 
 
-def test_one_bad_step_does_not_flatten_the_rest():
+def test_an_outlier_step_does_not_compress_the_axis():
     imbalance = np.append(np.full(200, 0.5), 36.4)
     text = render(page(policies=(policy(imbalance=imbalance),)))
     assert "the worst step reaches 3,640%" in text
@@ -217,14 +217,14 @@ def test_ten_million_samples():
     assert len(text) < 1.5e6
 
 
-def test_speedup_takes_what_both_know():
+def test_speedup_uses_a_metric_that_both_policies_have():
     slow, fast = policy(metrics={"seconds_per_epoch": 20.0}), policy(metrics=METRICS)
     assert speedup(slow, fast) is None
     assert speedup(slow, policy(metrics={"seconds_per_epoch": 10.0})) == 2
     assert speedup(fast, policy(metrics={"tokens_per_second": 3e5})) == 3
 
 
-def test_writes_whole_or_not_at_all(tmp_path):
+def test_writes_atomically(tmp_path):
     write_page(tmp_path / "new" / "page.html", page())
     assert (tmp_path / "new" / "page.html").read_text(encoding="utf-8") == render(page())
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["page.html"]

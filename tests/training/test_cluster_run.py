@@ -21,8 +21,8 @@ SAME = ("step", "epoch", "samples", "skipped", "tokens", "imbalance", "padding",
 
 def finished(processes, seconds=300):
     """(status, stdout, stderr) of each."""
-    told = [process.communicate(timeout=seconds) for process in processes]
-    return [(process.returncode, *said) for process, said in zip(processes, told, strict=True)]
+    outputs = [process.communicate(timeout=seconds) for process in processes]
+    return [(process.returncode, *out) for process, out in zip(processes, outputs, strict=True)]
 
 
 def assert_the_same(rows, others):
@@ -43,7 +43,7 @@ def runs(tmp_path_factory, digits_folder):
 
 @pytest.fixture(scope="module")
 def stopped(runs):
-    """Four processes, one of which is told to stop."""
+    """Four processes, one of which receives a signal to stop."""
     flags = (*RANKS, *CONSTANT, *PLAIN, *runs.damaged, "--run.steps", "4000")
     processes = runs.start_together(4, *flags)
     wait_until(lambda: lines_of(runs.folder / "run" / "metrics.jsonl") >= 6, processes[0])

@@ -83,7 +83,7 @@ def test_split_samples_give_the_loss_and_gradient_of_whole_ones(axes, m_mem, man
     assert not any(f",{m_mem}," in shape or f"[{m_mem}," in shape for shape in gathered)
 
 
-def test_programs_are_one_for_each_region(manifest):
+def test_each_split_size_needs_one_program(manifest):
     plan, collation = plan_with(manifest, MODEL, "balanced", 8, context=2, m_mem=32)
     splits = [batch.metadata.split for batch in collation.shapes(plan)]
     regions = {split.region if split else 0 for split in splits}
@@ -102,7 +102,7 @@ def config_with(model=MODEL, planning=None, **axes):
     )
 
 
-def test_what_cannot_be_split_is_refused_in_one_line():
+def test_unsupported_splits_are_refused_in_one_line():
     with pytest.raises(InputError, match=r"mesh\.context·mesh\.tensor is 3, which does not divide"):
         config_with(context=3)
     with pytest.raises(InputError, match=r"mesh\.context·mesh\.tensor is 8, .*num_heads 4"):
@@ -122,5 +122,5 @@ def test_fewer_devices_cannot_stand_for_context_groups():
     mesh = make_mesh(MeshConfig(context=2), jax.devices()[:4])
     assert local_plan_ranks(mesh, 4, context=2) == frozenset(range(4))
     assert local_plan_ranks(mesh, 8) == frozenset(range(8))  # of a plan that splits nothing
-    with pytest.raises(InputError, match=r"planning\.ranks is 8, but where .* mesh\.context 2"):
+    with pytest.raises(InputError, match=r"planning\.ranks is 8, but with .* mesh\.context 2"):
         local_plan_ranks(mesh, 8, context=2)

@@ -78,13 +78,16 @@ def spec_of(model):
 
 
 def trained_weights(model, mesh):
-    """A fresh model's gates and head are zero; trained ones are not."""
+    """Gates and head of a new model are zero; those of a trained one are not."""
     state = init_state(spec_of(model), mesh, seed=0)
-    params = jax.tree.map(
-        lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape),
-        state.params,
+    return state.key, Weights(disturbed(state.params), {}, {})
+
+
+@jax.jit
+def disturbed(params):
+    return jax.tree.map(
+        lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
     )
-    return state.key, Weights(params, {}, {})
 
 
 @cache

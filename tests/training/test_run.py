@@ -21,7 +21,7 @@ def unbroken(tmp_path_factory, digits_folder):
     return runs, runs.run()
 
 
-def test_a_run_leaves_everything_it_promises(unbroken):
+def test_a_run_writes_all_documented_files(unbroken):
     runs, finished = unbroken
     assert finished.returncode == 0, finished.stderr
     folder = runs.folder / "run"
@@ -178,7 +178,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("flags", "words"), BAD, ids=[words for _, words in BAD])
-def test_bad_input_is_one_line_and_status_2(runs, flags, words, capsys, monkeypatch):
+def test_invalid_input_is_reported_in_one_line_with_status_2(
+    runs, flags, words, capsys, monkeypatch
+):
     import train
     from alload_jax.errors import run_command
 

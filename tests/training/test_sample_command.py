@@ -101,7 +101,7 @@ def alload(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
-    """Runs what must be refused in one line, and write nothing; returns that line."""
+    """Runs a command that must be refused in one line without output; returns this line."""
     monkeypatch.chdir(tmp_path)
 
     def run(*argv):
@@ -210,7 +210,7 @@ def test_a_sample_depends_on_its_own_line_alone(alload, class_run):
     np.testing.assert_allclose(alone["latents"], drawn["latents"], rtol=1e-4, atol=1e-5)
 
 
-def test_sampling_leaves_the_run_alone(alload, class_run, tmp_path):
+def test_sampling_does_not_change_the_run(alload, class_run, tmp_path):
     run = shutil.copytree(class_run, tmp_path / "copy")
     (run / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()  # as if it were being written
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -245,7 +245,7 @@ def test_without_its_data_a_run_still_draws(class_run, tmp_path, monkeypatch, ca
     assert "--vae-stride" in note
 
 
-def test_what_is_not_finite_keeps_nothing_else_back(class_run, tmp_path, monkeypatch, capsys):
+def test_samples_that_are_not_finite_do_not_stop_others(class_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def make(*_):
@@ -262,12 +262,12 @@ def test_what_is_not_finite_keeps_nothing_else_back(class_run, tmp_path, monkeyp
     assert run_command(cli.main, [str(part) for part in command]) == 2
     printed = capsys.readouterr()
     assert printed.out == "0.safetensors\n2.safetensors\n"
-    assert printed.err.startswith("error: 1.safetensors, 3.safetensors: what the model drew is not")
+    assert printed.err.startswith("error: 1.safetensors, 3.safetensors: the model's output is not")
     assert printed.err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == printed.out.split()
 
 
-def test_memory_that_is_spent_is_one_line(refused, class_run, monkeypatch):
+def test_out_of_memory_is_reported_in_one_line(refused, class_run, monkeypatch):
     def spent(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
 
@@ -311,13 +311,13 @@ def test_memory_that_is_spent_is_one_line(refused, class_run, monkeypatch):
         (["--prompt-embeds", "x"], ["--class is not given", "classes"]),
         (["--class", 1, "--negative-embeds", "x"], ["--negative-embeds", "classes"]),
         (["--class", 1, "--image-embeds", "x"], ["--image-embeds", "no image"]),
-        (["--class", 1, "--out", "/dev/null/x.png"], ["--out: /dev/null/x.png", "no folder"]),
+        (["--class", 1, "--out", "/dev/null/x.png"], ["--out: /dev/null/x.png", "not a folder"]),
         (["--list", "none.jsonl"], ["--list: none.jsonl", "No such file"]),
         (["--list", "."], ["--list: .", "directory"]),
         ([], ["--class", "--prompt-embeds", "--list"]),
     ],
 )
-def test_what_a_class_model_cannot_draw_is_refused(refused, class_run, flags, named):
+def test_invalid_requests_to_a_class_model_are_refused(refused, class_run, flags, named):
     message = refused("sample", "--checkpoint", class_run, *STILL, "--out", "x.png", *flags)
     for part in named:
         assert part in message
@@ -331,7 +331,7 @@ def test_sizes_and_a_file_must_be_given(refused, class_run, missing):
     assert f"{missing} is not given" in refused(*command)
 
 
-def test_a_file_that_exists_is_replaced_by_force_alone(alload, refused, class_run, tmp_path):
+def test_an_existing_file_is_replaced_only_with_force(alload, refused, class_run, tmp_path):
     command = ["sample", "--checkpoint", class_run, "--class", 1, *STILL, "--out", "x.png"]
     (tmp_path / "x.png").write_text("mine")
     assert "x.png: exists already; give --force" in refused(*command)
@@ -358,7 +358,7 @@ def test_a_file_that_exists_is_replaced_by_force_alone(alload, refused, class_ru
         ('{"class": 1, "out": "x.jpg"}', "line 2: out"),
         ('{"class": 1}', "line 2: out is not given"),
         ('{"prompt_embeds": "p.safetensors", "out": "b.png"}', "line 2: class is not given"),
-        ('{"class": 1, "out": "a.png"}', "a.png: is named for two samples"),
+        ('{"class": 1, "out": "a.png"}', "a.png: is the output of two samples"),
         ("[" * 200_000, "line 2: is no JSON"),
         ('{"class": 1, "out": "b.png", "width": ' + "9" * 5000 + "}", "line 2: is no JSON"),
         ('{"class": 1, "out": "b.png", "width": 8000000000}', "line 2: width is 8000000000"),
@@ -373,7 +373,7 @@ def test_a_list_that_cannot_be_drawn_is_refused(refused, class_run, tmp_path, li
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe"])
-def test_a_list_that_holds_nothing_is_refused(refused, class_run, tmp_path, content):
+def test_an_empty_list_is_refused(refused, class_run, tmp_path, content):
     (tmp_path / "x.jsonl").write_bytes(content)
     command = ["sample", "--checkpoint", class_run, *STILL, "--list", "x.jsonl"]
     assert "x.jsonl" in refused(*command)
@@ -414,7 +414,7 @@ def test_guidance_follows_the_difference_from_the_negative_text(alload):
         np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_wans_weights_bring_wans_settings(alload):
+def test_wan_weights_use_the_settings_of_wan(alload):
     low = embeddings("p.safetensors", 5, 10).astype(ml_dtypes.bfloat16)
     save_file({"text": low}, "p.safetensors")
     command = ["sample", "--checkpoint", T2V, "--prompt-embeds", "p.safetensors", *LATENTS]
@@ -445,7 +445,7 @@ def test_an_image_is_a_second_condition(alload, refused, tmp_path):
         assert "wrong.safetensors" in refused(*command, *flags)
 
 
-def test_image_to_video_is_not_there_yet(refused):
+def test_image_to_video_is_refused(refused):
     command = ["sample", "--checkpoint", GOLDEN / "i2v" / "transformer", *LATENTS]
     message = refused(*command, "--prompt-embeds", "p", "--out", "x.safetensors")
     assert "conditioning frames" in message
@@ -464,15 +464,15 @@ def test_image_to_video_is_not_there_yet(refused):
         (["--prompt-embeds", "long"], ["--prompt-embeds", "513 tokens", "512"]),
         (["--prompt-embeds", "wide"], ["--prompt-embeds", "[5, 11]", "[tokens, 10]"]),
         (["--prompt-embeds", "p", "--negative-embeds", "wide"], ["--negative-embeds", "[5, 11]"]),
-        (["--prompt-embeds", "p", "--weights", "raw"], ["--weights raw has no meaning"]),
-        (["--prompt-embeds", "p", "--step", 3], ["--step 3 has no meaning"]),
+        (["--prompt-embeds", "p", "--weights", "raw"], ["--weights raw does not apply"]),
+        (["--prompt-embeds", "p", "--step", 3], ["--step 3 does not apply"]),
         (["--prompt-embeds", "p", "--frames", 4], ["--frames is 4", "1 and 5"]),
         (["--prompt-embeds", "p", "--height", 24], ["--height is 24", "16 and 32"]),
         (["--prompt-embeds", "p", "--out", "x.gif"], ["x.gif", "decoder", ".safetensors"]),
         (["--prompt-embeds", "p", "--shift", 1e9], ["shift is 1000000000.0", "coincide"]),
     ],
 )
-def test_what_a_text_model_cannot_draw_is_refused(refused, tmp_path, flags, named):
+def test_invalid_requests_to_a_text_model_are_refused(refused, tmp_path, flags, named):
     for name, tokens, width in (("p", 5, 10), ("long", 513, 10), ("wide", 5, 11)):
         embeddings(tmp_path / name, tokens, width)
     save_file({"a": np.zeros(2), "b": np.zeros(2)}, tmp_path / "two")
@@ -508,7 +508,7 @@ def test_a_run_of_text_draws_with_its_own_settings(alload, text_run):
 
 
 @pytest.mark.parametrize("weights", ["ema", "raw"])
-def test_an_exported_run_holds_the_weights_that_were_asked_for(alload, text_run, weights):
+def test_an_exported_run_has_the_chosen_weights(alload, text_run, weights):
     folder, state = text_run
     printed = alload("export", "--checkpoint", folder, "--out", "wan", "--weights", weights)
     count = sum(p.size for p in jax.tree.leaves(state.params))
@@ -520,7 +520,7 @@ def test_an_exported_run_holds_the_weights_that_were_asked_for(alload, text_run,
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_an_export_can_be_halved(alload, text_run):
+def test_an_export_can_be_bfloat16(alload, text_run):
     alload("export", "--checkpoint", text_run[0], "--out", "wan", "--dtype", "bfloat16")
     found = load_weights("wan", TEXT_MODEL, one_device_mesh())
     jax.tree.map(
@@ -530,15 +530,15 @@ def test_an_export_can_be_halved(alload, text_run):
     )
 
 
-def test_what_cannot_be_exported_is_refused(refused, class_run, text_run, tmp_path):
+def test_unsupported_exports_are_refused(refused, class_run, text_run, tmp_path):
     assert "model.text is null" in refused("export", "--checkpoint", class_run, "--out", "wan")
-    assert "no run folder" in refused("export", "--checkpoint", T2V, "--out", "wan")
+    assert "not a run folder" in refused("export", "--checkpoint", T2V, "--out", "wan")
     (tmp_path / "wan").mkdir()
     (tmp_path / "wan" / "mine").write_text("mine")
     assert "wan: exists already" in refused("export", "--checkpoint", text_run[0], "--out", "wan")
 
 
-def test_what_is_no_checkpoint_is_refused(refused, text_run, tmp_path):
+def test_invalid_checkpoints_are_refused(refused, text_run, tmp_path):
     flags = ["--prompt-embeds", "p.safetensors", *LATENTS, "--out", "x.safetensors"]
     embeddings("p.safetensors", 2, 6)
 

@@ -57,7 +57,7 @@ MORE_MESHES = {
 
 @pytest.fixture(scope="module", params=MESHES)
 def trained(request, manifest):
-    """A trainer of a plan of four groups, what it was given and what came out."""
+    """A trainer of a plan of four groups, with its inputs and results."""
     axes, ranks_per_group = MESHES[request.param]
     return train_on(manifest, axes, ranks_per_group)
 
@@ -82,7 +82,7 @@ def with_loud_padding(step):
     return step
 
 
-def assert_alike(ours, theirs):
+def assert_close(ours, theirs):
     for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         our, their = np.asarray(our, np.float64), np.asarray(their, np.float64)
         assert np.linalg.norm(our - their) <= 1e-5 * np.linalg.norm(their)
@@ -95,8 +95,8 @@ def test_groups_train_as_one_device_that_takes_all_their_micro_batches(
     state, expected = one_device.train(manifest, plan, STEPS)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert len({loss for loss, _ in found}) == STEPS
-    assert_alike(trainer.state.params, state.params)
-    assert_alike(trainer.state.ema, state.ema)
+    assert_close(trainer.state.params, state.params)
+    assert_close(trainer.state.ema, state.ema)
     assert int(trainer.state.step) == STEPS
 
 
@@ -106,7 +106,7 @@ def test_groups_of_every_kind_train_as_one_device(name, manifest, one_device):
     plan, _, trainer, _, found, _ = train_on(manifest, *MORE_MESHES[name])
     state, expected = one_device.train(manifest, plan, STEPS)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert_alike(trainer.state.params, state.params)
+    assert_close(trainer.state.params, state.params)
 
 
 def test_a_step_holds_different_shapes_and_an_uneven_end(trained):
@@ -156,7 +156,7 @@ def test_one_group_or_packed_rows_need_no_groups(manifest):
     assert group_meshes(mesh, plan) == ()
 
 
-def test_what_does_not_fit_is_refused_in_one_line(manifest):
+def test_mismatches_are_refused_in_one_line(manifest):
     with pytest.raises(InputError, match=r"ranks_per_group is 1, not a multiple of the 2 ranks"):
         group_meshes(mesh_of(4, fsdp=2), plan_for(manifest, 4))
     with pytest.raises(InputError, match=r"has 2 shape groups, which mesh.data = 4 does not"):
@@ -175,7 +175,7 @@ def free_port():
 
 
 def run_two_processes(manifest, folder):
-    """What each of two processes with one device each found."""
+    """Results of two processes with one device each."""
     address = f"localhost:{free_port()}"
     environment = os.environ | {
         "XLA_FLAGS": "",

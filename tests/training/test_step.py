@@ -25,20 +25,23 @@ def spec_with(config=OPTIMIZER):
     return TrainingSpec(MODEL, OBJECTIVE, make_optimizer(config, 10), config.ema_decay)
 
 
+def disturbed(params):
+    return jax.tree.map(
+        lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
+    )
+
+
 @pytest.fixture(scope="module")
 def setup():
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     state = init_state(spec_with(), mesh, seed=0)
-    # A fresh model's gates and head are zero; trained ones are not.
-    params = jax.tree.map(
-        lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape),
-        state.params,
-    )
+    # Gates and head of a new model are zero; those of a trained one are not.
+    params = jax.jit(disturbed)(state.params)
     return mesh, Weights(params, {}, {}), state.key, make_accumulate(spec_with(), mesh)
 
 
 def batch_of(samples, rows=None):
-    """The samples as a micro-batch, filled up to `rows`."""
+    """The samples as a micro-batch, padded to `rows`."""
     rows = rows or len(samples)
     size = SIZES[samples[0]]
     latents = np.zeros((rows, *size, 1), np.float32)
@@ -102,7 +105,7 @@ def test_noise_belongs_to_the_sample_and_the_epoch(setup):
     assert not np.allclose(first[0], later[0])
 
 
-def test_the_condition_is_dropped_as_often_as_asked(setup):
+def test_the_condition_is_dropped_at_the_configured_rate(setup):
     rows = 2000
     batch = Batch(
         jnp.zeros((rows, 1, 2, 2, 1)),
@@ -159,12 +162,12 @@ def test_only_matrices_decay(setup):
         ({"warmup_steps": -1}, "optimizer.warmup_steps is -1"),
     ],
 )
-def test_senseless_settings_are_refused(change, words):
+def test_invalid_settings_are_refused(change, words):
     with pytest.raises(InputError, match=words):
         OptimizerConfig(**change)
 
 
-def test_a_step_of_padding_alone_changes_nothing_but_its_number(setup):
+def test_a_step_of_padding_changes_only_the_step_number(setup):
     mesh, weights, _, accumulate = setup
     spec = spec_with()
     state = init_state(spec, mesh, seed=0)._replace(params=weights.params)

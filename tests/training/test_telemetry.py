@@ -1,4 +1,4 @@
-"""What telemetry refuses."""
+"""Refusals of telemetry."""
 
 from alload_jax.data.placement import PlacedStep
 from alload_jax.distributed.cluster import Cluster

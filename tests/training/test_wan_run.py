@@ -16,7 +16,7 @@ from alload_jax.models.families import parameter_count
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
 from alload_jax.training.optimizer import make_optimizer
-from alload_jax.training.state import abstract_state
+from alload_jax.training.state import TrainingSpec, abstract_state
 
 WEIGHTS = ROOT / "tests" / "golden" / "wan" / "t2v" / "transformer"
 
@@ -54,14 +54,15 @@ def params_of(runs, step, *flags):
     config = read_config(["--config", str(runs.folder / "run" / "config.yaml"), *flags])
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     optimizer = make_optimizer(config.optimizer, config.run.steps)
-    like = abstract_state(config.model, optimizer, mesh, 0)
+    spec = TrainingSpec(config.model, config.objective, optimizer, config.optimizer.ema_decay)
+    like = abstract_state(spec, mesh, 0)
     folder = runs.folder / "run" / "checkpoints"
     saved = json.loads((folder / str(step) / "identity" / "metadata").read_text())
     with Checkpoints(folder, CheckpointConfig(), saved) as checkpoints:
         return checkpoints.restore(step, like).params
 
 
-def test_a_run_starts_from_the_weights_and_leaves_them_slowly(wan):
+def test_a_run_starts_from_the_weights_and_changes_them_slowly(wan):
     from safetensors.numpy import load_file
 
     done = wan.run("--optimizer.learning_rate", "1e-6", "--run.steps", "3")
@@ -85,7 +86,7 @@ def test_a_run_starts_from_the_weights_and_leaves_them_slowly(wan):
         (("--model.text.dim", "0"), "model.text.dim is 0"),
     ],
 )
-def test_what_does_not_fit_is_one_line(wan, flags, words):
+def test_mismatches_are_reported_in_one_line(wan, flags, words):
     done = wan.run(*flags)
     assert done.returncode == 2
     assert words in done.stderr
@@ -97,7 +98,7 @@ def test_what_does_not_fit_is_one_line(wan, flags, words):
     ("name", "count"), [("wan2_1_t2v_1_3b", 1_418_996_800), ("wan2_1_t2v_14b", 14_288_491_584)]
 )
 def test_wan_configs_have_the_parameters_that_diffusers_has(name, count):
-    """By diffusers' own meta-device models; tests/parity/test_wan_parity.py counts them anew."""
+    """Counts of diffusers' meta-device models; tests/parity/test_wan_parity.py checks them."""
     config = read_config(["--config", str(ROOT / "configs" / f"{name}.yaml")])
     assert parameter_count(config.model) == count
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Runs:
-    """Starts train.py on a tiny config, each run in a process of its own.
+    """Starts train.py on a tiny config, each run in a separate process.
 
     Runs share compiled programs, as a restarted run does.
     """
@@ -64,7 +64,7 @@ class Runs:
         )
 
     def start_together(self, processes, *flags):
-        """As many processes as one run, with a device each.
+        """Starts several processes of one run, with one device each.
 
         Unless flags say otherwise, none counts as lost because the machine is busy.
         """

@@ -1,4 +1,4 @@
-"""What a family of models says of itself, as far as costs need it."""
+"""The interface of a family's architecture, from which costs are computed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 LABEL_TOKENS = 1
-"""Condition tokens of a sample with a class, where nothing else is said."""
+"""Default number of condition tokens of a sample with a class."""
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,13 @@ class ForwardFlops:
     """FLOPs of a forward pass over one sequence of S tokens; a multiply-add counts as two.
 
     Attributes:
-      matmul_per_token: of matrix products, for each of the S tokens.
-      matmul_per_sequence: of matrix products whatever S is, such as on the tokens of its condition.
-      attention_per_pair: of attention, for each of the S² pairs of tokens.
-      attention_per_token: of attention between the S tokens and those of the condition, for each
-        of the S.
-      attention_per_sequence: of attention whatever S is.
+      matmul_per_token: FLOPs of matrix products per token.
+      matmul_per_sequence: FLOPs of matrix products that do not depend on S, such as those on the
+        tokens of the condition.
+      attention_per_pair: FLOPs of attention for each of the S² pairs of tokens.
+      attention_per_token: FLOPs of attention per token that do not depend on S, such as those with
+        the tokens of the condition.
+      attention_per_sequence: FLOPs of attention that do not depend on S.
     """
 
     matmul_per_token: float
@@ -41,9 +42,10 @@ class ActivationCounts:
     """Activations of a training step for each token of latents, in values, not bytes.
 
     Attributes:
-      forward_traffic, backward_traffic: read and written beside matrix products and attention.
-      working_set: alive at most while one block goes backward.
-      split_exchange: sent between devices, of each direction of one pass over a split sample.
+      forward_traffic, backward_traffic: values read and written outside of matrix products and
+        attention.
+      working_set: peak of live values during the backward pass of one block.
+      split_exchange: values sent between devices in one pass over a split sample.
     """
 
     forward_traffic: float
@@ -77,11 +79,11 @@ class Architecture(Protocol):
         ...
 
     def activations(self) -> ActivationCounts:
-        """What a step moves and holds."""
+        """Activations that a step moves and keeps."""
         ...
 
     def kept_activations(self, remat: str) -> float:
-        """Values for each token that all blocks keep for the backward pass, inputs among them.
+        """Values per token that all blocks keep for the backward pass, including their inputs.
 
         Args:
           remat: a rematerialisation policy, as `model.remat`.
@@ -89,7 +91,7 @@ class Architecture(Protocol):
         ...
 
     def kernels(self) -> int:
-        """Kernels of a forward pass, about."""
+        """Approximate number of kernels of a forward pass."""
         ...
 
     def forward_flops(self, seq_len: int) -> float:
@@ -97,9 +99,9 @@ class Architecture(Protocol):
         return self.flops().of(seq_len)
 
     def step_flops(self, seq_len: np.ndarray) -> float:
-        """FLOPs of a training step on samples of these lengths: three times their forward's.
+        """FLOPs of a training step on samples of these lengths: three times those of the forward.
 
-        What rematerialisation computes again does not count.
+        Recomputation by rematerialisation does not count.
 
         Args:
           seq_len: [N] integers.

@@ -7,7 +7,7 @@ from alload_jax.planning.architectures.architecture import Architecture
 from alload_jax.registry import Registry
 
 DEFAULT_FAMILY = "wan"
-"""Of fields that name no family."""
+"""Family of fields that do not name one."""
 
 _FAMILIES: Registry[type[Architecture]] = Registry(
     "model family", {"wan": "alload_jax.planning.architectures.wan:WanArchitecture"}
@@ -24,7 +24,7 @@ _MODELS: Registry[Architecture] = Registry(
 def register_architecture(
     family: str, architecture: type[Architecture], named: Mapping[str, Architecture] | None = None
 ) -> None:
-    """Makes a family's architecture known.
+    """Registers a family's architecture.
 
     Args:
       family: the name that its `fields()` give as `family`.
@@ -32,7 +32,7 @@ def register_architecture(
       named: models of the family that can be planned for by name.
 
     Raises:
-      ValueError: another has the family's or a model's name.
+      ValueError: the name of the family or of a model is registered already.
     """
     _FAMILIES.register(family, architecture)
     for name, model in (named or {}).items():

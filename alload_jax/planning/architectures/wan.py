@@ -1,4 +1,4 @@
-"""What a transformer of Wan's kind computes and holds, counted from its shape; no JAX."""
+"""Counts FLOPs, bytes and parameters of Wan-like transformers from their shape, without JAX."""
 
 import dataclasses
 import math
@@ -15,9 +15,9 @@ from alload_jax.planning.architectures.architecture import (
 )
 
 _KERNELS = 60
-"""Of a block, forward."""
+"""Kernels of a block's forward pass."""
 
-# Tensors of S × dim (and of S × ffn_dim) that a block reads and writes beside matrix products and
+# Tensors of S × dim (and of S × ffn_dim) that a block reads and writes outside matrix products and
 # attention. Forward: three norms with residual and gate 10, query and key norms with rotary
 # embedding 9, the last gate 3; GELU reads and writes the hidden layer.
 _FORWARD_TRAFFIC = (22, 2)
@@ -25,18 +25,18 @@ _FORWARD_TRAFFIC = (22, 2)
 # the hidden layer: GELU 3, gradient of bias 1.
 _BACKWARD_TRAFFIC = (42, 4)
 _WORKING_SET = (19, 4)
-"""Tensors of S × dim and S × ffn_dim alive at most while one block goes backward."""
+"""Peak number of live tensors of S × dim and S × ffn_dim in the backward pass of one block."""
 _KEPT = {
     "full": (1, 0),
-    # Both attentions' outputs, each twice: by its name, and as cuDNN put it out.
+    # Both attentions' outputs are kept twice: under their names, and as outputs of cuDNN.
     "attention": (1 + 4, 0),
     # Besides: query, key, value, out; cross-attention's query and out; both feed-forward layers.
     "matmuls_and_attention": (1 + 4 + 7, 1),
     # An estimate: what autodiff keeps of norms, rotary embedding and GELU, partly in float32.
     "none": (28, 3),
 }
-"""By rematerialisation policy, tensors of S × dim and S × ffn_dim of every block, its input among
-them."""
+"""Rematerialisation policy → tensors of S × dim and S × ffn_dim that every block keeps, including
+its input."""
 _EXCHANGED = 4
 """Tensors of S × dim: query, key, value and output of self-attention."""
 
@@ -50,11 +50,11 @@ class WanArchitecture(Architecture):
       ffn_dim: width of the feed-forward layer.
       num_heads: attention heads.
       num_layers: transformer blocks.
-      in_channels: channels of the latents that enter.
+      in_channels: channels of the input latents.
       text_length: tokens of the condition, T.
       text_dim: width of the text's embeddings; None where the condition is classes.
       patch_size: latent (frames, height, width) that make one token.
-      out_channels: channels of what is predicted; None for `in_channels`.
+      out_channels: channels of the prediction; None for `in_channels`.
       num_classes: classes, where the condition is classes.
       freq_dim: size of the timestep's sinusoid.
       qk_norm: RMSNorm of queries and keys.
@@ -117,7 +117,7 @@ class WanArchitecture(Architecture):
         return fields | {"patch_size": list(self.patch_size)}
 
     def flops(self) -> ForwardFlops:
-        """Of the blocks' forward.
+        """FLOPs of the forward pass of all blocks.
 
         On one sample, L·[12·S·d² + 4·S·d·f + 4·S²·d + 4·T·d² + 4·S·T·d]: queries, keys, values and
         out of self-attention (8·S·d²), queries and out of cross-attention (4·S·d²), feed-forward,
@@ -149,7 +149,7 @@ class WanArchitecture(Architecture):
         return self.num_layers * _KERNELS
 
     def _values(self, tensors: tuple[int, int]) -> int:
-        """Values for each token of so many tensors of (S × dim, S × ffn_dim)."""
+        """Values per token of these numbers of tensors of S × dim and of S × ffn_dim."""
         narrow, wide = tensors
         return narrow * self.dim + wide * self.ffn_dim
 

@@ -28,7 +28,7 @@ from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.topology import RankTopology
 
 _FEWEST_SAMPLES = 8192
-"""Of a window: with fewer, rows of equal cost are hard to find."""
+"""Minimum samples of a window: with fewer, rows of equal cost are hard to find."""
 
 _SLOT_FACTOR = 2.5
 """Rows mix long and short samples, so that few hold many more than the mean."""
@@ -50,16 +50,16 @@ class Balanced(Policy):
 
     Attributes:
       m_mem: T, tokens of a row.
-      cost: predicts what rows cost.
-      m_comp: most cost of a row that holds more than one sample; None for no bound.
-      align: samples begin at multiples of this.
+      cost: the cost model.
+      m_comp: maximum cost of a row with more than one sample; None for no bound.
+      align: samples begin at multiples of this many tokens.
       max_segments: M, most whole samples of a row, and most split samples of a group (of each
         of its ranks, where all is split); None for 2.5 times the mean.
       look_ahead: steps of a window, if these hold some thousand samples.
       max_delay: windows that may defer a sample.
       context: ranks of a context-parallel group; 1 splits nothing.
       seconds_per_split_token: of communication, for each of the A tokens of a rank that are split.
-      split_above: samples are split that cost more than so many times a mean row; 0 splits all.
+      split_above: samples that cost more than this many times a mean row are split; 0 splits all.
     """
 
     name: ClassVar[str] = "balanced"
@@ -138,11 +138,11 @@ class Balanced(Policy):
         return self._empty_row_cost() + self._weights(seq_len)
 
     def _weights(self, seq_len: np.ndarray) -> np.ndarray:
-        """What a sample costs beyond padding of its length, which a row computes anyway."""
+        """The marginal cost of a sample, that is beyond padding of its length."""
         return marginal_cost(self.cost, seq_len)
 
     def _empty_row_cost(self) -> float:
-        """What a row costs before anything lies in it."""
+        """The cost of a row of padding."""
         return self.cost.fixed_cost + float(self.cost.padding_cost(np.asarray(self.m_mem)))
 
     def _row_costs(self) -> RowCosts:
@@ -203,7 +203,7 @@ class Balanced(Policy):
 
 
 def _typical(footprint: np.ndarray, tokens: int) -> np.ndarray:
-    """Samples of about so many tokens in all, the longest of the manifest among them; descending.
+    """Samples with about this many tokens in total, with the longest of all; longest first.
 
     They depend on the manifest alone.
     """

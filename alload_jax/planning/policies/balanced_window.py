@@ -24,10 +24,10 @@ _GROWTH = 1.3
 
 @dataclass(frozen=True)
 class RowCosts:
-    """What rows cost beside their samples, and how much of these they may hold.
+    """Costs of rows apart from their samples, and the maximum weight of these.
 
     Attributes:
-      empty: cost of a row before anything lies in it.
+      empty: cost of a row of padding.
       per_split_token: cost of communication for each of the A tokens of a rank.
       bounded: whether there is an M_comp.
       max_load: most weight of a row that holds more than one sample; inf without M_comp.
@@ -53,7 +53,7 @@ class WindowPlanner:
       steps: of a window.
       mean_row_tokens: that a row holds on average.
       max_delay: windows that may defer a sample.
-      rng: decides the order of steps, and of groups within them.
+      rng: generator of the order of steps, and of groups within them.
     """
 
     shape: RowShape

@@ -1,4 +1,4 @@
-"""First-fit decreasing: rows as full as can be, whatever they cost. What others ship."""
+"""First-fit decreasing, as in other data loaders: fills rows without regard to their cost."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace

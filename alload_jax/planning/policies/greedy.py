@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _CHUNKS = 4
-"""Bins are ranked anew after each 1/4 of them got a sample: finer gains nothing measurable."""
+"""Bins are ranked again after each 1/4 of them got a sample: finer gains nothing measurable."""
 
 UNPLACED = -1
 """The bin of an item that is in none."""
@@ -44,7 +44,7 @@ def target_load(weights: np.ndarray, bins: int, load: float = 0.0) -> float:
     Args:
       weights: [N], largest first.
       bins: their number.
-      load: what the bins hold already, in all.
+      load: total cost of the items that the bins already contain.
     """
     rest = float(weights.sum()) + load
     for oversized, weight in enumerate(weights[: bins - 1].tolist()):
@@ -61,11 +61,11 @@ def assign_greedily(
 
     A bin that has `free` tokens left and lacks `target - load` cost needs items of that density.
     Density grows with length, so the longest item goes where the need is greatest. What remains
-    at the end are short items and bins that need little. Both sums come out about equal so.
+    at the end are short items and bins that need little. This makes both sums about equal.
 
     Args:
       footprint: [N] int64, tokens that an item takes, largest first.
-      weight: [N] float64, its cost, likewise not increasing.
+      weight: [N] float64, its cost, also in descending order.
       bins: what is filled.
       target: cost that every bin should reach.
 

@@ -1,4 +1,4 @@
-"""What every bucketed policy refuses: a sample that does not fit."""
+"""Rejects samples that do not fit into a micro-batch of a bucketed policy."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The one interface behind which all policies stand."""
+"""The interface of all policies."""
 
 from abc import ABC, abstractmethod
 from typing import Self

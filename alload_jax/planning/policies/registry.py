@@ -1,4 +1,4 @@
-"""Policies by name, and what each says of itself before it is built.
+"""Policies by name, and the traits of each before it is built.
 
 Nothing here imports a policy: settings know policies by this module, and policies know settings.
 """
@@ -9,11 +9,11 @@ from alload_jax.registry import Registry
 
 AUTO = "auto"
 AUTO_PACKED, AUTO_BUCKETED = "balanced", "dual_constraint"
-"""What auto stands for where rows can be packed, and elsewhere."""
+"""The policies of auto if rows can be packed, and otherwise."""
 
 
 class PolicyTraits:
-    """What a policy's class says of itself.
+    """Class attributes that describe a policy.
 
     Attributes:
       name: in configs and on the command line.
@@ -76,6 +76,6 @@ def policy_names() -> tuple[str, ...]:
 
 
 def candidates(name: str) -> tuple[type[PolicyTraits], ...]:
-    """The class of a policy; of auto, those that it may come to stand for."""
+    """The class of a policy; for auto, the classes of both policies that it can select."""
     names = (AUTO_PACKED, AUTO_BUCKETED) if name == AUTO else (name,)
     return tuple(find_policy(each) for each in names)

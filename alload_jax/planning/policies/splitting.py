@@ -12,7 +12,7 @@ import numpy as np
 from alload_jax.planning.policies.greedy import UNPLACED, Bins, assign_greedily, target_load
 
 _MOST_SIZES = 4
-"""Allowed split sizes beside 0."""
+"""Maximum number of allowed split sizes, not counting 0."""
 _STEPS_OF_ROW = 128
 """The unit of A is at most this share of a row."""
 _EXTRA_SAMPLES = 4
