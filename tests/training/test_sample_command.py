@@ -457,7 +457,7 @@ def test_image_to_video_is_not_there_yet(refused):
     [
         (["--class", 1], ["--class is given", "text"]),
         (["--prompt-embeds", "none"], ["none: cannot be read (No such file or directory)"]),
-        (["--prompt-embeds", "bad"], ["bad: is no whole safetensors file"]),
+        (["--prompt-embeds", "bad"], ["bad: is not a valid safetensors file"]),
         (["--prompt-embeds", "two"], ["two: holds a, b", "text"]),
         (["--prompt-embeds", "nan"], ["nan: holds values that are not finite"]),
         (["--prompt-embeds", "p", "--negative-embeds", "inf"], ["inf: holds values", "finite"]),

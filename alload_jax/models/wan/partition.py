@@ -1,4 +1,4 @@
-"""How Wan's parameters are split over a mesh."""
+"""Partition rules of Wan's parameters."""
 
 from jax.sharding import PartitionSpec
 
@@ -15,5 +15,5 @@ PARTITION_RULES: Rules = (
     (r"kernel$|embedding$", PartitionSpec(None, "fsdp")),
     (r".", PartitionSpec()),
 )
-"""(pattern, rule) pairs; the first pattern found in a path decides. Blocks have a leading layer
-axis. Over `tensor`, heads and the hidden width are split as in Megatron-LM (arXiv 1909.08053)."""
+"""(pattern, rule) pairs; the first pattern found in a path applies. Blocks have a leading layer
+axis. `tensor` splits heads and the hidden width as in Megatron-LM (arXiv 1909.08053)."""
