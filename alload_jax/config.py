@@ -31,7 +31,7 @@ from alload_jax.training.callbacks.callback import CALLBACKS, CallbackConfig
 from alload_jax.training.checkpoint import CheckpointConfig
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ParametersConfig
-from alload_jax.training.run_files import write_whole
+from alload_jax.training.run_files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def values_of(config: Config) -> dict[str, Any]:
 def _shared_values(config: Config) -> dict[str, Any]:
     """Returns the config as JSON values without the settings that differ by process."""
     cluster = dataclasses.replace(config.cluster, coordinator=None, processes=None, process=None)
-    return _plain(dataclasses.asdict(dataclasses.replace(config, cluster=cluster)))
+    return _tuples_to_lists(dataclasses.asdict(dataclasses.replace(config, cluster=cluster)))
 
 
 def write_config(config: Config, path: Path) -> None:
@@ -201,7 +201,7 @@ def write_config(config: Config, path: Path) -> None:
     It omits the settings that differ by process, because the next start may use other processes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, yaml.safe_dump(_shared_values(config), sort_keys=False))
+    write_atomically(path, yaml.safe_dump(_shared_values(config), sort_keys=False))
 
 
 def use_compilation_cache(run: RunConfig) -> None:
@@ -211,10 +211,10 @@ def use_compilation_cache(run: RunConfig) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _plain(value: Any) -> Any:
+def _tuples_to_lists(value: Any) -> Any:
     """Converts tuples to lists, because YAML has no tuples."""
     if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: _tuples_to_lists(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_tuples_to_lists(part) for part in value]
     return value

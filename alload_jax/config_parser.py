@@ -72,7 +72,7 @@ def parse_config(
     for section in {key.partition(".")[0] for key in kinds if "." in key}:
         values[section] = _plain_section(values[section])
     for key, registry in lists.items():
-        values[key] = tuple(_named(key, item, registry) for item in values[key])
+        values[key] = tuple(_build_named(key, item, registry) for item in values[key])
     return values
 
 
@@ -136,10 +136,10 @@ def _plain_section(section: Any) -> Any:
     return kind(**{each.name: getattr(section, each.name) for each in dataclasses.fields(kind)})
 
 
-def _named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
+def _build_named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
     """Builds one item of a list of configs with names from its values."""
     if not isinstance(item, dict) or "name" not in item:
-        raise InputError(f"{key}: {item!r} has no name; choose one of {_or_none(registry)}")
+        raise InputError(f"{key}: {item!r} has no name; choose one of {_known_names(registry)}")
     kind = registry.get(item["name"])
     parser = _Parser(prog=key)
     parser.known_keys, parser.place = list(_keys(kind)), f"{key}: {item['name']}"
@@ -153,7 +153,7 @@ def _named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
     return kind(**{part.name: parsed[part.name] for part in dataclasses.fields(kind)})
 
 
-def _or_none(registry: Registry[type[Any]]) -> str:
+def _known_names(registry: Registry[type[Any]]) -> str:
     return ", ".join(registry.names()) or "none"
 
 

@@ -85,7 +85,7 @@ class PackedCollation:
 
     def empty(self, parts: Sequence[MicroBatch]) -> PackedBatch:
         """See `Collation.empty`; the metadata already holds the segments."""
-        rows = [_packed(part) for part in parts]
+        rows = [_row_plan(part) for part in parts]
         return self._batch(self.sizes[rows[0].split_tokens], rows)
 
     def _batch(self, sizes: RowSizes, rows: Sequence[RowPlan]) -> PackedBatch:
@@ -93,8 +93,8 @@ class PackedCollation:
         table = np.zeros((2, len(rows), sizes.slots), np.int32)
         condition_table = np.zeros_like(table)
         length = self.conditions.length
-        for row, packed in enumerate(rows):
-            for slot, place in enumerate(zip(packed.offsets, packed.tokens, strict=True)):
+        for row, row_plan in enumerate(rows):
+            for slot, place in enumerate(zip(row_plan.offsets, row_plan.tokens, strict=True)):
                 table[:, row, slot] = place
                 condition_table[:, row, slot] = slot * length, length
         channels = self.model.in_channels * int(np.prod(self.model.patch_size))
@@ -119,9 +119,9 @@ class PackedCollation:
     def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Place]]:
         """See `Collation.places`."""
         for row, part in enumerate(parts):
-            packed = _packed(part)
+            row_plan = _row_plan(part)
             for slot, (sample, offset, first, tokens) in enumerate(
-                zip(part.samples, packed.offsets, packed.first, packed.tokens, strict=True)
+                zip(part.samples, row_plan.offsets, row_plan.first, row_plan.tokens, strict=True)
             ):
                 yield sample, Place(row, slot, offset, first, tokens)
 
@@ -149,7 +149,7 @@ class PackedCollation:
         batch.seq_len[row, slot] = len(patches)
 
 
-def _packed(part: MicroBatch) -> RowPlan:
+def _row_plan(part: MicroBatch) -> RowPlan:
     assert part.row_plan is not None
     return part.row_plan
 
@@ -158,8 +158,8 @@ def _split_rows(sizes: RowSizes, rows: Sequence[RowPlan], table: np.ndarray) -> 
     """Returns the positions of whole segments behind the split region and of split segments."""
     split = np.zeros((2, len(rows), sizes.split), np.int32)
     whole = np.zeros((2, len(rows), sizes.whole), np.int32)
-    for row, packed in enumerate(rows):
-        for slot, place in enumerate(packed.split_segments):
+    for row, row_plan in enumerate(rows):
+        for slot, place in enumerate(row_plan.split_segments):
             split[:, row, slot] = place
         behind = table[:, row, table[0, row] >= sizes.split_tokens]
         whole[:, row, : behind.shape[1]] = behind - [[sizes.split_tokens], [0]]

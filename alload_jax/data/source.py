@@ -66,7 +66,7 @@ class PlanSource:
         )
 
 
-def _leave_ctrl_c_to_the_run(worker: int, workers: int) -> None:
+def _ignore_sigint(worker: int, workers: int) -> None:
     """Ignores SIGINT, which a terminal also sends to workers: the run ends them after saving."""
     del worker, workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -91,7 +91,7 @@ class StepLoader:
                 grain.MultiprocessingOptions(
                     num_workers=config.processes, per_worker_buffer_size=config.read_ahead
                 ),
-                worker_init_fn=_leave_ctrl_c_to_the_run,
+                worker_init_fn=_ignore_sigint,
             )
         self._iterator: Any = iter(dataset)
 

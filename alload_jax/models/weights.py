@@ -58,11 +58,11 @@ def load_weights(place: str | Path, config: ModelConfig, mesh: Mesh) -> Any:
             value = tensor.to_ours(checkpoint.read(tensor.key))
             sharding = shardings[tensor.path]
             if tensor.layer is None:
-                params[tensor.path] = _placed(value, sharding)
+                params[tensor.path] = _place_tensor(value, sharding)
                 continue
             if tensor.path not in params:
                 params[tensor.path] = _zeros(shapes[tensor.path].shape, sharding)
-            layer = _placed(value, _of_one_layer(sharding))
+            layer = _place_tensor(value, _layer_sharding(sharding))
             params[tensor.path] = _set_layer(params[tensor.path], layer, tensor.layer)
         return unflatten_dict(params, sep="/")
 
@@ -106,15 +106,15 @@ def require_same_architecture(ours: ModelConfig, theirs: ModelConfig, place: Pat
     """
     if theirs.text and ours.text:
         theirs = dataclasses.replace(theirs, text=TextConfig(theirs.text.dim, ours.text.length))
-    mine, found = ours.architecture(), theirs.architecture()
-    for fields in (mine, found):
+    expected, found = ours.architecture(), theirs.architecture()
+    for fields in (expected, found):
         fields.pop("num_classes")
         if fields.get("out_channels") == fields["in_channels"]:
             fields.pop("out_channels")
     wrong = [
-        f"model.{key} is {mine.get(key)}, but {found.get(key)} there"
-        for key in sorted(mine.keys() | found.keys())
-        if mine.get(key) != found.get(key)
+        f"model.{key} is {expected.get(key)}, but {found.get(key)} there"
+        for key in sorted(expected.keys() | found.keys())
+        if expected.get(key) != found.get(key)
     ]
     if wrong:
         raise InputError(f"{place}: weights of another architecture: {'; '.join(wrong)}")
@@ -161,16 +161,16 @@ def save_weights(
     with tempfile.TemporaryDirectory(
         prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
     ) as scratch:
-        whole = Path(scratch) / "transformer"
-        whole.mkdir()
+        unfinished = Path(scratch) / "transformer"
+        unfinished.mkdir()
         try:
-            names = _write_tensors(whole, params, config, dtype, shard_bytes)
+            names = _write_tensors(unfinished, params, config, dtype, shard_bytes)
         except safetensors.SafetensorError as error:
             raise InputError(
                 f"{folder}: cannot be written ({error}); free disk space there"
             ) from error
-        (whole / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-        whole.replace(folder)  # replaces an empty folder
+        (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        unfinished.replace(folder)  # replaces an empty folder
     return [folder / name for name in names]
 
 
@@ -186,7 +186,7 @@ def _write_tensors(
     if config.text is not None:
         notes[_TEXT_LENGTH] = str(config.text.length)
     for name, group in zip(names, groups, strict=True):
-        content = {t.key: _theirs(t, arrays[t.path]).astype(target) for t in group}
+        content = {t.key: _to_checkpoint_layout(t, arrays[t.path]).astype(target) for t in group}
         safetensors.numpy.save_file(content, folder / name, metadata=notes)
         (folder / name).chmod(0o644)  # safetensors writes files that only their owner can read
     if len(groups) > 1:
@@ -210,11 +210,11 @@ def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor], ignored: tuple[str
     if problems:
         raise InputError(
             f"{checkpoint.place}: does not fit the model: {'; '.join(problems)}; "
-            "name a whole checkpoint of the model's architecture"
+            "name a complete checkpoint of the model's architecture"
         )
 
 
-def _placed(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def _place_tensor(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """Places a tensor as float32; each device receives only its shard."""
     return jax.make_array_from_callback(
         value.shape, sharding, lambda index: np.asarray(value[index], np.float32)
@@ -225,7 +225,7 @@ def _zeros(shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
     return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=sharding)()
 
 
-def _of_one_layer(sharding: NamedSharding) -> NamedSharding:
+def _layer_sharding(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
@@ -234,18 +234,18 @@ def _set_layer(stack: jax.Array, layer: jax.Array, index: int) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
 
 
-def _theirs(tensor: Tensor, array: jax.Array) -> np.ndarray:
+def _to_checkpoint_layout(tensor: Tensor, array: jax.Array) -> np.ndarray:
     part = array if tensor.layer is None else array[tensor.layer]
     return tensor.to_theirs(np.asarray(part))
 
 
-def _groups(wanted: list[Tensor], itemsize: int, most: int) -> list[list[Tensor]]:
-    """Groups tensors in order into files of at most `most` bytes, or of one tensor."""
+def _groups(wanted: list[Tensor], itemsize: int, max_bytes: int) -> list[list[Tensor]]:
+    """Groups tensors in order into files of at most `max_bytes` bytes, or of one tensor."""
     groups: list[list[Tensor]] = [[]]
     size = 0
     for tensor in wanted:
         bytes_ = math.prod(tensor.shape) * itemsize
-        if groups[-1] and size + bytes_ > most:
+        if groups[-1] and size + bytes_ > max_bytes:
             groups.append([])
             size = 0
         groups[-1].append(tensor)

@@ -158,7 +158,7 @@ def noised(
     noise = unpatchify(tokens, batch.latents.shape, model.patch_size)
     latents = interpolate(batch.latents, noise, draws.sigma)
     target = velocity(batch.latents, noise)
-    return latents, target, draws.sigma, _without(batch.condition, draws.dropped, model)
+    return latents, target, draws.sigma, _drop_conditions(batch.condition, draws.dropped, model)
 
 
 def noised_rows(
@@ -179,11 +179,11 @@ def noised_rows(
     noise = token_noise(_to_tokens(draws.noise, ids), place, batch.tokens.shape[-1])
     tokens = interpolate(batch.tokens, noise, _to_tokens(draws.sigma, ids))
     dropped = _to_tokens(draws.dropped, batch.metadata.condition.ids)
-    condition = _without(batch.condition, dropped, model)
+    condition = _drop_conditions(batch.condition, dropped, model)
     return tokens, velocity(batch.tokens, noise), draws.sigma, condition
 
 
-def _without(condition: jax.Array, dropped: jax.Array, model: ModelConfig) -> jax.Array:
+def _drop_conditions(condition: jax.Array, dropped: jax.Array, model: ModelConfig) -> jax.Array:
     """Replaces dropped conditions by the null condition.
 
     Args:

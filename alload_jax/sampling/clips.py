@@ -84,7 +84,7 @@ def write_clip(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int = 
         raise InputError(f"{path}: the generated sample is not finite; choose another checkpoint")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, clip, notes, zoom)
+        _write_atomically(path, clip, notes, zoom)
     except OSError as error:  # often lacks the file name, for example if the disk is full
         reason = error.strerror or str(error) or type(error).__name__
         raise InputError(
@@ -99,7 +99,7 @@ def pixels(clip: np.ndarray, zoom: int = 1) -> list[Image.Image]:
     return [Image.fromarray(np.ascontiguousarray(frame)) for frame in values]
 
 
-def _write_whole(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int) -> None:
+def _write_atomically(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int) -> None:
     suffix = path.suffix.lower()
     partial = path.with_name(f"{path.name}.partial")
     try:

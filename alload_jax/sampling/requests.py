@@ -81,7 +81,7 @@ class Asked:
 
 
 class Request(NamedTuple):
-    """One sample to draw.
+    """Request for one sample.
 
     Attributes:
       grid: (frames, height, width) of the latents.

@@ -92,7 +92,7 @@ class Checkpoints:
           InputError: the checkpoint is damaged or its identity differs; the message names the
             difference.
         """
-        with self._damage_named(step):
+        with self._errors_of_step(step):
             part = ocp.args.Composite(identity=ocp.args.JsonRestore())
             found = dict(self._manager.restore(step, args=part).identity)
         self._check_identity(step, found)
@@ -104,14 +104,14 @@ class Checkpoints:
           InputError: the checkpoint is damaged or belongs to another model or plan.
         """
         self.check(step)
-        with self._damage_named(step):
+        with self._errors_of_step(step):
             part = ocp.args.Composite(state=ocp.args.StandardRestore(_stored(like)))
             found = self._manager.restore(step, args=part).state
             return like._replace(**found)
 
-    def _damage_named(self, step: int) -> AbstractContextManager[None]:
+    def _errors_of_step(self, step: int) -> AbstractContextManager[None]:
         remedy = "move it away to continue from the previous one"
-        return damage_named(self.folder / str(step), remedy)
+        return as_input_error(self.folder / str(step), remedy)
 
     def save(self, step: int, state: TrainState) -> None:
         """Starts writing a checkpoint; returns when `state` may be changed."""
@@ -158,7 +158,7 @@ def _remedy(theirs: Any, ours: Any) -> str:
 
 
 @contextmanager
-def damage_named(place: Path, remedy: str) -> Iterator[None]:
+def as_input_error(place: Path, remedy: str) -> Iterator[None]:
     """Converts errors of Orbax to InputErrors; Orbax also raises plain Exceptions."""
     try:
         yield

@@ -16,7 +16,7 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import abstract_model, family_of
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.checkpoint import damage_named, difference
+from alload_jax.training.checkpoint import as_input_error, difference
 from alload_jax.training.parameters import ParametersConfig, cast_frozen, split_parameters
 from alload_jax.training.state import Weights, weights_shardings
 
@@ -79,7 +79,7 @@ def restore_weights(
     """
     place = folder.absolute() / str(step)
     remedy = "choose another with --step"
-    with damage_named(place, remedy):
+    with as_input_error(place, remedy):
         reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
         model = reader.restore(place / "identity")["model"]
     if model != config.architecture():
@@ -96,7 +96,7 @@ def restore_weights(
         restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
         partial_restore=True,
     )
-    with damage_named(place, remedy):
+    with as_input_error(place, remedy):
         reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
         found = reader.restore(place / "state", args=part)
     return Weights(found[_FIELDS[weights]], found.get("frozen", {}), found.get("variables", {}))

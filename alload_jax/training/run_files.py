@@ -30,7 +30,7 @@ class MetricsLog:
     def __init__(self, folder: Path, resumed_at: int):
         path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(path) if row["step"] <= resumed_at]
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.folder = folder
         self._file = _writable(path).open("a", buffering=1)
         self._events = SummaryWriter(
@@ -125,10 +125,10 @@ def peak_memory() -> int | None:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON atomically."""
-    write_whole(path, json.dumps(content, indent=2) + "\n")
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Replaces a file's text atomically."""
     if not first_process():
         return

@@ -48,7 +48,8 @@ class StopRequest:
     def _note(self, number: int, _: FrameType | None) -> None:
         self.number = number
         print(
-            f"\n{signal.Signals(number).name}: finishing and saving; repeat to quit at once",
+            f"\n{signal.Signals(number).name}: finishing and saving; "
+            "repeat the signal to quit immediately",
             flush=True,
         )
         self._restore()

@@ -36,9 +36,9 @@ _PRIMITIVES = {
     "_dot_product_attention_bwd": (*_ARRAYS, "activation", "fwd_output", "grad_output", *_OPTIONS),
 }
 """The private primitives by name prefix, and their parameters."""
-_LEAST_CAPABILITY = 9.0
+_MIN_CAPABILITY = 9.0
 """cuDNN supports packed attention, forward and backward, from Hopper on."""
-_MOST_ELEMENTS = 2**31
+_MAX_ELEMENTS = 2**31
 """Upper bound on the elements of queries or keys: offsets are 32-bit counts of elements."""
 
 
@@ -56,9 +56,9 @@ def packed_unsupported_reason(elements: int = 0) -> str:
         capability = float(jax.local_devices()[0].compute_capability)
     except (AttributeError, ValueError):  # a GPU that is not NVIDIA's
         return f"it needs an NVIDIA GPU, and this is {jax.local_devices()[0].device_kind}"
-    if capability < _LEAST_CAPABILITY:
-        return f"it needs compute capability {_LEAST_CAPABILITY}, and this GPU has {capability}"
-    if elements >= _MOST_ELEMENTS:
+    if capability < _MIN_CAPABILITY:
+        return f"it needs compute capability {_MIN_CAPABILITY}, and this GPU has {capability}"
+    if elements >= _MAX_ELEMENTS:
         return f"queries or keys have {elements} elements, not below 2^31"
     return ""
 

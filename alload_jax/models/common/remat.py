@@ -23,7 +23,7 @@ def _keeps_fused_attention(prim: Any, *_: Any, **__: Any) -> bool:
 _KEEP_ATTENTION = _policies.save_from_both_policies(
     _policies.save_only_these_names(ATTENTION_OUTPUT), _keeps_fused_attention
 )
-_KEPT = {
+_POLICIES = {
     "full": _policies.nothing_saveable,
     "attention": _KEEP_ATTENTION,
     "matmuls_and_attention": _policies.save_from_both_policies(
@@ -36,4 +36,4 @@ def rematerialise(function: Callable, policy: RematPolicy) -> Callable:
     """Wraps a function (usually the body of a scan) in `jax.checkpoint` with the given policy."""
     if policy == "none":
         return function
-    return jax.checkpoint(function, policy=_KEPT[policy], prevent_cse=False)
+    return jax.checkpoint(function, policy=_POLICIES[policy], prevent_cse=False)

@@ -104,7 +104,7 @@ def _files(place: Path) -> list[Path]:
         return [place]
     index = place / INDEX
     if index.is_file():
-        names = _indexed(index)
+        names = _read_index(index)
         if lost := [name for name in names if not (place / name).is_file()]:
             raise InputError(f"{place}: lacks {', '.join(lost)}; download it again")
         return [place / name for name in names]
@@ -120,7 +120,7 @@ def _files(place: Path) -> list[Path]:
     )
 
 
-def _indexed(index: Path) -> list[str]:
+def _read_index(index: Path) -> list[str]:
     """Returns the files that an index lists; all must be in the folder of the index."""
     remedy = "download it again"
     try:

@@ -79,11 +79,11 @@ class SplitRows:
 
     def within_whole(self) -> AttentionSegments:
         """Tokens behind the split region attend within their segment."""
-        return _to_itself(self.whole, self.lengths[0])
+        return _self_attention(self.whole, self.lengths[0])
 
     def within_split(self) -> AttentionSegments:
         """The group's split tokens attend within their segment."""
-        return _to_itself(self.split, self.lengths[1])
+        return _self_attention(self.split, self.lengths[1])
 
 
 @partial(
@@ -113,14 +113,14 @@ class PackedMetadata:
 
     def within_tokens(self) -> "AttentionSegments | SplitRows":
         """Tokens attend within their segment or split sample."""
-        return self.split or _to_itself(self.tokens, self.lengths)
+        return self.split or _self_attention(self.tokens, self.lengths)
 
     def to_condition(self) -> AttentionSegments:
         """Tokens attend to the condition tokens of their segment."""
         return AttentionSegments(self.tokens, self.condition, self.lengths, self.longest_condition)
 
 
-def _to_itself(segments: Segments, lengths: Lengths) -> AttentionSegments:
+def _self_attention(segments: Segments, lengths: Lengths) -> AttentionSegments:
     return AttentionSegments(segments, segments, lengths, None)
 
 

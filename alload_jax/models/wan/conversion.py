@@ -59,7 +59,7 @@ def _from_diffusers(fields: dict[str, Any]) -> WanConfig:
         num_heads=fields["num_attention_heads"],
         num_layers=fields["num_layers"],
         in_channels=fields["in_channels"],
-        out_channels=_unless(fields.get("out_channels"), fields["in_channels"]),
+        out_channels=_none_if_default(fields.get("out_channels"), fields["in_channels"]),
         patch_size=_triple(fields["patch_size"]),
         text=TextConfig(fields["text_dim"], _TEXT_LENGTH),
         image=ImageConfig(image, positions) if image else None,
@@ -78,7 +78,7 @@ def _from_original(fields: dict[str, Any]) -> WanConfig:
         num_heads=fields["num_heads"],
         num_layers=fields["num_layers"],
         in_channels=fields["in_dim"],
-        out_channels=_unless(fields["out_dim"], fields["in_dim"]),
+        out_channels=_none_if_default(fields["out_dim"], fields["in_dim"]),
         patch_size=_triple(fields.get("patch_size", (1, 2, 2))),
         text=TextConfig(fields.get("text_dim", 4096), fields["text_len"]),
         image=ImageConfig(positions=positions) if with_image else None,
@@ -125,7 +125,7 @@ def export_fields(config: WanConfig) -> dict[str, Any]:
     }
 
 
-def _unless(value: int | None, default: int) -> int | None:
+def _none_if_default(value: int | None, default: int) -> int | None:
     return None if value in (None, default) else value
 
 
