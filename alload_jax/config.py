@@ -1,8 +1,8 @@
-"""A run's whole config: every part stands beside the code that it configures.
+"""The config of a run; each part is defined beside the code that it configures.
 
-Some parts are found by name: the model by `model.family`, the objective by `objective.name`, the
-data set by `data.dataset.name`, and each of `evaluators` and `callbacks` by its `name`. Each name
-has fields of its own, so `read_config` looks for the names first.
+Some parts are selected by name: the model by `model.family`, the objective by `objective.name`, the
+data set by `data.dataset.name`, and each of `evaluators` and `callbacks` by its `name`. The fields
+depend on the name, so `read_config` reads the names first.
 """
 
 import dataclasses
@@ -31,22 +31,22 @@ from alload_jax.training.callbacks.callback import CALLBACKS, CallbackConfig
 from alload_jax.training.checkpoint import CheckpointConfig
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ParametersConfig
-from alload_jax.training.run_files import write_whole
+from alload_jax.training.run_files import write_atomically
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The run itself.
+    """General settings of a run.
 
     Attributes:
-      folder: for everything that the run writes. If it holds a checkpoint, the run goes on there.
-      steps: optimizer steps.
-      seed: of weights, noise and the order of samples.
-      initial_weights: to start from: a `transformer/` folder of diffusers, a folder of Wan's own
-        repository, or one safetensors file of either; null draws them.
-      compilation_cache: folder in which compiled programs outlive the run; null for none.
-      status_when_stopped: exit status after a signal, once all is saved; one that is not 0 makes a
-        scheduler start the run again.
+      folder: output folder. If it contains a checkpoint, the run resumes from it.
+      steps: number of optimizer steps.
+      seed: seed of weights, noise and the order of samples.
+      initial_weights: weights to start from: a `transformer/` folder of diffusers, a folder of
+        Wan's repository, or one safetensors file of either; null for random weights.
+      compilation_cache: folder that keeps compiled programs between runs; null for none.
+      status_when_stopped: exit status after a signal, when everything is saved; with a status that
+        is not 0, a scheduler restarts the run.
     """
 
     folder: str
@@ -69,12 +69,13 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What the run learns from.
+    """Training data.
 
     Attributes:
-      folder: a data folder: manifest.parquet and its shards.
-      dataset: makes the folder if it is not there; `name: digits` are moving digits.
-      loader: how samples are read.
+      folder: data folder with manifest.parquet and its shards.
+      dataset: data set that is written to the folder if it does not exist; `name: digits` selects
+        moving digits.
+      loader: settings for reading samples.
     """
 
     folder: str
@@ -92,22 +93,22 @@ def _default_objective() -> Objective:
 
 @dataclass(frozen=True)
 class Config:
-    """A training run.
+    """Config of a training run.
 
     Attributes:
-      run: the run itself.
-      data: what it learns from.
-      planning: what a micro-batch may hold.
-      model: the model; `family` names its family.
-      objective: what is minimised; `name` names it.
+      run: general settings.
+      data: training data.
+      planning: limits of micro-batches, and the policy.
+      model: the model; `family` selects its family.
+      objective: the training objective; `name` selects it.
       parameters: which parameters are trained.
       optimizer: AdamW and EMA.
-      mesh: devices.
+      mesh: mesh of devices.
       cluster: processes, if there are several.
-      checkpoint: when to save.
-      sampling: what is drawn, and when.
-      evaluators: what is measured on drawn samples at the end, each by its `name`.
-      callbacks: what else happens during training, each by its `name`.
+      checkpoint: when checkpoints are saved and which are kept.
+      sampling: which samples are generated, and when.
+      evaluators: metrics of generated samples at the end; `name` selects each.
+      callbacks: additional callbacks during training; `name` selects each.
     """
 
     run: RunConfig
@@ -129,7 +130,7 @@ class Config:
         if self.planning.context not in (1, self.mesh.context):
             raise InputError(
                 f"planning.context is {self.planning.context}, but mesh.context is "
-                f"{self.mesh.context}; give mesh.context alone, which decides for both"
+                f"{self.mesh.context}; set only mesh.context, which applies to both"
             )
 
 
@@ -141,28 +142,28 @@ _PARTS = (
 """The parts whose fields depend on a name."""
 
 _LISTS = {"evaluators": EVALUATORS, "callbacks": CALLBACKS}
-"""The parts that are lists of named things."""
+"""The parts that are lists of configs with names."""
 
 _RENAMED = {
     "diffusion": "objective",
     "data.digits": "data.dataset, with name: digits",
     "sampling.digits_read": "evaluators: [{name: digit_accuracy, per_digit: ...}]",
 }
-"""Keys of earlier versions, and what stands in their place."""
+"""Keys of earlier versions and their replacements."""
 
 
 def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
-    """The config that a command line asks for: `--config FILE` and `--section.key value`.
+    """Reads the config from a command line: `--config FILE` and `--section.key value`.
 
     Raises:
-      InputError: something in it is wrong.
+      InputError: a key is unknown or a value is invalid.
     """
     values = parse_config(argv, prog, Config, _PARTS, _LISTS, _RENAMED)
     return Config(**values)
 
 
 def with_policy(config: Config) -> Config:
-    """With a policy in place of planning.policy auto, by this process's devices.
+    """Replaces planning.policy auto by the policy that suits this process's devices.
 
     A policy that can split samples splits them over the mesh's context groups.
     """
@@ -176,7 +177,7 @@ def with_policy(config: Config) -> Config:
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """Every value by its dotted key, as JSON, but for who the processes are."""
+    """Returns every value by dotted key, as JSON, without the settings that differ by process."""
 
     def leaves(name: str, content: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(content, dict):
@@ -185,35 +186,35 @@ def values_of(config: Config) -> dict[str, Any]:
         else:
             yield name, content
 
-    return dict(leaves("", _everywhere(config)))
+    return dict(leaves("", _shared_values(config)))
 
 
-def _everywhere(config: Config) -> dict[str, Any]:
-    """The config as JSON values, without what tells processes from each other."""
+def _shared_values(config: Config) -> dict[str, Any]:
+    """Returns the config as JSON values without the settings that differ by process."""
     cluster = dataclasses.replace(config.cluster, coordinator=None, processes=None, process=None)
-    return _plain(dataclasses.asdict(dataclasses.replace(config, cluster=cluster)))
+    return _tuples_to_lists(dataclasses.asdict(dataclasses.replace(config, cluster=cluster)))
 
 
 def write_config(config: Config, path: Path) -> None:
-    """Writes the config as YAML that `--config` reads, but for who the processes are.
+    """Writes the config as YAML that `--config` can read.
 
-    The next start may have others.
+    It omits the settings that differ by process, because the next start may use other processes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, yaml.safe_dump(_everywhere(config), sort_keys=False))
+    write_atomically(path, yaml.safe_dump(_shared_values(config), sort_keys=False))
 
 
 def use_compilation_cache(run: RunConfig) -> None:
-    """Lets JAX keep compiled programs on disk, if the run asks for it."""
+    """Makes JAX keep compiled programs on disk if `run.compilation_cache` is set."""
     if run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(run.compilation_cache).absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _plain(value: Any) -> Any:
-    """Tuples to lists, which YAML has."""
+def _tuples_to_lists(value: Any) -> Any:
+    """Converts tuples to lists, because YAML has no tuples."""
     if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: _tuples_to_lists(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_tuples_to_lists(part) for part in value]
     return value

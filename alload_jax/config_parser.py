@@ -1,4 +1,4 @@
-"""Reads a config from YAML files and flags, and says in one line what is wrong with it."""
+"""Reads a config from YAML files and flags; errors are reported in one line."""
 
 import dataclasses
 import difflib
@@ -17,13 +17,13 @@ from alload_jax.registry import Registry
 
 
 class Part(NamedTuple):
-    """A part of the config whose fields depend on a name that stands in it.
+    """A part of the config whose fields depend on a name in it.
 
     Attributes:
-      key: dotted, of the part.
-      name: the key of the name within the part.
-      default: the name where none is given; None where the part may be missing.
-      kind: the dataclass of a name.
+      key: dotted key of the part.
+      name: key of the name within the part.
+      default: default name; None if the part is optional.
+      kind: function that returns the dataclass of a name.
     """
 
     key: str
@@ -40,18 +40,18 @@ def parse_config(
     lists: Mapping[str, Registry[type[Any]]],
     renamed: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The values of a config's fields, as a command line and its YAML files say.
+    """Parses the values of a config's fields from a command line and its YAML files.
 
     Args:
-      argv: `--config FILE` and `--section.key value`.
-      prog: the program, for `--help`.
-      config: the dataclass of the whole config.
-      parts: those whose dataclass is found by name.
-      lists: keys of the config that list named things, and where these are found.
-      renamed: keys of earlier versions, and what stands in their place.
+      argv: arguments, `--config FILE` and `--section.key value`.
+      prog: name of the program, for `--help`.
+      config: dataclass of the whole config.
+      parts: parts whose dataclass is selected by name.
+      lists: keys whose values are lists of configs with names, and the registries of the names.
+      renamed: keys of earlier versions and their replacements.
 
     Raises:
-      InputError: something is wrong.
+      InputError: a key is unknown or a value is invalid.
     """
     files = _config_files(argv)
     for file in files:
@@ -72,12 +72,12 @@ def parse_config(
     for section in {key.partition(".")[0] for key in kinds if "." in key}:
         values[section] = _plain_section(values[section])
     for key, registry in lists.items():
-        values[key] = tuple(_named(key, item, registry) for item in values[key])
+        values[key] = tuple(_build_named(key, item, registry) for item in values[key])
     return values
 
 
 def _kind_of(part: Part, argv: Sequence[str], files: Sequence[str]) -> type[Any] | None:
-    """The dataclass that the last of the files, or the flags, name; None for a missing part."""
+    """Returns the dataclass that the flags or the last file name; None for a missing part."""
     name, given = part.default, False
     for file in files:
         found: Any = _content(file)
@@ -92,14 +92,14 @@ def _kind_of(part: Part, argv: Sequence[str], files: Sequence[str]) -> type[Any]
     if name is None and not given and not any(f.startswith(f"--{part.key}.") for f in argv):
         return None
     if name is None:
-        raise InputError(f"{part.key} is given without {part.key}.{part.name}; give it")
+        raise InputError(f"{part.key} is given without {part.key}.{part.name}; add it")
     return part.kind(name)
 
 
 def _typed(
     config: type[Any], kinds: Mapping[str, type[Any] | None], lists: Mapping[str, Any]
 ) -> type[Any]:
-    """The config's dataclass with the types in place that were found by name."""
+    """Returns the config's dataclass with the types that were selected by name."""
     changed: dict[str, Any] = dict.fromkeys(lists, list[dict[str, Any]])
     for key, kind in kinds.items():
         section, _, field = key.partition(".")
@@ -113,7 +113,7 @@ def _typed(
 
 
 def _with_types(kind: type[Any], types: Mapping[str, Any]) -> type[Any]:
-    """A dataclass like `kind`, and derived from it, with other types for some of its fields."""
+    """Derives a dataclass from `kind` with other types for some of its fields."""
     fields: list[Any] = []
     for each in dataclasses.fields(kind):
         if (hint := types.get(each.name)) is None:
@@ -131,15 +131,15 @@ def _with_types(kind: type[Any], types: Mapping[str, Any]) -> type[Any]:
 
 
 def _plain_section(section: Any) -> Any:
-    """A section as the dataclass that `_with_types` derived its own from."""
+    """Converts a section to the dataclass from which `_with_types` derived its type."""
     kind = type(section).__bases__[0]
     return kind(**{each.name: getattr(section, each.name) for each in dataclasses.fields(kind)})
 
 
-def _named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
-    """One of a list of named things, from its values."""
+def _build_named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
+    """Builds one item of a list of configs with names from its values."""
     if not isinstance(item, dict) or "name" not in item:
-        raise InputError(f"{key}: {item!r} has no name; choose one of {_or_none(registry)}")
+        raise InputError(f"{key}: {item!r} has no name; choose one of {_known_names(registry)}")
     kind = registry.get(item["name"])
     parser = _Parser(prog=key)
     parser.known_keys, parser.place = list(_keys(kind)), f"{key}: {item['name']}"
@@ -153,12 +153,12 @@ def _named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
     return kind(**{part.name: parsed[part.name] for part in dataclasses.fields(kind)})
 
 
-def _or_none(registry: Registry[type[Any]]) -> str:
+def _known_names(registry: Registry[type[Any]]) -> str:
     return ", ".join(registry.names()) or "none"
 
 
 def _keys(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """Every dotted key that a config may hold."""
+    """Yields every dotted key that a config can have."""
     for name, annotation in typing.get_type_hints(kind).items():
         yield prefix + name
         for part in (annotation, *typing.get_args(annotation)):
@@ -167,13 +167,13 @@ def _keys(kind: type[Any], prefix: str = "") -> Iterator[str]:
 
 
 class _Parser(ArgumentParser):
-    """Turns jsonargparse's messages into InputErrors of one line, with the nearest key.
+    """Converts jsonargparse's messages to InputErrors of one line that suggest the nearest key.
 
     Attributes:
-      known_keys: every key that there is.
-      renamed: keys of earlier versions, and what stands in their place.
-      command_line: what was typed.
-      place: of what is parsed, where it is not a command line.
+      known_keys: all valid keys.
+      renamed: keys of earlier versions and their replacements.
+      command_line: the arguments of the program.
+      place: place of the parsed values for messages, if they are not from a command line.
     """
 
     known_keys: Sequence[str] = ()
@@ -226,7 +226,7 @@ class _Parser(ArgumentParser):
 
 
 def _check_yaml(file: str) -> None:
-    """Names a file that is not valid YAML, and the line, which jsonargparse does not."""
+    """Reports the file and line of invalid YAML, which jsonargparse does not."""
     try:
         yaml.safe_load(Path(file).read_text())
     except OSError:
@@ -239,7 +239,7 @@ def _check_yaml(file: str) -> None:
 
 
 def _content(file: str) -> Any:
-    """What a YAML file holds; nothing if there is no such file, which jsonargparse reports."""
+    """Returns the content of a YAML file; None if it does not exist, which jsonargparse reports."""
     try:
         return yaml.safe_load(Path(file).read_text())
     except OSError:
@@ -247,7 +247,7 @@ def _content(file: str) -> Any:
 
 
 def _reason_in_union(message: str) -> str:
-    """What our own check said of a part that may also be null: jsonargparse lists all reasons."""
+    """Returns the message of our check for an optional part; jsonargparse lists all reasons."""
     reasons = re.findall(r"^  - (.*)$", message, re.MULTILINE)
     return next((r for r in reasons if not r.startswith("Expected a")), message.splitlines()[0])
 

@@ -1,1 +1,1 @@
-"""Samples on disk, and their way to the devices."""
+"""Samples on disk, and the input pipeline to the devices."""

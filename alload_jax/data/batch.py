@@ -1,4 +1,4 @@
-"""The arrays of a micro-batch, in either layout."""
+"""The arrays of a micro-batch, bucketed or packed."""
 
 from typing import Any, NamedTuple
 
@@ -8,14 +8,14 @@ from alload_jax.models.common.segments import PackedMetadata
 
 
 class Batch(NamedTuple):
-    """A micro-batch of one shape: the bucketed layout.
+    """A bucketed micro-batch: all rows have one shape.
 
     Attributes:
       latents: [B, frames, height, width, channels] float32.
-      condition: [B, L] int32 classes, the number of classes standing for none; or [B, L, width]
-        text embeddings.
-      sample: [B] int32, the manifest's row numbers; −1 for padding.
-      weight: [B] float32; 0 for padding.
+      condition: [B, L] int32 classes, `num_classes` for the null class; or [B, L, width] text
+        embeddings.
+      sample: [B] int32, row numbers in the manifest; −1 for padding.
+      weight: [B] float32, loss weights; 0 for padding.
     """
 
     latents: Any
@@ -25,19 +25,20 @@ class Batch(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """Rows of T tokens that hold up to M segments each: the packed layout.
+    """A packed micro-batch: rows of T tokens with up to M segments each.
 
-    A segment is a sample, or the part of one that is split over ranks. Padding is in no segment.
+    A segment is a sample or a part of a split sample. Padding belongs to no segment.
 
     Attributes:
-      tokens: [R, T, patch_dim] float32, the samples' patches one after another; 0 in padding.
+      tokens: [R, T, patch_dim] float32, patches of the samples, one after another; 0 in padding.
       position: [R, T, 3] int32, the (t, h, w) of each token in its sample; 0 in padding.
-      metadata: where the segments lie, [R, M] in T, and their conditions, [R, M] in C.
+      metadata: positions of the segments in T and of their conditions in C.
       condition: [R, C] int32 classes or [R, C, width] text embeddings.
-      sample: [R, M] int32, the manifest's row numbers; −1 in unused slots.
-      weight: [R, M] float32; 0 in unused slots; of a part its share of the sample.
-      first: [R, M] int32, the number of the segment's first token in its sample.
-      seq_len: [R, M] int32, tokens of the segment's whole sample.
+      sample: [R, M] int32, row numbers in the manifest; −1 in unused slots.
+      weight: [R, M] float32, loss weights: 1 for a sample, its fraction of the tokens for a part,
+        0 in unused slots.
+      first: [R, M] int32, index of the segment's first token in its sample.
+      seq_len: [R, M] int32, number of tokens of the segment's sample.
     """
 
     tokens: Any
@@ -55,16 +56,16 @@ Signature = tuple[Any, tuple[tuple[int, ...], ...]]
 
 
 def signature(batch: AnyBatch) -> Signature:
-    """What is static of a batch: batches of equal signature run the same program."""
+    """Returns the static structure of a batch; equal signatures run the same program."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, tuple(tuple(part.shape) for part in leaves)
 
 
 def describe(batch: AnyBatch) -> str:
-    """`2x17x16x16x1` for a bucket's latents, `4 rows of 65,536 tokens` for packed rows."""
+    """Describes a batch: `2x17x16x16x1` (latents) or `4 rows of 65,536 tokens` (packed)."""
     if isinstance(batch, PackedBatch):
         rows, tokens = batch.tokens.shape[:2]
         split = batch.metadata.split
-        note = f", {split.region:,} split" if split else ""
+        note = f", {split.split_tokens:,} split" if split else ""
         return f"{rows} row{'s' * (rows > 1)} of {tokens:,} tokens{note}"
     return "x".join(map(str, batch.latents.shape))

@@ -1,4 +1,4 @@
-"""The bucketed layout: a row for each sample, all of one shape."""
+"""Bucketed collation: one row per sample, all rows of one shape."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from alload_jax.planning.plan import MicroBatch, Plan
 
 @dataclass(frozen=True)
 class BucketedCollation:
-    """Lays samples into rows (see `Collation`).
+    """Collates samples into rows (see `Collation`).
 
     Attributes:
-      manifest: of the samples.
-      conditions: of every row.
+      manifest: manifest of the samples.
+      conditions: shape and dtype of the rows' conditions.
     """
 
     manifest: Manifest

@@ -1,4 +1,4 @@
-"""From a planned step to the arrays of its micro-batches."""
+"""Builds the arrays of a planned step's micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from alload_jax.planning.plan import MicroBatch, Step
 
 
 class HostStep(NamedTuple):
-    """A step's arrays in host memory, as far as this process's ranks need them.
+    """The arrays of a step for this process's ranks, in host memory.
 
     Attributes:
-      number: of the step, from the start of training.
-      epoch: of the step.
-      batches: one for each micro-batch; where ranks are independent, of each shape group.
-      problems: what was wrong with records that were skipped.
-      groups: the shape group of each batch.
+      number: number of the step, counted from the start of training.
+      epoch: epoch of the step.
+      batches: one batch per micro-batch, or per micro-batch and shape group.
+      problems: errors of the records that were skipped.
+      groups: shape group of each batch.
     """
 
     number: int
@@ -34,13 +34,13 @@ class HostStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Collator:
-    """Reads and collates a plan's steps.
+    """Reads and collates the steps of a plan.
 
     Attributes:
-      reader: of the samples.
-      ranks: the plan's ranks that this process feeds; only their records are read.
-      collation: of the plan's micro-batches.
-      group_ranks: ranks of a shape group; None for all.
+      reader: reader of the samples.
+      ranks: ranks of the plan that belong to this process; only their records are read.
+      collation: collation of the plan's micro-batches.
+      group_ranks: number of ranks per shape group; None for all ranks.
     """
 
     reader: StoreReader
@@ -49,22 +49,22 @@ class Collator:
     group_ranks: int | None = None
 
     def __call__(self, step: Step) -> HostStep:
-        """Reads the step's records. Damaged ones get no weight, and are reported."""
+        """Reads the step's records. Damaged records get weight 0 and are reported."""
         problems: list[str] = []
         batches, groups = [], []
         local = (part for part in step.micro_batches if part.rank in self.ranks)
         for (_, group), parts in groupby(local, key=self._place):
             batches.append(self._batch(list(parts), problems))
             groups.append(group)
-        # Every part of a sample that is split over ranks meets the same damage.
-        told = tuple(dict.fromkeys(problems))
-        return HostStep(step.index, step.epoch, tuple(batches), told, tuple(groups))
+        # Each part of a split sample reports the same damaged record.
+        distinct = tuple(dict.fromkeys(problems))
+        return HostStep(step.index, step.epoch, tuple(batches), distinct, tuple(groups))
 
     def _place(self, part: MicroBatch) -> tuple[int, int]:
         return part.index, part.rank // self.group_ranks if self.group_ranks else 0
 
     def _batch(self, parts: Sequence[MicroBatch], problems: list[str]) -> AnyBatch:
-        """One micro-batch of the ranks' parts, rank by rank."""
+        """Builds one micro-batch from the parts of the ranks, in the order of the ranks."""
         batch = self.collation.empty(parts)
         for sample, place in self.collation.places(parts):
             try:

@@ -1,4 +1,4 @@
-"""How a plan's micro-batches become arrays: the layouts, and which one a plan has."""
+"""Collation of a plan's micro-batches into arrays, bucketed or packed."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -15,40 +15,40 @@ from alload_jax.planning.plan import MicroBatch, Plan
 
 
 class Collation(Protocol):
-    """Lays the samples of micro-batches into arrays."""
+    """Collates the samples of micro-batches into arrays."""
 
     @property
     def conditions(self) -> Conditions:
-        """How the model takes the samples' conditions."""
+        """Shape and dtype of the samples' conditions."""
         ...
 
     def shapes(self, plan: Plan) -> Sequence[AnyBatch]:
-        """Every micro-batch that a plan can ask of a shape group, as `jax.ShapeDtypeStruct`s.
+        """Returns every micro-batch of a shape group in a plan, as `jax.ShapeDtypeStruct`s.
 
-        Where ranks are not independent, all ranks are one group. Those that need most memory come
-        first.
+        Unless ranks are independent, all ranks are one group. The micro-batches that need the most
+        memory come first.
         """
         ...
 
     def empty(self, parts: Sequence[MicroBatch]) -> AnyBatch:
-        """One micro-batch of these ranks' parts in host memory, without samples: weight 0."""
+        """Builds a micro-batch for the parts of these ranks in host memory, with weights of 0."""
         ...
 
     def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Any]]:
-        """Each sample of the parts and its place in the batch."""
+        """Yields each sample of the parts and its place in the batch."""
         ...
 
     def put(
         self, batch: Any, place: Any, sample: int, latents: np.ndarray, condition: np.ndarray
     ) -> None:
-        """Writes a sample into its place, with weight 1."""
+        """Writes a sample to its place in the batch, with weight 1."""
         ...
 
 
 def collation_for(
     plan: Plan, manifest: Manifest, model: ModelConfig, conditions: Conditions
 ) -> Collation:
-    """The layout of a plan's micro-batches."""
+    """Returns the collation of a plan's micro-batches."""
     packing = plan.epoch(0).packing
     if packing is None:
         return BucketedCollation(manifest, conditions)

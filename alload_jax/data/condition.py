@@ -1,4 +1,4 @@
-"""What a sample is drawn from: classes, or text embeddings that were computed beforehand."""
+"""Conditions of samples: classes or precomputed text embeddings."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ from alload_jax.models.common.config import ModelConfig
 
 @dataclass(frozen=True)
 class Conditions:
-    """The array of conditions of a micro-batch.
+    """Shape and dtype of the conditions of a micro-batch.
 
     Attributes:
-      length: condition tokens of every row.
-      dtype: int32 classes, or the embeddings' dtype.
+      length: number of condition tokens per sample.
+      dtype: int32 for classes, or the dtype of the embeddings.
       text_dim: width of the embeddings; None for classes.
-      null_label: the class that stands for none.
+      null_label: the null class, which stands for no condition.
     """
 
     length: int
@@ -28,17 +28,20 @@ class Conditions:
     null_label: int
 
     def shape(self, rows: int, tokens: int | None = None) -> tuple[int, ...]:
-        """[rows, length] for classes, [rows, length, text_dim] for text; `tokens` for length."""
+        """Returns [rows, length] for classes or [rows, length, text_dim] for text.
+
+        `tokens` replaces `length` if it is not None.
+        """
         width = () if self.text_dim is None else (self.text_dim,)
         return (rows, self.length if tokens is None else tokens, *width)
 
     def empty(self, rows: int, tokens: int | None = None) -> np.ndarray:
-        """Rows without a condition, no class or zeros, shaped as `shape` says."""
+        """Returns null conditions, the null class or zeros, with the shape of `shape`."""
         null = self.null_label if self.text_dim is None else 0
         return np.full(self.shape(rows, tokens), null, self.dtype)
 
     def of(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
-        """A record's own condition, not yet filled up: [L] or [L, text_dim].
+        """Returns the condition of a record without padding, [L] or [L, text_dim].
 
         Raises:
           ValueError: a class is out of range.
@@ -55,17 +58,18 @@ class Conditions:
 
 
 def conditions_for(model: ModelConfig, manifest: Manifest) -> Conditions:
-    """How a model takes the conditions of these data.
+    """Returns the conditions that a model takes from the data of a manifest.
 
     Raises:
-      InputError: the data hold another kind of condition, other widths, or too long a text.
-      NotImplementedError: the model wants more than data folders hold.
+      InputError: the kind of condition or the width differs from the model's, or a text is too
+        long.
+      NotImplementedError: the model needs conditions that data folders do not support.
     """
     if model.image or model.latent_channels != model.in_channels:
         raise NotImplementedError(
             f"model.image {model.image} and model.out_channels {model.out_channels}: "
-            "image-to-video models can be loaded and run, but data folders hold no conditioning "
-            "frames to train them on; train a text-to-video model"
+            "image-to-video models can be loaded and run, but data folders do not support the "
+            "conditioning frames to train them; train a text-to-video model"
         )
     if model.text is None:
         if manifest.text_dim is not None:
@@ -78,13 +82,13 @@ def conditions_for(model: ModelConfig, manifest: Manifest) -> Conditions:
         held = "classes" if manifest.text_dim is None else f"text of width {manifest.text_dim}"
         raise InputError(
             f"{manifest.path}: holds {held}, but model.text.dim is {model.text.dim}; "
-            "set model.text to the data's, or prepare other data"
+            "set model.text as in the data, or prepare other data"
         )
     if manifest.longest_text() > model.text.length:
         raise InputError(
             f"{manifest.path}: sample {int(manifest.text_length.argmax())} has a text of "
             f"{manifest.longest_text()} tokens, but model.text.length is {model.text.length}; "
-            "cut it, or set the length to the longest"
+            "shorten it, or set model.text.length to the longest"
         )
     low = model.compute_dtype == np.dtype(ml_dtypes.bfloat16)
     dtype = np.dtype(ml_dtypes.bfloat16 if low else np.float32)

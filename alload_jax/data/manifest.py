@@ -32,20 +32,20 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is where.
+    """The samples of a data folder.
 
     Attributes:
-      path: the Parquet file; shards lie beside it.
+      path: the Parquet file; the shards are in the same folder.
       shard: [N] str, file name of each sample's shard.
-      index: [N] int64, its place there.
+      index: [N] int64, index of the record in its shard.
       shape: [N, 3] int64, (frames, height, width) in pixels.
-      channels: [N] int32, of its latents.
-      text_length: [N] int32, its condition tokens.
-      checksum: [N] uint32, CRC-32 of its record.
+      channels: [N] int32, number of channels of the latents.
+      text_length: [N] int32, number of condition tokens.
+      checksum: [N] uint32, CRC-32 of the record.
       vae_stride: pixels per latent of the stored latents.
-      text_dim: width of the samples' text embeddings; None where they have classes.
-      shard_bytes: size of every shard.
-      origin: what the data was made from, as its maker wrote it down.
+      text_dim: width of the text embeddings; None for classes.
+      shard_bytes: size of each shard in bytes.
+      origin: provenance of the data, as given to the writer.
     """
 
     path: Path
@@ -64,33 +64,33 @@ class Manifest:
         return len(self.index)
 
     def geometry(self, patch_size: Triple) -> Geometry:
-        """How these samples become tokens of a model with that patch size."""
+        """Returns the geometry that maps samples to tokens for a patch size."""
         return Geometry(self.vae_stride, patch_size)
 
     def samples(self, patch_size: Triple) -> Samples:
-        """What planning needs to know."""
+        """Returns the samples as planning needs them."""
         frames, height, width = self.shape.T
         columns = {"frames": frames, "height": height, "width": width}
         return samples_from_columns(columns, self.geometry(patch_size), str(self.path))
 
     def longest_text(self) -> int:
-        """Condition tokens of the sample that has most; 1 where none has any."""
+        """Returns the maximum number of condition tokens of a sample, at least 1."""
         return max(1, int(self.text_length.max()))
 
     def digest(self) -> str:
-        """The same for the same records in the same order."""
+        """Returns a digest that is equal for equal records in the same order."""
         return digest(self.checksum)
 
     def require(self, channels: int, patch_size: Triple) -> None:
-        """Checks that a model of that patch size can take every sample.
+        """Checks that a model with these channels and this patch size can take every sample.
 
         Raises:
-          InputError: a sample has other channels, or a size that the patch does not divide.
+          InputError: a sample has other channels, or its size is not a multiple of the patch size.
         """
         if (wrong := np.flatnonzero(self.channels != channels)).size:
             raise InputError(
                 f"{self.path}: sample {wrong[0]} has {self.channels[wrong[0]]} channels, but "
-                f"model.in_channels is {channels}; set it to the data's"
+                f"model.in_channels is {channels}; set it to the channels of the data"
             )
         grid = self.geometry(patch_size).latent_grid(*self.shape.T)
         if (wrong := np.flatnonzero((grid % np.asarray(patch_size)).any(axis=1))).size:
@@ -100,13 +100,13 @@ class Manifest:
             )
 
     def latent_shape(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """(frames, height, width, channels) of the latents of a clip of that size in pixels."""
+        """Returns (frames, height, width, channels) of the latents of a clip of `shape` pixels."""
         grid = Geometry(self.vae_stride).latent_grid(*np.asarray(shape)[:, None])[0]
         return (int(grid[0]), int(grid[1]), int(grid[2]), int(self.channels[0]))
 
 
 def manifest_metadata(path: Path) -> dict[str, Any]:
-    """What the writer noted in a manifest's Parquet metadata; empty for a foreign file."""
+    """Returns the writer's notes from a manifest's Parquet metadata; empty for other files."""
     try:
         metadata = pyarrow.parquet.read_schema(path).metadata or {}
         notes = json.loads(metadata.get(METADATA_KEY, b"{}"))
@@ -116,10 +116,10 @@ def manifest_metadata(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Reads the manifest of a data folder and checks that its shards are there and whole.
+    """Reads the manifest of a data folder and checks that its shards exist and are complete.
 
     Raises:
-      InputError: the manifest or a shard is missing, truncated, or not of this format.
+      InputError: the manifest or a shard is missing, truncated or in another format.
     """
     path = Path(folder) / MANIFEST_NAME
     if not path.is_file():
@@ -128,7 +128,9 @@ def read_manifest(folder: str | Path) -> Manifest:
         table = pyarrow.parquet.read_table(path)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"{path}: not a Parquet file ({reason}); prepare the data anew") from error
+        raise InputError(
+            f"{path}: not a Parquet file ({reason}); prepare the data again"
+        ) from error
     notes = manifest_metadata(path)
     _check_format(path, table, notes)
     _check_shards(path.parent, notes["shard_bytes"])
@@ -169,9 +171,9 @@ def _check_shards(folder: Path, shard_bytes: dict[str, int]) -> None:
     for name, size in shard_bytes.items():
         path = folder / name
         if not path.is_file():
-            raise InputError(f"{path}: this shard is missing; restore it or prepare the data anew")
+            raise InputError(f"{path}: this shard is missing; restore it or prepare the data again")
         if path.stat().st_size != size:
             raise InputError(
                 f"{path}: this shard has {path.stat().st_size} bytes where the manifest says "
-                f"{size}; restore it or prepare the data anew"
+                f"{size}; restore it or prepare the data again"
             )

@@ -1,4 +1,4 @@
-"""The packed layout: rows of equally many tokens that hold many samples each."""
+"""Packed collation: rows of a fixed number of tokens with several samples each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,14 @@ from alload_jax.planning.plan import MicroBatch, Plan, RowPlan
 
 
 class Place(NamedTuple):
-    """Where a part of a sample lies in a packed batch.
+    """Position of a sample, or a part of one, in a packed batch.
 
     Attributes:
-      row, slot: of the batch.
-      offset: its first token in the row.
-      first: that token's number in the sample.
-      tokens: of the part.
+      row: row of the batch.
+      slot: slot of the segment in the row.
+      offset: first token in the row.
+      first: index of that token in the sample.
+      tokens: number of tokens of the part.
     """
 
     row: int
@@ -36,18 +37,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedCollation:
-    """Lays samples into packed rows (see `Collation`).
+    """Collates samples into packed rows (see `Collation`).
 
-    What samples leave free of a row is padding, tokens of no segment: computed like others, they
-    attend to nothing and weigh nothing. The parts of a sample that is split over ranks are segments
-    each; together they weigh what a whole one does.
+    The rest of a row is padding, tokens of no segment: they are computed but attend to nothing and
+    have weight 0. Each part of a split sample is a segment; the weights of the parts sum to 1.
 
     Attributes:
-      manifest: of the samples.
-      model: whose patches are tokens.
-      conditions: of every sample.
-      grid: (t, h, w) in tokens of the largest sample along each.
-      sizes: of the rows of each program, by the A tokens of its rows that hold split samples.
+      manifest: manifest of the samples.
+      model: config of the model, which gives the patch size.
+      conditions: shape and dtype of the conditions.
+      grid: maximum (t, h, w) of the samples in tokens.
+      sizes: row sizes of each program by A, its number of split tokens per row.
     """
 
     manifest: Manifest
@@ -60,7 +60,7 @@ class PackedCollation:
     def of(
         cls, plan: Plan, manifest: Manifest, model: ModelConfig, conditions: Conditions
     ) -> "PackedCollation":
-        """The layout of a packed plan."""
+        """Returns the collation of a packed plan."""
         packing = plan.epoch(0).packing
         assert packing is not None
         grid = manifest.geometry(model.patch_size).token_grid(*manifest.shape.T).max(axis=0)
@@ -69,42 +69,42 @@ class PackedCollation:
             model,
             conditions,
             tuple(grid.tolist()),
-            {region: row_sizes(plan, conditions.length, region) for region in packing.split_sizes},
+            {size: row_sizes(plan, conditions.length, size) for size in packing.split_sizes},
         )
 
     def shapes(self, plan: Plan) -> list[PackedBatch]:
-        """See `Collation.shapes`: there is one for each A."""
+        """See `Collation.shapes`; there is one shape for each A."""
         rows = plan.topology.ranks
         return [
             jax.tree.map(
                 lambda part: jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype),
-                self._batch(sizes, [RowPlan(sizes.region, (), (), (), (), ())]),
+                self._batch(sizes, [RowPlan(sizes.split_tokens, (), (), (), (), ())]),
             )
             for _, sizes in sorted(self.sizes.items(), reverse=True)
         ]
 
     def empty(self, parts: Sequence[MicroBatch]) -> PackedBatch:
-        """See `Collation.empty`: samples' places are laid out."""
-        rows = [_packed(part) for part in parts]
+        """See `Collation.empty`; the metadata already holds the segments."""
+        rows = [_row_plan(part) for part in parts]
         return self._batch(self.sizes[rows[0].split_tokens], rows)
 
     def _batch(self, sizes: RowSizes, rows: Sequence[RowPlan]) -> PackedBatch:
-        """A batch without samples, from where they will lie in each row."""
+        """Builds a batch without samples from the plans of its rows."""
         table = np.zeros((2, len(rows), sizes.slots), np.int32)
-        of_condition = np.zeros_like(table)
+        condition_table = np.zeros_like(table)
         length = self.conditions.length
-        for row, packed in enumerate(rows):
-            for slot, place in enumerate(zip(packed.offsets, packed.tokens, strict=True)):
+        for row, row_plan in enumerate(rows):
+            for slot, place in enumerate(zip(row_plan.offsets, row_plan.tokens, strict=True)):
                 table[:, row, slot] = place
-                of_condition[:, row, slot] = slot * length, length
+                condition_table[:, row, slot] = slot * length, length
         channels = self.model.in_channels * int(np.prod(self.model.patch_size))
         return PackedBatch(
             tokens=np.zeros((len(rows), sizes.tokens, channels), np.float32),
             position=np.zeros((len(rows), sizes.tokens, 3), np.int32),
             metadata=PackedMetadata(
                 tokens=segments_of(table, sizes.tokens),
-                condition=segments_of(of_condition, sizes.condition),
-                split=_split_rows(sizes, rows, table) if sizes.region else None,
+                condition=segments_of(condition_table, sizes.condition),
+                split=_split_rows(sizes, rows, table) if sizes.split_tokens else None,
                 grid=self.grid,
                 lengths=sizes.lengths,
                 longest_condition=max(1, self.conditions.length),
@@ -119,9 +119,9 @@ class PackedCollation:
     def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Place]]:
         """See `Collation.places`."""
         for row, part in enumerate(parts):
-            packed = _packed(part)
+            row_plan = _row_plan(part)
             for slot, (sample, offset, first, tokens) in enumerate(
-                zip(part.samples, packed.offsets, packed.first, packed.tokens, strict=True)
+                zip(part.samples, row_plan.offsets, row_plan.first, row_plan.tokens, strict=True)
             ):
                 yield sample, Place(row, slot, offset, first, tokens)
 
@@ -136,11 +136,11 @@ class PackedCollation:
         """See `Collation.put`."""
         row, slot = place.row, place.slot
         here = slice(place.offset, place.offset + place.tokens)
-        of_sample = slice(place.first, place.first + place.tokens)
+        in_sample = slice(place.first, place.first + place.tokens)
         patches = patchify(latents[None], self.model.patch_size)[0]
         grid = [n // p for n, p in zip(latents.shape[:3], self.model.patch_size, strict=True)]
-        batch.tokens[row, here] = patches[of_sample]
-        batch.position[row, here] = np.indices(grid).reshape(3, -1).T[of_sample]
+        batch.tokens[row, here] = patches[in_sample]
+        batch.position[row, here] = np.indices(grid).reshape(3, -1).T[in_sample]
         begin = batch.metadata.condition.offset[row, slot]
         batch.condition[row, begin : begin + len(condition)] = condition
         batch.sample[row, slot] = sample
@@ -149,23 +149,23 @@ class PackedCollation:
         batch.seq_len[row, slot] = len(patches)
 
 
-def _packed(part: MicroBatch) -> RowPlan:
+def _row_plan(part: MicroBatch) -> RowPlan:
     assert part.row_plan is not None
     return part.row_plan
 
 
 def _split_rows(sizes: RowSizes, rows: Sequence[RowPlan], table: np.ndarray) -> SplitRows:
-    """Where whole segments lie behind the region, and split ones in the joint rows."""
-    joint = np.zeros((2, len(rows), sizes.joint), np.int32)
+    """Returns the positions of whole segments behind the split region and of split segments."""
+    split = np.zeros((2, len(rows), sizes.split), np.int32)
     whole = np.zeros((2, len(rows), sizes.whole), np.int32)
-    for row, packed in enumerate(rows):
-        for slot, place in enumerate(packed.split_segments):
-            joint[:, row, slot] = place
-        behind = table[:, row, table[0, row] >= sizes.region]
-        whole[:, row, : behind.shape[1]] = behind - [[sizes.region], [0]]
+    for row, row_plan in enumerate(rows):
+        for slot, place in enumerate(row_plan.split_segments):
+            split[:, row, slot] = place
+        behind = table[:, row, table[0, row] >= sizes.split_tokens]
+        whole[:, row, : behind.shape[1]] = behind - [[sizes.split_tokens], [0]]
     return SplitRows(
-        whole=segments_of(whole, sizes.tokens - sizes.region),
-        joint=segments_of(joint, sizes.context * sizes.region),
-        region=sizes.region,
-        lengths=(sizes.whole_lengths, sizes.joint_lengths),
+        whole=segments_of(whole, sizes.tokens - sizes.split_tokens),
+        split=segments_of(split, sizes.context * sizes.split_tokens),
+        split_tokens=sizes.split_tokens,
+        lengths=(sizes.whole_lengths, sizes.split_lengths),
     )

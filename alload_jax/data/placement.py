@@ -1,4 +1,4 @@
-"""From host memory to the devices, one step ahead of training."""
+"""Copies steps from host memory to the devices, one step ahead of training."""
 
 import time
 from collections import deque
@@ -16,17 +16,17 @@ from alload_jax.sharding.mesh import batch_sharding
 
 
 class PlacedStep(NamedTuple):
-    """A step whose arrays are on (or on their way to) the devices.
+    """A step whose arrays are on the devices or being copied there.
 
     Attributes:
-      number: of the step, from the start of training.
-      epoch: of the step.
-      batches: one for each micro-batch, rows split over the ranks (of its shape group).
-      problems: what was wrong with records that were skipped, in whatever process.
-      signal: number of the signal by which a process was told to stop before it; 0 for none.
-      wait_seconds: how long the loader was waited for when this step was asked for; the data
-        that came then are those of the step `depth` further on.
-      groups: the shape group of each batch.
+      number: number of the step, counted from the start of training.
+      epoch: epoch of the step.
+      batches: one batch per micro-batch, with rows split over the ranks (of its shape group).
+      problems: errors of the records that were skipped, in all processes.
+      signal: number of the signal that stops the run before this step; 0 for none.
+      wait_seconds: seconds of waiting for the loader when this step was requested; the loader then
+        returned the step `depth` later.
+      groups: shape group of each batch.
     """
 
     number: int
@@ -45,20 +45,20 @@ def place_ahead(
     groups: Sequence[Mesh] = (),
     consensus: Consensus | None = None,
 ) -> Iterator[PlacedStep]:
-    """Yields placed steps, `depth` further ones already travelling while each is used.
+    """Yields placed steps while the next `depth` steps are being copied.
 
-    Asking for a step first sends off the one that comes `depth` after it, so that the copy runs
-    beside the computation that was dispatched before.
+    Each request first starts the copy of the step that is `depth` later, so that the copy overlaps
+    with the computation that was dispatched before.
 
     Args:
-      steps: in host memory.
-      mesh: of all ranks.
-      depth: steps that travel.
-      groups: the mesh of each shape group; none where all ranks are one.
-      consensus: of the processes, on what travels along; None for a lone one.
+      steps: steps in host memory.
+      mesh: mesh of all ranks.
+      depth: number of steps to copy ahead.
+      groups: mesh of each shape group; empty if all ranks are one group.
+      consensus: consensus of the processes on signals and problems; None for a single process.
     """
     consensus = consensus or Consensus(Cluster(), mesh)
-    travelling: deque[tuple[HostStep, tuple[AnyBatch, ...], PendingDecision]] = deque()
+    in_flight: deque[tuple[HostStep, tuple[AnyBatch, ...], PendingDecision]] = deque()
     waited = 0.0
     while True:
         began = time.perf_counter()
@@ -67,11 +67,11 @@ def place_ahead(
         if step is not None:
             meshes = [groups[n] for n in step.groups] if groups else [mesh] * len(step.batches)
             batches = tuple(map(_place, step.batches, meshes))
-            travelling.append((step, batches, consensus.submit(step.number, step.problems)))
-        if not travelling:
+            in_flight.append((step, batches, consensus.submit(step.number, step.problems)))
+        if not in_flight:
             return
-        if step is None or len(travelling) > depth:
-            due, placed, proposal = travelling.popleft()
+        if step is None or len(in_flight) > depth:
+            due, placed, proposal = in_flight.popleft()
             agreed = consensus.result(proposal)
             yield PlacedStep(*due[:2], placed, *agreed, waited, due.groups)
             waited = 0.0

@@ -1,4 +1,4 @@
-"""One sample as bytes: safetensors, so that reading one never runs code."""
+"""Encodes one sample as bytes, in safetensors format, so that reading never runs code."""
 
 import zlib
 
@@ -8,11 +8,11 @@ import safetensors
 import safetensors.numpy
 
 LATENTS = "latents"
-"""[frames, height, width, channels], what the model learns to draw."""
+"""[frames, height, width, channels], the data that the model learns to generate."""
 LABELS = "labels"
-"""[L] int32, the classes that the sample shows."""
+"""[L] int32, the classes of the sample."""
 TEXT = "text"
-"""[L, width] embeddings of the text that describes the sample, in place of classes."""
+"""[L, width], text embeddings of the sample, instead of classes."""
 
 _DTYPES = {
     "F64": np.float64,
@@ -32,26 +32,26 @@ _DTYPES = {
 
 
 def encode(arrays: dict[str, np.ndarray]) -> bytes:
-    """The arrays of one sample as bytes.
+    """Encodes the arrays of one sample.
 
     Raises:
-      ValueError: an array has a dtype that `decode` does not read.
+      ValueError: an array has a dtype that `decode` does not support.
     """
     known = {np.dtype(dtype) for dtype in _DTYPES.values()}
     native = {}
     for name, array in arrays.items():
         dtype = array.dtype.newbyteorder("=")
         if dtype not in known:
-            raise ValueError(f"{name} is {dtype}; a record holds {', '.join(map(str, known))}")
+            raise ValueError(f"{name} is {dtype}; supported are {', '.join(map(str, known))}")
         native[name] = np.asarray(array, dtype, order="C")
     return safetensors.numpy.save(native)
 
 
 def decode(record: bytes) -> dict[str, np.ndarray]:
-    """The arrays of one sample. Unlike safetensors' own NumPy reader this one knows bfloat16.
+    """Decodes the arrays of one sample; unlike safetensors' NumPy reader it supports bfloat16.
 
     Raises:
-      ValueError: the bytes are no safetensors record, or one of an unknown dtype.
+      ValueError: the bytes are not a safetensors record, or a dtype is not supported.
     """
     try:
         views = safetensors.deserialize(record)
@@ -60,15 +60,12 @@ def decode(record: bytes) -> dict[str, np.ndarray]:
     arrays = {}
     for name, view in views:
         if view["dtype"] not in _DTYPES:
-            raise ValueError(
-                f"{name} is {view['dtype']}; of safetensors' dtypes a record holds "
-                f"{', '.join(_DTYPES)}"
-            )
+            raise ValueError(f"{name} is {view['dtype']}; supported are {', '.join(_DTYPES)}")
         flat = np.frombuffer(view["data"], _DTYPES[view["dtype"]])
         arrays[name] = flat.reshape(view["shape"])
     return arrays
 
 
 def checksum(record: bytes) -> int:
-    """CRC-32 of a record, as manifests hold it."""
+    """Returns the CRC-32 of a record, which manifests store."""
     return zlib.crc32(record)

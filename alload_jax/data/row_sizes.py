@@ -1,4 +1,4 @@
-"""What is static of packed rows: sizes that hold whatever a plan may put there."""
+"""Static sizes of packed rows, sufficient for every step of a plan."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,84 +9,84 @@ from alload_jax.models.common.segments import Lengths
 from alload_jax.planning.plan import Plan
 
 _LONG_CONDITION, _SHORT_CONDITION = 512, 8
-"""A row's condition tokens are a multiple of one of these, so that attention can show them to cuDNN
-in equal windows: of the first where samples have as many."""
+"""The number of condition tokens per row is a multiple of one of these, so that cuDNN can get the
+row in equal windows: of the first if samples have at least as many."""
 THINNED = 0.75
-"""Lengths are told apart where fewer of the segments are longer."""
+"""A length starts a new class if the number of longer segments falls below this fraction."""
 
 
 @dataclass(frozen=True)
 class RowSizes:
-    """Of the rows of one program.
+    """Sizes of the rows of one program.
 
     Attributes:
-      tokens: T.
-      region: A, the first tokens of each row, which hold parts of split samples.
-      context: c, ranks of a group, whose regions make one joint row.
-      whole: most samples behind the region.
-      joint: most samples of a joint row, and parts of samples in a region.
-      condition: condition tokens of a row.
-      lengths: of the segments of a row.
-      whole_lengths: of those behind the region.
-      joint_lengths: of those of a joint row.
+      tokens: T, tokens per row.
+      split_tokens: A, tokens of the split region at the start of each row.
+      context: c, ranks per context group.
+      whole: maximum number of samples behind the split region.
+      split: maximum number of split samples in a context group, and of their parts in a row.
+      condition: condition tokens per row.
+      lengths: bounds on the lengths of all segments of a row.
+      whole_lengths: bounds on the lengths of the segments behind the split region.
+      split_lengths: bounds on the lengths of the split samples of a context group.
     """
 
     tokens: int
-    region: int
+    split_tokens: int
     context: int
     whole: int
-    joint: int
+    split: int
     condition: int
     lengths: Lengths
     whole_lengths: Lengths
-    joint_lengths: Lengths
+    split_lengths: Lengths
 
     @property
     def slots(self) -> int:
-        """Segments of a row."""
-        return self.whole + self.joint
+        """Maximum number of segments per row."""
+        return self.whole + self.split
 
 
-def row_sizes(plan: Plan, condition: int, region: int) -> RowSizes:
-    """The sizes of rows whose first `region` tokens hold parts of split samples.
+def row_sizes(plan: Plan, condition: int, split_tokens: int) -> RowSizes:
+    """Returns the sizes of rows whose split region has `split_tokens` tokens.
 
     Args:
-      plan: packed.
-      condition: condition tokens of a sample.
-      region: A, one of the plan's levels.
+      plan: a packed plan.
+      condition: condition tokens per sample.
+      split_tokens: A, one of the plan's allowed split sizes.
     """
     epoch = plan.epoch(0)
     packing = epoch.packing
     assert packing is not None
     tokens, whole = int(epoch.padded_len[0]), packing.segments
-    joint = packing.region_segments if region else 0
-    behind, together = tokens - region, packing.context * region
+    split = packing.region_segments if split_tokens else 0
+    behind, together = tokens - split_tokens, packing.context * split_tokens
     seq_len = np.unique(plan.samples.seq_len)
     never_split = seq_len[seq_len <= packing.longest_whole]
-    of_whole = _Stretch(behind, never_split, whole)
-    of_parts = _Stretch(region, seq_len, joint, cut=2)
+    whole_range = _Range(behind, never_split, whole)
+    parts_range = _Range(split_tokens, seq_len, split, cut=2)
     multiple = _LONG_CONDITION if condition >= _LONG_CONDITION else _SHORT_CONDITION
     return RowSizes(
         tokens=tokens,
-        region=region,
+        split_tokens=split_tokens,
         context=packing.context,
         whole=whole,
-        joint=joint,
-        condition=max(1, -(-(whole + joint) * condition // multiple)) * multiple,
-        lengths=_lengths(of_whole, of_parts),
-        whole_lengths=_lengths(of_whole),
-        joint_lengths=_lengths(_Stretch(together, seq_len, joint)),
+        split=split,
+        condition=max(1, -(-(whole + split) * condition // multiple)) * multiple,
+        lengths=_lengths(whole_range, parts_range),
+        whole_lengths=_lengths(whole_range),
+        split_lengths=_lengths(_Range(together, seq_len, split)),
     )
 
 
-class _Stretch(NamedTuple):
-    """Of a row.
+class _Range(NamedTuple):
+    """A range of consecutive tokens in which segments lie.
 
     Attributes:
-      tokens: of it.
-      seq_len: lengths of the samples that lie there, ascending, each once.
-      samples: most of them.
-      cut: of its ends, those over which samples may reach.
+      tokens: number of tokens of the range.
+      seq_len: distinct lengths of the samples that can lie there, in tokens, ascending.
+      samples: maximum number of samples.
+      cut: number of ends of the range that samples may cross, 0 to 2.
     """
 
     tokens: int
@@ -95,7 +95,7 @@ class _Stretch(NamedTuple):
     cut: int = 0
 
     def longer(self, above: int) -> int:
-        """Most segments of more than `above` tokens."""
+        """Returns the maximum number of segments with more than `above` tokens."""
         longer = self.seq_len[np.searchsorted(self.seq_len, above, side="right") :]
         if not len(longer):
             return 0
@@ -103,13 +103,13 @@ class _Stretch(NamedTuple):
         return min(self.samples, fit, self.tokens // (above + 1))
 
 
-def _lengths(*stretches: _Stretch) -> Lengths:
-    """Of the segments of a row of these stretches."""
-    lengths = [(0, max(1, sum(of.longer(0) for of in stretches)))]
+def _lengths(*ranges: _Range) -> Lengths:
+    """Returns bounds on the lengths of the segments in these ranges of a row."""
+    lengths = [(0, max(1, sum(each.longer(0) for each in ranges)))]
     bounds = np.concatenate(
-        [[1, *(of.tokens for of in stretches)], *(of.seq_len for of in stretches)]
+        [[1, *(each.tokens for each in ranges)], *(each.seq_len for each in ranges)]
     )
     for above in np.unique(bounds[bounds > 0]).tolist():
-        if (found := sum(of.longer(above) for of in stretches)) < THINNED * lengths[-1][1]:
+        if (found := sum(each.longer(above) for each in ranges)) < THINNED * lengths[-1][1]:
             lengths.append((above, found))
     return tuple(lengths)

@@ -1,4 +1,4 @@
-"""The plan as a Grain data source, and the pipeline that reads ahead of training."""
+"""The plan as a Grain data source, and the loader that reads ahead of training."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -16,13 +16,13 @@ from alload_jax.planning.plan import Plan, Step
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """How far and by whom steps are read ahead.
+    """Settings of reading ahead.
 
     Attributes:
-      processes: worker processes; 0 reads in threads of the training process.
-      threads: reading threads (of each worker process).
-      read_ahead: steps kept ready in host memory (of each worker process).
-      max_bad_records: damaged records to skip before the run stops.
+      processes: number of worker processes; 0 reads in threads of the training process.
+      threads: number of reading threads (per worker process).
+      read_ahead: number of steps kept ready in host memory (per worker process).
+      max_bad_records: number of damaged records to skip before the run stops.
     """
 
     processes: int = 0
@@ -46,7 +46,7 @@ class LoaderConfig:
 class PlanSource:
     """A Grain RandomAccessDataSource: item i is the plan's step `first + i`.
 
-    Nothing else is state, so that a run resumes from one integer.
+    There is no other state, so a run resumes from one integer.
     """
 
     def __init__(self, plan: Plan, first: int, stop: int):
@@ -66,14 +66,14 @@ class PlanSource:
         )
 
 
-def _leave_ctrl_c_to_the_run(worker: int, workers: int) -> None:
-    """A terminal sends Ctrl-C to workers too, but the run ends them once it has saved."""
+def _ignore_sigint(worker: int, workers: int) -> None:
+    """Ignores SIGINT, which a terminal also sends to workers: the run ends them after saving."""
     del worker, workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class StepLoader:
-    """Iterates over collated steps, read ahead by Grain. Close it, or use it in a `with`."""
+    """Iterates over collated steps that Grain reads ahead. Close it or use a `with` statement."""
 
     def __init__(
         self, source: PlanSource, collate: Callable[[Step], HostStep], config: LoaderConfig
@@ -83,13 +83,15 @@ class StepLoader:
         )
         dataset = grain.MapDataset.source(source).map(collate).to_iter_dataset(reading)
         if config.processes:
-            if not flags.FLAGS.is_parsed():  # Grain's workers ask absl, which nobody else started
+            if (
+                not flags.FLAGS.is_parsed()
+            ):  # Grain's workers need absl's flags, which nothing else parses
                 flags.FLAGS.mark_as_parsed()
             dataset = dataset.mp_prefetch(
                 grain.MultiprocessingOptions(
                     num_workers=config.processes, per_worker_buffer_size=config.read_ahead
                 ),
-                worker_init_fn=_leave_ctrl_c_to_the_run,
+                worker_init_fn=_ignore_sigint,
             )
         self._iterator: Any = iter(dataset)
 

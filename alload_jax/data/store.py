@@ -1,4 +1,4 @@
-"""Writing and reading samples: ArrayRecord shards beside a Parquet manifest."""
+"""Writes and reads samples: ArrayRecord shards and a Parquet manifest."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from alload_jax.planning.geometry import Geometry, Triple
 
 
 class StoreWriter:
-    """Writes a data folder, whole or not at all: it appears when the writer closes without error.
+    """Writes a data folder atomically: it appears when the writer closes without an error.
 
     Use as a context manager:
 
@@ -40,10 +40,10 @@ class StoreWriter:
         """Opens a writer.
 
         Args:
-          folder: the data folder; must not hold a manifest yet.
+          folder: data folder to create; must be empty or not exist.
           vae_stride: pixels per latent along (frames, height, width); 1, 1, 1 without a VAE.
-          origin: what the data is made from, kept in the manifest.
-          samples_per_shard: after so many samples a new shard begins.
+          origin: provenance of the data, JSON values that the manifest stores.
+          samples_per_shard: maximum number of samples per shard.
 
         Raises:
           InputError: the folder exists already and is not empty.
@@ -66,11 +66,11 @@ class StoreWriter:
         return self
 
     def _remove_leftover(self) -> None:
-        """Removes what a killed writer left, and nothing else that may have that name."""
+        """Removes the files of a killed writer; refuses to remove other files."""
         found = list(self._partial.iterdir()) if self._partial.is_dir() else []
-        if strangers := [path for path in found if path.suffix not in (".arrayrecord", ".parquet")]:
+        if others := [path for path in found if path.suffix not in (".arrayrecord", ".parquet")]:
             raise InputError(
-                f"{strangers[0]}: is in the way of {self.folder}, which is written there first; "
+                f"{others[0]}: would be overwritten, because {self.folder} is first written there; "
                 "move it away or name another folder"
             )
         shutil.rmtree(self._partial, ignore_errors=True)
@@ -80,13 +80,13 @@ class StoreWriter:
 
         Args:
           latents: [frames, height, width, channels].
-          condition: [L] whole numbers, its classes; or [L, width] floats, embeddings of its text.
+          condition: [L] integers, the classes; or [L, width] floats, the text embeddings.
             All samples of a folder have the same kind and width.
           size: (frames, height, width) in pixels.
 
         Raises:
-          ValueError: the latents don't have the shape that `size` and the VAE's stride give, or
-            other channels or another kind of condition than the samples before.
+          ValueError: the shape of the latents does not match `size` and the VAE's stride, or the
+            channels or the kind of condition differ from the previous samples.
         """
         expected = self._geometry.latent_grid(*np.asarray(size)[:, None])[0]
         latents = np.asarray(latents)
@@ -94,7 +94,7 @@ class StoreWriter:
         if latents.shape != (*expected, channels):
             raise ValueError(
                 f"latents have shape {latents.shape}; size {size}, vae_stride "
-                f"{self._geometry.vae_stride} and the samples before give "
+                f"{self._geometry.vae_stride} and the previous samples give "
                 f"{(*expected.tolist(), channels)}"
             )
         condition = self._checked_condition(np.asarray(condition))
@@ -126,7 +126,7 @@ class StoreWriter:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _checked_condition(self, condition: np.ndarray) -> np.ndarray:
-        """Classes as int32, text as it is; the first sample decides which they are."""
+        """Checks a condition against the first sample's kind; returns classes as int32."""
         shape, dtype = condition.shape, condition.dtype
         if condition.ndim not in (1, 2):
             raise ValueError(
@@ -139,7 +139,7 @@ class StoreWriter:
         text_dim = shape[1] if condition.ndim == 2 else None
         if self._rows and text_dim != self._text_dim:
             raise ValueError(
-                f"condition has shape {shape}; the samples before have "
+                f"condition has shape {shape}; the previous samples have "
                 f"{'classes' if self._text_dim is None else f'text of width {self._text_dim}'}"
             )
         self._text_dim = text_dim
@@ -149,7 +149,7 @@ class StoreWriter:
         if self._writer is not None:
             self._writer.close()
         self._shards.append(self._partial / f"shard-{len(self._shards):05d}.arrayrecord")
-        # One record a group: training reads single samples in random order.
+        # One record per group: training reads single samples in random order.
         self._writer = array_record_module.ArrayRecordWriter(str(self._shards[-1]), "group_size:1")
 
     def _write_manifest(self) -> None:
@@ -169,11 +169,11 @@ def _first_line(error: Exception) -> str:
 
 
 class BadRecordError(ValueError):
-    """A record is not what its manifest row says."""
+    """A record does not match its manifest row."""
 
 
 class StoreReader:
-    """Random access to the samples of a manifest. Safe to share between threads."""
+    """Random access to the samples of a manifest; thread-safe."""
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest
@@ -181,17 +181,17 @@ class StoreReader:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only the manifest travels to a worker process; it opens shards of its own."""
+        """Pickles only the manifest; a worker process opens the shards itself."""
         return {"manifest": self.manifest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["manifest"])  # type: ignore[misc]
 
     def read(self, sample: int) -> dict[str, np.ndarray]:
-        """The arrays of a sample, checked against its manifest row.
+        """Reads the arrays of a sample and checks them against the manifest row.
 
         Raises:
-          BadRecordError: the record is missing, damaged, or of another shape.
+          BadRecordError: the record is missing, damaged or of another shape.
         """
         shard, index = self.manifest.shard[sample], int(self.manifest.index[sample])
         place = f"{self.manifest.path.parent / shard}: record {index} (sample {sample})"
@@ -217,7 +217,7 @@ class StoreReader:
         with self._lock:
             while self._readers:
                 _, reader = self._readers.popitem()
-                # A damaged shard says so again when closed; `read` has reported it already.
+                # A damaged shard raises again on close; `read` has reported it already.
                 with contextlib.suppress(RuntimeError):
                     reader.close()
 

@@ -1,1 +1,1 @@
-"""Flax NNX transformers and their parts."""
+"""Flax NNX transformers and their building blocks."""

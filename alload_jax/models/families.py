@@ -1,7 +1,7 @@
-"""Model families: what the rest of the project asks of a model, and the families by name.
+"""Model families: the interface between models and the rest of the project, and a registry.
 
 No module outside a family's folder imports its config or its transformer. To add a family, write a
-folder that has a `Family`, add its line to `FAMILIES` and its costs to `planning/architectures`.
+folder with a `Family`, add its line to `FAMILIES` and its costs to `planning/architectures`.
 """
 
 import json
@@ -24,7 +24,7 @@ from alload_jax.sharding.rules import Rules
 
 
 class Model(Protocol):
-    """A transformer, an `nnx.Module`. Both ways of calling it are the same function of a sample."""
+    """A transformer, an `nnx.Module`. Both forward methods compute the same for a sample."""
 
     config: Any
 
@@ -36,15 +36,15 @@ class Model(Protocol):
         image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
     ) -> Output:
-        """Predicts the velocity of the flow on samples of one shape.
+        """Predicts the velocity of the flow for samples of one shape.
 
         Args:
-          latents: [B, frames, height, width, in_channels], sizes multiples of the patch's.
+          latents: [B, frames, height, width, in_channels], multiples of the patch size.
           timestep: [B] float32, 0 (data) to 1000 (noise).
-          condition: [B, L] int32 classes, `num_classes` standing for none; or [B, L, text.dim]
-            text embeddings where the config has `text`.
-          image: [B, N, image.dim] image embeddings, where the config has `image`.
-          sharding: how rows are split over a mesh of Auto axes; kernels need to know.
+          condition: [B, L] int32 classes, `num_classes` for the null class; or text embeddings
+            [B, L, text.dim] if the config has `text`.
+          image: [B, N, image.dim] image embeddings, if the config has `image`.
+          sharding: sharding of rows over a mesh of Auto axes, which kernels need.
 
         Returns:
           velocity [B, frames, height, width, latent_channels] float32; auxiliary values [B, ...].
@@ -60,18 +60,18 @@ class Model(Protocol):
         condition: jax.Array,
         sharding: NamedSharding | None = None,
     ) -> Output:
-        """Predicts the velocity of many samples in packed rows.
+        """Predicts the velocity of the flow for samples in packed rows.
 
         Args:
-          tokens: [R, T, patch_dim], samples' patches (`patchify`) one after another.
+          tokens: [R, T, patch_dim], patches of the samples (`patchify`), one after another.
           positions: [R, T, 3] int32, the (t, h, w) of each token within its sample.
-          metadata: where samples lie among tokens, [R, M] of T, and among condition tokens.
+          metadata: positions of the samples in tokens, [R, M] of T, and in condition tokens.
           timestep: [R, M] float32.
           condition: [R, C] int32 classes or [R, C, text.dim] text embeddings.
-          sharding: how rows are split over a mesh of Auto axes.
+          sharding: sharding of rows over a mesh of Auto axes.
 
         Returns:
-          velocity [R, T, patch_dim of the output] float32; auxiliary values [R, M, ...].
+            velocity [R, T, output patch_dim] float32; auxiliary values [R, M, ...].
 
         Raises:
           NotImplementedError: the model or this device cannot run packed rows.
@@ -80,11 +80,11 @@ class Model(Protocol):
 
 
 class SamplingDefaults(NamedTuple):
-    """How released weights of a family are drawn with, where the user does not say.
+    """Sampling settings for released weights of a family, used unless the user sets them.
 
     Attributes:
-      guidance: classifier-free.
-      shift: of the noise levels.
+      guidance: scale of classifier-free guidance.
+      shift: shift of the noise levels.
       vae_stride: pixels per latent, (frames, height, width).
     """
 
@@ -94,14 +94,14 @@ class SamplingDefaults(NamedTuple):
 
 
 class Family(Protocol):
-    """What a model family provides. Subclass it; what has a body here may be left as it is.
+    """Interface of a model family. Subclass it; methods with a body here are optional.
 
     Attributes:
-      name: of the family, as in `model.family`.
-      config: the dataclass of its config, a `ModelConfig`.
-      partition_rules: (pattern, rule) pairs for its parameters; the first match decides.
-      folder_classes: `_class_name`s of config.json whose folders the family reads.
-      ignored_tensors: parts of tensor names that checkpoints hold and the model does not use.
+      name: name of the family, as in `model.family`.
+      config: dataclass of the family's config, a `ModelConfig`.
+      partition_rules: (pattern, rule) pairs for the parameters; the first match applies.
+      folder_classes: values of `_class_name` in config.json that the family can read.
+      ignored_tensors: substrings of the names of checkpoint tensors that the model does not use.
     """
 
     name: str
@@ -111,61 +111,61 @@ class Family(Protocol):
     ignored_tensors: tuple[str, ...] = ()
 
     def build(self, config: Any, rngs: nnx.Rngs) -> Any:
-        """The model, a `Model`, with parameters drawn from `rngs`: float32 `nnx.Param`s.
+        """Builds the model, a `Model`, with parameters drawn from `rngs` as float32 `nnx.Param`s.
 
-        Variables of other kinds, such as running statistics, travel with the training state.
+        The training state also holds variables of other kinds, such as running statistics.
         """
         ...
 
     def packing_unsupported_reason(self, config: Any) -> str:
-        """Why the model had better not train on packed rows here; empty when it can."""
+        """Returns why the model should not train on packed rows on this device; empty if it can."""
         return ""
 
     def update_variables(self, config: Any, variables: Any, auxiliary: dict[str, Any]) -> Any:
-        """The variables that are not trained, after an optimizer step.
+        """Returns the variables that are not trained after an optimizer step.
 
-        Called within the jitted update, so that they do not depend on how samples were grouped.
+        The jitted update calls it, so that the result does not depend on how samples are grouped.
 
         Args:
-          config: of the model.
+          config: the model's config.
           variables: nested dict of arrays.
-          auxiliary: the step's mean of each auxiliary value, over all its samples.
+          auxiliary: mean of each auxiliary value over all samples of the step.
         """
         return variables
 
     def sampling_defaults(self, config: Any) -> SamplingDefaults:
-        """How a model is drawn with; models of pixels have a stride of 1."""
+        """Returns the default sampling settings; models of pixels have a stride of 1."""
         return SamplingDefaults(1.0, 1.0, (1, 1, 1))
 
     def tensors(self, config: Any, naming: Naming) -> list[Tensor]:
-        """Every tensor of a published checkpoint and its place among the parameters.
+        """Lists the tensors of a released checkpoint and the parameters that they fill.
 
         Raises:
-          InputError: the family has no such checkpoints.
+          InputError: the family has no released checkpoints.
         """
-        raise InputError(f"model.family {self.name} has no published checkpoints to load or export")
+        raise InputError(f"model.family {self.name} has no released checkpoints to load or export")
 
     def naming_of(self, keys: set[str]) -> Naming:
-        """Whose names a checkpoint's keys are."""
+        """Returns the naming scheme of a checkpoint's keys."""
         return "diffusers"
 
     def read_fields(self, fields: dict[str, Any]) -> ModelConfig:
-        """The config that the fields of a config.json describe.
+        """Returns the config that the fields of a config.json describe.
 
         Raises:
-          InputError: they describe another kind of model.
+          InputError: the fields describe another kind of model.
           KeyError: a field is missing.
         """
-        raise InputError(f"model.family {self.name} has no published checkpoints to read")
+        raise InputError(f"model.family {self.name} has no released checkpoints to read")
 
     def export_fields(self, config: Any) -> dict[str, Any]:
-        """The config.json with which diffusers loads such a model.
+        """Returns the fields of the config.json with which diffusers loads such a model.
 
         Raises:
-          InputError: diffusers has no such model.
+          InputError: diffusers does not support such a model.
         """
         raise InputError(
-            f"model.family {self.name} cannot be exported: diffusers has no such model"
+            f"model.family {self.name} cannot be exported: diffusers does not support it"
         )
 
 
@@ -176,22 +176,23 @@ DEFAULT_FAMILY = "wan"
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family of a model's config."""
+    """Returns the family of a model's config."""
     return FAMILIES.get(config.family)
 
 
 def build_model(config: ModelConfig, rngs: nnx.Rngs) -> Any:
-    """The model of a config, a `Model`."""
+    """Builds the model of a config, a `Model`."""
     return family_of(config).build(config, rngs)
 
 
 class ModelParts(NamedTuple):
-    """A model taken apart.
+    """A model split into structure, parameters and other variables.
 
     Attributes:
-      graph: `nnx.merge(graph, values)` gives the model, `values` being parameters and variables.
-      params: the parameters, or their shapes and dtypes, as a nested dict.
-      variables: all other variables, likewise.
+      graph: structure; `nnx.merge(graph, values)` returns the model, where `values` holds
+        parameters and variables.
+      params: parameters, or their shapes and dtypes, as a nested dict.
+      variables: all other variables, or their shapes and dtypes, as a nested dict.
     """
 
     graph: nnx.GraphDef
@@ -200,28 +201,28 @@ class ModelParts(NamedTuple):
 
 
 def abstract_model(config: ModelConfig) -> ModelParts:
-    """A model's structure, with shapes and dtypes in place of values; nothing is computed."""
+    """Returns a model's structure with shapes and dtypes in place of values."""
     return split_model(nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0))))
 
 
 def split_model(model: Any) -> ModelParts:
-    """Takes a model apart into its structure, its parameters and its other variables."""
+    """Splits a model into its structure, its parameters and its other variables."""
     graph, params, *others = nnx.split(model, nnx.Param, ...)
     return ModelParts(graph, nnx.to_pure_dict(params), nnx.to_pure_dict(others[0]))
 
 
 def initial_variables(config: ModelConfig) -> Any:
-    """The variables that are not parameters, as a new model has them; nested dict of arrays."""
+    """Returns a new model's variables that are not parameters, as a nested dict of arrays."""
     return jax.jit(lambda: split_model(build_model(config, nnx.Rngs(0))).variables)()
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Parameters of the model."""
+    """Counts the parameters of the model."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_model(config).params))
 
 
 def config_from_fields(fields: Mapping[str, Any]) -> ModelConfig:
-    """A model's config from JSON values, as benchmarks pass them between processes.
+    """Builds a model's config from JSON values, which benchmarks pass between processes.
 
     Raises:
       InputError: the family is unknown, or a value is out of range.
@@ -237,10 +238,10 @@ def config_from_fields(fields: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """The model that a config.json describes, of whichever family.
+    """Reads the config of the model that a config.json describes, of any family.
 
     Raises:
-      InputError: the file is missing, not JSON, or describes a model of no family.
+      InputError: the file is missing, not JSON, or describes a model of an unknown family.
     """
     if not path.is_file():
         raise InputError(f"{path}: no such file; name a folder with config.json and safetensors")
@@ -262,4 +263,4 @@ def read_model_config(path: Path) -> ModelConfig:
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
     known = " and ".join(each for family in families for each in family.folder_classes)
-    raise InputError(f"{path}: _class_name is {name}; this reads {known}")
+    raise InputError(f"{path}: _class_name is {name}; supported are {known}")

@@ -1,4 +1,4 @@
-"""Weights in and out: safetensors of published checkpoints, tensor by tensor."""
+"""Loads and saves weights as safetensors, one tensor at a time."""
 
 import dataclasses
 import json
@@ -25,26 +25,26 @@ from alload_jax.models.families import abstract_model, family_of, read_model_con
 from alload_jax.sharding.rules import tree_shardings
 
 _TEXT_LENGTH = "alload_text_length"
-"""Under this name an export's metadata say to how many tokens texts were filled in training."""
+"""Metadata key of exports: the number of tokens to which training padded the texts."""
 
 WeightsDtype = Literal["float32", "bfloat16"]
 
 
 def load_weights(place: str | Path, config: ModelConfig, mesh: Mesh) -> Any:
-    """Reads parameters straight onto the mesh: on the host never more than one tensor at a time.
+    """Reads parameters onto the mesh; host memory holds at most one tensor at a time.
 
     Args:
-      place: a `transformer/` folder of diffusers, a folder of the model's own repository, or one
-        safetensors file of either.
-      config: of the model that takes them.
-      mesh: whose shardings they get.
+      place: a `transformer/` folder of diffusers, a folder of the model's original repository, or
+        one safetensors file of either.
+      config: config of the model.
+      mesh: mesh on which the parameters are placed.
 
     Returns:
-      Nested dict of float32 arrays, as `nnx.to_pure_dict` gives them.
+      Nested dict of float32 arrays, as `nnx.to_pure_dict` returns them.
 
     Raises:
-      InputError: files are missing or damaged, pickled, or hold other tensors than the model has:
-        all that are missing, surplus or misshapen are named at once.
+      InputError: files are missing, damaged or pickled, or their tensors do not fit the model; the
+        message names all tensors that are missing, unexpected or of the wrong shape.
     """
     with Checkpoint(place) as checkpoint:
         family = family_of(config)
@@ -58,20 +58,20 @@ def load_weights(place: str | Path, config: ModelConfig, mesh: Mesh) -> Any:
             value = tensor.to_ours(checkpoint.read(tensor.key))
             sharding = shardings[tensor.path]
             if tensor.layer is None:
-                params[tensor.path] = _placed(value, sharding)
+                params[tensor.path] = _place_tensor(value, sharding)
                 continue
             if tensor.path not in params:
                 params[tensor.path] = _zeros(shapes[tensor.path].shape, sharding)
-            layer = _placed(value, _of_one_layer(sharding))
+            layer = _place_tensor(value, _layer_sharding(sharding))
             params[tensor.path] = _set_layer(params[tensor.path], layer, tensor.layer)
         return unflatten_dict(params, sep="/")
 
 
 def initial_weights(place: str | None, config: ModelConfig, mesh: Mesh) -> Any:
-    """What a run starts from: `load_weights`, or None where no place is named.
+    """Loads the weights that a run starts from; None if `place` is None.
 
     Raises:
-      InputError: as `load_weights`; or the place's config.json describes another architecture.
+      InputError: as in `load_weights`, or config.json in `place` describes another architecture.
     """
     if place is None:
         return None
@@ -82,10 +82,10 @@ def initial_weights(place: str | None, config: ModelConfig, mesh: Mesh) -> Any:
 
 
 def read_transformer(folder: Path) -> ModelConfig:
-    """The model that a folder of config.json and safetensors holds.
+    """Reads the model config from a folder with config.json and safetensors.
 
-    diffusers' config does not say to how many tokens texts are filled; our own exports note it in
-    the safetensors' metadata. Others are taken to be Wan's, with 512.
+    diffusers' config does not contain the number of tokens to which texts are padded; our exports
+    store it in the metadata of the safetensors. For other files it is Wan's, 512.
 
     Raises:
       InputError: config.json or the safetensors are missing or damaged.
@@ -99,32 +99,32 @@ def read_transformer(folder: Path) -> ModelConfig:
 
 
 def require_same_architecture(ours: ModelConfig, theirs: ModelConfig, place: Path) -> None:
-    """Checks that weights of `theirs` fit a model of `ours`; the text's length may differ.
+    """Checks that weights of `theirs` fit a model of `ours`; the text length may differ.
 
     Raises:
-      InputError: naming every key that differs.
+      InputError: the architectures differ; the message names every key that differs.
     """
     if theirs.text and ours.text:
         theirs = dataclasses.replace(theirs, text=TextConfig(theirs.text.dim, ours.text.length))
-    mine, found = ours.architecture(), theirs.architecture()
-    for fields in (mine, found):
+    expected, found = ours.architecture(), theirs.architecture()
+    for fields in (expected, found):
         fields.pop("num_classes")
         if fields.get("out_channels") == fields["in_channels"]:
             fields.pop("out_channels")
     wrong = [
-        f"model.{key} is {mine.get(key)}, there {found.get(key)}"
-        for key in sorted(mine.keys() | found.keys())
-        if mine.get(key) != found.get(key)
+        f"model.{key} is {expected.get(key)}, but {found.get(key)} there"
+        for key in sorted(expected.keys() | found.keys())
+        if expected.get(key) != found.get(key)
     ]
     if wrong:
         raise InputError(f"{place}: weights of another architecture: {'; '.join(wrong)}")
 
 
 def require_free(folder: Path) -> None:
-    """Checks that `save_weights` may make this folder.
+    """Checks that `save_weights` may create this folder.
 
     Raises:
-      InputError: it exists, and is no empty folder.
+      InputError: the path exists and is not an empty folder.
     """
     empty = folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
     if (folder.exists() or folder.is_symlink()) and not empty:
@@ -138,17 +138,21 @@ def save_weights(
     dtype: WeightsDtype = "float32",
     shard_bytes: int = 5_000_000_000,
 ) -> list[Path]:
-    """Writes parameters as a `transformer/` folder that diffusers loads, whole or not at all.
+    """Writes parameters atomically as a `transformer/` folder that diffusers can load.
 
     Args:
-      folder: to be made; must be empty or not exist.
+      folder: folder to create; must be empty or not exist.
       params: nested dict of arrays, on any devices.
-      config: their model's.
-      dtype: of the files.
-      shard_bytes: most bytes of a file; as many are held on the host at a time.
+      config: config of the model.
+      dtype: dtype of the files.
+      shard_bytes: maximum size of a file in bytes, and of the host memory in use at a time.
+
+    Returns:
+      The paths of the safetensors files.
 
     Raises:
-      InputError: the folder is not empty, it cannot be written, or diffusers has no such model.
+      InputError: the folder is not empty or cannot be written, or diffusers does not support such
+        a model.
     """
     folder = Path(folder)
     fields = family_of(config).export_fields(config)
@@ -157,21 +161,23 @@ def save_weights(
     with tempfile.TemporaryDirectory(
         prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
     ) as scratch:
-        whole = Path(scratch) / "transformer"
-        whole.mkdir()
+        unfinished = Path(scratch) / "transformer"
+        unfinished.mkdir()
         try:
-            names = _write_tensors(whole, params, config, dtype, shard_bytes)
+            names = _write_tensors(unfinished, params, config, dtype, shard_bytes)
         except safetensors.SafetensorError as error:
-            raise InputError(f"{folder}: cannot be written ({error}); make room there") from error
-        (whole / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-        whole.replace(folder)  # an empty folder gives way
+            raise InputError(
+                f"{folder}: cannot be written ({error}); free disk space there"
+            ) from error
+        (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        unfinished.replace(folder)  # replaces an empty folder
     return [folder / name for name in names]
 
 
 def _write_tensors(
     folder: Path, params: Any, config: ModelConfig, dtype: WeightsDtype, shard_bytes: int
 ) -> list[str]:
-    """Writes the safetensors and, where they are several, their index; returns their names."""
+    """Writes the safetensors files and, if there are several, their index; returns their names."""
     arrays = flatten_dict(params, sep="/")
     target = np.dtype(np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
     groups = _groups(family_of(config).tensors(config, "diffusers"), target.itemsize, shard_bytes)
@@ -180,9 +186,9 @@ def _write_tensors(
     if config.text is not None:
         notes[_TEXT_LENGTH] = str(config.text.length)
     for name, group in zip(names, groups, strict=True):
-        content = {t.key: _theirs(t, arrays[t.path]).astype(target) for t in group}
+        content = {t.key: _to_checkpoint_layout(t, arrays[t.path]).astype(target) for t in group}
         safetensors.numpy.save_file(content, folder / name, metadata=notes)
-        (folder / name).chmod(0o644)  # safetensors lets no one else read it
+        (folder / name).chmod(0o644)  # safetensors writes files that only their owner can read
     if len(groups) > 1:
         weight_map = {t.key: name for name, g in zip(names, groups, strict=True) for t in g}
         total = sum(math.prod(t.shape) for g in groups for t in g) * target.itemsize
@@ -195,7 +201,7 @@ def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor], ignored: tuple[str
     present = {key for key in checkpoint.keys if not any(part in key for part in ignored)}
     names = {tensor.key for tensor in wanted}
     problems = [f"missing {key}" for key in sorted(names - present)]
-    problems += [f"surplus {key}" for key in sorted(present - names)]
+    problems += [f"unexpected {key}" for key in sorted(present - names)]
     for tensor in wanted:
         if tensor.key in present and (shape := checkpoint.shape(tensor.key)) != tensor.shape:
             problems.append(f"{tensor.key} has shape {shape}, not {tensor.shape}")
@@ -204,12 +210,12 @@ def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor], ignored: tuple[str
     if problems:
         raise InputError(
             f"{checkpoint.place}: does not fit the model: {'; '.join(problems)}; "
-            "name a whole checkpoint of the model's architecture"
+            "name a complete checkpoint of the model's architecture"
         )
 
 
-def _placed(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """One tensor as float32, each device given its part alone."""
+def _place_tensor(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Places a tensor as float32; each device receives only its shard."""
     return jax.make_array_from_callback(
         value.shape, sharding, lambda index: np.asarray(value[index], np.float32)
     )
@@ -219,7 +225,7 @@ def _zeros(shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
     return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=sharding)()
 
 
-def _of_one_layer(sharding: NamedSharding) -> NamedSharding:
+def _layer_sharding(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
@@ -228,18 +234,18 @@ def _set_layer(stack: jax.Array, layer: jax.Array, index: int) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
 
 
-def _theirs(tensor: Tensor, array: jax.Array) -> np.ndarray:
+def _to_checkpoint_layout(tensor: Tensor, array: jax.Array) -> np.ndarray:
     part = array if tensor.layer is None else array[tensor.layer]
     return tensor.to_theirs(np.asarray(part))
 
 
-def _groups(wanted: list[Tensor], itemsize: int, most: int) -> list[list[Tensor]]:
-    """Tensors in order, cut where a file would grow beyond its size."""
+def _groups(wanted: list[Tensor], itemsize: int, max_bytes: int) -> list[list[Tensor]]:
+    """Groups tensors in order into files of at most `max_bytes` bytes, or of one tensor."""
     groups: list[list[Tensor]] = [[]]
     size = 0
     for tensor in wanted:
         bytes_ = math.prod(tensor.shape) * itemsize
-        if groups[-1] and size + bytes_ > most:
+        if groups[-1] and size + bytes_ > max_bytes:
             groups.append([])
             size = 0
         groups[-1].append(tensor)

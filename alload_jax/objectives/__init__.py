@@ -1,1 +1,1 @@
-"""What training minimises, found by name."""
+"""Training objectives, selected by name."""

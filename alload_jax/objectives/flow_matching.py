@@ -1,7 +1,8 @@
-"""The weighted sum of samples' flow-matching losses, in either layout (arXiv 2210.02747).
+"""Flow matching (arXiv 2210.02747): weighted sums of sample losses, bucketed or packed.
 
-Noise belongs to the sample, not to its place: every token's noise comes from a key of the epoch,
-the sample and the token's number in it. So both layouts learn the same from a sample in an epoch.
+Noise depends on the sample and not on its position in the batch: the key of a token's noise derives
+from the epoch, the sample and the token's index in the sample. Both layouts therefore train on the
+same noise for a sample in an epoch.
 """
 
 import math
@@ -23,21 +24,21 @@ from alload_jax.models.common.segments import PADDING
 from alload_jax.objectives.objective import LossSums
 
 _MINIMISED = "_loss"
-"""The ending of the names of auxiliary values that are added to what is minimised."""
+"""Suffix of the names of auxiliary values that are added to the minimised loss."""
 
 
 @dataclass(frozen=True)
 class FlowMatching:
     """Flow matching: the squared error of the predicted velocity; see `Objective`.
 
-    Auxiliary values of the model whose names end in `_loss` are minimised besides, each the mean
+    Auxiliary values of the model whose names end in `_loss` are also minimised, each as the mean
     over its layers.
 
     Attributes:
       name: `flow_matching`.
       timesteps: distribution of noise levels.
-      condition_dropout: share of samples trained without their condition, for guidance: without
-        class, or with a text of zeros.
+      condition_dropout: fraction of samples trained with the null condition, which guidance needs:
+        the null class, or a text of zeros.
     """
 
     name: Literal["flow_matching"] = "flow_matching"
@@ -65,9 +66,17 @@ class FlowMatching:
 
 
 def _weighted_sum(weight: jax.Array, value: jax.Array) -> jax.Array:
-    """Σ weight·value over samples: [B] or [R, M], [B, ...] or [R, M, ...] → [...]."""
+    """Computes Σ weight·value over samples.
+
+    Args:
+      weight: [B] or [R, M].
+      value: [B, ...] or [R, M, ...].
+
+    Returns:
+      [...] float32.
+    """
     counts = (weight > 0).reshape(*weight.shape, *(1,) * (value.ndim - weight.ndim))
-    # What padding gives may not be finite, and 0·NaN is NaN.
+    # Values of padding may not be finite, and 0·NaN is NaN.
     finite = jnp.where(counts, value.astype(jnp.float32), 0.0)
     return jnp.tensordot(weight, finite, axes=weight.ndim)
 
@@ -89,20 +98,20 @@ def _packed(
         tokens, batch.position, batch.metadata, sigma * TIMESTEP_SCALE, condition, sharding
     )
     error = jax.vmap(squared_error)(predicted.velocity, target)
-    # A sample's loss is the mean over its tokens; a part weighs as its share of them.
+    # A sample's loss is the mean over its tokens; the weight of a part is its fraction of them.
     segments = batch.metadata.tokens
-    each = batch.weight / jnp.maximum(segments.length, 1)
-    weight = jnp.where(segments.ids == PADDING, 0, _of_segment(each, segments.ids))
+    token_weight = batch.weight / jnp.maximum(segments.length, 1)
+    weight = jnp.where(segments.ids == PADDING, 0, _to_tokens(token_weight, segments.ids))
     return jnp.sum(weight * error), predicted.auxiliary
 
 
 class _Draws(NamedTuple):
-    """What is drawn for a sample.
+    """Random values of a sample.
 
     Attributes:
-      noise: key of its tokens' noise.
+      noise: key of the noise of the sample's tokens.
       sigma: noise level.
-      dropped: whether it is trained without its condition.
+      dropped: whether the sample is trained with the null condition.
     """
 
     noise: jax.Array
@@ -122,65 +131,79 @@ def _draw(
 
 
 def _token_noise(key: jax.Array, place: jax.Array, size: int) -> jax.Array:
-    """[size]: the noise of one token, by its sample's key and its number in the sample."""
+    """Returns the noise [size] of one token from the sample's key and its index in the sample."""
     return jax.random.normal(jax.random.fold_in(key, place), (size,))
 
 
 def noised(
     batch: Batch, key: jax.Array, config: FlowMatching, model: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Noises a micro-batch of one shape.
+    """Adds noise to a bucketed micro-batch.
 
     Args:
-      batch: a micro-batch.
-      key: the epoch's key.
-      config: how samples are noised.
+      batch: a bucketed micro-batch.
+      key: key of the epoch.
+      config: distribution of noise levels and condition dropout.
       model: the model's config.
 
     Returns:
-      latents [B, ...], target velocity [B, ...], sigma [B], condition like the batch's.
+      latents [B, ...], target velocity [B, ...], sigma [B], condition with the batch's shape.
     """
     volume = math.prod(model.patch_size)
     seq_len = math.prod(batch.latents.shape[1:4]) // volume
     draws = jax.vmap(lambda sample: _draw(key, sample, config, seq_len))(batch.sample)
-    of_tokens = jax.vmap(_token_noise, in_axes=(None, 0, None))
+    token_noise = jax.vmap(_token_noise, in_axes=(None, 0, None))
     size = volume * batch.latents.shape[-1]
-    tokens = jax.vmap(of_tokens, in_axes=(0, None, None))(draws.noise, jnp.arange(seq_len), size)
+    tokens = jax.vmap(token_noise, in_axes=(0, None, None))(draws.noise, jnp.arange(seq_len), size)
     noise = unpatchify(tokens, batch.latents.shape, model.patch_size)
     latents = interpolate(batch.latents, noise, draws.sigma)
     target = velocity(batch.latents, noise)
-    return latents, target, draws.sigma, _without(batch.condition, draws.dropped, model)
+    return latents, target, draws.sigma, _drop_conditions(batch.condition, draws.dropped, model)
 
 
 def noised_rows(
     batch: PackedBatch, key: jax.Array, config: FlowMatching, model: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`noised` for packed rows: the same noise for the same sample.
+    """Adds noise to a packed micro-batch; a sample gets the same noise as in `noised`.
 
     Returns:
-      tokens [R, T, patch_dim], target velocity [R, T, patch_dim], sigma [R, M], condition like
-      the batch's.
+      tokens [R, T, patch_dim], target velocity [R, T, patch_dim], sigma [R, M], condition with
+        the batch's shape.
     """
     segments = batch.metadata.tokens
     ids = segments.ids
     draw = jax.vmap(jax.vmap(lambda sample, seq_len: _draw(key, sample, config, seq_len)))
     draws = draw(batch.sample, jnp.maximum(batch.seq_len, 1))
-    place = jnp.arange(ids.shape[1]) - _of_segment(segments.offset - batch.first, ids)
-    of_tokens = jax.vmap(jax.vmap(_token_noise, in_axes=(0, 0, None)), in_axes=(0, 0, None))
-    noise = of_tokens(_of_segment(draws.noise, ids), place, batch.tokens.shape[-1])
-    tokens = interpolate(batch.tokens, noise, _of_segment(draws.sigma, ids))
-    dropped = _of_segment(draws.dropped, batch.metadata.condition.ids)
-    condition = _without(batch.condition, dropped, model)
+    place = jnp.arange(ids.shape[1]) - _to_tokens(segments.offset - batch.first, ids)
+    token_noise = jax.vmap(jax.vmap(_token_noise, in_axes=(0, 0, None)), in_axes=(0, 0, None))
+    noise = token_noise(_to_tokens(draws.noise, ids), place, batch.tokens.shape[-1])
+    tokens = interpolate(batch.tokens, noise, _to_tokens(draws.sigma, ids))
+    dropped = _to_tokens(draws.dropped, batch.metadata.condition.ids)
+    condition = _drop_conditions(batch.condition, dropped, model)
     return tokens, velocity(batch.tokens, noise), draws.sigma, condition
 
 
-def _without(condition: jax.Array, dropped: jax.Array, model: ModelConfig) -> jax.Array:
-    """The condition [B, ...] or [R, C, ...], or none where `dropped` [B] or [R, C] says so."""
+def _drop_conditions(condition: jax.Array, dropped: jax.Array, model: ModelConfig) -> jax.Array:
+    """Replaces dropped conditions by the null condition.
+
+    Args:
+      condition: [B, ...] or [R, C, ...].
+      dropped: [B] or [R, C] bool.
+      model: the model's config.
+    """
     dropped = dropped.reshape(*dropped.shape, *(1,) * (condition.ndim - dropped.ndim))
     null = 0 if model.text else model.num_classes
     return jnp.where(dropped, jnp.asarray(null, condition.dtype), condition)
 
 
-def _of_segment(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Each token's of a value for each segment: [R, M], [R, T] → [R, T]; of none, the first's."""
+def _to_tokens(values: jax.Array, ids: jax.Array) -> jax.Array:
+    """Expands values per segment to tokens; padding gets the value of the first segment.
+
+    Args:
+      values: [R, M, ...].
+      ids: [R, T] int32, slot of each token's segment.
+
+    Returns:
+      [R, T, ...].
+    """
     return jax.vmap(lambda row, slot: row[jnp.maximum(slot, 0)])(values, ids)

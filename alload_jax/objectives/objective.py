@@ -1,4 +1,4 @@
-"""What training minimises: the signature of all objectives, and the objectives by name."""
+"""The interface of training objectives, and a registry of objectives by name."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -15,10 +15,10 @@ class LossSums(NamedTuple):
     """Weighted sums over the samples of a micro-batch, float32.
 
     Attributes:
-      minimised: Σ weight·loss, whose gradient is taken.
-      loss: Σ weight·loss of the model's own prediction, which is logged as `loss`.
-      auxiliary: Σ weight·value of each further name, of any shape. Their means over a step's
-        samples are logged, and given to the family's `update_variables`.
+      minimised: Σ weight·loss that is differentiated.
+      loss: Σ weight·loss of the model's prediction, logged as `loss`.
+      auxiliary: Σ weight·value of each auxiliary value, of any shape. Their means over a step's
+        samples are logged and passed to the family's `update_variables`.
     """
 
     minimised: jax.Array
@@ -30,24 +30,24 @@ class Objective(Protocol):
     """A frozen dataclass whose fields are its config; `name` is its name in the config.
 
     Attributes:
-      timesteps: the distribution of noise levels, which sampling follows too.
+      timesteps: distribution of noise levels, which sampling uses too.
     """
 
     @property
     def timesteps(self) -> TimestepConfig:
-        """See the class."""
+        """Distribution of noise levels."""
         ...
 
     def __call__(
         self, model: Any, batch: AnyBatch, key: jax.Array, sharding: NamedSharding
     ) -> LossSums:
-        """Weighted sums of loss and auxiliary values over a micro-batch.
+        """Computes weighted sums of loss and auxiliary values over a micro-batch.
 
         Args:
           model: a `models.families.Model`.
-          batch: a micro-batch in either layout.
-          key: the epoch's key.
-          sharding: how rows are split over the mesh.
+          batch: a bucketed or packed micro-batch.
+          key: key of the epoch.
+          sharding: sharding of rows over the mesh.
         """
         ...
 

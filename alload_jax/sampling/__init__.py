@@ -1,1 +1,1 @@
-"""Drawing samples: requests, samplers at work, clips, pictures, evaluators."""
+"""Sampling: requests, generation, clips, pictures and evaluators."""

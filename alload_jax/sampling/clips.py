@@ -1,6 +1,6 @@
-"""One sample as a file: a picture, a moving picture, or its latents.
+"""Writes one sample to a file: an image, a video or its latents.
 
-The same sample gives the same bytes. A file is written whole or not at all.
+Equal samples produce equal bytes. Files are written atomically.
 """
 
 import json
@@ -21,16 +21,17 @@ _GIF_SIDE = 2**16 - 1
 
 
 def check_format(place: str, path: Path, size: tuple[int, int, int], channels: int | None) -> None:
-    """Checks that a sample can be written so.
+    """Checks that a sample can be written in the format of a path.
 
     Args:
-      place: what the path came from, for the message.
-      path: whose suffix names the format.
+      place: source of the path, for the message.
+      path: path of the file; its suffix selects the format.
       size: (frames, height, width) of the picture, in pixels.
-      channels: of the picture; None if the sample is latents that need a decoder.
+      channels: number of channels of the picture; None if the sample is latents that need a
+        decoder.
 
     Raises:
-      InputError: it cannot.
+        InputError: the format does not support the sample.
     """
     frames, height, width = size
     suffix = path.suffix.lower()
@@ -41,16 +42,16 @@ def check_format(place: str, path: Path, size: tuple[int, int, int], channels: i
         raise InputError(f"{place}: {path} has none of the suffixes {known}; give it one")
     if channels not in (1, 3):
         raise InputError(
-            f"{place}: {path} is a picture, but this model draws latents that need a decoder; "
+            f"{place}: {path} is a picture, but this model generates latents that need a decoder; "
             f"give it the suffix {LATENTS}"
         )
     if suffix == ".png" and frames > 1:
         raise InputError(
-            f"{place}: {path} holds one frame, but {frames} are drawn; choose .gif or .mp4"
+            f"{place}: {path} holds one frame, but the sample has {frames}; choose .gif or .mp4"
         )
     if suffix == ".gif" and max(height, width) > _GIF_SIDE:
         raise InputError(
-            f"{place}: {path} would have {height}×{width} pixels, but GIF takes sides up to "
+            f"{place}: {path} would have {height}×{width} pixels, but GIF supports sides up to "
             f"{_GIF_SIDE}; choose .mp4 or a smaller size"
         )
     if suffix == ".mp4" and not has_mp4():
@@ -59,51 +60,51 @@ def check_format(place: str, path: Path, size: tuple[int, int, int], channels: i
         )
     if suffix == ".mp4" and (height % 2 or width % 2):
         raise InputError(
-            f"{place}: {path} would have {height}×{width} pixels, but MP4 takes even sizes alone; "
+            f"{place}: {path} would have {height}×{width} pixels, but MP4 needs even sizes; "
             "choose .gif, or --zoom 2"
         )
 
 
 def write_clip(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int = 1) -> None:
-    """Writes a sample in the format that the suffix names, making folders as need be.
+    """Writes a sample in the format of the suffix and creates missing folders.
 
     Args:
       path: .png (one frame), .gif (loops), .mp4, or .safetensors.
       clip: [frames, height, width, channels] float32. Pictures have 1 or 3 channels, −1 (black)
         to 1 (white).
-      notes: on how it was drawn; JSON values, kept by .safetensors alone, in
-        its metadata as `sampling`.
-      zoom: pixels of a picture along the side of each of the sample's.
+      notes: how the sample was generated, JSON values; only .safetensors stores them, in its
+        metadata as `sampling`.
+      zoom: scale factor of pictures, in pixels per pixel of the sample.
 
     Raises:
       InputError: a value is not finite, or the file cannot be written.
-      KeyError: there is no such format; see `check_format`.
+      KeyError: the format is unknown; see `check_format`.
     """
     if not np.isfinite(clip).all():
-        raise InputError(f"{path}: what the model drew is not finite; choose another checkpoint")
+        raise InputError(f"{path}: the generated sample is not finite; choose another checkpoint")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, clip, notes, zoom)
-    except OSError as error:  # often without the name of the file, as when the disk is full
+        _write_atomically(path, clip, notes, zoom)
+    except OSError as error:  # often lacks the file name, for example if the disk is full
         reason = error.strerror or str(error) or type(error).__name__
         raise InputError(
-            f"{path}: cannot be written ({reason}); make room, or name another place"
+            f"{path}: cannot be written ({reason}); free disk space or name another path"
         ) from error
 
 
 def pixels(clip: np.ndarray, zoom: int = 1) -> list[Image.Image]:
-    """[frames, height, width, 1 or 3] from −1 to 1 as pictures, enlarged but not blurred."""
+    """Converts [frames, height, width, 1 or 3] from −1 to 1 to images, enlarged without blur."""
     values = to_bytes(clip).repeat(zoom, axis=1).repeat(zoom, axis=2)
     values = values[..., 0] if values.shape[-1] == 1 else values
     return [Image.fromarray(np.ascontiguousarray(frame)) for frame in values]
 
 
-def _write_whole(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int) -> None:
+def _write_atomically(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int) -> None:
     suffix = path.suffix.lower()
     partial = path.with_name(f"{path.name}.partial")
     try:
         if suffix == LATENTS:
-            # One note that holds all: the library shuffles several from write to write.
+            # A single note, because the library writes several notes in random order.
             note = {"sampling": json.dumps(notes, sort_keys=True, ensure_ascii=False)}
             content = {"latents": np.ascontiguousarray(clip, np.float32)}
             partial.write_bytes(safetensors.numpy.save(content, note))

@@ -1,4 +1,4 @@
-"""The conditions of requests as arrays."""
+"""Builds the condition arrays of requests."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from alload_jax.sampling.requests import Request
 
 
 def conditions(requests: Sequence[Request], model: ModelConfig) -> tuple[Condition, Condition]:
-    """The condition of a batch and its null condition, float32 or int32 in host memory.
+    """Returns the condition of a batch and its null condition, float32 or int32 in host memory.
 
     Args:
-      requests: of one `Request.shape()`.
-      model: that takes them.
+      requests: requests with equal `Request.shape()`.
+      model: config of the model.
     """
     image = None
     if model.image:

@@ -1,4 +1,4 @@
-"""Files of text or image embeddings: safetensors with one tensor, or one of the right name."""
+"""Reads text or image embeddings: safetensors with one tensor, or with one of a given name."""
 
 import functools
 from pathlib import Path
@@ -11,27 +11,27 @@ from alload_jax.models.common.safetensor_files import open_safetensors
 
 
 def read_embeddings(path: Path, name: str) -> np.ndarray:
-    """The tensor of that name in a safetensors file, or its only one: float32.
+    """Reads the tensor of that name, or the only tensor, from a safetensors file as float32.
 
     Raises:
-      InputError: there is no such file or tensor, or a value is not finite.
+      InputError: the file or tensor is missing, or a value is not finite.
     """
     with open_safetensors(path) as file:
         tensor = file.get_tensor(_key(path, file, name))
     with np.errstate(over="ignore"):
         values = np.asarray(tensor, np.float32)
     if not np.isfinite(values).all():
-        raise InputError(f"{path}: holds values that are not finite in float32; make it anew")
+        raise InputError(f"{path}: holds values that are not finite in float32; create it again")
     return values
 
 
 def embeddings_shape(path: Path, name: str) -> tuple[int, ...]:
-    """The shape of what `read_embeddings` reads.
+    """Returns the shape of the tensor that `read_embeddings` reads.
 
-    All of it is read and checked, but once: a list may name one file in many lines.
+    The file is read and checked only once, because many lines of a list may name it.
 
     Raises:
-      InputError: there is no such file or tensor, or a value is not finite.
+      InputError: the file or tensor is missing, or a value is not finite.
     """
     try:
         found = path.stat()
@@ -48,5 +48,7 @@ def _checked_shape(path: Path, name: str, version: tuple[int, ...]) -> tuple[int
 def _key(path: Path, file: Any, name: str) -> str:
     keys = sorted(file.keys())
     if name not in keys and len(keys) != 1:
-        raise InputError(f"{path}: holds {', '.join(keys) or 'nothing'}; name one of them {name}")
+        raise InputError(
+            f"{path}: holds {', '.join(keys) or 'nothing'}; rename one of them to {name}"
+        )
     return name if name in keys else keys[0]

@@ -1,4 +1,4 @@
-"""Drawing with a model: the flow from noise to data under conditions."""
+"""Sampling from a model: the flow from noise to data under conditions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ from alload_jax.models.families import abstract_model
 
 
 class Condition(NamedTuple):
-    """What a model is told beside latents and timestep.
+    """The conditions of a model beside latents and timestep.
 
     Attributes:
       tokens: [B, L] int32 classes, or [B, L, text.dim] float32 text embeddings.
-      image: [B, N, image.dim] float32 image embeddings; None where the model takes none.
+      image: [B, N, image.dim] float32 image embeddings; None if the model takes none.
     """
 
     tokens: Any
@@ -27,18 +27,18 @@ class Condition(NamedTuple):
 
 
 Flow = Callable[[Any, Any, Condition, Condition], jax.Array]
-"""(a model's values, noise [B, frames, height, width, channels], condition, null condition) → the
-data."""
+"""(values of a model, noise [B, frames, height, width, channels], condition, null condition) →
+data of the noise's shape."""
 
 
 def make_flow(config: ModelConfig, sampler: Sampler, sigmas: np.ndarray, guidance: float) -> Flow:
-    """A function that follows the flow from noise to data; may be called inside `jax.jit`.
+    """Builds a function that integrates the flow from noise to data; it works inside `jax.jit`.
 
     Args:
-      config: of the model.
-      sampler: how the flow is followed.
+      config: config of the model.
+      sampler: integration method.
       sigmas: [steps + 1] noise levels; see `alload_jax.diffusion.schedules.noise_levels`.
-      guidance: classifier-free guidance; 1 is none, and the null condition is not used.
+      guidance: scale of classifier-free guidance; 1 is none and ignores the null condition.
     """
     graph = abstract_model(config).graph
 

@@ -1,4 +1,4 @@
-"""Pictures and moving pictures as files; the same frames give the same bytes."""
+"""Writes images and videos; equal frames produce equal bytes."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -11,20 +11,20 @@ _FRAME_MILLISECONDS = 110
 
 
 def has_mp4() -> bool:
-    """Whether the extra `media` is installed."""
+    """Returns whether the extra `media` is installed."""
     return importlib.util.find_spec("av") is not None
 
 
 def to_bytes(values: np.ndarray) -> np.ndarray:
-    """−1 (black) to 1 (white) → uint8."""
+    """Converts values from −1 (black) to 1 (white) to uint8 of the same shape."""
     return np.clip((values + 1) * 127.5, 0, 255).astype(np.uint8)
 
 
 def write_frames(path: Path, frames: Sequence[Image.Image], suffix: str) -> None:
-    """Writes frames as `suffix` says: .png (the first), .gif (loops) or .mp4 (extra `media`).
+    """Writes frames in the format of `suffix`: .png (first frame), .gif (loops) or .mp4 (`media`).
 
     Raises:
-      KeyError: there is no such format.
+      KeyError: the format is unknown.
     """
     {".png": _write_png, ".gif": _write_gif, ".mp4": _write_mp4}[suffix](path, frames)
 
@@ -47,11 +47,11 @@ def _write_gif(path: Path, frames: Sequence[Image.Image]) -> None:
 def _write_mp4(path: Path, frames: Sequence[Image.Image]) -> None:
     import av  # of the extra `media`
 
-    # Neither versions and dates in the file, nor a number of threads that depends on the machine.
+    # The bytes must not depend on versions, dates or the machine's number of threads.
     with av.open(str(path), "w", format="mp4", options={"fflags": "+bitexact"}) as container:
         rate = round(1000 / _FRAME_MILLISECONDS)
         stream = container.add_stream("libx264", rate=rate, options={"threads": "1"})
-        # The codec takes even sizes only.
+        # The codec supports only even sizes.
         stream.width, stream.height = (size - size % 2 for size in frames[0].size)
         stream.pix_fmt = "yuv420p"
         for frame in frames:

@@ -1,4 +1,4 @@
-"""Grids of stills and clips as PNG and GIF."""
+"""Writes grids of stills and clips as PNG, GIF or MP4."""
 
 from pathlib import Path
 from typing import Literal
@@ -19,13 +19,13 @@ _PAPER, _INK = (24, 26, 32), (220, 224, 232)
 def write_grid(
     path: Path, clips: np.ndarray, headers: list[str], clip_format: ClipFormat = "gif"
 ) -> None:
-    """Writes stills as a PNG, clips as a GIF that loops or as an MP4.
+    """Writes stills as a PNG, clips as a looping GIF or as an MP4.
 
     Args:
-      path: without suffix.
+      path: path without suffix.
       clips: [rows, columns, frames, height, width, 1 or 3], −1 (black) to 1 (white).
       headers: one for each column.
-      clip_format: of clips; MP4 needs the extra `media`.
+      clip_format: file format of clips; MP4 needs the extra `media`.
     """
     frames = [_grid(clips[:, :, n], headers) for n in range(clips.shape[2])]
     suffix = ".png" if len(frames) == 1 else f".{clip_format}"
@@ -33,7 +33,7 @@ def write_grid(
 
 
 def _grid(images: np.ndarray, headers: list[str]) -> Image.Image:
-    """[rows, columns, height, width, channels] as one picture, pixels enlarged but not blurred."""
+    """Draws [rows, columns, height, width, channels] as one picture, enlarged without blur."""
     rows, columns, height, width, channels = images.shape
     zoom = max(1, (_TARGET_WIDTH // columns - _GAP) // width)
     cell_height, cell_width = height * zoom + _GAP, width * zoom + _GAP

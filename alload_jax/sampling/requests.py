@@ -1,4 +1,4 @@
-"""What `alload sample` is asked for: checked before any weights are read."""
+"""Requests of `alload sample`, which are checked before any weights are read."""
 
 import difflib
 import json
@@ -19,21 +19,21 @@ from alload_jax.sampling.embeddings import embeddings_shape
 NUMBERS = ("frames", "height", "width", "seed")
 FILES = ("prompt_embeds", "negative_embeds", "image_embeds", "out")
 KEYS = ("class", *NUMBERS, *FILES)
-"""What a request may hold; the flags are called likewise."""
+"""The keys of a request; the flags have the same names."""
 
 _SEEDS = 2**32
 _LARGEST = 2**31
-"""Of a size, and of the elements of a sample and of its picture."""
+"""Maximum size along an axis, and maximum number of elements of a sample and of its picture."""
 
 
 class Target(NamedTuple):
-    """What requests are checked against.
+    """The model and settings that requests must fit.
 
     Attributes:
-      model: that draws.
-      vae_stride: pixels per latent.
-      text_length: classes of each sample; None for as many as are asked for.
-      zoom: of pictures.
+      model: config of the model.
+      vae_stride: pixels per latent, (frames, height, width).
+      text_length: number of classes per sample; None for the number in the request.
+      zoom: scale factor of pictures.
     """
 
     model: ModelConfig
@@ -43,53 +43,53 @@ class Target(NamedTuple):
 
     @property
     def picture_channels(self) -> int | None:
-        """1 or 3 where a sample is a picture; None where it is latents of something."""
+        """Number of channels, 1 or 3, if samples are pictures; None if they are latents."""
         plain = self.vae_stride == (1, 1, 1) and self.model.in_channels in (1, 3)
         return self.model.in_channels if plain else None
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Values as a user gave them, by the names in `KEYS`.
+    """Values that a user gave, by the names in `KEYS`.
 
     Attributes:
-      values: those that were given; classes as a tuple, files as paths.
-      line: where the list says so, such as `items.jsonl: line 3`; empty for flags.
-      own: names of the values that stand in that line.
+      values: the given values; classes as a tuple, files as paths.
+      line: place of the request in a list, such as `items.jsonl: line 3`; empty for flags.
+      in_line: names of the values that the line contains.
     """
 
     values: Mapping[str, Any]
     line: str = ""
-    own: frozenset[str] = frozenset()
+    in_line: frozenset[str] = frozenset()
 
     def place(self, key: str) -> str:
-        """Names a value, for messages."""
-        if self.line and (key in self.own or key not in self.values):
+        """Returns the place of a value for messages."""
+        if self.line and (key in self.in_line or key not in self.values):
             return f"{self.line}: {key}"
         return f"alload sample: --{key.replace('_', '-')}"
 
     def get(self, key: str) -> Any:
-        """A value that must be there.
+        """Returns a required value.
 
         Raises:
-          InputError: it is not.
+          InputError: the value is not given.
         """
         if key not in self.values:
-            remedy = f", or --{key} for all" if self.line else ""
+            remedy = f", or --{key} for all lines" if self.line else ""
             raise InputError(f"{self.place(key)} is not given; give it{remedy}")
         return self.values[key]
 
 
 class Request(NamedTuple):
-    """One sample to draw.
+    """Request for one sample.
 
     Attributes:
-      grid: latent (frames, height, width).
-      seed: of its noise.
-      out: the file.
-      classes: asked for, filled up with the null class; None for text.
-      prompt, negative, image: files of embeddings; negative None stands for zeros.
-      image_tokens: of the image embeddings; 0 for none.
+      grid: (frames, height, width) of the latents.
+      seed: seed of the initial noise.
+      out: output file.
+      classes: requested classes, padded with the null class; None for text.
+      prompt, negative, image: files of embeddings; None for `negative` means zeros.
+      image_tokens: number of image embeddings; 0 for none.
     """
 
     grid: Triple
@@ -102,15 +102,15 @@ class Request(NamedTuple):
     image_tokens: int
 
     def shape(self) -> tuple[Any, ...]:
-        """Equal for requests that can be drawn at once."""
+        """Returns a key that is equal for requests that can form one batch."""
         return (self.grid, len(self.classes or ()), self.image_tokens)
 
 
 def read_list(path: Path, defaults: Mapping[str, Any]) -> list[Asked]:
-    """Reads JSON lines, an object for each sample; what one leaves open the defaults say.
+    """Reads JSON lines, one object per sample; defaults apply to missing values.
 
     Raises:
-      InputError: naming file, line and key.
+      InputError: the list is invalid; the message names file, line and key.
     """
     try:
         lines = path.read_text().splitlines()
@@ -118,7 +118,7 @@ def read_list(path: Path, defaults: Mapping[str, Any]) -> list[Asked]:
         place = f"alload sample: --list: {path}"
         raise InputError(f"{place}: {error.strerror}; name a file of JSON lines") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is no text ({error}); write JSON lines") from error
+        raise InputError(f"{path}: is not valid text ({error}); write JSON lines") from error
     found = [
         _read_line(line, f"{path}: line {number}", path.parent, defaults)
         for number, line in enumerate(lines, start=1)
@@ -130,10 +130,10 @@ def read_list(path: Path, defaults: Mapping[str, Any]) -> list[Asked]:
 
 
 def check_request(asked: Asked, target: Target) -> Request:
-    """Checks that a sample can be drawn and written.
+    """Checks that a sample can be generated and written.
 
     Raises:
-      InputError: it cannot, for what it asks for.
+      InputError: a value is missing or invalid.
     """
     size = (asked.get("frames"), asked.get("height"), asked.get("width"))
     for name, value in zip(("frames", "height", "width"), size, strict=True):
@@ -141,8 +141,8 @@ def check_request(asked: Asked, target: Target) -> Request:
     if not 0 <= (seed := asked.values.get("seed", 0)) < _SEEDS:
         raise InputError(f"{asked.place('seed')} is {seed}; it must be from 0 to below 2^32")
     out = asked.get("out")
-    shown = (size[0], size[1] * target.zoom, size[2] * target.zoom)
-    check_format(asked.place("out"), out, shown, target.picture_channels)
+    picture_size = (size[0], size[1] * target.zoom, size[2] * target.zoom)
+    check_format(asked.place("out"), out, picture_size, target.picture_channels)
     return Request(
         grid=_grid(asked, size, target),
         seed=seed,
@@ -159,17 +159,17 @@ def _read_line(line: str, place: str, folder: Path, defaults: Mapping[str, Any])
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{place}: is no JSON ({error}); write an object") from error
+        raise InputError(f"{place}: is not valid JSON ({error}); write an object") from error
     if not isinstance(fields, dict):
         raise InputError(f"{place}: holds {type(fields).__name__}; write an object")
-    own: dict[str, Any] = {}
+    in_line: dict[str, Any] = {}
     for key, value in fields.items():
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(KEYS)}"
             raise InputError(f"{place}: {key} is unknown; {hint}")
-        own[key] = _value(key, value, f"{place}: {key}", folder)
-    return Asked({**defaults, **own}, place, frozenset(own))
+        in_line[key] = _value(key, value, f"{place}: {key}", folder)
+    return Asked({**defaults, **in_line}, place, frozenset(in_line))
 
 
 def _value(key: str, value: Any, place: str, folder: Path) -> Any:
@@ -188,7 +188,7 @@ def _value(key: str, value: Any, place: str, folder: Path) -> Any:
 
 
 def _check_size(asked: Asked, name: str, value: int, target: Target) -> None:
-    """Sizes must be whole patches of whole latents; the first frame has a latent of its own."""
+    """Checks that a size is a whole number of patches; the first frame has a separate latent."""
     axis = ("frames", "height", "width").index(name)
     stride, patch = target.vae_stride[axis], target.model.patch_size[axis]
     if value > _LARGEST:
@@ -206,11 +206,11 @@ def _check_size(asked: Asked, name: str, value: int, target: Target) -> None:
 
 
 def _grid(asked: Asked, size: Triple, target: Target) -> Triple:
-    """Latent (frames, height, width) of a sample that is not absurdly large."""
+    """Returns (frames, height, width) of the latents after checking the number of elements."""
     geometry = Geometry(target.vae_stride, target.model.patch_size)
     found = geometry.latent_grid(*(np.array([part]) for part in size))[0].tolist()
-    shown = math.prod(size) * (target.zoom**2 * 3 if target.picture_channels else 0)
-    if math.prod(found) * target.model.in_channels > _LARGEST or shown > _LARGEST:
+    picture_size = math.prod(size) * (target.zoom**2 * 3 if target.picture_channels else 0)
+    if math.prod(found) * target.model.in_channels > _LARGEST or picture_size > _LARGEST:
         frames, height, width = size
         raise InputError(
             f"{asked.place('frames')} {frames} with height {height} and width {width} has more "
@@ -235,14 +235,14 @@ def _classes(asked: Asked, target: Target) -> tuple[int, ...] | None:
     length = len(classes) if target.text_length is None else target.text_length
     if len(classes) > length:
         raise InputError(
-            f"{asked.place('class')} asks for {len(classes)} classes, but no sample of the data "
-            f"has more than {length}; ask for at most that"
+            f"{asked.place('class')} lists {len(classes)} classes, but no sample of the data "
+            f"has more than {length}; give at most {length}"
         )
     return tuple(classes) + (count,) * (length - len(classes))
 
 
 def _text(asked: Asked, key: str, target: Target) -> Path | None:
-    """A file of text embeddings that the model can take."""
+    """Returns the file of text embeddings after checking that it fits the model."""
     file, text = asked.values.get(key), target.model.text
     if file is None:
         if text and key == "prompt_embeds":
@@ -256,7 +256,7 @@ def _text(asked: Asked, key: str, target: Target) -> Path | None:
     if tokens > text.length:
         raise InputError(
             f"{asked.place(key)}: {file} has {tokens} tokens, but the model takes {text.length}; "
-            "cut it"
+            "shorten it"
         )
     return file
 
@@ -266,7 +266,7 @@ def _image_tokens(asked: Asked, model: ModelConfig) -> int:
     given = "image_embeds" in asked.values
     if model.image is None:
         if given:
-            raise InputError(f"{place} is given, but the model takes no image; leave it out")
+            raise InputError(f"{place} is given, but the model takes no image; remove it")
         return 0
     if not given:
         raise InputError(f"{place} is not given; the model takes [N, {model.image.dim}] of them")
@@ -280,7 +280,7 @@ def _image_tokens(asked: Asked, model: ModelConfig) -> int:
 
 
 def _tokens(asked: Asked, key: str, name: str, dim: int) -> int:
-    """How many embeddings a file holds; all are read and checked."""
+    """Returns the number of embeddings in a file, which is read and checked."""
     path = asked.values[key]
     shape = embeddings_shape(path, name)
     if len(shape) != 2 or shape[0] < 1 or shape[1] != dim:

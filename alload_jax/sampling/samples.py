@@ -1,4 +1,4 @@
-"""Drawing samples from the model and writing them as pictures."""
+"""Generates samples and writes them as pictures."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,12 +25,13 @@ from alload_jax.sampling.pictures import ClipFormat, write_grid
 
 @dataclass(frozen=True)
 class GridConfig:
-    """A picture of samples: a column per class.
+    """A picture of samples with a column per class.
 
     Attributes:
-      frames, height, width: size of each sample; one frame makes a PNG, more a GIF.
-      rows: samples of each class.
-      labels: classes that each sample is asked for: the column's, then its neighbours'.
+      frames, height, width: size of each sample; one frame gives a PNG, more frames a GIF.
+      rows: number of samples per class.
+      labels: number of classes in the condition of each sample: the column's class and the next
+        ones.
     """
 
     frames: int
@@ -48,16 +49,16 @@ class GridConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """What is drawn, at the end and on the way.
+    """Which samples are generated, during training and at the end.
 
     Attributes:
-      every: optimizer steps between drawings; null draws at the end alone.
-      sampler: euler, or unipc, which needs fewer steps.
-      steps: evaluations of the model.
-      guidance: classifier-free guidance; 1 is none.
-      seed: of the starting noise.
+      every: number of optimizer steps between samples; null for only at the end.
+      sampler: `euler`, or `unipc`, which needs fewer steps.
+      steps: number of evaluations of the model.
+      guidance: scale of classifier-free guidance; 1 is none.
+      seed: seed of the initial noise.
       grids: the pictures.
-      clip_format: of clips; mp4 needs the extra `media`.
+      clip_format: file format of clips; `mp4` needs the extra `media`.
     """
 
     every: int | None = None
@@ -81,14 +82,14 @@ class SamplingConfig:
 
 
 Draw = Callable[[Any, jax.Array, np.ndarray, tuple[int, int, int]], np.ndarray]
-"""(a model's values, key, labels [B, L], (frames, height, width)) → [B, frames, height, width, C].
-"""
+"""(values of a model, key, labels [B, L], (frames, height, width)) → samples
+[B, frames, height, width, C]."""
 
 
 def make_draw(model: ModelConfig, timesteps: TimestepConfig, config: SamplingConfig) -> Draw:
-    """A function that draws samples with classifier-free guidance.
+    """Builds a function that generates samples with classifier-free guidance.
 
-    Noise levels are shifted by sequence length as they were in training.
+    Noise levels are shifted by sequence length as in training.
     """
 
     @partial(jax.jit, static_argnums=3)
@@ -112,15 +113,15 @@ def make_draw(model: ModelConfig, timesteps: TimestepConfig, config: SamplingCon
 
 
 def grid_labels(grid: GridConfig, num_classes: int, text_length: int) -> np.ndarray:
-    """What each sample of a grid is asked for: [rows·num_classes, text_length] int32.
+    """Returns the labels of a grid's samples, [rows·num_classes, text_length] int32.
 
     Raises:
-      InputError: the grid asks for more labels than the data's samples have.
+      InputError: the grid has more labels than the samples of the data.
     """
     if grid.labels > text_length:
         raise InputError(
             f"sampling.grids: labels is {grid.labels}, but no sample of the data has more than "
-            f"{text_length}; ask for at most that"
+            f"{text_length}; set at most that"
         )
     row, column = np.indices((grid.rows, num_classes)).reshape(2, -1)
     labels = np.full((len(row), text_length), num_classes, np.int32)
@@ -131,11 +132,11 @@ def grid_labels(grid: GridConfig, num_classes: int, text_length: int) -> np.ndar
 
 
 class SampleWriter:
-    """Draws what the config asks for and writes it to a folder for each step.
+    """Generates the config's grids and writes them to a folder for each step.
 
     Attributes:
-      draw: draws samples.
-      condition_tokens: of a sample.
+      draw: function that generates samples.
+      condition_tokens: number of condition tokens per sample.
     """
 
     def __init__(
@@ -146,10 +147,10 @@ class SampleWriter:
         config: SamplingConfig,
         manifest: Manifest,
     ):
-        """Checks that the grids can be drawn.
+        """Checks that the grids can be generated.
 
         Raises:
-          InputError: a grid asks for labels or sizes that cannot be.
+          InputError: a grid has labels or sizes that the model or the data do not support.
         """
         self.draw = make_draw(model, timesteps, config)
         self._folder, self._model, self._config = folder, model, config
@@ -160,9 +161,9 @@ class SampleWriter:
         _check_grids(config.grids, model, manifest)
 
     def write(self, step: int, values: Any) -> None:
-        """Draws and writes every grid with these values of the model, usually the EMA's.
+        """Generates and writes every grid with these values of the model, usually the EMA's.
 
-        All processes draw, for each may hold a part of the weights; the first one writes.
+        All processes generate, because each may hold a part of the weights; the first one writes.
         """
         folder = self._folder / f"step_{step:07d}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -183,7 +184,7 @@ def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Mani
     if grids and model.text:
         raise InputError(
             "sampling.grids: a column shows a class, but the model's condition is text; leave "
-            "sampling.grids empty, and draw by `alload sample`"
+            "sampling.grids empty, and use `alload sample`"
         )
     if grids and manifest.vae_stride != (1, 1, 1):
         raise InputError(

@@ -1,1 +1,1 @@
-"""State, step, checkpoints and telemetry of a training run."""
+"""Training: state, step, loop, callbacks and checkpoints."""

@@ -1,4 +1,4 @@
-"""Checkpoints through Orbax: written in the background, whole or not at all."""
+"""Checkpoints with Orbax, written atomically in the background."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,12 +18,12 @@ from alload_jax.training.state import TrainState
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save, and what to keep.
+    """When checkpoints are saved and which are kept.
 
     Attributes:
-      every: optimizer steps between checkpoints; the last step is always saved.
-      keep: newest checkpoints to keep.
-      keep_every: keep besides every checkpoint whose step is a multiple of this; null for none.
+      every: number of optimizer steps between checkpoints; the last step is always saved.
+      keep: number of newest checkpoints to keep.
+      keep_every: also keep checkpoints whose step is a multiple of this; null for none.
     """
 
     every: int = 500
@@ -38,9 +38,9 @@ class CheckpointConfig:
 
 
 class Checkpoints:
-    """The checkpoints of a run folder. A crash while one is written leaves the ones before it.
+    """The checkpoints of a run folder; a crash during writing keeps the earlier checkpoints.
 
-    Close it, or use it in a `with`: what is being written is finished then, whatever happened.
+    Close it or use a `with` statement, which waits until writing has finished, also after an error.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class Checkpoints:
         identity: dict[str, Any],
         defaults: Mapping[str, Any] | None = None,
     ):
-        """Opens the folder, making it if need be.
+        """Opens the folder and creates it if necessary.
 
         Args:
-          folder: of the checkpoints.
-          config: when to save and what to keep.
-          identity: JSON values that a checkpoint must share with the run that restores it, such
-            as the model's config and the plan's fingerprint. A part that is empty is the same as
-            one that a checkpoint lacks.
-          defaults: what a field that a part lacks stands for, for messages.
+          folder: folder of the checkpoints.
+          config: when checkpoints are saved and which are kept.
+          identity: JSON values that must be equal in a checkpoint and in the run that restores it,
+            such as the model's config and the plan's fingerprint; an empty part equals a missing
+            one.
+          defaults: values of missing fields, for messages.
         """
         self.folder = Path(folder).absolute()
         self._identity, self._defaults = identity, defaults or {}
@@ -67,7 +67,7 @@ class Checkpoints:
             keep_period=config.keep_every,
             enable_async_checkpointing=True,
         )
-        # Not by Orbax, whose thread for it outlives a program that ends at once.
+        # Orbax would remove these in a thread that outlives a program that exits immediately.
         if jax.process_index() == 0:
             for left in self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -82,38 +82,39 @@ class Checkpoints:
         self.close()
 
     def latest(self) -> int | None:
-        """The step of the newest whole checkpoint; None if there is none."""
+        """Returns the step of the newest complete checkpoint; None if there is none."""
         return self._manager.latest_step()
 
     def check(self, step: int) -> None:
         """Checks that a checkpoint belongs to this run's model and plan.
 
         Raises:
-          InputError: it is damaged, or belongs to another; what differs is named.
+          InputError: the checkpoint is damaged or its identity differs; the message names the
+            difference.
         """
-        with self._damage_named(step):
+        with self._errors_of_step(step):
             part = ocp.args.Composite(identity=ocp.args.JsonRestore())
             found = dict(self._manager.restore(step, args=part).identity)
         self._check_identity(step, found)
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """Reads a checkpoint onto the shardings of `like`.
+        """Reads a checkpoint with the shardings of `like`.
 
         Raises:
-          InputError: it is damaged, or belongs to another model or plan.
+          InputError: the checkpoint is damaged or belongs to another model or plan.
         """
         self.check(step)
-        with self._damage_named(step):
+        with self._errors_of_step(step):
             part = ocp.args.Composite(state=ocp.args.StandardRestore(_stored(like)))
             found = self._manager.restore(step, args=part).state
             return like._replace(**found)
 
-    def _damage_named(self, step: int) -> AbstractContextManager[None]:
-        remedy = "move it away to continue from the one before"
-        return damage_named(self.folder / str(step), remedy)
+    def _errors_of_step(self, step: int) -> AbstractContextManager[None]:
+        remedy = "move it away to continue from the previous one"
+        return as_input_error(self.folder / str(step), remedy)
 
     def save(self, step: int, state: TrainState) -> None:
-        """Begins to write a checkpoint and returns once `state` may be changed."""
+        """Starts writing a checkpoint; returns when `state` may be changed."""
         if step in self._manager.all_steps():
             return
         self._manager.save(
@@ -125,7 +126,7 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Waits until everything is on disk."""
+        """Waits until all checkpoints are on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
 
@@ -142,7 +143,7 @@ class Checkpoints:
 
 
 def _stored(state: TrainState) -> dict[str, Any]:
-    """What is written of a state: the fields that hold something."""
+    """Returns the fields of a state that a checkpoint stores, those that are not empty."""
     return {name: part for name, part in state._asdict().items() if jax.tree.leaves(part)}
 
 
@@ -157,8 +158,8 @@ def _remedy(theirs: Any, ours: Any) -> str:
 
 
 @contextmanager
-def damage_named(place: Path, remedy: str) -> Iterator[None]:
-    """What Orbax raises while it reads becomes an InputError; some of it is bare Exceptions."""
+def as_input_error(place: Path, remedy: str) -> Iterator[None]:
+    """Converts errors of Orbax to InputErrors; Orbax also raises plain Exceptions."""
     try:
         yield
     except InputError:
@@ -169,14 +170,14 @@ def damage_named(place: Path, remedy: str) -> Iterator[None]:
 
 
 def difference(theirs: Any, ours: Any, defaults: Mapping[str, Any] | None = None) -> str:
-    """The first value that differs, named; both as JSON values."""
+    """Describes the first difference between two JSON values."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
-        # The policy first, which decides what else there is; digests of the data and of its order
-        # last, which follow from what else differs.
-        places = {"policy": -1, "samples": 1, "order": 1}
-        keys = sorted(theirs.keys() | ours.keys(), key=lambda key: (places.get(key, 0), key))
+        # The policy comes first because it determines the other keys; digests of the data and of
+        # its order come last because they follow from other differences.
+        priority = {"policy": -1, "samples": 1, "order": 1}
+        keys = sorted(theirs.keys() | ours.keys(), key=lambda key: (priority.get(key, 0), key))
         for key in keys:
-            was, now = (each.get(key, (defaults or {}).get(key)) for each in (theirs, ours))
+            was, now = (side.get(key, (defaults or {}).get(key)) for side in (theirs, ours))
             if was != now:
                 return f"{key} was {was!r} and is now {now!r}"
     return f"it was {theirs!r} and is now {ours!r}"

@@ -1,4 +1,4 @@
-"""The training loop: steps in their order, and callbacks around them."""
+"""The training loop: runs steps in order and calls callbacks around them."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,13 +13,13 @@ from alload_jax.training.trainer import Trainer
 
 
 class Loop:
-    """Runs steps and calls callbacks, in the order in which they are listed.
+    """Runs steps and calls callbacks in list order.
 
     Attributes:
-      done: optimizer steps done, from the start of training.
-      total: optimizer steps of the whole run.
-      signal: number of the signal, or other reason, for which the run stopped early; 0 for none.
-      refusal: why a step was refused; empty if none was.
+      done: number of optimizer steps done since the start of training.
+      total: number of optimizer steps of the whole run.
+      signal: number of the signal or other reason that stopped the run early; 0 for none.
+      refusal: reason for refusing a step; empty if none was refused.
     """
 
     def __init__(
@@ -29,30 +29,29 @@ class Loop:
         total: int,
         callbacks: Sequence[Callback],
     ):
-        """Begins at step `start` of `total`."""
+        """Starts at step `start` of `total`."""
         self.done, self.total = start, total
         self.signal, self.refusal = 0, ""
         self._trainer, self._callbacks = trainer, callbacks
 
     @property
     def state(self) -> TrainState:
-        """What training has reached; its arrays are given up by the next step."""
+        """The current training state; the next step donates its arrays."""
         return self._trainer.state
 
     @property
     def complete(self) -> bool:
-        """Whether all steps are done."""
+        """Whether all steps of the run are done."""
         return self.done >= self.total
 
     def refuse(self, reason: str) -> None:
-        """Ends the run before the step that is about to begin."""
+        """Stops the run before the step that is about to start."""
         self.refusal = self.refusal or reason
 
     def run(self, steps: Iterable[PlacedStep]) -> None:
-        """Runs steps until all are done, a signal comes or a step is refused.
+        """Runs steps until all are done, a signal arrives or a step is refused.
 
-        Raises:
-          whatever a callback raises; all callbacks are closed then as well.
+        Errors of callbacks propagate after all callbacks are closed.
         """
         try:
             self._call("on_start")
@@ -69,11 +68,11 @@ class Loop:
                 callback.close()
 
     def finish(self) -> None:
-        """Tells the callbacks that all steps are done and everything is saved."""
+        """Calls `on_finish` of the callbacks, after all steps are done and saved."""
         self._call("on_finish")
 
     def _step(self, step: PlacedStep) -> bool:
-        """Dispatches a step; False if a callback refuses it."""
+        """Dispatches a step; returns False if a callback refuses it."""
         self._call("on_step_start", step)
         if self.refusal:
             return False
@@ -83,7 +82,7 @@ class Loop:
         return True
 
     def _interrupt(self) -> None:
-        """Lets the callbacks act that are due, with no step under way."""
+        """Calls `act` of the callbacks that are due, with no step in flight."""
         due = [callback for callback in self._callbacks if callback.due(self)]
         if not due:
             return

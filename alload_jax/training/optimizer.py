@@ -1,4 +1,4 @@
-"""AdamW with warm-up, cosine decay and clipping; and the moving average of the weights."""
+"""AdamW with warm-up, cosine decay and clipping, and the moving average of the weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,17 +13,18 @@ from alload_jax.sharding.rules import path_name
 from alload_jax.training.parameters import check_patterns, matches, require_match
 
 _MAIN = "main"
-"""The label of parameters that no group claims."""
+"""Label of parameters that belong to no group."""
 
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """AdamW of its own, with a clipping of its own, for some of the trained parameters.
+    """Separate AdamW and gradient clipping for some of the trained parameters.
 
     Attributes:
-      parameters: patterns over parameter names; the first group that matches takes a parameter.
+      parameters: regular expressions for parameter names; a parameter belongs to the first group
+        that matches.
       learning_rate, warmup_steps, weight_decay, clip_norm: as in `OptimizerConfig`; null for the
-        main optimizer's.
+        value of the main optimizer.
     """
 
     parameters: tuple[str, ...]
@@ -38,7 +39,7 @@ class OptimizerGroup:
         check_patterns("optimizer.groups: parameters", self.parameters)
 
     def filled(self, main: "OptimizerConfig") -> "OptimizerConfig":
-        """The group's whole settings."""
+        """Returns the group's settings, completed from the main optimizer's."""
         names = ("learning_rate", "warmup_steps", "weight_decay", "clip_norm")
         own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(main, groups=(), **own)
@@ -49,13 +50,14 @@ class OptimizerConfig:
     """AdamW (arXiv 1711.05101) and the EMA of the weights.
 
     Attributes:
-      learning_rate: its peak.
-      warmup_steps: linear up to the peak; the first step has one of so many parts of it.
-      final_fraction: of the peak, where the cosine ends at the last step.
-      beta1, beta2, eps, weight_decay: AdamW's; only matrices decay.
-      clip_norm: bound of the gradient's global norm.
-      ema_decay: of the moving average; early on it is (1 + step) / (10 + step) where that is less.
-      groups: parameters that follow an optimizer of their own.
+      learning_rate: peak learning rate.
+      warmup_steps: number of steps of linear warm-up; the first step has 1 / warmup_steps of the
+        peak.
+      final_fraction: learning rate at the last step, as a fraction of the peak.
+      beta1, beta2, eps, weight_decay: AdamW's parameters; only matrices decay.
+      clip_norm: maximum global norm of the gradient.
+      ema_decay: decay of the moving average; the decay is at most (1 + step) / (10 + step).
+      groups: parameters with a separate optimizer.
     """
 
     learning_rate: float = 1e-4
@@ -87,7 +89,7 @@ class OptimizerConfig:
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate of each of `steps` optimizer steps."""
+    """Returns the schedule of the learning rate over `steps` optimizer steps."""
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / max(1, config.warmup_steps),
         peak_value=config.learning_rate,
@@ -98,9 +100,9 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Clipping, then AdamW with its schedule over `steps`; for each group its own.
+    """Builds clipping and AdamW with a schedule over `steps`, separately for each group.
 
-    Its `init` raises InputError where a group's pattern matches no parameter.
+    The optimizer's `init` raises InputError if a group's pattern matches no parameter.
     """
     if not config.groups:
         return _clipped_adamw(config, steps)
@@ -129,13 +131,13 @@ def _clipped_adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def group_of(name: str, groups: Sequence[OptimizerGroup]) -> int | None:
-    """The number of the group that takes a parameter; None for the main optimizer."""
+    """Returns the number of the group of a parameter; None for the main optimizer."""
     found = (n for n, group in enumerate(groups) if matches(name, group.parameters))
     return next(found, None)
 
 
 def _labels(params: Any, groups: tuple[OptimizerGroup, ...]) -> Any:
-    """Each parameter's label: the number of the first group that matches, or `_MAIN`."""
+    """Returns the label of each parameter: the number of its group, or `_MAIN`."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     names = [path_name(path) for path, _ in leaves]
     for group in groups:
@@ -150,14 +152,14 @@ def _labels(params: Any, groups: tuple[OptimizerGroup, ...]) -> Any:
 
 
 def update_ema(ema: Any, params: Any, step: jax.Array, decay: float) -> Any:
-    """Moves the average towards the parameters; `step` counts updates from 0."""
+    """Updates the moving average with the parameters; `step` counts updates from 0."""
     count = step.astype(jnp.float32)
-    share = 1 - jnp.minimum(decay, (1 + count) / (10 + count))
-    return jax.tree.map(lambda old, new: old + share * (new - old), ema, params)
+    rate = 1 - jnp.minimum(decay, (1 + count) / (10 + count))
+    return jax.tree.map(lambda old, new: old + rate * (new - old), ema, params)
 
 
 def _decays(params: Any) -> Any:
-    """Marks the matrices; biases, norms, embeddings and modulation keep their size."""
+    """Marks the matrices, which decay; biases, norms, embeddings and modulation do not."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path_name(path).endswith("kernel"), params
     )

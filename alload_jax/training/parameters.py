@@ -1,4 +1,4 @@
-"""Which parameters are trained, and which are frozen, by patterns over their names."""
+"""Selects trained and frozen parameters by patterns over their names."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from alload_jax.planning.analytic import Trained
 
 
 def check_patterns(place: str, patterns: Sequence[str]) -> None:
-    """Raises InputError where a pattern is not a regular expression."""
+    """Raises InputError if a pattern is not a regular expression."""
     for pattern in patterns:
         try:
             re.compile(pattern)
@@ -29,13 +29,13 @@ class ParametersConfig:
     """Which parameters are trained.
 
     Names are paths such as `blocks/self_attention/query/kernel`; layers are stacked in one array,
-    so a name stands for all layers. Patterns are regular expressions, found anywhere in a name.
+    so a name stands for all layers. Patterns are regular expressions that match anywhere in a name.
     Frozen parameters have no gradients, no optimizer state and no moving average.
 
     Attributes:
-      trained: a parameter is trained if one of these is found in its name,
-      frozen: unless one of these is.
-      frozen_dtype: of frozen parameters.
+      trained: patterns of trained parameters.
+      frozen: patterns of frozen parameters, which take precedence over `trained`.
+      frozen_dtype: dtype of frozen parameters.
     """
 
     trained: tuple[str, ...] = (".",)
@@ -47,7 +47,7 @@ class ParametersConfig:
             check_patterns(f"parameters.{key}", getattr(self, key))
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint's arrays depend on, as JSON values; empty if all are trained."""
+        """Returns the fields that determine a checkpoint's arrays; empty if all are trained."""
         if self.trained == (".",) and not self.frozen:
             return {}
         return {
@@ -58,7 +58,7 @@ class ParametersConfig:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns is found in a parameter's name."""
+    """Returns whether one of the patterns matches a parameter's name."""
     return any(re.search(pattern, name) for pattern in patterns)
 
 
@@ -66,14 +66,14 @@ ALL_TRAINED = ParametersConfig()
 
 
 def split_parameters(params: Any, config: ParametersConfig) -> tuple[Any, Any]:
-    """The trained parameters and the frozen ones, both as nested dicts; dtypes stay.
+    """Splits parameters into trained and frozen ones, both as nested dicts with the same dtypes.
 
     Args:
       params: nested dict of arrays or of their shapes.
-      config: says which are trained.
+      config: which parameters are trained.
 
     Raises:
-      InputError: a pattern matches no parameter, or nothing is trained.
+        InputError: a pattern matches no parameter, or nothing is trained.
     """
     if not config.identity():
         return params, {}
@@ -89,41 +89,41 @@ def split_parameters(params: Any, config: ParametersConfig) -> tuple[Any, Any]:
     if not trained:
         raise InputError(
             f"parameters.frozen {list(config.frozen)} leaves nothing of parameters.trained "
-            f"{list(config.trained)}; leave a parameter to train"
+            f"{list(config.trained)}; leave at least one parameter to train"
         )
     frozen = {name: value for name, value in flat.items() if name not in trained}
     return unflatten_dict(trained, sep="/"), unflatten_dict(frozen, sep="/")
 
 
 def require_match(place: str, pattern: str, names: Any) -> None:
-    """Raises InputError where a pattern is found in none of the parameters' names."""
+    """Raises InputError if a pattern matches none of the parameters' names."""
     if not any(re.search(pattern, name) for name in names):
-        shown = ", ".join(sorted(names)[:3])
+        examples = ", ".join(sorted(names)[:3])
         raise InputError(
-            f"{place}: {pattern!r} matches no parameter; names are such as {shown} "
+            f"{place}: {pattern!r} matches no parameter; names are, for example, {examples} "
             "(`alload parameters --config FILE` lists them all)"
         )
 
 
 def merge_parameters(trained: Any, frozen: Any) -> Any:
-    """All parameters, or other values with their names, as one nested dict."""
+    """Merges trained and frozen parameters, or other values by name, into one nested dict."""
     if not jax.tree.leaves(frozen):
         return trained
     return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen))
 
 
 def cast_frozen(frozen: Any, config: ParametersConfig) -> Any:
-    """Frozen parameters in the dtype that the config names."""
+    """Casts frozen parameters to the dtype of the config."""
     dtype = jnp.dtype(config.frozen_dtype)
     return jax.tree.map(lambda value: value.astype(dtype), frozen)
 
 
 def trained_of(params: Any, config: ParametersConfig) -> Trained:
-    """How many parameters are trained, as memory models count them.
+    """Counts the trained parameters for memory models.
 
     Args:
       params: nested dict of arrays or of their shapes.
-      config: says which are trained.
+      config: which parameters are trained.
     """
     trained, _ = split_parameters(params, config)
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))

@@ -1,4 +1,4 @@
-"""What the terminal shows while a run goes on."""
+"""Progress of a run on the terminal."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressBar:
-    """A live bar on a terminal; elsewhere a plain line every ten seconds and at the end."""
+    """A progress bar on a terminal; otherwise a plain line every ten seconds and at the end."""
 
     def __init__(self, title: str, total: int, done: int = 0, console: Console | None = None):
         """Starts at `done` of `total`."""
@@ -57,12 +57,12 @@ class ProgressBar:
             self._live.start()
 
     def stop(self) -> None:
-        """Takes the bar off the terminal's live area."""
+        """Removes the bar from the terminal's live area."""
         if self._live:
             self._live.stop()
 
     def advance(self, note: str) -> None:
-        """One more done; `note` says how it goes."""
+        """Advances by one step; `note` is shown beside the progress."""
         self._done += 1
         if self._live:
             self._live.update(self._task, completed=self._done, note=note)

@@ -1,7 +1,7 @@
-"""From a checkpoint to a model's values, without the rest of training's state.
+"""Reads a model's values from a checkpoint, without the rest of the training state.
 
-The values come to one device: a sample of one sequence has no rows to split. Trained parameters
-are float32, as in training, so a model of N parameters needs 4·N bytes there.
+The values are placed on one device, because one sample has no rows to split. Trained parameters are
+float32, as in training, so a model of N parameters needs 4·N bytes on the device.
 """
 
 from functools import partial
@@ -16,43 +16,43 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import abstract_model, family_of
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.checkpoint import damage_named, difference
+from alload_jax.training.checkpoint import as_input_error, difference
 from alload_jax.training.parameters import ParametersConfig, cast_frozen, split_parameters
 from alload_jax.training.state import Weights, weights_shardings
 
 WeightsKind = Literal["ema", "raw"]
-"""The moving average of the weights, or the weights as the optimizer left them."""
+"""The moving average of the weights, or the latest weights."""
 
 _FIELDS: dict[WeightsKind, str] = {"ema": "ema", "raw": "params"}
-"""Of `TrainState`."""
+"""The corresponding fields of `TrainState`."""
 
 
 def one_device_mesh() -> Mesh:
-    """A mesh of this process's first device."""
+    """Returns a mesh of this process's first device."""
     return make_mesh(MeshConfig(), jax.local_devices()[:1])
 
 
 def find_step(folder: Path, step: int | None = None) -> int:
-    """The newest whole checkpoint of a run, or the one that is named.
+    """Finds the newest complete checkpoint of a run, or that of a given step.
 
-    Only looks: a run that is writing to the folder is not disturbed.
+    It only reads, so that it does not interfere with a run that writes to the folder.
 
     Args:
-      folder: of the checkpoints.
-      step: of the checkpoint; None for the newest.
+      folder: folder of the checkpoints.
+      step: step of the checkpoint; None for the newest.
 
     Raises:
-      InputError: it is not there.
+      InputError: there is no such checkpoint.
     """
     steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
     if not steps:
         raise InputError(
-            f"{folder}: holds no whole checkpoint; train until the first is saved, or name "
+            f"{folder}: holds no complete checkpoint; train until the first is saved, or name "
             "another run folder"
         )
     if step is not None and step not in steps:
-        there = ", ".join(map(str, steps))
-        raise InputError(f"{folder}: holds no checkpoint of step {step}; there are {there}")
+        available = ", ".join(map(str, steps))
+        raise InputError(f"{folder}: holds no checkpoint of step {step}; choose one of {available}")
     return steps[-1] if step is None else step
 
 
@@ -64,22 +64,22 @@ def restore_weights(
     mesh: Mesh,
     weights: WeightsKind = "ema",
 ) -> Weights:
-    """Reads a model's values; optimizer state and the other weights are left out.
+    """Reads a model's values without the optimizer state and the other weights.
 
     Args:
-      folder: of the checkpoints.
-      step: of the checkpoint.
-      config: of its model.
-      parameters: which of its parameters are trained.
-      mesh: whose shardings the values get; any, whatever the run's was.
-      weights: which of the two that a checkpoint holds.
+      folder: folder of the checkpoints.
+      step: step of the checkpoint.
+      config: config of the model.
+      parameters: which parameters are trained.
+      mesh: mesh on which the values are placed; it may differ from the run's.
+      weights: which weights to read.
 
     Raises:
-      InputError: the checkpoint is damaged, or its model is another than the config's.
+      InputError: the checkpoint is damaged, or its model differs from the config's.
     """
     place = folder.absolute() / str(step)
-    remedy = "choose another by --step"
-    with damage_named(place, remedy):
+    remedy = "choose another with --step"
+    with as_input_error(place, remedy):
         reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
         model = reader.restore(place / "identity")["model"]
     if model != config.architecture():
@@ -96,14 +96,14 @@ def restore_weights(
         restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
         partial_restore=True,
     )
-    with damage_named(place, remedy):
+    with as_input_error(place, remedy):
         reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
         found = reader.restore(place / "state", args=part)
     return Weights(found[_FIELDS[weights]], found.get("frozen", {}), found.get("variables", {}))
 
 
 def _abstract_weights(config: ModelConfig, parameters: ParametersConfig, mesh: Mesh) -> Weights:
-    """Shapes, dtypes and shardings of a model's values."""
+    """Returns shapes, dtypes and shardings of a model's values."""
     abstract = abstract_model(config)
     trained, frozen = split_parameters(abstract.params, parameters)
     frozen = jax.eval_shape(partial(cast_frozen, config=parameters), frozen)

@@ -1,4 +1,4 @@
-"""How a run goes on after a stop: the words for it."""
+"""Messages on how to resume a run."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from alload_jax.distributed.initialize import ClusterConfig
 
 
 def resume_command(folder: Path, cluster: ClusterConfig) -> str:
-    """What continues a run; in a cluster, what each process is started with."""
+    """Returns the command that resumes a run; in a cluster, the command of each process."""
     command = f"python train.py --config {folder / 'config.yaml'}"
     if cluster.processes is None:
         return command
@@ -17,7 +17,7 @@ def resume_command(folder: Path, cluster: ClusterConfig) -> str:
 
 
 def after_loss(folder: Path, cluster: ClusterConfig) -> str:
-    """What to do when a process was lost, and what of the run is left."""
+    """Returns what to do after a process is lost, and the step that the run resumes from."""
     if not (folder / "config.yaml").exists():
         return "start all processes again"
     names = [path.name for path in (folder / "checkpoints").glob("*")]

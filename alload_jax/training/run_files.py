@@ -1,6 +1,6 @@
-"""The files of a run folder: metrics by step, the environment, JSON written whole.
+"""The files of a run folder: metrics by step, the environment, JSON written atomically.
 
-In a cluster all processes call these alike, and the first one writes.
+In a cluster all processes call these functions, and only the first process writes.
 """
 
 import json
@@ -21,16 +21,16 @@ PACKAGES = ("alload-jax", "jax", "jaxlib", "flax", "optax", "grain", "orbax-chec
 
 
 class MetricsLog:
-    """metrics.jsonl, a line per step, and the same as TensorBoard events.
+    """metrics.jsonl with one line per step, and the same values as TensorBoard events.
 
-    Lines of steps beyond `resumed_at` come from a run that was cut off after its last checkpoint;
-    they are computed again, bit for bit, and so replaced.
+    Lines of steps after `resumed_at` come from a run that was interrupted after its last
+    checkpoint; they are removed, because the resumed run computes the same values again.
     """
 
     def __init__(self, folder: Path, resumed_at: int):
         path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(path) if row["step"] <= resumed_at]
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.folder = folder
         self._file = _writable(path).open("a", buffering=1)
         self._events = SummaryWriter(
@@ -47,13 +47,13 @@ class MetricsLog:
                 self._events.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Writes what is buffered."""
+        """Flushes and closes the files."""
         self._file.close()
         self._events.close()
 
 
 class BadRecords:
-    """The distinct damaged records that a run has met, over all its starts; a line each on disk."""
+    """The distinct damaged records of a run over all its starts, one per line on disk."""
 
     def __init__(self, path: Path, cluster: Cluster):
         self._path = path
@@ -65,7 +65,7 @@ class BadRecords:
         return len(self._known)
 
     def add(self, problems: tuple[str, ...]) -> list[str]:
-        """Adds what was not known yet, and returns it."""
+        """Adds the problems that are new, and returns them."""
         new = [problem for problem in dict.fromkeys(problems) if problem not in self._known]
         if new:
             self._known.update(new)
@@ -75,7 +75,7 @@ class BadRecords:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that was cut off is left out."""
+    """Reads the lines of a metrics.jsonl without an incomplete last line."""
     if not path.exists():
         return []
     lines = path.read_text().split("\n")
@@ -83,7 +83,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def append_environment(path: Path, argv: list[str], step: int) -> None:
-    """Notes what the run runs on: versions, devices, host, command. An entry for every start."""
+    """Appends the environment of this start: versions, devices, host, command."""
     starts = read_json(path) or []
     write_json(path, [*starts, {"step": step} | _environment(argv)])
 
@@ -103,10 +103,10 @@ def _environment(argv: list[str]) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; None if there is no such file.
+    """Reads a JSON file; None if it does not exist.
 
     Raises:
-      InputError: it holds something else.
+      InputError: the content is not valid JSON.
     """
     try:
         return json.loads(path.read_text())
@@ -117,19 +117,19 @@ def read_json(path: Path) -> Any:
 
 
 def peak_memory() -> int | None:
-    """Most bytes in use on this process's fullest device so far; None where that is not known."""
+    """Returns the maximum peak memory of this process's devices in bytes; None if unknown."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     peaks = [found["peak_bytes_in_use"] for found in stats if found]
     return max(peaks, default=None)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON, whole or not at all."""
-    write_whole(path, json.dumps(content, indent=2) + "\n")
+    """Writes JSON atomically."""
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replaces a file's text; a crash leaves the old one or the new one."""
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file's text atomically."""
     if not first_process():
         return
     partial = path.with_name(path.name + ".partial")
@@ -138,7 +138,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _writable(path: Path) -> Path:
-    """Where this process may write what belongs there."""
+    """Returns the path in the first process and the null device in other processes."""
     return path if first_process() else Path(os.devnull)
 
 

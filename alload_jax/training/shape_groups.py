@@ -1,10 +1,10 @@
-"""Training of independent ranks: each shape group runs its own programs, one update joins them.
+"""Training of independent ranks: each shape group runs its own programs before a joint update.
 
-Between two updates a group is a training of its own, on its slice of the mesh: it adds up weighted
-sums of loss and gradient over micro-batches whose shapes no other group has to share. The update
-runs on all devices; it adds the groups' sums and divides by the sum of weights. A group without a
-micro-batch, at the end of an epoch, brings the sums that it has. AdaptiveLoad's setting (arXiv
-2605.17923).
+Between two updates each group trains independently on its slice of the mesh: it accumulates
+weighted sums of loss and gradient over micro-batches of its own shapes. The update runs on all
+devices; it adds the sums of the groups and divides by the sum of weights. A group without a
+micro-batch, at the end of an epoch, contributes its current sums. AdaptiveLoad works like this
+(arXiv 2605.17923).
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,13 +38,13 @@ from alload_jax.training.trainer import Trainer, in_parallel, on_mesh
 def make_trainer(
     spec: TrainingSpec, mesh: Mesh, state: TrainState, groups: Sequence[Mesh] = ()
 ) -> "Trainer | GroupTrainer":
-    """What runs a plan's steps on a mesh.
+    """Builds the trainer that runs a plan's steps on a mesh.
 
     Args:
-      spec: what is computed.
-      mesh: all devices.
-      state: to start from, taken over.
-      groups: the mesh of each of the plan's shape groups; none where all ranks are one.
+      spec: what training computes.
+      mesh: mesh of all devices.
+      state: initial state; the trainer donates its buffers.
+      groups: mesh of each of the plan's shape groups; empty if all ranks are one group.
     """
     if groups:
         return GroupTrainer(spec, mesh, state, groups)
@@ -54,16 +54,16 @@ def make_trainer(
 class GroupTrainer:
     """Runs planned steps of independent ranks; see `Trainer`.
 
-    A process compiles, feeds and dispatches the groups that it has devices of.
+    A process compiles, feeds and dispatches the groups whose devices it has.
 
     Attributes:
-      state: what training has reached.
-      programs: compiled gradient programs, one for each of this process's groups (by its mesh) and
-        each shape of micro-batch.
+      state: the current training state.
+      programs: compiled gradient programs by mesh of a group of this process and by shape of
+        micro-batch.
     """
 
     def __init__(self, spec: TrainingSpec, mesh: Mesh, state: TrainState, groups: Sequence[Mesh]):
-        """Takes over `state`, whose buffers each step reuses; `groups` as in `make_trainer`."""
+        """Takes `state`, whose buffers each step donates; `groups` as in `make_trainer`."""
         self.state = state
         self.programs: dict[tuple[Mesh, Signature], Any] = {}
         self._spec, self._mesh, self._groups = spec, mesh, tuple(groups)
@@ -76,9 +76,9 @@ class GroupTrainer:
     def compile(self, shapes: Sequence[AnyBatch]) -> Iterator[AnyBatch]:
         """Compiles the gradient of every micro-batch for every group; see `Trainer.compile`.
 
-        Epochs deal shapes anew, so that each group will see them all. A program is bound to its
-        devices; the groups of a shape come one after another, so that a compilation cache that
-        tells no devices apart can answer for those after the first.
+        Each epoch assigns shapes to groups differently, so every group needs all shapes. A program
+        is bound to its devices. All groups of a shape are compiled before the next shape, so that a
+        compilation cache that ignores devices can serve the later groups.
         """
         if not shapes:
             return
@@ -95,7 +95,7 @@ class GroupTrainer:
             yield shape
 
     def step(self, step: PlacedStep) -> Metrics:
-        """Dispatches a step on all groups before anything waits; see `Trainer.step`."""
+        """Dispatches a step on all groups without waiting; see `Trainer.step`."""
         for number, batch in zip(step.groups, step.batches, strict=True):
             mesh = self._groups[number]
             self._local[mesh].add(self.programs[mesh, signature(batch)], batch, step.epoch)
@@ -107,13 +107,13 @@ class GroupTrainer:
         return join_groups([group.accumulator for group in self._local.values()], self._shardings)
 
     def _share(self, accumulator: GradientAccumulator) -> None:
-        """Shows every group its part of the state and of the sums, new with every update."""
+        """Gives every group its part of the state and of the sums, after every update."""
         self._shardings = group_accumulator_shardings(accumulator, self._spec, self._mesh)
         for group in self._local.values():
             group.take(self.state, accumulator)
 
     def _zero_accumulator(self, shape: AnyBatch) -> GradientAccumulator:
-        """Sums [groups, ...] of nothing."""
+        """Builds an accumulator of zeros, each array [groups, ...]."""
         group = self._groups[0]
         weights = self.state.weights
         auxiliary = auxiliary_shapes(self._spec, group, weights, on_mesh(shape, group))
@@ -135,10 +135,10 @@ class GroupTrainer:
 
 
 class _Group:
-    """What a shape group needs for its gradients, all on its own mesh.
+    """The weights and sums of a shape group on the mesh of the group.
 
     Attributes:
-      accumulator: of the micro-batches since the last update, each array [1, ...].
+      accumulator: sums over the micro-batches since the last update, each array [1, ...].
     """
 
     accumulator: GradientAccumulator
@@ -169,7 +169,7 @@ class _Group:
 
 
 def make_group_accumulate(spec: TrainingSpec, group: Mesh) -> Accumulate:
-    """`make_accumulate` on a group's mesh, of sums [1, ...]: a group's part of all groups'."""
+    """`make_accumulate` on a group's mesh, with sums [1, ...], the group's part of all sums."""
     accumulate = make_accumulate(spec, group)
 
     @partial(jax.jit, donate_argnums=1)
@@ -180,8 +180,8 @@ def make_group_accumulate(spec: TrainingSpec, group: Mesh) -> Accumulate:
         key: jax.Array,
         epoch: jax.Array,
     ) -> GradientAccumulator:
-        alone = jax.tree.map(lambda part: jnp.squeeze(part, 0), accumulator)
-        added = accumulate(weights, alone, batch, key, epoch)
+        squeezed = jax.tree.map(lambda part: jnp.squeeze(part, 0), accumulator)
+        added = accumulate(weights, squeezed, batch, key, epoch)
         stacked = jax.tree.map(lambda part: part[None], added)
         shardings = group_accumulator_shardings(accumulator, spec, group)
         return jax.lax.with_sharding_constraint(stacked, shardings)
@@ -190,7 +190,7 @@ def make_group_accumulate(spec: TrainingSpec, group: Mesh) -> Accumulate:
 
 
 def make_group_update(spec: TrainingSpec, mesh: Mesh) -> Update:
-    """`make_update` of the groups' sums, [groups, ...]: XLA reduces and scatters them."""
+    """`make_update` for the sums of the groups, [groups, ...], which XLA reduces and scatters."""
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def update(
@@ -211,7 +211,7 @@ def make_group_update(spec: TrainingSpec, mesh: Mesh) -> Update:
 def group_accumulator_shardings(
     accumulator: GradientAccumulator, spec: TrainingSpec, mesh: Mesh
 ) -> GradientAccumulator:
-    """Of sums [groups, ...]: groups along `data`; within a group as a mesh of its own has them."""
+    """Returns the shardings of sums [groups, ...]: groups along `data`, each as on its own mesh."""
 
     def stacked(sharding: NamedSharding) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(GROUP_AXIS, *sharding.spec))
@@ -220,10 +220,10 @@ def group_accumulator_shardings(
         return jax.ShapeDtypeStruct(part.shape[1:], part.dtype)
 
     grads = jax.tree.map(one_group, accumulator.grads)
-    everywhere = stacked(replicated(mesh))
+    replicated_sums = stacked(replicated(mesh))
     return GradientAccumulator(
         jax.tree.map(stacked, zero_shardings(grads, mesh, spec.rules, over=("context",))),
-        everywhere,
-        everywhere,
-        jax.tree.map(lambda _: everywhere, accumulator.auxiliary),
+        replicated_sums,
+        replicated_sums,
+        jax.tree.map(lambda _: replicated_sums, accumulator.auxiliary),
     )

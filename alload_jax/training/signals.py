@@ -1,26 +1,26 @@
-"""Ctrl-C, SIGTERM and other reasons to stop: finish the step, save, end."""
+"""Ctrl-C, SIGTERM and other reasons to stop: the run finishes the step, saves and exits."""
 
 import signal
 from types import FrameType, TracebackType
 from typing import Self
 
 TIME_LIMIT = 255
-"""A reason to stop that is no signal; signals have smaller numbers."""
+"""Number of the reason to stop that is not a signal; signals have smaller numbers."""
 
 
 def stop_name(number: int) -> str:
-    """`SIGTERM` or `time limit`, for messages."""
+    """Returns the name of a reason to stop, such as `SIGTERM` or `time limit`, for messages."""
     return "time limit" if number == TIME_LIMIT else signal.Signals(number).name
 
 
 class StopRequest:
-    """Catches SIGINT and SIGTERM while open; a second one ends the program at once.
+    """Catches SIGINT and SIGTERM while open; a second signal ends the program immediately.
 
-    A SIGINT that is ignored at the start stays ignored: a shell script starts its background jobs
-    so, to keep them from the Ctrl-C that is meant for the script.
+    If SIGINT is ignored at the start, it stays ignored: shell scripts start background jobs like
+    this to protect them from a Ctrl-C for the script.
 
     Attributes:
-      number: of the signal that came, or of another reason to stop; 0 for none.
+      number: number of the received signal or other reason to stop; 0 for none.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -42,13 +42,14 @@ class StopRequest:
         self._restore()
 
     def request(self, number: int) -> None:
-        """Asks for a stop, unless one has been asked for already."""
+        """Requests a stop unless one is requested already."""
         self.number = self.number or number
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.number = number
         print(
-            f"\n{signal.Signals(number).name}: finishing and saving; once more to quit at once",
+            f"\n{signal.Signals(number).name}: finishing and saving; "
+            "repeat the signal to quit immediately",
             flush=True,
         )
         self._restore()

@@ -1,4 +1,4 @@
-"""Everything that training changes, and the parameters that it leaves as they are."""
+"""The training state: everything that training changes, and the frozen parameters."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,13 +24,13 @@ from alload_jax.training.parameters import (
 
 
 class TrainingSpec(NamedTuple):
-    """What a training computes, wherever it runs.
+    """What training computes, independent of devices.
 
     Attributes:
-      model: the model's config.
-      objective: what is minimised.
-      optimizer: of the trained parameters.
-      ema_decay: of their moving average.
+      model: config of the model.
+      objective: training objective.
+      optimizer: optimizer of the trained parameters.
+      ema_decay: decay of their moving average.
       parameters: which parameters are trained.
     """
 
@@ -42,16 +42,16 @@ class TrainingSpec(NamedTuple):
 
     @property
     def rules(self) -> Rules:
-        """How the family's parameters are split over a mesh."""
+        """Partition rules of the family's parameters."""
         return family_of(self.model).partition_rules
 
 
 class Weights(NamedTuple):
-    """A model's values.
+    """The values of a model.
 
     Attributes:
       params: trained parameters, nested dict of float32 arrays.
-      frozen: parameters that are not trained, nested dict; empty if all are.
+      frozen: frozen parameters, nested dict; empty if all are trained.
       variables: the model's other variables, such as running statistics; often empty.
     """
 
@@ -60,21 +60,21 @@ class Weights(NamedTuple):
     variables: Any
 
     def merged(self) -> Any:
-        """All values as one nested dict, as `nnx.merge` takes them."""
+        """Returns all values as one nested dict for `nnx.merge`."""
         return merge_parameters(merge_parameters(self.params, self.frozen), self.variables)
 
 
 class TrainState(NamedTuple):
-    """What a checkpoint holds.
+    """The training state, which checkpoints store.
 
     Attributes:
-      step: int32 scalar, optimizer steps done; also the position in the plan.
-      key: random key data [2] uint32, from which every sample's noise derives.
-      params: the trained parameters, nested dict of float32 arrays.
-      ema: like `params`, their moving average.
-      opt_state: of the optimizer.
-      frozen: parameters that are not trained; empty if all are.
-      variables: the model's other variables, updated with every step; often empty.
+      step: int32 scalar, number of optimizer steps done and position in the plan.
+      key: [2] uint32, random key data from which the noise of every sample derives.
+      params: trained parameters, nested dict of float32 arrays.
+      ema: moving average of `params`, with the same structure.
+      opt_state: state of the optimizer.
+      frozen: frozen parameters, nested dict; empty if all are trained.
+      variables: the model's other variables, updated in every step; often empty.
     """
 
     step: Any
@@ -87,35 +87,36 @@ class TrainState(NamedTuple):
 
     @property
     def weights(self) -> Weights:
-        """What training computes with."""
+        """The model's values for training."""
         return Weights(self.params, self.frozen, self.variables)
 
     @property
     def averaged_weights(self) -> Weights:
-        """With the moving average in place of the trained parameters: what is drawn with."""
+        """The model's values for sampling, with the moving average of the trained parameters."""
         return Weights(self.ema, self.frozen, self.variables)
 
 
 def init_state(spec: TrainingSpec, mesh: Mesh, seed: int, params: Any = None) -> TrainState:
-    """A fresh state, each device making only the part that it will hold.
+    """Creates a new state; each device creates only its own shards.
 
     Args:
       spec: the model and the optimizer.
-      mesh: where it all lies.
-      seed: of weights and noise.
-      params: all parameters to start from, on the mesh; given up to the state. None draws them.
+      mesh: mesh on which the state is placed.
+      seed: seed of weights and noise.
+      params: initial values of all parameters, on the mesh, which are donated; None for random
+        values.
 
     Raises:
-      InputError: the mesh does not divide a parameter, or a pattern matches no parameter.
+      InputError: a parameter is not divisible by the mesh, or a pattern matches no parameter.
     """
-    make = _maker(spec, seed)
+    make = _make_state(spec, seed)
     shardings = state_shardings(jax.eval_shape(make), mesh, spec.rules)
     return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
 
 
 def abstract_state(spec: TrainingSpec, mesh: Mesh, seed: int) -> TrainState:
-    """Shapes, dtypes and shardings of the state, for restoring into."""
-    shapes = jax.eval_shape(_maker(spec, seed))
+    """Returns shapes, dtypes and shardings of the state, for restoring checkpoints."""
+    shapes = jax.eval_shape(_make_state(spec, seed))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -124,10 +125,10 @@ def abstract_state(spec: TrainingSpec, mesh: Mesh, seed: int) -> TrainState:
 
 
 def state_shardings(state: TrainState, mesh: Mesh, rules: Rules) -> TrainState:
-    """Where each array of the state (or of its shapes) lies.
+    """Returns the sharding of each array of the state, or of its shapes.
 
     Raises:
-      InputError: the mesh does not divide a parameter.
+      InputError: a parameter is not divisible by the mesh.
     """
     return TrainState(
         step=replicated(mesh),
@@ -141,7 +142,7 @@ def state_shardings(state: TrainState, mesh: Mesh, rules: Rules) -> TrainState:
 
 
 def weights_shardings(weights: Weights, mesh: Mesh, rules: Rules) -> Weights:
-    """Where the values of a model lie."""
+    """Returns the sharding of each value of a model."""
     return Weights(
         tree_shardings(weights.params, mesh, rules),
         tree_shardings(weights.frozen, mesh, rules),
@@ -149,7 +150,7 @@ def weights_shardings(weights: Weights, mesh: Mesh, rules: Rules) -> Weights:
     )
 
 
-def _maker(spec: TrainingSpec, seed: int) -> Callable[..., TrainState]:
+def _make_state(spec: TrainingSpec, seed: int) -> Callable[..., TrainState]:
     def make(params: Any = None) -> TrainState:
         weights, noise = jax.random.split(jax.random.key(seed))
         drawn = split_model(build_model(spec.model, nnx.Rngs(weights)))

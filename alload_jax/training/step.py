@@ -1,8 +1,8 @@
-"""The training step: gradients of micro-batches of any shape, then one update.
+"""The training step: gradients of micro-batches of any shape, followed by one update.
 
-The gradient is that of the weighted mean loss over all samples of an optimizer step, however they
-are grouped into micro-batches and ranks: micro-batches add up weighted sums of loss, gradient and
-auxiliary values, and the update divides by the sum of weights.
+The gradient is that of the weighted mean loss over all samples of an optimizer step, independent of
+their grouping into micro-batches and ranks: micro-batches accumulate weighted sums of loss,
+gradient and auxiliary values, and the update divides by the sum of weights.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ from alload_jax.training.state import TrainingSpec, TrainState, Weights, state_s
 
 
 class GradientAccumulator(NamedTuple):
-    """What micro-batches add up.
+    """Sums over micro-batches.
 
     Attributes:
-      grads: like the trained parameters, of the weighted sum of what is minimised.
-      loss: the weighted sum of losses.
-      weight: the sum of weights.
-      auxiliary: the weighted sum of each auxiliary value; often empty.
+      grads: gradient of the weighted sum of minimised losses, like the trained parameters.
+      loss: weighted sum of losses, float32 scalar.
+      weight: sum of weights, float32 scalar.
+      auxiliary: weighted sum of each auxiliary value; often empty.
     """
 
     grads: Any
@@ -50,9 +50,9 @@ Update = Callable[
 
 
 def make_accumulate(spec: TrainingSpec, mesh: Mesh) -> Accumulate:
-    """A jitted (weights, accumulator, batch, key, epoch) → accumulator, for each batch's shape.
+    """Builds a jitted function (weights, accumulator, batch, key, epoch) → accumulator.
 
-    `accumulator` is donated.
+    It is compiled for each shape of batch. `accumulator` is donated.
     """
     sums_of = _make_sums(spec, mesh)
 
@@ -77,10 +77,10 @@ def make_accumulate(spec: TrainingSpec, mesh: Mesh) -> Accumulate:
 
 
 def make_update(spec: TrainingSpec, mesh: Mesh) -> Update:
-    """A jitted (state, accumulator) → (next state, zeroed accumulator, metrics).
+    """Builds a jitted function (state, accumulator) → (next state, zeroed accumulator, metrics).
 
-    Both arguments are donated. Metrics: `loss`, `grad_norm` (before clipping), and the mean of each
-    auxiliary value.
+    Both arguments are donated. The metrics are `loss`, `grad_norm` (before clipping) and the mean
+    of each auxiliary value.
     """
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -100,7 +100,7 @@ def make_update(spec: TrainingSpec, mesh: Mesh) -> Update:
 def apply_gradients(
     spec: TrainingSpec, mesh: Mesh, state: TrainState, accumulator: GradientAccumulator
 ) -> tuple[TrainState, Metrics]:
-    """The next state and the step's metrics; to be part of a jitted update."""
+    """Returns the next state and the metrics of the step; called in a jitted update."""
     mean = 1 / jnp.maximum(accumulator.weight, 1e-20)
     grads = jax.tree.map(lambda g: g * mean, accumulator.grads)
     updates, opt_state = spec.optimizer.update(grads, state.opt_state, state.params)
@@ -108,7 +108,7 @@ def apply_gradients(
     ema = update_ema(state.ema, params, state.step, spec.ema_decay)
     auxiliary = jax.tree.map(lambda value: value * mean, accumulator.auxiliary)
     variables = family_of(spec.model).update_variables(spec.model, state.variables, auxiliary)
-    # A step whose every row is padding leaves all but the step's number as it was.
+    # A step of padding only changes nothing but the step number.
     params, ema, opt_state, variables = jax.tree.map(
         lambda new, old: jnp.where(accumulator.weight > 0, new, old),
         (params, ema, opt_state, variables),
@@ -126,13 +126,13 @@ def apply_gradients(
 def zero_accumulator(
     spec: TrainingSpec, mesh: Mesh, weights: Weights, batch: AnyBatch
 ) -> GradientAccumulator:
-    """An accumulator of nothing.
+    """Builds an accumulator of zeros.
 
     Args:
-      spec: what is trained.
-      mesh: where it lies.
-      weights: the model's values, or their shapes.
-      batch: any micro-batch, or its shapes: auxiliary values have the same shapes for all.
+      spec: what training computes.
+      mesh: mesh on which the accumulator is placed.
+      weights: values of the model, or their shapes.
+      batch: any micro-batch, or its shapes; auxiliary values have the same shapes for all.
     """
     auxiliary = auxiliary_shapes(spec, mesh, weights, batch)
 
@@ -152,7 +152,7 @@ def zero_accumulator(
 def auxiliary_shapes(
     spec: TrainingSpec, mesh: Mesh, weights: Weights, batch: AnyBatch
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of the auxiliary sums; nothing is computed."""
+    """Returns the shapes of the auxiliary sums without computing them."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
     _, (_, auxiliary) = jax.eval_shape(_make_sums(spec, mesh), shapes.params, shapes, batch, key)
@@ -162,7 +162,7 @@ def auxiliary_shapes(
 def accumulator_shardings(
     accumulator: GradientAccumulator, spec: TrainingSpec, mesh: Mesh
 ) -> GradientAccumulator:
-    """Gradients lie as the optimizer's state; all else everywhere."""
+    """Gradients are sharded like the optimizer's state; other sums are replicated."""
     return GradientAccumulator(
         zero_shardings(accumulator.grads, mesh, spec.rules),
         replicated(mesh),
@@ -172,7 +172,7 @@ def accumulator_shardings(
 
 
 def _make_sums(spec: TrainingSpec, mesh: Mesh) -> Callable[..., Any]:
-    """(trained parameters, weights, batch, key) → minimised sum, (loss sum, auxiliary sums)."""
+    """Builds (trained parameters, weights, batch, key) → minimised sum, (loss, auxiliary sums)."""
     graph = abstract_model(spec.model).graph
 
     def sums_of(params: Any, weights: Weights, batch: AnyBatch, key: jax.Array) -> Any:

@@ -1,4 +1,4 @@
-"""The state of a run and the compiled programs that advance it."""
+"""The state of a run and the compiled programs that update it."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +20,12 @@ class Trainer:
     """Runs planned steps.
 
     Attributes:
-      state: what training has reached.
-      programs: compiled gradient programs, one for each shape of micro-batch.
+      state: the current training state.
+      programs: compiled gradient programs by shape of micro-batch.
     """
 
     def __init__(self, spec: TrainingSpec, mesh: Mesh, state: TrainState):
-        """Takes over `state`, whose buffers each step reuses."""
+        """Takes `state`, whose buffers each step donates."""
         self.state = state
         self.programs: dict[Signature, Any] = {}
         self._spec, self._mesh = spec, mesh
@@ -34,9 +34,9 @@ class Trainer:
         self._accumulator: Any = None
 
     def compile(self, shapes: Sequence[AnyBatch]) -> Iterator[AnyBatch]:
-        """Compiles the gradient of every micro-batch, in parallel, yielding each as it is done.
+        """Compiles the gradients of all micro-batches in parallel and yields each shape when done.
 
-        One that can't be compiled fails here rather than days into a run.
+        A shape that cannot be compiled fails here instead of days into a run.
 
         Args:
           shapes: shapes and dtypes of the micro-batches of all ranks.
@@ -61,7 +61,7 @@ class Trainer:
             yield shape
 
     def step(self, step: PlacedStep) -> dict[str, jax.Array]:
-        """Dispatches a step, and returns its metrics before they are computed.
+        """Dispatches a step and returns its metrics before they are computed.
 
         Returns:
           `loss`, `grad_norm` and the means of auxiliary values, float32 scalars.
@@ -79,8 +79,8 @@ class Trainer:
 def in_parallel(
     compile_one: Callable[[AnyBatch], Any], shapes: Sequence[AnyBatch]
 ) -> Iterator[tuple[AnyBatch, Any]]:
-    """Yields each shape with what `compile_one` makes of it, several at work at once."""
-    # XLA compiles one program on several cores already.
+    """Yields each shape with the result of `compile_one`; several run at once."""
+    # XLA already uses several cores to compile one program.
     pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 4))
     try:
         yield from zip(shapes, pool.map(compile_one, shapes), strict=True)
@@ -89,7 +89,7 @@ def in_parallel(
 
 
 def on_mesh(batch: AnyBatch, mesh: Mesh) -> AnyBatch:
-    """A micro-batch's shapes and dtypes, with its sharding."""
+    """Returns the shapes and dtypes of a micro-batch with its sharding."""
     sharding = batch_sharding(mesh)
     return jax.tree.map(
         lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=sharding), batch

@@ -77,15 +77,15 @@ def test_classes_do_not_fit_a_model_of_texts(store):
 @pytest.mark.parametrize("changes", [{"image": ImageConfig()}, {"out_channels": 3}])
 def test_image_to_video_cannot_be_trained_and_says_so(changes, tmp_path):
     manifest, _ = write_texts(tmp_path / "data")
-    with pytest.raises(NotImplementedError, match="no conditioning frames"):
+    with pytest.raises(NotImplementedError, match="do not support the conditioning frames"):
         conditions_for(dataclasses.replace(MODEL, **changes), manifest)
 
 
 @pytest.mark.parametrize(
     ("condition", "words"),
     [
-        (np.zeros((3, 7), np.float32), "samples before have text of width 6"),
-        (np.zeros(3, np.int32), "samples before have text of width 6"),
+        (np.zeros((3, 7), np.float32), "previous samples have text of width 6"),
+        (np.zeros(3, np.int32), "previous samples have text of width 6"),
         (np.zeros((3, 6), np.int32), "text is int32"),
         (np.zeros((1, 3, 6), np.float32), r"condition has shape \(1, 3, 6\)"),
     ],

@@ -129,7 +129,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"frames,height,width\n1,8,8\n", b"PAR1" * 100])
 def test_a_file_that_is_not_parquet_is_refused(store, content):
     (store / MANIFEST_NAME).write_bytes(content)
-    refused(store, MANIFEST_NAME, "not a Parquet file", "prepare the data anew")
+    refused(store, MANIFEST_NAME, "not a Parquet file", "prepare the data again")
 
 
 def test_a_truncated_manifest_is_refused(store):

@@ -44,7 +44,7 @@ def packed_cases(draw, ranks=(1, 2, 4)):
 
 def region_of(batch):
     split = batch.metadata.split
-    return split.region if split else 0
+    return split.split_tokens if split else 0
 
 
 def collated(case, ranks=None, damaged=()):
@@ -101,7 +101,7 @@ def test_segments_hold_samples_and_padding_is_in_none(case):
         for batch in step.batches:
             sides = [batch.metadata.tokens, batch.metadata.condition]
             sides += (
-                [batch.metadata.split.whole, batch.metadata.split.joint]
+                [batch.metadata.split.whole, batch.metadata.split.split]
                 if batch.metadata.split
                 else []
             )
@@ -123,7 +123,7 @@ def test_segments_hold_samples_and_padding_is_in_none(case):
 def bounded(batch):
     """(segments, their static lengths) of each attention of tokens to tokens."""
     split = batch.metadata.split
-    parts = zip((split.whole, split.joint), split.lengths, strict=True) if split else ()
+    parts = zip((split.whole, split.split), split.lengths, strict=True) if split else ()
     return [(batch.metadata.tokens, batch.metadata.lengths), *parts]
 
 

@@ -171,7 +171,7 @@ def test_what_a_killed_writer_left_is_replaced(tmp_path):
 def test_a_folder_of_the_users_in_the_way_is_left_alone(tmp_path):
     make_used_folder(tmp_path / "store.partial")
     with (
-        pytest.raises(InputError, match=r"notes\.txt: is in the way"),
+        pytest.raises(InputError, match=r"notes\.txt: would be overwritten"),
         StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)),
     ):
         pass

@@ -218,6 +218,6 @@ def test_a_callback_from_outside_is_called_at_its_hooks(train):
 def test_a_data_set_from_outside_is_made_by_name(train, tmp_path, capsys):
     made = {"folder": str(tmp_path / "made"), "dataset": {"name": "ramps", "count": 12}}
     train(data=made, run={"steps": 1})
-    assert "making ramps in" in capsys.readouterr().out
-    with pytest.raises(InputError, match=r"made with another data\.dataset"):
+    assert "writing ramps to" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"holds data of another data\.dataset"):
         train(data=made | {"dataset": {"name": "ramps", "count": 9}})

@@ -78,7 +78,7 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(clips, "write_frames", fail)
     (tmp_path / "x.gif").write_text("old")
-    with pytest.raises(InputError, match=r"x.gif: cannot be written \(no space\); make room"):
+    with pytest.raises(InputError, match=r"x.gif: cannot be written \(no space\); free disk space"):
         write_clip(tmp_path / "x.gif", clip(), {})
     assert [path.name for path in tmp_path.iterdir()] == ["x.gif"]
     assert (tmp_path / "x.gif").read_text() == "old"

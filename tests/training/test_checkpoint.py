@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path, made, damage):
         with pytest.raises(InputError, match="1: this checkpoint cannot be read") as refused:
             checkpoints.restore(1, like)
         assert "\n" not in str(refused.value)
-    with pytest.raises(InputError, match="choose another by --step") as refused:
+    with pytest.raises(InputError, match="choose another with --step") as refused:
         restore_weights(tmp_path, 1, MODEL, ALL_TRAINED, one_device_mesh())
     assert "\n" not in str(refused.value)
 

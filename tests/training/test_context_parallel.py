@@ -66,7 +66,7 @@ def test_split_samples_give_the_loss_and_gradient_of_whole_ones(axes, m_mem, man
     mesh = make_mesh(MeshConfig(**axes))
     options = {"context": axes["context"], "m_mem": m_mem}
     batches = batches_of(manifest, MODEL, "balanced", ranks_of(mesh), **options)
-    assert {odd for b in batches for odd in b.metadata.split.joint.length.ravel().tolist()} >= {45}
+    assert {odd for b in batches for odd in b.metadata.split.split.length.ravel().tolist()} >= {45}
     key, weights = trained_weights(MODEL, mesh)
     sums = zero_accumulator(spec_of(MODEL), mesh, weights, batches[0])
     placed = jax.device_put(batches, batch_sharding(mesh))
@@ -86,7 +86,7 @@ def test_split_samples_give_the_loss_and_gradient_of_whole_ones(axes, m_mem, man
 def test_each_split_size_needs_one_program(manifest):
     plan, collation = plan_with(manifest, MODEL, "balanced", 8, context=2, m_mem=32)
     splits = [batch.metadata.split for batch in collation.shapes(plan)]
-    regions = {split.region if split else 0 for split in splits}
+    regions = {split.split_tokens if split else 0 for split in splits}
     assert regions == set(plan.epoch(0).packing.split_sizes)
     assert 1 < len(regions) <= 5
 

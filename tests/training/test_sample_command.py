@@ -237,7 +237,7 @@ def test_without_its_data_a_run_still_draws(class_run, tmp_path, monkeypatch, ca
     noted |= {"vae_stride": [1, 2, 2]}
     (run / "data.json").write_text(json.dumps(noted))
     assert "need a decoder" in said("--class", 3)[1]
-    assert "asks for 2 classes" in said("--class", 3, 4, "--vae-stride", 1, 1, 1)[1]
+    assert "lists 2 classes" in said("--class", 3, 4, "--vae-stride", 1, 1, 1)[1]
     (run / "data.json").unlink()
     status, note = said("--class", 3, 4)
     assert (status, note.count("\n")) == (0, 1)
@@ -344,7 +344,7 @@ def test_an_existing_file_is_replaced_only_with_force(alload, refused, class_run
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("{", "line 2: is no JSON"),
+        ("{", "line 2: is not valid JSON"),
         ("[1]", "line 2: holds list"),
         ('{"clas": 1}', "line 2: clas is unknown; did you mean class?"),
         ('{"class": "one"}', "line 2: class is 'one'"),
@@ -359,8 +359,8 @@ def test_an_existing_file_is_replaced_only_with_force(alload, refused, class_run
         ('{"class": 1}', "line 2: out is not given"),
         ('{"prompt_embeds": "p.safetensors", "out": "b.png"}', "line 2: class is not given"),
         ('{"class": 1, "out": "a.png"}', "a.png: is the output of two samples"),
-        ("[" * 200_000, "line 2: is no JSON"),
-        ('{"class": 1, "out": "b.png", "width": ' + "9" * 5000 + "}", "line 2: is no JSON"),
+        ("[" * 200_000, "line 2: is not valid JSON"),
+        ('{"class": 1, "out": "b.png", "width": ' + "9" * 5000 + "}", "line 2: is not valid JSON"),
         ('{"class": 1, "out": "b.png", "width": 8000000000}', "line 2: width is 8000000000"),
         ('{"class": 1, "out": "x.jsonl/b.png"}', "line 2: out: x.jsonl/b.png: "),
     ],
@@ -457,7 +457,7 @@ def test_image_to_video_is_refused(refused):
     [
         (["--class", 1], ["--class is given", "text"]),
         (["--prompt-embeds", "none"], ["none: cannot be read (No such file or directory)"]),
-        (["--prompt-embeds", "bad"], ["bad: is no whole safetensors file"]),
+        (["--prompt-embeds", "bad"], ["bad: is not a valid safetensors file"]),
         (["--prompt-embeds", "two"], ["two: holds a, b", "text"]),
         (["--prompt-embeds", "nan"], ["nan: holds values that are not finite"]),
         (["--prompt-embeds", "p", "--negative-embeds", "inf"], ["inf: holds values", "finite"]),
@@ -560,7 +560,7 @@ def test_invalid_checkpoints_are_refused(refused, text_run, tmp_path):
     difference = "its model is not config.yaml's: cross_norm was True and is now False;"
     assert f"checkpoints/7: {difference}" in message("run")
     shutil.rmtree(run / "checkpoints")
-    assert "holds no whole checkpoint" in message("run")
+    assert "holds no complete checkpoint" in message("run")
 
 
 def test_a_note_says_that_guidance_1_needs_no_negative(text_run, tmp_path, monkeypatch, capsys):

@@ -24,4 +24,4 @@ def test_fewer_damaged_records_allowed_than_were_met_before_are_refused_in_words
     telemetry.on_start(run)
     telemetry.on_step_start(run, PlacedStep(3, 0, (), (), 0, 0.0))
     telemetry.close()
-    assert run.refusal.startswith("2 damaged records were met before this start; restore")
+    assert run.refusal.startswith("2 damaged records were found before this start; restore")

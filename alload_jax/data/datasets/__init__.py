@@ -1,1 +1,1 @@
-"""Data sets that a run makes for itself, found by name."""
+"""Data sets that a run can generate, selected by name."""

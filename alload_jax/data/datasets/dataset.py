@@ -1,4 +1,4 @@
-"""Data sets that a run makes for itself, found by name."""
+"""Data sets that a run can generate, selected by name."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,11 +12,11 @@ class Dataset(Protocol):
     """A frozen dataclass whose fields are its config; `name` is its name in the config."""
 
     def origin(self) -> dict[str, Any]:
-        """What the manifest notes about its making, JSON values; equal for equal data."""
+        """Returns the provenance that the manifest stores, as JSON values; equal for equal data."""
         ...
 
     def write(self, folder: str | Path) -> None:
-        """Writes the data folder; the same config gives the same samples.
+        """Writes the data folder; the same config produces the same samples.
 
         Raises:
           InputError: the folder exists already.
@@ -27,21 +27,21 @@ class Dataset(Protocol):
 DATASETS: Registry[type[Any]] = Registry(
     "data.dataset", {"digits": "alload_jax.data.datasets.digits:Digits"}
 )
-"""Classes of data sets, each a `Dataset`, which can be made without arguments."""
+"""Classes of data sets, each a `Dataset` that can be created without arguments."""
 
 
 def prepare_dataset(folder: str | Path, dataset: Dataset) -> None:
-    """Writes the data folder unless it is there already.
+    """Writes the data folder unless it exists.
 
     Raises:
-      InputError: the folder holds other data.
+      InputError: the folder contains other data.
     """
     path = Path(folder) / MANIFEST_NAME
     if not path.exists():
-        print(f"making {type(dataset).__name__.lower()} in {folder}")
+        print(f"writing {type(dataset).__name__.lower()} to {folder}")
         dataset.write(folder)
     elif manifest_metadata(path).get("origin") != dataset.origin():
         raise InputError(
-            f"{folder}: holds data made with another data.dataset; name another data.folder, or "
-            "remove this one to have it made anew"
+            f"{folder}: holds data of another data.dataset; name another data.folder, or remove "
+            "this one to write it again"
         )

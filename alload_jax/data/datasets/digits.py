@@ -1,8 +1,8 @@
-"""Real handwritten digits, still and moving: the data of the default run.
+"""Images and videos of real handwritten digits: the data of the default run.
 
 The images are scikit-learn's bundled ones (1,797 scans of 8×8 pixels; E. Alpaydin and C. Kaynak,
-Optical Recognition of Handwritten Digits, UCI). Clips show one or two of them drifting, turning
-and bouncing off the edges of their part of the canvas.
+Optical Recognition of Handwritten Digits, UCI). Clips show one or two
+digits that drift, rotate and bounce off the edges of their part of the canvas.
 """
 
 from dataclasses import dataclass
@@ -18,17 +18,18 @@ DIGIT = 8
 """Height and width of a digit, in pixels."""
 
 _MAX_TURN = np.deg2rad(20.0)
-_FILL = 0.75  # how much of a larger stage a digit fills
+_FILL = 0.75  # size of a digit relative to its part of the canvas, if that is larger
 
 
 @dataclass(frozen=True)
 class Digits:
-    """Moving digits; see `Dataset`.
+    """Still and moving digits; see `Dataset`.
 
     Attributes:
       name: `digits`.
-      mix: (frames, height, width, count); frames 4n + 1, height and width 8 or more, even.
-      seed: decides digits, places and motion.
+      mix: (frames, height, width, count) of the samples, sizes in pixels; frames 4n + 1, height and
+        width even and at least 8.
+      seed: seed of digits, positions and motion.
     """
 
     name: Literal["digits"] = "digits"
@@ -87,7 +88,7 @@ class Digits:
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
-    """The real digits: images [1797, 8, 8] float32 in −1 to 1, and labels [1797] int32."""
+    """Returns the real digits: images [1797, 8, 8] float32 in −1 to 1, labels [1797] int32."""
     from sklearn.datasets import load_digits as load  # slow to import
 
     images, labels = load(return_X_y=True)
@@ -97,26 +98,26 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
 def render_clip(
     digits: np.ndarray, frames: int, height: int, width: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draws digits that drift, turn and bounce, each on its own part of a black canvas.
+    """Renders digits that drift, rotate and bounce, each in its own part of a black canvas.
 
-    A single still digit on a canvas of its own size is the scan itself, untouched.
+    A single still digit on a canvas of its size is the unmodified scan.
 
     Args:
-      digits: [n, 8, 8] float32 in −1 to 1, one or two of them.
-      frames, height, width: size of the clip.
-      rng: decides places and motion.
+      digits: [n, 8, 8] float32 in −1 to 1; n is 1 or 2.
+      frames, height, width: size of the clip; height and width in pixels.
+      rng: random generator for positions and motion.
 
     Returns:
       [frames, height, width, 1] float16 in −1 to 1.
     """
     clip = np.full((frames, height, width), -1.0, np.float32)
     along = int(width >= height)
-    stage = np.array([height, width], np.float64)
-    stage[along] /= len(digits)
-    size = max(DIGIT, _FILL * stage.min())
+    area = np.array([height, width], np.float64)
+    area[along] /= len(digits)
+    size = max(DIGIT, _FILL * area.min())
     for n, digit in enumerate(digits):
-        path = _motion(frames, stage - size, rng)
-        path[:, along] += n * stage[along]
+        path = _motion(frames, area - size, rng)
+        path[:, along] += n * area[along]
         np.maximum(clip, _place(digit, path, size, height, width), out=clip)
     return clip[..., None].astype(np.float16)
 
@@ -124,52 +125,58 @@ def render_clip(
 def _choices(
     labels: np.ndarray, height: int, width: int, count: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Which digits each sample shows: one, or on canvases with room for it half the time two."""
+    """Chooses the digits of each sample: one, or two in half of the samples that fit two."""
     order = np.concatenate(
         [rng.permutation(len(labels)) for _ in range(-(-2 * count // len(labels)))]
     )
-    room = max(height, width) >= 2 * DIGIT
+    fits_two = max(height, width) >= 2 * DIGIT
     return [
-        order[2 * i : 2 * i + 2] if room and rng.random() < 0.5 else order[i : i + 1]
+        order[2 * i : 2 * i + 2] if fits_two and rng.random() < 0.5 else order[i : i + 1]
         for i in range(count)
     ]
 
 
-def _motion(frames: int, room: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """[frames, 3] of (top, left, angle): straight lines, reflected at the edges of the room."""
-    # A stage as small as its digit lets it sway by a pixel in a clip; a still stands where it is.
-    sway = np.where(room > 0, 0.0, 1.0 if frames > 1 else 0.0)
-    start = (room + sway) / 2 + rng.uniform(-1, 1, 2) * np.minimum(1, room / 2)
+def _motion(frames: int, free: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Returns (top, left, angle) per frame, [frames, 3]; motion is linear with reflections.
+
+    Args:
+      frames: number of frames.
+      free: [2], pixels by which the digit can move in height and width.
+      rng: random generator.
+    """
+    # A area as small as its digit lets it sway by a pixel in a clip; a still stands where it is.
+    sway = np.where(free > 0, 0.0, 1.0 if frames > 1 else 0.0)
+    start = (free + sway) / 2 + rng.uniform(-1, 1, 2) * np.minimum(1, free / 2)
     speed = rng.uniform(0.3, 0.8, 2) * rng.choice([-1, 1], 2)
     turn = rng.uniform(0.03, 0.08) * rng.choice([-1, 1])
     time = np.arange(frames)[:, None]
-    path = _reflect(start + speed * time, room + sway) - sway / 2
+    path = _reflect(start + speed * time, free + sway) - sway / 2
     angle = _reflect(_MAX_TURN + turn * time, np.array([2 * _MAX_TURN])) - _MAX_TURN
     return np.concatenate([path, angle], axis=1)
 
 
 def _reflect(value: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Folds values into 0 to size as a ball bounces between two walls."""
+    """Reflects values at 0 and `size` until they lie between."""
     period = np.maximum(2 * size, 1e-9)
     return np.where(size > 0, size - np.abs(np.mod(value, period) - size), 0.0)
 
 
 def _place(digit: np.ndarray, path: np.ndarray, size: float, height: int, width: int) -> np.ndarray:
-    """Draws the digit along its path, turned about its centre, by bilinear interpolation.
+    """Renders the digit along its path, rotated about its centre, with bilinear interpolation.
 
     Args:
       digit: [8, 8].
       path: [frames, 3] of (top, left, angle).
-      size: of the digit on the canvas, in pixels.
+      size: size of the digit on the canvas in pixels.
 
     Returns:
-      [frames, height, width], −1 where the digit is not.
+      [frames, height, width]; −1 outside the digit.
     """
     top, left, angle = (column[:, None, None] for column in path.T)
     zoom = DIGIT / size
     y = zoom * (np.arange(height)[:, None] - top - (size - 1) / 2)
     x = zoom * (np.arange(width) - left - (size - 1) / 2)
-    # The border is an empty pixel, so that the digit fades into the canvas, and one to read past.
+    # One empty border pixel lets the digit fade into the canvas; another is read at the far edge.
     framed = np.pad(digit, (1, 2), constant_values=-1.0)
     centre = (DIGIT - 1) / 2 + 1
     rows = np.clip(np.cos(angle) * y - np.sin(angle) * x + centre, 0, DIGIT + 1)

@@ -1,1 +1,1 @@
-"""What model families share: attention, segments, rotary embedding, weights in and out."""
+"""Code shared by model families: attention, segments, rotary embedding, weight files."""

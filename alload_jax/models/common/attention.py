@@ -1,4 +1,4 @@
-"""The one place that computes attention: an adapter over the implementations JAX offers."""
+"""Computes all attention of the models, with one of the implementations that JAX offers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,35 +31,36 @@ def attention(
     implementation: AttentionImplementation = "auto",
     sharding: NamedSharding | None = None,
 ) -> jax.Array:
-    """softmax(query·keyᵀ/√head_dim)·value, each row attending to all keys of its row or segment.
+    """Computes softmax(query·keyᵀ/√head_dim)·value within each row or segment.
 
     Args:
       query: [B, S, num_heads, head_dim].
       key: [B, T, num_heads, head_dim].
       value: [B, T, num_heads, head_dim].
-      segments: in packed rows, where segments lie; `SplitRows` needs a mesh with a context axis.
-      implementation: "cudnn" (fused, GPU only), "xla", or "auto": cuDNN where it can be used.
-      sharding: of packed rows over a mesh of Auto axes, B split and nothing else.
+      segments: positions of the segments of packed rows; None for bucketed rows. `SplitRows` needs
+        a mesh with a context axis.
+      implementation: "cudnn" (fused, GPU only), "xla", or "auto": cuDNN where it can run.
+      sharding: sharding of packed rows over a mesh of Auto axes; only B is split.
 
     Returns:
       [B, S, num_heads, head_dim] in the query's dtype.
 
     Raises:
-      NotImplementedError: cuDNN was asked for where it cannot run, or packed rows came to a GPU
-        that cannot run it on them; the message says why.
-      ValueError: the implementation's name is unknown.
+      NotImplementedError: cuDNN is requested where it cannot run, or the rows are packed and this
+        GPU cannot run cuDNN on packed rows; the message gives the reason.
+      ValueError: the implementation is unknown.
     """
     if implementation not in get_args(AttentionImplementation):
         raise ValueError(
             f"attention: implementation={implementation!r} is unknown; "
             f"choose one of {', '.join(get_args(AttentionImplementation))}"
         )
-    obstacle = cudnn_unsupported_reason(query)
+    reason = cudnn_unsupported_reason(query)
     if segments is not None:
-        return _packed(query, key, value, segments, implementation, obstacle, sharding)
-    if implementation == "cudnn" and obstacle:
-        raise NotImplementedError(f"attention: cuDNN cannot run here, {obstacle}; use 'xla'")
-    if implementation == "xla" or obstacle:
+        return _packed(query, key, value, segments, implementation, reason, sharding)
+    if implementation == "cudnn" and reason:
+        raise NotImplementedError(f"attention: cuDNN cannot run here, {reason}; use 'xla'")
+    if implementation == "xla" or reason:
         output = jax.nn.dot_product_attention(query, key, value, implementation="xla")
         return checkpoint_name(output, ATTENTION_OUTPUT)
     return _cudnn(query, key, value)
@@ -71,19 +72,19 @@ def _packed(
     value: jax.Array,
     segments: AttentionSegments | SplitRows,
     implementation: AttentionImplementation,
-    obstacle: str,
+    reason: str,
     sharding: NamedSharding | None,
 ) -> jax.Array:
-    """Attention within segments, on each device within its own rows and heads."""
+    """Computes attention within segments; each device computes its own rows and heads."""
     elements = max(query.size, key.size) // row_shards(sharding)
-    obstacle = obstacle or packed_unsupported_reason(elements)
+    reason = reason or packed_unsupported_reason(elements)
     on_gpu = jax.default_backend() == "gpu"
-    if obstacle and (implementation == "cudnn" or (implementation == "auto" and on_gpu)):
+    if reason and (implementation == "cudnn" or (implementation == "auto" and on_gpu)):
         raise NotImplementedError(
-            f"attention: cuDNN cannot run on packed rows here, {obstacle}; choose a bucketed "
+            f"attention: cuDNN cannot run on packed rows here, {reason}; choose a bucketed "
             "planning.policy such as dual_constraint"
         )
-    within = xla_packed if obstacle or implementation == "xla" else cudnn_packed
+    within = xla_packed if reason or implementation == "xla" else cudnn_packed
     run: Callable[..., jax.Array] = within
     if isinstance(segments, SplitRows):
         run = partial(split_packed, within)
@@ -97,7 +98,10 @@ def _packed(
 
 
 def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """JAX refuses odd lengths to cuDNN's backward, so they get one more token, masked out."""
+    """Runs cuDNN on dense rows.
+
+    JAX rejects odd lengths in cuDNN's backward pass, so odd lengths get one masked token more.
+    """
     batch, queries, keys = *query.shape[:2], key.shape[1]
     if queries % 2 == 0 and keys % 2 == 0:
         return jax.nn.dot_product_attention(query, key, value, implementation="cudnn")
@@ -115,7 +119,7 @@ def _to_even(x: jax.Array) -> jax.Array:
 
 
 def cudnn_unsupported_reason(query: jax.Array | jax.ShapeDtypeStruct) -> str:
-    """Why cuDNN's fused attention can't take a query like this; empty when it can."""
+    """Returns why cuDNN's fused attention cannot run on such a query; empty if it can."""
     head_dim = query.shape[-1]
     if jax.default_backend() != "gpu":
         return f"the backend is {jax.default_backend()!r}, not 'gpu'"

@@ -1,4 +1,4 @@
-"""What the configs of all model families have in common."""
+"""The config fields that all model families share."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
@@ -13,11 +13,12 @@ from alload_jax.models.common.remat import RematPolicy
 
 @dataclass(frozen=True)
 class TextConfig:
-    """A condition of precomputed text embeddings, such as umT5-xxl's for Wan.
+    """Condition of precomputed text embeddings, such as umT5-xxl's for Wan.
 
     Attributes:
       dim: width of the embeddings.
-      length: tokens; shorter texts are padded with zeros, which are attended to as in Wan.
+      length: number of tokens; shorter texts are padded with zeros, and attention includes the
+        padding, as in Wan.
     """
 
     dim: int = 4096
@@ -32,11 +33,12 @@ class TextConfig:
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """A second condition of precomputed image embeddings, with keys and values of its own.
+    """Second condition of precomputed image embeddings, with separate keys and values.
 
     Attributes:
       dim: width of the embeddings (CLIP ViT-H's 1280 for Wan 2.1's image-to-video models).
-      positions: tokens that have a learned position (514 for first and last frame); null for none.
+      positions: number of tokens with a learned position (514 for first and last frame); null for
+        none.
     """
 
     dim: int = 1280
@@ -51,19 +53,20 @@ class ImageConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The fields that every family's config has; a family's own config adds to them.
+    """The fields that the config of every family has; each family's config adds more.
 
     Attributes:
       family: name of the model family.
-      in_channels: channels of the latents that enter.
-      out_channels: channels of what is predicted; null for `in_channels`.
-      patch_size: latent (frames, height, width) that make one token.
-      num_classes: classes of the condition; without effect where the condition is text.
-      text: the condition is text embeddings; null for classes.
-      image: a condition of image embeddings beside the text; null for none.
-      dtype: of the computation; parameters are float32. `auto` is bfloat16 on a GPU, else float32.
+      in_channels: number of channels of the input latents.
+      out_channels: number of channels of the prediction; null for `in_channels`.
+      patch_size: (frames, height, width) of the latents in one token.
+      num_classes: number of classes of the condition; ignored if the condition is text.
+      text: condition of text embeddings; null for classes.
+      image: condition of image embeddings beside the text; null for none.
+      dtype: dtype of the computation; parameters are float32. `auto` is bfloat16 on a GPU, else
+        float32.
       attention: implementation of attention; `auto` is cuDNN where it can run.
-      remat: what blocks keep for the backward pass.
+      remat: activations that blocks keep for the backward pass.
     """
 
     family: str = ""
@@ -78,10 +81,10 @@ class ModelConfig:
     remat: RematPolicy = "none"
 
     arithmetic_fields: ClassVar[tuple[str, ...]] = ("dtype", "attention", "remat")
-    """Fields that no parameter depends on."""
+    """Fields that do not affect the parameters."""
 
     later_fields: ClassVar[dict[str, Any]] = {}
-    """Fields that the family's first checkpoints did not have, and the value they stand for."""
+    """Fields that the family's first checkpoints lack, and the values that they imply."""
 
     def __post_init__(self) -> None:
         for name in ("in_channels", "num_classes"):
@@ -93,30 +96,33 @@ class ModelConfig:
             raise InputError(f"model.patch_size is {self.patch_size}; each must be at least 1")
 
     def require_divisible(self, shards: int) -> None:
-        """Checks that `shards` devices can share one rank's work (mesh.context·mesh.tensor).
+        """Checks that `shards` devices (mesh.context·mesh.tensor) can share the work of one rank.
 
-        Families whose heads or width are split over devices override it.
+        Families that split heads or width over devices override this method.
 
         Raises:
-          InputError: they cannot.
+          InputError: the devices cannot share the work.
         """
 
     def architecture(self) -> dict[str, Any]:
-        """The fields that the parameters depend on, as JSON values."""
+        """Returns the fields that determine the parameters, as JSON values."""
         fields = {k: v for k, v in asdict(self).items() if k not in self.arithmetic_fields}
         later = self.later_fields
         fields = {k: v for k, v in fields.items() if k not in later or v != later[k]}
         return fields | {"patch_size": list(self.patch_size)}
 
     def step_fields(self) -> dict[str, Any]:
-        """What a step's cost depends on, as JSON values: a cost model must agree with it."""
+        """Returns the fields that determine the cost of a step, as JSON values.
+
+        A cost model is valid only for equal fields.
+        """
         fields = self.architecture()
         fields |= {name: getattr(self, name) for name in self.arithmetic_fields}
         return fields | {"dtype": str(self.compute_dtype)}
 
     @property
     def latent_channels(self) -> int:
-        """Channels of what is predicted."""
+        """Number of channels of the prediction."""
         return self.in_channels if self.out_channels is None else self.out_channels
 
     @property

@@ -1,4 +1,4 @@
-"""What enters the transformer beside the latents: the timestep, text or classes, an image."""
+"""Embeddings of the inputs beside the latents: timestep, text or classes, image."""
 
 import jax
 import jax.numpy as jnp
@@ -7,15 +7,15 @@ from flax import nnx
 from alload_jax.models.common.config import ImageConfig, ModelConfig, TextConfig
 
 _IMAGE_NORM_EPS = 1e-5
-"""Of the image embedding's norms, in Wan 2.1 and in diffusers, whatever the blocks have."""
+"""Epsilon of the image embedding's norms in Wan 2.1 and diffusers, whatever the blocks use."""
 
 
 def sinusoid(timestep: jax.Array, dim: int, max_period: float = 10_000.0) -> jax.Array:
-    """Sinusoidal embedding, cosines first, as in DiT and Wan 2.1.
+    """Computes the sinusoidal embedding, cosines first, as in DiT and Wan 2.1.
 
     Args:
       timestep: [...], 0 to 1000.
-      dim: even.
+      dim: width of the embedding; even.
 
     Returns:
       [..., dim] float32.
@@ -27,7 +27,7 @@ def sinusoid(timestep: jax.Array, dim: int, max_period: float = 10_000.0) -> jax
 
 
 class TimestepEmbedding(nnx.Module):
-    """Timestep → embedding [B, D] and the blocks' modulation [B, 6, D], all in float32."""
+    """Embeds the timestep: embedding [B, D] and modulation of the blocks [B, 6, D], float32."""
 
     def __init__(self, dim: int, freq_dim: int, *, rngs: nnx.Rngs):
         self.freq_dim = freq_dim
@@ -38,14 +38,14 @@ class TimestepEmbedding(nnx.Module):
         self.modulation = nnx.Linear(dim, 6 * dim, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
     def __call__(self, timestep: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """timestep: [B], or [B, S] for one a token → ([..., D], [..., 6, D]) float32."""
+        """timestep: [B], or [B, S] for one per token → ([..., D], [..., 6, D]) float32."""
         embedded = self.out(nnx.silu(self.hidden(sinusoid(timestep, self.freq_dim))))
         modulation = self.modulation(nnx.silu(embedded))
         return embedded, modulation.reshape(*timestep.shape, 6, self.dim)
 
 
 class ClassEmbedding(nnx.Module):
-    """Class labels → condition tokens. One class more than asked for: the empty condition."""
+    """Embeds class labels as condition tokens. An additional class is the null condition."""
 
     def __init__(self, num_classes: int, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.null_class = num_classes
@@ -59,24 +59,24 @@ class ClassEmbedding(nnx.Module):
         )
 
     def __call__(self, labels: jax.Array) -> jax.Array:
-        """labels: [B, L] int32, `num_classes` standing for none → [B, L, D]."""
+        """labels: [B, L] int32, `num_classes` is the null class → [B, L, D]."""
         return self.table(labels)
 
 
 class TextEmbedding(nnx.Module):
-    """Text embeddings → condition tokens: linear, GELU (tanh form), linear."""
+    """Maps text embeddings to condition tokens: linear, GELU (tanh form), linear."""
 
     def __init__(self, text: TextConfig, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.hidden = nnx.Linear(text.dim, dim, dtype=dtype, rngs=rngs)
         self.out = nnx.Linear(dim, dim, dtype=dtype, rngs=rngs)
 
     def __call__(self, text: jax.Array) -> jax.Array:
-        """[B, L, text.dim] → [B, L, D]."""
+        """text: [B, L, text.dim] → [B, L, D]."""
         return self.out(nnx.gelu(self.hidden(text), approximate=True))
 
 
 class ImageEmbedding(nnx.Module):
-    """Image embeddings → condition tokens: norm, linear, GELU, linear, norm."""
+    """Maps image embeddings to condition tokens: norm, linear, GELU, linear, norm."""
 
     def __init__(self, image: ImageConfig, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         def norm(size: int) -> nnx.LayerNorm:
@@ -93,7 +93,7 @@ class ImageEmbedding(nnx.Module):
         self.norm_out = norm(dim)
 
     def __call__(self, image: jax.Array) -> jax.Array:
-        """[B, N, image.dim] → [B, N, D]."""
+        """image: [B, N, image.dim] → [B, N, D]."""
         if self.position is not None:
             image = image + self.position[...]
         return self.norm_out(
@@ -104,7 +104,7 @@ class ImageEmbedding(nnx.Module):
 def condition_embedding(
     config: ModelConfig, dim: int, *, rngs: nnx.Rngs
 ) -> ClassEmbedding | TextEmbedding:
-    """The embedding of the condition that the config names, [..., dim]."""
+    """Builds the embedding of the config's condition, with outputs [..., dim]."""
     dtype = config.compute_dtype
     if config.text:
         return TextEmbedding(config.text, dim, dtype=dtype, rngs=rngs)

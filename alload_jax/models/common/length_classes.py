@@ -1,9 +1,8 @@
-"""Segments of packed rows by length, and how cuDNN is shown those of each class.
+"""Classes of segment lengths in packed rows, and the row shape that cuDNN gets for each class.
 
-For every slot cuDNN launches blocks, and sets memory aside, for as many tokens as the row has that
-it is shown: a slot for a segment of 256 tokens costs as much as one for 300,000. Classes of
-lengths, each shown to cuDNN by itself in rows that are no longer than it needs, keep that in
-proportion to the tokens.
+For every slot, cuDNN launches blocks and allocates memory for the full length of its rows: a slot
+for a segment of 256 tokens costs as much as one for 300,000. One call per class of lengths, with
+rows as short as the class allows, keeps the cost proportional to the tokens.
 """
 
 import math
@@ -12,17 +11,21 @@ from typing import NamedTuple
 from alload_jax.models.common.segments import Lengths
 
 _WINDOWS = 64
-"""Most windows that a row is shown as."""
+"""Maximum number of windows per row."""
 _WINDOW_MULTIPLE = 8
 _CLASS_COST = 4
-"""Of a further class, in passes over the rows' tokens: outputs and gradients are put together."""
+"""Cost of each additional class, in passes over the tokens: outputs and gradients are merged."""
 
 
 class Windows(NamedTuple):
-    """How cuDNN is shown packed rows: as `number` rows, each as long as a segment may be.
+    """Shape in which cuDNN gets packed rows: `number` windows, each as long as the longest segment.
 
-    Segments lie at offsets counted over all rows, and may cross from one of these windows to the
-    next.
+    Offsets of segments count over all rows, and a segment may extend from one window into the next.
+
+    Attributes:
+      number: number of windows.
+      queries: query tokens per window.
+      keys: key tokens per window.
     """
 
     number: int
@@ -31,13 +34,13 @@ class Windows(NamedTuple):
 
 
 class LengthClass(NamedTuple):
-    """Segments of more than `above` queries, up to a bound.
+    """Segments with more than `above` and at most `longest` query tokens.
 
     Attributes:
-      above: 0 in the lowest class.
-      longest: most queries of a segment.
-      slots: most of the segments of all rows that there can be.
-      windows: how cuDNN is shown them.
+      above: lower bound in tokens, exclusive; 0 for the shortest class.
+      longest: upper bound in tokens, inclusive.
+      slots: maximum number of such segments in all rows.
+      windows: shape in which cuDNN gets the rows.
     """
 
     above: int
@@ -47,22 +50,23 @@ class LengthClass(NamedTuple):
 
     @property
     def launched(self) -> int:
-        """Tokens of queries that cuDNN launches blocks for, and sets memory aside."""
+        """Query tokens for which cuDNN launches blocks and allocates memory."""
         return self.slots * self.windows.queries
 
 
 def length_classes(
     queries: tuple[int, int], keys: tuple[int, int], lengths: Lengths, longest_key: int | None
 ) -> tuple[LengthClass, ...]:
-    """The classes of least cost, shortest segments first.
+    """Chooses the classes with the lowest cost, shortest segments first.
 
     Args:
-      queries, keys: (rows, tokens) of both.
-      lengths: of the segments of queries in each row.
-      longest_key: a bound on the keys of a segment; None where it has as many as queries.
+      queries, keys: (rows, tokens) of queries and of keys.
+      lengths: bounds on the lengths of the query segments in each row.
+      longest_key: upper bound on the key tokens of a segment; None if queries and keys have equal
+        lengths.
     """
     passes = _CLASS_COST * math.prod(queries)
-    # For each of the lengths: the least cost of classes up to it, and those classes.
+    # For each length: the lowest cost of classes up to that length, and those classes.
     best: list[tuple[int, tuple[LengthClass, ...]]] = [(0, ())]
     for longest, _ in lengths[1:]:
         windows = windows_for(queries, keys, (longest, longest_key or longest))
@@ -77,7 +81,12 @@ def length_classes(
 def windows_for(
     queries: tuple[int, int], keys: tuple[int, int], longest: tuple[int, int]
 ) -> Windows:
-    """The most windows that the longest segments fit into, from (rows, tokens) of both."""
+    """Returns the shortest windows that hold the longest segments.
+
+    Args:
+      queries, keys: (rows, tokens) of queries and of keys.
+      longest: maximum number of query tokens and of key tokens in a segment.
+    """
     totals = math.prod(queries), math.prod(keys)
     for count in range(_WINDOWS * queries[0], 0, -1):
         sizes = [total // count for total in totals]
@@ -87,5 +96,5 @@ def windows_for(
             for size, most in zip(sizes, longest, strict=True)
         ):
             return Windows(count, *sizes)
-    # Lengths that are no multiples, such as in tests.
+    # The lengths are not multiples, as in some tests.
     return Windows(queries[0], queries[1], keys[1])

@@ -1,4 +1,4 @@
-"""Names and layouts of the tensors of published checkpoints."""
+"""Names and layouts of the tensors in released checkpoints."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,19 +6,20 @@ from typing import Literal
 import numpy as np
 
 Naming = Literal["diffusers", "original"]
-"""Whose names: those of diffusers, or of the model's own repository."""
+"""Naming scheme of a checkpoint: that of diffusers or of the model's original repository."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint and its place among our parameters.
+    """One tensor of a checkpoint and the parameter that it fills.
 
     Attributes:
-      key: its name in the checkpoint.
-      shape: its shape there.
-      path: of our parameter, as in `blocks/self_attention/query/kernel`.
-      layer: its index along our parameter's first axis; None where layers are not stacked.
-      kind: how the layouts differ.
+      key: name in the checkpoint.
+      shape: shape in the checkpoint.
+      path: path of our parameter, such as `blocks/self_attention/query/kernel`.
+      layer: index along the first axis of our parameter; None if layers are not stacked.
+      kind: difference between the layouts: `same`; `matrix` is transposed; `patch` is a
+        convolution; `leading` has a first axis of size 1.
     """
 
     key: str
@@ -28,15 +29,15 @@ class Tensor:
     kind: Literal["same", "matrix", "patch", "leading"]
 
     def to_ours(self, value: np.ndarray) -> np.ndarray:
-        """The checkpoint's layout → ours, of one layer: a view where that is possible."""
+        """Converts one layer from the checkpoint's layout to ours; a view where possible."""
         if self.kind == "matrix":
             return value.T
-        if self.kind == "patch":  # a convolution whose stride is its size
+        if self.kind == "patch":  # a convolution with stride equal to its kernel size
             return value.transpose(2, 3, 4, 1, 0).reshape(-1, value.shape[0])
         return value[0] if self.kind == "leading" else value
 
     def to_theirs(self, value: np.ndarray) -> np.ndarray:
-        """The inverse of `to_ours`, contiguous."""
+        """Inverts `to_ours`; the result is contiguous."""
         if self.kind == "matrix":
             return np.ascontiguousarray(value.T)
         if self.kind == "patch":

@@ -1,4 +1,4 @@
-"""What a model's forward pass gives."""
+"""The output of a model's forward pass."""
 
 from typing import NamedTuple
 
@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 
 Auxiliary = dict[str, jax.Array]
-"""Named values that layers hand out beside their output, such as a loss or a statistic."""
+"""Named values that layers return beside their output, such as a loss or a statistic."""
 
 
 class Output(NamedTuple):
     """The prediction of a forward pass.
 
     Attributes:
-      velocity: of the flow, float32.
-      auxiliary: values of each sample, float32: [B, ...] on bucketed rows, [R, M, ...] on packed
-        ones. The objective weighs them like the samples' losses, and they add up over
-        micro-batches, ranks and shape groups. Names that end in `_loss` are minimised too.
+      velocity: velocity of the flow, float32, shaped like the input.
+      auxiliary: values per sample, float32: [B, ...] for bucketed rows, [R, M, ...] for packed
+        rows. The objective weights them like the sample losses and sums them over micro-batches,
+        ranks and shape groups. Values whose names end in `_loss` are also minimised.
     """
 
     velocity: jax.Array
@@ -24,11 +24,11 @@ class Output(NamedTuple):
 
 
 def by_sample(stacked: Auxiliary, sample_axes: int) -> Auxiliary:
-    """Puts the layer axis of what a scan over layers has stacked behind the samples' axes.
+    """Moves the layer axis, which a scan over layers stacks first, behind the sample axes.
 
     Args:
       stacked: values [layers, B, ...] or [layers, R, M, ...].
-      sample_axes: 1 for [B], 2 for [R, M].
+      sample_axes: number of sample axes: 1 for [B], 2 for [R, M].
 
     Returns:
       values [B, layers, ...] or [R, M, layers, ...].

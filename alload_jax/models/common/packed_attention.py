@@ -1,10 +1,10 @@
-"""Attention within the segments of packed rows: cuDNN's kernel, and the same in plain XLA.
+"""Attention within the segments of packed rows: cuDNN's kernel and a plain XLA implementation.
 
-JAX has cuDNN's packed (variable-length) attention in a private module only; this file alone
-touches it, and says so where a version of JAX lacks it. It uses the module's primitives rather
-than its function for the sake of what grows with slots times tokens: the blocks and the memory of
-cuDNN, which is called once for each class of lengths, and the softmax statistics, of which each
-token's own are kept.
+JAX exposes cuDNN's packed (variable-length) attention in a private module only. Only this file
+uses that module, and it reports when a version of JAX lacks it. It calls the primitives instead of
+the module's function because cuDNN's blocks, its memory and the softmax statistics grow with slots
+times tokens: cuDNN is called once per class of lengths, and only the statistics of each token's own
+segment are kept.
 """
 
 import importlib
@@ -35,30 +35,30 @@ _PRIMITIVES = {
     "_dot_product_attention_fwd": (*_ARRAYS, *_OPTIONS, "is_training"),
     "_dot_product_attention_bwd": (*_ARRAYS, "activation", "fwd_output", "grad_output", *_OPTIONS),
 }
-"""The private primitives, by the beginning of their names, and what they take."""
-_LEAST_CAPABILITY = 9.0
-"""cuDNN has packed attention, forward and backward, from Hopper on."""
-_MOST_ELEMENTS = 2**31
-"""Of queries or keys: offsets are 32-bit counts of elements."""
+"""The private primitives by name prefix, and their parameters."""
+_MIN_CAPABILITY = 9.0
+"""cuDNN supports packed attention, forward and backward, from Hopper on."""
+_MAX_ELEMENTS = 2**31
+"""Upper bound on the elements of queries or keys: offsets are 32-bit counts of elements."""
 
 
 def packed_unsupported_reason(elements: int = 0) -> str:
-    """Why cuDNN's packed attention can't run here; empty when it can.
+    """Returns why cuDNN's packed attention cannot run here; empty if it can.
 
     Args:
-      elements: of the queries or the keys on one device, whichever are more.
+      elements: number of elements of queries or keys on one device, whichever is larger.
     """
     if jax.default_backend() != "gpu":
         return f"the backend is {jax.default_backend()!r}, not 'gpu'"
     if _private_module() is None:
-        return f"JAX {jax.__version__} has no packed attention as it is known in {_MODULE}"
+        return f"JAX {jax.__version__} lacks the expected packed attention in {_MODULE}"
     try:
         capability = float(jax.local_devices()[0].compute_capability)
     except (AttributeError, ValueError):  # a GPU that is not NVIDIA's
         return f"it needs an NVIDIA GPU, and this is {jax.local_devices()[0].device_kind}"
-    if capability < _LEAST_CAPABILITY:
-        return f"it needs compute capability {_LEAST_CAPABILITY}, and this GPU has {capability}"
-    if elements >= _MOST_ELEMENTS:
+    if capability < _MIN_CAPABILITY:
+        return f"it needs compute capability {_MIN_CAPABILITY}, and this GPU has {capability}"
+    if elements >= _MAX_ELEMENTS:
         return f"queries or keys have {elements} elements, not below 2^31"
     return ""
 
@@ -67,27 +67,27 @@ def packed_unsupported_reason(elements: int = 0) -> str:
 def cudnn_packed(
     query: jax.Array, key: jax.Array, value: jax.Array, packed: AttentionSegments
 ) -> jax.Array:
-    """cuDNN's packed attention, as `xla_packed`; what cuDNN leaves unwritten is zero."""
+    """Computes `xla_packed` with cuDNN; outputs that cuDNN does not write are zero."""
     return _forward(_Heads(query, key, value), packed, is_training=False)[0]
 
 
 def xla_packed(
     query: jax.Array, key: jax.Array, value: jax.Array, packed: AttentionSegments
 ) -> jax.Array:
-    """softmax(query·keyᵀ/√head_dim)·value within segments, in float32, all pairs computed.
+    """Computes softmax(query·keyᵀ/√head_dim)·value within segments, in float32, for all pairs.
 
-    What is not finite in one segment stays there: 0·NaN of a masked pair is not added up.
+    Values that are not finite affect only their own segment: 0·NaN of masked pairs is excluded.
 
     Args:
       query: [R, S, num_heads, head_dim].
       key, value: [R, T, num_heads, head_dim].
-      packed: where segments lie among queries and keys.
+      packed: positions of the segments in queries and keys.
 
     Returns:
       [R, S, num_heads, head_dim] in the query's dtype; zeros outside segments.
     """
-    of_query, of_key = packed.query.ids, packed.key.ids
-    allowed = (of_query[:, None, :, None] == of_key[:, None, None, :]) & (of_query != PADDING)[
+    query_ids, key_ids = packed.query.ids, packed.key.ids
+    allowed = (query_ids[:, None, :, None] == key_ids[:, None, None, :]) & (query_ids != PADDING)[
         :, None, :, None
     ]
     logits = jnp.einsum("rshd,rthd->rhst", query, key, preferred_element_type=jnp.float32)
@@ -99,13 +99,13 @@ def xla_packed(
     finite = jnp.isfinite(value).all(axis=(2, 3))
     clean = jnp.where(finite[..., None, None], value.astype(jnp.float32), 0.0)
     output = jnp.einsum("rhst,rthd->rshd", weights, clean)
-    spoilt = (allowed & ~finite[:, None, None, :]).any(axis=-1)
-    output = jnp.where(spoilt.transpose(0, 2, 1)[..., None], jnp.nan, output)
+    affected = (allowed & ~finite[:, None, None, :]).any(axis=-1)
+    output = jnp.where(affected.transpose(0, 2, 1)[..., None], jnp.nan, output)
     return checkpoint_name(output.astype(query.dtype), ATTENTION_OUTPUT)
 
 
 class _Heads(NamedTuple):
-    """[R, S, num_heads, head_dim], and [R, T, num_heads, head_dim] twice."""
+    """query: [R, S, num_heads, head_dim]; key and value: [R, T, num_heads, head_dim]."""
 
     query: jax.Array
     key: jax.Array
@@ -113,16 +113,20 @@ class _Heads(NamedTuple):
 
 
 def _forward(heads: _Heads, packed: AttentionSegments, is_training: bool) -> list[jax.Array]:
-    """Output like the query and, in training, statistics [R·S, num_heads] of each token."""
+    """Returns the output, shaped like the query, and in training statistics [R·S, num_heads]."""
     options = _options(heads.query.shape[-1]) | {"is_training": is_training}
     classes, outputs, statistics = _classes(heads, packed), [], []
-    for of in classes:
-        shown = _shown(heads, packed, of)
-        output, *own = _primitive("_dot_product_attention_fwd").bind(*shown.arrays, **options)
+    for length_class in classes:
+        arguments = _cudnn_arguments(heads, packed, length_class)
+        output, *by_slot = _primitive("_dot_product_attention_fwd").bind(
+            *arguments.arrays, **options
+        )
         outputs.append(_flat(output))
-        statistics += [_of_tokens(found, packed.query, shown.slot) for found in own]
-    output = _own(classes, packed, packed.query, outputs).reshape(heads.query.shape)
-    return [output, *([_own(classes, packed, packed.query, statistics)] if is_training else [])]
+        statistics += [_to_tokens(part, packed.query, arguments.slot) for part in by_slot]
+    output = _select_by_class(classes, packed, packed.query, outputs).reshape(heads.query.shape)
+    if not is_training:
+        return [output]
+    return [output, _select_by_class(classes, packed, packed.query, statistics)]
 
 
 def _forward_rule(
@@ -138,32 +142,35 @@ def _backward_rule(saved: Any, grad: jax.Array) -> tuple[Any, ...]:
     heads, packed, output, statistics = saved
     options = _options(heads.query.shape[-1])
     classes, grads = _classes(heads, packed), []
-    for of in classes:
-        shown = _shown(heads, packed, of)
-        like_query = shown.arrays[0].shape
+    for length_class in classes:
+        arguments = _cudnn_arguments(heads, packed, length_class)
+        query_shape = arguments.arrays[0].shape
         found = _primitive("_dot_product_attention_bwd").bind(
-            *shown.arrays,
-            _of_slots(statistics, shown.first, of.windows.queries),
-            *(part.reshape(like_query) for part in (output, grad)),
+            *arguments.arrays,
+            _to_slots(statistics, arguments.first, length_class.windows.queries),
+            *(part.reshape(query_shape) for part in (output, grad)),
             **options,
         )
         grads.append([_flat(part) for part in found])
     sides = (packed.query, packed.key, packed.key)
     parts = zip(sides, zip(*grads, strict=True), heads, strict=True)
-    own = (_own(classes, packed, side, of).reshape(like.shape) for side, of, like in parts)
-    return (*own, None)
+    selected = (
+        _select_by_class(classes, packed, side, by_class).reshape(like.shape)
+        for side, by_class, like in parts
+    )
+    return (*selected, None)
 
 
 cudnn_packed.defvjp(_forward_rule, _backward_rule)
 
 
-class _Shown(NamedTuple):
-    """What cuDNN is shown of a class of segments.
+class CudnnArguments(NamedTuple):
+    """Arguments of cuDNN's primitives for one class of segments.
 
     Attributes:
-      arrays: the primitives', as `_ARRAYS` names them.
-      first: [n] int32, where the segment of each slot begins among queries, counted over all rows.
-      slot: [R·M] int32, that of each segment, if it is of the class.
+      arrays: arrays of the primitives, in the order of `_ARRAYS`.
+      first: [n] int32, first query token of each slot's segment, counted over all rows.
+      slot: [R·M] int32, slot of each segment; meaningless for segments of other classes.
     """
 
     arrays: list[jax.Array]
@@ -177,39 +184,41 @@ def _classes(heads: _Heads, packed: AttentionSegments) -> tuple[LengthClass, ...
     return length_classes((rows, queries), (rows, keys), packed.lengths, packed.longest_key)
 
 
-def _shown(heads: _Heads, packed: AttentionSegments, of: LengthClass) -> _Shown:
+def _cudnn_arguments(
+    heads: _Heads, packed: AttentionSegments, length_class: LengthClass
+) -> CudnnArguments:
     query, key, value = heads
     length = packed.query.length.reshape(-1)
-    belongs = (length > of.above) & (length <= of.longest)
-    slot, segment, used = _slots(belongs, of.slots)
-    windows = of.windows
-    # At least two, below which JAX takes rows for unpacked.
-    slots = max(2, -(-of.slots // windows.number))
-    spare = slots * windows.number - of.slots
-    none, of_token = jnp.zeros(0, query.dtype), query.shape[-2:]
+    belongs = (length > length_class.above) & (length <= length_class.longest)
+    slot, segment, used = _slots(belongs, length_class.slots)
+    windows = length_class.windows
+    # With fewer than two slots per row, JAX treats the rows as unpacked.
+    slots = max(2, -(-length_class.slots // windows.number))
+    padding = slots * windows.number - length_class.slots
+    empty, token_shape = jnp.zeros(0, query.dtype), query.shape[-2:]
     firsts, lengths, offsets = [], [], []
     for segments, size in ((packed.query, windows.queries), (packed.key, windows.keys)):
         total = size * windows.number
         first = jnp.where(used, _first_tokens(segments)[segment], total)
-        first = jnp.pad(first, (0, spare + windows.number), constant_values=total)
-        own = jnp.where(used, segments.length.reshape(-1)[segment], 0)
+        first = jnp.pad(first, (0, padding + windows.number), constant_values=total)
+        used_length = jnp.where(used, segments.length.reshape(-1)[segment], 0)
         firsts.append(first)
-        lengths.append(jnp.pad(own, (0, spare)).reshape(-1, slots))
-        offsets.append((first * math.prod(of_token)).reshape(-1, slots + 1))
+        lengths.append(jnp.pad(used_length, (0, padding)).reshape(-1, slots))
+        offsets.append((first * math.prod(token_shape)).reshape(-1, slots + 1))
     arrays = [
-        query.reshape(-1, windows.queries, *of_token),
-        *(part.reshape(-1, windows.keys, *of_token) for part in (key, value)),
-        none,
+        query.reshape(-1, windows.queries, *token_shape),
+        *(part.reshape(-1, windows.keys, *token_shape) for part in (key, value)),
+        empty,
         *lengths,
         *offsets,
-        none,
-        none,
+        empty,
+        empty,
     ]
-    return _Shown(arrays, firsts[0][: slots * windows.number], slot)
+    return CudnnArguments(arrays, firsts[0][: slots * windows.number], slot)
 
 
 def _slots(belongs: jax.Array, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Each segment's slot [R·M]; each slot's segment, and whether it has one, [slots]."""
+    """Returns each segment's slot [R·M], each slot's segment and whether it has one, [slots]."""
     slot = jnp.cumsum(belongs, dtype=jnp.int32) - 1
     segment = jnp.zeros(slots, jnp.int32)
     segment = segment.at[jnp.where(belongs, slot, slots)].set(
@@ -218,25 +227,25 @@ def _slots(belongs: jax.Array, slots: int) -> tuple[jax.Array, jax.Array, jax.Ar
     return slot, segment, jnp.arange(slots) <= slot[-1]
 
 
-def _own(
+def _select_by_class(
     classes: Sequence[LengthClass],
     packed: AttentionSegments,
     side: Segments,
     found: Sequence[jax.Array],
 ) -> jax.Array:
-    """Of each token what was found for its segment's class; zero outside segments.
+    """Selects for each token the value of its segment's class; zero outside segments.
 
     Args:
-      classes: shortest first.
-      packed: where segments lie.
-      side: its queries or its keys.
-      found: for each class [R·S, ...] of that side's tokens.
+      classes: classes of segments, shortest first.
+      packed: positions of the segments.
+      side: the segments of queries or of keys.
+      found: for each class, values [R·S, ...] of the tokens of that side.
     """
     queries = packed.query.length.reshape(-1)[_segment_of_token(side)]
     queries = jnp.where(side.ids.reshape(-1) == PADDING, 0, queries)
     chosen = jnp.zeros_like(found[0])
-    for of, each in zip(classes, found, strict=True):
-        longer = (queries > of.above).reshape(-1, *[1] * (each.ndim - 1))
+    for length_class, each in zip(classes, found, strict=True):
+        longer = (queries > length_class.above).reshape(-1, *[1] * (each.ndim - 1))
         chosen = jnp.where(longer, each, chosen)
     return chosen
 
@@ -247,29 +256,35 @@ def _flat(x: jax.Array) -> jax.Array:
 
 
 def _first_tokens(segments: Segments) -> jax.Array:
-    """[R·M] int32: where segments begin, counted over all rows; unused slots at their row's end."""
+    """Returns the first token of each segment, [R·M] int32, counted over all rows.
+
+    The first token of an unused slot is the end of its row.
+    """
     rows, tokens = segments.ids.shape
     offset = jnp.where(segments.length > 0, segments.offset, tokens)
     return (offset + jnp.arange(rows, dtype=jnp.int32)[:, None] * tokens).reshape(-1)
 
 
 def _segment_of_token(segments: Segments) -> jax.Array:
-    """[R·S] int32: counted over all rows; the row's first for tokens of none."""
+    """Returns the segment of each token, [R·S] int32, counted over all rows.
+
+    Padding tokens get the first segment of their row.
+    """
     row = jnp.arange(len(segments.ids), dtype=jnp.int32)[:, None]
     return (jnp.maximum(segments.ids, 0) + row * segments.offset.shape[1]).reshape(-1)
 
 
-def _of_tokens(statistics: jax.Array, segments: Segments, slot: jax.Array) -> jax.Array:
-    """[slots, num_heads, window] → [R·S, num_heads]; of tokens of other classes anything."""
+def _to_tokens(statistics: jax.Array, segments: Segments, slot: jax.Array) -> jax.Array:
+    """[slots, num_heads, window] → [R·S, num_heads]; undefined for tokens of other classes."""
     tokens = jnp.arange(segments.ids.size, dtype=jnp.int32)
     segment = _segment_of_token(segments)
     place = tokens - _first_tokens(segments)[segment]
-    # Out of bounds only where the class is another one.
+    # Only tokens of other classes are out of bounds.
     return statistics.at[slot[segment], :, place].get(mode="clip")
 
 
-def _of_slots(statistics: jax.Array, first: jax.Array, window: int) -> jax.Array:
-    """The way back, [R·S, num_heads] → [slots, num_heads, window]."""
+def _to_slots(statistics: jax.Array, first: jax.Array, window: int) -> jax.Array:
+    """Inverts `_to_tokens`: [R·S, num_heads] → [slots, num_heads, window]."""
     token = jnp.minimum(first[:, None] + jnp.arange(window), len(statistics) - 1)
     return statistics[token].transpose(0, 2, 1)
 
@@ -293,7 +308,7 @@ def _primitive(name: str) -> Any:
 
 
 def _private_module() -> ModuleType | None:
-    """JAX's module of cuDNN attention, if its primitives take what is known here."""
+    """Returns JAX's module of cuDNN attention if its primitives have the expected parameters."""
     try:
         module = importlib.import_module(_MODULE)
         for name, known in _PRIMITIVES.items():

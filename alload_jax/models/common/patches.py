@@ -1,4 +1,4 @@
-"""Latents to tokens and back."""
+"""Conversion of latents to tokens and back."""
 
 from typing import TypeVar
 
@@ -9,7 +9,7 @@ Array = TypeVar("Array", jax.Array, np.ndarray)
 
 
 def patchify(latents: Array, patch: tuple[int, int, int]) -> Array:
-    """Cuts latents into patches, in (t, h, w) order.
+    """Splits latents into patches, in (t, h, w) order.
 
     Args:
       latents: [B, frames, height, width, C], each size a multiple of its patch size.
@@ -27,11 +27,11 @@ def patchify(latents: Array, patch: tuple[int, int, int]) -> Array:
 
 
 def unpatchify(tokens: Array, shape: tuple[int, ...], patch: tuple[int, int, int]) -> Array:
-    """The inverse of `patchify`.
+    """Inverts `patchify`.
 
     Args:
       tokens: [B, S, patch volume · C].
-      shape: of the latents, (B, frames, height, width, C).
+      shape: shape of the latents, (B, frames, height, width, C).
       patch: (frames, height, width) of one patch.
 
     Returns:

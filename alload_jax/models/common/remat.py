@@ -1,4 +1,4 @@
-"""Rematerialisation by name: what a transformer block keeps for its backward pass."""
+"""Rematerialisation policies: which activations a block keeps for its backward pass."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -6,24 +6,24 @@ from typing import Any, Literal
 import jax
 
 RematPolicy = Literal["none", "full", "attention", "matmuls_and_attention"]
-"""`none` keeps all; `full` keeps nothing but the block's input; `attention` keeps what attention
-puts out; `matmuls_and_attention` keeps that and the outputs of matrix products."""
+"""`none` keeps all activations; `full` keeps only the block's input; `attention` keeps attention
+outputs; `matmuls_and_attention` keeps those and the outputs of matrix products."""
 
 ATTENTION_OUTPUT = "attention_output"
-"""Name under which policies find what attention puts out, where it is not JAX's fused attention."""
+"""Name by which policies find attention outputs that are not from JAX's fused attention."""
 
 _policies = jax.checkpoint_policies
 
 
 def _keeps_fused_attention(prim: Any, *_: Any, **__: Any) -> bool:
-    """Keeps what JAX's cuDNN attention puts out, softmax statistics included: it runs once."""
+    """Keeps outputs and softmax statistics of JAX's cuDNN attention, so that it runs only once."""
     return prim.name == "dot_product_attention_fwd_wrapper"
 
 
 _KEEP_ATTENTION = _policies.save_from_both_policies(
     _policies.save_only_these_names(ATTENTION_OUTPUT), _keeps_fused_attention
 )
-_KEPT = {
+_POLICIES = {
     "full": _policies.nothing_saveable,
     "attention": _KEEP_ATTENTION,
     "matmuls_and_attention": _policies.save_from_both_policies(
@@ -33,7 +33,7 @@ _KEPT = {
 
 
 def rematerialise(function: Callable, policy: RematPolicy) -> Callable:
-    """Wraps a function (usually the body of a scan) in `jax.checkpoint` by the named policy."""
+    """Wraps a function (usually the body of a scan) in `jax.checkpoint` with the given policy."""
     if policy == "none":
         return function
-    return jax.checkpoint(function, policy=_KEPT[policy], prevent_cse=False)
+    return jax.checkpoint(function, policy=_POLICIES[policy], prevent_cse=False)

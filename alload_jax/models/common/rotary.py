@@ -9,7 +9,7 @@ RotaryTable = tuple[jax.Array, ...]
 
 
 def grid_positions(frames: int, height: int, width: int) -> jax.Array:
-    """Positions of the tokens of one clip, in the order in which it is patchified.
+    """Returns the positions of the tokens of one clip, in the order of `patchify`.
 
     Args:
       frames, height, width: size of the clip in tokens.
@@ -27,16 +27,16 @@ def rotary_table(
     head_dim: int,
     theta: float = 10_000.0,
 ) -> RotaryTable:
-    """Cosines and sines for every token and every pair of channels.
+    """Computes cosines and sines for every token and every pair of channels.
 
-    A head's channels are shared out as in Wan 2.1: 2·(head_dim // 6) each for h and w, the rest
-    for t; within each share, pairs turn at the usual geometric frequencies (arXiv 2104.09864).
-    Angles are float64, a small table for each axis, and looked up by position.
+    The channels of a head are divided as in Wan 2.1: 2·(head_dim // 6) each for h and w, the rest
+    for t. Within each part, pairs rotate at the usual geometric frequencies (arXiv 2104.09864).
+    Angles are computed in float64 in a small table per axis and looked up by position.
 
     Args:
-      positions: [S, 3] integers from 0; [R, S, 3] where every row has its own.
-      limits: (t, h, w) that no position reaches.
-      head_dim: even.
+      positions: [S, 3] integers from 0, or [R, S, 3] for different positions per row.
+      limits: exclusive upper bounds of the positions, (t, h, w).
+      head_dim: width of a head; even.
 
     Returns:
       cos, sin: [S, head_dim // 2] float32, or [R, S, head_dim // 2].
@@ -53,7 +53,7 @@ def rotary_table(
 
 
 def apply_rotary(x: jax.Array, table: RotaryTable) -> jax.Array:
-    """Turns neighbouring channel pairs (2i, 2i + 1) by the table's angles, in float32.
+    """Rotates neighbouring channel pairs (2i, 2i + 1) by the table's angles, in float32.
 
     Args:
       x: [B, S, num_heads, head_dim].
@@ -65,5 +65,5 @@ def apply_rotary(x: jax.Array, table: RotaryTable) -> jax.Array:
     cos, sin = (part[..., :, None, :] for part in table)
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return turned.reshape(x.shape).astype(x.dtype)
+    rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+    return rotated.reshape(x.shape).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: finding them, and reading one tensor at a time."""
+"""Finds the safetensors files of a checkpoint and reads one tensor at a time."""
 
 import json
 from contextlib import ExitStack
@@ -21,8 +21,8 @@ _PICKLED = (".pth", ".pt", ".bin", ".ckpt")
 class Checkpoint:
     """The tensors of a folder (or file) of safetensors, read one at a time.
 
-    Use as a context manager. `keys` maps each name to its file's handle and its name there:
-    ComfyUI writes a prefix before every one.
+    Use as a context manager. `keys` maps each name to the handle of its file and its name in the
+    file, which differs because ComfyUI adds a prefix to every name.
     """
 
     def __init__(self, place: str | Path):
@@ -36,7 +36,7 @@ class Checkpoint:
             owner: dict[str, Path] = {}
             for file in self.files:
                 handle = self._stack.enter_context(open_safetensors(file))
-                names = handle.keys()  # a handle itself does not iterate
+                names = handle.keys()  # a handle is not iterable
                 for key in names:
                     if key in owner:
                         raise InputError(
@@ -53,50 +53,50 @@ class Checkpoint:
         self._stack.close()
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Of one tensor; only the header is read."""
+        """Returns the shape of a tensor; reads only the header."""
         handle, name = self.keys[key]
         return tuple(handle.get_slice(name).get_shape())
 
     def dtype(self, key: str) -> str:
-        """Of one tensor, as safetensors names it; only the header is read."""
+        """Returns the dtype of a tensor as safetensors names it; reads only the header."""
         handle, name = self.keys[key]
         return handle.get_slice(name).get_dtype()
 
     def is_float(self, key: str) -> bool:
-        """Whether its dtype is one that weights may have."""
+        """Returns whether the dtype of a tensor is a floating-point dtype that weights may have."""
         return self.dtype(key) in _FLOATS
 
     def read(self, key: str) -> np.ndarray:
-        """One tensor, in the file's dtype."""
+        """Reads a tensor in the file's dtype."""
         handle, name = self.keys[key]
         return handle.get_tensor(name)
 
     def note(self, name: str) -> str | None:
-        """What the files' metadata say under that name."""
+        """Returns the value of that name in the files' metadata; None if there is none."""
         found = [(handle.metadata() or {}).get(name) for handle, _ in self.keys.values()]
         return next((value for value in found if value is not None), None)
 
 
 def open_safetensors(file: Path) -> Any:
-    """The file's handle, a context manager whose tensors are NumPy's.
+    """Opens a file; the handle is a context manager that returns NumPy arrays.
 
     Raises:
-      InputError: the file is missing, may not be read, or is not whole.
+      InputError: the file is missing, unreadable or incomplete.
     """
     try:
-        file.open("rb").close()  # safetensors calls a file missing that may not be read
+        file.open("rb").close()  # safetensors reports an unreadable file as missing
         return safetensors.safe_open(file, framework="numpy")
     except OSError as error:
         reason = error.strerror or str(error)
-        raise InputError(f"{file}: cannot be read ({reason}); mend that or name another") from error
+        raise InputError(f"{file}: cannot be read ({reason}); fix that or name another") from error
     except safetensors.SafetensorError as error:
         raise InputError(
-            f"{file}: is no whole safetensors file ({error}); get it anew, or name another"
+            f"{file}: is not a valid safetensors file ({error}); download it again or name another"
         ) from error
 
 
 def _files(place: Path) -> list[Path]:
-    """The safetensors files that a checkpoint consists of."""
+    """Returns the safetensors files of a checkpoint."""
     pickled = sorted(file for file in place.glob("*") if file.suffix in _PICKLED)
     if place.suffix in _PICKLED:
         pickled = [place]
@@ -104,7 +104,7 @@ def _files(place: Path) -> list[Path]:
         return [place]
     index = place / INDEX
     if index.is_file():
-        names = _indexed(index)
+        names = _read_index(index)
         if lost := [name for name in names if not (place / name).is_file()]:
             raise InputError(f"{place}: lacks {', '.join(lost)}; download it again")
         return [place / name for name in names]
@@ -112,22 +112,24 @@ def _files(place: Path) -> list[Path]:
         return found
     if pickled:
         raise InputError(
-            f"{pickled[0]}: is pickled, which can run code and is not read here; convert it with "
+            f"{pickled[0]}: is a pickle file, which can run code and is not read; convert it with "
             "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'x.safetensors')"
         )
     raise InputError(
-        f"{place}: holds no safetensors; name a folder with config.json and *.safetensors"
+        f"{place}: holds no safetensors files; name a folder with config.json and *.safetensors"
     )
 
 
-def _indexed(index: Path) -> list[str]:
-    """The files that an index names; only such as lie beside it."""
+def _read_index(index: Path) -> list[str]:
+    """Returns the files that an index lists; all must be in the folder of the index."""
     remedy = "download it again"
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{index}: is no index of safetensors; {remedy}") from error
+        raise InputError(f"{index}: is not a valid safetensors index; {remedy}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise InputError(f"{index}: names {name!r}, which is no file beside it; {remedy}")
+            raise InputError(
+                f"{index}: names {name!r}, which is not a file in its folder; {remedy}"
+            )
     return names

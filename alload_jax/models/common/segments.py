@@ -1,4 +1,4 @@
-"""Where the segments of packed rows lie."""
+"""Positions of the segments of packed rows."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,21 +8,21 @@ import jax
 import numpy as np
 
 PADDING = -1
-"""The segment of tokens that belong to none."""
+"""Segment id of padding tokens, which belong to no segment."""
 
 Lengths = tuple[tuple[int, int], ...]
-"""What is static of segments' lengths, as (above, most): of the segments of a row at most so many
-are longer than `above` tokens. The first is of 0, the last of the longest that there may be, of
-which 0 are longer."""
+"""Static bounds on the lengths of segments, as pairs (above, most): at most `most` segments of a
+row are longer than `above` tokens. In the first pair `above` is 0; in the last pair it is the
+maximum length and `most` is 0."""
 
 
 class Segments(NamedTuple):
     """Up to M segments in each of R rows of T tokens; unused slots come last.
 
     Attributes:
-      offset: [R, M] int32, the first token of each segment.
-      length: [R, M] int32, its tokens; 0 in unused slots.
-      ids: [R, T] int32, the slot of each token's segment, or PADDING.
+      offset: [R, M] int32, first token of each segment.
+      length: [R, M] int32, number of tokens of each segment; 0 in unused slots.
+      ids: [R, T] int32, slot of each token's segment, or PADDING.
     """
 
     offset: Any
@@ -37,14 +37,14 @@ class Segments(NamedTuple):
 )
 @dataclass(frozen=True)
 class AttentionSegments:
-    """Who attends to whom in packed rows: segment m of the queries to segment m of the keys.
+    """Attention in packed rows: segment m of the queries attends to segment m of the keys.
 
     Attributes:
-      query: where segments lie among queries.
-      key: where segments lie among keys.
-      lengths: of the segments of queries.
-      longest_key: a static bound on the tokens of a segment of keys; None where the keys' segments
-        are those of the queries.
+      query: positions of the segments in the queries.
+      key: positions of the segments in the keys.
+      lengths: static bounds on the lengths of the query segments.
+      longest_key: static upper bound on the tokens of a key segment; None if keys and queries have
+        the same segments.
     """
 
     query: Segments
@@ -55,34 +55,35 @@ class AttentionSegments:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("whole", "joint"),
-    meta_fields=("region", "lengths"),
+    data_fields=("whole", "split"),
+    meta_fields=("split_tokens", "lengths"),
 )
 @dataclass(frozen=True)
 class SplitRows:
-    """Who attends to whom where samples are split over the ranks of a context group.
+    """Attention in rows with samples that are split over the ranks of a context group.
 
-    The first A tokens of each of a group's c rows, one row after another, make a joint row.
+    The first A tokens of each row are its split region. The split regions of the c rows of a
+    context group, one after another, hold the c·A split tokens of the group.
 
     Attributes:
-      whole: segments of the other T − A tokens, counted from there.
-      joint: segments of the joint row of c·A tokens; the same for all rows of a group.
-      region: A.
-      lengths: of the segments of `whole`, and of `joint`.
+      whole: segments of the other T − A tokens; offsets count from token A.
+      split: segments of the group's c·A split tokens; equal for all rows of a group.
+      split_tokens: A, tokens per row.
+      lengths: static bounds on the lengths of the segments of `whole` and of `split`.
     """
 
     whole: Segments
-    joint: Segments
-    region: int
+    split: Segments
+    split_tokens: int
     lengths: tuple[Lengths, Lengths]
 
     def within_whole(self) -> AttentionSegments:
-        """Tokens behind the region attend to those of their segment."""
-        return _to_itself(self.whole, self.lengths[0])
+        """Tokens behind the split region attend within their segment."""
+        return _self_attention(self.whole, self.lengths[0])
 
-    def within_joint(self) -> AttentionSegments:
-        """Tokens of the joint row attend to those of their segment."""
-        return _to_itself(self.joint, self.lengths[1])
+    def within_split(self) -> AttentionSegments:
+        """The group's split tokens attend within their segment."""
+        return _self_attention(self.split, self.lengths[1])
 
 
 @partial(
@@ -92,14 +93,15 @@ class SplitRows:
 )
 @dataclass(frozen=True)
 class PackedMetadata:
-    """Where the segments of packed rows lie, among tokens and among condition tokens.
+    """Positions of the segments of packed rows, in tokens and in condition tokens.
 
     Attributes:
-      tokens, condition: the segments of each.
-      split: where split samples lie, if some may be.
-      grid: static, (t, h, w) in tokens of the largest sample along each; no position reaches it.
-      lengths: static, of the segments of tokens.
-      longest_condition: a static bound on the condition tokens of a segment.
+      tokens: segments of the tokens.
+      condition: segments of the condition tokens.
+      split: positions of split samples; None if the rows hold none.
+      grid: static, maximum (t, h, w) of the samples in tokens; positions are below it.
+      lengths: static bounds on the lengths of the segments of tokens.
+      longest_condition: static upper bound on the condition tokens of a segment.
     """
 
     tokens: Segments
@@ -110,20 +112,25 @@ class PackedMetadata:
     longest_condition: int
 
     def within_tokens(self) -> "AttentionSegments | SplitRows":
-        """Tokens attend to those of their segment, or of their split sample."""
-        return self.split or _to_itself(self.tokens, self.lengths)
+        """Tokens attend within their segment or split sample."""
+        return self.split or _self_attention(self.tokens, self.lengths)
 
     def to_condition(self) -> AttentionSegments:
-        """Tokens attend to the condition of their segment."""
+        """Tokens attend to the condition tokens of their segment."""
         return AttentionSegments(self.tokens, self.condition, self.lengths, self.longest_condition)
 
 
-def _to_itself(segments: Segments, lengths: Lengths) -> AttentionSegments:
+def _self_attention(segments: Segments, lengths: Lengths) -> AttentionSegments:
     return AttentionSegments(segments, segments, lengths, None)
 
 
 def segments_of(table: np.ndarray, tokens: int) -> Segments:
-    """Segments in host memory, from offsets and lengths [2, R, M] int32, of rows of `tokens`."""
+    """Builds segments in host memory.
+
+    Args:
+      table: [2, R, M] int32, offsets and lengths.
+      tokens: T, tokens per row.
+    """
     offset, length = table
     ids = np.full((len(offset), tokens), PADDING, np.int32)
     for row, slot in zip(*np.nonzero(length), strict=True):

@@ -1,8 +1,8 @@
-"""One long row as several shorter ones, for work that treats every token alike.
+"""Splits a single long row into several shorter ones, for computation per token.
 
-XLA drops the axis of a batch of one, and then lays matrix products and the norms around them out
-by columns: on an H200 the transposes took 2 % of a block at 65,536 tokens. Cut in pieces, the
-tokens of a lone row are computed as those of any batch; cutting moves no data.
+XLA drops the axis of a batch of one and then uses a column-major layout for matrix products and the
+norms around them: on an H200 the transposes took 2 % of a block at 65,536 tokens. Split into row
+blocks, a single row is computed like any other batch; the split moves no data.
 """
 
 from collections.abc import Callable
@@ -12,24 +12,24 @@ from jax.sharding import NamedSharding
 
 from alload_jax.sharding.mesh import row_shards
 
-_PIECES = 8
+_ROW_BLOCKS = 8
 
 
 def split_single_row(
     function: Callable[..., jax.Array], sharding: NamedSharding | None, *arrays: jax.Array
 ) -> jax.Array:
-    """`function(*arrays)`, each array [B, S, ...] cut to [8·B, S / 8, ...] where that helps.
+    """Computes `function(*arrays)` with each array [B, S, ...] reshaped to [8·B, S / 8, ...].
 
-    It helps where each device has one row. An array whose second axis is not S must not be given.
+    Arrays are reshaped only if each device has one row. The second axis of each array must be S.
 
     Args:
-      function: of arrays [B', S', ...], token by token, giving [B', S', ...].
-      sharding: how rows are split over a mesh; None on one device.
-      arrays: [B, S, ...], with the same B and S, which the mesh divides.
+      function: maps arrays [B', S', ...] to [B', S', ...], each token independently.
+      sharding: sharding of rows over a mesh; None on one device.
+      arrays: [B, S, ...] with the same B and S, divisible by the mesh.
     """
     rows, tokens = arrays[0].shape[:2]
-    if rows != row_shards(sharding) or tokens % _PIECES:
+    if rows != row_shards(sharding) or tokens % _ROW_BLOCKS:
         return function(*arrays)
-    cut = (x.reshape(rows * _PIECES, tokens // _PIECES, *x.shape[2:]) for x in arrays)
-    result = function(*cut)
+    blocks = (x.reshape(rows * _ROW_BLOCKS, tokens // _ROW_BLOCKS, *x.shape[2:]) for x in arrays)
+    result = function(*blocks)
     return result.reshape(rows, tokens, *result.shape[2:])

@@ -1,8 +1,8 @@
 """Attention over samples that are split between the ranks of a context group.
 
-All-to-alls turn a region's tokens of all heads into all tokens of some heads and back, as in
-DeepSpeed-Ulysses (arXiv 2309.14509), for the first A tokens of each rank's row alone; the others
-attend on their own rank.
+All-to-alls exchange a rank's split tokens of all heads for all split tokens of some heads and back,
+as in DeepSpeed-Ulysses (arXiv 2309.14509). This applies to the first A tokens of each rank's row;
+the other tokens attend on their own rank.
 """
 
 from collections.abc import Callable
@@ -14,28 +14,30 @@ from alload_jax.models.common.segments import AttentionSegments, SplitRows
 from alload_jax.sharding.mesh import CONTEXT
 
 Within = Callable[[jax.Array, jax.Array, jax.Array, AttentionSegments], jax.Array]
-"""(query, key, value, who attends to whom) → output, on one device."""
+"""(query, key, value, segments) → output, on one device."""
 
 
 def split_packed(
     within: Within, query: jax.Array, key: jax.Array, value: jax.Array, split: SplitRows
 ) -> jax.Array:
-    """softmax(query·keyᵀ/√head_dim)·value within whole and split segments, inside `shard_map`.
+    """Computes softmax(query·keyᵀ/√head_dim)·value within whole and split segments.
+
+    It must run inside `shard_map`.
 
     Args:
       within: attention on packed rows of one device.
-      query, key, value: [1, T, num_heads, head_dim], the row of one rank; the context axis divides
-        num_heads.
-      split: where segments lie.
+      query, key, value: [1, T, num_heads, head_dim], the row of one rank; num_heads is divisible by
+        the context axis.
+      split: positions of the segments.
 
     Returns:
       [1, T, num_heads, head_dim] in the query's dtype.
     """
-    region = split.region
-    q, k, v = (_tokens_together(x[:, :region]) for x in (query, key, value))
-    outputs = [_heads_together(within(q, k, v, split.within_joint()))]
-    if region < query.shape[1]:
-        q, k, v = (x[:, region:] for x in (query, key, value))
+    count = split.split_tokens
+    q, k, v = (_tokens_together(x[:, :count]) for x in (query, key, value))
+    outputs = [_heads_together(within(q, k, v, split.within_split()))]
+    if count < query.shape[1]:
+        q, k, v = (x[:, count:] for x in (query, key, value))
         outputs.append(within(q, k, v, split.within_whole()))
     return jnp.concatenate(outputs, axis=1)
 
@@ -46,5 +48,5 @@ def _tokens_together(x: jax.Array) -> jax.Array:
 
 
 def _heads_together(x: jax.Array) -> jax.Array:
-    """The way back."""
+    """Inverts `_tokens_together`."""
     return jax.lax.all_to_all(x, CONTEXT, split_axis=1, concat_axis=2, tiled=True)

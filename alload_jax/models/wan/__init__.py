@@ -1,1 +1,1 @@
-"""Wan 2.1's transformer, and Wan 2.2's 5B model."""
+"""The transformer of Wan 2.1 and of Wan 2.2's 5B model."""

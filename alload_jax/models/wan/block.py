@@ -18,17 +18,17 @@ from pallas_kernels import Segmentation, layernorm_modulate, residual_layernorm_
 
 
 class Context(NamedTuple):
-    """What all blocks share.
+    """Inputs that all blocks share.
 
     Attributes:
-      modulation: [B, 6, D] float32; [B, S, 6, D] where every token has a timestep of its own;
-        [B, M, 6, D] for the segments of packed rows.
-      condition: [B, L, D], of text or classes.
-      image: [B, N, D], or None.
-      rotary: of the queries and keys of self-attention.
-      sharding: of x over a mesh of Auto axes; kernels need to know.
-      packed: where segments lie; None where every row is one sample.
-      segmentation: of packed rows, for the norms.
+      modulation: [B, 6, D] float32; [B, S, 6, D] for a timestep per token; [B, M, 6, D] for the
+        segments of packed rows.
+      condition: [B, L, D] embedded text or classes.
+      image: [B, N, D] embedded image, or None.
+      rotary: rotary table for the queries and keys of self-attention.
+      sharding: sharding of x over a mesh of Auto axes, which kernels need.
+      packed: positions of the segments; None if every row is one sample.
+      segmentation: segments of packed rows, for the norms.
     """
 
     modulation: jax.Array
@@ -72,7 +72,7 @@ class Attention(nnx.Module):
         segments: AttentionSegments | SplitRows | None = None,
         sharding: NamedSharding | None = None,
     ) -> jax.Array:
-        """x: [B, S, D] attends to context: [B, T, D], and besides to image: [B, N, D]."""
+        """x: [B, S, D] attends to context: [B, T, D] and to image: [B, N, D] → [B, S, D]."""
         heads = partial(self._heads, sharding=sharding)
         query = heads(x, self.query, self.query_norm, rotary)
         mixed = attention(
@@ -100,7 +100,7 @@ class Attention(nnx.Module):
         *,
         sharding: NamedSharding | None,
     ) -> jax.Array:
-        """[B, S, D] projected, normed, cut into heads and turned: [B, S, num_heads, head_dim]."""
+        """Projects, norms and rotates x: [B, S, D] → [B, S, num_heads, head_dim]."""
 
         def projected(x: jax.Array, *rotary: jax.Array) -> jax.Array:
             y = linear(x) if norm is None else norm(linear(x))
@@ -129,10 +129,10 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Self-attention, cross-attention to the condition, feed-forward; modulated by the timestep.
+    """Self-attention, cross-attention to the condition and feed-forward, modulated by the timestep.
 
     The order of norms, gates and plain additions is Wan 2.1's. The residual stream has the
-    config's `stream_dtype`; what enters attention and feed-forward its `compute_dtype`.
+    config's `stream_dtype`; the inputs of attention and feed-forward have its `compute_dtype`.
     """
 
     def __init__(self, config: WanConfig, *, rngs: nnx.Rngs):
@@ -149,7 +149,7 @@ class Block(nnx.Module):
         self.feed_forward = FeedForward(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
-        """x: [B, S, D] in the stream's dtype → the same, and what the layer hands out besides."""
+        """x: [B, S, D] in `stream_dtype` → output like x, and the layer's auxiliary values."""
         shift1, scale1, gate1, shift2, scale2, gate2 = jnp.unstack(
             self.modulation[...] + context.modulation, axis=-2
         )
@@ -186,7 +186,7 @@ class Block(nnx.Module):
     def _before_cross_attention(
         self, x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]
     ) -> tuple[jax.Array, jax.Array]:
-        """h = x + gate·y and its affine norm, which is a modulation too: by (weight − 1, bias)."""
+        """Computes h = x + gate·y and its affine norm, a modulation by (weight − 1, bias)."""
         by_segment = "segment_ids" in options
         if self.cross_norm is None:
             h = self._gated_add(x, y, gate, options)
@@ -199,13 +199,13 @@ class Block(nnx.Module):
         shift = jnp.broadcast_to(bias[...], rows)
         if gate.shape == rows:
             return residual_layernorm_modulate(x, y, gate, scale, shift, **options)
-        # A gate for each token beside one affine norm for all: the fused sum wants one layout.
+        # The fused sum needs one layout, but each token has a gate and all share one affine norm.
         h = _gated_add(x, y, gate)
         return h, layernorm_modulate(h, scale, shift, **options).astype(self.dtype)
 
 
 class Head(nnx.Module):
-    """Modulated norm and projection from tokens back to patches."""
+    """Modulated norm and projection from tokens to patches."""
 
     def __init__(self, config: WanConfig, patch_dim: int, *, rngs: nnx.Rngs):
         self.dtype = config.compute_dtype
@@ -230,7 +230,7 @@ class Head(nnx.Module):
 
 
 def _gated_add(x: jax.Array, y: jax.Array, gate: jax.Array) -> jax.Array:
-    """x + y·gate in float32, rounded once; gate: [B, D] or [B, S, D] float32."""
+    """Computes x + y·gate in float32, rounded once; gate: [B, D] or [B, S, D] float32."""
     gate = gate[:, None, :] if gate.ndim == 2 else gate
     return (x.astype(jnp.float32) + y.astype(jnp.float32) * gate).astype(x.dtype)
 
@@ -240,8 +240,8 @@ def _gated_add_by_segment(
 ) -> jax.Array:
     """`_gated_add` with a gate for each segment, [B, M, D]; zero outside segments.
 
-    The fused norm's residual sum is what is wanted here: its gradient of the gate is a reduction
-    over segments, where that of a gather would be a scatter of every token.
+    This uses the residual sum of the fused norm: its gradient of the gate is a reduction over
+    segments, whereas indexing the gates by token would give a scatter over all tokens.
     """
     none = jnp.zeros_like(gate)
     return residual_layernorm_modulate(x, y, gate, none, none, **options)[0]

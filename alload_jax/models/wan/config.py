@@ -1,4 +1,4 @@
-"""Shape and arithmetic of Wan's transformer."""
+"""Config of Wan's transformer: shape and arithmetic."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -12,22 +12,22 @@ from pallas_kernels.layernorm_modulate import implementation_names as norm_imple
 
 @dataclass(frozen=True)
 class WanConfig(ModelConfig):
-    """Shape and arithmetic of the transformer; fields of all families are in `ModelConfig`.
+    """Shape and arithmetic of the transformer; `ModelConfig` has the fields of all families.
 
     Attributes:
       family: `wan`.
       dim: width of the residual stream.
       ffn_dim: width of the feed-forward layer.
-      num_heads: attention heads; `dim / num_heads` must be even.
-      num_layers: transformer blocks.
-      qk_norm: RMSNorm over the full width of queries and keys.
-      cross_norm: an affine LayerNorm before cross-attention.
-      freq_dim: size of the timestep's sinusoid.
-      eps: of every norm.
-      residual_dtype: of the stream between the blocks. `compute` is that of the computation, as in
-        diffusers; `float32` is Wan's own code, more exact and with twice the activations to keep.
+      num_heads: number of attention heads; `dim / num_heads` must be even.
+      num_layers: number of transformer blocks.
+      qk_norm: whether queries and keys get an RMSNorm over their full width.
+      cross_norm: whether an affine LayerNorm precedes cross-attention.
+      freq_dim: width of the timestep's sinusoidal embedding.
+      eps: epsilon of every norm.
+      residual_dtype: dtype of the residual stream. `compute` is the dtype of the computation, as in
+         diffusers; `float32`, as in Wan's repository, is more exact and doubles activation memory.
       norm: implementation of the modulated norms: `triton` (our kernels, GPU only), `xla`, the
-        name of a registered one, or `auto`, whichever was measured as faster on this device.
+        name of a registered one, or `auto`, the one that was measured as faster here.
     """
 
     family: Literal["wan"] = "wan"
@@ -73,7 +73,7 @@ class WanConfig(ModelConfig):
             raise InputError("model.image is set without model.text; set both, or neither")
 
     def require_divisible(self, shards: int) -> None:
-        """See `ModelConfig.require_divisible`: the heads are split."""
+        """See `ModelConfig.require_divisible`; this family splits its heads."""
         if self.num_heads % shards:
             raise InputError(
                 f"mesh.context·mesh.tensor is {shards}, which does not divide model.num_heads "

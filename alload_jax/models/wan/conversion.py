@@ -1,4 +1,4 @@
-"""Wan's config files: diffusers' config.json and that of Wan's own repository, to ours and back."""
+"""Converts config.json of diffusers and of Wan's repository to our config, and exports ours."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ _COUNTS = frozenset(
 )
 _OPTIONAL_COUNTS = frozenset(["out_channels", "image_dim", "pos_embed_seq_len"])
 _TEXT_LENGTH = 512
-"""Tokens that Wan's pipelines fill every text to; diffusers' config does not hold it."""
+"""Number of tokens to which Wan's pipelines pad texts; diffusers' config does not contain it."""
 
 
 def read_fields(fields: dict[str, Any]) -> WanConfig:
-    """The architecture that a config.json of diffusers or of Wan's own repository describes.
+    """Reads the architecture from a config.json of diffusers or of Wan's repository.
 
     Raises:
-      InputError: a field has another type than it must have.
+      InputError: a field has the wrong type.
       KeyError: a field is missing.
     """
     _check_types(fields)
@@ -59,7 +59,7 @@ def _from_diffusers(fields: dict[str, Any]) -> WanConfig:
         num_heads=fields["num_attention_heads"],
         num_layers=fields["num_layers"],
         in_channels=fields["in_channels"],
-        out_channels=_unless(fields.get("out_channels"), fields["in_channels"]),
+        out_channels=_none_if_default(fields.get("out_channels"), fields["in_channels"]),
         patch_size=_triple(fields["patch_size"]),
         text=TextConfig(fields["text_dim"], _TEXT_LENGTH),
         image=ImageConfig(image, positions) if image else None,
@@ -78,7 +78,7 @@ def _from_original(fields: dict[str, Any]) -> WanConfig:
         num_heads=fields["num_heads"],
         num_layers=fields["num_layers"],
         in_channels=fields["in_dim"],
-        out_channels=_unless(fields["out_dim"], fields["in_dim"]),
+        out_channels=_none_if_default(fields["out_dim"], fields["in_dim"]),
         patch_size=_triple(fields.get("patch_size", (1, 2, 2))),
         text=TextConfig(fields.get("text_dim", 4096), fields["text_len"]),
         image=ImageConfig(positions=positions) if with_image else None,
@@ -90,18 +90,18 @@ def _from_original(fields: dict[str, Any]) -> WanConfig:
 
 
 def export_fields(config: WanConfig) -> dict[str, Any]:
-    """The config.json with which diffusers' WanTransformer3DModel loads such a model.
+    """Returns the config.json with which diffusers' WanTransformer3DModel loads such a model.
 
     Raises:
-      InputError: diffusers has no such model.
+      InputError: diffusers does not support such a model.
     """
     if config.text is None:
         raise InputError(
-            "model.text is null: a model of classes is none that diffusers knows; "
+            "model.text is null: diffusers does not support class conditions; "
             "only models with text embeddings can be exported"
         )
     if not config.qk_norm:
-        raise InputError("model.qk_norm is false: diffusers' Wan always has these norms")
+        raise InputError("model.qk_norm is false: diffusers' Wan requires these norms")
     image = config.image
     return {
         "_class_name": DIFFUSERS_CLASS,
@@ -125,7 +125,7 @@ def export_fields(config: WanConfig) -> dict[str, Any]:
     }
 
 
-def _unless(value: int | None, default: int) -> int | None:
+def _none_if_default(value: int | None, default: int) -> int | None:
     return None if value in (None, default) else value
 
 

@@ -12,7 +12,7 @@ from alload_jax.models.wan.partition import PARTITION_RULES
 from alload_jax.models.wan.transformer import WanTransformer, packing_unsupported_reason
 
 _VAE_STRIDES = {1: (1, 1, 1), 3: (1, 1, 1), 48: (4, 16, 16)}
-"""By channels: pixels, and Wan 2.2's VAE; all others are of Wan 2.1's."""
+"""VAE strides by number of channels: pixels, and Wan 2.2's VAE; others are of Wan 2.1's VAE."""
 
 
 class WanFamily(Family):
@@ -22,7 +22,7 @@ class WanFamily(Family):
     config = WanConfig
     partition_rules = PARTITION_RULES
     folder_classes = (conversion.DIFFUSERS_CLASS, conversion.ORIGINAL_CLASS)
-    # Some published files hold it and no model uses it; diffusers ignores it too.
+    # Some released files contain this tensor, which no model uses; diffusers ignores it too.
     ignored_tensors = ("norm_added_q",)
 
     def build(self, config: WanConfig, rngs: nnx.Rngs) -> WanTransformer:
@@ -34,7 +34,7 @@ class WanFamily(Family):
         return packing_unsupported_reason(config)
 
     def sampling_defaults(self, config: WanConfig) -> SamplingDefaults:
-        """See `Family.sampling_defaults`; guidance and shift are those advised for 720p."""
+        """See `Family.sampling_defaults`; guidance and shift are those recommended for 720p."""
         return SamplingDefaults(5.0, 5.0, _VAE_STRIDES.get(config.in_channels, (4, 8, 8)))
 
     def tensors(self, config: WanConfig, naming: Naming) -> list[Tensor]:

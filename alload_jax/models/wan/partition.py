@@ -1,19 +1,19 @@
-"""How Wan's parameters are split over a mesh."""
+"""Partition rules of Wan's parameters."""
 
 from jax.sharding import PartitionSpec
 
 from alload_jax.sharding.rules import Rules
 
-_WIDENS = r"(query|key|value|image_key|image_value|feed_forward/hidden)"
-_NARROWS = r"(attention/out|feed_forward/out)"
+_COLUMN_PARALLEL = r"(query|key|value|image_key|image_value|feed_forward/hidden)"
+_ROW_PARALLEL = r"(attention/out|feed_forward/out)"
 
 PARTITION_RULES: Rules = (
     (r"head/out/kernel$", PartitionSpec("fsdp", None)),
-    (rf"blocks/.*{_WIDENS}/kernel$", PartitionSpec(None, None, ("tensor", "fsdp"))),
-    (rf"blocks/.*{_NARROWS}/kernel$", PartitionSpec(None, "tensor", "fsdp")),
-    (rf"blocks/.*{_WIDENS}/bias$", PartitionSpec(None, "tensor")),
+    (rf"blocks/.*{_COLUMN_PARALLEL}/kernel$", PartitionSpec(None, None, ("tensor", "fsdp"))),
+    (rf"blocks/.*{_ROW_PARALLEL}/kernel$", PartitionSpec(None, "tensor", "fsdp")),
+    (rf"blocks/.*{_COLUMN_PARALLEL}/bias$", PartitionSpec(None, "tensor")),
     (r"kernel$|embedding$", PartitionSpec(None, "fsdp")),
     (r".", PartitionSpec()),
 )
-"""(pattern, rule) pairs; the first pattern found in a path decides. Blocks have a leading layer
-axis. Over `tensor`, heads and the hidden width are split as in Megatron-LM (arXiv 1909.08053)."""
+"""(pattern, rule) pairs; the first pattern found in a path applies. Blocks have a leading layer
+axis. `tensor` splits heads and the hidden width as in Megatron-LM (arXiv 1909.08053)."""

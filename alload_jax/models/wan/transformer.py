@@ -25,9 +25,9 @@ from pallas_kernels import segmentation
 
 
 def packing_unsupported_reason(config: WanConfig) -> str:
-    """Why this model had better not train on packed rows here; empty when it can."""
+    """Returns why this model should not train on packed rows on this device; empty if it can."""
     if config.image is not None:
-        return "packed rows hold no image conditions"
+        return "packed rows do not support image conditions"
     if config.attention == "xla":
         return "model.attention is xla, which computes all pairs of a row"
     head = jax.ShapeDtypeStruct((1, 1, 1, config.dim // config.num_heads), config.compute_dtype)
@@ -35,7 +35,7 @@ def packing_unsupported_reason(config: WanConfig) -> str:
 
 
 class WanTransformer(nnx.Module):
-    """The transformer. Its parameters are float32; those of the blocks are stacked over layers."""
+    """The transformer. Parameters are float32; those of the blocks are stacked over layers."""
 
     def __init__(self, config: WanConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -58,7 +58,7 @@ class WanTransformer(nnx.Module):
         image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
     ) -> jax.Array:
-        """The velocity of `forward`."""
+        """Returns the velocity of `forward`."""
         return self.forward(latents, timestep, condition, image, sharding).velocity
 
     def forward(
@@ -72,21 +72,21 @@ class WanTransformer(nnx.Module):
         """See `Model.forward`.
 
         Args:
-          latents: [B, frames, height, width, in_channels], sizes multiples of the patch's.
-          timestep: [B] float32, 0 (data) to 1000 (noise), or [B, S] for one a token (Wan 2.2's 5B
-            model, which holds a first frame at 0).
-          condition: [B, L] int32 classes, `num_classes` standing for none; or [B, L, text.dim]
-            text embeddings where the config has `text`.
-          image: [B, N, image.dim] image embeddings, where the config has `image`.
-          sharding: how rows are split over a mesh of Auto axes; kernels need to know.
+          latents: [B, frames, height, width, in_channels], multiples of the patch size.
+          timestep: [B] float32, 0 (data) to 1000 (noise), or [B, S] for one per token (Wan 2.2's 5B
+            model keeps a given first frame at 0).
+          condition: [B, L] int32 classes, `num_classes` for the null class; or text embeddings
+            [B, L, text.dim] if the config has `text`.
+          image: [B, N, image.dim] image embeddings, if the config has `image`.
+          sharding: sharding of rows over a mesh of Auto axes, which kernels need.
 
         Raises:
-          ValueError: an image is given to a model that takes none, or lacks where it takes one.
+          ValueError: an image is given but the config has none, or it is missing.
         """
         if (image is None) != (self.image_embedding is None):
             raise ValueError(
                 f"image is {'missing' if image is None else 'given'}, but model.image is "
-                f"{self.config.image}; give image embeddings exactly where the config has them"
+                f"{self.config.image}; give image embeddings if and only if it is set"
             )
         patch = self.config.patch_size
         tokens = patchify(latents, patch)
@@ -107,15 +107,16 @@ class WanTransformer(nnx.Module):
         condition: jax.Array,
         sharding: NamedSharding | None = None,
     ) -> Output:
-        """See `Model.forward_packed`; the same function of each sample as `forward`.
+        """See `Model.forward_packed`; it computes the same function of each sample as `forward`.
 
         Raises:
-          NotImplementedError: the model takes image conditions, or attention can't run packed.
+          NotImplementedError: the model takes image conditions, or attention cannot run on packed
+            rows.
         """
         if self.image_embedding is not None:
             raise NotImplementedError(
-                "model.image is set, and packed rows hold no image conditions; choose a bucketed "
-                "planning.policy such as dual_constraint"
+                "model.image is set, but packed rows do not support image conditions; choose a "
+                "bucketed planning.policy such as dual_constraint"
             )
         head_dim = self.config.dim // self.config.num_heads
         rotary = rotary_table(positions, metadata.grid, head_dim)
@@ -134,7 +135,7 @@ class WanTransformer(nnx.Module):
         sharding: NamedSharding | None = None,
         packed: PackedMetadata | None = None,
     ) -> Output:
-        """The transformer on tokens: [B, S, patch_dim] → [B, S, patch_dim] and auxiliary values."""
+        """Applies the transformer to tokens [B, S, patch_dim]; the velocity has their shape."""
         x = self.patch_embedding(tokens).astype(self.config.stream_dtype)
         time, modulation = self.time_embedding(timestep)
         if self.image_embedding is not None:

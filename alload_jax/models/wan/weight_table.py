@@ -1,7 +1,7 @@
-"""Names and layouts of Wan's parameters: ours, diffusers' and those of Wan's own repository.
+"""Names and layouts of Wan's parameters: ours, diffusers' and those of Wan's repository.
 
-Facts read from diffusers' WanTransformer3DModel (0.42.1) and the Wan 2.1 repository's WanModel;
-what they compute alike they name and lay out differently.
+The table follows diffusers' WanTransformer3DModel (0.42.1) and the Wan 2.1 repository's WanModel,
+which compute the same function with different names and layouts.
 """
 
 import math
@@ -13,7 +13,7 @@ from alload_jax.models.wan.config import WanConfig
 
 
 def tensors(config: WanConfig, naming: Naming) -> list[Tensor]:
-    """Every tensor of a checkpoint of that model, in the blocks' order."""
+    """Lists the tensors of a checkpoint of that model, in the order of the blocks."""
     found = list(_outside_blocks(config))
     for layer in range(config.num_layers):
         found += _block(config, layer)
@@ -23,7 +23,7 @@ def tensors(config: WanConfig, naming: Naming) -> list[Tensor]:
 
 
 def naming_of(keys: set[str]) -> Naming:
-    """Whose names a checkpoint's keys are."""
+    """Returns the naming scheme of a checkpoint's keys."""
     original = any(re.match(r"(blocks\.\d+\.self_attn|head\.|time_projection)", k) for k in keys)
     return "original" if original else "diffusers"
 
@@ -119,7 +119,7 @@ _RENAMED = (
     (r"^scale_shift_table", "head.modulation"),
     (r"^proj_out", "head.head"),
     (r"\.scale_shift_table", ".modulation"),
-    (r"\.norm2\.", ".norm3."),  # the original counts its norms in another order
+    (r"\.norm2\.", ".norm3."),  # the original numbers its norms in another order
     (r"\.ffn\.net\.0\.proj", ".ffn.0"),
     (r"\.ffn\.net\.2", ".ffn.2"),
     (r"\.attn2\.add_k_proj", ".cross_attn.k_img"),
@@ -130,7 +130,7 @@ _RENAMED = (
     (r"\.to_out\.0\.", ".o."),
     (r"\.to_([qkv])\.", r".\1."),
 )
-"""diffusers' names → those of Wan's own repository, one after the other."""
+"""Patterns that turn diffusers' names into those of Wan's repository, applied in order."""
 
 
 def _original(key: str) -> str:

@@ -1,1 +1,1 @@
-"""Evaluators: figures of what a model draws, found by name."""
+"""Evaluators: metrics of generated samples, selected by name."""

@@ -1,4 +1,4 @@
-"""Does the model draw the digit it was asked for? A small classifier reads its stills."""
+"""Digit accuracy: a small classifier reads generated stills."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,14 +17,14 @@ _CLASSES = 10
 
 @dataclass(frozen=True)
 class DigitAccuracy:
-    """Share of drawn 8×8 stills that a classifier reads as the digit asked for.
+    """Fraction of generated 8×8 stills that a classifier reads as the requested digit.
 
-    The classifier is a support vector machine trained on all of scikit-learn's real digits; on
-    held-out real digits such a one is right 99 times in 100.
+    The classifier is a support vector machine trained on all of scikit-learn's real digits; its
+    accuracy on held-out real digits is 99 %.
 
     Attributes:
       name: `digit_accuracy`.
-      per_digit: stills of each digit.
+      per_digit: number of stills per digit.
     """
 
     name: Literal["digit_accuracy"] = "digit_accuracy"
@@ -37,18 +37,20 @@ class DigitAccuracy:
             )
 
     def check(self, model: ModelConfig, manifest: Manifest) -> None:
-        """See `Evaluator.check`: digits are read from 8×8 stills of ten classes.
+        """See `Evaluator.check`; the evaluator needs 8×8 stills of ten classes.
 
         Raises:
-          InputError: the model cannot draw such stills.
+          InputError: the model cannot generate such stills.
         """
         if "digits" not in manifest.origin:
             raise InputError(
-                f"evaluators: digit_accuracy reads moving digits, but {manifest.path} holds other "
-                "data; leave it out"
+                f"evaluators: digit_accuracy needs the data set digits, but {manifest.path} holds "
+                "other data; remove the evaluator"
             )
         if model.num_classes != _CLASSES:
-            raise InputError(f"model.num_classes is {model.num_classes}; digits have 10 classes")
+            raise InputError(
+                f"model.num_classes is {model.num_classes}; digits have 10 classes, so set it to 10"
+            )
         frames, height, width = model.patch_size
         if frames != 1 or DIGIT % height or DIGIT % width:
             raise InputError(
@@ -62,10 +64,10 @@ class DigitAccuracy:
 
         images, digits = load_digits()
         classifier = SVC(gamma="scale").fit(images.reshape(len(images), -1), digits)
-        asked = np.repeat(np.arange(_CLASSES, dtype=np.int32), self.per_digit)
-        labels = np.full((len(asked), drawing.condition_tokens), _CLASSES, np.int32)
-        labels[:, 0] = asked
+        requested = np.repeat(np.arange(_CLASSES, dtype=np.int32), self.per_digit)
+        labels = np.full((len(requested), drawing.condition_tokens), _CLASSES, np.int32)
+        labels[:, 0] = requested
         key = jax.random.key(drawing.seed)
         drawn = drawing.draw(drawing.values, key, labels, (1, DIGIT, DIGIT))
-        read = classifier.predict(np.clip(drawn, -1, 1).reshape(len(asked), -1))
-        return {"digit_accuracy": float((read == asked).mean())}
+        read = classifier.predict(np.clip(drawn, -1, 1).reshape(len(requested), -1))
+        return {"digit_accuracy": float((read == requested).mean())}

@@ -1,4 +1,4 @@
-"""Evaluators: figures of what a model draws, found by name."""
+"""Evaluators: metrics of generated samples, selected by name."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -9,13 +9,13 @@ from alload_jax.sampling.samples import Draw
 
 
 class Drawing(NamedTuple):
-    """What an evaluator draws with.
+    """What an evaluator needs to generate samples.
 
     Attributes:
-      draw: draws samples.
-      values: the model's values.
-      condition_tokens: of a sample.
-      seed: of the starting noise.
+      draw: function that generates samples.
+      values: values of the model.
+      condition_tokens: number of condition tokens per sample.
+      seed: seed of the initial noise.
     """
 
     draw: Draw
@@ -31,12 +31,12 @@ class Evaluator(Protocol):
         """Checks before training that the model can be evaluated.
 
         Raises:
-          InputError: it cannot.
+          InputError: the evaluator does not support the model or the data.
         """
         ...
 
     def evaluate(self, drawing: Drawing) -> dict[str, float]:
-        """Figures by name; they stand in the run's summary. All processes call it alike."""
+        """Returns metrics by name for the run's summary; all processes call it."""
         ...
 
 

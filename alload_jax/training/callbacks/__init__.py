@@ -1,1 +1,1 @@
-"""What happens around training steps: a small class with hooks on the loop for each."""
+"""Callbacks: small classes with hooks on the training loop."""

@@ -1,4 +1,4 @@
-"""The hooks of a callback, and the callbacks that a config can add by name."""
+"""The hooks of callbacks, and a registry of the callbacks that a config can add by name."""
 
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,7 @@ from alload_jax.training.state import TrainState
 
 
 class Run(Protocol):
-    """What a callback sees of the loop; see `training.loop.Loop`."""
+    """The interface of the loop for callbacks; see `training.loop.Loop`."""
 
     done: int
     total: int
@@ -20,63 +20,63 @@ class Run(Protocol):
 
     @property
     def state(self) -> TrainState:
-        """What training has reached."""
+        """The current training state."""
         ...
 
     @property
     def complete(self) -> bool:
-        """Whether all steps are done."""
+        """Whether all steps of the run are done."""
         ...
 
     def refuse(self, reason: str) -> None:
-        """Ends the run before the step that is about to begin."""
+        """Stops the run before the step that is about to start."""
         ...
 
 
 class Callback:
-    """Hooks on the training loop. Each does nothing unless a callback overrides it.
+    """Hooks on the training loop; each does nothing unless overridden.
 
-    In a cluster all processes call the same hooks at the same steps.
+    In a cluster, all processes call the same hooks at the same steps.
     """
 
     def on_start(self, run: Run) -> None:
-        """Before the first step of this start."""
+        """Runs before the first step of this start."""
 
     def on_step_start(self, run: Run, step: PlacedStep) -> None:
-        """Before a step is dispatched; `run.refuse` keeps it from running."""
+        """Runs before a step is dispatched; `run.refuse` prevents the step."""
 
     def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
-        """After a step is dispatched; its metrics may not have been computed yet."""
+        """Runs after a step is dispatched; its metrics may not be computed yet."""
 
     def due(self, run: Run) -> bool:
-        """Whether `act` is to be called after `run.done` steps, which are not the last."""
+        """Returns whether to call `act` after `run.done` steps; not called after the last step."""
         return False
 
     def act(self, run: Run) -> None:
-        """Does what takes time between two steps. It does not count as a step's time."""
+        """Runs slow work between two steps; its time does not count as step time."""
 
     def on_pause(self, run: Run) -> None:
-        """Before callbacks act: wait for the step under way."""
+        """Runs before callbacks act; waits for the step in flight."""
 
     def on_resume(self, run: Run) -> None:
-        """After callbacks have acted."""
+        """Runs after callbacks have acted."""
 
     def on_stop(self, run: Run) -> None:
-        """After the last step of this start, whether all are done or the run was stopped."""
+        """Runs after the last step of this start, also if the run was stopped early."""
 
     def on_finish(self, run: Run) -> None:
-        """After all steps are done and checkpoints are written."""
+        """Runs after all steps are done and checkpoints are written."""
 
     def close(self) -> None:
-        """At the end, also after an error."""
+        """Releases resources at the end, also after an error."""
 
 
 class CallbackContext(NamedTuple):
-    """What a callback is built from.
+    """Arguments for building a callback.
 
     Attributes:
-      folder: of the run.
-      stop: stops the run, as a signal does.
+      folder: folder of the run.
+      stop: request that stops the run, as a signal does.
     """
 
     folder: Path
@@ -84,10 +84,10 @@ class CallbackContext(NamedTuple):
 
 
 class CallbackConfig(Protocol):
-    """A frozen dataclass whose fields are a callback's config; `name` is its name there."""
+    """A frozen dataclass whose fields are a callback's config; `name` is its name in the config."""
 
     def make(self, context: CallbackContext) -> Callback:
-        """The callback."""
+        """Builds the callback."""
         ...
 
 
@@ -98,4 +98,4 @@ CALLBACKS: Registry[type[Any]] = Registry(
         "time_limit": "alload_jax.training.callbacks.time_limit:TimeLimitConfig",
     },
 )
-"""Classes of configs, each a `CallbackConfig`, that the config's `callbacks` can name."""
+"""Config classes, each a `CallbackConfig`, that `callbacks` in the config can name."""

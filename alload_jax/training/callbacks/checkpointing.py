@@ -1,14 +1,14 @@
-"""Saves checkpoints: every so many steps, and where a run stops."""
+"""Saves checkpoints at a fixed interval and when a run stops."""
 
 from alload_jax.training.callbacks.callback import Callback, Run
 from alload_jax.training.checkpoint import Checkpoints
 
 
 class Checkpointing(Callback):
-    """Saves the state; writing goes on in the background."""
+    """Saves the state; writing continues in the background."""
 
     def __init__(self, checkpoints: Checkpoints, every: int):
-        """Saves every so many steps."""
+        """Saves every `every` steps."""
         self._checkpoints, self._every = checkpoints, every
 
     def due(self, run: Run) -> bool:

@@ -1,14 +1,14 @@
-"""Draws samples on the way and at the end."""
+"""Generates samples during training and at the end."""
 
 from alload_jax.sampling.samples import SampleWriter
 from alload_jax.training.callbacks.callback import Callback, Run
 
 
 class Drawing(Callback):
-    """Draws the config's grids with the moving average of the weights."""
+    """Generates the config's grids with the moving average of the weights."""
 
     def __init__(self, writer: SampleWriter, every: int | None):
-        """Draws every so many steps, and at the end; None for the end alone."""
+        """Generates every `every` steps and at the end; None for only at the end."""
         self._writer, self._every = writer, every
 
     def due(self, run: Run) -> bool:

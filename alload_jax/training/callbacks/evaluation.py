@@ -1,4 +1,4 @@
-"""Evaluates what the trained model draws."""
+"""Evaluates samples of the trained model."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ from alload_jax.training.callbacks.callback import Callback, Run
 
 
 class Evaluation(Callback):
-    """Runs evaluators at the end.
+    """Runs the evaluators at the end.
 
     Attributes:
-      figures: theirs, by name; empty before the end.
+      figures: metrics of the evaluators by name; empty before the end.
     """
 
     def __init__(self, evaluators: Sequence[Evaluator], writer: SampleWriter, seed: int):
-        """Evaluators draw as `writer` does; `seed` is of the starting noise."""
+        """Evaluators generate samples with `writer.draw` from the initial noise of `seed`."""
         self.figures: dict[str, float] = {}
         self._evaluators, self._writer, self._seed = evaluators, writer, seed
 

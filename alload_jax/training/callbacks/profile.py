@@ -1,4 +1,4 @@
-"""Records a profile of some steps, for TensorBoard's profiler or Perfetto."""
+"""Records a profile of some steps for TensorBoard's profiler or Perfetto."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,12 @@ from alload_jax.training.callbacks.callback import Callback, CallbackContext, Ru
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Which steps are profiled; the trace lies in `profile/` of the run folder.
+    """Which steps are profiled; the trace is written to `profile/` in the run folder.
 
     Attributes:
       name: `profile`.
-      first: number of the first profiled step of this start, counted from 0.
-      steps: how many are profiled.
+      first: first profiled step of this start, counted from 0.
+      steps: number of profiled steps.
     """
 
     name: Literal["profile"] = "profile"

@@ -1,4 +1,4 @@
-"""Writes each step's metrics, and stops a run that has gone wrong."""
+"""Writes the metrics of each step, and stops a run if they are not finite."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ _SMOOTHING = 0.95
 
 
 class _Dispatched(NamedTuple):
-    """A step under way on the devices, apart from its arrays."""
+    """A dispatched step without its arrays."""
 
     number: int
     epoch: int
@@ -30,9 +30,9 @@ class _Dispatched(NamedTuple):
 
 
 class Telemetry(Callback):
-    """Reads each step's metrics once the next step has been dispatched, so as never to hold up.
+    """Reads the metrics of each step after the next step is dispatched, so that devices never wait.
 
-    It is the first of the callbacks: those after it see a step's metrics as settled when they act.
+    It is the first callback, so that metrics are written before later callbacks act.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class Telemetry(Callback):
         max_bad_records: int,
         bar: ProgressBar,
     ):
-        """Observes steps of `plan`.
+        """Observes the steps of a plan.
 
         Args:
-          plan: whose steps run.
-          planning: its settings, whose cost model predicts what steps take.
-          learning_rate: of each step.
-          log: takes each step's metrics.
-          bad_records: takes what was wrong with records.
-          max_bad_records: damaged records to skip before the run stops.
-          bar: shows progress.
+          plan: the plan of the run.
+          planning: settings of the plan, with the cost model that predicts step times.
+          learning_rate: schedule of the learning rate.
+          log: log of the metrics.
+          bad_records: log of damaged records.
+          max_bad_records: number of damaged records to skip before the run stops.
+          bar: progress bar.
         """
         self._plan = plan
         self._predictor = planning.predictor()
@@ -62,7 +62,7 @@ class Telemetry(Callback):
         self._learning_rate = learning_rate
         self._log, self._bar = log, bar
         self._bad_records, self._max_bad_records = bad_records, max_bad_records
-        self._under_way: _Dispatched | None = None
+        self._in_flight: _Dispatched | None = None
         self._settled_at = self._waited = 0.0
         self._loss = self._tokens_per_second = math.nan
 
@@ -77,20 +77,20 @@ class Telemetry(Callback):
         for problem in self._bad_records.add(step.problems):
             self._bar.say(f"skipped: {problem}")
         if len(self._bad_records) > self._max_bad_records:
-            before = f"{len(self._bad_records)} damaged records were met before this start"
+            before = f"{len(self._bad_records)} damaged records were found before this start"
             run.refuse(
                 f"{(before, *step.problems)[-1]}; restore the record, or allow more than "
                 f"data.loader.max_bad_records = {self._max_bad_records} to be skipped"
             )
 
     def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
-        """See `Callback.on_step_end`; settles the step before.
+        """See `Callback.on_step_end`; settles the previous step.
 
         Raises:
-          InputError: the loss of the step before is not finite.
+          InputError: a metric of the previous step is not finite.
         """
         self.settle()
-        self._under_way = _Dispatched(step.number, step.epoch, step.problems, metrics)
+        self._in_flight = _Dispatched(step.number, step.epoch, step.problems, metrics)
 
     def on_pause(self, run: Run) -> None:
         """See `Callback.on_pause`."""
@@ -110,18 +110,18 @@ class Telemetry(Callback):
         self._bar.stop()
 
     def _restart_clock(self) -> None:
-        """Counts the next step's time from now."""
+        """Restarts the time measurement of the next step."""
         self._settled_at, self._waited = time.perf_counter(), 0.0
 
     def settle(self) -> None:
-        """Waits for the step under way, checks it and writes its metrics.
+        """Waits for the step in flight, checks it and writes its metrics.
 
         Raises:
-          InputError: its loss is not finite; its samples are on disk then.
+          InputError: a metric is not finite; the step's samples are then written to disk.
         """
-        if self._under_way is None:
+        if self._in_flight is None:
             return
-        step, self._under_way = self._under_way, None
+        step, self._in_flight = self._in_flight, None
         values = {name: float(value) for name, value in step.metrics.items()}
         now = time.perf_counter()
         seconds, waited = now - self._settled_at, self._waited
@@ -152,7 +152,7 @@ class Telemetry(Callback):
         self._bar.advance(f"loss {self._loss:.4f} · {self._tokens_per_second:,.0f} tokens/s")
 
     def _stop_at(self, number: int, values: dict[str, float]) -> None:
-        """Leaves the step's samples on disk and raises."""
+        """Writes the step's samples to disk and raises InputError."""
         path = self._log.folder / "bad_step.json"
         step = self._plan.step(number)
         content = {
@@ -164,7 +164,7 @@ class Telemetry(Callback):
         raise InputError(
             f"step {number + 1}: loss {values['loss']}, gradient norm {values['grad_norm']}; its "
             f"samples are in {path}. Lower optimizer.learning_rate or remove bad samples; the "
-            "last checkpoint is untouched"
+            "last checkpoint is unchanged"
         )
 
 

@@ -1,4 +1,4 @@
-"""Stops a run before its time is over, as a signal would: it saves, and can be continued."""
+"""Stops a run at a time limit as a signal would: the run saves and can be resumed."""
 
 import time
 from dataclasses import dataclass
@@ -14,11 +14,12 @@ from alload_jax.training.signals import TIME_LIMIT, StopRequest
 
 @dataclass(frozen=True)
 class TimeLimitConfig:
-    """How long a start of the run may train.
+    """Time limit of one start of the run.
 
     Attributes:
       name: `time_limit`.
-      minutes: from the first step of a start; leave room for compilation and saving.
+      minutes: training time from the first step of a start, in minutes; compilation and saving are
+        additional.
     """
 
     name: Literal["time_limit"] = "time_limit"
@@ -36,10 +37,10 @@ class TimeLimitConfig:
 
 
 class TimeLimit(Callback):
-    """Asks for a stop once its time is over; all processes stop at the same step."""
+    """Requests a stop after the time limit; all processes stop at the same step."""
 
     def __init__(self, stop: StopRequest, seconds: float):
-        """Counts from the first step."""
+        """Limits the time from the first step to `seconds`."""
         self._stop, self._seconds = stop, seconds
 
     def on_start(self, run: Run) -> None:

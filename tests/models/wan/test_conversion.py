@@ -194,7 +194,9 @@ def test_all_wrong_keys_are_named_at_once(tmp_path):
     golden["proj_out.extra"] = golden.pop("proj_out.bias")
     golden["scale_shift_table"] = golden["scale_shift_table"][:, :1]
     safetensors.numpy.save_file(golden, tmp_path / "wan.safetensors")
-    words = r"missing proj_out.bias; surplus proj_out.extra; scale_shift_table has shape \(1, 1, 24"
+    words = (
+        r"missing proj_out.bias; unexpected proj_out.extra; scale_shift_table has shape \(1, 1, 24"
+    )
     with pytest.raises(InputError, match=words):
         load_weights(
             tmp_path / "wan.safetensors",
@@ -254,16 +256,16 @@ def spoil_empty(folder):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (spoil_pickled, r"model\.pth: is pickled.*safetensors\.torch\.save_file"),
-        (spoil_torn, "no whole safetensors file"),
+        (spoil_pickled, r"model\.pth: is a pickle file.*safetensors\.torch\.save_file"),
+        (spoil_torn, "not a valid safetensors file"),
         (spoil_lost, "lacks a-00001-of-00002"),
-        (spoil_index, "is no index"),
-        (spoil_index_of_numbers, "names 3, which is no file beside it"),
+        (spoil_index, "is not a valid safetensors index"),
+        (spoil_index_of_numbers, "names 3, which is not a file in its folder"),
         (spoil_index_outside, "names '/etc/passwd'"),
         (spoil_twice, r"is in both diffusion_pytorch_model\.safetensors and other\.safetensors"),
         (spoil_folder, "cannot be read .Is a directory."),
         (spoil_integers, r"proj_out\.bias is I64, not float"),
-        (spoil_float8, "no whole safetensors file"),
+        (spoil_float8, "not a valid safetensors file"),
         (spoil_empty, "holds no safetensors"),
     ],
 )
@@ -366,7 +368,7 @@ def test_the_originals_config_file(tmp_path):
 
 def test_differences_of_architecture_are_all_named():
     ours, theirs = golden_config("t2v"), golden_config("t2v", num_layers=5, ffn_dim=3)
-    words = "model.ffn_dim is 40, there 3; model.num_layers is 2, there 5"
+    words = "model.ffn_dim is 40, but 3 there; model.num_layers is 2, but 5 there"
     with pytest.raises(InputError, match=words):
         require_same_architecture(ours, theirs, GOLDEN)
     longer = dataclasses.replace(ours, text=TextConfig(10, 9), num_classes=3, remat="full")
