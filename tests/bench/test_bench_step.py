@@ -123,6 +123,7 @@ def test_wrong_flags_are_one_line(flags, words):
 SMALL = ["--model", "tiny", "--same", "1", "32", "32", "--samples", "9", "--m-mem", "12"]
 
 
+@pytest.mark.slow
 def test_policies_are_measured_on_the_same_samples(tmp_path, capsys):
     out = tmp_path / "step.json"
     flags = ["--policies", "balanced", "equal_tokens", "--steps", "2", "--out", str(out)]

@@ -137,6 +137,7 @@ def test_an_objective_with_a_loss_from_inside_layers_and_a_second_optimizer(trai
         assert same == ("predictor" not in name), name
 
 
+@pytest.mark.slow
 def test_the_predictors_loss_reaches_nothing_but_the_predictors(train):
     light, heavy = (
         restored(

@@ -61,6 +61,7 @@ def alone(runs, stopped):
     return runs.metrics("alone")
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_after_the_same_step(runs, stopped):
     assert [status for status, _, _ in stopped] == [0] * 4, stopped
     assert [err for _, _, err in stopped] == [""] * 4
@@ -71,17 +72,20 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(runs, stopped):
     assert (runs.folder / "run" / "checkpoints" / str(steps)).exists()
 
 
+@pytest.mark.slow
 def test_four_processes_learn_what_one_does(runs, stopped, alone):
     rows = runs.metrics()
     assert_the_same(rows, alone[: len(rows)])
 
 
+@pytest.mark.slow
 def test_a_damaged_record_is_told_to_the_first_process(runs, stopped):
     assert stopped[0][1].count("skipped:") == 1
     assert sum(row["skipped"] for row in runs.metrics() if row["epoch"] == 0) == 1
     assert lines_of(runs.folder / "run" / "bad_records.txt") == 1
 
 
+@pytest.mark.slow
 def test_two_processes_and_then_one_go_on_where_four_were(runs, stopped, alone):
     config = ("--config", str(runs.folder / "run" / "config.yaml"))
     pictures = ("--sampling.grids", "[{frames: 1, height: 8, width: 8, rows: 1}]")
@@ -102,7 +106,8 @@ def test_two_processes_and_then_one_go_on_where_four_were(runs, stopped, alone):
     assert [start["processes"] for start in starts] == [4, 2, 1]
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_lost_process_is_named_and_the_others_end(runs, alone, victim):
     shutil.copytree(runs.folder / "alone", runs.folder / f"lost{victim}")
     before = len(alone)

@@ -60,7 +60,10 @@ def expected(manifest):
 @needs_devices
 @pytest.mark.parametrize(
     ("axes", "m_mem"),
-    [({"context": 4, "fsdp": 2}, 40), ({"context": 2, "fsdp": 2, "tensor": 2}, 64)],
+    [
+        ({"context": 4, "fsdp": 2}, 40),
+        pytest.param({"context": 2, "fsdp": 2, "tensor": 2}, 64, marks=pytest.mark.slow),
+    ],
 )
 def test_split_samples_give_the_loss_and_gradient_of_whole_ones(axes, m_mem, manifest, expected):
     mesh = make_mesh(MeshConfig(**axes))

@@ -122,7 +122,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", ["classes", pytest.param("text", marks=pytest.mark.slow)])
 def test_every_layout_gives_the_loss_and_gradient_of_one_by_one(kind, tmp_path):
     model = TEXT if kind == "text" else CLASSES
     manifest = write_data(tmp_path / "data", model)

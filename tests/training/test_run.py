@@ -108,6 +108,7 @@ def test_a_signal_saves_and_the_run_continues_bit_for_bit(runs, number, default_
     assert computed(rows) == computed(runs.metrics("whole"))
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_saving_continues_bit_for_bit(runs, unbroken):
     process = runs.start("--checkpoint.every", "1", "--checkpoint.keep", "3")
     folder = runs.folder / "run" / "checkpoints"
@@ -127,7 +128,7 @@ def test_a_run_killed_while_saving_continues_bit_for_bit(runs, unbroken):
     assert 0 < starts[1]["step"] < 14
 
 
-@pytest.mark.parametrize("stop", [4, 7])
+@pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 7])
 def test_a_run_cut_short_and_continued_is_the_run_never_stopped(runs, unbroken, stop):
     """Within an epoch (4) and in the next one (7), by a checkpoint of exactly that step."""
     process = runs.start("--checkpoint.every", str(stop), "--checkpoint.keep", "9")

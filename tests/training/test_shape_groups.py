@@ -55,7 +55,10 @@ MORE_MESHES = {
 }
 
 
-@pytest.fixture(scope="module", params=MESHES)
+FIRST, SECOND = MESHES
+
+
+@pytest.fixture(scope="module", params=[FIRST, pytest.param(SECOND, marks=pytest.mark.slow)])
 def trained(request, manifest):
     """A trainer of a plan of four groups, with its inputs and results."""
     axes, ranks_per_group = MESHES[request.param]
