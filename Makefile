@@ -41,8 +41,9 @@ test-parity: .venv/installed-parity
 	$(PYTEST) -n 2 -m parity tests/parity
 
 # On a machine with a GPU, in an environment that has the extra cuda12 or cuda13.
+# Workers share the GPU: most of the time goes into compiling.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest --dist loadfile -n 4 -m gpu
 
 # The site and its API reference; every warning is an error.
 docs: .venv/installed-docs

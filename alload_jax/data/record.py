@@ -60,7 +60,10 @@ def decode(record: bytes) -> dict[str, np.ndarray]:
     arrays = {}
     for name, view in views:
         if view["dtype"] not in _DTYPES:
-            raise ValueError(f"{name} is {view['dtype']}; supported are {', '.join(_DTYPES)}")
+            raise ValueError(
+                f"{name} is {view['dtype']}; of the safetensors dtypes, a record may hold "
+                f"{', '.join(_DTYPES)}"
+            )
         flat = np.frombuffer(view["data"], _DTYPES[view["dtype"]])
         arrays[name] = flat.reshape(view["shape"])
     return arrays

@@ -119,7 +119,10 @@ def test_without_a_gpu_it_says_so():
         (["--functions", "norm"], "--functions norm is unknown; there are layernorm_modulate"),
         (["--shape", "1,2"], "'1,2' is not three whole numbers such as 1,4096,1536"),
         (["--shape", "1,0,8"], "'1,0,8' is not three whole numbers"),
-        (["--out", "/no/such/folder/x"], "/no/such/folder/x.json: no file in an existing folder"),
+        (
+            ["--out", "/no/such/folder/x"],
+            "/no/such/folder/x.json: not a file in an existing folder",
+        ),
         (["--shapes"], "--shapes is unknown; did you mean --shape"),
     ],
 )

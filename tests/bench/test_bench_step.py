@@ -108,7 +108,7 @@ def test_flops_are_those_of_the_compiled_forward():
     ("flags", "words"),
     [
         (["--remat", "most"], "invalid choice: 'most'"),
-        (["--out", "/no/such/step.json"], "no file in an existing folder"),
+        (["--out", "/no/such/step.json"], "not a file in an existing folder"),
         (["--steps", "0"], "--steps 0: it must be at least 1"),
         (["--layers", "0"], "--layers 0: it must be at least 1"),
         (["--latentz", "1", "1", "1"], "--latentz is unknown; did you mean --latents"),

@@ -180,7 +180,7 @@ def test_a_cost_model_of_another_model_is_refused_unless_accepted(alload, cost_f
         ([*SMALL, "--p", "inf"], ["planning.p is inf"]),
         ([*SMALL, "--policy", "balanced", "--m-mem", 10**23], ["at most 1,000,000,000,000"]),
         ([*SMALL, "--policy", "balanced", "--align", 70_000], ["align is 70000", "smaller"]),
-        ([*SMALL, "--compare", "balanced:independent"], ["say balanced"]),
+        ([*SMALL, "--compare", "balanced:independent"], ["give balanced"]),
         ([*SMALL, "--size", 10**13], ["at most 1,000,000,000"]),
         ([*SMALL, "--out", ""], ["is empty"]),
         ([*SMALL, "--policy", "equal_tokens", "--context", 2], ["splits no sample"]),
