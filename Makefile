@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= configs/digits.yaml
 # A file stays on one worker: its tests share what they compile and the runs they set up.
-PYTEST = $(BIN)/python -m pytest --dist loadfile
+PYTEST = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 .PHONY: install train test test-slow test-parity test-gpu docs lint format clean
 

@@ -1,6 +1,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,21 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 # Tests compile far longer than they compute.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+
+
+LONG = ("training", "plug_points", "bench", "models", "sharding", "pallas_kernels")
+"""Folders whose files take longest."""
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first, so that no worker is left with one at the end (--no-loadscope-reorder)."""
+    here = Path(__file__).parent
+
+    def place(item):
+        folder = item.path.relative_to(here).parts[0]
+        return LONG.index(folder) if folder in LONG else len(LONG)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True, scope="module")

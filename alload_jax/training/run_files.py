@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tensorboardX import SummaryWriter
 
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.errors import InputError
@@ -28,6 +27,8 @@ class MetricsLog:
     """
 
     def __init__(self, folder: Path, resumed_at: int):
+        from tensorboardX import SummaryWriter  # slow to import where PyTorch is installed
+
         path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(path) if row["step"] <= resumed_at]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))

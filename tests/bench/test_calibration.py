@@ -48,6 +48,7 @@ def config(tmp_path, monkeypatch):
     return path
 
 
+@pytest.mark.slow
 def test_a_tiny_model_is_calibrated(config, tmp_path, capsys):
     out, picture = tmp_path / "cost.json", tmp_path / "fit.png"
     flags = ["--config", str(config), "--out", str(out), "--picture", str(picture), *SHORT]

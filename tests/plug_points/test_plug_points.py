@@ -172,6 +172,7 @@ def test_only_parameters_that_match_a_pattern_are_trained(train):
     assert all(key.startswith("'frozen'") for key in keys)
 
 
+@pytest.mark.slow
 def test_a_frozen_run_resumes_and_another_pattern_is_refused(train):
     frozen = {"trained": ["blocks/"], "frozen_dtype": "bfloat16"}
     folder = train(run={"steps": 4}, parameters=frozen)

@@ -125,6 +125,7 @@ def test_a_lost_process_is_named_and_the_others_end(runs, alone, victim):
     assert "(continues from step " in err
 
 
+@pytest.mark.slow
 def test_processes_with_other_configs_end_in_one_line(runs):
     flags = ("--run.folder", "differ")
     with socket.create_server(("localhost", 0)) as free:

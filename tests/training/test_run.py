@@ -236,6 +236,7 @@ def test_a_damaged_record_stops_the_run_which_keeps_what_it_has_done(runs):
     assert (runs.folder / "run" / "checkpoints" / str(done)).exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_record_can_be_skipped_in_every_epoch(runs):
     flags = ("--data.folder", runs.spoil(12), "--data.loader.max_bad_records", "1")
     finished = runs.run(*flags)
@@ -247,6 +248,7 @@ def test_a_damaged_record_can_be_skipped_in_every_epoch(runs):
     assert len((runs.folder / "run" / "bad_records.txt").read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_label_that_the_model_does_not_know_is_named(runs):
     evaluators = '[{"name": "digit_accuracy"}]'
     few = ("--model.num_classes", "3", "--sampling.grids", "[]")
@@ -258,6 +260,7 @@ def test_a_label_that_the_model_does_not_know_is_named(runs):
     assert "must be from 0 to below model.num_classes, which is 3" in stopped.stderr
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named(runs):
     assert runs.run().returncode == 0
     shutil.rmtree(runs.folder / "run" / "checkpoints" / "14" / "identity")

@@ -62,6 +62,7 @@ def params_of(runs, step, *flags):
         return checkpoints.restore(step, like).params
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_weights_and_changes_them_slowly(wan):
     from safetensors.numpy import load_file
 

@@ -119,7 +119,10 @@ def losses(parts, weights):
     return sum(w * jnp.mean(jnp.square(part - 1)) for w, part in zip(weights, parts, strict=True))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+SLOW = pytest.param("no cross norm", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [SLOW if name == "no cross norm" else name for name in VARIANTS])
 def test_outputs_and_gradients_are_those_of_each_sample_by_itself(name):
     config = VARIANTS[name]
     (graph, state), rows = build(config), draw(config)
