@@ -67,6 +67,11 @@ def main(argv: list[str]) -> int:
         return train(with_policy(config), cluster, argv)
 
 
+def entry() -> None:
+    """Runs `main` as a program: errors that a user can cause are one line and status 2."""
+    sys.exit(run_command(main, sys.argv[1:]))
+
+
 def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
     """Trains, from the start or from where the run folder stands; returns the exit status."""
     began = time.monotonic()
@@ -91,6 +96,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         "model": config.model.architecture(),
         "plan": plan.identity(),
         "parameters": config.parameters.identity(),
+        "optimizer": config.optimizer.identity(),
     }
     cluster.require_same(
         identity["plan"] | {"records": manifest.digest()},
@@ -193,4 +199,4 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    entry()

@@ -6,12 +6,11 @@ import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+from alload_jax.config_files import check_kinds, config_files, read_yaml
 from alload_jax.errors import InputError
 from alload_jax.registry import Registry
 
@@ -53,11 +52,11 @@ def parse_config(
     Raises:
       InputError: a key is unknown or a value is invalid.
     """
-    files = _config_files(argv)
-    for file in files:
-        _check_yaml(file)
+    files = {file: read_yaml(file) for file in config_files(argv)}
     kinds = {part.key: _kind_of(part, argv, files) for part in parts}
     typed = _typed(config, kinds, lists)
+    for file, content in files.items():
+        check_kinds(file, content, typed)
     parser = _Parser(prog=prog, description=config.__doc__, allow_abbrev=False)
     parser.known_keys, parser.renamed, parser.command_line = list(_keys(typed)), renamed, argv
     parser.add_argument("--config", action="config", help="a YAML file; later flags override it")
@@ -76,19 +75,27 @@ def parse_config(
     return values
 
 
-def _kind_of(part: Part, argv: Sequence[str], files: Sequence[str]) -> type[Any] | None:
+def _kind_of(
+    part: Part, argv: Sequence[str], files: Mapping[str, dict[str, Any]]
+) -> type[Any] | None:
     """Returns the dataclass that the flags or the last file name; None for a missing part."""
-    name, given = part.default, False
-    for file in files:
-        found: Any = _content(file)
+    name, given, place = part.default, False, ""
+    for file, content in files.items():
+        found: Any = content
         for key in part.key.split("."):
             found = found.get(key) if isinstance(found, dict) else None
         if isinstance(found, dict):
-            name, given = found.get(part.name, name), True
+            name, given, place = found.get(part.name, name), True, file
     flag = f"--{part.key}.{part.name}"
     for before, after in pairwise((*argv, "")):
         if before == flag or before.startswith(f"{flag}="):
-            name, given = (before.partition("=")[2] or after), True
+            named = before.partition("=")[2] or after
+            if place and named != name:
+                raise InputError(
+                    f"{flag} is {named}, but {place} has {part.key}.{part.name} {name} and its "
+                    "keys; write a config of its own for it"
+                )
+            name, given = named, True
     if name is None and not given and not any(f.startswith(f"--{part.key}.") for f in argv):
         return None
     if name is None:
@@ -199,7 +206,7 @@ class _Parser(ArgumentParser):
             if found := re.search(pattern, message):
                 return self._unknown(key.format(*found.groups()))
         text = re.sub(r"\s+", " ", message).strip()
-        files = " or ".join(_config_files(self.command_line))
+        files = " or ".join(config_files(self.command_line))
         if text.startswith("Unexpected config"):
             return f"{files}: is empty or holds no sections; start from configs/digits.yaml"
         text = re.sub(r"Expected a typing\.Literal(\[[^\]]*\])", r"expected one of \1", text)
@@ -215,7 +222,7 @@ class _Parser(ArgumentParser):
 
     def _unknown(self, key: str) -> str:
         typed = any(part.split("=")[0] == f"--{key}" for part in self.command_line)
-        files = " or ".join(_config_files(self.command_line))
+        files = " or ".join(config_files(self.command_line))
         place = self.place or ("command line" if typed else files)
         for old, new in self.renamed.items():
             if key == old or key.startswith(f"{old}."):
@@ -225,33 +232,7 @@ class _Parser(ArgumentParser):
         return f"{place}: key {key} is unknown; did you mean {near[0]}?"
 
 
-def _check_yaml(file: str) -> None:
-    """Reports the file and line of invalid YAML, which jsonargparse does not."""
-    try:
-        yaml.safe_load(Path(file).read_text())
-    except OSError:
-        return
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f": line {mark.line + 1}" if mark else ""
-        reason = " ".join((getattr(error, "problem", None) or str(error)).split())
-        raise InputError(f"{file}{line}: is not valid YAML ({reason}); fix it") from error
-
-
-def _content(file: str) -> Any:
-    """Returns the content of a YAML file; None if it does not exist, which jsonargparse reports."""
-    try:
-        return yaml.safe_load(Path(file).read_text())
-    except OSError:
-        return None
-
-
 def _reason_in_union(message: str) -> str:
     """Returns the message of our check for an optional part; jsonargparse lists all reasons."""
     reasons = re.findall(r"^  - (.*)$", message, re.MULTILINE)
     return next((r for r in reasons if not r.startswith("Expected a")), message.splitlines()[0])
-
-
-def _config_files(argv: Sequence[str]) -> list[str]:
-    after = [file for flag, file in pairwise(argv) if flag == "--config"]
-    return after + [part.split("=", 1)[1] for part in argv if part.startswith("--config=")]

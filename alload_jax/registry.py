@@ -54,7 +54,10 @@ class Registry(Generic[T]):
         """
         if name not in self.names():
             known = ", ".join(self.names())
-            raise InputError(f"{self._kind} {name!r} is unknown; choose one of {known}")
+            raise InputError(
+                f"{self._kind} {name!r} is unknown; choose one of {known}, or start the script "
+                "that registers it"
+            )
         if name not in self._loaded:
             module, attribute = self._built_in[name].split(":")
             self._loaded[name] = cast(T, getattr(import_module(module), attribute))

@@ -118,8 +118,11 @@ class Family(Protocol):
         ...
 
     def packing_unsupported_reason(self, config: Any) -> str:
-        """Returns why the model should not train on packed rows on this device; empty if it can."""
-        return ""
+        """Returns why the model should not train on packed rows on this device; empty if it can.
+
+        planning.policy auto packs rows only where a family says that it can.
+        """
+        return f"model.family {self.name} does not say that it can"
 
     def update_variables(self, config: Any, variables: Any, auxiliary: dict[str, Any]) -> Any:
         """Returns the variables that are not trained after an optimizer step.

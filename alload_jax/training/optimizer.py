@@ -87,6 +87,14 @@ class OptimizerConfig:
         for group in self.groups:
             group.filled(self)  # checks its values
 
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint's arrays depend on, as JSON values; empty without groups."""
+        return _group_identity(self.groups)
+
+
+def _group_identity(groups: Sequence[OptimizerGroup]) -> dict[str, Any]:
+    return {"groups": [list(group.parameters) for group in groups]} if groups else {}
+
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns the schedule of the learning rate over `steps` optimizer steps."""
@@ -142,7 +150,7 @@ def _labels(params: Any, groups: tuple[OptimizerGroup, ...]) -> Any:
     names = [path_name(path) for path, _ in leaves]
     for group in groups:
         for pattern in group.parameters:
-            require_match("optimizer.groups: parameters", pattern, names)
+            require_match("optimizer.groups: parameters", pattern, names, "trained parameter")
 
     def label(path: Any, _: Any) -> str:
         group = group_of(path_name(path), groups)

@@ -95,12 +95,12 @@ def split_parameters(params: Any, config: ParametersConfig) -> tuple[Any, Any]:
     return unflatten_dict(trained, sep="/"), unflatten_dict(frozen, sep="/")
 
 
-def require_match(place: str, pattern: str, names: Any) -> None:
+def require_match(place: str, pattern: str, names: Any, what: str = "parameter") -> None:
     """Raises InputError if a pattern matches none of the parameters' names."""
     if not any(re.search(pattern, name) for name in names):
         examples = ", ".join(sorted(names)[:3])
         raise InputError(
-            f"{place}: {pattern!r} matches no parameter; names are, for example, {examples} "
+            f"{place}: {pattern!r} matches no {what}; names are, for example, {examples} "
             "(`alload parameters --config FILE` lists them all)"
         )
 

@@ -1,5 +1,6 @@
 """Messages on how to resume a run."""
 
+import sys
 from pathlib import Path
 
 from alload_jax.distributed.initialize import ClusterConfig
@@ -7,7 +8,9 @@ from alload_jax.distributed.initialize import ClusterConfig
 
 def resume_command(folder: Path, cluster: ClusterConfig) -> str:
     """Returns the command that resumes a run; in a cluster, the command of each process."""
-    command = f"python train.py --config {folder / 'config.yaml'}"
+    script = sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"
+    name = "train.py" if Path(script).name == "train.py" else script
+    command = f"python {name} --config {folder / 'config.yaml'}"
     if cluster.processes is None:
         return command
     return (

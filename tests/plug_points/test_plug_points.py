@@ -200,6 +200,21 @@ def test_patterns_of_an_optimizer_group_must_match(train):
         train(optimizer={"groups": [{"parameters": ["lora"]}]})
 
 
+def test_a_group_that_matches_only_frozen_parameters_is_refused(train):
+    with pytest.raises(InputError, match="'predictor' matches no trained parameter"):
+        train(
+            parameters={"frozen": ["predictor"]},
+            optimizer={"groups": [{"parameters": ["predictor"]}]},
+        )
+
+
+def test_a_run_with_other_optimizer_groups_is_refused(train):
+    train(run={"steps": 1}, optimizer={"groups": [{"parameters": ["predictor"]}]})
+    for groups in ([], [{"parameters": ["hidden"]}]):
+        with pytest.raises(InputError, match="checkpoint of another optimizer: groups was"):
+            train(run={"steps": 2}, optimizer={"groups": groups})
+
+
 def test_the_identity_of_all_parameters_is_empty():
     assert ParametersConfig().identity() == {}
 

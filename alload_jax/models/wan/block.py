@@ -195,8 +195,9 @@ class Block(nnx.Module):
         assert weight is not None
         assert bias is not None
         rows = gate.shape if by_segment else (x.shape[0], x.shape[-1])
-        scale = jnp.broadcast_to(weight[...] - 1.0, rows)
-        shift = jnp.broadcast_to(bias[...], rows)
+        # A frozen norm may be bfloat16; the kernels want float32.
+        scale = jnp.broadcast_to(weight[...].astype(jnp.float32) - 1.0, rows)
+        shift = jnp.broadcast_to(bias[...].astype(jnp.float32), rows)
         if gate.shape == rows:
             return residual_layernorm_modulate(x, y, gate, scale, shift, **options)
         # The fused sum needs one layout, but each token has a gate and all share one affine norm.

@@ -226,3 +226,13 @@ def test_what_keeps_a_model_from_packed_rows_is_named(changes, capability, reaso
     config = WanConfig(**vars(CONFIG) | {"dim": 32, "dtype": "bfloat16"} | changes)
     found = packing_unsupported_reason(config)
     assert reason in found if reason else found == ""
+
+
+def test_frozen_bfloat16_parameters_compute_in_float32():
+    """As `parameters.frozen_dtype` leaves them: only their rounding is lost."""
+    config = VARIANTS["text"]
+    (graph, state), arguments = build(config), pack(config, draw(config))
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), low)
+    run = jax.jit(lambda state: run_packed(graph, state, arguments))
+    np.testing.assert_allclose(run(low), run(rounded), rtol=1e-4, atol=1e-4)

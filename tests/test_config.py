@@ -1,0 +1,75 @@
+"""What is wrong with a config is one line that names the place, the value and the remedy."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from alload_jax.config import read_config
+from alload_jax.errors import InputError
+
+DIGITS = str(Path(__file__).parents[1] / "configs" / "digits.yaml")
+
+WRONG = [
+    ("callbacks: null", "callbacks is null; give a value, or leave the key out"),
+    ("parameters: null", "parameters is null"),
+    ("optimizer: {groups: null}", "optimizer.groups is null"),
+    ("parameters: {trained: null}", "parameters.trained is null"),
+    ("data: {loader: null}", "data.loader is null"),
+    ("parameters: head", "parameters is 'head'; give its keys, such as trained: ..."),
+    ("run: 3", "run is 3; give its keys, such as folder: ..."),
+    ("callbacks: {name: profile}", "callbacks is {'name': 'profile'}; give a list"),
+    ("callbacks: [profile]", "callbacks holds 'profile'; give mappings, as in - {key: value}"),
+    ("callbacks: [{steps: 3}]", "callbacks: {'steps': 3} has no name"),
+    ("callbacks: [{name: profil}]", "callback 'profil' is unknown; choose one of profile, "),
+    ("callbacks: [{name: profile, stepz: 3}]", "callbacks: profile: key stepz is unknown"),
+    ("callbacks: [{name: profile, steps: 0}]", "callbacks: profile: steps is 0; it must be at"),
+    ("callbacks: [{name: time_limit, minutes: 0}]", "minutes is 0.0; it must be above 0"),
+    ("optimizer: {groups: [head]}", "optimizer.groups holds 'head'; give mappings"),
+    (
+        "optimizer: {groups: [{clip_norm: 1}]}",
+        "optimizer.groups: {'clip_norm': 1} lacks parameters",
+    ),
+    ("optimizer: {groups: [{parameters: [a], clip_norm: 0}]}", "optimizer.clip_norm is 0"),
+    ("model: {family: none}", "model.family 'none' is unknown; choose one of wan"),
+    ("objective: {name: none}", "objective.name 'none' is unknown; choose one of flow_matching"),
+    ("data: {dataset: {name: none}}", "data.dataset 'none' is unknown; choose one of digits"),
+    ("diffusion: {condition_dropout: 0}", "key diffusion is now objective; rename it"),
+    ("data: {digits: {seed: 1}}", "key data.digits is now data.dataset, with name: digits"),
+    ("sampling: {digits_read: 3}", "key sampling.digits_read is now evaluators: "),
+    ("[1, 2]", "is empty or holds no sections; start from configs/digits.yaml"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), WRONG, ids=[text for text, _ in WRONG])
+def test_a_wrong_config_is_one_line(text, words, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError) as error:
+        read_config(["--config", DIGITS, "--config", str(file)])
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(InputError, match=r"none\.yaml: no such file; give a config such as"):
+        read_config(["--config", "none.yaml"])
+
+
+def test_a_flag_cannot_change_the_family_of_a_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: {family: wan}")
+    with pytest.raises(InputError, match=r"--model.family is other, but .*mine.yaml has .* wan"):
+        read_config(["--config", DIGITS, "--config", str(file), "--model.family", "other"])
+
+
+def test_the_last_file_and_the_flags_win(tmp_path):
+    file = tmp_path / "mine.yaml"
+    content = {"callbacks": [{"name": "profile", "first": 2}], "model": {"dim": 64}}
+    file.write_text(yaml.safe_dump(content))
+    flags = ["--model.num_layers", "3", "--data.dataset.seed", "7"]
+    config = read_config(["--config", DIGITS, "--config", str(file), *flags])
+    assert (config.model.dim, config.model.num_layers, config.model.num_heads) == (64, 3, 4)
+    assert config.data.dataset.seed == 7
+    assert [(each.name, each.first, each.steps) for each in config.callbacks] == [("profile", 2, 3)]
+    assert config == read_config(["--config", DIGITS, "--config", str(file), *flags])
