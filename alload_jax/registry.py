@@ -38,10 +38,6 @@ class Registry(Generic[T]):
         self._loaded[name] = implementation
         return implementation
 
-    def unregister(self, name: str) -> None:
-        """Removes an implementation that `register` added."""
-        del self._loaded[name]
-
     def names(self) -> tuple[str, ...]:
         """Returns all names, built-in ones first."""
         return tuple(dict.fromkeys((*self._built_in, *self._loaded)))

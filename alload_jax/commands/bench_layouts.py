@@ -104,7 +104,7 @@ def _planning(options: argparse.Namespace, policy: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"policy": policy, "m_mem": options.m_mem}
     if options.cost_model:
         fields["cost_model"] = options.cost_model
-    if policy == "dual_constraint":
+    if find_policy(policy).m_comp_by_default:
         fields["m_comp"] = "auto"
     PlanningConfig(**fields)
     return fields
