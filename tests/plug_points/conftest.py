@@ -1,4 +1,4 @@
-"""Registers a family, an objective, a callback and a data set that the package does not know."""
+"""Registers a family, an objective, a callback, a data set and an evaluator from outside."""
 
 import os
 from pathlib import Path
@@ -7,12 +7,13 @@ import jax
 import pooling
 import pytest
 import yaml
-from counting import CountConfig, HalfVelocity, Ramps
+from counting import CountConfig, HalfVelocity, MeanBrightness, Ramps
 
 from alload_jax.data.datasets.dataset import DATASETS
 from alload_jax.models.families import FAMILIES
 from alload_jax.objectives.objective import OBJECTIVES
 from alload_jax.planning.architectures.registry import register_architecture
+from alload_jax.sampling.evaluators.evaluator import EVALUATORS
 from alload_jax.sharding.mesh import make_mesh
 from alload_jax.training.callbacks.callback import CALLBACKS
 
@@ -24,6 +25,7 @@ def registered():
     OBJECTIVES.register("half_velocity", HalfVelocity)
     CALLBACKS.register("count", CountConfig)
     DATASETS.register("ramps", Ramps)
+    EVALUATORS.register("mean_brightness", MeanBrightness)
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,16 @@
-"""An objective, a callback and a data set, as somebody outside would write them."""
+"""An objective, a callback, a data set and an evaluator, as somebody outside would write them."""
 
 import json
 from dataclasses import dataclass, field
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from alload_jax.data.store import StoreWriter
 from alload_jax.diffusion.timesteps import TimestepConfig
+from alload_jax.errors import InputError
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.objectives.objective import LossSums
 from alload_jax.training.callbacks.callback import Callback
@@ -85,3 +87,21 @@ class Ramps:
                 ramp = np.linspace(-1, 1, 4)[None, :, None] * np.ones(size)
                 clip = np.rot90(ramp, number % 4, axes=(1, 2)) + 0.01 * rng.normal(size=size)
                 writer.add(clip[..., None].astype(np.float32), np.array([number % 4]), size)
+
+
+@dataclass(frozen=True)
+class MeanBrightness:
+    """The mean of one generated still, beside what it was asked to check."""
+
+    name: Literal["mean_brightness"] = "mean_brightness"
+    size: int = 4
+
+    def check(self, model, manifest):
+        if self.size % model.patch_size[1]:
+            raise InputError(f"evaluators: mean_brightness: size is {self.size}; make it even")
+
+    def evaluate(self, drawing):
+        labels = np.zeros((1, drawing.condition_tokens), np.int32)
+        key = jax.random.key(drawing.seed)
+        still = drawing.draw(drawing.values, key, labels, (1, self.size, self.size))
+        return {"mean_brightness": float(np.mean(still))}

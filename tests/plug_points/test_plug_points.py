@@ -52,12 +52,14 @@ GRID = {"frames": 1, "height": 4, "width": 4, "rows": 1}
 
 
 def test_a_family_from_outside_trains_draws_and_resumes_bit_for_bit(train):
-    folder = train(sampling={"grids": [GRID]})
+    folder = train(sampling={"grids": [GRID]}, evaluators=[{"name": "mean_brightness"}])
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     # What layers hand out reaches the log.
     assert all(row["predictor_loss"] > 0 and row["mean_square"] > 0 for row in rows)
     assert (folder / "samples" / "step_0000006" / "1x4x4.png").is_file()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert np.isfinite(summary["mean_brightness"])
     values = restored(folder)
     assert (values["variables"]["blocks/mean_square"] > 0).all()
     for step in (4, 6):
@@ -72,7 +74,7 @@ def test_a_family_from_outside_trains_draws_and_resumes_bit_for_bit(train):
             np.testing.assert_array_equal(value, values[part][name])
 
 
-@pytest.mark.parametrize("layout", ["packed", "independent"])
+@pytest.mark.parametrize("layout", ["packed", pytest.param("independent", marks=pytest.mark.slow)])
 def test_layouts_of_a_family_from_outside_agree(layout, train):
     """Auxiliary sums add up over micro-batches, ranks and shape groups as the loss does."""
     found = []

@@ -66,13 +66,8 @@ def train(devices, **axes):
 
 
 @needs_devices
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"fsdp": 2, "context": 2, "tensor": 2},
-        pytest.param({"fsdp": 4}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "context": 2, "tensor": 2}, {"fsdp": 4}])
 def test_eight_devices_have_the_loss_curve_of_one(axes):
     one = losses_on_one_device()
     trainer, eight = train(8, **axes)

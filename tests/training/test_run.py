@@ -80,9 +80,8 @@ def test_the_same_command_after_the_end_shows_the_summary_again(unbroken):
     assert (runs.folder / "run" / "summary.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_run_continues_bit_for_bit(runs, number, default_signals):
     # A cosine that ends where it starts: the learning rate does not depend on the run's length.
     constant = ("--optimizer.final_fraction", "1.0")
@@ -226,6 +225,7 @@ def test_another_model_does_not_touch_the_run(unbroken):
     assert (runs.folder / "run" / "config.yaml").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_damaged_record_stops_the_run_which_keeps_what_it_has_done(runs):
     stopped = runs.run("--data.folder", runs.spoil(12))
     assert stopped.returncode == 2

@@ -202,6 +202,7 @@ def run_two_processes(manifest, folder):
     return [json.loads(out.read_text()) for out in outs]
 
 
+@pytest.mark.slow
 def test_two_processes_with_a_group_each_train_as_one_device(manifest, one_device, tmp_path):
     _, expected = one_device.train(manifest, plan_for(manifest, 2), STEPS)
     first, second = run_two_processes(manifest, tmp_path)
