@@ -104,7 +104,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
     )
     cluster.require_shared("run.folder", folder)
     collation = collation_for(plan, manifest, config.model, conditions_for(config.model, manifest))
-    ranks = local_plan_ranks(mesh, plan.topology.ranks, config.planning.context)
+    ranks = local_plan_ranks(mesh, plan.topology.ranks, config.planning.context_value)
     groups = group_meshes(mesh, plan)
     collator = Collator(StoreReader(manifest), ranks, collation, plan.group_ranks)
     writer = SampleWriter(

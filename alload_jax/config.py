@@ -127,6 +127,11 @@ class Config:
 
     def __post_init__(self) -> None:
         self.model.require_divisible(self.mesh.context * self.mesh.tensor)
+        if self.planning.context == "auto":
+            raise InputError(
+                "planning.context is auto, which only `alload plan` accepts; set mesh.context to "
+                "the number that it finds"
+            )
         if self.planning.context not in (1, self.mesh.context):
             raise InputError(
                 f"planning.context is {self.planning.context}, but mesh.context is "

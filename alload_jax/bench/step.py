@@ -103,9 +103,8 @@ class Step:
 
     def compile_for(self, batch: AnyBatch) -> Any:
         """Compiles the gradient for the shapes and dtypes of a micro-batch."""
-        epoch = jax.ShapeDtypeStruct((), jnp.int32)
         state = self.state
-        lowered = self.accumulate.lower(state.weights, self.accumulator, batch, state.key, epoch)
+        lowered = self.accumulate.lower(state.weights, self.accumulator, batch, state.key)
         return lowered.compile()
 
     def batch_shape(self, latents: tuple[int, ...]) -> Batch:
@@ -125,7 +124,7 @@ class Step:
         """
         begin = time.perf_counter()
         state = self.state
-        self.accumulator = gradient(state.weights, self.accumulator, batch, state.key, jnp.int32(0))
+        self.accumulator = gradient(state.weights, self.accumulator, batch, state.key)
         self.state, self.accumulator, metrics = self.update(state, self.accumulator)
         loss = float(metrics["loss"])
         if not np.isfinite(loss):
@@ -145,6 +144,7 @@ def random_batch(model: ModelConfig, latents: tuple[int, ...], text_length: int 
         latents=jax.random.normal(jax.random.key(1), (*latents, model.in_channels)),
         condition=condition,
         sample=jnp.arange(rows, dtype=jnp.int32),
+        epoch=jnp.zeros(rows, jnp.int32),
         weight=jnp.ones((rows,)),
     )
 

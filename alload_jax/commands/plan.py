@@ -11,6 +11,7 @@ from rich.console import Console
 from alload_jax.commands.plan_inputs import PlanInputs, plan_inputs
 from alload_jax.commands.plan_tables import case_table, comparison_table
 from alload_jax.errors import InputError
+from alload_jax.planning.advice import advice
 from alload_jax.planning.analytic import FROZEN_BYTES
 from alload_jax.planning.architectures.registry import model_names
 from alload_jax.planning.files import plan_table, replaceable, write_plan
@@ -93,14 +94,25 @@ def _add_policies(group: Any) -> None:
     add("--rows", type=int, help="batch size of every bucket, for --policy fixed")
     add("--micro-batches-per-step", type=int, help="micro-batches that a rank accumulates per step")
     add("--align", type=int, help="packed samples begin at multiples of this many tokens")
-    add("--max-segments", type=int, help="maximum samples of a packed row")
+    add("--row-tokens", type=int, help="tokens of a row of `balanced`; default: the fastest")
+    add("--max-segments", type=int, help="maximum samples of a packed row; default: the fastest")
+    add(
+        "--sample-spread",
+        type=_spread,
+        help="most samples of a step over the mean, and the mean over the least; none for no bound",
+    )
     add(
         "--look-ahead",
         type=int,
         help="steps in a window, within which packed policies place samples",
     )
     add("--max-delay", type=int, help="maximum number of windows by which a sample may be deferred")
-    add("--context", type=int, help="ranks over which `balanced` splits long samples")
+    add(
+        "--context",
+        type=lambda text: text if text == "auto" else int(text),
+        metavar="C",
+        help="ranks over which `balanced` splits long samples, or auto",
+    )
     add(
         "--link-bandwidth",
         type=float,
@@ -137,7 +149,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_content(options, inputs, cases), indent=2))
     else:
-        _print_tables(inputs, cases)
+        _print_tables(inputs, study, cases)
     if options.out:
         table = plan_table(
             cases[0].epoch, inputs.samples.seq_len, _settings(options, inputs, cases[0])
@@ -205,12 +217,14 @@ def _content(options: argparse.Namespace, inputs: PlanInputs, cases: list[Case])
     return each[0] if len(cases) == 1 else {"cases": each}
 
 
-def _print_tables(inputs: PlanInputs, cases: list[Case]) -> None:
+def _print_tables(inputs: PlanInputs, study: Study, cases: list[Case]) -> None:
     console = Console(soft_wrap=True)
     console.width = max(console.width, _WIDTH)
     console.print(f"data: {inputs.source}", highlight=False)
     console.print(f"cost model: {inputs.costs_source}", highlight=False)
     console.print(case_table(cases[0]) if len(cases) == 1 else comparison_table(cases))
+    for sentence in advice(study, [case for case in cases if case.ranks == cases[0].ranks]):
+        console.print(sentence, highlight=False)
 
 
 def _settings(options: argparse.Namespace, inputs: PlanInputs, case: Case) -> dict[str, Any]:
@@ -231,6 +245,10 @@ def _settings(options: argparse.Namespace, inputs: PlanInputs, case: Case) -> di
 def _print_unless_json(options: argparse.Namespace, line: str) -> None:
     if not options.json:
         print(line)
+
+
+def _spread(text: str) -> float:
+    return math.inf if text == "none" else float(text)
 
 
 def _m_comp(text: str) -> float | str:

@@ -10,7 +10,14 @@ from rich.table import Table
 from alload_jax.planning.study import Case
 
 _COUNTS = ("cost", "seconds", "tokens_per_second", "samples_per_second")
-_PLAIN = ("order_correlation",)
+_PLAIN = ("order_correlation", "step_samples_min", "step_samples_max")
+LABELS = {
+    "left_over": "samples left to later epochs",
+    "step_samples_min": "least samples of a step / mean",
+    "step_samples_max": "most samples of a step / mean",
+    "repeated_neighbours": "repeated neighbours",
+    "repeated_neighbours_random": "repeated neighbours, at random",
+}
 _COLUMNS = {
     "steps": "steps",
     "imbalance": "imbalance",
@@ -20,9 +27,10 @@ _COLUMNS = {
     "padding": "padding",
     "utilisation": "of M_mem",
     "buckets": "programs",
-    "cost": "time",
+    "samples of a step": "samples of a step",
+    "tokens_per_second": "tokens/s",
 }
-_REPLAY = {"idle": "idle, replayed", "tokens_per_second": "tokens/s"}
+_REPLAY = {"idle": "idle, replayed", "tokens_per_second": "tokens/s, replayed"}
 
 
 def case_table(case: Case) -> Table:
@@ -37,8 +45,13 @@ def case_table(case: Case) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("metric")
     table.add_column("value", justify="right")
-    for name, value in asdict(case.metrics).items():
-        table.add_row(name.replace("_", " "), readable(name, value))
+    for name, value in case.figures()["metrics"].items():
+        label = LABELS.get(name, name.replace("_", " "))
+        if name == "cost":
+            label = "time of the epoch, s" if case.in_seconds else "cost of the epoch, no unit"
+        elif name == "tokens_per_second":
+            label = "tokens/s" if case.in_seconds else "tokens per unit of cost"
+        table.add_row(label, readable(name, value))
     for name, value in asdict(case.simulation).items() if case.simulation else ():
         table.add_row(f"replayed: {name.replace('_', ' ')}", readable(name, value))
     return table
@@ -50,7 +63,10 @@ def comparison_table(cases: Sequence[Case]) -> Table:
     table.add_column("ranks", justify="right")
     table.add_column("policy", no_wrap=True)
     replay = _REPLAY if cases[0].simulation else {}
-    for label in (*_COLUMNS.values(), *replay.values()):
+    columns = dict(_COLUMNS)
+    if not cases[0].in_seconds:
+        columns["tokens_per_second"] = "tokens/cost"
+    for label in (*columns.values(), *replay.values()):
         table.add_column(label, justify="right")
     before = cases[0].ranks
     for case in cases:
@@ -58,11 +74,14 @@ def comparison_table(cases: Sequence[Case]) -> Table:
             table.add_section()
         before = case.ranks
         metrics = asdict(case.metrics)
+        cells = {name: readable(name, metrics[name]) for name in columns if name in metrics}
+        least, most = (metrics[f"step_samples_{end}"] for end in ("min", "max"))
+        cells["samples of a step"] = f"{least:.2f}–{most:.2f} × mean"
         replayed = asdict(case.simulation) if case.simulation else {}
         table.add_row(
             str(case.ranks),
             case.name,
-            *(readable(name, metrics[name]) for name in _COLUMNS),
+            *(cells[name] for name in columns),
             *(readable(name, replayed[name]) for name in replay),
         )
     return table

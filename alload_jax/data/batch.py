@@ -15,12 +15,14 @@ class Batch(NamedTuple):
       condition: [B, L] int32 classes, `num_classes` for the null class; or [B, L, width] text
         embeddings.
       sample: [B] int32, row numbers in the manifest; −1 for padding.
-      weight: [B] float32, loss weights; 0 for padding.
+      epoch: [B] int32, the epoch to which each sample belongs.
+      weight: [B] float32, 1 for a sample and 0 for padding.
     """
 
     latents: Any
     condition: Any
     sample: Any
+    epoch: Any
     weight: Any
 
 
@@ -35,8 +37,9 @@ class PackedBatch(NamedTuple):
       metadata: positions of the segments in T and of their conditions in C.
       condition: [R, C] int32 classes or [R, C, width] text embeddings.
       sample: [R, M] int32, row numbers in the manifest; −1 in unused slots.
-      weight: [R, M] float32, loss weights: 1 for a sample, its fraction of the tokens for a part,
-        0 in unused slots.
+      epoch: [R, M] int32, the epoch to which each sample belongs.
+      weight: [R, M] float32: 1 for a sample, its fraction of the tokens for a part, 0 in unused
+        slots.
       first: [R, M] int32, index of the segment's first token in its sample.
       seq_len: [R, M] int32, number of tokens of the segment's sample.
     """
@@ -46,6 +49,7 @@ class PackedBatch(NamedTuple):
     metadata: PackedMetadata
     condition: Any
     sample: Any
+    epoch: Any
     weight: Any
     first: Any
     seq_len: Any

@@ -39,10 +39,11 @@ class BucketedCollation:
             latents=jax.ShapeDtypeStruct(latents, np.float32),
             condition=jax.ShapeDtypeStruct(self.conditions.shape(rows), self.conditions.dtype),
             sample=jax.ShapeDtypeStruct((rows,), np.int32),
+            epoch=jax.ShapeDtypeStruct((rows,), np.int32),
             weight=jax.ShapeDtypeStruct((rows,), np.float32),
         )
 
-    def empty(self, parts: Sequence[MicroBatch]) -> Batch:
+    def empty(self, parts: Sequence[MicroBatch], epoch: int) -> Batch:
         """See `Collation.empty`."""
         rows = sum(part.rows for part in parts)
         shape = self.manifest.latent_shape(parts[0].shape)
@@ -50,6 +51,7 @@ class BucketedCollation:
             latents=np.zeros((rows, *shape), np.float32),
             condition=self.conditions.empty(rows),
             sample=np.full(rows, -1, np.int32),
+            epoch=np.full(rows, epoch, np.int32),
             weight=np.zeros(rows, np.float32),
         )
 

@@ -54,7 +54,7 @@ class Collator:
         batches, groups = [], []
         local = (part for part in step.micro_batches if part.rank in self.ranks)
         for (_, group), parts in groupby(local, key=self._place):
-            batches.append(self._batch(list(parts), problems))
+            batches.append(self._batch(list(parts), step.epoch, problems))
             groups.append(group)
         # Each part of a split sample reports the same damaged record.
         distinct = tuple(dict.fromkeys(problems))
@@ -63,9 +63,9 @@ class Collator:
     def _place(self, part: MicroBatch) -> tuple[int, int]:
         return part.index, part.rank // self.group_ranks if self.group_ranks else 0
 
-    def _batch(self, parts: Sequence[MicroBatch], problems: list[str]) -> AnyBatch:
+    def _batch(self, parts: Sequence[MicroBatch], epoch: int, problems: list[str]) -> AnyBatch:
         """Builds one micro-batch from the parts of the ranks, in the order of the ranks."""
-        batch = self.collation.empty(parts)
+        batch = self.collation.empty(parts, epoch)
         for sample, place in self.collation.places(parts):
             try:
                 arrays = self.reader.read(sample)

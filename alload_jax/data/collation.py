@@ -30,8 +30,8 @@ class Collation(Protocol):
         """
         ...
 
-    def empty(self, parts: Sequence[MicroBatch]) -> AnyBatch:
-        """Builds a micro-batch for the parts of these ranks in host memory, with weights of 0."""
+    def empty(self, parts: Sequence[MicroBatch], epoch: int) -> AnyBatch:
+        """Builds a micro-batch of a step of `epoch` for the parts of these ranks, weights 0."""
         ...
 
     def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Any]]:

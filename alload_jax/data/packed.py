@@ -78,25 +78,27 @@ class PackedCollation:
         return [
             jax.tree.map(
                 lambda part: jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype),
-                self._batch(sizes, [RowPlan(sizes.split_tokens, (), (), (), (), ())]),
+                self._batch(sizes, [RowPlan(sizes.split_tokens, (), (), (), (), (), ())], 0),
             )
             for _, sizes in sorted(self.sizes.items(), reverse=True)
         ]
 
-    def empty(self, parts: Sequence[MicroBatch]) -> PackedBatch:
+    def empty(self, parts: Sequence[MicroBatch], epoch: int) -> PackedBatch:
         """See `Collation.empty`; the metadata already holds the segments."""
         rows = [_row_plan(part) for part in parts]
-        return self._batch(self.sizes[rows[0].split_tokens], rows)
+        return self._batch(self.sizes[rows[0].split_tokens], rows, epoch)
 
-    def _batch(self, sizes: RowSizes, rows: Sequence[RowPlan]) -> PackedBatch:
+    def _batch(self, sizes: RowSizes, rows: Sequence[RowPlan], epoch: int) -> PackedBatch:
         """Builds a batch without samples from the plans of its rows."""
         table = np.zeros((2, len(rows), sizes.slots), np.int32)
         condition_table = np.zeros_like(table)
+        epochs = np.full(table.shape[1:], epoch, np.int32)
         length = self.conditions.length
         for row, row_plan in enumerate(rows):
             for slot, place in enumerate(zip(row_plan.offsets, row_plan.tokens, strict=True)):
                 table[:, row, slot] = place
                 condition_table[:, row, slot] = slot * length, length
+            epochs[row, : len(row_plan.late)] -= np.asarray(row_plan.late, np.int32)
         channels = self.model.in_channels * int(np.prod(self.model.patch_size))
         return PackedBatch(
             tokens=np.zeros((len(rows), sizes.tokens, channels), np.float32),
@@ -111,6 +113,7 @@ class PackedCollation:
             ),
             condition=self.conditions.empty(len(rows), sizes.condition),
             sample=np.full((len(rows), sizes.slots), -1, np.int32),
+            epoch=epochs,
             weight=np.zeros((len(rows), sizes.slots), np.float32),
             first=np.zeros((len(rows), sizes.slots), np.int32),
             seq_len=table[1].copy(),

@@ -1,13 +1,13 @@
 """Flow matching (arXiv 2210.02747): weighted sums of sample losses, bucketed or packed.
 
-Noise depends on the sample and not on its position in the batch: the key of a token's noise derives
-from the epoch, the sample and the token's index in the sample. Both layouts therefore train on the
+Noise depends on the sample, not on its position in the batch: the key of a token's noise derives
+from the sample's epoch, the sample and the token's index in it. Both layouts therefore train on the
 same noise for a sample in an epoch.
 """
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ _MINIMISED = "_loss"
 """Suffix of the names of auxiliary values that are added to the minimised loss."""
 
 
+Weighting = Literal["sample", "token"]
+
+
 @dataclass(frozen=True)
 class FlowMatching:
     """Flow matching: the squared error of the predicted velocity; see `Objective`.
@@ -39,22 +42,34 @@ class FlowMatching:
       timesteps: distribution of noise levels.
       condition_dropout: fraction of samples trained with the null condition, which guidance needs:
         the null class, or a text of zeros.
+      weighting: the mean loss of a step is over its samples (`sample`), so that an image counts as
+        much as a long video of the same step, or over their tokens (`token`), so that a token
+        counts the same in every step of full rows.
     """
 
     name: Literal["flow_matching"] = "flow_matching"
     timesteps: TimestepConfig = field(default_factory=TimestepConfig)
     condition_dropout: float = 0.1
+    weighting: Weighting = "sample"
 
     def __post_init__(self) -> None:
         if not 0 <= self.condition_dropout <= 1:
             raise InputError(
                 f"objective.condition_dropout is {self.condition_dropout}; it must be from 0 to 1"
             )
+        if self.weighting not in get_args(Weighting):
+            raise InputError(
+                f"objective.weighting is {self.weighting!r}; "
+                f"choose {' or '.join(get_args(Weighting))}"
+            )
 
     def __call__(
         self, model: Any, batch: AnyBatch, key: jax.Array, sharding: NamedSharding
     ) -> LossSums:
         """See `Objective.__call__`."""
+        if self.weighting == "token":
+            seq_len = _seq_len(batch, model.config)
+            batch = batch._replace(weight=batch.weight * seq_len.astype(jnp.float32))
         run = _packed if isinstance(batch, PackedBatch) else _bucketed
         loss, auxiliary = run(model, batch, key, self, sharding)  # type: ignore[arg-type]
         sums = {name: _weighted_sum(batch.weight, value) for name, value in auxiliary.items()}
@@ -62,7 +77,14 @@ class FlowMatching:
         for name, value in sums.items():
             if name.endswith(_MINIMISED):
                 minimised = minimised + jnp.mean(value)
-        return LossSums(minimised, loss, sums)
+        return LossSums(minimised, loss, jnp.sum(batch.weight), sums)
+
+
+def _seq_len(batch: AnyBatch, model: ModelConfig) -> jax.Array:
+    """Tokens of the batch's samples: int32 scalar if bucketed, [R, M] if packed."""
+    if isinstance(batch, PackedBatch):
+        return batch.seq_len
+    return jnp.asarray(math.prod(batch.latents.shape[1:4]) // math.prod(model.patch_size))
 
 
 def _weighted_sum(weight: jax.Array, value: jax.Array) -> jax.Array:
@@ -120,9 +142,14 @@ class _Draws(NamedTuple):
 
 
 def _draw(
-    key: jax.Array, sample: jax.Array, config: FlowMatching, seq_len: int | jax.Array
+    key: jax.Array,
+    epoch: jax.Array,
+    sample: jax.Array,
+    config: FlowMatching,
+    seq_len: int | jax.Array,
 ) -> _Draws:
-    noise, sigma, drop = jax.random.split(jax.random.fold_in(key, sample), 3)
+    of_sample = jax.random.fold_in(jax.random.fold_in(key, epoch), sample)
+    noise, sigma, drop = jax.random.split(of_sample, 3)
     return _Draws(
         noise,
         sample_sigma(sigma, config.timesteps, seq_len),
@@ -142,7 +169,7 @@ def noised(
 
     Args:
       batch: a bucketed micro-batch.
-      key: key of the epoch.
+      key: the run's key.
       config: distribution of noise levels and condition dropout.
       model: the model's config.
 
@@ -151,7 +178,8 @@ def noised(
     """
     volume = math.prod(model.patch_size)
     seq_len = math.prod(batch.latents.shape[1:4]) // volume
-    draws = jax.vmap(lambda sample: _draw(key, sample, config, seq_len))(batch.sample)
+    draw = jax.vmap(lambda epoch, sample: _draw(key, epoch, sample, config, seq_len))
+    draws = draw(batch.epoch, batch.sample)
     token_noise = jax.vmap(_token_noise, in_axes=(None, 0, None))
     size = volume * batch.latents.shape[-1]
     tokens = jax.vmap(token_noise, in_axes=(0, None, None))(draws.noise, jnp.arange(seq_len), size)
@@ -172,8 +200,10 @@ def noised_rows(
     """
     segments = batch.metadata.tokens
     ids = segments.ids
-    draw = jax.vmap(jax.vmap(lambda sample, seq_len: _draw(key, sample, config, seq_len)))
-    draws = draw(batch.sample, jnp.maximum(batch.seq_len, 1))
+    draw = jax.vmap(
+        jax.vmap(lambda epoch, sample, seq_len: _draw(key, epoch, sample, config, seq_len))
+    )
+    draws = draw(batch.epoch, batch.sample, jnp.maximum(batch.seq_len, 1))
     place = jnp.arange(ids.shape[1]) - _to_tokens(segments.offset - batch.first, ids)
     token_noise = jax.vmap(jax.vmap(_token_noise, in_axes=(0, 0, None)), in_axes=(0, 0, None))
     noise = token_noise(_to_tokens(draws.noise, ids), place, batch.tokens.shape[-1])

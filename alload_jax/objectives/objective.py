@@ -17,12 +17,14 @@ class LossSums(NamedTuple):
     Attributes:
       minimised: Σ weight·loss that is differentiated.
       loss: Σ weight·loss of the model's prediction, logged as `loss`.
+      weight: Σ weight, by which the sums of a step are divided.
       auxiliary: Σ weight·value of each auxiliary value, of any shape. Their means over a step's
         samples are logged and passed to the family's `update_variables`.
     """
 
     minimised: jax.Array
     loss: jax.Array
+    weight: jax.Array
     auxiliary: Auxiliary
 
 
@@ -46,7 +48,7 @@ class Objective(Protocol):
         Args:
           model: a `models.families.Model`.
           batch: a bucketed or packed micro-batch.
-          key: key of the epoch.
+          key: the run's key; a sample's random values also depend on its epoch.
           sharding: sharding of rows over the mesh.
         """
         ...

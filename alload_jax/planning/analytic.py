@@ -29,6 +29,13 @@ _FILLED = 80_000
 """Tokens of a micro-batch that the power law is fitted to. It has no fixed cost, which would make a
 single short sequence look as costly as many."""
 
+USABLE_SHARE = 0.945
+"""Share of a device's memory that JAX can allocate: 142.6 of 150.8 GB on an H200, with 95 % of it
+asked for (XLA_PYTHON_CLIENT_MEM_FRACTION=0.95)."""
+SHORTEST = 256
+"""Tokens of the samples that M_mem tokens of a micro-batch are assumed to be at worst, as in
+`alload calibrate`: each brings its condition."""
+
 _BACKWARD_ATTENTION = 2.5
 """FLOPs of attention's backward over its forward's: five products in place of two."""
 _UPDATE_BYTES = 52
@@ -138,7 +145,7 @@ def analytic_costs(
         power=_power_law(quadratic),
         quadratic=quadratic,
         memory=memory,
-        m_mem=memory.max_tokens(device.memory, margin),
+        m_mem=memory.max_tokens(USABLE_SHARE * device.memory, margin, SHORTEST),
         bytes_per_split_token=bytes_per_split_token(architecture, remat, device.compute_bytes),
         model=architecture.fields() | {"remat": remat},
         device=device.name,
@@ -180,14 +187,11 @@ def step_memory(
     shards: int = 1,
     trained: Trained = ALL_TRAINED,
 ) -> MemoryModel:
-    """Peak bytes in use during a step on one device; arguments as `analytic_costs`.
-
-    Keys and values of the condition are ignored, although they matter for sequences that are as
-    short as the condition.
-    """
+    """Peak bytes in use during a step on one device; arguments as `analytic_costs`."""
     state = state_bytes(architecture.parameters(), trained) / shards
     values = architecture.kept_activations(remat) + architecture.activations().working_set
-    return MemoryModel(base=float(state), per_token=device.compute_bytes * values)
+    condition = device.compute_bytes * architecture.activations().condition
+    return MemoryModel(float(state), device.compute_bytes * values, condition)
 
 
 def state_bytes(parameters: int, trained: Trained = ALL_TRAINED) -> int:

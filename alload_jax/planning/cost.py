@@ -26,6 +26,11 @@ class CostModel(Protocol):
         """Cost of a micro-batch that does not depend on its content."""
         ...
 
+    @property
+    def slot_cost(self) -> float:
+        """Cost of a slot for a sequence in a packed row, which is computed even if it is empty."""
+        ...
+
     def sequence_cost(self, seq_len: np.ndarray) -> np.ndarray:
         """Cost of each sequence within a micro-batch: [N] integers → [N] float64."""
         ...
@@ -36,8 +41,23 @@ class CostModel(Protocol):
 
 
 def marginal_cost(model: CostModel, seq_len: np.ndarray) -> np.ndarray:
-    """Cost of sequences minus that of as many padding tokens, at least 0: [N] → [N] float64."""
-    return np.maximum(model.sequence_cost(seq_len) - model.padding_cost(seq_len), 0.0)
+    """Cost of sequences beyond that of an empty slot and as many padding tokens, at least 0.
+
+    Args:
+      model: the cost model.
+      seq_len: [N] integers.
+
+    Returns:
+      [N] float64.
+    """
+    empty = model.slot_cost + model.padding_cost(seq_len)
+    return np.maximum(model.sequence_cost(seq_len) - empty, 0.0)
+
+
+def empty_row_cost(model: CostModel, tokens: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Cost of packed rows of these tokens and slots without any sample: [W] → [W] float64."""
+    slots = np.asarray(slots, np.float64)
+    return model.fixed_cost + model.slot_cost * slots + model.padding_cost(tokens)
 
 
 def bucketed_cost(model: CostModel, rows: np.ndarray, seq_len: np.ndarray) -> np.ndarray:
@@ -58,6 +78,11 @@ class PowerCost:
     @property
     def fixed_cost(self) -> float:
         """See `CostModel.fixed_cost`."""
+        return 0.0
+
+    @property
+    def slot_cost(self) -> float:
+        """See `CostModel.slot_cost`."""
         return 0.0
 
     def sequence_cost(self, seq_len: np.ndarray) -> np.ndarray:
@@ -89,6 +114,11 @@ class QuadraticCost:
     def fixed_cost(self) -> float:
         """See `CostModel.fixed_cost`."""
         return self.c0
+
+    @property
+    def slot_cost(self) -> float:
+        """See `CostModel.slot_cost`."""
+        return self.c_sequence
 
     def sequence_cost(self, seq_len: np.ndarray) -> np.ndarray:
         """See `CostModel.sequence_cost`."""

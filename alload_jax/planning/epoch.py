@@ -1,6 +1,6 @@
 """One epoch of a plan, as columns: which rank takes which samples in which micro-batch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -46,12 +46,34 @@ class Packing(RowShape):
       tokens: [P] int64, tokens of each part.
       offset: [P] int64, where the part begins in its rank's row.
       is_split: [P] bool, whether the part belongs to a split sample.
+      late: [P] int64, epochs by which the sample is late: earlier ones left it over.
     """
 
     split_tokens: np.ndarray
     tokens: np.ndarray
     offset: np.ndarray
     is_split: np.ndarray
+    late: np.ndarray
+
+
+def _none() -> np.ndarray:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class LeftOver:
+    """Samples that an epoch leaves to later ones.
+
+    Attributes:
+      sample: [L] int64, the manifest's row numbers.
+      late: [L] int64, epochs by which each will be late in the next one; at least 1.
+    """
+
+    sample: np.ndarray = field(default_factory=_none)
+    late: np.ndarray = field(default_factory=_none)
+
+
+NOTHING_LEFT = LeftOver()
 
 
 @dataclass(frozen=True)
@@ -66,10 +88,12 @@ class EpochPlan:
       padded_len: [W] int64, tokens of each of its rows.
       shape: [W, 3] int64, (frames, height, width) of its rows; zeros where unknown or packed.
       offsets: [W + 1] int64; micro-batch w holds `sample[offsets[w]:offsets[w + 1]]`.
-      sample: [P] int64, the manifest's row numbers; each stands here once, a split sample once for
-        each rank that holds a part of it.
+      sample: [P] int64, the manifest's row numbers; each stands here or in `left_over` once, a
+        split sample once for each rank that holds a part of it. Samples of earlier epochs, which
+        are late, stand here beside.
       packing: where parts lie in packed rows; None for bucketed micro-batches, whose rows hold a
         sample each.
+      left_over: samples that a later epoch places.
     """
 
     ranks: int
@@ -83,6 +107,7 @@ class EpochPlan:
     offsets: np.ndarray
     sample: np.ndarray
     packing: Packing | None = None
+    left_over: LeftOver = field(default_factory=LeftOver)
 
     def of_step(self, step: int) -> slice:
         """The micro-batches of one step, as a slice of the columns [W]."""
@@ -99,6 +124,7 @@ class EpochPlan:
             tokens=self.packing.tokens[parts],
             offset=self.packing.offset[parts],
             is_split=self.packing.is_split[parts],
+            late=self.packing.late[parts],
         )
         return replace(
             self,
@@ -121,6 +147,17 @@ class EpochPlan:
     def micro_batch_of_part(self) -> np.ndarray:
         """[P] int64: the position in the columns [W] that each part belongs to."""
         return np.repeat(np.arange(len(self.step)), np.diff(self.offsets))
+
+    def slots(self) -> np.ndarray:
+        """[W] int64: samples that each packed row has room for, those it shares included."""
+        if self.packing is None:
+            return np.zeros(len(self.step), np.int64)
+        shared = np.where(self.packing.split_tokens > 0, self.packing.region_segments, 0)
+        return self.packing.segments + shared
+
+    def late(self) -> np.ndarray:
+        """[P] int64: epochs by which the sample of each part is late; 0 in its own epoch."""
+        return self.packing.late if self.packing else np.zeros(len(self.sample), np.int64)
 
     def part_tokens(self, seq_len: np.ndarray) -> np.ndarray:
         """[P] int64: tokens of each part, from those of every sample of the manifest ([N])."""

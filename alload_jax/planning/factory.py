@@ -8,9 +8,15 @@ from alload_jax.planning.cost import CostFile
 from alload_jax.planning.m_comp import MCompCurve, longest_alone, search_m_comp
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.policy import Policy
+from alload_jax.planning.predicted_time import draw_samples, makespan, predicted_time
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.topology import RankTopology
+
+_CONTEXTS = (1, 2, 4, 8, 16)
+"""Sizes of a context-parallel group that are tried."""
+_MOST_SAMPLES = 200_000
+"""Samples with which they are tried."""
 
 
 def make_policy(config: PlanningConfig, costs: CostFile | None = None) -> Policy:
@@ -56,12 +62,63 @@ def make_plan(
     """
     topology = _rank_topology(config, ranks, ranks_per_group)
     costs = costs or config.costs()
+    if config.context == "auto":
+        config = replace(config, context=choose_context(config, samples, topology, costs))
     if config.m_comp == "longest":
         open_bound = make_policy(replace(config, m_comp=None), costs)
         config = replace(config, m_comp=longest_alone(open_bound, samples))
     elif config.m_comp == "auto":
-        config = replace(config, m_comp=m_comp_curve(config, samples, topology, costs).chosen)
-    return Plan(samples, make_policy(config, costs), topology, seed)
+        return _with_best_m_comp(config, samples, topology, seed, costs)
+    policy = make_policy(config, costs).fitted(samples, topology)
+    return Plan(samples, policy, topology, seed)
+
+
+def choose_context(
+    config: PlanningConfig, samples: Samples, topology: RankTopology, costs: CostFile
+) -> int:
+    """The number of ranks of a context-parallel group with the least predicted time.
+
+    Args:
+      config: the settings; their `context` is not read.
+      samples: of the data set, or a draw of it.
+      topology: the ranks, whose number it divides.
+      costs: the cost model's file.
+
+    Raises:
+      InputError: no number can place all samples.
+    """
+    times: dict[int, float] = {}
+    refusals = []
+    drawn = draw_samples(samples, _MOST_SAMPLES)
+    for context in (c for c in _CONTEXTS if topology.ranks % c == 0):
+        tried = replace(config, context=context, m_comp=None)
+        try:
+            policy = make_policy(tried, costs).fitted(drawn, topology)
+            model, split = tried.predictor(costs), tried.seconds_per_split_token(costs)
+            times[context] = predicted_time(policy, drawn, topology, model, split)
+        except InputError as error:  # a sample is too long for so few ranks
+            refusals.append(error)
+    if not times:
+        raise refusals[-1]
+    return min(times, key=lambda context: times[context])
+
+
+def _with_best_m_comp(
+    config: PlanningConfig, samples: Samples, topology: RankTopology, seed: int, costs: CostFile
+) -> Plan:
+    """The faster of the plan with the searched M_comp and the one that only memory bounds.
+
+    The search plans a draw of the samples, so the whole plans are compared.
+    """
+    curve = m_comp_curve(config, samples, topology, costs)
+    model, split = config.predictor(costs), config.seconds_per_split_token(costs)
+
+    def plan_at(m_comp: float) -> Plan:
+        policy = make_policy(replace(config, m_comp=m_comp), costs).fitted(samples, topology)
+        return Plan(samples, policy, topology, seed)
+
+    plans = [plan_at(m_comp) for m_comp in dict.fromkeys((curve.chosen, curve.m_comp[-1].item()))]
+    return min(plans, key=lambda plan: makespan(plan.epoch(0), samples.seq_len, model, split))
 
 
 def m_comp_curve(

@@ -17,13 +17,15 @@ METADATA_KEY = b"alload-plan"
 def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -> pa.Table:
     """A row per placed sample, or per part of a split one, by step, micro_batch and rank.
 
-    Columns: `step, rank, micro_batch, sample, seq_len, padded_len, tokens, offset, region,
-    split_tokens, rows, frames, height, width`.
-    `sample` is the row number in the manifest. `tokens` is the number of its tokens on the rank and
+    Columns: `step, rank, micro_batch, sample, late, seq_len, padded_len, tokens, offset, region,
+    split_tokens, rows, slots, frames, height, width`.
+    `sample` is the row number in the manifest, and `late` is the number of epochs by which it is
+    late: earlier epochs left it over. `tokens` is the number of its tokens on the rank and
     `offset` their position in the micro-batch, with rows laid end to end. `region` is `split` if
     the sample is split over the ranks of a context-parallel group, otherwise `whole`; the first
     `split_tokens` of a row are reserved for split samples. `rows` is the number of rows of
-    `padded_len` tokens in the micro-batch, including padding rows; packed micro-batches have one.
+    `padded_len` tokens in the micro-batch, including padding rows; packed micro-batches have one,
+    with room for `slots` samples.
     frames, height and width are zeros if unknown or packed. A rank without a sample has no line: it
     computes padding in synchronous and packed plans and is idle in independent ones.
 
@@ -44,6 +46,7 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
             "rank": spread(plan.rank),
             "micro_batch": spread(plan.micro_batch),
             "sample": plan.sample,
+            "late": plan.late(),
             "seq_len": seq_len[plan.sample],
             "padded_len": spread(plan.padded_len),
             "tokens": plan.part_tokens(seq_len),
@@ -51,6 +54,7 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
             "region": _regions(plan),
             "split_tokens": spread(plan.packing.split_tokens if plan.packing else 0 * plan.rows),
             "rows": spread(plan.rows),
+            "slots": spread(plan.slots()),
             "frames": spread(plan.shape[:, 0]),
             "height": spread(plan.shape[:, 1]),
             "width": spread(plan.shape[:, 2]),

@@ -8,8 +8,8 @@ import numpy as np
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostModel
 from alload_jax.planning.policies.policy import Policy
+from alload_jax.planning.predicted_time import draw_samples, predicted_time
 from alload_jax.planning.samples import Samples
-from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
 from alload_jax.planning.topology import RankTopology
 
 _POINTS, _FINE_POINTS = 17, 10
@@ -68,12 +68,12 @@ def search_m_comp(
     least, most = policy_at(1.0).m_comp_range(np.unique(samples.seq_len))
     if not least > 0:
         raise InputError("the cost model predicts a cost of 0 for samples; calibrate it again")
-    drawn = _draw(samples, topology.ranks)
+    drawn = draw_samples(samples, max(_MOST_SAMPLES, _MOST_PER_RANK * topology.ranks))
 
     def curve(values: np.ndarray) -> MCompCurve:
         plans = (policy_at(float(value)) for value in values)
         cost = [
-            _epoch_cost(plan, drawn, topology, model, seconds_per_split_token) for plan in plans
+            predicted_time(plan, drawn, topology, model, seconds_per_split_token) for plan in plans
         ]
         return MCompCurve(values, np.asarray(cost) * len(samples) / len(drawn))
 
@@ -87,27 +87,3 @@ def search_m_comp(
     return MCompCurve(
         np.r_[coarse.m_comp, fine.m_comp][order], np.r_[coarse.cost, fine.cost][order]
     )
-
-
-def _draw(samples: Samples, ranks: int) -> Samples:
-    most = max(_MOST_SAMPLES, _MOST_PER_RANK * ranks)
-    if len(samples) <= most:
-        return samples
-    drawn = np.random.default_rng(0).choice(len(samples), most, replace=False)
-    drawn = np.union1d(drawn, np.argmax(samples.seq_len))
-    return Samples(samples.shape[drawn], samples.seq_len[drawn])
-
-
-def _epoch_cost(
-    policy: Policy,
-    samples: Samples,
-    topology: RankTopology,
-    model: CostModel,
-    seconds_per_split_token: float,
-) -> float:
-    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, 0])))
-    plan = policy.plan_epoch(samples, topology, rng)
-    cost = rank_costs(
-        plan, micro_batch_costs(plan, samples.seq_len, model, seconds_per_split_token)
-    )
-    return float(cost.max(axis=1).sum())

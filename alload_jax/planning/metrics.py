@@ -11,6 +11,7 @@ import numpy as np
 from alload_jax.planning.cost import CostModel, QuadraticCost
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.plan import Plan, Step
+from alload_jax.planning.policies.step_order import correlation
 from alload_jax.planning.step_costs import largest_indivisible_cost, micro_batch_costs, rank_costs
 
 
@@ -55,10 +56,12 @@ class PlanMetrics:
 
     Attributes:
       steps: optimizer steps of the epoch.
-      samples: samples placed.
+      samples: samples placed, among them late ones of earlier epochs.
+      left_over: samples of the epoch that later epochs place.
       tokens: tokens of these samples.
       buckets: distinct (rows, shape, A) of micro-batches: programs to compile.
       segments: most samples of a micro-batch on one rank.
+      step_samples_min, step_samples_max: least and most samples of a step, over their mean.
       imbalance, imbalance_max: max/mean − 1 of cost over ranks; its mean and its largest.
       idle: 1 − Σmean/Σmax of cost over ranks: the share of rank time spent waiting.
       cost_cv: variation (std/mean) of cost over ranks.
@@ -70,7 +73,10 @@ class PlanMetrics:
       order_correlation: correlation of a step's index with the mean length of its samples.
       length_share: distinct lengths of a step's samples, over those of the data set.
       cost: summed makespan of the epoch.
-      dropped, duplicated: samples never placed, placements beyond the first; both must be 0.
+      tokens_per_second: tokens of the data set over the cost of an epoch that places all of it, at
+        this epoch's idle time and padding; per unit where cost has no unit.
+      dropped, duplicated: samples neither placed nor left over, placements beyond the first; both
+        must be 0.
     """
 
     steps: int
@@ -78,6 +84,9 @@ class PlanMetrics:
     tokens: int
     buckets: int
     segments: int
+    left_over: int
+    step_samples_min: float
+    step_samples_max: float
     imbalance: float
     imbalance_max: float
     idle: float
@@ -91,6 +100,7 @@ class PlanMetrics:
     order_correlation: float
     length_share: float
     cost: float
+    tokens_per_second: float
     dropped: int
     duplicated: int
 
@@ -117,13 +127,21 @@ def plan_metrics(
     excess = excess_over_bound(cost, largest_indivisible_cost(plan, seq_len, cost_model))
     computed = int((plan.rows * plan.padded_len).sum())
     part_tokens = plan.part_tokens(seq_len)
-    placed = np.bincount(plan.sample, weights=part_tokens, minlength=len(seq_len))
-    copies = (placed // seq_len).astype(np.int64)
     tokens = int(part_tokens.sum())
+    own = plan.late() == 0
+    placed = np.bincount(plan.sample[own], weights=part_tokens[own], minlength=len(seq_len))
+    placed += seq_len * np.bincount(
+        plan.left_over.sample[plan.left_over.late == 1], minlength=len(seq_len)
+    )
+    copies = (placed // seq_len).astype(np.int64)
+    per_step = samples_per_step(plan, seq_len)
     correlation, share = _representativeness(plan, seq_len)
     return PlanMetrics(
         steps=plan.steps,
-        samples=int(copies.sum()),
+        samples=round(per_step.sum()),
+        left_over=len(plan.left_over.sample),
+        step_samples_min=float(per_step.min() / per_step.mean()),
+        step_samples_max=float(per_step.max() / per_step.mean()),
         tokens=tokens,
         buckets=_programs(plan),
         segments=int(np.diff(plan.offsets).max()),
@@ -140,9 +158,79 @@ def plan_metrics(
         order_correlation=correlation,
         length_share=share,
         cost=float(makespan.sum()),
+        tokens_per_second=_throughput(plan, seq_len, cost_model, float(makespan.sum())),
         dropped=int((placed < seq_len).sum()),
         duplicated=int((copies - 1).clip(0).sum()),
     )
+
+
+def _throughput(plan: EpochPlan, seq_len: np.ndarray, model: CostModel, cost: float) -> float:
+    """`tokens_per_second` of `PlanMetrics`.
+
+    An epoch may leave over other samples than it gets from earlier ones. So time is taken in
+    proportion to work: what its samples cost alone, without a micro-batch's fixed cost.
+    """
+    work = model.sequence_cost(seq_len)
+    share = plan.part_tokens(seq_len) / seq_len[plan.sample]
+    placed = float((work[plan.sample] * share).sum())
+    whole = cost * float(work.sum()) / placed if placed else cost
+    return float(seq_len.sum()) / whole if whole else 0.0
+
+
+def samples_per_step(plan: EpochPlan, seq_len: np.ndarray) -> np.ndarray:
+    """[steps] float64: samples of each step; `seq_len` is that of every sample of the manifest."""
+    share = plan.part_tokens(seq_len) / seq_len[plan.sample]
+    step = plan.step[plan.micro_batch_of_part()]
+    return np.bincount(step, weights=share, minlength=plan.steps)
+
+
+class RepeatedNeighbours(NamedTuple):
+    """How much of the company of samples in rows returns in the next epoch.
+
+    Attributes:
+      share: of a sample's neighbours, those that were its neighbours in the epoch before.
+      random: the same if rows of these sizes were filled at random.
+    """
+
+    share: float
+    random: float
+
+
+def repeated_neighbours(
+    before: EpochPlan, after: EpochPlan, seq_len: np.ndarray
+) -> RepeatedNeighbours:
+    """Compares the company of samples in two epochs.
+
+    Neighbours are samples of one micro-batch. Late samples and split ones are left out.
+
+    Args:
+      before, after: two epochs of a plan.
+      seq_len: [N] int64, tokens of every sample of the manifest.
+    """
+    first, second = (_row_of_sample(epoch, len(seq_len)) for epoch in (before, after))
+    both = np.flatnonzero((first >= 0) & (second >= 0))
+    pairs = _pairs(second[both])
+    if not pairs:
+        return RepeatedNeighbours(0.0, 0.0)
+    # Pairs that share both rows, over pairs that share the later one.
+    shared = _pairs(first[both] * (second.max() + 1) + second[both])
+    chance = _pairs(first[both]) / (len(both) * (len(both) - 1) / 2)
+    return RepeatedNeighbours(shared / pairs, chance)
+
+
+def _row_of_sample(plan: EpochPlan, samples: int) -> np.ndarray:
+    """[N] int64: the micro-batch of each sample, or −1."""
+    row = np.full(samples, -1, np.int64)
+    split = plan.packing.is_split if plan.packing else np.zeros(len(plan.sample), bool)
+    own = (plan.late() == 0) & ~split
+    row[plan.sample[own]] = plan.micro_batch_of_part()[own]
+    return row
+
+
+def _pairs(row: np.ndarray) -> float:
+    """Pairs of samples that have the same row."""
+    _, counts = np.unique(row, return_counts=True)
+    return float((counts * (counts - 1) / 2).sum())
 
 
 _SQUARES = QuadraticCost(0.0, 0.0, 1.0)
@@ -162,9 +250,7 @@ def _representativeness(plan: EpochPlan, seq_len: np.ndarray) -> tuple[float, fl
     count = np.bincount(step, minlength=plan.steps)
     total = np.bincount(step, weights=seq_len[plan.sample], minlength=plan.steps)
     mean = _ratio(total, count, when_zero=0.0)
-    if plan.steps < 2 or np.ptp(mean) == 0:
-        return 0.0, distinct
-    return float(np.corrcoef(np.arange(plan.steps), mean)[0, 1]), distinct
+    return correlation(np.arange(plan.steps), mean), distinct
 
 
 class StepMetrics(NamedTuple):

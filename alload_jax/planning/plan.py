@@ -4,14 +4,15 @@ import hashlib
 import json
 import threading
 from bisect import bisect_right
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from alload_jax.planning.digest import digest
-from alload_jax.planning.epoch import EpochPlan, Packing
+from alload_jax.planning.epoch import EpochPlan, LeftOver, Packing
 from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.topology import RankTopology
@@ -56,6 +57,7 @@ class RowPlan:
       is_split: whether each part belongs to a split sample.
       first: index of each part's first token within its sample.
       split_segments: (offset, tokens) of the samples among the split tokens of the rank's group.
+      late: epochs by which each part's sample is late; 0 in its own epoch.
     """
 
     split_tokens: int
@@ -64,6 +66,7 @@ class RowPlan:
     is_split: tuple[bool, ...]
     first: tuple[int, ...]
     split_segments: tuple[tuple[int, int], ...]
+    late: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -81,16 +84,48 @@ class Step:
     micro_batches: tuple[MicroBatch, ...]
 
 
+@dataclass(frozen=True)
+class EpochStart:
+    """Where an epoch begins.
+
+    Attributes:
+      step: number of its first step, counted from the start of training.
+      carried: what the previous epoch left over.
+    """
+
+    step: int = 0
+    carried: LeftOver = field(default_factory=LeftOver)
+
+
+_EPOCHS_KEPT = 2
+"""Epochs whose plans stay in memory."""
+
+
 class Plan:
     """An infinite sequence of steps with random access; every epoch has a new order.
 
     Attributes:
       steps_per_epoch: steps of the first epoch, and of every epoch of a bucketed plan. Packed
-        epochs may differ by a few steps, so all epochs before a step are planned once to find it.
+        epochs differ by a few steps and carry samples into the next one, so all epochs before a
+        step are planned once to find it.
     """
 
-    def __init__(self, samples: Samples, policy: Policy, topology: RankTopology, seed: int):
+    def __init__(
+        self,
+        samples: Samples,
+        policy: Policy,
+        topology: RankTopology,
+        seed: int,
+        starts: Sequence[EpochStart] = (EpochStart(),),
+    ):
         """Plans with `policy` over `samples` for the ranks of `topology`.
+
+        Args:
+          samples: the samples of the data set.
+          policy: the policy.
+          topology: the ranks.
+          seed: seed of the order of samples.
+          starts: starts of the first epochs, as far as they are known.
 
         Raises:
           InputError: the policy cannot place a sample.
@@ -99,19 +134,41 @@ class Plan:
         self.policy = policy
         self.topology = topology
         self.seed = seed
-        self.epoch = lru_cache(maxsize=2)(self._plan_epoch)
+        self._starts = list(starts)
+        self._planned: OrderedDict[int, EpochPlan] = OrderedDict()
+        self._planning = threading.RLock()
         self.steps_per_epoch = self.epoch(0).steps
         self.fixed_epoch_length = self.epoch(0).packing is None
-        self._starts = [0, self.steps_per_epoch]
-        self._finding_starts = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles only the plan's inputs; the worker process plans again."""
-        return Plan, (self.samples, self.policy, self.topology, self.seed)
+        """Pickles the plan's inputs and starts of epochs; the worker process plans again."""
+        return Plan, (self.samples, self.policy, self.topology, self.seed, tuple(self._starts))
 
-    def _plan_epoch(self, epoch: int) -> EpochPlan:
-        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
-        return self.policy.plan_epoch(self.samples, self.topology, rng)
+    def epoch(self, number: int) -> EpochPlan:
+        """The plan of an epoch. Epochs before it are planned first if they carry samples into it.
+
+        Raises:
+          InputError: the policy cannot place a sample.
+        """
+        with self._planning:
+            if number not in self._planned:
+                if not (self._planned and self.fixed_epoch_length):
+                    for earlier in range(len(self._starts) - 1, number):
+                        self._plan_epoch(earlier, self._starts[earlier])
+                    self._plan_epoch(number, self._starts[number])
+                else:
+                    self._plan_epoch(number, EpochStart(number * self.steps_per_epoch))
+            return self._planned[number]
+
+    def _plan_epoch(self, number: int, start: EpochStart) -> None:
+        """Plans an epoch, and notes the start of the next."""
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, number])))
+        found = self.policy.plan_epoch(self.samples, self.topology, rng, start.carried)
+        if number + 1 == len(self._starts):
+            self._starts.append(EpochStart(start.step + found.steps, found.left_over))
+        self._planned[number] = found
+        while len(self._planned) > _EPOCHS_KEPT:
+            self._planned.popitem(last=False)
 
     def step(self, index: int) -> Step:
         """Step number `index`, counted from the start of training."""
@@ -128,12 +185,11 @@ class Plan:
         """The epoch of step number `index`, and the step's index within the epoch."""
         if self.fixed_epoch_length:
             return divmod(index, self.steps_per_epoch)
-        with self._finding_starts:
-            while self._starts[-1] <= index:
-                epoch = len(self._starts) - 1
-                self._starts.append(self._starts[-1] + self.epoch(epoch).steps)
-        epoch = bisect_right(self._starts, index) - 1
-        return epoch, index - self._starts[epoch]
+        with self._planning:
+            while self._starts[-1].step <= index:
+                self._plan_epoch(len(self._starts) - 1, self._starts[-1])
+        epoch = bisect_right(self._starts, index, key=lambda start: start.step) - 1
+        return epoch, index - self._starts[epoch].step
 
     @property
     def group_ranks(self) -> int:
@@ -203,6 +259,7 @@ def _row_plan(plan: EpochPlan, position: int) -> RowPlan | None:
         is_split=tuple(is_split),
         first=tuple(first),
         split_segments=tuple(segments.values()),
+        late=tuple(plan.packing.late[parts].tolist()),
     )
 
 

@@ -29,9 +29,9 @@ class PlanningConfig:
     """The planning section of a config: the policy, its bounds and the ranks.
 
     Attributes:
-      policy: bucketed fixed, equal_tokens or dual_constraint; packed first_fit or balanced; the
-        name of a registered policy; or auto, which is balanced where attention runs on packed rows
-        (NVIDIA Hopper or newer) and dual_constraint elsewhere.
+      policy: bucketed fixed, equal_tokens, sorted or dual_constraint; packed first_fit or balanced;
+        the name of a registered policy; or auto, which is balanced where attention runs on packed
+        rows (NVIDIA Hopper or newer) and dual_constraint elsewhere.
       ranks_mode: of bucketed policies: synchronous (ranks share a bucket) or independent (each
         shape group draws its own, as in the paper).
       micro_batches_per_step: micro-batches that every rank accumulates before an update.
@@ -49,11 +49,17 @@ class PlanningConfig:
       cost_model: path of a cost-model JSON.
       foreign_cost_model: accept a cost model that was made for another model or device.
       align: samples in packed rows begin at multiples of this many tokens.
-      max_segments: maximum samples of a packed row; null for 2.5 times the mean (`first_fit`: 4).
+      row_tokens: tokens of a packed row of `balanced`, at most m_mem; null for the number with the
+        least predicted time.
+      max_segments: maximum samples of a packed row; null for the number with the least predicted
+        time (`first_fit`: 4 times the mean).
+      sample_spread: a step of `balanced` holds at most this many times the mean number of samples,
+        and at least the mean over it, so that each sample weighs about the same; null for no bound.
       look_ahead: steps in a window, within which packed policies place samples.
       max_delay: maximum number of windows by which `balanced` may defer a sample.
       context: ranks of a context-parallel group, over which `balanced` splits samples that are
-        too long for one rank's fair share; 1 splits none. In training it follows mesh.context.
+        too long for one rank's fair share; 1 splits none; auto is the number with the least
+        predicted time. In training it follows mesh.context.
       split_above: samples whose cost exceeds this many times that of a mean row are split: 1 is
         the fair share, 0 splits all.
       link_bandwidth: bytes per second that a rank sends to its group, to predict the cost of
@@ -73,10 +79,12 @@ class PlanningConfig:
     cost_model: str | None = None
     foreign_cost_model: bool = False
     align: int = 1
+    row_tokens: int | None = None
     max_segments: int | None = None
+    sample_spread: float | None = 2.5
     look_ahead: int = 32
     max_delay: int = 8
-    context: int = 1
+    context: int | Literal["auto"] = 1
     split_above: float = 1.0
     link_bandwidth: float = 76e9
     options: dict[str, Any] | None = None
@@ -96,10 +104,14 @@ class PlanningConfig:
 
     def _check_numbers(self) -> None:
         at_least_one = ("micro_batches_per_step", "m_mem", "ranks", "ranks_per_group", "align")
-        for name in (*at_least_one, "max_segments", "look_ahead", "max_delay", "context"):
+        counts = ("row_tokens", "max_segments", "look_ahead", "max_delay", "context")
+        for name in (*at_least_one, *counts):
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= _MOST:
-                bound = "at least 1" if value < 1 else f"at most {_MOST:,}"
+            if value is None or (name == "context" and value == "auto"):
+                continue
+            if isinstance(value, str) or not 1 <= value <= _MOST:
+                bound = "a whole number" if isinstance(value, str) else "at least 1"
+                bound = bound if isinstance(value, str) or value < 1 else f"at most {_MOST:,}"
                 raise InputError(f"planning.{name} is {value}; it must be {bound}")
         for name in ("m_comp", "p", "link_bandwidth"):
             value = getattr(self, name)
@@ -108,6 +120,11 @@ class PlanningConfig:
             most = math.inf if name == "m_comp" else sys.float_info.max
             if isinstance(value, int | float) and not 0 < value <= most:
                 raise InputError(f"planning.{name} is {value}; it must be a number above 0")
+        if self.sample_spread is not None and not self.sample_spread > 1:
+            raise InputError(
+                f"planning.sample_spread is {self.sample_spread}; it must be above 1, "
+                "and null sets no bound"
+            )
         if not 0 <= self.split_above < math.inf:
             raise InputError(
                 f"planning.split_above is {self.split_above}; it must be 0 or more, and finite"
@@ -131,7 +148,7 @@ class PlanningConfig:
                 f"planning.m_comp is {self.m_comp}, whose unit depends on the policy, and "
                 "planning.policy is auto; name the policy, or give auto or longest"
             )
-        if self.context > 1 and not any(policy.splits_samples for policy in policies):
+        if self.context != 1 and not any(policy.splits_samples for policy in policies):
             splitting = [name for name in policy_names() if find_policy(name).splits_samples]
             raise InputError(
                 f"planning.context is {self.context}, but {self.policy} splits no sample; "
@@ -202,6 +219,17 @@ class PlanningConfig:
             return costs.power
         return PowerCost(self.exponent(costs))
 
+    @property
+    def context_value(self) -> int:
+        """Ranks of a context-parallel group.
+
+        Raises:
+          ValueError: it is auto, whose value is not known yet.
+        """
+        if isinstance(self.context, str):
+            raise ValueError(f"planning.context is {self.context}; find its value first")
+        return self.context
+
     def seconds_per_split_token(self, costs: CostFile | None = None) -> float:
         """Predicted seconds of communication per split token of a rank; 0 if unknown.
 
@@ -211,7 +239,7 @@ class PlanningConfig:
         costs = costs or self.costs()
         if not costs.bytes_per_split_token or not costs.quadratic:
             return 0.0
-        return costs.bytes_per_split_token * (1 - 1 / self.context) / self.link_bandwidth
+        return costs.bytes_per_split_token * (1 - 1 / self.context_value) / self.link_bandwidth
 
     def refuse_foreign_costs(self, model: dict[str, Any], device: str | None) -> None:
         """Raises InputError if the cost model was made for another model or device.

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from alload_jax.planning.cost import CostModel, bucketed_cost, marginal_cost
+from alload_jax.planning.cost import CostModel, bucketed_cost, empty_row_cost, marginal_cost
 from alload_jax.planning.epoch import EpochPlan
 
 
@@ -11,7 +11,7 @@ def micro_batch_costs(
 ) -> np.ndarray:
     """Predicted cost of every micro-batch: [W] float64.
 
-    All tokens of a packed row are computed, so its cost is that of its tokens as padding plus the
+    All tokens and slots of a packed row are computed, so its cost is that of an empty row plus the
     marginal cost of every sample. The marginal cost of a split sample is shared equally by the
     ranks of its group, which exchange heads for tokens.
 
@@ -30,7 +30,7 @@ def micro_batch_costs(
     whole = np.bincount(owner, weights=np.where(is_split, 0, marginal), minlength=len(plan.rows))
     split = np.bincount(owner, weights=np.where(is_split, share, 0), minlength=len(plan.rows))
     by_group = split.reshape(-1, context).mean(axis=1).repeat(context)
-    row = model.fixed_cost + model.padding_cost(plan.rows * plan.padded_len)
+    row = empty_row_cost(model, plan.padded_len, plan.slots())
     return row + whole + by_group + seconds_per_split_token * plan.packing.split_tokens
 
 
@@ -51,7 +51,7 @@ def largest_indivisible_cost(plan: EpochPlan, seq_len: np.ndarray, model: CostMo
         alone = model.fixed_cost + model.sequence_cost(plan.padded_len)
         np.maximum.at(largest, plan.step, alone)
         return largest
-    row = model.fixed_cost + model.padding_cost(plan.padded_len)
+    row = empty_row_cost(model, plan.padded_len, plan.slots())
     marginal = np.where(plan.packing.is_split, 0, marginal_cost(model, seq_len[plan.sample]))
     owner = plan.micro_batch_of_part()
     np.maximum.at(largest, plan.step[owner], row[owner] + marginal)

@@ -5,16 +5,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, cast, get_args
 
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import CostFile, CostModel
+from alload_jax.planning.cost import CostFile, CostModel, PowerCost
 from alload_jax.planning.epoch import EpochPlan
-from alload_jax.planning.factory import make_plan
-from alload_jax.planning.metrics import PlanMetrics, plan_metrics
+from alload_jax.planning.factory import choose_context, make_plan
+from alload_jax.planning.metrics import (
+    PlanMetrics,
+    RepeatedNeighbours,
+    plan_metrics,
+    repeated_neighbours,
+)
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.registry import find_policy
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.simulation import Simulation, SimulationSettings, simulate
-from alload_jax.planning.topology import RanksMode
+from alload_jax.planning.topology import RanksMode, RankTopology
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class Case:
       plan: the plan.
       epoch: the evaluated epoch.
       metrics: metrics of the epoch.
+      neighbours: how much of the rows' company returns in the epoch after it.
+      predictor: the cost model.
       simulation: simulation of the epoch; None if not requested.
     """
 
@@ -37,12 +44,23 @@ class Case:
     plan: Plan
     epoch: EpochPlan
     metrics: PlanMetrics
+    neighbours: RepeatedNeighbours
+    predictor: CostModel
     simulation: Simulation | None
 
     def figures(self) -> dict[str, Any]:
         """The metrics and the simulation, as JSON values."""
-        content: dict[str, Any] = {"name": self.name, "metrics": asdict(self.metrics)}
+        metrics = asdict(self.metrics) | {
+            "repeated_neighbours": self.neighbours.share,
+            "repeated_neighbours_random": self.neighbours.random,
+        }
+        content: dict[str, Any] = {"name": self.name, "metrics": metrics}
         return content | ({"simulation": asdict(self.simulation)} if self.simulation else {})
+
+    @property
+    def in_seconds(self) -> bool:
+        """Whether costs are seconds; otherwise they have no unit."""
+        return not (isinstance(self.predictor, PowerCost) and self.predictor.a == 1.0)
 
     @property
     def plan_m_mem(self) -> int | None:
@@ -92,6 +110,10 @@ class Study:
     def case(self, policy: str, ranks: int) -> Case:
         """Plans one policy on one number of ranks; see `cases`."""
         config = policy_config(self.config, policy)
+        if config.context == "auto":
+            topology = RankTopology(ranks)
+            context = choose_context(config, self.samples, topology, self.costs)
+            config = replace(config, context=context)
         plan = make_plan(replace(config, ranks=ranks), self.samples, ranks, self.seed, self.costs)
         epoch = plan.epoch(self.epoch)
         seq_len = self.samples.seq_len
@@ -103,7 +125,18 @@ class Study:
             simulation = simulate(
                 epoch, seq_len, self.predictor, self.replay, seconds_per_split_token
             )
-        return Case(case_name(config), ranks, config, plan, epoch, metrics, simulation)
+        neighbours = repeated_neighbours(epoch, plan.epoch(self.epoch + 1), seq_len)
+        return Case(
+            case_name(config),
+            ranks,
+            config,
+            plan,
+            epoch,
+            metrics,
+            neighbours,
+            self.predictor,
+            simulation,
+        )
 
 
 def policy_config(config: PlanningConfig, policy: str) -> PlanningConfig:
@@ -134,4 +167,4 @@ def case_name(config: PlanningConfig) -> str:
     """The displayed name of the policy and its mode."""
     if not config.traits.packed:
         return f"{config.policy} ({config.ranks_mode})"
-    return config.policy + (f" (split, c = {config.context})" if config.context > 1 else "")
+    return config.policy + (f" (split, c = {config.context})" if config.context != 1 else "")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from alload_jax.planning.advice import advice
 from alload_jax.planning.cost import CostModel, PowerCost, marginal_cost
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.factory import m_comp_curve
@@ -61,7 +62,7 @@ def write_report(
         policies=tuple(_policy_part(case, study) for case in main),
         curve=_curve(main, study),
         over_ranks=_over_ranks(cases),
-        notes=_notes(study, cost_model),
+        notes=(*advice(study, main), *_notes(study, cost_model)),
     )
     write_page(path, page)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alload_jax.data.batch import AnyBatch, Signature, signature
@@ -98,7 +97,7 @@ class GroupTrainer:
         """Dispatches a step on all groups without waiting; see `Trainer.step`."""
         for number, batch in zip(step.groups, step.batches, strict=True):
             mesh = self._groups[number]
-            self._local[mesh].add(self.programs[mesh, signature(batch)], batch, step.epoch)
+            self._local[mesh].add(self.programs[mesh, signature(batch)], batch)
         self.state, accumulator, metrics = self._update(self.state, self._accumulator())
         self._share(accumulator)
         return metrics
@@ -157,15 +156,12 @@ class _Group:
         self.accumulator = part_of_group(accumulator, sums)
 
     def compile(self, shape: AnyBatch) -> Any:
-        epoch = jax.ShapeDtypeStruct((), jnp.int32)
         batch = on_mesh(shape, self._mesh)
-        lowered = self._accumulate.lower(self._weights, self.accumulator, batch, self._key, epoch)
+        lowered = self._accumulate.lower(self._weights, self.accumulator, batch, self._key)
         return lowered.compile()
 
-    def add(self, program: Any, batch: AnyBatch, epoch: int) -> None:
-        self.accumulator = program(
-            self._weights, self.accumulator, batch, self._key, np.int32(epoch)
-        )
+    def add(self, program: Any, batch: AnyBatch) -> None:
+        self.accumulator = program(self._weights, self.accumulator, batch, self._key)
 
 
 def make_group_accumulate(spec: TrainingSpec, group: Mesh) -> Accumulate:
@@ -178,10 +174,9 @@ def make_group_accumulate(spec: TrainingSpec, group: Mesh) -> Accumulate:
         accumulator: GradientAccumulator,
         batch: AnyBatch,
         key: jax.Array,
-        epoch: jax.Array,
     ) -> GradientAccumulator:
         squeezed = jax.tree.map(lambda part: jnp.squeeze(part, 0), accumulator)
-        added = accumulate(weights, squeezed, batch, key, epoch)
+        added = accumulate(weights, squeezed, batch, key)
         stacked = jax.tree.map(lambda part: part[None], added)
         shardings = group_accumulator_shardings(accumulator, spec, group)
         return jax.lax.with_sharding_constraint(stacked, shardings)

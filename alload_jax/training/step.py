@@ -40,9 +40,7 @@ class GradientAccumulator(NamedTuple):
     auxiliary: Auxiliary
 
 
-Accumulate = Callable[
-    [Weights, GradientAccumulator, AnyBatch, jax.Array, jax.Array], GradientAccumulator
-]
+Accumulate = Callable[[Weights, GradientAccumulator, AnyBatch, jax.Array], GradientAccumulator]
 Metrics = dict[str, jax.Array]
 Update = Callable[
     [TrainState, GradientAccumulator], tuple[TrainState, GradientAccumulator, Metrics]
@@ -50,7 +48,7 @@ Update = Callable[
 
 
 def make_accumulate(spec: TrainingSpec, mesh: Mesh) -> Accumulate:
-    """Builds a jitted function (weights, accumulator, batch, key, epoch) → accumulator.
+    """Builds a jitted function (weights, accumulator, batch, key) → accumulator.
 
     It is compiled for each shape of batch. `accumulator` is donated.
     """
@@ -62,12 +60,11 @@ def make_accumulate(spec: TrainingSpec, mesh: Mesh) -> Accumulate:
         accumulator: GradientAccumulator,
         batch: AnyBatch,
         key: jax.Array,
-        epoch: jax.Array,
     ) -> GradientAccumulator:
-        epoch_key = jax.random.fold_in(jax.random.wrap_key_data(key), epoch)
         gradient = jax.value_and_grad(sums_of, has_aux=True)
-        (_, (loss, auxiliary)), grads = gradient(weights.params, weights, batch, epoch_key)
-        added = GradientAccumulator(grads, loss, jnp.sum(batch.weight), auxiliary)
+        run_key = jax.random.wrap_key_data(key)
+        (_, sums), grads = gradient(weights.params, weights, batch, run_key)
+        added = GradientAccumulator(grads, sums.loss, sums.weight, sums.auxiliary)
         return jax.lax.with_sharding_constraint(
             jax.tree.map(jnp.add, accumulator, added),
             accumulator_shardings(accumulator, spec, mesh),
@@ -155,8 +152,8 @@ def auxiliary_shapes(
     """Returns the shapes of the auxiliary sums without computing them."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
-    _, (_, auxiliary) = jax.eval_shape(_make_sums(spec, mesh), shapes.params, shapes, batch, key)
-    return auxiliary
+    _, sums = jax.eval_shape(_make_sums(spec, mesh), shapes.params, shapes, batch, key)
+    return sums.auxiliary
 
 
 def accumulator_shardings(
@@ -172,12 +169,12 @@ def accumulator_shardings(
 
 
 def _make_sums(spec: TrainingSpec, mesh: Mesh) -> Callable[..., Any]:
-    """Builds (trained parameters, weights, batch, key) → minimised sum, (loss, auxiliary sums)."""
+    """Builds (trained parameters, weights, batch, key) → minimised sum, all sums."""
     graph = abstract_model(spec.model).graph
 
     def sums_of(params: Any, weights: Weights, batch: AnyBatch, key: jax.Array) -> Any:
         model = nnx.merge(graph, weights._replace(params=params).merged())
         sums = spec.objective(model, batch, key, batch_sharding(mesh))
-        return sums.minimised, (sums.loss, sums.auxiliary)
+        return sums.minimised, sums
 
     return sums_of

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from alload_jax.data.batch import AnyBatch, Signature, signature
@@ -48,10 +47,9 @@ class Trainer:
         )
 
         def compile_one(shape: AnyBatch) -> Any:
-            epoch = jax.ShapeDtypeStruct((), jnp.int32)
             batch = on_mesh(shape, self._mesh)
             return self._accumulate.lower(
-                self.state.weights, self._accumulator, batch, self.state.key, epoch
+                self.state.weights, self._accumulator, batch, self.state.key
             ).compile()
 
         update: Any = self._update
@@ -66,11 +64,10 @@ class Trainer:
         Returns:
           `loss`, `grad_norm` and the means of auxiliary values, float32 scalars.
         """
-        epoch = jnp.int32(step.epoch)
         for batch in step.batches:
             gradient = self.programs[signature(batch)]
             self._accumulator = gradient(
-                self.state.weights, self._accumulator, batch, self.state.key, epoch
+                self.state.weights, self._accumulator, batch, self.state.key
             )
         self.state, self._accumulator, metrics = self._update(self.state, self._accumulator)
         return metrics

@@ -112,8 +112,9 @@ def test_batches_have_the_documented_dtypes_and_shapes(case, epoch):
             assert batch.latents.shape == (rows, *parts[0].shape, 1)
             assert batch.condition.shape == (rows, 4)
             assert batch.sample.shape == batch.weight.shape == (rows,)
+            assert batch.epoch.tolist() == [epoch] * rows
             dtypes = [part.dtype.name for part in batch]
-            assert dtypes == ["float32", "int32", "int32", "float32"]
+            assert dtypes == ["float32", "int32", "int32", "int32", "float32"]
 
 
 @settings(max_examples=40, deadline=None)

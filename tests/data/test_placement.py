@@ -18,6 +18,7 @@ def host_batch(rng, rows):
         latents=rng.normal(size=(rows, 1, 4, 4, 1)).astype(np.float32),
         condition=rng.integers(0, 10, (rows, 2), np.int32),
         sample=rng.integers(0, 99, rows, np.int32),
+        epoch=np.zeros(rows, np.int32),
         weight=rng.integers(0, 2, rows).astype(np.float32),
     )
 

@@ -15,7 +15,7 @@ from alload_jax.planning.geometry import Geometry
 from alload_jax.planning.samples import Samples, samples_from_columns
 from alload_jax.planning.settings import PlanningConfig
 
-POLICIES = ("fixed", "equal_tokens", "dual_constraint")
+POLICIES = ("fixed", "equal_tokens", "sorted", "dual_constraint")
 MODES = ("synchronous", "independent")
 
 

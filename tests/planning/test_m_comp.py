@@ -11,8 +11,10 @@ from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.dual_constraint import DualConstraint
 from alload_jax.planning.policies.equal_tokens import EqualTokens
+from alload_jax.planning.predicted_time import makespan
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.topology import RankTopology
+from alload_jax.planning.workloads import make_workload
 
 LENGTHS = [100] * 400 + [400] * 100 + [2000] * 20
 COST = QuadraticCost(1e-3, 1e-5, 1e-7)
@@ -92,3 +94,15 @@ def test_a_policy_without_m_comp_is_refused():
 @pytest.mark.parametrize("value", ["car", "", "0x"])
 def test_an_invalid_m_comp_is_refused(value):
     assert "auto or longest" in refusal(config, m_comp=value)
+
+
+@pytest.mark.parametrize("mode", ["independent", "synchronous"])
+@pytest.mark.parametrize("name", ["long-video-V35", "wan-480p", "mixed-resolution"])
+def test_auto_is_never_slower_than_the_plan_that_memory_alone_bounds(name, mode):
+    """The search plans a draw; on the whole set its choice was 5 % slower than no bound."""
+    samples, costs = make_workload(name, 30_000), CostFile(quadratic=COST)
+    settings = PlanningConfig("dual_constraint", m_mem=350_000, ranks_mode=mode, m_comp="auto")
+    found = make_plan(settings, samples, 8, 0, costs)
+    open_bound = make_plan(replace(settings, m_comp=1e30), samples, 8, 0, costs)
+    times = [makespan(plan.epoch(0), samples.seq_len, COST) for plan in (found, open_bound)]
+    assert times[0] <= times[1]

@@ -20,13 +20,18 @@ def alload_plan(capsys, *flags):
 def row_costs(rows, settings, turns):
     """{(step, micro_batch): [cost of every rank]}, from the file alone."""
     model, context = settings["cost_model"], settings.get("context", 1)
-    row_capacity, ranks = settings["m_mem"], settings["ranks"]
+    ranks = settings["ranks"]
 
     def beyond(seq_len):
-        return model["c_sequence"] + model["c2"] * seq_len**2
+        return model["c2"] * seq_len**2
 
-    base = model["c0"] + model["c1"] * row_capacity
-    costs = {turn: [base] * ranks for turn in turns}
+    base = {
+        (row["step"], row["micro_batch"]): model["c0"]
+        + model["c1"] * row["padded_len"]
+        + model["c_sequence"] * row["slots"]
+        for row in rows
+    }
+    costs = {turn: [base[turn]] * ranks for turn in turns}
     by_group = defaultdict(float)
     for row in rows:
         turn = row["step"], row["micro_batch"]
@@ -67,7 +72,10 @@ def test_the_metrics_of_a_packed_plan_can_be_recomputed(tmp_path, capsys, flags)
     assert metrics["imbalance_max"] == pytest.approx(max(found), abs=1e-9)
     tokens = sum(row["tokens"] for row in rows)
     assert metrics["tokens"] == tokens == sum({r["sample"]: r["seq_len"] for r in rows}.values())
-    assert metrics["padding"] == pytest.approx(1 - tokens / (len(turns) * 8 * 81_920))
-    assert metrics["samples"] == len({row["sample"] for row in rows}) == 3000
+    assert metrics["padding"] == pytest.approx(
+        1 - tokens / (len(turns) * 8 * rows[0]["padded_len"])
+    )
+    assert metrics["samples"] == len({row["sample"] for row in rows})
+    assert metrics["samples"] + metrics["left_over"] == 3000
     if "--context" in flags:
         assert "split" in {row["region"] for row in rows}

@@ -1,3 +1,4 @@
+import itertools
 import math
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -8,10 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import cases, examples, of_lengths, of_shapes, refusal
 
-from alload_jax.planning.factory import make_policy
+from alload_jax.planning.cost import CostFile, QuadraticCost
+from alload_jax.planning.factory import make_plan, make_policy
+from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.policies.dual_constraint import DualConstraint
 from alload_jax.planning.policies.equal_tokens import EqualTokens
 from alload_jax.planning.policies.fixed import Fixed
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.workloads import make_workload
 
 LENGTHS = st.lists(st.integers(1, 100_000), min_size=1, max_size=12)
 
@@ -173,3 +178,28 @@ def test_fixed_rows_over_memory_are_refused():
     message = refusal(Fixed(4, 100).rows_per_bucket, buckets)
     for part in ("bucket 30", "4 rows", "30 tokens", "m_mem = 100", "at most 3 rows fit"):
         assert part in message
+
+
+@given(cases(policies=("sorted",), modes=("independent",)))
+@examples(60)
+def test_sorted_puts_neighbours_in_cost_into_a_step(case):
+    manifest, config, seed = case
+    samples = manifest.samples()
+    epoch = make_plan(config, samples, 1, seed).epoch(0)
+    cost = epoch.rows * epoch.padded_len.astype(float) ** (config.p or 2.0)
+    turn = epoch.step * config.micro_batches_per_step + epoch.micro_batch
+    spans = sorted((cost[turn == n].min(), cost[turn == n].max()) for n in np.unique(turn))
+    # No two groups of ranks overlap in cost by more than their ends.
+    for (_, most), (least, _) in itertools.pairwise(spans):
+        assert most <= least
+
+
+def test_sorted_needs_no_more_programs_than_shapes_and_idles_hardly():
+    samples = make_workload("mixed-resolution", 20_000)
+    cost = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
+    config = PlanningConfig("sorted", m_mem=81_920, ranks_mode="independent")
+    epoch = make_plan(config, samples, 8, 0, CostFile(quadratic=cost)).epoch(0)
+    found = plan_metrics(epoch, samples.seq_len, cost, 81_920)
+    assert found.idle < 0.01
+    assert found.buckets == len(samples.buckets())
+    assert abs(found.order_correlation) < 0.2

@@ -28,7 +28,7 @@ class HalfVelocity:
         sums = FlowMatching(timesteps=self.timesteps)(model, batch, key, sharding)
         predictors = jnp.mean(sums.auxiliary["predictor_loss"])
         minimised = 0.5 * sums.loss + self.predictor_weight * predictors
-        return LossSums(minimised, 0.5 * sums.loss, sums.auxiliary)
+        return LossSums(minimised, 0.5 * sums.loss, sums.weight, sums.auxiliary)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ def host_steps():
                 rng.normal(size=shape).astype(np.float32),
                 rng.integers(0, 10, (8, 2)).astype(np.int32),
                 np.arange(8, dtype=np.int32) + 8 * number,
+                np.zeros(8, np.int32),
                 (np.arange(8) < 7).astype(np.float32),
             )
             for shape in SHAPES
@@ -111,7 +112,7 @@ def test_rows_stay_on_their_ranks():
     mesh = make_mesh(MeshConfig(), jax.devices())
     count = len(jax.devices())
     rows = np.arange(count, dtype=np.float32)
-    batch = Batch(rows[:, None, None, None, None], rows[:, None], rows, rows)
+    batch = Batch(rows[:, None, None, None, None], rows[:, None], rows, rows, rows)
     (placed,) = place_ahead(iter([HostStep(0, 0, (batch,), ())]), mesh)
     assert isinstance(placed, PlacedStep)
     for shard in placed.batches[0].weight.addressable_shards:

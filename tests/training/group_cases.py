@@ -96,7 +96,7 @@ class OneDevice:
         for step in host:
             for batch in step.batches:
                 batch = jax.tree.map(jnp.asarray, batch)
-                sums = self.accumulate(state.weights, sums, batch, state.key, jnp.int32(step.epoch))
+                sums = self.accumulate(state.weights, sums, batch, state.key)
             state, sums, metrics = self.update(state, sums)
             found.append(figures(metrics))
         return state, found

@@ -101,7 +101,7 @@ def mean_gradient(model, mesh, batches):
     sums = zero_accumulator(spec_of(model), mesh, weights, batches[0])
     for batch in batches:
         placed = jax.device_put(batch, batch_sharding(mesh))
-        sums = accumulate(weights, sums, placed, key, jnp.int32(3))
+        sums = accumulate(weights, sums, placed, key)
     return sums.loss / sums.weight, jax.tree.map(lambda g: g / sums.weight, sums.grads)
 
 
@@ -143,7 +143,7 @@ def test_rows_over_eight_devices_give_the_same(tmp_path):
     key, weights = trained_weights(CLASSES, eight)
     sums = zero_accumulator(spec_of(CLASSES), eight, weights, batches[0])
     placed = jax.device_put(batches[0], batch_sharding(eight))
-    lowered = accumulate_of(CLASSES, eight).lower(weights, sums, placed, key, jnp.int32(0))
+    lowered = accumulate_of(CLASSES, eight).lower(weights, sums, placed, key)
     text = lowered.compile().as_text()
     tokens = batches[0].tokens.shape[1]
     gathered = [line for line in text.splitlines() if "all-gather(" in line]

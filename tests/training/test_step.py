@@ -40,7 +40,7 @@ def setup():
     return mesh, Weights(params, {}, {}), state.key, make_accumulate(spec_with(), mesh)
 
 
-def batch_of(samples, rows=None):
+def batch_of(samples, rows=None, epoch=0):
     """The samples as a micro-batch, padded to `rows`."""
     rows = rows or len(samples)
     size = SIZES[samples[0]]
@@ -52,14 +52,15 @@ def batch_of(samples, rows=None):
         rng = np.random.default_rng(sample)
         latents[row], labels[row] = rng.normal(size=(*size, 1)), rng.integers(0, 10, 2)
         number[row], weight[row] = sample, 1.0 + sample / 10
-    return Batch(*map(jnp.asarray, (latents, labels, number, weight)))
+    epochs = np.full(rows, epoch, np.int32)
+    return Batch(*map(jnp.asarray, (latents, labels, number, epochs, weight)))
 
 
 def mean_gradient(setup, batches):
     mesh, weights, key, accumulate = setup
     sums = zero_accumulator(spec_with(), mesh, weights, batches[0])
     for batch in batches:
-        sums = accumulate(weights, sums, batch, key, jnp.int32(3))
+        sums = accumulate(weights, sums, batch, key)
     return float(sums.loss / sums.weight), jax.tree.map(lambda g: g / sums.weight, sums.grads)
 
 
@@ -101,7 +102,7 @@ def test_noise_belongs_to_the_sample_and_the_epoch(setup):
     for ours, theirs in zip(first, moved, strict=True):
         np.testing.assert_array_equal(ours[2], theirs[0])
         np.testing.assert_array_equal(ours[0], theirs[1])
-    later = noised(batch_of([0, 1, 3]), jax.random.fold_in(key, 1), OBJECTIVE, MODEL)
+    later = noised(batch_of([0, 1, 3], epoch=1), key, OBJECTIVE, MODEL)
     assert not np.allclose(first[0], later[0])
 
 
@@ -111,6 +112,7 @@ def test_the_condition_is_dropped_at_the_configured_rate(setup):
         jnp.zeros((rows, 1, 2, 2, 1)),
         jnp.full((rows, 2), 4),
         jnp.arange(rows),
+        jnp.zeros(rows, jnp.int32),
         jnp.ones(rows),
     )
     labels = np.asarray(noised(batch, jax.random.key(0), OBJECTIVE, MODEL)[3])
@@ -127,7 +129,7 @@ def test_an_update_is_adamw_by_hand(setup):
     state = init_state(spec, mesh, seed=0)
     update = make_update(spec, mesh)
     zero = zero_accumulator(spec, mesh, state.weights, batch)
-    sums = accumulate(state.weights, zero, batch, state.key, jnp.int32(0))
+    sums = accumulate(state.weights, zero, batch, state.key)
     grads = jax.tree.map(lambda g: np.asarray(g / sums.weight, np.float64), sums.grads)
     norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
     before = np.asarray(state.params["head"]["out"]["kernel"], np.float64)
@@ -175,7 +177,7 @@ def test_a_step_of_padding_changes_only_the_step_number(setup):
     before = jax.tree.map(np.asarray, (state.params, state.ema, state.opt_state))
     empty = batch_of([0, 1])._replace(weight=jnp.zeros(2))
     zero = zero_accumulator(spec, mesh, weights, empty)
-    sums = accumulate(weights, zero, empty, state.key, jnp.int32(0))
+    sums = accumulate(weights, zero, empty, state.key)
     copied = jax.tree.map(jnp.copy, state)
     after, _, metrics = update(copied, sums)
     jax.tree.map(np.testing.assert_array_equal, before, (after.params, after.ema, after.opt_state))

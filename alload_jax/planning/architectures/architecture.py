@@ -46,12 +46,14 @@ class ActivationCounts:
         attention.
       working_set: peak of live values during the backward pass of one block.
       split_exchange: values sent between devices in one pass over a split sample.
+      condition: peak of live values of each sample's condition (per sample, not per token).
     """
 
     forward_traffic: float
     backward_traffic: float
     working_set: float
     split_exchange: float
+    condition: float = 0.0
 
 
 class Architecture(Protocol):

@@ -37,6 +37,9 @@ _KEPT = {
 }
 """Rematerialisation policy → tensors of S × dim and S × ffn_dim that every block keeps, including
 its input."""
+_CONDITION_TENSORS = 8
+"""Live tensors of T × dim beside the text itself: Wan 1.3B was measured at 8.2 of them a sample
+(`per_sequence` in benchmarks/results/calibration_wan_1_3b_h200.json)."""
 _EXCHANGED = 4
 """Tensors of S × dim: query, key, value and output of self-attention."""
 
@@ -138,6 +141,7 @@ class WanArchitecture(Architecture):
             backward_traffic=self.num_layers * self._values(_BACKWARD_TRAFFIC),
             working_set=self._values(_WORKING_SET),
             split_exchange=self.num_layers * self._values((_EXCHANGED, 0)),
+            condition=self.text_length * (_CONDITION_TENSORS * self.dim + (self.text_dim or 0)),
         )
 
     def kept_activations(self, remat: str) -> float:

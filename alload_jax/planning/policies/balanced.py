@@ -6,16 +6,18 @@ from typing import ClassVar, Self
 import numpy as np
 
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import CostFile, CostModel, marginal_cost
-from alload_jax.planning.epoch import EpochPlan, RowShape
+from alload_jax.planning.cost import CostFile, CostModel, empty_row_cost, marginal_cost
+from alload_jax.planning.epoch import NOTHING_LEFT, EpochPlan, LeftOver, RowShape
 from alload_jax.planning.policies.balanced_window import RowCosts, WindowPlanner
+from alload_jax.planning.policies.grouping import SampleBounds
 from alload_jax.planning.policies.packed import (
     PackedEpochBuilder,
     refuse_unplaceable,
     row_shape,
 )
 from alload_jax.planning.policies.policy import Policy
-from alload_jax.planning.policies.queue import Window, place_all
+from alload_jax.planning.policies.queue import Window, place_epoch
+from alload_jax.planning.policies.row_fit import choose_slots, choose_tokens
 from alload_jax.planning.policies.splitting import (
     SplitRule,
     allowed_split_sizes,
@@ -42,19 +44,23 @@ class Balanced(Policy):
     """Fills rows to M_mem tokens at most, and groups rows of equal predicted cost into steps.
 
     A greedy assignment gives the samples of a window to all rows of its steps at once (`greedy`).
-    It evens out both tokens and cost as far as the samples allow. Rows that still cost more than
-    others, because they hold a long sample, are deferred to a later window until there is one for
-    every rank (`grouping`), as long documents are in WLB-LLM (arXiv 2503.17924). With a
-    context-parallel group, samples that cost more than a rank's fair share are split instead
-    (`splitting`), as in Zellige (arXiv 2608.01150).
+    It evens out both tokens and cost as far as the samples allow. First-fit decreasing and longest
+    processing time fill the same window, and the steps with the least time for their work are taken
+    (`balanced_window`). Rows that still cost more than others, because they hold a long sample, are
+    deferred to a later window until there is one for every rank (`grouping`), as long documents are
+    in WLB-LLM (arXiv 2503.17924). With a context-parallel group, samples that cost more than a
+    rank's fair share are split instead (`splitting`), as in Zellige (arXiv 2608.01150).
 
     Attributes:
-      m_mem: T, tokens of a row.
+      m_mem: most tokens of a row.
       cost: the cost model.
+      row_tokens: T, tokens of a row; None for M_mem.
       m_comp: maximum cost of a row with more than one sample; None for no bound.
       align: samples begin at multiples of this many tokens.
       max_segments: M, most whole samples of a row, and most split samples of a group (of each
         of its ranks, where all is split); None for 2.5 times the mean.
+      sample_spread: a step holds at most this many times the mean number of samples, and at least
+        the mean over it; None for no bound.
       look_ahead: steps of a window, if these hold some thousand samples.
       max_delay: windows that may defer a sample.
       context: ranks of a context-parallel group; 1 splits nothing.
@@ -72,6 +78,8 @@ class Balanced(Policy):
     m_comp: float | None = None
     align: int = 1
     max_segments: int | None = None
+    row_tokens: int | None = None
+    sample_spread: float | None = 2.5
     look_ahead: int = 32
     max_delay: int = 8
     context: int = 1
@@ -87,15 +95,35 @@ class Balanced(Policy):
             m_comp=config.m_comp_value,
             align=config.align,
             max_segments=config.max_segments,
+            row_tokens=config.row_tokens,
+            sample_spread=config.sample_spread,
             look_ahead=config.look_ahead,
             max_delay=config.max_delay,
-            context=config.context,
+            context=config.context_value,
             seconds_per_split_token=config.seconds_per_split_token(costs),
             split_above=config.split_above,
         )
 
+    def fitted(self, samples: Samples, topology: RankTopology) -> "Balanced":
+        """The row with the least predicted time, of as many tokens as M_mem or fewer."""
+
+        def with_row(tokens: int, slots: int) -> "Balanced":
+            return replace(self, row_tokens=tokens, max_segments=self.max_segments or slots)
+
+        tokens = self.row_tokens or choose_tokens(
+            with_row, samples, topology, self.cost, self.m_mem, self.align, self.context
+        )
+        slots = self.max_segments or choose_slots(
+            with_row, samples, topology, self.cost, tokens, self.context
+        )
+        return replace(self, row_tokens=tokens, max_segments=slots)
+
     def plan_epoch(
-        self, samples: Samples, topology: RankTopology, rng: np.random.Generator
+        self,
+        samples: Samples,
+        topology: RankTopology,
+        rng: np.random.Generator,
+        carried: LeftOver = NOTHING_LEFT,
     ) -> EpochPlan:
         """See `Policy.plan_epoch`."""
         if topology.ranks % self.context:
@@ -103,23 +131,25 @@ class Balanced(Policy):
                 f"planning.context is {self.context}, which does not divide {topology.ranks} "
                 "ranks; choose a divisor"
             )
-        shape = row_shape(samples, self.m_mem, self.max_segments, self.align, _SLOT_FACTOR)
+        shape = row_shape(samples, self.capacity, self.max_segments, self.align, _SLOT_FACTOR)
         refuse_unplaceable(samples, shape, self, topology.ranks, self.context)
         footprint, weights = shape.footprint(samples.seq_len), self._weights(samples.seq_len)
         mean_row_tokens = self._mean_row_tokens(shape, footprint, weights)
-        steps = self._window_steps(footprint, topology.ranks, mean_row_tokens)
-        rule = self._rule(footprint, weights, topology.ranks, steps, shape.segments)
+        step_tokens = topology.ranks * mean_row_tokens
+        steps = self._window_steps(footprint, step_tokens)
+        rule = self._rule(samples.seq_len, footprint, weights, topology.ranks, steps, shape)
         shape = self._split_shape(shape, rule, samples.seq_len[~rule.applies(footprint, weights)])
         planner = WindowPlanner(
             shape=shape,
             rule=rule,
-            costs=self._row_costs(),
+            costs=self._row_costs(shape),
             weights=weights,
+            token_cost=float(self.cost.padding_cost(np.asarray(self.capacity))) / self.capacity,
             samples=samples,
             ranks=topology.ranks,
             steps=steps,
             mean_row_tokens=mean_row_tokens,
-            max_delay=self.max_delay,
+            bounds=self._bounds(step_tokens / float(footprint.mean())),
             rng=rng,
         )
         epoch = PackedEpochBuilder(shape, topology)
@@ -129,25 +159,37 @@ class Balanced(Policy):
             epoch.add(placed_steps)
             return placed
 
-        window_tokens = int(steps * topology.ranks * mean_row_tokens)
-        place_all(rng.permutation(len(samples)), footprint, window_tokens, place)
-        return epoch.finish()
+        left_over = place_epoch(
+            rng.permutation(len(samples)),
+            carried,
+            footprint,
+            steps * step_tokens,
+            step_tokens,
+            self.max_delay,
+            place,
+        )
+        return epoch.finish(rng, left_over)
 
     def m_comp_measure(self, seq_len: np.ndarray) -> np.ndarray:
         """Cost of a row that holds one sample; see `Policy.m_comp_measure`."""
-        return self._empty_row_cost() + self._weights(seq_len)
+        return self._empty_row_cost(0) + self._weights(seq_len)
 
     def _weights(self, seq_len: np.ndarray) -> np.ndarray:
         """The marginal cost of a sample, that is beyond padding of its length."""
         return marginal_cost(self.cost, seq_len)
 
-    def _empty_row_cost(self) -> float:
-        """The cost of a row of padding."""
-        return self.cost.fixed_cost + float(self.cost.padding_cost(np.asarray(self.m_mem)))
+    @property
+    def capacity(self) -> int:
+        """T."""
+        return self.row_tokens or self.m_mem
 
-    def _row_costs(self) -> RowCosts:
+    def _empty_row_cost(self, slots: int) -> float:
+        """The cost of a row of padding."""
+        return float(empty_row_cost(self.cost, np.asarray(self.capacity), np.asarray(slots)))
+
+    def _row_costs(self, shape: RowShape) -> RowCosts:
         """What a row costs, and what M_comp leaves it for the weights of its samples."""
-        empty, bounded = self._empty_row_cost(), self.m_comp is not None
+        empty, bounded = self._empty_row_cost(shape.segments), self.m_comp is not None
         max_load = np.inf if self.m_comp is None else max(0.0, self.m_comp - empty)
         return RowCosts(empty, self.seconds_per_split_token, bounded, max_load)
 
@@ -156,14 +198,24 @@ class Balanced(Policy):
     ) -> float:
         """Tokens that a row will hold on average: M_comp or M may bind before M_mem does."""
         mean, density = footprint.mean(), weights.sum() / footprint.sum()
-        by_load = self._row_costs().max_load / density if density else np.inf
+        by_load = self._row_costs(shape).max_load / density if density else np.inf
         # Where even one sample is over M_comp, a row holds one.
         return float(max(mean, min(shape.capacity, by_load, shape.segments * mean)))
 
-    def _window_steps(self, footprint: np.ndarray, ranks: int, mean_row_tokens: float) -> int:
+    def _bounds(self, samples_per_step: float) -> SampleBounds | None:
+        """Bounds on the samples of a step, from their mean."""
+        if self.sample_spread is None or self.sample_spread == np.inf:
+            return None
+        return SampleBounds(
+            samples_per_step / self.sample_spread,
+            samples_per_step,
+            samples_per_step * self.sample_spread,
+        )
+
+    def _window_steps(self, footprint: np.ndarray, step_tokens: float) -> int:
         """Steps of a window: the look-ahead, or more to hold enough samples; at most an epoch's."""
-        per_step = max(1.0, ranks * mean_row_tokens / float(footprint.mean()))
-        epoch = -(-int(footprint.sum()) // max(1, int(ranks * mean_row_tokens)))
+        per_step = max(1.0, step_tokens / float(footprint.mean()))
+        epoch = int(footprint.sum() // step_tokens)
         return max(1, min(epoch, max(self.look_ahead, int(np.ceil(_FEWEST_SAMPLES / per_step)))))
 
     def _split_shape(self, shape: RowShape, rule: SplitRule, whole: np.ndarray) -> RowShape:
@@ -177,18 +229,25 @@ class Balanced(Policy):
         )
 
     def _rule(
-        self, footprint: np.ndarray, weights: np.ndarray, ranks: int, steps: int, segments: int
+        self,
+        seq_len: np.ndarray,
+        footprint: np.ndarray,
+        weights: np.ndarray,
+        ranks: int,
+        steps: int,
+        shape: RowShape,
     ) -> SplitRule:
         """Decided from windows that depend on the manifest alone: epochs share programs."""
-        share = self.split_above * fair_share(footprint, weights, self.m_mem)
+        segments, capacity = shape.segments, shape.capacity
+        share = self.split_above * fair_share(footprint, weights, capacity)
         if not self.split_above:  # a group's samples are those of all its rows
             segments *= self.context
-        rule = SplitRule(self.context, share, self.m_mem, np.zeros(1, np.int64), segments)
+        rule = SplitRule(self.context, share, capacity, np.zeros(1, np.int64), segments)
         if self.context == 1:
             return rule
-        epoch = -(-int(footprint.sum()) // (ranks * self.m_mem))
+        epoch = -(-int(footprint.sum()) // (ranks * capacity))
         steps = max(1, min(epoch, _WINDOWS_FOR_SPLIT_SIZES * steps))
-        drawn = _typical(footprint, steps * ranks * self.m_mem)
+        drawn = _typical(seq_len, footprint, steps * ranks * capacity)
         per_step = ranks // self.context
         split_sizes = allowed_split_sizes(
             footprint[drawn],
@@ -196,18 +255,19 @@ class Balanced(Policy):
             rule,
             steps * per_step,
             per_step,
-            region_multiple(self.m_mem, self.align),
+            region_multiple(capacity, self.align),
         )
         rule = replace(rule, split_sizes=split_sizes)
         return replace(rule, segments=region_segments(rule, footprint, weights))
 
 
-def _typical(footprint: np.ndarray, tokens: int) -> np.ndarray:
+def _typical(seq_len: np.ndarray, footprint: np.ndarray, tokens: int) -> np.ndarray:
     """Samples with about this many tokens in total, with the longest of all; longest first.
 
-    They depend on the manifest alone.
+    They depend on the manifest alone. The longest is that of most tokens: with alignment, others
+    may have its footprint.
     """
     drawn = np.random.default_rng(0).permutation(len(footprint))
     upto = int(np.searchsorted(np.cumsum(footprint[drawn]), tokens))
-    drawn = np.r_[drawn[: max(1, upto)], np.argmax(footprint)]
-    return drawn[np.argsort(-footprint[drawn], kind="stable")]
+    drawn = np.r_[drawn[: max(1, upto)], np.argmax(seq_len)]
+    return drawn[np.argsort(-seq_len[drawn], kind="stable")]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.epoch import NOTHING_LEFT, EpochPlan, LeftOver
 from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.samples import Buckets, Samples
 from alload_jax.planning.topology import RankTopology
@@ -18,21 +18,51 @@ class Bucketed(Policy):
     def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
         """[K] int64, at least 1 each. Raises InputError where a bucket can't be placed."""
 
+    def places_of_groups(
+        self,
+        buckets: Buckets,
+        rows: np.ndarray,
+        bucket: np.ndarray,
+        per_turn: int,
+        rng: np.random.Generator,
+    ) -> np.ndarray:
+        """Where each group stands in the epoch: at random.
+
+        Args:
+          buckets: of the data set.
+          rows: [K] int64, rows of a micro-batch of each bucket.
+          bucket: [G] int64, the bucket of each group.
+          per_turn: groups that the ranks compute at once.
+          rng: decides the order.
+
+        Returns:
+          [G] int64, a permutation; places [n·per_turn, (n + 1)·per_turn) are computed at once.
+        """
+        del buckets, rows, per_turn
+        return rng.permutation(len(bucket))
+
     def plan_epoch(
-        self, samples: Samples, topology: RankTopology, rng: np.random.Generator
+        self,
+        samples: Samples,
+        topology: RankTopology,
+        rng: np.random.Generator,
+        carried: LeftOver = NOTHING_LEFT,
     ) -> EpochPlan:
         """See `Policy.plan_epoch`.
 
         Each bucket is shuffled and cut into groups: a micro-batch of one shape group's ranks
-        (`independent`) or of all ranks (`synchronous`). The groups are shuffled and assigned to
-        steps in that order. A bucket's last group may be short; its missing rows are padding, which
-        ranks share evenly. A shape group without work at the end has no micro-batch there.
+        (`independent`) or of all ranks (`synchronous`). The groups are assigned to steps in the
+        order of `places_of_groups`. A bucket's last group may be short; its missing rows are
+        padding, which ranks share evenly. A shape group without work at the end has no micro-batch
+        there. Nothing is left over.
         """
+        del carried
         buckets = samples.buckets()
         rows = self.rows_per_bucket(buckets)
         per_bucket = topology.ranks_per_bucket
         cut = _cut_into_groups(buckets, rows * per_bucket)
-        place_of_group = rng.permutation(len(cut.bucket))
+        per_turn = topology.ranks // per_bucket
+        place_of_group = self.places_of_groups(buckets, rows, cut.bucket, per_turn, rng)
         bucket_of_place = np.empty_like(cut.bucket)
         bucket_of_place[place_of_group] = cut.bucket
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from alload_jax.planning.cost import CostFile
-from alload_jax.planning.epoch import EpochPlan, RowShape
+from alload_jax.planning.epoch import NOTHING_LEFT, EpochPlan, LeftOver, RowShape
 from alload_jax.planning.policies.packed import (
     PackedEpochBuilder,
     refuse_unplaceable,
@@ -15,7 +15,7 @@ from alload_jax.planning.policies.packed import (
     whole_samples,
 )
 from alload_jax.planning.policies.policy import Policy
-from alload_jax.planning.policies.queue import Window, place_all
+from alload_jax.planning.policies.queue import Window, place_epoch
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.topology import RankTopology
@@ -33,6 +33,7 @@ class FirstFit(Policy):
       align: samples begin at multiples of this.
       max_segments: most samples of a row; None for four times the mean.
       look_ahead: steps of a window.
+      max_delay: windows that may defer a sample.
     """
 
     name: ClassVar[str] = "first_fit"
@@ -42,15 +43,20 @@ class FirstFit(Policy):
     align: int = 1
     max_segments: int | None = None
     look_ahead: int = 32
+    max_delay: int = 8
 
     @classmethod
     def from_config(cls, config: PlanningConfig, costs: CostFile) -> Self:
         """See `Policy.from_config`."""
         m_mem = config.required_m_mem(costs)
-        return cls(m_mem, config.align, config.max_segments, config.look_ahead)
+        return cls(m_mem, config.align, config.max_segments, config.look_ahead, config.max_delay)
 
     def plan_epoch(
-        self, samples: Samples, topology: RankTopology, rng: np.random.Generator
+        self,
+        samples: Samples,
+        topology: RankTopology,
+        rng: np.random.Generator,
+        carried: LeftOver = NOTHING_LEFT,
     ) -> EpochPlan:
         """See `Policy.plan_epoch`."""
         shape = row_shape(samples, self.m_mem, self.max_segments, self.align, _SLOT_FACTOR)
@@ -60,17 +66,29 @@ class FirstFit(Policy):
 
         def place(window: Window) -> np.ndarray:
             row, rows = first_fit_decreasing(window.footprint, shape)
-            steps = -(-rows // topology.ranks) if window.last else rows // topology.ranks
+            steps = -(-rows // topology.ranks) if window.must.any() else rows // topology.ranks
             placed = row < steps * topology.ranks
             step, rank = np.divmod(rng.permutation(steps * topology.ranks), topology.ranks)
-            sample, where = window.sample[placed], row[placed]
-            epoch.add(whole_samples(sample, samples.seq_len, step[where], rank[where], steps))
+            where, sample = row[placed], window.sample[placed]
+            epoch.add(
+                whole_samples(
+                    sample, samples.seq_len, step[where], rank[where], steps, window.late[placed]
+                )
+            )
             return placed
 
-        window_tokens = self.look_ahead * topology.ranks * shape.capacity
+        step_tokens = topology.ranks * shape.capacity
         footprint = shape.footprint(samples.seq_len)
-        place_all(rng.permutation(len(samples)), footprint, window_tokens, place)
-        return epoch.finish()
+        left_over = place_epoch(
+            rng.permutation(len(samples)),
+            carried,
+            footprint,
+            self.look_ahead * step_tokens,
+            step_tokens,
+            self.max_delay,
+            place,
+        )
+        return epoch.finish(rng, left_over)
 
 
 def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.ndarray, int]:
@@ -85,19 +103,32 @@ def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.nda
     """
     lengths, counts = np.unique(footprint, return_counts=True)
     stock = _Stock(lengths.tolist(), counts.tolist())
-    rows_of_length: list[list[int]] = [[] for _ in lengths]
+    rows_of_length: list[list[np.ndarray]] = [[] for _ in lengths]
     left, rows = len(footprint), 0
     while left:
-        free, free_slots = shape.capacity, shape.segments
-        while free_slots and (kind := stock.longest_within(free)) >= 0:
-            stock.take(kind)
-            rows_of_length[kind].append(rows)
-            free -= stock.lengths[kind]
-            free_slots -= 1
-            left -= 1
-        rows += 1
+        content = _fill_row(stock, shape)
+        # Further rows are the same while there are enough of each length in it.
+        more = min(stock.counts[kind] // taken for kind, taken in content.items())
+        for kind, taken in content.items():
+            rows_of_length[kind].append(np.repeat(np.arange(rows, rows + 1 + more), taken))
+            stock.take(kind, taken * more)
+        left -= sum(content.values()) * (1 + more)
+        rows += 1 + more
     by_length = [row for kind in reversed(rows_of_length) for row in kind]
-    return np.asarray(by_length, np.int64), rows
+    return np.concatenate(by_length), rows
+
+
+def _fill_row(stock: "_Stock", shape: RowShape) -> dict[int, int]:
+    """Takes a row's items out of the stock; returns how many of each kind."""
+    content: dict[int, int] = {}
+    free, free_slots = shape.capacity, shape.segments
+    while free_slots and (kind := stock.longest_within(free)) >= 0:
+        taken = min(stock.counts[kind], free // stock.lengths[kind], free_slots)
+        stock.take(kind, taken)
+        content[kind] = taken
+        free -= taken * stock.lengths[kind]
+        free_slots -= taken
+    return content
 
 
 class _Stock:
@@ -105,7 +136,7 @@ class _Stock:
 
     def __init__(self, lengths: list[int], counts: list[int]):
         self.lengths = lengths
-        self._counts = counts
+        self.counts = counts
         self._at_or_below = list(range(len(lengths)))  # a kind in stock, or a step towards one
 
     def longest_within(self, free: int) -> int:
@@ -119,8 +150,8 @@ class _Stock:
             self._at_or_below[other] = kind
         return kind
 
-    def take(self, kind: int) -> None:
-        """Removes one item."""
-        self._counts[kind] -= 1
-        if not self._counts[kind]:
+    def take(self, kind: int, count: int) -> None:
+        """Removes items."""
+        self.counts[kind] -= count
+        if not self.counts[kind]:
             self._at_or_below[kind] = kind - 1

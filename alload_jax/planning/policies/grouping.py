@@ -1,49 +1,203 @@
 """Groups rows of equal cost into steps, so that no rank waits for another."""
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 EMPTY = -1
 """A place of a step that no row takes."""
 
 TOLERANCE = 0.01
-"""A step whose costliest row exceeds the mean by more is deferred to a later window."""
+"""A step whose costliest row exceeds the mean by more is deferred, unless tolerance is eased."""
+
+_PRECEDENCE = 0.03
+"""Units that can't be deferred are taken before others that cost up to this much more."""
+
+_TARGETS = (0.0, 0.5, 1.0)
+"""Where between the lower bound and the mean the least samples of a step are tried, in turn."""
 
 
-def group_into_steps(most: np.ndarray, mean: np.ndarray, must: np.ndarray, size: int) -> np.ndarray:
-    """Puts `size` units each, single rows or groups of rows, into steps of about equal cost.
+@dataclass(frozen=True)
+class Units:
+    """Single rows, or groups of rows, that steps are made of.
+
+    Attributes:
+      most, mean: [U] float64, cost of the costliest row of each unit and of its mean row.
+      samples: [U] int64, how many each holds.
+      must: [U] bool, units that can't be deferred.
+      tolerance: of the costliest unit of a step over their mean.
+    """
+
+    most: np.ndarray
+    mean: np.ndarray
+    samples: np.ndarray
+    must: np.ndarray
+    tolerance: float = TOLERANCE
+
+    def of(self, units: np.ndarray) -> "Units":
+        """Some of the units."""
+        return replace(
+            self,
+            most=self.most[units],
+            mean=self.mean[units],
+            samples=self.samples[units],
+            must=self.must[units],
+        )
+
+
+@dataclass(frozen=True)
+class SampleBounds:
+    """Bounds on the samples of a step.
+
+    Attributes:
+      least, mean, most: samples of a step.
+    """
+
+    least: float = 0.0
+    mean: float = np.inf
+    most: float = np.inf
+
+    def eased(self, factor: float) -> "SampleBounds":
+        """Wider bounds."""
+        return replace(self, least=self.least / factor, most=self.most * factor)
+
+
+def group_into_steps(units: Units, size: int, bounds: SampleBounds | None = None) -> np.ndarray:
+    """Puts `size` units each into steps of about equal cost.
 
     Units are taken by falling cost. One that costs much more than the others of its step is
     deferred to a later window, where there may be others like it, unless it must be placed now.
+    Where costly units hold too few samples for the bounds, the cheapest of them make room for units
+    of many samples. A unit without samples is only taken to fill a step up.
 
     Args:
-      most, mean: [U] float64, cost of the costliest row of each unit and of its mean row.
-      must: [U] bool, units that can't be deferred.
+      units: U units.
       size: units of a step.
+      bounds: on the samples of a step; None for none.
 
     Returns:
       [K, size] int64, unit numbers; EMPTY fills a last step that holds too few units.
     """
-    order = np.argsort(-most, kind="stable")
+    # Of units that cost about the same, those that must be placed come first.
+    order = np.argsort(-units.most * (1 + _PRECEDENCE * units.must), kind="stable")
+    order = order[units.samples[order] > 0]
+    if bounds is None:
+        steps, rest = _by_cost(order, units, size)
+    else:
+        steps, rest = _within(order, units, size, bounds)
+    return _with_urgent(steps, rest, units, size)
+
+
+def _by_cost(order: np.ndarray, units: Units, size: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Steps of neighbours in cost, and the units that no step takes; both by falling cost."""
+    taken = np.zeros(len(order), bool)
     steps, at = [], 0
-    if len(order) >= size:
-        total = np.r_[0.0, np.cumsum(mean[order])]
-        of_step = (total[size:] - total[:-size]) / size
-        first = order[: len(of_step)]
-        starts = np.flatnonzero((most[first] <= (1 + TOLERANCE) * of_step) | must[first])
-        while (k := int(np.searchsorted(starts, at))) < len(starts):
-            at = int(starts[k]) + size
-            steps.append(order[at - size : at])
-    remaining = np.flatnonzero(must[order[at:]])
-    if len(remaining):
-        end = at + int(remaining[-1]) + 1
-        if end - at >= size:
-            steps.append(order[end - size : end])
-        elif steps and not must[order[at - size : end - size]].any():
-            # As many of the costliest units of the cheapest step are deferred in their place.
-            steps[-1] = order[end - size : end]
+    starts = _starts(order, units, size)
+    while (k := int(np.searchsorted(starts, at))) < len(starts):
+        at = int(starts[k]) + size
+        steps.append(order[at - size : at])
+        taken[at - size : at] = True
+    return steps, order[~taken]
+
+
+def _starts(order: np.ndarray, units: Units, size: int) -> np.ndarray:
+    """Positions at which a step of neighbours may begin."""
+    if len(order) < size:
+        return np.zeros(0, np.int64)
+    total = np.r_[0.0, np.cumsum(units.mean[order])]
+    of_step = (total[size:] - total[:-size]) / size
+    first = order[: len(of_step)]
+    return np.flatnonzero(
+        (units.most[first] <= (1 + units.tolerance) * of_step) | units.must[first]
+    )
+
+
+def _within(
+    order: np.ndarray, units: Units, size: int, bounds: SampleBounds
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """As `_by_cost`, with the samples of each step within bounds.
+
+    Units of many samples that no costly step takes gather in steps of too many samples. Then costly
+    steps take more of them. Steps that are out of bounds at last are deferred.
+    """
+    for share in _TARGETS:
+        least = bounds.least + share * (bounds.mean - bounds.least)
+        steps, rest = _enriched_steps(order, units, size, least)
+        over = [units.samples[step].sum() > bounds.most for step in steps]
+        if not any(over):
+            return steps, rest
+    kept = [step for step, beyond in zip(steps, over, strict=True) if not beyond]
+    left = np.setdiff1d(order, np.concatenate(kept)) if kept else order
+    return kept, left[np.argsort(-units.most[left], kind="stable")]
+
+
+def _enriched_steps(
+    order: np.ndarray, units: Units, size: int, least: float
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """As `_by_cost`, with at least so many samples in each step."""
+    steps: list[np.ndarray] = []
+    deferred: list[np.ndarray] = []
+    left = order
+    while len(left):
+        by_cost, rest = _by_cost(left, units, size)
+        few = next((n for n, step in enumerate(by_cost) if units.samples[step].sum() < least), None)
+        steps += by_cost[:few]
+        if few is None:
+            return steps, np.concatenate([*deferred, rest])
+        # Costly steps hold few samples; from the first of these on, one after the other.
+        left = left[~np.isin(left, np.concatenate(by_cost[:few]))] if few else left
+        while len(starts := _starts(left, units, size)[:1]):
+            deferred.append(left[: starts[0]])
+            left = left[starts[0] :]
+            step, others = left[:size], left[size:]
+            if units.samples[step].sum() >= least:
+                break
+            taken = _to_replace(step, others, units, least)
+            if taken is None:  # neither these nor cheaper units have enough samples
+                return steps, np.concatenate([*deferred, left])
+            dense = others[taken]
+            steps.append(np.r_[step[: size - len(dense)], dense])
+            left = np.r_[step[size - len(dense) :], np.delete(others, taken)]
         else:
-            rest = np.setdiff1d(order, np.concatenate([*steps, order[at:end]]))
-            others = rest[np.argsort(mean[rest], kind="stable")][: size - (end - at)]
-            empty = np.full(size - (end - at) - len(others), EMPTY)
-            steps.append(np.r_[order[at:end], others, empty])
+            return steps, np.concatenate([*deferred, left])
+    return steps, np.concatenate([*deferred, left])
+
+
+def _to_replace(
+    few: np.ndarray, others: np.ndarray, units: Units, least: float
+) -> np.ndarray | None:
+    """Positions in `others` of the fewest units that lift a step to `least` samples.
+
+    They replace the last units of the step. None if there are not enough.
+    """
+    have = units.samples[few]
+    samples = units.samples[others]
+    count = min(len(few) - 1, len(others))
+    dense = np.argpartition(-samples, count - 1)[:count] if count else np.zeros(0, np.int64)
+    dense = dense[np.argsort(-samples[dense], kind="stable")]
+    kept = have.sum() - np.cumsum(have[::-1])[:count]
+    enough = np.flatnonzero(kept + np.cumsum(samples[dense]) >= least)
+    return dense[: enough[0] + 1] if len(enough) else None
+
+
+def _with_urgent(steps: list[np.ndarray], rest: np.ndarray, units: Units, size: int) -> np.ndarray:
+    """The steps, with further ones for units that must be placed and are in none.
+
+    Args:
+      steps: by falling cost.
+      rest: units that no step takes, by falling cost.
+      units: all units.
+      size: units of a step.
+    """
+    while len(urgent := np.flatnonzero(units.must[rest])):
+        tail = rest[urgent[0] :]
+        step, rest = tail[:size], np.r_[rest[: urgent[0]], tail[size:]]
+        if len(step) < size and steps:
+            # Units of the cheapest step that may wait make room.
+            both = np.r_[steps[-1], step]
+            both = both[np.lexsort((units.most[both], ~units.must[both]))]
+            if units.must[both[:size]].sum() == units.must[both].sum():
+                step, rest = both[:size], np.r_[rest, both[size:]]
+                steps = steps[:-1]
+        steps = [*steps, np.r_[step, np.full(size - len(step), EMPTY)]]
     return np.asarray(steps, np.int64).reshape(-1, size)

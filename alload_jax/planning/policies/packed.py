@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from alload_jax.errors import InputError
-from alload_jax.planning.epoch import EpochPlan, Packing, RowShape
+from alload_jax.planning.epoch import NOTHING_LEFT, EpochPlan, LeftOver, Packing, RowShape
 from alload_jax.planning.policies.policy import Policy
+from alload_jax.planning.policies.step_order import even_order
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.topology import RankTopology
 
@@ -74,12 +75,14 @@ class PlacedSteps:
 
     Attributes:
       sample, step, rank, tokens: [P] int64; steps count from 0 in each window.
+      late: [P] int64, epochs by which the sample is late; 0 in its own epoch.
       offset: [P] int64, where a part of a split sample begins; ignored of whole samples.
       is_split: [P] bool.
       split_tokens: [K] int64, A of each step.
     """
 
     sample: np.ndarray
+    late: np.ndarray
     step: np.ndarray
     rank: np.ndarray
     tokens: np.ndarray
@@ -89,12 +92,31 @@ class PlacedSteps:
 
 
 def whole_samples(
-    sample: np.ndarray, seq_len: np.ndarray, step: np.ndarray, rank: np.ndarray, steps: int
+    sample: np.ndarray,
+    seq_len: np.ndarray,
+    step: np.ndarray,
+    rank: np.ndarray,
+    steps: int,
+    late: np.ndarray | None = None,
 ) -> PlacedSteps:
-    """Steps without split samples; `seq_len` is that of every sample of the manifest."""
+    """Steps without split samples.
+
+    Args:
+      sample, step, rank: [P] int64.
+      seq_len: tokens of every sample of the manifest.
+      steps: K.
+      late: [P] int64, epochs by which each is late; None if none is.
+    """
     none = np.zeros(len(sample), np.int64)
     return PlacedSteps(
-        sample, step, rank, seq_len[sample], none, none.astype(bool), np.zeros(steps, np.int64)
+        sample=sample,
+        late=none if late is None else late,
+        step=step,
+        rank=rank,
+        tokens=seq_len[sample],
+        offset=none,
+        is_split=none.astype(bool),
+        split_tokens=np.zeros(steps, np.int64),
     )
 
 
@@ -111,10 +133,17 @@ class PackedEpochBuilder:
         if len(steps.split_tokens):
             self._windows.append(steps)
 
-    def finish(self) -> EpochPlan:
-        """The epoch."""
+    def finish(
+        self, rng: np.random.Generator | None = None, left_over: LeftOver = NOTHING_LEFT
+    ) -> EpochPlan:
+        """The epoch.
+
+        Args:
+          rng: puts the steps of all windows in random order; None leaves them as they were added.
+          left_over: samples that a later epoch places.
+        """
         ranks = self.topology.ranks
-        turns, row, parts, split_tokens = self._sorted_parts()
+        turns, row, parts, split_tokens = self._sorted_parts(rng)
         offsets = np.searchsorted(row, np.arange(turns * ranks + 1))
         after = _after_split_region(
             parts["is_split"], self.shape.footprint(parts["tokens"]), row, offsets
@@ -131,16 +160,20 @@ class PackedEpochBuilder:
             shape=np.zeros((turns * ranks, 3), np.int64),
             offsets=offsets,
             sample=parts["sample"],
+            left_over=left_over,
             packing=Packing(
                 **vars(self.shape),
                 split_tokens=split_tokens,
                 tokens=parts["tokens"],
                 offset=np.where(parts["is_split"], parts["offset"], split_tokens[row] + after),
                 is_split=parts["is_split"],
+                late=parts["late"],
             ),
         )
 
-    def _sorted_parts(self) -> tuple[int, np.ndarray, dict[str, np.ndarray], np.ndarray]:
+    def _sorted_parts(
+        self, rng: np.random.Generator | None
+    ) -> tuple[int, np.ndarray, dict[str, np.ndarray], np.ndarray]:
         """All windows' parts in the order of their rows.
 
         Returns:
@@ -156,13 +189,19 @@ class PackedEpochBuilder:
         turn = np.concatenate(
             [window.step + first for window, first in zip(self._windows, firsts, strict=True)]
         )
-        row = turn * self.topology.ranks + column("rank")
+        turns = int(sum(counts))
+        place = np.arange(turns)
+        if rng is not None:
+            place = even_order(turn, column("tokens"), turns, rng)
+        row = place[turn] * self.topology.ranks + column("rank")
         is_split = column("is_split")
         # Within a row: split samples by their place, then whole ones in the order of assignment.
         order = np.lexsort((np.where(is_split, column("offset"), 0), ~is_split, row))
-        parts = {name: column(name)[order] for name in ("sample", "tokens", "offset", "is_split")}
-        split_tokens = np.repeat(column("split_tokens"), self.topology.ranks)
-        return int(sum(counts)), row[order], parts, split_tokens
+        names = ("sample", "late", "tokens", "offset", "is_split")
+        parts = {name: column(name)[order] for name in names}
+        split_tokens = np.empty(turns, np.int64)
+        split_tokens[place] = column("split_tokens")
+        return turns, row[order], parts, np.repeat(split_tokens, self.topology.ranks)
 
 
 def _after_split_region(

@@ -7,7 +7,7 @@ import numpy as np
 
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile
-from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.epoch import NOTHING_LEFT, EpochPlan, LeftOver
 from alload_jax.planning.policies.registry import PolicyTraits, find_policy, policy_names
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
@@ -34,16 +34,26 @@ class Policy(PolicyTraits, ABC):
           InputError: a bound is given nowhere.
         """
 
+    def fitted(self, samples: Samples, topology: RankTopology) -> "Policy":
+        """The policy with a value for whatever its config leaves to the samples."""
+        del samples, topology
+        return self
+
     @abstractmethod
     def plan_epoch(
-        self, samples: Samples, topology: RankTopology, rng: np.random.Generator
+        self,
+        samples: Samples,
+        topology: RankTopology,
+        rng: np.random.Generator,
+        carried: LeftOver = NOTHING_LEFT,
     ) -> EpochPlan:
-        """Places every sample once.
+        """Places every sample once, or leaves it over for the next epoch.
 
         Args:
           samples: N samples.
           topology: ranks and steps.
           rng: decides the order; equal generators give equal epochs.
+          carried: what the previous epoch left over; nothing for a policy that leaves nothing.
 
         Raises:
           InputError: a sample can't be placed; it names the samples and what would place them.

@@ -39,6 +39,7 @@ _POLICIES: Registry[type[PolicyTraits]] = Registry(
     {
         "fixed": "alload_jax.planning.policies.fixed:Fixed",
         "equal_tokens": "alload_jax.planning.policies.equal_tokens:EqualTokens",
+        "sorted": "alload_jax.planning.policies.sorted:Sorted",
         "dual_constraint": "alload_jax.planning.policies.dual_constraint:DualConstraint",
         "first_fit": "alload_jax.planning.policies.first_fit:FirstFit",
         "balanced": "alload_jax.planning.policies.balanced:Balanced",

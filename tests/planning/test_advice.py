@@ -1,0 +1,55 @@
+"""What `alload plan` says about its plans beside the figures."""
+
+import numpy as np
+from planning_cases import of_lengths
+
+from alload_jax.planning.advice import advice
+from alload_jax.planning.cost import CostFile, QuadraticCost
+from alload_jax.planning.factory import choose_context
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.study import Study
+from alload_jax.planning.topology import RankTopology
+from alload_jax.planning.workloads import make_workload
+
+WAN = CostFile(quadratic=QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4))
+
+
+def told(samples, policy, ranks=8, **fields):
+    study = Study(samples, PlanningConfig("balanced", **fields), WAN)
+    return " ".join(advice(study, [study.case(policy, ranks)]))
+
+
+def test_an_m_comp_that_does_not_bind_is_explained():
+    samples = make_workload("mixed-resolution", 3000)
+    assert "M_comp does not bind" in told(samples, "dual_constraint:independent", m_mem=81_920)
+    bound = told(samples, "dual_constraint:independent", m_mem=81_920, m_comp=1e9)
+    assert "M_comp" not in bound
+
+
+def test_one_giant_is_named_with_the_context_that_splits_it():
+    samples = of_lengths(*[500] * 9000, 300_000)
+    found = told(samples, "balanced", ranks=64, m_mem=300_000)
+    assert "one sample of 300,000 tokens" in found
+    assert "--context" in found
+    assert "other ranks wait" not in told(samples, "balanced", 64, m_mem=300_000, context=16)
+    uniform = of_lengths(*[500] * 9000)
+    assert "other ranks wait" not in told(uniform, "balanced", ranks=64, m_mem=300_000)
+
+
+def test_the_price_of_even_steps_is_told():
+    samples = make_workload("long-video-V35", 6000)
+    found = told(samples, "balanced", m_mem=350_000)
+    assert "The bound of 2.5 (--sample-spread) costs" in found
+    assert "--sample-spread" not in told(samples, "balanced", m_mem=350_000, sample_spread=None)
+
+
+def test_the_chosen_context_is_the_fastest():
+    lengths = np.r_[[500] * 9000, 300_000]
+    samples, topology = of_lengths(*lengths.tolist()), RankTopology(64)
+    config = PlanningConfig("balanced", m_mem=300_000, context="auto")
+    chosen = choose_context(config, samples, topology, WAN)
+    study = Study(samples, config, WAN)
+    auto = study.case("balanced", 64)
+    assert auto.config.context == chosen > 1
+    whole = Study(samples, PlanningConfig("balanced", m_mem=300_000), WAN).case("balanced", 64)
+    assert auto.metrics.tokens_per_second > 2.7 * whole.metrics.tokens_per_second
