@@ -35,17 +35,18 @@ class Size(NamedTuple):
 
 
 WORKLOADS = {
-    "wan-480p": Size(66_816, 4),
-    "mixed-resolution": Size(81_920, 4),
-    "long-video-V35": Size(350_208, 2),
-    "long-video-V60": Size(350_208, 2),
+    "wan-480p": Size(133_632, 2),
+    "mixed-resolution": Size(156_928, 2),
+    "long-video-V35": Size(700_416, 2),
+    "long-video-V60": Size(700_416, 2),
 }
+"""M_mem of about twice the longest sample, with which AdaptiveLoad's method is at its best."""
 BASELINE, METHOD = "equal_tokens-independent", "dual_constraint-independent"
 NAMES = {
     BASELINE: "AdaptiveLoad's baseline, independent",
-    METHOD: "its method, independent",
+    METHOD: "its method, M_comp auto, independent",
+    "sorted-independent": "`sorted`, independent",
     "dual_constraint": "`dual_constraint`, synchronous",
-    "first_fit": "`first_fit`, packed",
     "balanced": "`balanced`, packed",
     "balanced-split": "`balanced`, long samples split",
     "everything-split": "everything split (Ulysses)",
@@ -86,10 +87,11 @@ def place(workload: str, suffix: str) -> Path:
 def measure(workload: str, suffix: str, others: list[str]) -> None:
     """Runs all cases of a workload; `others` are flags for `alload bench balance`."""
     size, out = WORKLOADS[workload], place(workload, suffix)
-    flags = {"m-mem": size.m_mem, "layers": size.layers, "steps": 4, "samples": 2000}
+    flags = {"m-mem": size.m_mem, "layers": size.layers, "steps": 4, "repeats": 3, "samples": 4000}
     files = {"cost-model": COSTS, "out": out, "picture": PICTURES / out.with_suffix(".png").name}
     given = [f"--{name}={value}" for name, value in (flags | files).items()]
-    alload(["bench", "balance", "--workload", workload, "--one-aspect", *given, *others])
+    cases = ["--cases", *NAMES]
+    alload(["bench", "balance", "--workload", workload, "--one-aspect", *given, *cases, *others])
 
 
 def rows(workload: str, results: Path) -> list[str]:

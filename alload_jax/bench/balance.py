@@ -35,6 +35,7 @@ from alload_jax.data.placement import PlacedStep, place_ahead
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields
 from alload_jax.planning.digest import digest
+from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
@@ -57,6 +58,7 @@ class Settings:
       samples: number of samples in the planned epoch.
       one_aspect: use only 16:9 samples, so that bucketed policies compile few shapes.
       steps: number of steps of the epoch to run.
+      repeats: how often these steps are run.
       shape: (frames, height, width) in pixels of every sample; used without a workload.
       longest: maximum tokens of a sample; longer samples are excluded. None for no maximum.
       split: whether the devices form context groups that split samples.
@@ -72,6 +74,7 @@ class Settings:
     samples: int
     one_aspect: bool
     steps: int
+    repeats: int = 1
     shape: tuple[int, int, int] | None = None
     longest: int | None = None
     split: bool = False
@@ -94,11 +97,14 @@ class Settings:
         return plan_on(mesh, config, samples, seed=0), config
 
 
-def run_steps(model: ModelConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int]) -> dict[str, Any]:
+def run_steps(
+    model: ModelConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int], repeats: int = 1
+) -> dict[str, Any]:
     """Runs the chosen steps of a plan.
 
     Returns:
-      The fields of `Traced`; `programs`, the number of programs of the plan; `compiled`, the number
+      The fields of `Traced`, means over the repeats; `rounds`, the seconds of the steps in each
+      repeat; `programs`, the number of programs of the plan; `compiled`, the number
       of programs that these steps need, and `compile_seconds`, the time to compile them;
       `peak_bytes` of each device.
 
@@ -120,12 +126,21 @@ def run_steps(model: ModelConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int])
     compile_seconds = time.perf_counter() - begin
     for step in _warmup_steps(steps):
         run(step)
-    return traced([partial(run, step) for step in steps])._asdict() | {
-        "programs": programs,
-        "compiled": len(shapes),
-        "compile_seconds": compile_seconds,
-        "peak_bytes": _peaks(),
-    }
+    found = traced([partial(run, step) for _ in range(repeats) for step in steps])._asdict()
+    by_round = {name: np.asarray(value) for name, value in found.items() if value is not None}
+    by_round = {n: v.reshape(repeats, len(steps), *v.shape[1:]) for n, v in by_round.items()}
+    means = {name: value.mean(axis=0).tolist() for name, value in by_round.items()}
+    return (
+        found
+        | means
+        | {
+            "rounds": by_round["seconds"].tolist(),
+            "programs": programs,
+            "compiled": len(shapes),
+            "compile_seconds": compile_seconds,
+            "peak_bytes": _peaks(),
+        }
+    )
 
 
 def _placed_steps(
@@ -184,9 +199,11 @@ def measure(settings: Settings) -> dict[str, Any]:
     epoch, seq_len = plan.epoch(0), plan.samples.seq_len
     costs = micro_batch_costs(epoch, seq_len, config.predictor(), config.seconds_per_split_token())
     predicted = rank_costs(epoch, costs).max(axis=1)
+    split = config.seconds_per_split_token()
+    metrics = plan_metrics(epoch, seq_len, config.predictor(), config.m_mem, split)
     chosen = representative(range(epoch.steps), predicted, settings.steps)
     try:
-        found = run_steps(model, mesh, plan, chosen)
+        found = run_steps(model, mesh, plan, chosen, settings.repeats)
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
@@ -200,7 +217,10 @@ def measure(settings: Settings) -> dict[str, Any]:
             "tokens": int(seq_len.sum()),
             "steps": epoch.steps,
             "digest": plan_digest,
-            "predicted_epoch": float(predicted.sum()),
+            # Of an epoch that places all samples: packed plans leave some to the next one.
+            "predicted_epoch": float(seq_len.sum() / metrics.tokens_per_second),
+            "predicted_imbalance": metrics.imbalance,
+            "row_tokens": int(epoch.padded_len.max()),
             "predicted": predicted[chosen].tolist(),
         }
     )

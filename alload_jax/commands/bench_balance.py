@@ -31,7 +31,7 @@ _COMMAND = "alload bench balance"
 _WIDTH = 190
 _DEVICE_COLUMNS = ("imbalance", "CV", "idle", "exposed")
 COLUMNS = (
-    *("tokens/s", "epoch, s", *_DEVICE_COLUMNS, "memory", "spread"),
+    *("tokens/s", "spread", "epoch, s", *_DEVICE_COLUMNS, "memory", "memory range"),
     *("programs", "to compile", "predicted off by"),
 )
 _SHARED = ("date", "device", "devices", "driver", "versions", "samples", "tokens")
@@ -52,6 +52,7 @@ class Case(NamedTuple):
 _DUAL = {"policy": "dual_constraint", "m_comp": "auto"}
 CASES = {
     "equal_tokens-independent": Case({"policy": "equal_tokens", "ranks_mode": "independent"}),
+    "sorted-independent": Case({"policy": "sorted", "ranks_mode": "independent"}),
     "dual_constraint-independent": Case(_DUAL | {"ranks_mode": "independent"}),
     "dual_constraint": Case(_DUAL),
     "first_fit": Case({"policy": "first_fit"}),
@@ -59,9 +60,9 @@ CASES = {
     "balanced-split": Case({"policy": "balanced"}, split=True),
     "everything-split": Case({"policy": "balanced", "split_above": 0.0}, split=True),
 }
-"""AdaptiveLoad's baseline; its method; its method with one bucket per step; first-fit packing,
-as in other data loaders; `balanced`; `balanced` with long samples split; Ulysses over all
-ranks."""
+"""AdaptiveLoad's baseline; the same sorted by cost; its method; its method with one bucket per
+step; first-fit packing, as in other data loaders; `balanced`; `balanced` with long samples split;
+Ulysses over all ranks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--m-mem", type=int, default=81_920, help="tokens of a micro-batch (default 81,920)")
     add("--samples", type=int, default=4000, help="samples of the epoch (default 4000)")
     add("--steps", type=int, default=8, help="steps to run, spread over the range of cost")
+    add("--repeats", type=int, default=3, help="how often the steps are run (default 3)")
     add("--one-aspect", action="store_true", help="only 16:9 samples: fewer buckets to compile")
     add("--longest", type=int, help="maximum tokens of a sample; longer ones are excluded")
     add("--context", type=int, help="ranks that split a sample (default: all)")
@@ -136,7 +138,7 @@ def _checked(options: argparse.Namespace) -> CostFile:
     require_place(_COMMAND, "--out", Path(options.out))
     if options.picture is not None:
         require_place(_COMMAND, "--picture", Path(options.picture))
-    counts = ("m_mem", "samples", "steps", "fsdp", "layers", "longest", "context")
+    counts = ("m_mem", "samples", "steps", "repeats", "fsdp", "layers", "longest", "context")
     require_counts(_COMMAND, **{name: getattr(options, name) for name in counts})
     try:
         return read_cost_file(options.cost_model)
@@ -154,6 +156,7 @@ def _settings(options: argparse.Namespace, model: dict[str, Any], case: Case) ->
         "samples": options.samples,
         "one_aspect": options.one_aspect,
         "steps": options.steps,
+        "repeats": options.repeats,
         "longest": options.longest,
         "split": case.split,
         "context": options.context,
@@ -166,7 +169,8 @@ def summarise(content: dict[str, Any]) -> None:
 
     The cost model may have been measured with another number of layers, so one factor for all
     cases scales its seconds to this model. The time of an epoch is its predicted time times the
-    ratio of measured to predicted time of the case's steps. Imbalance and CV are those of the
+    ratio of measured to predicted time of the case's steps, the median over the repeats; `spread`
+    is the range over the repeats, as a share of it. Imbalance and CV are those of the
     devices' compute time. `idle` is the share of time in which devices do not compute, for any
     reason; `exposed` is the share in which only collectives run.
     """
@@ -177,9 +181,11 @@ def summarise(content: dict[str, Any]) -> None:
     content["factor"] = factor = statistics.median(ratios) if ratios else None
     for case in cases:
         seconds, predicted = np.asarray(case["seconds"]), np.asarray(case["predicted"])
-        epoch = case["predicted_epoch"] * float(seconds.sum() / predicted.sum())
+        rounds = np.asarray(case.get("rounds", [case["seconds"]])).sum(axis=1)
+        epoch = case["predicted_epoch"] * float(np.median(rounds) / predicted.sum())
         case["figures"] = {
             "epoch_seconds": epoch,
+            "spread": float(np.ptp(rounds) / np.median(rounds)),
             "tokens_per_second": content["tokens"] / epoch,
             "prediction_error": float(np.abs(predicted * factor / seconds - 1).mean()),
         }
@@ -213,6 +219,7 @@ def cells(case: dict[str, Any]) -> dict[str, str]:
     devices = (f"{figures[key]:.1%}" if key in figures else "-" for key in _DEVICE_COLUMNS)
     texts = (
         f"{figures['tokens_per_second']:,.0f}",
+        f"{figures['spread']:.1%}",
         f"{figures['epoch_seconds']:,.1f}",
         *devices,
         *_mean_and_spread(case["peak_bytes"]),

@@ -20,6 +20,7 @@ from alload_jax.data.placement import PlacedStep
 from alload_jax.sharding.groups import GROUP_AXIS, is_local, join_groups, part_of_group
 from alload_jax.sharding.mesh import replicated
 from alload_jax.sharding.rules import zero_shardings
+from alload_jax.training.program_cache import shared_programs
 from alload_jax.training.state import TrainingSpec, TrainState, Weights, weights_shardings
 from alload_jax.training.step import (
     Accumulate,
@@ -76,8 +77,8 @@ class GroupTrainer:
         """Compiles the gradient of every micro-batch for every group; see `Trainer.compile`.
 
         Each epoch assigns shapes to groups differently, so every group needs all shapes. A program
-        is bound to its devices. All groups of a shape are compiled before the next shape, so that a
-        compilation cache that ignores devices can serve the later groups.
+        is bound to its devices. All groups of a shape are compiled before the next shape, so that
+        the first one's program serves the others (`program_cache`).
         """
         if not shapes:
             return
@@ -88,10 +89,11 @@ class GroupTrainer:
 
         update: Any = self._update
         self._update = update.lower(self.state, self._accumulator()).compile()
-        for shape, programs in in_parallel(compile_one, shapes):
-            for mesh, program in programs.items():
-                self.programs[mesh, signature(shape)] = program
-            yield shape
+        with shared_programs():
+            for shape, programs in in_parallel(compile_one, shapes):
+                for mesh, program in programs.items():
+                    self.programs[mesh, signature(shape)] = program
+                yield shape
 
     def step(self, step: PlacedStep) -> Metrics:
         """Dispatches a step on all groups without waiting; see `Trainer.step`."""
