@@ -1,4 +1,4 @@
-"""Compares seven ways to train on this host's GPUs and prints the table in docs/results.md.
+"""Compares ways to train on this host's GPUs and prints the table in docs/results.md.
 
     python benchmarks/balance_table.py --suffix h200_x8
 
@@ -35,12 +35,13 @@ class Size(NamedTuple):
 
 
 WORKLOADS = {
-    "wan-480p": Size(133_632, 2),
+    "wan-480p": Size(66_816, 4),
     "mixed-resolution": Size(156_928, 2),
-    "long-video-V35": Size(700_416, 2),
-    "long-video-V60": Size(700_416, 2),
+    "long-video-V35": Size(350_208, 2),
+    "long-video-V60": Size(350_208, 2),
 }
-"""M_mem of about twice the longest sample, with which AdaptiveLoad's method is at its best."""
+"""On `mixed-resolution` M_mem is twice the longest sample: there AdaptiveLoad's method is at its
+best. Long videos of twice the length need more memory than a model of full depth leaves."""
 BASELINE, METHOD = "equal_tokens-independent", "dual_constraint-independent"
 NAMES = {
     BASELINE: "AdaptiveLoad's baseline, independent",

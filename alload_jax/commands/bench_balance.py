@@ -219,7 +219,7 @@ def cells(case: dict[str, Any]) -> dict[str, str]:
     devices = (f"{figures[key]:.1%}" if key in figures else "-" for key in _DEVICE_COLUMNS)
     texts = (
         f"{figures['tokens_per_second']:,.0f}",
-        f"{figures['spread']:.1%}",
+        f"{figures['spread']:.1%}" if "spread" in figures else "-",
         f"{figures['epoch_seconds']:,.1f}",
         *devices,
         *_mean_and_spread(case["peak_bytes"]),

@@ -1,6 +1,7 @@
 """Packed, bucketed, or one by one: the same loss and the same gradient."""
 
 import dataclasses
+import itertools
 import math
 from functools import cache
 
@@ -22,6 +23,7 @@ from alload_jax.models.families import abstract_model
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching, noised, noised_rows
 from alload_jax.planning.factory import make_plan
+from alload_jax.planning.policies.queue import MOST_LATE
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -66,11 +68,13 @@ def plan_with(manifest, model, policy, ranks=1, **options):
 
 
 def batches_of(manifest, model, policy, ranks=1, **options):
-    """Every micro-batch of an epoch, in host memory."""
+    """Every micro-batch with samples of the first epoch, in host memory; others weigh nothing."""
     plan, collation = plan_with(manifest, model, policy, ranks, **options)
     collate = Collator(StoreReader(manifest), frozenset(range(ranks)), collation)
-    steps = [collate(plan.step(number)) for number in range(plan.steps_per_epoch)]
-    return [batch for step in steps for batch in step.batches]
+    numbers = itertools.takewhile(lambda n: plan.locate(n)[0] <= MOST_LATE, itertools.count())
+    batches = [batch for number in numbers for batch in collate(plan.step(number)).batches]
+    first = [batch._replace(weight=batch.weight * (batch.epoch == 0)) for batch in batches]
+    return [batch for batch in first if batch.weight.any()]
 
 
 def spec_of(model):
