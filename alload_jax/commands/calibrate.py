@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alload_jax.commands.bench_output import require_counts, require_place
+from alload_jax.commands.calibrate_run import calibrate_from_run
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, read_cost_file, write_cost_file
 
@@ -36,7 +37,11 @@ _REPEATED = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     add = parser.add_argument
-    add("--config", required=True, help="training config whose model and optimizer are measured")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", help="training config whose model and optimizer are measured")
+    source.add_argument(
+        "--from-run", metavar="RUN", help="folder of a run, whose step times are fitted instead"
+    )
     add(
         "--set",
         nargs=2,
@@ -71,6 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measures, fits, prints tables and writes the cost model."""
     _check(options)
+    if options.from_run:
+        return calibrate_from_run(Path(options.from_run), Path(options.out))
     if options.memory_check:
         return _run_with_memory_check(options)
     from alload_jax.bench.calibration import Calibration

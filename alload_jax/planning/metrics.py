@@ -12,7 +12,12 @@ from alload_jax.planning.cost import CostModel, QuadraticCost
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.plan import Plan, Step
 from alload_jax.planning.policies.step_order import correlation
-from alload_jax.planning.step_costs import largest_indivisible_cost, micro_batch_costs, rank_costs
+from alload_jax.planning.step_costs import (
+    largest_indivisible_cost,
+    micro_batch_costs,
+    micro_batch_terms,
+    rank_costs,
+)
 
 
 def imbalance(cost: np.ndarray) -> np.ndarray:
@@ -262,6 +267,8 @@ class StepMetrics(NamedTuple):
       predicted_cost: cost of its slowest rank, in the cost model's unit.
       imbalance: max/mean − 1 of cost over ranks.
       padding: computed tokens that belong to no sample, over all computed tokens.
+      cost_terms: micro-batches, sequences, tokens and squares of its slowest rank
+        (`step_costs.micro_batch_terms`), from which `alload calibrate --from-run` fits.
     """
 
     samples: int
@@ -269,6 +276,7 @@ class StepMetrics(NamedTuple):
     predicted_cost: float
     imbalance: float
     padding: float
+    cost_terms: tuple[float, ...]
 
 
 def step_metrics(
@@ -279,6 +287,8 @@ def step_metrics(
     part = plan.epoch(step.epoch).only(plan.locate(step.index)[1])
     each = micro_batch_costs(part, seq_len, cost_model, seconds_per_split_token)
     [cost] = rank_costs(part, each)
+    slowest = part.rank == int(cost.argmax())
+    terms = micro_batch_terms(part, seq_len)[slowest].sum(axis=0)
     tokens = int(part.part_tokens(seq_len).sum())
     computed = int((part.rows * part.padded_len).sum())
     return StepMetrics(
@@ -287,6 +297,7 @@ def step_metrics(
         predicted_cost=float(cost.max()),
         imbalance=float(imbalance(cost)),
         padding=padding_ratio(tokens, computed),
+        cost_terms=tuple(terms.tolist()),
     )
 
 

@@ -2,7 +2,13 @@
 
 import numpy as np
 
-from alload_jax.planning.cost import CostModel, bucketed_cost, empty_row_cost, marginal_cost
+from alload_jax.planning.cost import (
+    CostModel,
+    QuadraticCost,
+    bucketed_cost,
+    empty_row_cost,
+    marginal_cost,
+)
 from alload_jax.planning.epoch import EpochPlan
 
 
@@ -32,6 +38,24 @@ def micro_batch_costs(
     by_group = split.reshape(-1, context).mean(axis=1).repeat(context)
     row = empty_row_cost(model, plan.padded_len, plan.slots())
     return row + whole + by_group + seconds_per_split_token * plan.packing.split_tokens
+
+
+def micro_batch_terms(plan: EpochPlan, seq_len: np.ndarray) -> np.ndarray:
+    """What each micro-batch has of every term of the quadratic cost model.
+
+    Args:
+      plan: an epoch.
+      seq_len: [N] int64, tokens of every sample of the manifest.
+
+    Returns:
+      [W, 4] float64: micro-batches (1), sequences or slots for them, tokens with padding, and the
+      sum of S² (that of a split sample is shared equally by the ranks of its group). The product
+      with (c0, c_sequence, c1, c2) is `micro_batch_costs` without communication.
+    """
+    squares = micro_batch_costs(plan, seq_len, QuadraticCost(0.0, 0.0, 1.0))
+    sequences = plan.rows if plan.packing is None else plan.slots()
+    columns = [np.ones(len(plan.rows)), sequences, plan.rows * plan.padded_len, squares]
+    return np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
 
 
 def rank_costs(plan: EpochPlan, cost: np.ndarray) -> np.ndarray:

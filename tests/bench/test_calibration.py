@@ -148,7 +148,9 @@ def test_the_memory_check_runs_steps_at_m_mem_and_beyond(monkeypatch):
 def test_every_flag_is_passed_to_the_measuring_process():
     parser = calibrate.argparse.ArgumentParser()
     calibrate.add_arguments(parser)
-    named = {action.dest for action in parser._actions} - {"help", "set", "memory_check"}
+    named = {action.dest for action in parser._actions} - {
+        *("help", "set", "memory_check", "from_run")
+    }
     assert set(calibrate._REPEATED) == named
     flags = ["--config", "a", "--out", "b", "--set", "k", "v", "--memory-gb", "3.0"]
     again = parser.parse_args(calibrate._flags(parser.parse_args([*flags, "--memory-check"])))
@@ -167,7 +169,7 @@ def test_every_flag_is_passed_to_the_measuring_process():
         (["--config", "tiny.yaml", "--out", "c.json", "--set", "model.dym", "3"], "model.dim"),
         (["--config", "tiny.yaml", "--out", "c.json", "--memory-gb", "1e-5"], "before any token"),
         (["--config", "tiny.yaml", "--out", "c.json", "--longst", "3"], "did you mean --longest"),
-        (["--out", "c.json"], "required: --config"),
+        (["--out", "c.json"], "--config --from-run is required"),
     ],
 )
 def test_refusals_are_one_line(config, flags, words):

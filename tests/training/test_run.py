@@ -8,6 +8,10 @@ import pytest
 import yaml
 from training_runs import Runs, lines_of, wait_until
 
+from alload_jax.config import read_config
+from alload_jax.data.manifest import read_manifest
+from alload_jax.planning.factory import make_plan
+
 COMPUTED = ("loss", "grad_norm", "learning_rate", "tokens", "samples", "imbalance", "padding")
 
 
@@ -51,8 +55,11 @@ def test_packed_plans_train_by_one_program_on_every_sample_once(runs):
     assert "compiling 1/1" in finished.stdout
     assert "1 row of 40 tokens" in finished.stdout
     rows = runs.metrics("packed")
-    epoch = [row for row in rows if row["epoch"] == 0]
-    assert sum(row["samples"] for row in epoch) == 21
+    saved = read_config(["--config", str(runs.folder / "packed" / "config.yaml")])
+    samples = read_manifest(runs.data).samples(saved.model.patch_size)
+    first = make_plan(saved.planning, samples, 1, saved.run.seed).epoch(0)
+    steps = [row for row in rows if row["epoch"] == 0]
+    assert sum(row["samples"] for row in steps) + len(first.left_over.sample) == 21
     assert all(row["tokens"] <= 80 for row in rows)
     config = yaml.safe_load((runs.folder / "packed" / "config.yaml").read_text())
     assert config["planning"]["policy"] == "balanced"

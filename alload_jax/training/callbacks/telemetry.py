@@ -10,8 +10,10 @@ import optax
 
 from alload_jax.data.placement import PlacedStep
 from alload_jax.errors import InputError
-from alload_jax.planning.metrics import step_metrics
+from alload_jax.planning.cost import QuadraticCost
+from alload_jax.planning.metrics import StepMetrics, step_metrics
 from alload_jax.planning.plan import Plan
+from alload_jax.planning.refit import CostFilter
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.training.callbacks.callback import Callback, Run
 from alload_jax.training.progress import ProgressBar
@@ -59,6 +61,9 @@ class Telemetry(Callback):
         self._plan = plan
         self._predictor = planning.predictor()
         self._seconds_per_split_token = planning.seconds_per_split_token()
+        self._costs: CostFilter | None = None
+        if isinstance(self._predictor, QuadraticCost):
+            self._costs = CostFilter(self._predictor)
         self._learning_rate = learning_rate
         self._log, self._bar = log, bar
         self._bad_records, self._max_bad_records = bad_records, max_bad_records
@@ -139,12 +144,20 @@ class Telemetry(Callback):
             | {
                 "samples": trained,
                 "step_seconds": seconds,
+                **self._drift(planned, seconds - waited),
                 "input_wait_seconds": waited,
                 "learning_rate": float(self._learning_rate(step.number)),
                 "skipped": len(step.problems),
             }
         )
         self._show(values["loss"], planned.tokens / seconds)
+
+    def _drift(self, planned: StepMetrics, seconds: float) -> dict[str, float]:
+        """How far recent steps took longer than the cost model predicts, if it predicts seconds."""
+        if self._costs is None:
+            return {}
+        self._costs.add(planned.cost_terms, seconds)
+        return {"cost_drift": self._costs.drift()}
 
     def _show(self, loss: float, tokens_per_second: float) -> None:
         self._loss = _smoothed(self._loss, loss)

@@ -1,0 +1,92 @@
+"""`alload calibrate --from-run`: fits a cost model to the step times of a run."""
+
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from alload_jax.errors import InputError
+from alload_jax.planning.cost import CostFile, QuadraticCost, read_cost_file, write_cost_file
+from alload_jax.planning.refit import RunFit, fit_run
+
+
+def calibrate_from_run(folder: Path, out: Path) -> int:
+    """Reads a run's folder, prints the fit and writes the cost model's JSON.
+
+    The model that planned the run, if it predicts seconds, bounds the fit, and its memory model is
+    kept.
+
+    Raises:
+      InputError: the folder holds no run, or too few of its steps can be fitted.
+    """
+    from alload_jax.training.run_files import read_json, read_metrics
+
+    config = _config(folder)
+    planned_by = _planned_by(folder, config)
+    try:
+        found = fit_run(read_metrics(folder / "metrics.jsonl"), planned_by.quadratic)
+    except InputError as error:
+        raise InputError(f"{folder}: {error}") from error
+    starts = read_json(folder / "environment.json") or [{}]
+    devices = starts[-1].get("devices") or [None]
+    details = {
+        "command": shlex.join(["alload", *sys.argv[1:]]),
+        "from_run": str(folder),
+        "steps": found.steps,
+        "mape": found.mape,
+        "drift": found.drift,
+        "versions": starts[-1].get("versions"),
+    }
+    costs = dataclasses.replace(
+        planned_by,
+        quadratic=found.model,
+        power=planned_by.power,
+        model=planned_by.model or _model(folder),
+        device=devices[0] or planned_by.device,
+        origin="measured",
+        details=details,
+    )
+    write_cost_file(out, costs)
+    _print(found, planned_by.quadratic)
+    print(f"written: {out}")
+    return 0
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise InputError(f"{folder}: holds no run; give the folder of one, such as runs/digits")
+    content = yaml.safe_load(path.read_text())
+    return content if isinstance(content, dict) else {}
+
+
+def _planned_by(folder: Path, config: dict[str, Any]) -> CostFile:
+    """The cost model of the run's plan; empty if there is none."""
+    place = (config.get("planning") or {}).get("cost_model")
+    if not place:
+        return CostFile()
+    try:
+        return read_cost_file(place)
+    except InputError as error:
+        raise InputError(f"{folder}: its config names a cost model: {error}") from error
+
+
+def _model(folder: Path) -> dict[str, Any]:
+    """Fields of the run's model, by which a cost model is compared with others."""
+    from alload_jax.config import read_config
+
+    config = read_config(["--config", str(folder / "config.yaml")], prog="alload calibrate")
+    return config.model.architecture() | {"remat": str(config.model.remat)}
+
+
+def _print(found: RunFit, before: QuadraticCost | None) -> None:
+    """Coefficients, beside those of the model that planned the run."""
+    print(f"{found.steps:,} steps, mean error {found.mape:.1%}")
+    if found.drift is not None:
+        print(f"recent steps took {found.drift:+.1%} of the time that the plan predicted")
+    for name, value in vars(found.model).items():
+        was = f" (was {getattr(before, name):.4g})" if before else ""
+        print(f"  {name} = {value:.4g} s{was}")
