@@ -292,7 +292,7 @@ def step_metrics(
     tokens = int(part.part_tokens(seq_len).sum())
     computed = int((part.rows * part.padded_len).sum())
     return StepMetrics(
-        samples=len(np.unique(part.sample)),
+        samples=round(float(samples_per_step(part, seq_len).sum())),
         tokens=tokens,
         predicted_cost=float(cost.max()),
         imbalance=float(imbalance(cost)),

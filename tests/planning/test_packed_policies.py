@@ -17,7 +17,9 @@ from alload_jax.planning.epoch import NOTHING_LEFT, RowShape
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics, repeated_neighbours, step_metrics
 from alload_jax.planning.plan import Plan
+from alload_jax.planning.policies import balanced_window
 from alload_jax.planning.policies.balanced import Balanced
+from alload_jax.planning.policies.balanced_window import STRATEGIES
 from alload_jax.planning.policies.first_fit import FirstFit, first_fit_decreasing
 from alload_jax.planning.policies.greedy import UNPLACED, Bins, assign_greedily, target_load
 from alload_jax.planning.policies.grouping import (
@@ -29,6 +31,7 @@ from alload_jax.planning.policies.grouping import (
 )
 from alload_jax.planning.policies.queue import MOST_LATE
 from alload_jax.planning.policies.step_order import MOST_CORRELATION
+from alload_jax.planning.predicted_time import makespan
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.step_costs import micro_batch_costs
 from alload_jax.planning.topology import RankTopology
@@ -374,6 +377,29 @@ def test_every_epoch_of_a_small_data_set_mixes_rows_anew(kind):
     # Hardly any length occurs twice in the last set, so that its rows vary less.
     most = 3 if kind == "log-normal" else 2
     assert sum(each.share for each in found) < most * sum(each.random for each in found)
+
+
+def efficiency(plan, epochs=3):
+    """Work of the samples over the ranks' time."""
+    seq_len, ranks = plan.samples.seq_len, plan.topology.ranks
+    work = WAN.sequence_cost(seq_len)
+    found = [plan.epoch(number) for number in range(epochs)]
+    placed = sum(float(work[epoch.sample].sum()) for epoch in found)
+    return placed / ranks / sum(makespan(epoch, seq_len, WAN) for epoch in found)
+
+
+@pytest.mark.parametrize("spread", [None, 2.5])
+@pytest.mark.parametrize(
+    ("name", "m_mem"),
+    [("wan-480p", 66_816), ("mixed-resolution", 81_920), ("long-video-V45", 350_000)],
+)
+def test_the_window_takes_the_fastest_of_its_ways_to_fill_rows(name, m_mem, spread, monkeypatch):
+    samples, topology = make_workload(name, 12_000), RankTopology(8)
+    policy = Balanced(m_mem, WAN, sample_spread=spread)
+    together = efficiency(Plan(samples, policy, topology, seed=0))
+    for strategy in STRATEGIES:
+        monkeypatch.setattr(balanced_window, "STRATEGIES", (strategy,))
+        assert together >= 0.998 * efficiency(Plan(samples, policy, topology, seed=0))
 
 
 def test_rows_are_shorter_than_m_mem_where_that_saves_padding():
