@@ -18,7 +18,7 @@ from alload_jax.errors import InputError
 if TYPE_CHECKING:  # these modules import JAX, which only `run` needs
     from alload_jax.commands.model_source import FolderSource, RunSource
     from alload_jax.models.common.config import ModelConfig
-    from alload_jax.sampling.requests import Asked, Request
+    from alload_jax.sampling.requests import RawRequest, Request
 
 HELP = "Draw samples from a run of train.py or from released weights."
 
@@ -94,10 +94,10 @@ def run(options: argparse.Namespace) -> int:
             f"{source.config.latent_channels}: image-to-video models, which need conditioning "
             "frames, are not supported; choose a text-to-video model"
         )
-    asked = _asked(options)
+    raw = _raw_requests(options)
     target = Target(source.config, *_data(options, source), options.zoom)
-    requests = [check_request(one, target) for one in asked]
-    _check_outs(asked, options.force)
+    requests = [check_request(one, target) for one in raw]
+    _check_outs(raw, options.force)
     groups = _groups(requests, options, source)
     guidance = source.guidance if options.guidance is None else options.guidance
     if guidance == 1 and any(request.negative for request in requests):
@@ -162,9 +162,9 @@ def _data(
     return stride, length
 
 
-def _asked(options: argparse.Namespace) -> "list[Asked]":
+def _raw_requests(options: argparse.Namespace) -> "list[RawRequest]":
     """The requests of the flags, or those of the list with the flags as defaults."""
-    from alload_jax.sampling.requests import FILES, Asked, read_list
+    from alload_jax.sampling.requests import FILES, RawRequest, read_list
 
     given = {name: getattr(options, name) for name in (*_LISTED, "prompt_embeds")}
     given |= {"class": options.classes and tuple(options.classes)}
@@ -173,13 +173,13 @@ def _asked(options: argparse.Namespace) -> "list[Asked]":
         for name, value in given.items()
         if value is not None
     }
-    return read_list(Path(options.list), values) if options.list else [Asked(values)]
+    return read_list(Path(options.list), values) if options.list else [RawRequest(values)]
 
 
-def _check_outs(asked: "list[Asked]", force: bool) -> None:
+def _check_outs(raw: "list[RawRequest]", force: bool) -> None:
     """Raises InputError if an output cannot be written or would replace a file."""
     seen: set[str] = set()
-    for one in asked:
+    for one in raw:
         out, place = one.get("out"), f"{one.place('out')}: {one.get('out')}"
         real = os.path.realpath(out)
         if real in seen:

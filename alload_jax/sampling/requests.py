@@ -49,7 +49,7 @@ class Target(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asked:
+class RawRequest:
     """Values that a user gave, by the names in `KEYS`.
 
     Attributes:
@@ -106,7 +106,7 @@ class Request(NamedTuple):
         return (self.grid, len(self.classes or ()), self.image_tokens)
 
 
-def read_list(path: Path, defaults: Mapping[str, Any]) -> list[Asked]:
+def read_list(path: Path, defaults: Mapping[str, Any]) -> list[RawRequest]:
     """Reads JSON lines, one object per sample; defaults apply to missing values.
 
     Raises:
@@ -129,33 +129,33 @@ def read_list(path: Path, defaults: Mapping[str, Any]) -> list[Asked]:
     return found
 
 
-def check_request(asked: Asked, target: Target) -> Request:
+def check_request(raw: RawRequest, target: Target) -> Request:
     """Checks that a sample can be generated and written.
 
     Raises:
       InputError: a value is missing or invalid.
     """
-    size = (asked.get("frames"), asked.get("height"), asked.get("width"))
+    size = (raw.get("frames"), raw.get("height"), raw.get("width"))
     for name, value in zip(("frames", "height", "width"), size, strict=True):
-        _check_size(asked, name, value, target)
-    if not 0 <= (seed := asked.values.get("seed", 0)) < _SEEDS:
-        raise InputError(f"{asked.place('seed')} is {seed}; it must be from 0 to below 2^32")
-    out = asked.get("out")
+        _check_size(raw, name, value, target)
+    if not 0 <= (seed := raw.values.get("seed", 0)) < _SEEDS:
+        raise InputError(f"{raw.place('seed')} is {seed}; it must be from 0 to below 2^32")
+    out = raw.get("out")
     picture_size = (size[0], size[1] * target.zoom, size[2] * target.zoom)
-    check_format(asked.place("out"), out, picture_size, target.picture_channels)
+    check_format(raw.place("out"), out, picture_size, target.picture_channels)
     return Request(
-        grid=_grid(asked, size, target),
+        grid=_grid(raw, size, target),
         seed=seed,
         out=out,
-        classes=_classes(asked, target),
-        prompt=_text(asked, "prompt_embeds", target),
-        negative=_text(asked, "negative_embeds", target),
-        image=asked.values.get("image_embeds"),
-        image_tokens=_image_tokens(asked, target.model),
+        classes=_classes(raw, target),
+        prompt=_text(raw, "prompt_embeds", target),
+        negative=_text(raw, "negative_embeds", target),
+        image=raw.values.get("image_embeds"),
+        image_tokens=_image_tokens(raw, target.model),
     )
 
 
-def _read_line(line: str, place: str, folder: Path, defaults: Mapping[str, Any]) -> Asked:
+def _read_line(line: str, place: str, folder: Path, defaults: Mapping[str, Any]) -> RawRequest:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -169,7 +169,7 @@ def _read_line(line: str, place: str, folder: Path, defaults: Mapping[str, Any])
             hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(KEYS)}"
             raise InputError(f"{place}: {key} is unknown; {hint}")
         in_line[key] = _value(key, value, f"{place}: {key}", folder)
-    return Asked({**defaults, **in_line}, place, frozenset(in_line))
+    return RawRequest({**defaults, **in_line}, place, frozenset(in_line))
 
 
 def _value(key: str, value: Any, place: str, folder: Path) -> Any:
@@ -187,12 +187,12 @@ def _value(key: str, value: Any, place: str, folder: Path) -> Any:
     return value
 
 
-def _check_size(asked: Asked, name: str, value: int, target: Target) -> None:
+def _check_size(raw: RawRequest, name: str, value: int, target: Target) -> None:
     """Checks that a size is a whole number of patches; the first frame has a separate latent."""
     axis = ("frames", "height", "width").index(name)
     stride, patch = target.vae_stride[axis], target.model.patch_size[axis]
     if value > _LARGEST:
-        raise InputError(f"{asked.place(name)} is {value}; it must be at most {_LARGEST}")
+        raise InputError(f"{raw.place(name)} is {value}; it must be at most {_LARGEST}")
     begin = 1 - stride if name == "frames" else 0
     step = stride * patch
     whole = (value - begin) // step
@@ -200,12 +200,12 @@ def _check_size(asked: Asked, name: str, value: int, target: Target) -> None:
         return
     near = [str(begin + n * step) for n in (whole, whole + 1) if n >= 1]
     raise InputError(
-        f"{asked.place(name)} is {value}, which a VAE stride of {stride} and patches of {patch} "
+        f"{raw.place(name)} is {value}, which a VAE stride of {stride} and patches of {patch} "
         f"don't divide; nearest: {' and '.join(near or [str(begin + step)])}"
     )
 
 
-def _grid(asked: Asked, size: Triple, target: Target) -> Triple:
+def _grid(raw: RawRequest, size: Triple, target: Target) -> Triple:
     """Returns (frames, height, width) of the latents after checking the number of elements."""
     geometry = Geometry(target.vae_stride, target.model.patch_size)
     found = geometry.latent_grid(*(np.array([part]) for part in size))[0].tolist()
@@ -213,78 +213,78 @@ def _grid(asked: Asked, size: Triple, target: Target) -> Triple:
     if math.prod(found) * target.model.in_channels > _LARGEST or picture_size > _LARGEST:
         frames, height, width = size
         raise InputError(
-            f"{asked.place('frames')} {frames} with height {height} and width {width} has more "
+            f"{raw.place('frames')} {frames} with height {height} and width {width} has more "
             f"than {_LARGEST} values; choose a smaller size"
         )
     return (found[0], found[1], found[2])
 
 
-def _classes(asked: Asked, target: Target) -> tuple[int, ...] | None:
-    classes, count = asked.values.get("class"), target.model.num_classes
+def _classes(raw: RawRequest, target: Target) -> tuple[int, ...] | None:
+    classes, count = raw.values.get("class"), target.model.num_classes
     if target.model.text:
         if classes is not None:
             raise InputError(
-                f"{asked.place('class')} is given, but the model's condition is text; "
+                f"{raw.place('class')} is given, but the model's condition is text; "
                 "give prompt embeddings"
             )
         return None
     if classes is None:
-        raise InputError(f"{asked.place('class')} is not given; the model's condition is classes")
+        raise InputError(f"{raw.place('class')} is not given; the model's condition is classes")
     if wrong := [one for one in classes if not 0 <= one < count]:
-        raise InputError(f"{asked.place('class')} is {wrong[0]}; classes are from 0 to {count - 1}")
+        raise InputError(f"{raw.place('class')} is {wrong[0]}; classes are from 0 to {count - 1}")
     length = len(classes) if target.text_length is None else target.text_length
     if len(classes) > length:
         raise InputError(
-            f"{asked.place('class')} lists {len(classes)} classes, but no sample of the data "
+            f"{raw.place('class')} lists {len(classes)} classes, but no sample of the data "
             f"has more than {length}; give at most {length}"
         )
     return tuple(classes) + (count,) * (length - len(classes))
 
 
-def _text(asked: Asked, key: str, target: Target) -> Path | None:
+def _text(raw: RawRequest, key: str, target: Target) -> Path | None:
     """Returns the file of text embeddings after checking that it fits the model."""
-    file, text = asked.values.get(key), target.model.text
+    file, text = raw.values.get(key), target.model.text
     if file is None:
         if text and key == "prompt_embeds":
-            raise InputError(f"{asked.place(key)} is not given; the model's condition is text")
+            raise InputError(f"{raw.place(key)} is not given; the model's condition is text")
         return None
     if text is None:
         raise InputError(
-            f"{asked.place(key)} is given, but the model's condition is classes; give classes"
+            f"{raw.place(key)} is given, but the model's condition is classes; give classes"
         )
-    tokens = _tokens(asked, key, "text", text.dim)
+    tokens = _tokens(raw, key, "text", text.dim)
     if tokens > text.length:
         raise InputError(
-            f"{asked.place(key)}: {file} has {tokens} tokens, but the model takes {text.length}; "
+            f"{raw.place(key)}: {file} has {tokens} tokens, but the model takes {text.length}; "
             "shorten it"
         )
     return file
 
 
-def _image_tokens(asked: Asked, model: ModelConfig) -> int:
-    place = asked.place("image_embeds")
-    given = "image_embeds" in asked.values
+def _image_tokens(raw: RawRequest, model: ModelConfig) -> int:
+    place = raw.place("image_embeds")
+    given = "image_embeds" in raw.values
     if model.image is None:
         if given:
             raise InputError(f"{place} is given, but the model takes no image; remove it")
         return 0
     if not given:
         raise InputError(f"{place} is not given; the model takes [N, {model.image.dim}] of them")
-    tokens = _tokens(asked, "image_embeds", "image", model.image.dim)
+    tokens = _tokens(raw, "image_embeds", "image", model.image.dim)
     if model.image.positions not in (None, tokens):
         raise InputError(
-            f"{place}: {asked.values['image_embeds']} has {tokens} tokens, but the model takes "
+            f"{place}: {raw.values['image_embeds']} has {tokens} tokens, but the model takes "
             f"exactly {model.image.positions}"
         )
     return tokens
 
 
-def _tokens(asked: Asked, key: str, name: str, dim: int) -> int:
+def _tokens(raw: RawRequest, key: str, name: str, dim: int) -> int:
     """Returns the number of embeddings in a file, which is read and checked."""
-    path = asked.values[key]
+    path = raw.values[key]
     shape = embeddings_shape(path, name)
     if len(shape) != 2 or shape[0] < 1 or shape[1] != dim:
         raise InputError(
-            f"{asked.place(key)}: {path} holds {list(shape)}, but the model takes [tokens, {dim}]"
+            f"{raw.place(key)}: {path} holds {list(shape)}, but the model takes [tokens, {dim}]"
         )
     return shape[0]
