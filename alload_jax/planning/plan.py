@@ -244,13 +244,13 @@ def _row_plan(plan: EpochPlan, position: int) -> RowPlan | None:
     if plan.packing is None:
         return None
     parts = plan.parts_of(position)
-    samples, is_split = plan.sample[parts].tolist(), plan.packing.is_split[parts].tolist()
+    is_split, copies = plan.packing.is_split[parts].tolist(), _copies(plan, plan.packing, parts)
     offsets, split_tokens = plan.packing.offset[parts].tolist(), plan.packing.split_tokens[position]
     segments = _split_segments(plan, plan.packing, position) if split_tokens else {}
     begin = int(plan.rank[position]) % plan.packing.context * int(split_tokens)
     first = (
-        begin + offset - segments[sample][0] if is_split else 0
-        for sample, offset, is_split in zip(samples, offsets, is_split, strict=True)
+        begin + offset - segments[copy][0] if is_split else 0
+        for copy, offset, is_split in zip(copies, offsets, is_split, strict=True)
     )
     return RowPlan(
         split_tokens=int(split_tokens),
@@ -263,16 +263,28 @@ def _row_plan(plan: EpochPlan, position: int) -> RowPlan | None:
     )
 
 
-def _split_segments(plan: EpochPlan, packing: Packing, position: int) -> dict[int, tuple[int, int]]:
+_Copy = tuple[int, int]
+"""A sample and by how many epochs it is late: a group may hold it for two epochs."""
+
+
+def _copies(plan: EpochPlan, packing: Packing, parts: slice) -> list[_Copy]:
+    """The copy that each part belongs to."""
+    return list(zip(plan.sample[parts].tolist(), packing.late[parts].tolist(), strict=True))
+
+
+def _split_segments(
+    plan: EpochPlan, packing: Packing, position: int
+) -> dict[_Copy, tuple[int, int]]:
     """(offset, tokens) of each sample among the split tokens of a micro-batch's group."""
     first = position - int(plan.rank[position]) % packing.context
     region = int(packing.split_tokens[position])
-    laid: dict[int, tuple[int, int]] = {}
+    laid: dict[_Copy, tuple[int, int]] = {}
     for member in range(packing.context):
         parts = plan.parts_of(first + member)
-        for part in np.flatnonzero(packing.is_split[parts]) + parts.start:
-            sample, tokens = int(plan.sample[part]), int(packing.tokens[part])
+        copies = _copies(plan, packing, parts)
+        for number in np.flatnonzero(packing.is_split[parts]).tolist():
+            part, copy = parts.start + number, copies[number]
             here = member * region + int(packing.offset[part])
-            offset, before = laid.get(sample, (here, 0))
-            laid[sample] = (offset, before + tokens)
+            offset, before = laid.get(copy, (here, 0))
+            laid[copy] = (offset, before + int(packing.tokens[part]))
     return laid

@@ -525,3 +525,20 @@ def test_every_epoch_holds_every_sample_though_they_differ_in_length(policy):
     made_from = plan.__reduce__()  # what travels to a worker process
     again = made_from[0](*made_from[1])
     assert again.step(200) == plan.step(200)
+
+
+@given(st.integers(0, 99), st.sampled_from([2, 4]))
+@examples(30)
+def test_a_split_sample_that_a_group_holds_for_two_epochs_is_two_segments(seed, context):
+    """Few samples: a late one meets its copy of the next epoch in a split region."""
+    lengths = np.random.default_rng(seed).choice([8, 20, 60, 100], 14).tolist()
+    policy = Balanced(72, WAN, context=context, look_ahead=1)
+    plan = Plan(of_lengths(*lengths), policy, RankTopology(context), seed)
+    for number in range(30):
+        step = plan.step(number)
+        for part in step.micro_batches:
+            row = part.row_plan
+            assert all(tokens <= max(lengths) for _, tokens in row.split_segments)
+            for sample, first, tokens in zip(part.samples, row.first, row.tokens, strict=True):
+                assert first >= 0
+                assert first + tokens <= lengths[sample]
