@@ -109,7 +109,7 @@ def _add_policies(group: Any) -> None:
     add("--max-delay", type=int, help="maximum number of windows by which a sample may be deferred")
     add(
         "--context",
-        type=lambda text: text if text == "auto" else int(text),
+        type=_context,
         metavar="C",
         help="ranks over which `balanced` splits long samples, or auto",
     )
@@ -248,7 +248,17 @@ def _print_unless_json(options: argparse.Namespace, line: str) -> None:
 
 
 def _spread(text: str) -> float:
-    return math.inf if text == "none" else float(text)
+    try:
+        return math.inf if text == "none" else float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor none") from error
+
+
+def _context(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from error
 
 
 def _m_comp(text: str) -> float | str:

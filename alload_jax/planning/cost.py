@@ -40,6 +40,11 @@ class CostModel(Protocol):
         ...
 
 
+def in_seconds(model: CostModel) -> bool:
+    """Whether a model's costs are seconds; those of B·S^p with a = 1 have no unit."""
+    return not (isinstance(model, PowerCost) and model.a == 1.0)
+
+
 def marginal_cost(model: CostModel, seq_len: np.ndarray) -> np.ndarray:
     """Cost of sequences beyond that of an empty slot and as many padding tokens, at least 0.
 

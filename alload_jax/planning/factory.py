@@ -8,7 +8,7 @@ from alload_jax.planning.cost import CostFile
 from alload_jax.planning.m_comp import MCompCurve, longest_alone, search_m_comp
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.policy import Policy
-from alload_jax.planning.predicted_time import draw_samples, makespan, predicted_time
+from alload_jax.planning.predicted_time import draw_samples, epoch_time, predicted_time
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.topology import RankTopology
@@ -65,7 +65,7 @@ def make_plan(
     if config.context == "auto":
         config = replace(config, context=choose_context(config, samples, topology, costs))
     if config.m_comp == "longest":
-        open_bound = make_policy(replace(config, m_comp=None), costs)
+        open_bound = make_policy(replace(config, m_comp=None), costs).fitted(samples, topology)
         config = replace(config, m_comp=longest_alone(open_bound, samples))
     elif config.m_comp == "auto":
         return _with_best_m_comp(config, samples, topology, seed, costs)
@@ -113,12 +113,13 @@ def _with_best_m_comp(
     curve = m_comp_curve(config, samples, topology, costs)
     model, split = config.predictor(costs), config.seconds_per_split_token(costs)
 
-    def plan_at(m_comp: float) -> Plan:
+    def plan_at(m_comp: float | None) -> Plan:
         policy = make_policy(replace(config, m_comp=m_comp), costs).fitted(samples, topology)
         return Plan(samples, policy, topology, seed)
 
-    plans = [plan_at(m_comp) for m_comp in dict.fromkeys((curve.chosen, curve.m_comp[-1].item()))]
-    return min(plans, key=lambda plan: makespan(plan.epoch(0), samples.seq_len, model, split))
+    open_bound = curve.m_comp[-1].item() if config.traits.m_comp_by_default else None
+    plans = [plan_at(m_comp) for m_comp in dict.fromkeys((curve.chosen, open_bound))]
+    return min(plans, key=lambda plan: epoch_time(plan.epoch(0), samples.seq_len, model, split))
 
 
 def m_comp_curve(

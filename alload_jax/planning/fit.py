@@ -92,15 +92,27 @@ def fit_quadratic(points: Sequence[Point], *, per_sequence: bool = True) -> Fit[
     """
     _require(points, 4 if per_sequence else 3)
     rows, seq_len, seconds = _columns(points)
-    terms = [np.ones_like(rows), rows * seq_len, rows * seq_len**2]
-    if per_sequence:
-        terms.append(rows)
-    matrix = np.stack(terms, axis=1) / seconds[:, None]
-    # Columns differ by twelve orders of magnitude; at equal norms the solver loses no digits.
-    scale = np.linalg.norm(matrix, axis=0)
-    solution, _ = nnls(matrix / scale, np.ones(len(points)))
-    model = QuadraticCost(*(solution / scale).tolist())
+    sequences = rows if per_sequence else np.zeros_like(rows)
+    terms = np.stack([np.ones_like(rows), sequences, rows * seq_len, rows * seq_len**2], axis=1)
+    model = fit_terms(terms, seconds)
     return Fit(model, evaluate(model, points))
+
+
+def fit_terms(terms: np.ndarray, seconds: np.ndarray) -> QuadraticCost:
+    """Least squares of the relative error with no coefficient below 0.
+
+    Args:
+      terms: [N, 4] micro-batches, sequences, tokens and squares, as `step_costs.micro_batch_terms`
+        gives them. The coefficient of a column of zeros is 0.
+      seconds: [N], above 0.
+    """
+    matrix = terms / seconds[:, None]
+    # Columns differ by twelve orders of magnitude; at equal norms the solver loses no digits.
+    norms = np.linalg.norm(matrix, axis=0)
+    scale = np.where(norms == 0, 1.0, norms)
+    solution, _ = nnls(matrix / scale, np.ones(len(seconds)))
+    c0, c_sequence, c1, c2 = (solution / scale).tolist()
+    return QuadraticCost(c0=c0, c1=c1, c2=c2, c_sequence=c_sequence)
 
 
 def fit_power(points: Sequence[Point]) -> Fit[PowerCost]:

@@ -27,17 +27,25 @@ def predicted_time(
     model: CostModel,
     seconds_per_split_token: float = 0.0,
 ) -> float:
-    """Predicted time of an epoch with all its samples, in the cost model's unit.
-
-    Samples that the planned epoch leaves over count with the rows that they fill.
+    """Predicted time of a policy's first epoch (`epoch_time`).
 
     Raises:
       InputError: the policy cannot place a sample.
     """
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, 0])))
     epoch = policy.plan_epoch(samples, topology, rng, LeftOver())
-    within = makespan(epoch, samples.seq_len, model, seconds_per_split_token)
-    return within + _left_over_time(epoch, samples.seq_len, model)
+    return epoch_time(epoch, samples.seq_len, model, seconds_per_split_token)
+
+
+def epoch_time(
+    epoch: EpochPlan, seq_len: np.ndarray, model: CostModel, seconds_per_split_token: float = 0.0
+) -> float:
+    """Predicted time of an epoch with all its samples, in the cost model's unit.
+
+    Samples that the epoch leaves over count with the rows that they fill.
+    """
+    within = makespan(epoch, seq_len, model, seconds_per_split_token)
+    return within + _left_over_time(epoch, seq_len, model)
 
 
 def makespan(

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import lsq_linear, nnls
+from scipy.optimize import lsq_linear
 
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import QuadraticCost
+from alload_jax.planning.fit import fit_terms
 
 LEAST, MOST = 0.5, 2.0
 """Bounds of a coefficient over that of the model that planned the run."""
@@ -45,7 +46,7 @@ class CostFilter:
           terms: of its slowest rank: micro-batches, sequences, tokens, squares.
           seconds: that it took, without waiting for data.
         """
-        scaled = np.asarray(terms) * self._coefficients()
+        scaled = np.asarray(terms) * _coefficients(self.model)
         predicted = float(scaled.sum())
         if not (seconds > 0 and predicted > 0):
             return
@@ -67,16 +68,12 @@ class CostFilter:
         normal, right = self._normal + prior, self._right + prior @ np.ones(4)
         upper = np.linalg.cholesky(normal).T
         found = lsq_linear(upper, np.linalg.solve(upper.T, right), (LEAST, MOST))
-        c0, c_sequence, c1, c2 = (found.x * self._coefficients()).tolist()
+        c0, c_sequence, c1, c2 = (found.x * _coefficients(self.model)).tolist()
         return QuadraticCost(c0=c0, c1=c1, c2=c2, c_sequence=c_sequence)
 
     def drift(self) -> float:
         """Median of measured over predicted seconds of recent steps, minus 1."""
         return float(np.median(self._ratios)) - 1 if self._ratios else 0.0
-
-    def _coefficients(self) -> np.ndarray:
-        model = self.model
-        return np.asarray([model.c0, model.c_sequence, model.c1, model.c2])
 
 
 class RunFit(NamedTuple):
@@ -121,9 +118,9 @@ def fit_run(rows: Sequence[dict[str, Any]], planned_by: QuadraticCost | None) ->
     seconds = np.asarray([row["step_seconds"] - row["input_wait_seconds"] for row in used])
     drift = None
     if planned_by is None:
-        model = _free_fit(terms, seconds)
+        model = fit_terms(terms, seconds)
         kept = _usual(terms, seconds, model)
-        model = _free_fit(terms[kept], seconds[kept])
+        model = fit_terms(terms[kept], seconds[kept])
     else:
         costs = CostFilter(planned_by)
         for each, measured in zip(terms, seconds, strict=True):
@@ -138,17 +135,13 @@ def _waited_little(row: dict[str, Any]) -> bool:
     return bool(row["input_wait_seconds"] < _MOST_WAIT * row["step_seconds"])
 
 
-def _free_fit(terms: np.ndarray, seconds: np.ndarray) -> QuadraticCost:
-    """Least squares of the relative error with no coefficient below 0."""
-    matrix = terms / seconds[:, None]
-    scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
-    solution, _ = nnls(matrix / scale, np.ones(len(seconds)))
-    c0, c_sequence, c1, c2 = (solution / scale).tolist()
-    return QuadraticCost(c0=c0, c1=c1, c2=c2, c_sequence=c_sequence)
-
-
 def _predicted(terms: np.ndarray, model: QuadraticCost) -> np.ndarray:
-    return terms @ np.asarray([model.c0, model.c_sequence, model.c1, model.c2])
+    return np.asarray(terms @ _coefficients(model))
+
+
+def _coefficients(model: QuadraticCost) -> np.ndarray:
+    """Of the terms, in their order: [4]."""
+    return np.asarray([model.c0, model.c_sequence, model.c1, model.c2])
 
 
 def _usual(terms: np.ndarray, seconds: np.ndarray, model: QuadraticCost) -> np.ndarray:

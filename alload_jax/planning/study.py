@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, cast, get_args
 
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import CostFile, CostModel, PowerCost
+from alload_jax.planning.cost import CostFile, CostModel, in_seconds
 from alload_jax.planning.epoch import EpochPlan
-from alload_jax.planning.factory import choose_context, make_plan
+from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import (
     PlanMetrics,
     RepeatedNeighbours,
@@ -19,7 +19,7 @@ from alload_jax.planning.policies.registry import find_policy
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.simulation import Simulation, SimulationSettings, simulate
-from alload_jax.planning.topology import RanksMode, RankTopology
+from alload_jax.planning.topology import RanksMode
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Case:
     @property
     def in_seconds(self) -> bool:
         """Whether costs are seconds; otherwise they have no unit."""
-        return not (isinstance(self.predictor, PowerCost) and self.predictor.a == 1.0)
+        return in_seconds(self.predictor)
 
     @property
     def plan_m_mem(self) -> int | None:
@@ -110,11 +110,9 @@ class Study:
     def case(self, policy: str, ranks: int) -> Case:
         """Plans one policy on one number of ranks; see `cases`."""
         config = policy_config(self.config, policy)
-        if config.context == "auto":
-            topology = RankTopology(ranks)
-            context = choose_context(config, self.samples, topology, self.costs)
-            config = replace(config, context=context)
         plan = make_plan(replace(config, ranks=ranks), self.samples, ranks, self.seed, self.costs)
+        if config.context == "auto":  # the plan has chosen it
+            config = replace(config, context=getattr(plan.policy, "context", 1))
         epoch = plan.epoch(self.epoch)
         seq_len = self.samples.seq_len
         seconds_per_split_token = config.seconds_per_split_token(self.costs)

@@ -38,6 +38,12 @@ METRICS: dict[str, Metric] = {
     "utilisation": Metric(
         "Memory used", "percent", "Real tokens over the M_mem of every micro-batch.", "higher"
     ),
+    "step_samples_min": Metric(
+        "Fewest samples of a step", "times", "Over the mean number of samples.", "higher"
+    ),
+    "step_samples_max": Metric(
+        "Most samples of a step", "times", "Over the mean number of samples."
+    ),
     "seconds_per_epoch": Metric("Time per epoch", "seconds", "Predicted, with all ranks."),
     "tokens_per_second": Metric("Tokens per second", "count", "Over all ranks.", "higher"),
     "throughput": Metric("Throughput", "times", "Relative to the baseline.", "higher"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from alload_jax.planning.advice import advice
-from alload_jax.planning.cost import CostModel, PowerCost, marginal_cost
+from alload_jax.planning.cost import CostModel, in_seconds, marginal_cost
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.factory import m_comp_curve
 from alload_jax.planning.metrics import imbalance
@@ -27,6 +27,8 @@ _METRICS = (
     "step_cv",
     "padding",
     "utilisation",
+    "step_samples_min",
+    "step_samples_max",
     "steps",
     "buckets",
     "dropped",
@@ -58,7 +60,7 @@ def write_report(
         | {"cost model": cost_model},
         seq_len=study.samples.seq_len,
         sequence_cost=study.predictor.sequence_cost(study.samples.seq_len),
-        cost_unit=_unit(study.predictor),
+        cost_unit="s" if in_seconds(study.predictor) else "",
         policies=tuple(_policy_part(case, study) for case in main),
         curve=_curve(main, study),
         over_ranks=_over_ranks(cases),
@@ -67,18 +69,15 @@ def write_report(
     write_page(path, page)
 
 
-def _unit(model: CostModel) -> str:
-    return "" if isinstance(model, PowerCost) and model.a == 1.0 else "s"
-
-
 def _policy_part(case: Case, study: Study) -> PolicyPart:
     epoch, seq_len = case.epoch, study.samples.seq_len
     seconds = case.config.seconds_per_split_token(study.costs)
     cost = rank_costs(epoch, micro_batch_costs(epoch, seq_len, study.predictor, seconds))
     metrics = {k: v for k, v in asdict(case.metrics).items() if k in _METRICS}
-    if _unit(study.predictor) and case.metrics.cost:
-        metrics["seconds_per_epoch"] = case.metrics.cost
-        metrics["tokens_per_second"] = case.metrics.tokens / case.metrics.cost
+    if case.in_seconds and case.metrics.cost:
+        speed = case.metrics.tokens_per_second
+        metrics["seconds_per_epoch"] = float(seq_len.sum()) / speed
+        metrics["tokens_per_second"] = speed
     else:
         metrics["cost"] = case.metrics.cost
     drawn = sorted({int(share * (epoch.steps - 1)) for share in _DRAWN_AT})

@@ -253,3 +253,20 @@ def test_planning_a_workload_imports_no_jax(tmp_path):
     )
     command = [sys.executable, "-c", program]
     assert subprocess.run(command, capture_output=True, cwd=tmp_path, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--row-tokens", 100_000], "planning.row_tokens is 100000, more than m_mem = 66816"),
+        (["--row-tokens", 1000], "row_tokens is 1000 tokens, shorter than sample"),
+        (["--context", "few"], "'few' is neither a whole number nor auto"),
+        (["--sample-spread", "wide"], "'wide' is neither a number nor none"),
+    ],
+)
+def test_what_rows_and_steps_cannot_be_is_one_line(alload, flags, words):
+    base = ["--workload", "wan-480p", "--size", 300, "--ranks", 8, "--m-mem", 66_816]
+    status, _, error = alload(*base, "--policy", "balanced", *flags)
+    assert status != 0
+    assert words in error
+    assert len(error.splitlines()) == 1

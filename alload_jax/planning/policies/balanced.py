@@ -89,8 +89,14 @@ class Balanced(Policy):
     @classmethod
     def from_config(cls, config: PlanningConfig, costs: CostFile) -> Self:
         """See `Policy.from_config`."""
+        m_mem = config.required_m_mem(costs)
+        if config.row_tokens is not None and config.row_tokens > m_mem:
+            raise InputError(
+                f"planning.row_tokens is {config.row_tokens}, more than m_mem = {m_mem} tokens; "
+                "make it smaller, or leave it out"
+            )
         return cls(
-            m_mem=config.required_m_mem(costs),
+            m_mem=m_mem,
             cost=config.predictor(costs),
             m_comp=config.m_comp_value,
             align=config.align,
@@ -131,8 +137,11 @@ class Balanced(Policy):
                 f"planning.context is {self.context}, which does not divide {topology.ranks} "
                 "ranks; choose a divisor"
             )
-        shape = row_shape(samples, self.capacity, self.max_segments, self.align, _SLOT_FACTOR)
-        refuse_unplaceable(samples, shape, self, topology.ranks, self.context)
+        setting = "row_tokens" if self.capacity < self.m_mem else "m_mem"
+        shape = row_shape(
+            samples, self.capacity, self.max_segments, self.align, _SLOT_FACTOR, setting
+        )
+        refuse_unplaceable(samples, shape, self, topology.ranks, self.context, setting)
         footprint, weights = shape.footprint(samples.seq_len), self._weights(samples.seq_len)
         mean_row_tokens = self._mean_row_tokens(shape, footprint, weights)
         step_tokens = topology.ranks * mean_row_tokens
@@ -172,7 +181,7 @@ class Balanced(Policy):
 
     def m_comp_measure(self, seq_len: np.ndarray) -> np.ndarray:
         """Cost of a row that holds one sample; see `Policy.m_comp_measure`."""
-        return self._empty_row_cost(0) + self._weights(seq_len)
+        return self._empty_row_cost(self.max_segments or 0) + self._weights(seq_len)
 
     def _weights(self, seq_len: np.ndarray) -> np.ndarray:
         """The marginal cost of a sample, that is beyond padding of its length."""

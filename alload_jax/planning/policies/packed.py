@@ -15,7 +15,12 @@ _NAMED = 5
 
 
 def row_shape(
-    samples: Samples, capacity: int, segments: int | None, align: int, slot_factor: float
+    samples: Samples,
+    capacity: int,
+    segments: int | None,
+    align: int,
+    slot_factor: float,
+    setting: str = "m_mem",
 ) -> RowShape:
     """The row that a policy fills with whole samples.
 
@@ -25,18 +30,19 @@ def row_shape(
       segments: M; None for `slot_factor` times the samples of a mean row, at most what fits.
       align: of samples' beginnings.
       slot_factor: see `segments`.
+      setting: name of the setting that gives `capacity`, for messages.
 
     Raises:
       InputError: `align` does not divide `capacity`.
     """
     if align > capacity:
         raise InputError(
-            f"planning.align is {align}, more than m_mem = {capacity}; make it smaller"
+            f"planning.align is {align}, more than {setting} = {capacity}; make it smaller"
         )
     if capacity % align:
         raise InputError(
-            f"planning.align is {align}, which does not divide m_mem = {capacity}; "
-            f"set m_mem to {capacity // align * align}"
+            f"planning.align is {align}, which does not divide {setting} = {capacity}; "
+            f"set {setting} to {capacity // align * align}"
         )
     if segments is None:
         typical = capacity / max(1.0, float(samples.seq_len.mean()))
@@ -46,7 +52,12 @@ def row_shape(
 
 
 def refuse_unplaceable(
-    samples: Samples, shape: RowShape, policy: Policy, ranks: int, context: int = 1
+    samples: Samples,
+    shape: RowShape,
+    policy: Policy,
+    ranks: int,
+    context: int = 1,
+    setting: str = "m_mem",
 ) -> None:
     """Raises InputError, naming the samples, where one is too long even if split `context`-fold."""
     most = shape.capacity * context
@@ -58,13 +69,13 @@ def refuse_unplaceable(
     named = ", ".join(f"{k} ({samples.seq_len[k]} tokens)" for k in too_long[:_NAMED])
     more = f" and {len(too_long) - _NAMED} more" if len(too_long) > _NAMED else ""
     per_rank = -(-longest // (context * shape.align)) * shape.align
-    remedy = f"set m_mem to at least {per_rank}"
+    remedy = f"set {setting} to at least {per_rank}"
     wider = [c for c in range(1, ranks + 1) if ranks % c == 0 and c * shape.capacity >= longest]
     if wider and policy.splits_samples:
         remedy += f", or context to at least {wider[0]}"
     split = f", and {context} ranks hold {most}" if context > 1 else ""
     raise InputError(
-        f"policy {policy.name}: m_mem is {shape.capacity} tokens{split}, shorter than sample "
+        f"policy {policy.name}: {setting} is {shape.capacity} tokens{split}, shorter than sample "
         f"{named}{more}; {remedy}"
     )
 
