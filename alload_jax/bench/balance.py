@@ -104,9 +104,9 @@ def run_steps(
 
     Returns:
       The fields of `Traced`, means over the repeats; `rounds`, the seconds of the steps in each
-      repeat; `programs`, the number of programs of the plan; `compiled`, the number
-      of programs that these steps need, and `compile_seconds`, the time to compile them;
-      `peak_bytes` of each device.
+      repeat; `programs`, the number of programs of the plan; `compiled`, the number of programs
+      that these steps need, and `compile_seconds`, the time to compile them, None with a
+      compilation cache, which may hold some; `peak_bytes` of each device.
 
     Raises:
       FloatingPointError: the loss of a step is not finite.
@@ -123,7 +123,8 @@ def run_steps(
     begin = time.perf_counter()
     shapes = {signature(batch): batch for step in steps for batch in step.batches}
     list(trainer.compile(list(shapes.values())))
-    compile_seconds = time.perf_counter() - begin
+    cached = jax.config.values["jax_compilation_cache_dir"]
+    compile_seconds = None if cached else time.perf_counter() - begin
     for step in _warmup_steps(steps):
         run(step)
     found = traced([partial(run, step) for _ in range(repeats) for step in steps])._asdict()

@@ -69,7 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     add = parser.add_argument
     add("--workload", choices=names(), default="mixed-resolution", help="default mixed-resolution")
-    add("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES), help="default: all")
+    add(
+        "--cases",
+        nargs="+",
+        metavar="NAME[:M_MEM]",
+        default=tuple(CASES),
+        help=f"of {', '.join(CASES)} (default: all); :M_MEM replaces --m-mem in one case",
+    )
     add(
         "--model",
         choices=tuple(MODELS),
@@ -86,7 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, help="ranks that split a sample (default: all)")
     add("--fsdp", type=int, default=1, help="devices that shard the parameters (default 1)")
     add("--cost-model", required=True, help="JSON of `alload calibrate`")
-    add("--out", default="balance.json", help="JSON of the results, written after each case")
+    add(
+        "--out",
+        default="balance.json",
+        help="JSON of the results, written after each case; other cases in it are kept",
+    )
     add("--picture", help="PNG of busy and idle times in the first and the fastest balanced case")
 
 
@@ -103,11 +113,11 @@ def run(options: argparse.Namespace) -> int:
         "model": model,
         "workload": options.workload,
         "m_mem": options.m_mem,
-        "cases": [],
     }
+    content["cases"] = _kept(out, content, options.cases)
     console = Console(soft_wrap=True, width=_WIDTH)
     for name in options.cases:
-        settings = _settings(options, model, CASES[name])
+        settings = _settings(options, model, name)
         digests = {c["digest"]: c["case"] for c in content["cases"] if "digest" in c}
         found = measured("alload_jax.bench.balance", settings | {"measured": digests})
         content |= {key: found.pop(key) for key in _SHARED if key in found}
@@ -121,6 +131,25 @@ def run(options: argparse.Namespace) -> int:
     if options.picture:
         _draw(Path(options.picture), content)
     return 0 if any("seconds" in case for case in content["cases"]) else 1
+
+
+def _kept(out: Path, content: dict[str, Any], measured_anew: list[str]) -> list[dict[str, Any]]:
+    """The cases of an existing file of the same measurement that are not measured anew.
+
+    Each keeps the command that measured it.
+    """
+    if not out.exists():
+        return []
+    try:
+        before = json.loads(out.read_text())
+    except ValueError as error:
+        raise InputError(f"{_COMMAND}: --out {out}: not JSON ({error}); name a new file") from error
+    if any(before.get(name) != content[name] for name in ("model", "workload", "m_mem")):
+        return []
+    kept = [case for case in before["cases"] if case["case"] not in measured_anew]
+    if kept:
+        print(f"{out}: keeps {', '.join(case['case'] for case in kept)}")
+    return [{"command": before["command"]} | case for case in kept]
 
 
 def _draw(picture: Path, content: dict[str, Any]) -> None:
@@ -140,14 +169,29 @@ def _checked(options: argparse.Namespace) -> CostFile:
         require_place(_COMMAND, "--picture", Path(options.picture))
     counts = ("m_mem", "samples", "steps", "repeats", "fsdp", "layers", "longest", "context")
     require_counts(_COMMAND, **{name: getattr(options, name) for name in counts})
+    for name in options.cases:
+        _case(name, options.m_mem)
     try:
         return read_cost_file(options.cost_model)
     except InputError as error:
         raise InputError(f"{_COMMAND}: --cost-model {error}") from error
 
 
-def _settings(options: argparse.Namespace, model: dict[str, Any], case: Case) -> dict[str, Any]:
-    planning = case.planning | {"m_mem": options.m_mem, "cost_model": options.cost_model}
+def _case(name: str, m_mem: int) -> tuple[Case, int]:
+    """The case and the M_mem of `NAME[:M_MEM]`."""
+    case, _, tokens = name.partition(":")
+    if case not in CASES:
+        raise InputError(f"{_COMMAND}: --cases {name}: unknown; use one of {', '.join(CASES)}")
+    if not tokens:
+        return CASES[case], m_mem
+    if not tokens.isdecimal() or int(tokens) < 1:
+        raise InputError(f"{_COMMAND}: --cases {name}: M_mem {tokens} is no number of tokens >= 1")
+    return CASES[case], int(tokens)
+
+
+def _settings(options: argparse.Namespace, model: dict[str, Any], name: str) -> dict[str, Any]:
+    case, m_mem = _case(name, options.m_mem)
+    planning = case.planning | {"m_mem": m_mem, "cost_model": options.cost_model}
     PlanningConfig(**planning)
     return {
         "model": model,
@@ -224,10 +268,16 @@ def cells(case: dict[str, Any]) -> dict[str, str]:
         *devices,
         *_mean_and_spread(case["peak_bytes"]),
         f"{case['programs']}",
-        f"{case['compile_seconds']:.0f} s ({case['compiled']})",
+        _compilation(case),
         f"{figures['prediction_error']:.1%}",
     )
     return dict(zip(COLUMNS, texts, strict=True))
+
+
+def _compilation(case: dict[str, Any]) -> str:
+    """Seconds and number of programs; a run that read programs from a cache has no seconds."""
+    seconds = case["compile_seconds"]
+    return f"{case['compiled']}" if seconds is None else f"{seconds:.0f} s ({case['compiled']})"
 
 
 def _mean_and_spread(peak_bytes: list[int] | None) -> tuple[str, str]:

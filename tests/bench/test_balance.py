@@ -87,6 +87,43 @@ def test_a_failed_picture_is_one_line_after_the_json_is_written(tmp_path, monkey
     assert json.loads(out.read_text())["cases"][0]["figures"]["tokens_per_second"] == 60.0
 
 
+FOUND = {"error": "out of memory"}
+
+
+def balance_into(out, *cases, m_mem="81920"):
+    flags = ["--cost-model", str(COSTS), "--out", str(out), "--m-mem", m_mem]
+    main(["bench", "balance", *flags, "--cases", *cases])
+    return [case["case"] for case in json.loads(out.read_text())["cases"]]
+
+
+def test_cases_of_an_existing_file_are_kept_unless_they_are_measured_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr("alload_jax.commands.bench_balance.measured", lambda *_: dict(FOUND))
+    out = tmp_path / "x.json"
+    assert balance_into(out, "first_fit", "balanced") == ["first_fit", "balanced"]
+    assert balance_into(out, "balanced", "sorted-independent") == [
+        *("first_fit", "balanced", "sorted-independent")
+    ]
+    assert balance_into(out, "balanced", m_mem="90000") == ["balanced"]
+    out.write_text("not JSON")
+    with pytest.raises(InputError, match=r"--out .*x\.json: not JSON .*; name a new file"):
+        balance_into(out, "balanced")
+
+
+def test_a_case_has_its_own_m_mem(tmp_path, monkeypatch):
+    seen = []
+
+    def found(_, settings):
+        seen.append(settings["planning"]["m_mem"])
+        return dict(FOUND)
+
+    monkeypatch.setattr("alload_jax.commands.bench_balance.measured", found)
+    balance_into(tmp_path / "x.json", "balanced", "balanced:90000")
+    assert seen == [81_920, 90_000]
+    for name, reason in (("balance", "unknown; use one of"), ("balanced:x", "no number of")):
+        with pytest.raises(InputError, match=f"--cases {name}: .*{reason}"):
+            balance_into(tmp_path / "y.json", name)
+
+
 @pytest.mark.parametrize(("model", "said"), [("tiny", True), ("1.3b", False)])
 def test_cost_models_of_other_models_print_a_warning(model, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
