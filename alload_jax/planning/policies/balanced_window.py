@@ -175,7 +175,7 @@ class WindowPlanner:
             self.groups_per_step,
             self.costs.max_load,
         )
-        whole = (regions.group == UNPLACED) & ~self.rule.applies(window.footprint, weight)
+        whole = (regions.group == UNPLACED) & ~self.rule.applies(window.footprint)
         bins = self._bins(regions)
         row = self._assign_whole(window, weight, whole, bins, strategy)
         load = bins.load

@@ -27,23 +27,23 @@ class SplitRule:
 
     Attributes:
       context: c, ranks of a group.
-      threshold: samples of more weight are split.
-      longest_whole: so are samples that take more tokens.
+      capacity: tokens of a row.
+      longest_whole: samples that take more tokens are split.
       split_sizes: [L] int64, the allowed values of A, ascending from 0.
       segments: most samples of a group's split regions.
     """
 
     context: int
-    threshold: float
+    capacity: int
     longest_whole: int
     split_sizes: np.ndarray
     segments: int
 
-    def applies(self, footprint: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    def applies(self, footprint: np.ndarray) -> np.ndarray:
         """[N] bool: which samples are split."""
         if self.context == 1:
             return np.zeros(len(footprint), bool)
-        return (weight > self.threshold) | (footprint > self.longest_whole)
+        return np.asarray(footprint > self.longest_whole)
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,19 @@ class SplitRegions:
     load: np.ndarray
 
 
-def fair_share(footprint: np.ndarray, weight: np.ndarray, row_capacity: int) -> float:
-    """Weight of a mean row that is full."""
-    return float(weight.sum() / footprint.sum() * row_capacity)
+def longest_whole(
+    footprint: np.ndarray, weight: np.ndarray, capacity: int, split_above: float
+) -> int:
+    """Tokens of the longest sample that is not split.
+
+    Args:
+      footprint, weight: [N], of the data set's samples.
+      capacity: tokens of a row.
+      split_above: samples that weigh more than this many times a mean row that is full are split.
+    """
+    share = split_above * float(weight.sum() / footprint.sum() * capacity)
+    heavy = footprint[weight > share]
+    return min(capacity, int(heavy.min(initial=capacity + 1)) - 1)
 
 
 def fill_split_regions(
@@ -94,7 +104,7 @@ def fill_split_regions(
         rule.context * max_load,
     )
     found = np.full(len(footprint), UNPLACED, np.int64)
-    split = rule.applies(footprint, weight)
+    split = rule.applies(footprint)
     for mask in (split & first, split & ~first):
         target = target_load(weight[mask], groups, float(bins.load.sum()))
         found[mask] = assign_greedily(footprint[mask], weight[mask], bins, target)
@@ -108,9 +118,9 @@ def fill_split_regions(
     return SplitRegions(found, tokens, bins.load)
 
 
-def region_segments(rule: SplitRule, footprint: np.ndarray, weight: np.ndarray) -> int:
+def region_segments(rule: SplitRule, footprint: np.ndarray) -> int:
     """Slots that a group's split regions have use for: each slot costs every rank memory."""
-    split = rule.applies(footprint, weight)
+    split = rule.applies(footprint)
     if not split.any():
         return rule.segments
     fit = rule.context * int(rule.split_sizes[-1]) // int(footprint[split].min())
@@ -144,10 +154,10 @@ def allowed_split_sizes(
       groups, per_step: see `fill_split_regions`.
       multiple: values are multiples of it.
     """
-    split = rule.applies(footprint, weight)
+    split = rule.applies(footprint)
     if not split.any():
         return np.zeros(1, np.int64)
-    most = rule.context * rule.longest_whole
+    most = rule.context * rule.capacity
     bins = Bins(np.full(groups, most), np.zeros(groups), np.full(groups, len(footprint)), np.inf)
     assign_greedily(footprint[split], weight[split], bins, target_load(weight[split], groups))
     used = np.sort(most - bins.free)[::-1][::per_step]
