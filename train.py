@@ -7,6 +7,7 @@ stopped run, run the same command again. In a cluster, run the same command in e
 
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from alload_jax.data.condition import conditions_for
 from alload_jax.data.datasets.dataset import prepare_dataset
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.placement import place_ahead
-from alload_jax.data.source import PlanSource, StepLoader
 from alload_jax.data.store import StoreReader
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.distributed.consensus import Consensus
@@ -54,6 +54,7 @@ from alload_jax.training.run_files import (
     peak_memory,
     write_json,
 )
+from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.shape_groups import make_trainer
 from alload_jax.training.signals import StopRequest, stop_name
 from alload_jax.training.state import TrainingSpec, abstract_state, init_state
@@ -97,12 +98,14 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         "plan": plan.identity(),
         "parameters": config.parameters.identity(),
         "optimizer": config.optimizer.identity(),
+        "planning": config.planning.identity(),
     }
     cluster.require_same(
         identity["plan"] | {"records": manifest.digest()},
         "give all processes the same data folder, code and packages",
     )
     cluster.require_shared("run.folder", folder)
+    run_plan = RunPlan(plan, config.planning, cluster)
     collation = collation_for(plan, manifest, config.model, conditions_for(config.model, manifest))
     ranks = local_plan_ranks(mesh, plan.topology.ranks, config.planning.context_value)
     groups = group_meshes(mesh, plan)
@@ -138,6 +141,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         if start:
             print(f"continuing {folder} at step {start}")
             state = checkpoints.restore(start, abstract_state(spec, mesh, config.run.seed))
+            run_plan.restore(checkpoints.restore_recalibration(start))
         else:
             weights = initial_weights(config.run.initial_weights, config.model, mesh)
             state = init_state(spec, mesh, config.run.seed, weights)
@@ -162,8 +166,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         evaluation = Evaluation(config.evaluators, writer, config.sampling.seed)
         callbacks = [
             Telemetry(
-                plan,
-                config.planning,
+                run_plan,
                 learning_rate_schedule(config.optimizer, config.run.steps),
                 log,
                 BadRecords(folder / "bad_records.txt", cluster),
@@ -171,15 +174,15 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
                 ProgressBar("training", config.run.steps, start),
             ),
             Drawing(writer, config.sampling.every),
-            Checkpointing(checkpoints, config.checkpoint.every),
+            Checkpointing(checkpoints, config.checkpoint.every, run_plan),
             *(each.make(CallbackContext(folder, stop)) for each in config.callbacks),
             evaluation,
         ]
         loop = Loop(trainer, start, config.run.steps, callbacks)
         consensus = Consensus(cluster, mesh, lambda: stop.number)
-        source = PlanSource(plan, start, start if consensus.signal() else config.run.steps)
-        with StepLoader(source, collator, config.data.loader) as loader:
-            loop.run(place_ahead(loader, mesh, groups=groups, consensus=consensus))
+        stop_at = start if consensus.signal() else config.run.steps
+        with closing(run_plan.steps(start, stop_at, collator, config.data.loader)) as steps:
+            loop.run(place_ahead(steps, mesh, groups=groups, consensus=consensus))
         stopped_by = consensus.signal()
     if loop.refusal:
         raise InputError(f"{loop.refusal} (saved at step {loop.done})")

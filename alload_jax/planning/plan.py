@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from alload_jax.planning.cost import CostModel
 from alload_jax.planning.digest import digest
 from alload_jax.planning.epoch import EpochPlan, LeftOver, Packing
 from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.topology import RankTopology
 
-_LATER = {"split_above": 1.0, "ranks_per_group": 1}
+_LATER = {"split_above": 1.0, "ranks_per_group": 1, "refitted": None}
 """Fields that identities in the first checkpoints lack → their values for those plans."""
 _RENAMED = {"anchor_seconds": "seconds_per_split_token"}
 """Names of fields in old checkpoints → their present names."""
@@ -97,6 +98,19 @@ class EpochStart:
     carried: LeftOver = field(default_factory=LeftOver)
 
 
+@dataclass(frozen=True)
+class Recalibration:
+    """A cost model that plans the epochs from one on.
+
+    Attributes:
+      epoch: the first epoch that it plans.
+      cost: the model.
+    """
+
+    epoch: int
+    cost: CostModel
+
+
 _EPOCHS_KEPT = 2
 """Epochs whose plans stay in memory."""
 
@@ -117,6 +131,7 @@ class Plan:
         topology: RankTopology,
         seed: int,
         starts: Sequence[EpochStart] = (EpochStart(),),
+        recalibrations: Sequence[Recalibration] = (),
     ):
         """Plans with `policy` over `samples` for the ranks of `topology`.
 
@@ -126,6 +141,7 @@ class Plan:
           topology: the ranks.
           seed: seed of the order of samples.
           starts: starts of the first epochs, as far as they are known.
+          recalibrations: of the policy, in the order of their epochs.
 
         Raises:
           InputError: the policy cannot place a sample.
@@ -134,15 +150,41 @@ class Plan:
         self.policy = policy
         self.topology = topology
         self.seed = seed
+        self.recalibrations = tuple(recalibrations)
+        self.fixed_epoch_length = not policy.packed
         self._starts = list(starts)
         self._planned: OrderedDict[int, EpochPlan] = OrderedDict()
         self._planning = threading.RLock()
-        self.steps_per_epoch = self.epoch(0).steps
-        self.fixed_epoch_length = self.epoch(0).packing is None
+        if len(self._starts) == 1:
+            self._plan_epoch(0, self._starts[0])
+        self.steps_per_epoch = self._starts[1].step
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the plan's inputs and starts of epochs; the worker process plans again."""
-        return Plan, (self.samples, self.policy, self.topology, self.seed, tuple(self._starts))
+        inputs = (self.samples, self.policy, self.topology, self.seed)
+        return Plan, (*inputs, tuple(self._starts), self.recalibrations)
+
+    def recalibrated(self, epoch: int, cost: CostModel) -> "Plan":
+        """The plan whose epochs from `epoch` on, 1 or later, follow another cost model.
+
+        Its earlier epochs are those of this plan, and it needs no other programs.
+        """
+        kept = (each for each in self.recalibrations if each.epoch < epoch)
+        return Plan(
+            *(self.samples, self.policy, self.topology, self.seed),
+            self._starts[: epoch + 1],
+            (*kept, Recalibration(epoch, cost)),
+        )
+
+    def cost_model(self, epoch: int) -> CostModel | None:
+        """The cost model that an epoch was recalibrated with; None for the policy's own."""
+        found = [each.cost for each in self.recalibrations if each.epoch <= epoch]
+        return found[-1] if found else None
+
+    def end_of_epoch(self, index: int) -> int:
+        """The first step of the epoch that follows the one of step number `index`."""
+        epoch, within = self.locate(index)
+        return index - within + self.epoch(epoch).steps
 
     def epoch(self, number: int) -> EpochPlan:
         """The plan of an epoch. Epochs before it are planned first if they carry samples into it.
@@ -152,18 +194,20 @@ class Plan:
         """
         with self._planning:
             if number not in self._planned:
-                if not (self._planned and self.fixed_epoch_length):
+                if self.fixed_epoch_length:
+                    self._plan_epoch(number, EpochStart(number * self.steps_per_epoch))
+                else:
                     for earlier in range(len(self._starts) - 1, number):
                         self._plan_epoch(earlier, self._starts[earlier])
                     self._plan_epoch(number, self._starts[number])
-                else:
-                    self._plan_epoch(number, EpochStart(number * self.steps_per_epoch))
             return self._planned[number]
 
     def _plan_epoch(self, number: int, start: EpochStart) -> None:
         """Plans an epoch, and notes the start of the next."""
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, number])))
-        found = self.policy.plan_epoch(self.samples, self.topology, rng, start.carried)
+        cost = self.cost_model(number)
+        policy = self.policy.recalibrated(cost) if cost else self.policy
+        found = policy.plan_epoch(self.samples, self.topology, rng, start.carried)
         if number + 1 == len(self._starts):
             self._starts.append(EpochStart(start.step + found.steps, found.left_over))
         self._planned[number] = found
@@ -204,6 +248,7 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """Everything that determines the steps, as JSON values; equal identities mean equal plans.
 
+        Recalibrations are no part of it, because they follow from the run.
         The order of the first epoch is included because NumPy versions may shuffle differently.
         """
         policy = asdict(self.policy)  # type: ignore[call-overload]

@@ -1,5 +1,6 @@
 """Fits a cost model to the step times of a run, near the model that planned it."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +13,8 @@ from alload_jax.planning.cost import QuadraticCost
 from alload_jax.planning.fit import fit_terms
 
 LEAST, MOST = 0.5, 2.0
-"""Bounds of a coefficient over that of the model that planned the run."""
+"""Bounds of a coefficient over that of the model that planned the run, once all of that model's
+are multiplied by how much longer steps usually take."""
 _FORGETTING = 0.998
 """Weight of a step over that of the next one: about 500 steps count."""
 _TRUST = 10.0
@@ -21,7 +23,7 @@ _OUTLIER = 1.5
 """A step that took this many times as long as the others, relative to its prediction, is not used:
 it compiled, saved or waited."""
 _RECENT = 64
-"""Steps whose ratios of measured to predicted time say what is usual."""
+"""Steps that say how long steps usually take, relative to their predictions."""
 
 
 @dataclass
@@ -37,7 +39,9 @@ class CostFilter:
     steps: int = 0
     _normal: np.ndarray = field(default_factory=lambda: np.zeros((4, 4)))
     _right: np.ndarray = field(default_factory=lambda: np.zeros(4))
-    _ratios: list[float] = field(default_factory=list)
+    _recent: deque[tuple[tuple[float, ...], float]] = field(
+        default_factory=lambda: deque(maxlen=_RECENT)
+    )
 
     def add(self, terms: tuple[float, ...], seconds: float) -> None:
         """Adds a step.
@@ -50,10 +54,9 @@ class CostFilter:
         predicted = float(scaled.sum())
         if not (seconds > 0 and predicted > 0):
             return
-        ratio = seconds / predicted
-        usual = float(np.median(self._ratios)) if self._ratios else ratio
-        self._ratios = [*self._ratios[1 - _RECENT :], ratio]
-        if ratio > _OUTLIER * usual:
+        usual = 1 + self.drift(self.model) if self._recent else seconds / predicted
+        self._recent.append((tuple(terms), seconds))
+        if seconds > _OUTLIER * usual * predicted:
             return
         row = scaled / seconds  # of factors of the coefficients; their sum should be 1
         self._normal = _FORGETTING * self._normal + np.outer(row, row)
@@ -64,16 +67,36 @@ class CostFilter:
         """The model with the least squared relative error, each coefficient within bounds."""
         if not self.steps:
             return self.model
+        usual = 1 + self.drift(self.model)
         prior = _TRUST * np.diag(np.diag(self._normal) / self.steps + 1e-12)
-        normal, right = self._normal + prior, self._right + prior @ np.ones(4)
+        normal, right = self._normal + prior, self._right + prior @ np.full(4, usual)
         upper = np.linalg.cholesky(normal).T
-        found = lsq_linear(upper, np.linalg.solve(upper.T, right), (LEAST, MOST))
+        found = lsq_linear(upper, np.linalg.solve(upper.T, right), (LEAST * usual, MOST * usual))
         c0, c_sequence, c1, c2 = (found.x * _coefficients(self.model)).tolist()
         return QuadraticCost(c0=c0, c1=c1, c2=c2, c_sequence=c_sequence)
 
-    def drift(self) -> float:
-        """Median of measured over predicted seconds of recent steps, minus 1."""
-        return float(np.median(self._ratios)) - 1 if self._ratios else 0.0
+    def drift(self, model: QuadraticCost) -> float:
+        """Median over recent steps of their seconds relative to those `model` predicts, minus 1."""
+        if not self._recent:
+            return 0.0
+        terms, seconds = (np.asarray(each) for each in zip(*self._recent, strict=True))
+        return float(np.median(seconds / _predicted(terms, model))) - 1
+
+    def state(self) -> dict[str, Any]:
+        """The steps so far, as JSON values."""
+        return {
+            "steps": self.steps,
+            "normal": self._normal.tolist(),
+            "right": self._right.tolist(),
+            "recent": list(self._recent),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues from `state` of another filter with this model."""
+        self.steps = state["steps"]
+        self._normal, self._right = np.asarray(state["normal"]), np.asarray(state["right"])
+        self._recent.clear()
+        self._recent.extend((tuple(terms), seconds) for terms, seconds in state["recent"])
 
 
 class RunFit(NamedTuple):
@@ -125,7 +148,7 @@ def fit_run(rows: Sequence[dict[str, Any]], planned_by: QuadraticCost | None) ->
         costs = CostFilter(planned_by)
         for each, measured in zip(terms, seconds, strict=True):
             costs.add(tuple(each.tolist()), float(measured))
-        model, drift = costs.fitted(), costs.drift()
+        model, drift = costs.fitted(), costs.drift(planned_by)
     kept = _usual(terms, seconds, model)
     errors = np.abs(_predicted(terms[kept], model) / seconds[kept] - 1)
     return RunFit(model, int(kept.sum()), float(errors.mean()), drift)

@@ -64,6 +64,8 @@ class PlanningConfig:
         the fair share, 0 splits all.
       link_bandwidth: bytes per second that a rank sends to its group, to predict the cost of
         splitting; plain all-to-alls between H200s of one host reach 76 GB/s.
+      recalibrate: epoch fits the cost model to the step times of the run before each epoch, and
+        plans the epoch by it, with the same programs; null plans all epochs by `cost_model`.
       options: settings of a registered policy that has options.
     """
 
@@ -87,6 +89,7 @@ class PlanningConfig:
     context: int | Literal["auto"] = 1
     split_above: float = 1.0
     link_bandwidth: float = 76e9
+    recalibrate: Literal["epoch"] | None = None
     options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -95,11 +98,16 @@ class PlanningConfig:
         self._check_policy()
 
     def _check_names(self) -> None:
-        choices = {"policy": (AUTO, *policy_names()), "ranks_mode": get_args(RanksMode)}
+        choices = {
+            "policy": (AUTO, *policy_names()),
+            "ranks_mode": get_args(RanksMode),
+            "recalibrate": (None, "epoch"),
+        }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise InputError(
-                    f"planning.{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}"
+                    f"planning.{name} is {getattr(self, name)!r}; choose one of "
+                    f"{', '.join(each or 'null' for each in known)}"
                 )
 
     def _check_numbers(self) -> None:
@@ -155,6 +163,14 @@ class PlanningConfig:
                 f"choose planning.policy {' or '.join(splitting)}, or leave context at 1"
             )
 
+        if self.recalibrate and not any(policy.recalibrates for policy in policies):
+            able = [name for name in policy_names() if find_policy(name).recalibrates]
+            raise InputError(
+                f"planning.recalibrate is {self.recalibrate}, but the plan of {self.policy} does "
+                f"not follow step times; choose planning.policy {' or '.join(able)}, or leave "
+                "recalibrate out"
+            )
+
     @property
     def traits(self) -> type[PolicyTraits]:
         """The class of the policy, with its traits.
@@ -171,6 +187,10 @@ class PlanningConfig:
         if self.policy != AUTO:
             return self
         return replace(self, policy=AUTO_PACKED if packs else AUTO_BUCKETED)
+
+    def identity(self) -> dict[str, Any]:
+        """Settings that a run keeps when it is continued and that its plan's identity lacks."""
+        return {"recalibrate": self.recalibrate} if self.recalibrate else {}
 
     def costs(self) -> CostFile:
         """The content of the cost-model JSON; an empty `CostFile` if none is given."""

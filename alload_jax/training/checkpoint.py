@@ -15,6 +15,9 @@ from alload_jax.errors import InputError
 from alload_jax.planning.plan import current_identity
 from alload_jax.training.state import TrainState
 
+_RECALIBRATION = "recalibration"
+"""The checkpoint's part that only recalibrated plans have."""
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -113,17 +116,37 @@ class Checkpoints:
         remedy = "move it away to continue from the previous one"
         return as_input_error(self.folder / str(step), remedy)
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Starts writing a checkpoint; returns when `state` may be changed."""
+    def restore_recalibration(self, step: int) -> dict[str, Any] | None:
+        """Reads what `save` was given; None if it was given nothing.
+
+        Raises:
+          InputError: the checkpoint is damaged.
+        """
+        if not (self.folder / str(step) / _RECALIBRATION).exists():
+            return None
+        with self._errors_of_step(step):
+            part = ocp.args.Composite(**{_RECALIBRATION: ocp.args.JsonRestore()})
+            return dict(self._manager.restore(step, args=part)[_RECALIBRATION])
+
+    def save(
+        self, step: int, state: TrainState, recalibration: dict[str, Any] | None = None
+    ) -> None:
+        """Starts writing a checkpoint; returns when `state` may be changed.
+
+        Args:
+          step: number of steps done.
+          state: the training state.
+          recalibration: JSON values that the plan of the next steps depends on; None for none.
+        """
         if step in self._manager.all_steps():
             return
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_stored(state)),
-                identity=ocp.args.JsonSave(self._identity),
-            ),
-        )
+        items: dict[str, Any] = {
+            "state": ocp.args.StandardSave(_stored(state)),
+            "identity": ocp.args.JsonSave(self._identity),
+        }
+        if recalibration is not None:
+            items[_RECALIBRATION] = ocp.args.JsonSave(recalibration)
+        self._manager.save(step, args=ocp.args.Composite(**items))
 
     def close(self) -> None:
         """Waits until all checkpoints are on disk."""

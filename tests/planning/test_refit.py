@@ -1,6 +1,7 @@
 """Cost models fitted to the step times of a run."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -58,7 +59,8 @@ def test_the_filter_follows_a_device_that_is_slower_than_planned():
     for row in rows_of(true):
         costs.add(row["cost_terms"], row["step_seconds"])
     found = costs.fitted()
-    assert costs.drift() == pytest.approx(0.21, abs=0.03)
+    assert costs.drift(PLANNED) == pytest.approx(0.21, abs=0.03)
+    assert costs.drift(true) == pytest.approx(0.0, abs=0.01)
     for row in rows_of(true, seed=1)[:50]:
         predicted = np.dot(row["cost_terms"], coefficients(found))
         assert predicted == pytest.approx(row["step_seconds"], rel=0.05)
@@ -74,7 +76,7 @@ def test_coefficients_stay_within_bounds(factors, seed):
     for _ in range(40):
         terms = (1.0, float(random.integers(1, 40)), 9e4, float(random.uniform(1e6, 8e9)))
         costs.add(terms, float(np.dot(terms, coefficients(true))))
-    ratio = coefficients(costs.fitted()) / coefficients(PLANNED)
+    ratio = coefficients(costs.fitted()) / coefficients(PLANNED) / (1 + costs.drift(PLANNED))
     assert (ratio >= LEAST - 1e-9).all()
     assert (ratio <= MOST + 1e-9).all()
 
@@ -101,4 +103,32 @@ def test_an_unused_filter_returns_the_planning_model():
     costs = CostFilter(PLANNED)
     costs.add((0.0, 0.0, 0.0, 0.0), 1.0)
     assert costs.fitted() == PLANNED
-    assert costs.drift() == 0.0
+    assert costs.drift(PLANNED) == 0.0
+
+
+def test_a_restored_filter_goes_on_as_if_nothing_had_happened():
+    rows = rows_of(QuadraticCost(0.06, 2.1e-5, 1.2e-9, 5e-4))
+    whole, first = CostFilter(PLANNED), CostFilter(PLANNED)
+    for row in rows[:150]:
+        first.add(row["cost_terms"], row["step_seconds"])
+    second = CostFilter(PLANNED)
+    second.restore(json.loads(json.dumps(first.state())))
+    for number, row in enumerate(rows):
+        whole.add(row["cost_terms"], row["step_seconds"])
+        if number >= 150:
+            second.add(row["cost_terms"], row["step_seconds"])
+    assert second.fitted() == whole.fitted()
+    assert second.drift(PLANNED) == whole.drift(PLANNED)
+    assert second.steps == whole.steps
+
+
+@pytest.mark.parametrize("slower", [0.1, 5.0])
+def test_another_device_changes_the_scale_freely(slower):
+    true = QuadraticCost(0.06 * slower, 2.1e-5 * slower, 1.2e-9 * slower, 5e-4 * slower)
+    costs = CostFilter(PLANNED)
+    for row in rows_of(true):
+        costs.add(row["cost_terms"], row["step_seconds"])
+    found = costs.fitted()
+    for row in rows_of(true, seed=1)[:50]:
+        predicted = np.dot(row["cost_terms"], coefficients(found))
+        assert predicted == pytest.approx(row["step_seconds"], rel=0.05)

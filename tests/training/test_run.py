@@ -10,7 +10,9 @@ from training_runs import Runs, lines_of, wait_until
 
 from alload_jax.config import read_config
 from alload_jax.data.manifest import read_manifest
+from alload_jax.planning.cost import CostFile, QuadraticCost, write_cost_file
 from alload_jax.planning.factory import make_plan
+from alload_jax.planning.metrics import step_metrics
 
 COMPUTED = ("loss", "grad_norm", "learning_rate", "tokens", "samples", "imbalance", "padding")
 
@@ -132,6 +134,40 @@ def test_a_run_killed_while_saving_continues_bit_for_bit(runs, unbroken):
     assert computed(runs.metrics()) == computed(unbroken[0].metrics())
     starts = json.loads((runs.folder / "run" / "environment.json").read_text())
     assert 0 < starts[1]["step"] < 14
+
+
+@pytest.mark.slow
+def test_a_recalibrated_run_continues_by_the_models_of_its_checkpoint(runs):
+    costs = runs.folder / "costs.json"
+    write_cost_file(costs, CostFile(quadratic=QuadraticCost(0.01, 1e-4, 1e-6, 1e-3)))
+    flags = ["--planning.policy", "balanced", "--planning.recalibrate", "epoch"]
+    flags += ["--planning.cost_model", str(costs), "--planning.micro_batches_per_step", "1"]
+    flags += ["--run.steps", "60", "--checkpoint.every", "33", "--checkpoint.keep", "9"]
+    process = runs.start(*flags)
+    checkpoints = runs.folder / "run" / "checkpoints"
+    wait_until(lambda: (checkpoints / "33").exists(), process)
+    process.kill()
+    process.communicate()
+    other = runs.run(*flags[:2], *flags[4:])
+    assert other.returncode == 2
+    assert "another planning: recalibrate was 'epoch' and is now None" in other.stderr
+    finished = runs.run(*flags)
+    assert finished.returncode == 0, finished.stderr
+    before, after = (
+        json.loads((checkpoints / step / "recalibration" / "metadata").read_text())["models"]
+        for step in ("33", "60")
+    )
+    assert before
+    assert after[: len(before)] == before
+    assert len(after) > len(before)
+    saved = read_config(["--config", str(runs.folder / "run" / "config.yaml")])
+    samples = read_manifest(runs.data).samples(saved.model.patch_size)
+    plan = make_plan(saved.planning, samples, 1, saved.run.seed)
+    for epoch, fields in after:
+        plan = plan.recalibrated(epoch, QuadraticCost(**fields))
+    for row in runs.metrics():
+        expected = step_metrics(plan.step(row["step"] - 1), plan, QuadraticCost(1, 1, 1))
+        assert (row["samples"], row["tokens"]) == (expected.samples, expected.tokens)
 
 
 @pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 7])

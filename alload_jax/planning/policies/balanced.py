@@ -21,7 +21,7 @@ from alload_jax.planning.policies.row_fit import choose_slots, choose_tokens
 from alload_jax.planning.policies.splitting import (
     SplitRule,
     allowed_split_sizes,
-    fair_share,
+    longest_whole,
     region_multiple,
     region_segments,
 )
@@ -66,12 +66,15 @@ class Balanced(Policy):
       context: ranks of a context-parallel group; 1 splits nothing.
       seconds_per_split_token: of communication, for each of the A tokens of a rank that are split.
       split_above: samples that cost more than this many times a mean row are split; 0 splits all.
+      refitted: the cost model that balances rows, where step times have corrected `cost`. What is
+        compiled for rows, such as the sizes of split regions, always follows from `cost`.
     """
 
     name: ClassVar[str] = "balanced"
     packed: ClassVar[bool] = True
     splits_samples: ClassVar[bool] = True
     has_m_comp: ClassVar[bool] = True
+    recalibrates: ClassVar[bool] = True
 
     m_mem: int
     cost: CostModel
@@ -85,6 +88,7 @@ class Balanced(Policy):
     context: int = 1
     seconds_per_split_token: float = 0.0
     split_above: float = 1.0
+    refitted: CostModel | None = None
 
     @classmethod
     def from_config(cls, config: PlanningConfig, costs: CostFile) -> Self:
@@ -124,6 +128,10 @@ class Balanced(Policy):
         )
         return replace(self, row_tokens=tokens, max_segments=slots)
 
+    def recalibrated(self, cost: CostModel) -> "Balanced":
+        """See `Policy.recalibrated`."""
+        return replace(self, refitted=cost)
+
     def plan_epoch(
         self,
         samples: Samples,
@@ -143,17 +151,17 @@ class Balanced(Policy):
         )
         refuse_unplaceable(samples, shape, self, topology.ranks, self.context, setting)
         footprint, weights = shape.footprint(samples.seq_len), self._weights(samples.seq_len)
+        rule = self._rule(samples.seq_len, footprint, topology.ranks, shape)
+        shape = self._split_shape(shape, rule, samples.seq_len[~rule.applies(footprint)])
         mean_row_tokens = self._mean_row_tokens(shape, footprint, weights)
         step_tokens = topology.ranks * mean_row_tokens
         steps = self._window_steps(footprint, step_tokens)
-        rule = self._rule(samples.seq_len, footprint, weights, topology.ranks, steps, shape)
-        shape = self._split_shape(shape, rule, samples.seq_len[~rule.applies(footprint, weights)])
         planner = WindowPlanner(
             shape=shape,
             rule=rule,
             costs=self._row_costs(shape),
             weights=weights,
-            token_cost=float(self.cost.padding_cost(np.asarray(self.capacity))) / self.capacity,
+            token_cost=float(self._model.padding_cost(np.asarray(self.capacity))) / self.capacity,
             samples=samples,
             ranks=topology.ranks,
             steps=steps,
@@ -183,9 +191,14 @@ class Balanced(Policy):
         """Cost of a row that holds one sample; see `Policy.m_comp_measure`."""
         return self._empty_row_cost(self.max_segments or 0) + self._weights(seq_len)
 
+    @property
+    def _model(self) -> CostModel:
+        """The cost model that balances rows."""
+        return self.refitted or self.cost
+
     def _weights(self, seq_len: np.ndarray) -> np.ndarray:
         """The marginal cost of a sample, that is beyond padding of its length."""
-        return marginal_cost(self.cost, seq_len)
+        return marginal_cost(self._model, seq_len)
 
     @property
     def capacity(self) -> int:
@@ -194,7 +207,7 @@ class Balanced(Policy):
 
     def _empty_row_cost(self, slots: int) -> float:
         """The cost of a row of padding."""
-        return float(empty_row_cost(self.cost, np.asarray(self.capacity), np.asarray(slots)))
+        return float(empty_row_cost(self._model, np.asarray(self.capacity), np.asarray(slots)))
 
     def _row_costs(self, shape: RowShape) -> RowCosts:
         """What a row costs, and what M_comp leaves it for the weights of its samples."""
@@ -238,22 +251,23 @@ class Balanced(Policy):
         )
 
     def _rule(
-        self,
-        seq_len: np.ndarray,
-        footprint: np.ndarray,
-        weights: np.ndarray,
-        ranks: int,
-        steps: int,
-        shape: RowShape,
+        self, seq_len: np.ndarray, footprint: np.ndarray, ranks: int, shape: RowShape
     ) -> SplitRule:
         """Decided from windows that depend on the manifest alone: epochs share programs."""
         segments, capacity = shape.segments, shape.capacity
-        share = self.split_above * fair_share(footprint, weights, capacity)
         if not self.split_above:  # a group's samples are those of all its rows
             segments *= self.context
-        rule = SplitRule(self.context, share, capacity, np.zeros(1, np.int64), segments)
+        rule = SplitRule(self.context, capacity, capacity, np.zeros(1, np.int64), segments)
         if self.context == 1:
             return rule
+        if self.refitted:
+            return replace(self, refitted=None)._rule(seq_len, footprint, ranks, shape)
+        weights = self._weights(seq_len)
+        whole = longest_whole(footprint, weights, capacity, self.split_above)
+        rule = replace(rule, longest_whole=whole)
+        steps = self._window_steps(
+            footprint, ranks * self._mean_row_tokens(shape, footprint, weights)
+        )
         epoch = -(-int(footprint.sum()) // (ranks * capacity))
         steps = max(1, min(epoch, _WINDOWS_FOR_SPLIT_SIZES * steps))
         drawn = _typical(seq_len, footprint, steps * ranks * capacity)
@@ -267,7 +281,7 @@ class Balanced(Policy):
             region_multiple(capacity, self.align),
         )
         rule = replace(rule, split_sizes=split_sizes)
-        return replace(rule, segments=region_segments(rule, footprint, weights))
+        return replace(rule, segments=region_segments(rule, footprint))
 
 
 def _typical(seq_len: np.ndarray, footprint: np.ndarray, tokens: int) -> np.ndarray:

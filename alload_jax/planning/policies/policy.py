@@ -6,7 +6,7 @@ from typing import Self
 import numpy as np
 
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import CostFile
+from alload_jax.planning.cost import CostFile, CostModel
 from alload_jax.planning.epoch import NOTHING_LEFT, EpochPlan, LeftOver
 from alload_jax.planning.policies.registry import PolicyTraits, find_policy, policy_names
 from alload_jax.planning.samples import Samples
@@ -38,6 +38,16 @@ class Policy(PolicyTraits, ABC):
         """The policy with a value for whatever its config leaves to the samples."""
         del samples, topology
         return self
+
+    def recalibrated(self, cost: CostModel) -> "Policy":
+        """The policy with another cost model; its plans need no other programs.
+
+        Policies whose trait `recalibrates` is set define it.
+
+        Raises:
+          NotImplementedError: the policy has no cost model that can change.
+        """
+        raise NotImplementedError(f"policy {self.name} cannot be recalibrated")
 
     @abstractmethod
     def plan_epoch(

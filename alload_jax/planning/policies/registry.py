@@ -21,6 +21,7 @@ class PolicyTraits:
       splits_samples: it can split a sample over `planning.context` ranks.
       has_m_comp: it can bound the cost of a micro-batch by `planning.m_comp`.
       m_comp_by_default: it does so even where `planning.m_comp` is not given.
+      recalibrates: step times can correct its cost model between epochs.
       has_options: it reads `planning.options`.
       required: settings without which it cannot plan.
     """
@@ -30,6 +31,7 @@ class PolicyTraits:
     splits_samples: ClassVar[bool] = False
     has_m_comp: ClassVar[bool] = False
     m_comp_by_default: ClassVar[bool] = False
+    recalibrates: ClassVar[bool] = False
     has_options: ClassVar[bool] = False
     required: ClassVar[tuple[str, ...]] = ("m_mem",)
 

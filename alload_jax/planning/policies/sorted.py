@@ -1,6 +1,6 @@
 """Micro-batches of about equal tokens, sorted by predicted cost before they meet in steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import numpy as np
@@ -25,6 +25,7 @@ class Sorted(Bucketed):
     """
 
     name: ClassVar[str] = "sorted"
+    recalibrates: ClassVar[bool] = True
 
     m_mem: int
     cost: CostModel
@@ -33,6 +34,10 @@ class Sorted(Bucketed):
     def from_config(cls, config: PlanningConfig, costs: CostFile) -> Self:
         """See `Policy.from_config`."""
         return cls(config.required_m_mem(costs), config.predictor(costs))
+
+    def recalibrated(self, cost: CostModel) -> Self:
+        """See `Policy.recalibrated`."""
+        return replace(self, cost=cost)
 
     def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
         """See `Bucketed.rows_per_bucket`."""

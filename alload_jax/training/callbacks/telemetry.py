@@ -10,14 +10,10 @@ import optax
 
 from alload_jax.data.placement import PlacedStep
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import QuadraticCost
-from alload_jax.planning.metrics import StepMetrics, step_metrics
-from alload_jax.planning.plan import Plan
-from alload_jax.planning.refit import CostFilter
-from alload_jax.planning.settings import PlanningConfig
 from alload_jax.training.callbacks.callback import Callback, Run
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import BadRecords, MetricsLog, write_json
+from alload_jax.training.run_plan import RunPlan
 
 _SMOOTHING = 0.95
 
@@ -39,8 +35,7 @@ class Telemetry(Callback):
 
     def __init__(
         self,
-        plan: Plan,
-        planning: PlanningConfig,
+        plan: RunPlan,
         learning_rate: optax.Schedule,
         log: MetricsLog,
         bad_records: BadRecords,
@@ -50,8 +45,7 @@ class Telemetry(Callback):
         """Observes the steps of a plan.
 
         Args:
-          plan: the plan of the run.
-          planning: settings of the plan, with the cost model that predicts step times.
+          plan: the plan of the run, which is told the steps' times.
           learning_rate: schedule of the learning rate.
           log: log of the metrics.
           bad_records: log of damaged records.
@@ -59,11 +53,6 @@ class Telemetry(Callback):
           bar: progress bar.
         """
         self._plan = plan
-        self._predictor = planning.predictor()
-        self._seconds_per_split_token = planning.seconds_per_split_token()
-        self._costs: CostFilter | None = None
-        if isinstance(self._predictor, QuadraticCost):
-            self._costs = CostFilter(self._predictor)
         self._learning_rate = learning_rate
         self._log, self._bar = log, bar
         self._bad_records, self._max_bad_records = bad_records, max_bad_records
@@ -133,9 +122,8 @@ class Telemetry(Callback):
         self._restart_clock()
         if not all(math.isfinite(value) for value in values.values()):
             self._stop_at(step.number, values)
-        planned = step_metrics(
-            self._plan.step(step.number), self._plan, self._predictor, self._seconds_per_split_token
-        )
+        planned = self._plan.metrics(step.number)
+        drift = self._plan.drift(step.number, planned.cost_terms, seconds - waited)
         trained = planned.samples - len(step.problems)
         self._log.write(
             {"step": step.number + 1, "epoch": step.epoch}
@@ -144,20 +132,13 @@ class Telemetry(Callback):
             | {
                 "samples": trained,
                 "step_seconds": seconds,
-                **self._drift(planned, seconds - waited),
+                **({} if drift is None else {"cost_drift": drift}),
                 "input_wait_seconds": waited,
                 "learning_rate": float(self._learning_rate(step.number)),
                 "skipped": len(step.problems),
             }
         )
         self._show(values["loss"], planned.tokens / seconds)
-
-    def _drift(self, planned: StepMetrics, seconds: float) -> dict[str, float]:
-        """How far recent steps took longer than the cost model predicts, if it predicts seconds."""
-        if self._costs is None:
-            return {}
-        self._costs.add(planned.cost_terms, seconds)
-        return {"cost_drift": self._costs.drift()}
 
     def _show(self, loss: float, tokens_per_second: float) -> None:
         self._loss = _smoothed(self._loss, loss)
@@ -167,7 +148,7 @@ class Telemetry(Callback):
     def _stop_at(self, number: int, values: dict[str, float]) -> None:
         """Writes the step's samples to disk and raises InputError."""
         path = self._log.folder / "bad_step.json"
-        step = self._plan.step(number)
+        step = self._plan.plan.step(number)
         content = {
             "step": number + 1,
             "metrics": {name: str(value) for name, value in values.items()},
