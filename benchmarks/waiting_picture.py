@@ -23,9 +23,11 @@ from matplotlib.figure import Figure
 
 from alload_jax.errors import InputError, run_command
 
-RESULTS = Path("benchmarks/results/balance_long_video_v60_h200_x2.json")
+RESULTS = Path("benchmarks/results/balance_mixed_resolution_h200_x4.json")
 OUT = Path("docs/images/waiting.png")
 BEFORE, AFTER = "equal_tokens-independent", "balanced"
+_LABELLED = 0.17
+"""Share of a lane that a label needs."""
 BUSY, WAITING, TEXT, QUIET = "#1f5fbf", "#f6b98a", "#1c1f26", "#5b6270"
 
 
@@ -70,7 +72,7 @@ def draw(content: dict[str, Any], before: dict[str, Any], after: dict[str, Any])
         axis.set_title(title, loc="left", fontsize=26, fontweight="bold", color=TEXT, pad=12)
         annotate(axis, case["figures"], base)
     name = content["device"].removeprefix("NVIDIA ")
-    title = f"{content['devices']} {name} GPUs train on images and long videos"
+    title = f"{content['devices']} {name} GPUs train on images and videos"
     figure.text(0.015, 0.92, title, fontsize=34, fontweight="bold", color=TEXT)
     return figure
 
@@ -78,16 +80,15 @@ def draw(content: dict[str, Any], before: dict[str, Any], after: dict[str, Any])
 def lanes(axis: Axes, case: dict[str, Any]) -> None:
     """Draws one lane per GPU; a white line ends each step."""
     begin = 0.0
-    longest = max(case["seconds"])
+    longest, total = max(case["seconds"]), sum(case["seconds"])
     for whole, busy in zip(case["seconds"], case["busy"], strict=True):
         for gpu, seconds in enumerate(busy):
             axis.barh(gpu, whole, left=begin, height=0.8, color=WAITING)
             axis.barh(gpu, seconds, left=begin, height=0.8, color=BUSY)
             if whole == longest:
-                slowest = busy.index(max(busy))
-                label(axis, begin + seconds / 2, gpu, seconds / longest, "computing", "white")
-                middle, rest = begin + (seconds + whole) / 2, (whole - seconds) / longest
-                label(axis, middle, gpu, rest, f"waiting for GPU {slowest}", TEXT)
+                label(axis, begin + seconds / 2, gpu, seconds / total, "computing", "white")
+                middle, rest = begin + (seconds + whole) / 2, (whole - seconds) / total
+                label(axis, middle, gpu, rest, "waiting", TEXT)
         begin += whole
         axis.axvline(begin, color="white", lw=4)
     gpus = len(case["busy"][0])
@@ -103,8 +104,8 @@ def lanes(axis: Axes, case: dict[str, Any]) -> None:
 
 
 def label(axis: Axes, x: float, gpu: int, share: float, text: str, color: str) -> None:
-    """Writes text in the middle of a bar whose share of the longest step exceeds one half."""
-    if share > 0.5:
+    """Writes text in the middle of a bar that takes a large enough share of the lane."""
+    if share > _LABELLED:
         style: dict[str, Any] = {
             "ha": "center",
             "va": "center",

@@ -177,9 +177,15 @@ def test_every_case_runs_on_two_devices(tmp_path):
     assert all(len(case["rounds"]) == 3 for case in cases.values())
 
 
-def test_the_docs_contain_the_table_of_the_results(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("suffix", "workloads"),
+    [
+        ("h200_x2", ["long-video-V60", "long-video-V35", "wan-480p", "mixed-resolution"]),
+        ("h200_x4", ["long-video-V60", "mixed-resolution"]),
+    ],
+)
+def test_the_docs_contain_the_table_of_the_results(suffix, workloads, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    workloads = ["long-video-V60", "long-video-V35", "wan-480p", "mixed-resolution"]
-    flags = ["--suffix", "h200_x2", "--print", "--workloads", *workloads]
+    flags = ["--suffix", suffix, "--print", "--workloads", *workloads]
     assert runpy.run_path("benchmarks/balance_table.py")["main"](flags) == 0
     assert capsys.readouterr().out in (ROOT / "docs" / "results.md").read_text()
