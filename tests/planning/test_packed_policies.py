@@ -17,9 +17,8 @@ from alload_jax.planning.epoch import NOTHING_LEFT, RowShape
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics, repeated_neighbours, step_metrics
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies import balanced_window
+from alload_jax.planning.policies import row_filling
 from alload_jax.planning.policies.balanced import Balanced
-from alload_jax.planning.policies.balanced_window import STRATEGIES
 from alload_jax.planning.policies.first_fit import FirstFit, first_fit_decreasing
 from alload_jax.planning.policies.greedy import UNPLACED, Bins, assign_greedily, target_load
 from alload_jax.planning.policies.grouping import (
@@ -30,6 +29,7 @@ from alload_jax.planning.policies.grouping import (
     group_into_steps,
 )
 from alload_jax.planning.policies.queue import MOST_LATE
+from alload_jax.planning.policies.row_filling import STRATEGIES
 from alload_jax.planning.policies.step_order import MOST_CORRELATION
 from alload_jax.planning.predicted_time import makespan
 from alload_jax.planning.settings import PlanningConfig
@@ -311,7 +311,8 @@ def test_samples_of_a_step_stay_within_bounds(seed, size, spread):
 def test_balanced_is_near_its_bound_and_full_on_named_workloads(name, row, size, ranks):
     samples = make_workload(name, size)
     plan = Plan(samples, Balanced(row, WAN), RankTopology(ranks), seed=0)
-    for number in range(3):
+    neighbours = []
+    for number in range(4):
         epoch = plan.epoch(number)
         found = plan_metrics(epoch, samples.seq_len, WAN, row)
         assert found.idle < 0.01
@@ -320,8 +321,10 @@ def test_balanced_is_near_its_bound_and_full_on_named_workloads(name, row, size,
         assert abs(found.order_correlation) <= MOST_CORRELATION
         assert found.step_samples_min > 1 / 2.5 / 1.05
         assert found.step_samples_max < 2.5 * 1.05
-        neighbours = repeated_neighbours(epoch, plan.epoch(number + 1), samples.seq_len)
-        assert neighbours.share < 2 * neighbours.random
+        after = plan.epoch(number + 1)
+        neighbours.append(repeated_neighbours(epoch, after, samples.seq_len))
+    # Few pairs meet again, some twenty in two epochs: the sum varies less.
+    assert sum(each.share for each in neighbours) < 2 * sum(each.random for each in neighbours)
 
 
 def planned(lengths, ranks, m_mem, **fields):
@@ -398,7 +401,7 @@ def test_the_window_takes_the_fastest_of_its_ways_to_fill_rows(name, m_mem, spre
     policy = Balanced(m_mem, WAN, sample_spread=spread)
     together = efficiency(Plan(samples, policy, topology, seed=0))
     for strategy in STRATEGIES:
-        monkeypatch.setattr(balanced_window, "STRATEGIES", (strategy,))
+        monkeypatch.setattr(row_filling, "STRATEGIES", (strategy,))
         assert together >= 0.998 * efficiency(Plan(samples, policy, topology, seed=0))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, CostModel, empty_row_cost, marginal_cost
 from alload_jax.planning.epoch import NOTHING_LEFT, EpochPlan, LeftOver, RowShape
-from alload_jax.planning.policies.balanced_window import RowCosts, WindowPlanner
+from alload_jax.planning.policies.balanced_window import WindowPlanner
 from alload_jax.planning.policies.grouping import SampleBounds
 from alload_jax.planning.policies.packed import (
     PackedEpochBuilder,
@@ -17,6 +17,7 @@ from alload_jax.planning.policies.packed import (
 )
 from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.policies.queue import Window, place_epoch
+from alload_jax.planning.policies.row_filling import RowCosts, RowFiller
 from alload_jax.planning.policies.row_fit import choose_slots, choose_tokens
 from alload_jax.planning.policies.splitting import (
     SplitRule,
@@ -156,19 +157,18 @@ class Balanced(Policy):
         mean_row_tokens = self._mean_row_tokens(shape, footprint, weights)
         step_tokens = topology.ranks * mean_row_tokens
         steps = self._window_steps(footprint, step_tokens)
-        planner = WindowPlanner(
+        filler = RowFiller(
             shape=shape,
             rule=rule,
             costs=self._row_costs(shape),
             weights=weights,
-            token_cost=float(self._model.padding_cost(np.asarray(self.capacity))) / self.capacity,
-            samples=samples,
             ranks=topology.ranks,
-            steps=steps,
             mean_row_tokens=mean_row_tokens,
             bounds=self._bounds(step_tokens / float(footprint.mean())),
             rng=rng,
         )
+        token_cost = float(self._model.padding_cost(np.asarray(self.capacity))) / self.capacity
+        planner = WindowPlanner(filler, token_cost, samples, steps)
         epoch = PackedEpochBuilder(shape, topology)
 
         def place(window: Window) -> np.ndarray:
