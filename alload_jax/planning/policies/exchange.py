@@ -35,9 +35,9 @@ def exchanged(
 
 def _ranked(seq_len: np.ndarray) -> np.ndarray:
     """[N] int64: equal where the lengths are. They usually come sorted, which is faster."""
-    steps = np.diff(seq_len)
+    steps = np.diff(seq_len, prepend=seq_len[:1])
     if (steps <= 0).all() or (steps >= 0).all():
-        return np.r_[0, np.cumsum(steps != 0)]
+        return np.cumsum(steps != 0)
     return np.unique(seq_len, return_inverse=True)[1]
 
 
