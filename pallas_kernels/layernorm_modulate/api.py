@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from pallas_kernels.layernorm_modulate import devices
+from pallas_kernels import devices
 from pallas_kernels.layernorm_modulate.implementations import REGISTRY
 from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, normalise
 from pallas_kernels.layernorm_modulate.segmentation import Segmentation

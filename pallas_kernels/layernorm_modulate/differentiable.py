@@ -16,10 +16,15 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.layernorm_modulate import devices
 from pallas_kernels.layernorm_modulate.implementation import Implementation
 from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, Options, Residuals
-from pallas_kernels.layernorm_modulate.shards import on_shards, operand_specs, placed, specs_of
+from pallas_kernels.layernorm_modulate.shards import (
+    on_shards,
+    operand_specs,
+    placed,
+    specs_of,
+    unsupported_sharding,
+)
 
 
 class FusedImplementation(Implementation):
@@ -60,7 +65,7 @@ class FusedImplementation(Implementation):
 
     def unsupported_reason(self, operands: Operands, config: CallConfig) -> Exception | None:
         """Why x cannot be computed shard by shard."""
-        return devices.unsupported_sharding(operands.x, config.sharding)
+        return unsupported_sharding(operands.x, config.sharding)
 
     def run(self, operands: Operands, config: CallConfig) -> tuple[jax.Array | None, jax.Array]:
         """Forward and backward under one custom VJP."""

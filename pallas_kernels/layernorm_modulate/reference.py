@@ -6,10 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layernorm_modulate import devices
 from pallas_kernels.layernorm_modulate.implementation import Implementation
 from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, Options
-from pallas_kernels.layernorm_modulate.shards import on_shards, operand_specs, placed, specs_of
+from pallas_kernels.layernorm_modulate.shards import (
+    on_shards,
+    operand_specs,
+    placed,
+    specs_of,
+    unsupported_sharding,
+)
 
 
 class XlaImplementation(Implementation):
@@ -20,7 +25,7 @@ class XlaImplementation(Implementation):
     def run(self, operands: Operands, config: CallConfig) -> tuple[jax.Array | None, jax.Array]:
         """The reference; with segments on each shard, where x can be computed shard by shard."""
         sharding = config.sharding
-        whole = sharding is None or devices.unsupported_sharding(operands.x, sharding) is not None
+        whole = sharding is None or unsupported_sharding(operands.x, sharding) is not None
         if config.options.layout != "segment" or whole:
             return reference(operands, config.options)
         run = partial(reference, options=config.options)

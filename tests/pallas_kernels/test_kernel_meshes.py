@@ -17,8 +17,9 @@ from kernel_cases import (
     with_gradients,
 )
 
-from pallas_kernels.layernorm_modulate import devices
+from pallas_kernels import devices
 from pallas_kernels.layernorm_modulate.operands import Operands
+from pallas_kernels.layernorm_modulate.shards import unsupported_sharding
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 SHAPE = (4, 16, 48)
@@ -151,7 +152,7 @@ def reason_in_a_trace(mesh, x_spec, sharding, shape=SHAPE):
 
     def look(x):
         seen = devices.visible_sharding(x) if sharding is None else sharding
-        found.append(devices.unsupported_sharding(x, seen))
+        found.append(unsupported_sharding(x, seen))
         return x
 
     with jax.set_mesh(mesh):

@@ -1,13 +1,12 @@
 """The Triton kernels as an implementation: what they can do, and where they are faster."""
 
-import importlib
 from collections.abc import Sequence
 from typing import get_args
 
 import jax
 from jax.sharding import NamedSharding
 
-from pallas_kernels.layernorm_modulate import devices
+from pallas_kernels import devices, triton_support
 from pallas_kernels.layernorm_modulate.differentiable import FusedImplementation
 from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, Options, Residuals
 from pallas_kernels.layernorm_modulate.triton import tuning
@@ -15,9 +14,6 @@ from pallas_kernels.layernorm_modulate.triton.row_blocks import RowBlocks, segme
 
 # What needs Pallas's Triton lowering is imported where it runs: it is deprecated, and a JAX
 # without it must still run the other implementations.
-
-_OLDEST = 8.0
-"""Compute capability below which Triton has no bfloat16."""
 
 
 class TritonImplementation(FusedImplementation):
@@ -29,8 +25,8 @@ class TritonImplementation(FusedImplementation):
     def unsupported_reason(self, operands: Operands, config: CallConfig) -> Exception | None:
         """A JAX without the lowering, another device, a shard_map that checks, a split width."""
         return (
-            _missing_lowering()
-            or (None if config.options.interpret else _unsupported_device())
+            triton_support.missing_lowering()
+            or (None if config.options.interpret else triton_support.unsupported_device())
             or devices.unsupported_manual_axes(operands.x)
             or super().unsupported_reason(operands, config)
         )
@@ -84,30 +80,3 @@ class TritonImplementation(FusedImplementation):
         blocks = tuning.blocks_for(kernel, residuals.h.shape[-1])
         own = residuals.prepared and residuals.prepared[kernel]
         return calls.backward(residuals._replace(prepared=own), dh, dout, options, blocks)
-
-
-def _missing_lowering() -> Exception | None:
-    try:
-        importlib.import_module("jax.experimental.pallas.triton")
-    except ImportError:
-        return NotImplementedError(
-            f"JAX {jax.__version__} does not lower Pallas kernels through Triton; "
-            "use 'xla' or 'auto'"
-        )
-    return None
-
-
-def _unsupported_device() -> Exception | None:
-    device = devices.current_device()
-    if device.platform != "gpu":
-        return NotImplementedError(
-            f"the backend is {device.platform!r}, not 'gpu'; use 'xla' or 'auto', or give "
-            "interpret=True to try it without one"
-        )
-    capability = str(getattr(device, "compute_capability", None))
-    if not capability.replace(".", "").isdecimal() or float(capability) < _OLDEST:
-        return NotImplementedError(
-            f"{device.device_kind} has compute capability {capability}, and it needs NVIDIA's "
-            f"{_OLDEST} or later; use 'xla'"
-        )
-    return None

@@ -58,25 +58,3 @@ def unsupported_manual_axes(x: jax.Array) -> Exception | None:
             "or use 'xla'"
         )
     return None
-
-
-def unsupported_sharding(x: jax.Array, sharding: NamedSharding | None) -> Exception | None:
-    """Why x [B, S, D] cannot be computed shard by shard; None if it can."""
-    if sharding is None:
-        if hidden := hidden_axes(x):
-            return ValueError(
-                f"tracing cannot see how x is split over the Auto axes {hidden} of the mesh; "
-                "give sharding=NamedSharding(mesh, P(batch axes, sequence axes, None))"
-            )
-        return None
-    if split := mesh_axes(sharding, 2):
-        return NotImplementedError(
-            f"x's width is split over {', '.join(split)}, and a row's statistics need all of it; "
-            "split batch or sequence, or use 'xla'"
-        )
-    for dimension, size in enumerate(x.shape[:2]):
-        shards = shards_of(sharding, dimension)
-        if size % shards:
-            names = ", ".join(mesh_axes(sharding, dimension))
-            return ValueError(f"{shards} shards over {names} do not divide {size} of x {x.shape}")
-    return None
