@@ -1,0 +1,96 @@
+"""Block-sparse attention, the public function: checks the arguments, picks the implementation."""
+
+from typing import Literal, overload
+
+import jax
+from jax.sharding import NamedSharding
+
+from pallas_kernels import devices
+from pallas_kernels.block_sparse_attention.block_lists import BlockLists
+from pallas_kernels.block_sparse_attention.implementations import REGISTRY
+from pallas_kernels.block_sparse_attention.operands import NAME, CallConfig, Operands, checked
+
+
+@overload
+def block_sparse_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    blocks: BlockLists,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    implementation: str = "auto",
+    sharding: NamedSharding | None = None,
+    interpret: bool = False,
+) -> jax.Array: ...
+
+
+@overload
+def block_sparse_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    blocks: BlockLists,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    implementation: str = "auto",
+    sharding: NamedSharding | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def block_sparse_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    blocks: BlockLists,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str = "auto",
+    sharding: NamedSharding | None = None,
+    interpret: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """softmax(q·kᵀ·scale)·v of each query over the keys in the blocks that its list names.
+
+    Scores and sums are float32, and the scale is applied to the scores. Differentiable once in q, k
+    and v, in reverse mode; equal inputs give equal bits, gradients too. Under `jax.checkpoint`, the
+    output and the statistics have the name "attention_output".
+
+    Args:
+      q: [R, S, H, D], bfloat16 or float16, with D 64 or 128; 'xla' also takes float32 and any D.
+      k: [R, T, H, D], q's dtype.
+      v: [R, T, H, D], q's dtype.
+      blocks: the lists. Tokens of different segments meet only where a list says so. Blocks beyond
+        the last one, or named twice in a list, give wrong results without an error.
+      scale: factor of the scores; None for 1/√D.
+      return_lse: also return the logarithm of the sum of exponentials of each query's scores.
+      implementation: "triton" (the kernels), "xla" (the reference), or "auto": the kernels where
+        they can run.
+      sharding: how q is split over a mesh whose axes are Auto: over rows and heads, as the lists
+        are then too. Nothing is communicated. Inside `shard_map` leave it out.
+      interpret: run the kernels in Pallas's interpreter, which is slow and needs no GPU.
+
+    Returns:
+      [R, S, H, D] in q's dtype, 0 for queries whose list is empty or that are not valid; with
+      `return_lse` also [R, H, S] float32, −inf for such queries.
+
+    Raises:
+      TypeError: blocks is no BlockLists.
+      ValueError: a shape or dtype does not fit.
+      NotImplementedError: this device or this sharding cannot run the kernels.
+    """
+    operands = Operands(q, k, v, blocks)
+    options = checked(operands, scale, interpret)
+    if sharding is None:
+        sharding = devices.visible_sharding(q)
+    elif sharding.mesh.size == 1:
+        sharding = None
+    config = CallConfig(options, sharding)
+    chosen = REGISTRY.choose(NAME, implementation, operands, config, interpret=interpret)
+    if not (q.size and k.size and blocks.indices.size):
+        chosen = REGISTRY.reference
+    out, lse = chosen.run(operands, config)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,116 @@
+"""Which blocks of keys each block of queries attends to."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+BLOCK_SIZES = (64, 128)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("indices", "counts", "query_tokens", "key_tokens"),
+    meta_fields=("query_block", "key_block"),
+)
+@dataclass(frozen=True)
+class BlockLists:
+    """For each row, head and block of queries, a list of blocks of keys.
+
+    Block b of queries holds tokens b·query_block and following; of these the first
+    `query_tokens[b]` are valid, likewise of keys. Other tokens are neither read nor written to:
+    their outputs and gradients are zero.
+
+    Attributes:
+      indices: [R, H, nQ, k_max] int32, numbers of key blocks; those beyond the count are ignored. A
+        list names no block twice.
+      counts: [R, H, nQ] int32, length of each list, from 0 to k_max.
+      query_tokens: [R, nQ] int32, valid tokens of each block of queries.
+      key_tokens: [R, nK] int32, valid tokens of each block of keys.
+      query_block: tokens of a block of queries, 64 or 128.
+      key_block: tokens of a block of keys, 64 or 128.
+    """
+
+    indices: jax.Array
+    counts: jax.Array
+    query_tokens: jax.Array
+    key_tokens: jax.Array
+    query_block: int = 64
+    key_block: int = 64
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("queries", "offsets"), meta_fields=())
+@dataclass(frozen=True)
+class InvertedLists:
+    """For each row, head and block of keys, the blocks of queries whose lists name it.
+
+    Attributes:
+      queries: [R, H, nQ·k_max] int32, the lists of all key blocks in turn, each ascending.
+      offsets: [R, H, nK + 1] int32, where each list begins; the last is where all end.
+    """
+
+    queries: jax.Array
+    offsets: jax.Array
+
+
+def full_lists(
+    query_tokens: jax.Array,
+    key_tokens: jax.Array,
+    heads: int,
+    query_block: int = 64,
+    key_block: int = 64,
+) -> BlockLists:
+    """The lists of dense attention: every block of queries attends to all blocks of keys.
+
+    Args:
+      query_tokens: [R, nQ] integers, valid tokens of each block of queries.
+      key_tokens: [R, nK] integers, valid tokens of each block of keys.
+      heads: H.
+      query_block: tokens of a block of queries.
+      key_block: tokens of a block of keys.
+    """
+    rows, n_query = query_tokens.shape
+    n_key = key_tokens.shape[1]
+    return BlockLists(
+        jnp.broadcast_to(jnp.arange(n_key, dtype=jnp.int32), (rows, heads, n_query, n_key)),
+        jnp.full((rows, heads, n_query), n_key, jnp.int32),
+        jnp.asarray(query_tokens, jnp.int32),
+        jnp.asarray(key_tokens, jnp.int32),
+        query_block,
+        key_block,
+    )
+
+
+def invert(blocks: BlockLists) -> InvertedLists:
+    """Sorts the pairs of the lists by key block, so that a key block's gradients can be summed.
+
+    Its memory is that of the lists, whatever they hold.
+    """
+    rows, heads, n_query, most = blocks.indices.shape
+    n_key = blocks.key_tokens.shape[1]
+    named = jnp.arange(most) < blocks.counts[..., None]
+    key = jnp.where(named, blocks.indices, n_key).reshape(rows, heads, n_query * most)
+    query = jnp.arange(n_query * most, dtype=jnp.int32) // most
+    if (n_key + 1) * n_query <= jnp.iinfo(jnp.int32).max:
+        # One number for a pair: numbers alone sort faster, and all pairs differ.
+        pairs = jnp.sort(key * n_query + query, axis=-1)
+        key, queries = pairs // n_query, pairs % n_query
+    else:
+        order = jnp.argsort(key, axis=-1, stable=True)
+        key, queries = jnp.take_along_axis(key, order, -1), query[order]
+    first = jax.vmap(jax.vmap(partial(jnp.searchsorted, side="left"), (0, None)), (0, None))
+    offsets = first(key, jnp.arange(n_key + 1, dtype=jnp.int32))
+    return InvertedLists(queries.astype(jnp.int32), offsets.astype(jnp.int32))
+
+
+def longest_first(counts: jax.Array) -> jax.Array:
+    """The order in which programs take lists, so that none begins a long one at the end.
+
+    Args:
+      counts: [..., N] integers.
+
+    Returns:
+      [..., N] int32, a permutation of each row's numbers.
+    """
+    return jnp.argsort(-counts, axis=-1, stable=True).astype(jnp.int32)
