@@ -2,5 +2,23 @@
 
 from pallas_kernels.block_sparse_attention.api import block_sparse_attention
 from pallas_kernels.block_sparse_attention.block_lists import BlockLists, full_lists
+from pallas_kernels.block_sparse_attention.selection import (
+    BlockSegments,
+    PooledScores,
+    pool_blocks,
+    top_k_blocks,
+)
+from pallas_kernels.block_sparse_attention.tile_order import TileOrder, best_tile, tile_order
 
-__all__ = ["BlockLists", "block_sparse_attention", "full_lists"]
+__all__ = [
+    "BlockLists",
+    "BlockSegments",
+    "PooledScores",
+    "TileOrder",
+    "best_tile",
+    "block_sparse_attention",
+    "full_lists",
+    "pool_blocks",
+    "tile_order",
+    "top_k_blocks",
+]
