@@ -1,12 +1,17 @@
-"""Compares what a model learns from the digits under three policies.
+"""Compares what a model learns from the digits under several policies.
 
     python benchmarks/digits_policies.py
+    python benchmarks/digits_policies.py --ranks 4 --m-mem 320 --samples 20782 --seeds 0 1 \
+        --policies equal_tokens sorted balanced
 
 Trains configs/digits.yaml under `equal_tokens` (AdaptiveLoad's baseline), `dual_constraint` (its
 method) and packed `balanced` with three seeds each, on as many samples as in the default run.
-Writes benchmarks/results/digits_policies_{device}.json and docs/results/digits/policies.png and
-prints a table. Finished runs in runs/policies are not repeated; `--parallel 5` trains five runs at
-once, each in a separate process.
+`--ranks` plans for several independent ranks, which one device computes in turn; on one rank the
+steps of `sorted` are those of `equal_tokens` in another order. The last weights are evaluated on
+all samples with the same noise. Writes benchmarks/results/digits_policies_{device}.json and
+docs/results/digits/policies.png (policies_R_ranks.png for R ranks) and prints a table. Finished
+runs in the folder of `--runs` are not repeated; `--parallel 5` trains five runs at once, each in a
+separate process.
 """
 
 import argparse
@@ -21,9 +26,10 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from digits_model import loss_by_length, weights_of_run
 
 from alload_jax.bench.provenance import provenance
-from alload_jax.config import Config, read_config
+from alload_jax.config import Config, read_config, use_compilation_cache
 from alload_jax.data.datasets.dataset import prepare_dataset
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError, run_command
@@ -35,8 +41,13 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "digits.yaml"
-PICTURE = ROOT / "docs" / "results" / "digits" / "policies.png"
-POLICIES = {"equal_tokens": "#888888", "dual_constraint": "#3b7dd8", "balanced": "#d1495b"}
+PICTURES = ROOT / "docs" / "results" / "digits"
+COLOURS = {
+    "equal_tokens": "#888888",
+    "dual_constraint": "#3b7dd8",
+    "sorted": "#2f9e62",
+    "balanced": "#d1495b",
+}
 POINTS = 60
 """Points of a curve; each is the mean loss of an equal number of samples."""
 
@@ -47,6 +58,13 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    default = ["equal_tokens", "dual_constraint", "balanced"]
+    parser.add_argument("--policies", nargs="+", choices=COLOURS, default=default)
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of a step (default 1)")
+    parser.add_argument("--m-mem", type=int, help="tokens of a micro-batch (default: the config's)")
+    parser.add_argument(
+        "--samples", type=int, help="samples of a run (default: those of the default run)"
+    )
     parser.add_argument(
         "--steps", type=int, help="steps of the default run (default: the config's)"
     )
@@ -54,36 +72,57 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--parallel", type=int, default=1, help="runs at once (default 1)")
     parser.add_argument("--device", default="cpu", help="name for the JSON (default cpu)")
     options = parser.parse_args(argv)
-    samples = samples_of_default(options.steps)
-    chosen = [(policy, seed) for policy in POLICIES for seed in options.seeds]
+    samples = options.samples or samples_of_default(options.steps)
+    chosen = [
+        (policy, seed, planning_flags(policy, options.ranks, options.m_mem))
+        for seed in options.seeds
+        for policy in options.policies
+    ]
     # Not in the pool, because reading a config temporarily changes the working directory.
-    steps = [steps_for(plan_of(digits_config(*each)), samples) for each in chosen]
+    configs = [digits_config(seed, flags) for _, seed, flags in chosen]
+    steps = [steps_for(plan_of(config), samples) for config in configs]
     with ThreadPoolExecutor(options.parallel) as pool:
         runs = list(pool.map(partial(run, options.runs), *zip(*chosen, strict=True), steps))
-    found = {policy: [each for each in runs if each["policy"] == policy] for policy in POLICIES}
+    for each, config in zip(runs, configs, strict=True):
+        each |= last_loss(config, options.runs / f"{each['policy']}_{each['seed']}")
+    found = {
+        policy: [each for each in runs if each["policy"] == policy] for policy in options.policies
+    }
     content = provenance(["jax", "flax", "numpy"]) | {
         "command": " ".join(["python", "benchmarks/digits_policies.py", *argv]),
         "samples": samples,
+        "ranks": options.ranks,
+        "m_mem": configs[0].planning.m_mem,
         "runs": runs,
     }
     out = ROOT / "benchmarks" / "results" / f"digits_policies_{options.device}.json"
     out.write_text(json.dumps(content, indent=1) + "\n")
-    draw(found)
+    name = "policies.png" if options.ranks == 1 else f"policies_{options.ranks}_ranks.png"
+    draw(found, PICTURES / name)
     print(table(found))
     return 0
 
 
 def samples_of_default(steps: int | None) -> int:
     """Number of samples in the default run of the config."""
-    config = digits_config("dual_constraint", 0)
+    config = digits_config(0, planning_flags("dual_constraint", 1, None))
     plan = plan_of(config)
     return sum(step_samples(plan, number) for number in range(steps or config.run.steps))
 
 
-def digits_config(policy: str, seed: int) -> Config:
+def planning_flags(policy: str, ranks: int, m_mem: int | None) -> list[str]:
+    """Flags of `train.py` that choose the policy, and independent ranks where there are several."""
+    flags = ["--planning.policy", policy]
+    if ranks > 1:
+        flags += ["--planning.ranks", str(ranks), "--planning.ranks_mode", "independent"]
+    if m_mem:
+        flags += ["--planning.m_mem", str(m_mem)]
+    return flags
+
+
+def digits_config(seed: int, flags: list[str]) -> Config:
     """The config of a run; prepares its data if they are missing."""
-    flags = ["--planning.policy", policy, "--run.seed", str(seed)]
-    config = read_config(["--config", str(CONFIG), *flags])
+    config = read_config(["--config", str(CONFIG), "--run.seed", str(seed), *flags])
     assert config.data.dataset is not None
     prepare_dataset(config.data.folder, config.data.dataset)
     return config
@@ -109,12 +148,12 @@ def steps_for(plan: Plan, samples: int) -> int:
     return number
 
 
-def run(runs: Path, policy: str, seed: int, steps: int) -> dict[str, Any]:
+def run(runs: Path, policy: str, seed: int, flags: list[str], steps: int) -> dict[str, Any]:
     """Trains, unless the run is finished, and returns its results."""
     folder = runs / f"{policy}_{seed}"
     if not (folder / "summary.json").is_file():
         command = [sys.executable, "train.py", "--config", str(CONFIG), "--run.folder", str(folder)]
-        command += ["--planning.policy", policy, "--run.seed", str(seed), "--run.steps", str(steps)]
+        command += ["--run.seed", str(seed), "--run.steps", str(steps), *flags]
         print(f"{policy}, seed {seed}: {steps} steps", file=sys.stderr, flush=True)
         if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
             raise InputError(f"{' '.join(command)} failed; run it to see its error")
@@ -130,6 +169,19 @@ def run(runs: Path, policy: str, seed: int, steps: int) -> dict[str, Any]:
     }
 
 
+def last_loss(config: Config, folder: Path) -> dict[str, Any]:
+    """Mean loss of the averaged last weights over all samples, and by seq_len."""
+    file = folder / "last_loss.json"
+    if not file.is_file():
+        use_compilation_cache(config.run)
+        weights = weights_of_run(config, folder, "ema")
+        by_length = loss_by_length(config, read_manifest(config.data.folder), weights)
+        samples = sum(n for n, _ in by_length.values())
+        mean = sum(n * loss for n, loss in by_length.values()) / samples
+        file.write_text(json.dumps({"last_loss": mean, "last_loss_by_length": by_length}))
+    return json.loads(file.read_text())
+
+
 def curve(rows: list[dict[str, Any]]) -> list[list[float]]:
     """[POINTS, 2]: samples seen, and mean loss of the samples since the previous point.
 
@@ -142,41 +194,46 @@ def curve(rows: list[dict[str, Any]]) -> list[list[float]]:
     return np.column_stack([ends[1:], losses]).tolist()
 
 
-def draw(found: dict[str, list[dict[str, Any]]]) -> None:
+def draw(found: dict[str, list[dict[str, Any]]], picture: Path) -> None:
     """Draws the mean of each policy's loss curves over seeds, and their range."""
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     for policy, group in found.items():
         curves = np.asarray([each["loss"] for each in group])
         seen, losses = curves[0, :, 0] / 1000, curves[..., 1]
-        axes.plot(seen, losses.mean(axis=0), color=POLICIES[policy], label=policy)
+        axes.plot(seen, losses.mean(axis=0), color=COLOURS[policy], label=policy)
         axes.fill_between(
-            seen, losses.min(axis=0), losses.max(axis=0), color=POLICIES[policy], alpha=0.2, lw=0
+            seen, losses.min(axis=0), losses.max(axis=0), color=COLOURS[policy], alpha=0.2, lw=0
         )
     axes.set(xlabel="thousand samples seen", ylabel="loss, mean over samples", yscale="log")
-    axes.set_title(f"The digits under three policies, {len(group)} seeds: mean, least and most")
+    axes.set_title(
+        f"The digits under {len(found)} policies, {len(group)} seeds: mean, least and most"
+    )
     axes.set_yticks([0.4, 0.5, 0.6, 0.8, 1.0, 1.2, 1.6], minor=False)
     axes.set_yticks([], minor=True)
     axes.yaxis.set_major_formatter("{x:.1f}")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PICTURE, dpi=160)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=160)
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
     """The results as a Markdown table."""
     lines = [
-        "| policy | steps | loss of the last 5 % of samples | digit accuracy |",
-        "|---|---:|---:|---:|",
+        "| policy | steps | loss of the last 5 % of samples | loss of the last weights "
+        "| digit accuracy |",
+        "|---|---:|---:|---:|---:|",
     ]
     for policy, group in found.items():
         last = [
             statistics.fmean(loss for _, loss in each["loss"][-POINTS // 20 :]) for each in group
         ]
+        weights = [each["last_loss"] for each in group]
         accuracy = [each["digit_accuracy"] for each in group]
         steps = statistics.fmean(each["steps"] for each in group)
-        lines.append(f"| `{policy}` | {steps:,.0f} | {spread(last)} | {spread(accuracy)} |")
+        cells = [f"{steps:,.0f}", *map(spread, (last, weights, accuracy))]
+        lines.append(f"| `{policy}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

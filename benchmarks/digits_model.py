@@ -1,0 +1,79 @@
+"""Weights of a digits run, and all its samples in batches of one shape."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from alload_jax.config import Config
+from alload_jax.data.batch import Batch
+from alload_jax.data.bucketed import BucketedCollation
+from alload_jax.data.condition import conditions_for
+from alload_jax.data.manifest import Manifest
+from alload_jax.data.record import LATENTS
+from alload_jax.data.store import StoreReader
+from alload_jax.models.families import abstract_model
+from alload_jax.objectives.objective import LossSums
+from alload_jax.planning.plan import MicroBatch
+from alload_jax.sharding.mesh import batch_sharding
+from alload_jax.training.restore import find_step, one_device_mesh, restore_weights
+from alload_jax.training.state import Weights
+
+NOISE_SEED = 20_000
+"""Seed of noise and noise levels; no run trains with it, and every measurement uses it."""
+
+
+def weights_of_run(config: Config, folder: Path, kind: Any, step: int | None = None) -> Weights:
+    """The weights of a checkpoint of a run folder, on this process's first device.
+
+    Args:
+      config: config of the run.
+      folder: folder of the run.
+      kind: `ema` or `raw`.
+      step: step of the checkpoint; None for the newest.
+    """
+    checkpoints = folder / "checkpoints"
+    found = find_step(checkpoints, step)
+    mesh = one_device_mesh()
+    return restore_weights(checkpoints, found, config.model, config.parameters, mesh, kind)
+
+
+def batches_of_one_shape(config: Config, manifest: Manifest, rows: int) -> Iterator[Batch]:
+    """Yields every sample once, in batches of `rows` rows of one shape; the last are padded."""
+    collation = BucketedCollation(manifest, conditions_for(config.model, manifest))
+    reader = StoreReader(manifest)
+    shapes, kind = np.unique(manifest.shape, axis=0, return_inverse=True)
+    for number, shape in enumerate(shapes.tolist()):
+        members = np.flatnonzero(kind.ravel() == number).tolist()
+        for begin in range(0, len(members), rows):
+            chosen = tuple(members[begin : begin + rows])
+            part = MicroBatch(0, 0, rows, 0, (shape[0], shape[1], shape[2]), chosen)
+            batch = collation.empty([part], epoch=0)
+            for sample, row in collation.places([part]):
+                arrays = reader.read(sample)
+                collation.put(batch, row, sample, arrays[LATENTS], collation.conditions.of(arrays))
+            yield batch
+
+
+def loss_sums(config: Config, params: Any, weights: Weights, batch: Batch) -> LossSums:
+    """The objective's sums for a batch, with the trained parameters `params`; differentiable."""
+    graph = abstract_model(config.model).graph
+    model = nnx.merge(graph, weights._replace(params=params).merged())
+    key = jax.random.key(NOISE_SEED)
+    return config.objective(model, batch, key, batch_sharding(one_device_mesh()))
+
+
+def loss_by_length(config: Config, manifest: Manifest, weights: Weights) -> dict[int, list[float]]:
+    """Seq_len → [samples, mean loss] over all samples with the same noise in every call."""
+    sums = jax.jit(lambda weights, batch: loss_sums(config, weights.params, weights, batch))
+    seq_len = manifest.samples(config.model.patch_size).seq_len
+    found: dict[int, np.ndarray] = {}
+    for batch in batches_of_one_shape(config, manifest, 64):
+        result = sums(weights, batch)
+        length = int(seq_len[batch.sample[0]])
+        added = np.asarray([result.weight, result.loss], np.float64)
+        found[length] = found.get(length, np.zeros(2)) + added
+    return {length: [n, loss / n] for length, (n, loss) in sorted(found.items())}
