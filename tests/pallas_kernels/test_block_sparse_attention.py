@@ -1,0 +1,264 @@
+"""Block-sparse attention against float64, as the reference and as kernels."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from block_sparse_cases import KINDS, arrays, close, compute, lists_of, oracle, seen_by
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from kernel_cases import lowered_for_cuda
+
+from pallas_kernels.block_sparse_attention import BlockLists, block_sparse_attention, full_lists
+from pallas_kernels.block_sparse_attention.block_lists import invert, longest_first
+
+BF16, F16 = jnp.bfloat16, jnp.float16
+
+
+def case(kind, rows=1, heads=2, queries=192, keys=256, width=64, dtype=BF16, blocks=(64, 64)):
+    rng = np.random.default_rng(KINDS.index(kind))
+    n_query, n_key = -(-queries // blocks[0]), -(-keys // blocks[1])
+    lists = lists_of(kind, rng, rows, heads, n_query, n_key, *blocks)
+    # The last blocks may be cut short by the end of the arrays.
+    lists = dataclasses.replace(
+        lists,
+        query_tokens=jnp.minimum(lists.query_tokens, queries - jnp.arange(n_query) * blocks[0]),
+        key_tokens=jnp.minimum(lists.key_tokens, keys - jnp.arange(n_key) * blocks[1]),
+    )
+    return arrays(rng, rows, queries, keys, heads, width, dtype), lists
+
+
+def check(inputs, lists, implementation, interpret, **options):
+    found, lse = compute(*inputs, lists, implementation, interpret, **options)
+    expected, exact = oracle(*inputs, lists, **options)
+    close(found, expected, inputs[0].dtype)
+    np.testing.assert_allclose(lse, exact, rtol=1e-5, atol=2e-3)
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(exact))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_lists_of_all_kinds(kind, implementation, interpret):
+    inputs, lists = case(kind)
+    check(inputs, lists, implementation, interpret)
+
+
+@pytest.mark.parametrize("blocks", [(64, 64), (128, 64), (64, 128), (128, 128)])
+@pytest.mark.parametrize(("width", "dtype"), [(64, F16), (128, BF16)])
+def test_blocks_widths_and_dtypes(blocks, width, dtype, interpret):
+    inputs, lists = case("ragged", 2, 1, 300, 400, width, dtype, blocks)
+    check(inputs, lists, "triton", interpret)
+
+
+def test_a_scale_and_a_gradient_of_the_statistics(interpret):
+    inputs, lists = case("ragged", heads=1)
+    dlse = np.random.default_rng(5).normal(size=(1, 1, 192)).astype(np.float32)
+    for implementation in ("xla", "triton"):
+        check(inputs, lists, implementation, interpret, scale=0.3, dlse=dlse)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_full_lists_are_dense_attention(implementation, interpret):
+    q, k, v, dout = arrays(np.random.default_rng(0), 1, 128, 128, 2, 64)
+    lists = full_lists(jnp.full((1, 2), 64), jnp.full((1, 2), 64), 2)
+    (out, *grads), _ = compute(q, k, v, dout, lists, implementation, interpret)
+    dense, pull = jax.vjp(jax.nn.dot_product_attention, q, k, v)
+    close([out, *grads], [np.asarray(x, np.float64) for x in (dense, *pull(dout))], BF16)
+
+
+def test_gradients_are_those_of_finite_differences():
+    """Of the reference in float32, whose gradients are JAX's own: the oracle's check."""
+    inputs, lists = case("ragged", heads=1, queries=70, keys=130)
+    inputs = [jnp.asarray(x, jnp.float32) for x in inputs]
+    expected, _ = oracle(*inputs, lists)
+    weights, rng = np.asarray(inputs[3], np.float64), np.random.default_rng(1)
+    for position in range(3):
+        direction = rng.normal(size=inputs[position].shape)
+        moved = []
+        for sign in (1, -1):
+            changed = [np.asarray(x, np.float64) for x in inputs]
+            changed[position] = changed[position] + sign * 1e-5 * direction
+            moved.append((oracle(*changed, lists)[0][0] * weights).sum())
+        slope = (moved[0] - moved[1]) / 2e-5
+        assert slope == pytest.approx((expected[1 + position] * direction).sum(), rel=1e-5)
+    found, _ = compute(*inputs, lists, "xla", False)
+    for each, exact in zip(found, expected, strict=True):
+        np.testing.assert_allclose(each, exact, atol=1e-5)
+
+
+def test_equal_inputs_give_equal_bits(interpret):
+    inputs, lists = case("popular")
+    first, second = (compute(*inputs, lists, "triton", interpret) for _ in range(2))
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_what_no_list_names_changes_nothing(implementation, interpret):
+    """NaN in tokens that are not valid, and in blocks that no list names."""
+    (q, k, v, dout), lists = case("ragged", heads=1)
+    seen = seen_by(lists, 192, 256)
+    unused = jnp.asarray(~seen.any(axis=(1, 2)))[:, :, None, None]
+    idle = jnp.asarray(~seen.any(axis=(1, 3)))[:, :, None, None]
+    clean, _ = compute(q, k, v, dout, lists, implementation, interpret)
+    spoilt = [jnp.where(idle, jnp.nan, q), *(jnp.where(unused, jnp.nan, x) for x in (k, v))]
+    spoilt = [x.astype(BF16) for x in spoilt]
+    found, _ = compute(*spoilt, jnp.where(idle, 0, dout), lists, implementation, interpret)
+    expected, _ = compute(q, k, v, jnp.where(idle, 0, dout), lists, implementation, interpret)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert np.isfinite(np.asarray(clean[0], np.float32)).all()
+
+
+def test_transformations(interpret):
+    (q, k, v, _), lists = case("random", rows=2, heads=1, queries=128, keys=128)
+
+    def attend(q, k, v, lists):
+        run = {"implementation": "triton", "interpret": interpret}
+        return block_sparse_attention(q, k, v, lists, **run)
+
+    plain = attend(q, k, v, lists)
+    stacked = jax.tree.map(lambda x: x[:, None], (q, k, v, lists))
+    mapped = jax.vmap(attend)(*stacked)[:, 0]
+    _, scanned = jax.lax.scan(lambda c, x: (c, attend(*x)), 0, stacked)
+    for each in (mapped, scanned[:, 0], jax.jit(attend)(q, k, v, lists)):
+        np.testing.assert_array_equal(np.asarray(each), np.asarray(plain))
+
+
+def test_checkpoint_keeps_output_and_statistics_by_name(interpret):
+    (q, k, v, _), lists = case("random", heads=1)
+
+    def loss(q):
+        run = {"implementation": "triton", "interpret": interpret}
+        return block_sparse_attention(q, k, v, lists, **run).astype(jnp.float32).sum()
+
+    policy = jax.checkpoint_policies.save_only_these_names("attention_output")
+    kept = jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy)))(q)
+    again = jax.make_jaxpr(jax.grad(jax.checkpoint(loss)))(q)
+    assert str(kept).count("name=block_sparse_attention_forward") == 1
+    assert str(again).count("name=block_sparse_attention_forward") == 2
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_rows_and_heads_are_split_over_a_mesh_without_communication(kind, interpret):
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    types = (AxisType.Auto if kind == "auto" else AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=types)
+    inputs, lists = case("ragged", rows=2, heads=2, queries=128, keys=128)
+    expected, _ = compute(*inputs, lists, "triton", interpret)
+    split = NamedSharding(mesh, P("rows", None, "heads", None))
+    specs = BlockLists(P("rows", "heads"), P("rows", "heads"), P("rows"), P("rows"), 64, 64)
+    placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), lists, specs)
+
+    def run(q, k, v, dout, lists):
+        def attend(q, k, v):
+            options = {"sharding": split if kind == "auto" else None, "interpret": interpret}
+            return block_sparse_attention(q, k, v, lists, implementation="triton", **options)
+
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(dout)
+
+    with jax.set_mesh(mesh):
+        arguments = [jax.device_put(x, split) for x in inputs]
+        compiled = jax.jit(run).lower(*arguments, placed).compile()
+        found = compiled(*arguments, placed)
+    assert "all-" not in compiled.as_text()
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+# ---------------------------------------------------------------- lists
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inverted_lists_hold_every_pair_once(kind):
+    lists = lists_of(kind, np.random.default_rng(0), 2, 3, 7, 5)
+    found, expected = invert(lists), [[] for _ in range(2 * 3 * 5)]
+    for r, h, q in np.ndindex(2, 3, 7):
+        for key in lists.indices[r, h, q, : int(lists.counts[r, h, q])].tolist():
+            expected[(r * 3 + h) * 5 + key].append(q)
+    for r, h, key in np.ndindex(2, 3, 5):
+        first, last = found.offsets[r, h, key : key + 2].tolist()
+        assert found.queries[r, h, first:last].tolist() == expected[(r * 3 + h) * 5 + key]
+
+
+def test_longest_lists_come_first():
+    order = longest_first(jnp.asarray([[3, 0, 5, 3]]))
+    assert order.tolist() == [[2, 0, 3, 1]]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_what_does_not_fit_is_refused_in_one_line():
+    (q, k, v, _), lists = case("random")
+
+    def refused(error=ValueError, q=q, k=k, v=v, lists=lists, **options):
+        with pytest.raises(error) as found:
+            block_sparse_attention(q, k, v, lists, **options)
+        message = str(found.value)
+        assert message.startswith("block_sparse_attention: ")
+        assert "\n" not in message
+        return message
+
+    replace = dataclasses.replace
+    assert "q is (192, 2, 64)" in refused(q=q[0])
+    assert "k is float16 and q is bfloat16" in refused(k=k.astype(F16))
+    assert "both must be [1, T, 2, 64]" in refused(v=v[:, :5])
+    assert "give BlockLists" in refused(TypeError, lists=lists.indices)
+    assert "query_block is 32; it must be 64 or 128" in refused(
+        lists=replace(lists, query_block=32)
+    )
+    assert "blocks.counts is (1, 2, 2)" in refused(
+        lists=replace(lists, counts=lists.counts[..., :2])
+    )
+    assert "key_tokens is float32" in refused(
+        lists=replace(lists, key_tokens=lists.key_tokens.astype(jnp.float32))
+    )
+    assert "scale is nan" in refused(scale=float("nan"))
+    assert "choose one of auto, triton, xla" in refused(implementation="cuda")
+    assert "D is 32; give 64 or 128" in refused(
+        q=q[..., :32], k=k[..., :32], v=v[..., :32], implementation="triton", interpret=True
+    )
+    assert "q is float32; give bfloat16" in refused(
+        *(ValueError,),
+        **{name: x.astype(jnp.float32) for name, x in (("q", q), ("k", k), ("v", v))},
+        implementation="triton",
+        interpret=True,
+    )
+    if jax.default_backend() == "cpu":
+        assert "use 'xla' or 'auto'" in refused(NotImplementedError, implementation="triton")
+
+
+def test_nothing_is_computed_of_nothing():
+    (q, k, v, _), lists = case("random")
+    none = dataclasses.replace(lists, indices=lists.indices[..., :0])
+    out, lse = block_sparse_attention(q, k, v, none, return_lse=True)
+    assert not np.asarray(out, np.float32).any()
+    assert np.isneginf(lse).all()
+
+
+# ---------------------------------------------------------------- lowering
+
+
+@pytest.mark.parametrize("blocks", [(64, 64), (128, 64), (128, 128)])
+@pytest.mark.parametrize("width", [64, 128])
+def test_kernels_lower_for_cuda(blocks, width, monkeypatch):
+    monkeypatch.setattr("pallas_kernels.triton_support.unsupported_device", lambda: None)
+    x = jax.ShapeDtypeStruct((2, 4096, 12, width), BF16)
+    n_query, n_key = (4096 // size for size in blocks)
+    shapes = ((2, 12, n_query, 9), (2, 12, n_query), (2, n_query), (2, n_key))
+    lists = BlockLists(*(jax.ShapeDtypeStruct(s, jnp.int32) for s in shapes), *blocks)
+
+    def both(q, k, v, dout, lists):
+        out, pull = jax.vjp(
+            lambda *a: block_sparse_attention(*a, lists, implementation="triton"), q, k, v
+        )
+        return out, pull(dout)
+
+    module = lowered_for_cuda(both, x, x, x, x, lists)
+    for name in ("forward", "dq", "dkv"):
+        assert f"block_sparse_attention_{name}" in module
