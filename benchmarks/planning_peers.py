@@ -4,8 +4,10 @@
 
 Every planner places the same samples on the same ranks under the same M_mem, and
 `alload_jax.planning.metrics` evaluates all plans with the same cost model. The peers' settings are
-tuned first for the highest throughput under this model, on fewer samples and ranks. Needs the extra
-`benchmark`. Writes benchmarks/results/planning_peers.json and prints tables in Markdown.
+tuned first for the highest throughput under this model, on fewer samples and ranks except those
+that plan a window of steps. Needs the extra `benchmark`. Writes
+benchmarks/results/planning_peers.json and prints tables in Markdown. `--peers` measures some peers,
+and `--update` keeps the other rows of the JSON; each row has its date.
 
 benchmarks/peers.py describes how the libraries are used, and benchmarks/row_planners.py has the
 algorithms. Planning speed is in samples per second on one core, and means something on an idle
@@ -72,9 +74,8 @@ ROW_PLANNERS = (
 )
 PEERS = (*LHOTSE, *ROW_PLANNERS, *GRAIN)
 
-SAMPLES, SAMPLES_PER_RANK, LONG_VIDEO_SAMPLES_PER_RANK = 20_000, 1500, 3000
-"""Least samples of a workload, and samples for each rank: some 70 steps of long videos and over 200
-of the other data."""
+SAMPLES, SAMPLES_PER_RANK = 100_000, 3000
+"""Samples of a workload, and least samples for each rank."""
 
 T = TypeVar("T")
 
@@ -145,7 +146,7 @@ def row_planner_sweep(peer: str, cost: QuadraticCost) -> list[list[Any]]:
     else:
         kind = functools.partial(FirstFitGrouped if peer.startswith("FFD") else LongestFirst, cost)
         fills = (1.0,) if peer.startswith("FFD") else (0.95, 0.98, 0.99, 0.995, 1.0)
-        windows = (8, 64, 128)
+        windows = (8, 64, 128, 512)
     return [
         [kind(fill=fill) for fill in fills],
         [kind(slot_factor=factor) for factor in (1.5, 2.0, 4.0, 8.0)],
@@ -179,10 +180,34 @@ def smaller(case: Case, size: int) -> Case:
     return Case(case.workload, size, min(case.ranks, max(8, case.ranks * size // case.size)))
 
 
-def size_of(workload: str, ranks: int) -> int:
+def size_of(ranks: int) -> int:
     """Samples of a workload."""
-    long_video = workload.startswith("long-video")
-    return max(SAMPLES, ranks * (LONG_VIDEO_SAMPLES_PER_RANK if long_video else SAMPLES_PER_RANK))
+    return max(SAMPLES, ranks * SAMPLES_PER_RANK)
+
+
+def updated(cases: list[dict[str, Any]], earlier: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cases with the rows and cases of an earlier result that were not measured again."""
+    key = ("workload", "size", "ranks", "m_mem")
+    found = {tuple(case[name] for name in key): case for case in cases}
+    for old in earlier["cases"]:
+        rows = [{"date": earlier["date"]} | row for row in old["rows"]]
+        case = found.setdefault(tuple(old[name] for name in key), old | {"rows": [], "sweeps": {}})
+        known = {row["planner"] for row in case["rows"]}
+        case["rows"] += [row for row in rows if row["planner"] not in known]
+        case["sweeps"] = old["sweeps"] | case["sweeps"]
+    return list(found.values())
+
+
+def with_ratios(case: dict[str, Any]) -> dict[str, Any]:
+    """The case with every row's throughput over that of `balanced`."""
+    base = next(row for row in case["rows"] if row["planner"] == "balanced")["tokens_per_second"]
+    rows = [row | {"over_balanced": row["tokens_per_second"] / base} for row in case["rows"]]
+    return case | {"rows": rows}
+
+
+def tuned_on(case: Case, peer: str, size: int) -> Case:
+    """The case on which a peer is tuned: all steps where it plans a window of them, else fewer."""
+    return case if "over a window" in peer else smaller(case, size)
 
 
 def _tune(
@@ -190,7 +215,7 @@ def _tune(
 ) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
     """The best settings, the figures of their epoch, and those of all tried settings."""
     rounds = [settings for settings in sweep(peer, cost) if settings]
-    small = smaller(case, size)
+    small = tuned_on(case, peer, size)
     chosen = rounds[0][0]
     tried: list[Any] = []
     found: list[dict[str, Any]] = []
@@ -221,11 +246,11 @@ SWEPT = (
 
 
 def _tune_all(
-    cases: Sequence[Case], cost: QuadraticCost, size: int, jobs: int
+    cases: Sequence[Case], peers: Sequence[str], cost: QuadraticCost, size: int, jobs: int
 ) -> dict[tuple[Case, str], Any]:
     """Runs `_tune` for every peer and case on several cores, as it measures no times."""
     # The slowest peers start first.
-    keys = [(case, peer) for peer in PEERS for case in cases]
+    keys = [(case, peer) for peer in PEERS if peer in peers for case in cases]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         jobs_of = {key: pool.submit(_tune, *key, cost, size) for key in keys}
         found = {}
@@ -333,40 +358,46 @@ def main(argv: list[str]) -> int:
     add("--tune-size", type=int, default=8_000, help="samples that peers are tuned on")
     add("--repeats", type=int, default=3, help="timings, whose median is reported; 0 for none")
     add("--jobs", type=int, default=2, help="number of processes for tuning")
+    add("--peers", nargs="+", choices=PEERS, default=PEERS)
+    add("--update", action="store_true", help="keep the rows of --out that are not measured")
     add("--out", type=Path, default=RESULTS / "planning_peers.json")
     options = parser.parse_args(argv)
-    if importlib.util.find_spec("lhotse") is None:
+    if set(LHOTSE) & set(options.peers) and importlib.util.find_spec("lhotse") is None:
         raise InputError("lhotse is not installed; run `pip install -e .[benchmark]`")
     costs = read_cost_file(options.cost_model)
     if costs.quadratic is None:
         raise InputError(f"{options.cost_model}: has no quadratic model; run `alload calibrate`")
     cost = costs.quadratic
     cases = [
-        Case(name, options.size or size_of(name, ranks), ranks)
+        Case(name, options.size or size_of(ranks), ranks)
         for ranks in options.ranks
         for name in options.workloads
     ]
-    tuned = _tune_all(cases, cost, options.tune_size, options.jobs)
+    tuned = _tune_all(cases, options.peers, cost, options.tune_size, options.jobs)
+    header = provenance(("lhotse", "grain", "numpy", "torch"))
     results = []
     for case in cases:
         rows = [_own_row(case, *o, costs, cost, options.repeats) for o in OURS]
-        for peer in PEERS:
+        for peer in options.peers:
             planner, figures, _ = tuned[case, peer]
             rows.append(_peer_row(case, peer, planner, figures, options.repeats))
         sweeps = {
             peer: {
-                "on": dataclasses.asdict(smaller(case, options.tune_size)),
+                "on": dataclasses.asdict(tuned_on(case, peer, options.tune_size)),
                 "rows": tuned[case, peer][2],
             }
-            for peer in PEERS
+            for peer in options.peers
         }
-        base = next(row for row in rows if row["planner"] == "balanced")["tokens_per_second"]
-        rows = [row | {"over_balanced": row["tokens_per_second"] / base} for row in rows]
         case_fields = dataclasses.asdict(case) | {"m_mem": case.m_mem}
-        results.append(case_fields | {"rows": rows, "sweeps": sweeps})
-        print(f"\n{case.workload}, {case.ranks} ranks, M_mem {case.m_mem:,}\n\n{table(rows)}")
-        sys.stdout.flush()
-    content = provenance(("lhotse", "grain", "numpy", "torch")) | {
+        today = [{"date": header["date"]} | row for row in rows]
+        results.append(case_fields | {"rows": today, "sweeps": sweeps})
+    if options.update:
+        results = updated(results, json.loads(options.out.read_text()))
+    results = [with_ratios(case) for case in results]
+    for found in results:
+        title = f"{found['workload']}, {found['ranks']} ranks, M_mem {found['m_mem']:,}"
+        print(f"\n{title}\n\n{table(found['rows'])}")
+    content = header | {
         "device": f"none (planning only); {_processor()}, {os.cpu_count()} cores",
         "command": "python benchmarks/planning_peers.py " + shlex.join(argv),
         "cost_model": {

@@ -125,3 +125,18 @@ def test_every_peer_has_settings_to_try(program):
         tried = [one for settings in rounds for one in settings]
         assert tried
         assert all(dataclasses.is_dataclass(one) for one in tried)
+
+
+def test_an_update_keeps_what_was_not_measured(program):
+    where = {"workload": "tiny", "size": 5, "ranks": 2, "m_mem": 10}
+    old = [{"planner": "balanced", "tokens_per_second": 1.0}]
+    old += [{"planner": "theirs", "tokens_per_second": 6.0}]
+    earlier = {"date": "then", "cases": [where | {"rows": old, "sweeps": {}}]}
+    new = [{"planner": "balanced", "tokens_per_second": 3.0, "date": "now"}]
+    [case] = program.updated([where | {"rows": new, "sweeps": {}}], earlier)
+    rows = program.with_ratios(case)["rows"]
+    assert [(row["planner"], row["date"]) for row in rows] == [
+        ("balanced", "now"),
+        ("theirs", "then"),
+    ]
+    assert [row["over_balanced"] for row in rows] == [1.0, 2.0]
