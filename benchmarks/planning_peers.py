@@ -173,6 +173,11 @@ def merged(chosen: T, tried: T) -> T:
     return dataclasses.replace(chosen, **changed)  # type: ignore[type-var]
 
 
+def settings_of(planner: Any) -> dict[str, Any]:
+    """The settings of a peer; the cost model stands in the JSON once."""
+    return {k: v for k, v in dataclasses.asdict(planner).items() if k != "cost"}
+
+
 def smaller(case: Case, size: int) -> Case:
     """A smaller case for tuning: fewer samples, and fewer ranks (8 or more) for as many steps."""
     if size >= case.size:
@@ -225,7 +230,7 @@ def _tune(
         for other in settings:
             row = measure(other.epoch(small), small, cost)
             tried.append(other)
-            found.append({"settings": dataclasses.asdict(other)} | {k: row[k] for k in SWEPT})
+            found.append({"settings": settings_of(other)} | {k: row[k] for k in SWEPT})
         chosen = tried[best(found)]
     return chosen, measure(chosen.epoch(case), case, cost), found
 
@@ -267,7 +272,7 @@ def _peer_row(
     rates = [planner.rates(case) for _ in range(repeats)]
     columns = rates[0] if rates else {}
     medians = {column: statistics.median(r[column] for r in rates) for column in columns}
-    settings = dataclasses.asdict(planner)  # type: ignore[call-overload]
+    settings = settings_of(planner)
     return {"planner": name, "settings": settings} | figures | medians
 
 
