@@ -42,8 +42,9 @@ WORKLOADS = {
     "long-video-V35": Size(350_208, 1, method_m_mem=700_416),
     "long-video-V60": Size(350_208, 1, method_m_mem=700_416),
 }
-"""AdaptiveLoad's method is at its best with M_mem of two or more longest samples, so that M_comp is
-the tighter bound of the others. Not all of our cases fit so many tokens of long video."""
+"""With M_mem of two or more longest samples, M_comp is the tighter bound of some shorter ones, and
+AdaptiveLoad's method is predicted faster than its baseline. Not all of our cases fit so many tokens
+of long video."""
 BASELINE, METHOD = "equal_tokens-independent", "dual_constraint-independent"
 NAMES = {
     BASELINE: "AdaptiveLoad's baseline, independent",
@@ -109,7 +110,7 @@ def names(size: Size) -> dict[str, str]:
 
 
 def rows(workload: str, results: Path) -> list[str]:
-    """A line for each measured case, with its speed relative to the best of the paper's method."""
+    """A line for each measured case, its speed relative to the best of AdaptiveLoad's method."""
     if not results.exists():
         raise InputError(f"{results}: no such file; run without --print to measure it")
     content = json.loads(results.read_text())

@@ -1,17 +1,19 @@
-"""Compares our policies with lhotse's bucketing and grain's packing on the same workloads.
+"""Compares our policies with planners of other libraries and of the scheduling literature.
 
     python benchmarks/planning_peers.py
 
 Every planner places the same samples on the same ranks under the same M_mem, and
 `alload_jax.planning.metrics` evaluates all plans with the same cost model. The peers' settings are
-tuned first for the highest throughput under this model: those of lhotse's synchronous sampler, the
-strongest peer, on the workload itself, those of the others on fewer samples. Needs the extra
-`benchmark`. Writes benchmarks/results/planning_peers.json and prints tables in Markdown.
+tuned first for the highest throughput under this model, on fewer samples and ranks except those
+that plan a window of steps. Needs the extra `benchmark`. Writes
+benchmarks/results/planning_peers.json and prints tables in Markdown. `--peers` measures some peers,
+and `--update` keeps the other rows of the JSON; each row has its date.
 
-benchmarks/peers.py describes how the peers are used. Planning speed is in samples per second on one
-core. With lhotse every rank plans for all ranks; with grain each rank can plan its own share. For
-grain, `planned/s` counts only the choice of rows; `packed/s` includes copying the tokens, at one
-byte per token.
+benchmarks/peers.py describes how the libraries are used, and benchmarks/row_planners.py has the
+algorithms. Planning speed is in samples per second on one core, and means something on an idle
+machine only; `--repeats 0` leaves it out. With lhotse every rank plans for all ranks; with grain
+each rank can plan its own share. For grain, `planned/s` counts only the choice of rows; `packed/s`
+includes copying the tokens, at one byte per token.
 """
 
 import argparse
@@ -33,6 +35,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from peers import M_MEM, Case, Grain, Lhotse, Planner
+from row_planners import FirstFitGrouped, KarmarkarKarp, LongestFirst
 
 from alload_jax.bench.provenance import provenance
 from alload_jax.errors import InputError, run_command
@@ -47,15 +50,32 @@ from alload_jax.planning.topology import RankTopology
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 COST_MODEL = RESULTS / "calibration_wan_1_3b_h200.json"
 
-OURS: tuple[tuple[str, Any], ...] = (
-    ("first_fit", None),
-    ("balanced", None),
-    ("dual_constraint:synchronous", "longest"),
-    ("dual_constraint:synchronous", "auto"),
-    ("dual_constraint:independent", "longest"),
-    ("dual_constraint:independent", "auto"),
+OURS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("first_fit", {}),
+    ("balanced", {}),
+    ("balanced", {"sample_spread": None}),
+    ("balanced", {"look_ahead": 128}),
+    ("sorted:independent", {}),
+    ("dual_constraint:synchronous", {"m_comp": "longest"}),
+    ("dual_constraint:synchronous", {"m_comp": "auto"}),
+    ("dual_constraint:independent", {"m_comp": "longest"}),
+    ("dual_constraint:independent", {"m_comp": "auto"}),
 )
-"""(policy, M_comp) of our plans."""
+"""Policies and settings of our plans."""
+
+LHOTSE = ("lhotse, synchronous", "lhotse, independent")
+GRAIN = ("grain, first-fit", "grain, best-fit")
+ROW_PLANNERS = (
+    "LPT over a window, rows grouped by cost",
+    "LPT per step",
+    "FFD over a window, rows grouped by cost",
+    "Karmarkar–Karp per step",
+    "Karmarkar–Karp, 8 micro-batches a step",
+)
+PEERS = (*LHOTSE, *ROW_PLANNERS, *GRAIN)
+
+SAMPLES, SAMPLES_PER_RANK = 100_000, 3000
+"""Samples of a workload, and least samples for each rank."""
 
 T = TypeVar("T")
 
@@ -65,15 +85,18 @@ def measure(epoch: EpochPlan, case: Case, cost: QuadraticCost) -> dict[str, Any]
 
     `over_memory` counts micro-batches of more than M_mem computed tokens. `uneven_steps` counts
     steps in which some rank has no work, and `uneven_samples` the samples in them, which a trainer
-    that stops at the first such step would miss. `tokens_per_second` counts each sample once.
+    that stops at the first such step would miss. `tokens_per_second` counts each sample once; where
+    an epoch drops samples or leaves them over, time is taken in proportion to their cost.
     """
-    seq_len = case.samples.seq_len
+    seq_len, ranks = case.samples.seq_len, epoch.ranks
     metrics = plan_metrics(epoch, seq_len, cost, case.m_mem)
-    uneven = np.bincount(epoch.step, minlength=epoch.steps) < epoch.ranks
-    once = int(seq_len[np.unique(epoch.sample)].sum())
+    busy = np.unique(epoch.step * ranks + epoch.rank) // ranks
+    uneven = np.bincount(busy, minlength=epoch.steps) < ranks
+    work = cost.sequence_cost(seq_len)
+    once = float(work[np.unique(epoch.sample)].sum() / work.sum())
     return dataclasses.asdict(metrics) | {
         "seconds": metrics.cost,
-        "tokens_per_second": once / metrics.cost,
+        "tokens_per_second": float(seq_len.sum()) * once / metrics.cost,
         "over_memory": int((epoch.rows * epoch.padded_len > case.m_mem).sum()),
         "uneven_steps": int(uneven.sum()),
         "uneven_samples": int(uneven[epoch.step[epoch.micro_batch_of_part()]].sum()),
@@ -108,6 +131,39 @@ def grain_sweep(best_fit: bool) -> list[list[Grain]]:
     ]
 
 
+def row_planner_sweep(peer: str, cost: QuadraticCost) -> list[list[Any]]:
+    """Rounds of settings as in `lhotse_sweep`, of one of `ROW_PLANNERS`."""
+    kind: Any
+    fills: tuple[float, ...] = (1.0,)
+    windows: tuple[int, ...] = ()
+    if peer.startswith("Karmarkar"):
+        micro_batches = 8 if peer.endswith("8 micro-batches a step") else 1
+        kind = functools.partial(KarmarkarKarp, cost, micro_batches=micro_batches)
+        fills = (0.85, 0.9, 0.95, 1.0)
+    elif peer.endswith("per step"):
+        kind = functools.partial(LongestFirst, cost, window=1)
+        fills = (0.9, 0.95, 0.98, 0.99, 1.0)
+    else:
+        kind = functools.partial(FirstFitGrouped if peer.startswith("FFD") else LongestFirst, cost)
+        fills = (1.0,) if peer.startswith("FFD") else (0.95, 0.98, 0.99, 0.995, 1.0)
+        windows = (8, 64, 128, 512)
+    return [
+        [kind(fill=fill) for fill in fills],
+        [kind(slot_factor=factor) for factor in (1.5, 2.0, 4.0, 8.0)],
+        [kind(window=window) for window in windows],
+        [kind(by_total=not kind().by_total), kind(row_share=0.9)],
+    ]
+
+
+def sweep(peer: str, cost: QuadraticCost) -> list[list[Any]]:
+    """Rounds of settings of one of `PEERS`; see `lhotse_sweep`."""
+    if peer in ROW_PLANNERS:
+        return row_planner_sweep(peer, cost)
+    if peer in LHOTSE:
+        return list(lhotse_sweep(peer == LHOTSE[0], cost))
+    return list(grain_sweep(peer == GRAIN[1]))
+
+
 def merged(chosen: T, tried: T) -> T:
     """`chosen` with the fields of `tried` that differ from their defaults."""
     fields = [f for f in dataclasses.fields(tried) if f.default is not dataclasses.MISSING]  # type: ignore[arg-type]
@@ -117,6 +173,11 @@ def merged(chosen: T, tried: T) -> T:
     return dataclasses.replace(chosen, **changed)  # type: ignore[type-var]
 
 
+def settings_of(planner: Any) -> dict[str, Any]:
+    """The settings of a peer; the cost model stands in the JSON once."""
+    return {k: v for k, v in dataclasses.asdict(planner).items() if k != "cost"}
+
+
 def smaller(case: Case, size: int) -> Case:
     """A smaller case for tuning: fewer samples, and fewer ranks (8 or more) for as many steps."""
     if size >= case.size:
@@ -124,19 +185,41 @@ def smaller(case: Case, size: int) -> Case:
     return Case(case.workload, size, min(case.ranks, max(8, case.ranks * size // case.size)))
 
 
+def size_of(ranks: int) -> int:
+    """Samples of a workload."""
+    return max(SAMPLES, ranks * SAMPLES_PER_RANK)
+
+
+def updated(cases: list[dict[str, Any]], earlier: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cases with the rows and cases of an earlier result that were not measured again."""
+    key = ("workload", "size", "ranks", "m_mem")
+    found = {tuple(case[name] for name in key): case for case in cases}
+    for old in earlier["cases"]:
+        rows = [{"date": earlier["date"]} | row for row in old["rows"]]
+        case = found.setdefault(tuple(old[name] for name in key), old | {"rows": [], "sweeps": {}})
+        known = {row["planner"] for row in case["rows"]}
+        case["rows"] += [row for row in rows if row["planner"] not in known]
+        case["sweeps"] = old["sweeps"] | case["sweeps"]
+    return list(found.values())
+
+
+def with_ratios(case: dict[str, Any]) -> dict[str, Any]:
+    """The case with every row's throughput over that of `balanced`."""
+    base = next(row for row in case["rows"] if row["planner"] == "balanced")["tokens_per_second"]
+    rows = [row | {"over_balanced": row["tokens_per_second"] / base} for row in case["rows"]]
+    return case | {"rows": rows}
+
+
 def tuned_on(case: Case, peer: str, size: int) -> Case:
-    """The case on which a peer is tuned: the case itself for the strongest, a smaller otherwise."""
-    return case if peer == LHOTSE[0] else smaller(case, size)
+    """The case on which a peer is tuned: all steps where it plans a window of them, else fewer."""
+    return case if "over a window" in peer else smaller(case, size)
 
 
 def _tune(
     case: Case, peer: str, cost: QuadraticCost, size: int
 ) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
     """The best settings, the figures of their epoch, and those of all tried settings."""
-    variant = peer.endswith(("synchronous", "best-fit"))
-    rounds: Sequence[Sequence[Any]] = (
-        lhotse_sweep(variant, cost) if peer in LHOTSE else grain_sweep(variant)
-    )
+    rounds = [settings for settings in sweep(peer, cost) if settings]
     small = tuned_on(case, peer, size)
     chosen = rounds[0][0]
     tried: list[Any] = []
@@ -147,13 +230,11 @@ def _tune(
         for other in settings:
             row = measure(other.epoch(small), small, cost)
             tried.append(other)
-            found.append({"settings": dataclasses.asdict(other)} | {k: row[k] for k in SWEPT})
+            found.append({"settings": settings_of(other)} | {k: row[k] for k in SWEPT})
         chosen = tried[best(found)]
     return chosen, measure(chosen.epoch(case), case, cost), found
 
 
-LHOTSE = ("lhotse, synchronous", "lhotse, independent")
-GRAIN = ("grain, first-fit", "grain, best-fit")
 SWEPT = (
     "steps",
     "imbalance",
@@ -170,11 +251,11 @@ SWEPT = (
 
 
 def _tune_all(
-    cases: Sequence[Case], cost: QuadraticCost, size: int, jobs: int
+    cases: Sequence[Case], peers: Sequence[str], cost: QuadraticCost, size: int, jobs: int
 ) -> dict[tuple[Case, str], Any]:
     """Runs `_tune` for every peer and case on several cores, as it measures no times."""
     # The slowest peers start first.
-    keys = [(case, peer) for peer in (*LHOTSE, *GRAIN) for case in cases]
+    keys = [(case, peer) for peer in PEERS if peer in peers for case in cases]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         jobs_of = {key: pool.submit(_tune, *key, cost, size) for key in keys}
         found = {}
@@ -189,17 +270,23 @@ def _peer_row(
     case: Case, name: str, planner: Planner, figures: dict[str, Any], repeats: int
 ) -> dict[str, Any]:
     rates = [planner.rates(case) for _ in range(repeats)]
-    medians = {column: statistics.median(r[column] for r in rates) for column in rates[0]}
-    settings = dataclasses.asdict(planner)  # type: ignore[call-overload]
+    columns = rates[0] if rates else {}
+    medians = {column: statistics.median(r[column] for r in rates) for column in columns}
+    settings = settings_of(planner)
     return {"planner": name, "settings": settings} | figures | medians
 
 
 def _own_row(
-    case: Case, policy: str, m_comp: Any, costs: CostFile, cost: QuadraticCost, repeats: int
+    case: Case,
+    policy: str,
+    fields: dict[str, Any],
+    costs: CostFile,
+    cost: QuadraticCost,
+    repeats: int,
 ) -> dict[str, Any]:
-    config = PlanningConfig(policy="balanced", m_mem=case.m_mem, m_comp=m_comp, ranks=case.ranks)
+    config = PlanningConfig(policy="balanced", m_mem=case.m_mem, ranks=case.ranks, **fields)
     config = policy_config(config, policy)
-    if m_comp == "auto":
+    if config.m_comp == "auto":
         # M_comp is searched once, like the peers' settings; the search is not timed.
         topology = RankTopology(case.ranks, config.ranks_mode)
         chosen = m_comp_curve(config, case.samples, topology, costs).chosen
@@ -210,10 +297,11 @@ def _own_row(
         begin = time.perf_counter()
         plan = make()  # this plans the first epoch
         seconds.append(time.perf_counter() - begin)
-    name = policy.replace(":", ", ") + (f", M_comp {m_comp}" if m_comp else "")
-    row = {"planner": name, "settings": dataclasses.asdict(config)}
-    row |= measure(plan.epoch(0), case, cost)
-    return row | {"planned_per_second": case.size / statistics.median(seconds)}
+    titles = {"m_comp": "M_comp", "sample_spread": "bound on samples", "look_ahead": "look-ahead"}
+    words = [f"{titles[field]} {value or 'none'}" for field, value in fields.items()]
+    row = {"planner": ", ".join([policy.replace(":", ", "), *words])}
+    row |= {"settings": dataclasses.asdict(config)} | measure(plan.epoch(0), case, cost)
+    return row | ({"planned_per_second": case.size / statistics.median(seconds)} if seconds else {})
 
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -227,9 +315,12 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "uneven_steps": ("uneven steps", "{:,}".format),
     "buckets": ("programs", "{:,}".format),
     "length_share": ("lengths of a step", "{:.1%}".format),
+    "step_samples_min": ("least samples of a step", "{:.2f}".format),
+    "step_samples_max": ("most", "{:.2f}".format),
     "order_correlation": ("order", "{:+.2f}".format),
     "seconds": ("epoch, s", "{:,.0f}".format),
     "tokens_per_second": ("tokens/s", "{:,.0f}".format),
+    "over_balanced": ("over balanced", "{:.3f}×".format),
     "planned_per_second": ("planned/s", "{:,.0f}".format),
     "packed_per_second": ("packed/s", "{:,.0f}".format),
 }
@@ -268,24 +359,31 @@ def main(argv: list[str]) -> int:
     add("--cost-model", type=Path, default=COST_MODEL, help="JSON of `alload calibrate`")
     add("--workloads", nargs="+", choices=tuple(M_MEM), default=tuple(M_MEM))
     add("--ranks", type=int, nargs="+", default=[8, 64])
-    add("--size", type=int, default=100_000, help="samples of a workload")
-    add("--tune-size", type=int, default=10_000, help="samples that most peers are tuned on")
-    add("--repeats", type=int, default=3, help="number of timings, whose median is reported")
+    add("--size", type=int, help="samples of a workload; by default by its ranks")
+    add("--tune-size", type=int, default=8_000, help="samples that peers are tuned on")
+    add("--repeats", type=int, default=3, help="timings, whose median is reported; 0 for none")
     add("--jobs", type=int, default=2, help="number of processes for tuning")
+    add("--peers", nargs="+", choices=PEERS, default=PEERS)
+    add("--update", action="store_true", help="keep the rows of --out that are not measured")
     add("--out", type=Path, default=RESULTS / "planning_peers.json")
     options = parser.parse_args(argv)
-    if importlib.util.find_spec("lhotse") is None:
+    if set(LHOTSE) & set(options.peers) and importlib.util.find_spec("lhotse") is None:
         raise InputError("lhotse is not installed; run `pip install -e .[benchmark]`")
     costs = read_cost_file(options.cost_model)
     if costs.quadratic is None:
         raise InputError(f"{options.cost_model}: has no quadratic model; run `alload calibrate`")
     cost = costs.quadratic
-    cases = [Case(name, options.size, n) for n in options.ranks for name in options.workloads]
-    tuned = _tune_all(cases, cost, options.tune_size, options.jobs)
+    cases = [
+        Case(name, options.size or size_of(ranks), ranks)
+        for ranks in options.ranks
+        for name in options.workloads
+    ]
+    tuned = _tune_all(cases, options.peers, cost, options.tune_size, options.jobs)
+    header = provenance(("lhotse", "grain", "numpy", "torch"))
     results = []
     for case in cases:
         rows = [_own_row(case, *o, costs, cost, options.repeats) for o in OURS]
-        for peer in (*LHOTSE, *GRAIN):
+        for peer in options.peers:
             planner, figures, _ = tuned[case, peer]
             rows.append(_peer_row(case, peer, planner, figures, options.repeats))
         sweeps = {
@@ -293,13 +391,18 @@ def main(argv: list[str]) -> int:
                 "on": dataclasses.asdict(tuned_on(case, peer, options.tune_size)),
                 "rows": tuned[case, peer][2],
             }
-            for peer in (*LHOTSE, *GRAIN)
+            for peer in options.peers
         }
         case_fields = dataclasses.asdict(case) | {"m_mem": case.m_mem}
-        results.append(case_fields | {"rows": rows, "sweeps": sweeps})
-        print(f"\n{case.workload}, {case.ranks} ranks, M_mem {case.m_mem:,}\n\n{table(rows)}")
-        sys.stdout.flush()
-    content = provenance(("lhotse", "grain", "numpy", "torch")) | {
+        today = [{"date": header["date"]} | row for row in rows]
+        results.append(case_fields | {"rows": today, "sweeps": sweeps})
+    if options.update:
+        results = updated(results, json.loads(options.out.read_text()))
+    results = [with_ratios(case) for case in results]
+    for found in results:
+        title = f"{found['workload']}, {found['ranks']} ranks, M_mem {found['m_mem']:,}"
+        print(f"\n{title}\n\n{table(found['rows'])}")
+    content = header | {
         "device": f"none (planning only); {_processor()}, {os.cpu_count()} cores",
         "command": "python benchmarks/planning_peers.py " + shlex.join(argv),
         "cost_model": {

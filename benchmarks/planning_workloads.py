@@ -4,7 +4,8 @@
 
 The costs are predictions of the cost model that `alload calibrate` measured on an H200. Writes
 benchmarks/results/planning_workloads.json and a picture, and prints the tables of the docs. Takes
-about twenty minutes on one core, and 3 GB of memory for the plan of ten million samples.
+about ten minutes on one core, and 3 GB of memory for the plan of ten million samples. `--parts`
+measures some parts and keeps the others of the JSON; each part has its date and command there.
 """
 
 import argparse
@@ -25,9 +26,12 @@ import numpy as np
 from alload_jax.bench.provenance import provenance
 from alload_jax.planning.cost import read_cost_file
 from alload_jax.planning.metrics import excess_over_bound
+from alload_jax.planning.policies.dual_constraint import DualConstraint
+from alload_jax.planning.predicted_time import draw_samples, predicted_time
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.step_costs import largest_indivisible_cost, micro_batch_costs, rank_costs
 from alload_jax.planning.study import Case, Study
+from alload_jax.planning.topology import RankTopology
 from alload_jax.planning.workloads import make_workload
 
 ROOT = Path(__file__).parents[1]
@@ -64,6 +68,17 @@ PAPER_M_MEM = {
 }
 """Tokens of one to four longest samples: with more memory, M_comp is the bound of more buckets."""
 
+PARTS = ("plans", "paper", "accumulation", "speed")
+"""Of the JSON."""
+MICRO_BATCHES = (1, 4, 16)
+"""Micro-batches of a step: with more, the sum over them evens out between ranks."""
+EXPONENTS = (1.5, 2.0)
+"""Values of p."""
+ACCUMULATION_RANKS = 16
+ACCUMULATION_STEPS = 20
+"""Steps of the most micro-batches in an epoch, if all were full."""
+M_COMP_VALUES, M_COMP_SAMPLES = 25, 200_000
+"""Values of M_comp that are tried, and most samples that are planned with each."""
 
 _PAPER_CASES: tuple[tuple[str, Any], ...] = (
     ("equal_tokens", None),
@@ -82,23 +97,36 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=tuple(M_MEM), default=tuple(M_MEM))
     parser.add_argument("--out", default=str(RESULT))
     parser.add_argument("--ten-million", action="store_true", help="plan only ten million samples")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
     if options.ten_million:
         print(json.dumps(_ten_million(options.cost_model)))
         return
-    content = {
+    content = _measured(options)
+    Path(options.out).write_text(json.dumps(content, indent=1) + "\n")
+    if "paper" in options.parts:
+        _draw(content["paper"])
+    print("\n\n".join(_tables(content)))
+
+
+def _measured(options: argparse.Namespace) -> dict[str, Any]:
+    """The JSON: the parts asked for, and the others as they were."""
+    header = {
         "command": shlex.join(["python", "benchmarks/planning_workloads.py", *sys.argv[1:]]),
         **provenance(["numpy"]),
         "device": f"none (planning only); {platform.machine()}",
-        "cost_model": Path(options.cost_model).name,
-        "m_mem": M_MEM,
-        "plans": list(_plans(options)),
-        "paper": list(_paper(options)),
-        "speed": _speed(options.cost_model),
     }
-    Path(options.out).write_text(json.dumps(content, indent=1) + "\n")
-    _draw(content["paper"])
-    print("\n\n".join(_tables(content)))
+    content = json.loads(Path(options.out).read_text()) if set(options.parts) < set(PARTS) else {}
+    content |= {"cost_model": Path(options.cost_model).name, "m_mem": M_MEM}
+    measured = content.setdefault("measured", {})
+    for part in options.parts:
+        if part == "speed":
+            content[part] = _speed(options.cost_model)
+        else:
+            work = {"plans": _plans, "paper": _paper, "accumulation": _accumulation}[part]
+            content[part] = list(work(options))
+        measured[part] = header
+    return content
 
 
 def _study(cost_model: str, workload: str, size: int, m_mem: int, **fields: Any) -> Study:
@@ -144,7 +172,10 @@ def _figures(case: Case, study: Study) -> dict[str, Any]:
 
 
 def _paper(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The paper's comparison: independent ranks, with the paper's M_comp and with the best one."""
+    """AdaptiveLoad's policies on independent ranks, with M_comp of the longest sample and the best.
+
+    AdaptiveLoad does not say how M_comp and p are chosen.
+    """
     sizes = ((name, m_mem) for name in options.workloads for m_mem in PAPER_M_MEM[name])
     for workload, m_mem in sizes:
         study = _study(options.cost_model, workload, 60_000, m_mem, ranks_mode="independent")
@@ -161,6 +192,62 @@ def _paper(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "m_comp": getattr(case.plan.policy, "m_comp", None),
                 }
             yield found
+
+
+def _accumulation(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """AdaptiveLoad's policies with several micro-batches a step, over `balanced` with one row."""
+    sizes = ((name, m_mem) for name in options.workloads for m_mem in PAPER_M_MEM[name])
+    for workload, m_mem in sizes:
+        mean = float(make_workload(workload, 20_000).seq_len.mean())
+        rows = ACCUMULATION_STEPS * ACCUMULATION_RANKS * max(MICRO_BATCHES)
+        size = round(rows * m_mem / mean)
+        study = _study(options.cost_model, workload, size, m_mem, ranks_mode="independent")
+        base = study.case("balanced", ACCUMULATION_RANKS).metrics
+        for micro_batches in MICRO_BATCHES:
+            config = replace(study.config, micro_batches_per_step=micro_batches)
+            several = replace(study, config=config)
+            found = [_accumulated(several, "equal_tokens", None, None)]
+            found += [_best_m_comp(several, p) for p in EXPONENTS]
+            for row in found:
+                row |= {"over_balanced": row["tokens_per_second"] / base.tokens_per_second}
+                row |= {"samples_over_balanced": row["samples_per_step"] * base.steps / size}
+                row = {"workload": workload, "m_mem": m_mem, "size": size} | row
+                print({k: v for k, v in row.items() if k != "m_comp"}, flush=True)
+                yield row
+
+
+def _best_m_comp(study: Study, p: float) -> dict[str, Any]:
+    """`dual_constraint` with this p and the M_comp of least predicted time."""
+    m_mem, seq_len = study.config.required_m_mem(), study.samples.seq_len
+    least, most = DualConstraint(m_mem, p=p).m_comp_range(np.unique(seq_len))
+    topology = RankTopology(ACCUMULATION_RANKS, "independent", study.config.micro_batches_per_step)
+
+    drawn = draw_samples(study.samples, M_COMP_SAMPLES)
+
+    def time_at(m_comp: float) -> float:
+        policy = DualConstraint(m_mem, m_comp, p)
+        return predicted_time(policy, drawn, topology, study.predictor)
+
+    m_comp = min(np.geomspace(least, most, M_COMP_VALUES).tolist(), key=time_at)
+    return _accumulated(study, "dual_constraint", m_comp, p)
+
+
+def _accumulated(
+    study: Study, policy: str, m_comp: float | None, p: float | None
+) -> dict[str, Any]:
+    """Figures of one policy."""
+    config = replace(study.config, m_comp=m_comp, p=p)
+    metrics = replace(study, config=config).case(policy, ACCUMULATION_RANKS).metrics
+    return {
+        "ranks": ACCUMULATION_RANKS,
+        "policy": policy,
+        "micro_batches": config.micro_batches_per_step,
+        "p": p,
+        "m_comp": m_comp,
+        "imbalance": metrics.imbalance,
+        "tokens_per_second": metrics.tokens_per_second,
+        "samples_per_step": metrics.samples / metrics.steps,
+    }
 
 
 def _speed(cost_model: str) -> dict[str, Any]:
@@ -212,14 +299,14 @@ def _peak_memory() -> int:
 
 
 def _draw(rows: list[dict[str, Any]]) -> None:
-    """Draws imbalance on 16 ranks: the paper's figures and those of every workload."""
+    """Draws imbalance on 16 ranks: AdaptiveLoad's figures and those of every workload."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     bars = {
-        "equal_tokens": ("equal_tokens (the paper's baseline)", "#9aa5b1"),
+        "equal_tokens": ("equal_tokens (AdaptiveLoad's baseline)", "#9aa5b1"),
         "dual_constraint longest": ("dual_constraint, M_comp of the longest sample", "#4f86c6"),
         "dual_constraint auto": ("dual_constraint, M_comp chosen by cost", "#1d4e89"),
         "balanced": ("balanced", "#e07a1f"),
@@ -281,7 +368,30 @@ def _tables(content: dict[str, Any]) -> Iterator[str]:
                 for row in content["paper"]
             ],
         )
+    yield _markdown(_ACCUMULATION_HEAD, _accumulation_rows(content["accumulation"]))
     yield json.dumps(content["speed"], indent=1)
+
+
+_ACCUMULATION_HEAD = (
+    "data",
+    "M_mem",
+    *(f"`equal_tokens`, {count}" for count in MICRO_BATCHES),
+    *(f"`dual_constraint`, {count}" for count in MICRO_BATCHES),
+    f"samples of a step with {MICRO_BATCHES[-1]}, over `balanced`",
+)
+
+
+def _accumulation_rows(found: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """tokens/s over `balanced` by micro-batches of a step; of `dual_constraint` with the best p."""
+    for workload, m_mem in dict.fromkeys((row["workload"], row["m_mem"]) for row in found):
+        same = [row for row in found if (row["workload"], row["m_mem"]) == (workload, m_mem)]
+        cells = [f"`{workload}`", f"{m_mem:,}"]
+        for policy in ("equal_tokens", "dual_constraint"):
+            for count in MICRO_BATCHES:
+                rows = [r for r in same if (r["policy"], r["micro_batches"]) == (policy, count)]
+                best = max(rows, key=lambda row: row["over_balanced"])
+                cells.append(f"{best['over_balanced']:.2f}×")
+        yield [*cells, f"{best['samples_over_balanced']:.0f}×"]
 
 
 def _plan_rows(plans: list[dict[str, Any]]) -> Iterator[list[Any]]:

@@ -1,4 +1,4 @@
-"""What a micro-batch costs: the paper's power law and a sum of linear and quadratic terms."""
+"""What a micro-batch costs: AdaptiveLoad's B·S^p, or a sum of linear and quadratic terms."""
 
 import json
 import math
@@ -72,7 +72,7 @@ def bucketed_cost(model: CostModel, rows: np.ndarray, seq_len: np.ndarray) -> np
 
 @dataclass(frozen=True)
 class PowerCost:
-    """a·B·S^p, as in AdaptiveLoad (arXiv 2605.17923). With a = 1 it has no unit.
+    """a·B·S^p; with a = 1 it is AdaptiveLoad's measure (arXiv 2605.17923) and has no unit.
 
     Padding tokens count as sequences of length 1.
     """

@@ -38,7 +38,9 @@ class MCompCurve:
 
 
 def longest_alone(policy: Policy, samples: Samples) -> float:
-    """The paper-faithful M_comp: cost of the longest sample at B = 1, in the policy's measure.
+    """The M_comp called `longest`: the longest sample at B = 1, in the policy's measure.
+
+    AdaptiveLoad (arXiv 2605.17923) does not say how it chooses M_comp.
 
     Raises:
       InputError: the policy has no M_comp.

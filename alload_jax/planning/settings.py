@@ -33,7 +33,7 @@ class PlanningConfig:
         the name of a registered policy; or auto, which is balanced where attention runs on packed
         rows (NVIDIA Hopper or newer) and dual_constraint elsewhere.
       ranks_mode: of bucketed policies: synchronous (ranks share a bucket) or independent (each
-        shape group draws its own, as in the paper).
+        shape group draws its own; groups of one rank are AdaptiveLoad's setting).
       micro_batches_per_step: micro-batches that every rank accumulates before an update.
       m_mem: maximum tokens of a micro-batch on one rank; null takes it from `cost_model`.
       m_comp: maximum cost of a micro-batch, B·S^p for `dual_constraint`, in the cost model's unit

@@ -3,8 +3,8 @@
 Between two updates each group trains independently on its slice of the mesh: it accumulates
 weighted sums of loss and gradient over micro-batches of its own shapes. The update runs on all
 devices; it adds the sums of the groups and divides by the sum of weights. A group without a
-micro-batch, at the end of an epoch, contributes its current sums. AdaptiveLoad works like this
-(arXiv 2605.17923).
+micro-batch, at the end of an epoch, contributes its current sums. In AdaptiveLoad (arXiv
+2605.17923) every rank draws its own bucket: it is such a group of one rank.
 """
 
 from collections.abc import Iterator, Sequence

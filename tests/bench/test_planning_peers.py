@@ -1,5 +1,6 @@
 """`benchmarks/planning_peers.py`: epochs from the peers' batches, and their figures."""
 
+import dataclasses
 import importlib
 import sys
 from pathlib import Path
@@ -23,7 +24,8 @@ def program():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
         yield importlib.import_module("planning_peers")
-        del sys.modules["planning_peers"], sys.modules["peers"]
+        for name in ("planning_peers", "row_planners", "peers"):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +101,42 @@ def test_a_table_has_empty_cells_for_missing_metrics(program):
     last = program.table([row]).splitlines()[-1]
     assert last.startswith("| ours | 0")
     assert last.endswith("|  |")
+
+
+def test_left_over_samples_count_with_their_cost(program, peers, case):
+    steps = peers.turns([[array(0)], [array(2)]])
+    epoch = peers.packed_epoch(steps, SEQ_LEN, 10)
+    figures = program.measure(epoch, case, COST)
+    assert figures["tokens_per_second"] == pytest.approx(20 * (4 + 6) / 20 / 10)
+
+
+def test_ranks_with_several_micro_batches_are_one_each(program, peers, case):
+    steps = peers.turns([[array(0), array(1)], [array(2)]])
+    epoch = peers.packed_epoch(steps, SEQ_LEN, 10)
+    joined = dataclasses.replace(epoch, steps=1, step=epoch.step * 0, micro_batch=epoch.step)
+    figures = program.measure(joined, case, COST)
+    assert (figures["uneven_steps"], figures["seconds"]) == (0, 20)
+
+
+def test_every_peer_has_settings_to_try(program):
+    cost = QuadraticCost(c0=0.0, c1=1.0, c2=0.5)
+    for peer in program.PEERS:
+        rounds = program.sweep(peer, cost)
+        tried = [one for settings in rounds for one in settings]
+        assert tried
+        assert all(dataclasses.is_dataclass(one) for one in tried)
+
+
+def test_an_update_keeps_what_was_not_measured(program):
+    where = {"workload": "tiny", "size": 5, "ranks": 2, "m_mem": 10}
+    old = [{"planner": "balanced", "tokens_per_second": 1.0}]
+    old += [{"planner": "theirs", "tokens_per_second": 6.0}]
+    earlier = {"date": "then", "cases": [where | {"rows": old, "sweeps": {}}]}
+    new = [{"planner": "balanced", "tokens_per_second": 3.0, "date": "now"}]
+    [case] = program.updated([where | {"rows": new, "sweeps": {}}], earlier)
+    rows = program.with_ratios(case)["rows"]
+    assert [(row["planner"], row["date"]) for row in rows] == [
+        ("balanced", "now"),
+        ("theirs", "then"),
+    ]
+    assert [row["over_balanced"] for row in rows] == [1.0, 2.0]

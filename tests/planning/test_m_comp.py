@@ -51,7 +51,7 @@ def test_auto_takes_the_least_and_of_equals_the_largest():
     assert flat.chosen == curve.m_comp[-1]
 
 
-def test_longest_is_the_papers_choice():
+def test_longest_is_the_cost_of_the_longest_sample_alone():
     samples = of_lengths(*LENGTHS)
     plan = make_plan(config(m_comp="longest"), samples, 4, 0)
     assert plan.policy == DualConstraint(4000, 2000.0**2, 2.0)
