@@ -45,11 +45,12 @@ def reference(operands: Operands, options: Options) -> tuple[jax.Array, jax.Arra
         for each in (keys, values)
     )
     listed = _listed_keys(blocks).reshape(rows, heads, n_query, -1)
-    # Keys that are not listed may hold anything, NaN as well.
-    keys, values = (jnp.where(listed[..., None], each, 0.0) for each in (keys, values))
-    scores = jnp.einsum("rhqtd,rhqsd->rhqts", queries, keys, precision="highest") * options.scale
     valid = jnp.arange(blocks.query_block) < blocks.query_tokens[:, None, :, None]
     seen = listed[:, :, :, None, :] & valid[..., None]
+    # What does not count may hold anything, NaN as well.
+    queries = jnp.where(seen.any(axis=-1, keepdims=True), queries, 0.0)
+    keys, values = (jnp.where(listed[..., None], each, 0.0) for each in (keys, values))
+    scores = jnp.einsum("rhqtd,rhqsd->rhqts", queries, keys, precision="highest") * options.scale
     scores = jnp.where(seen, scores, -jnp.inf)
     top = jax.lax.stop_gradient(scores.max(axis=-1, initial=-jnp.inf))
     top = jnp.where(jnp.isfinite(top), top, 0.0)
