@@ -545,3 +545,12 @@ def test_a_split_sample_that_a_group_holds_for_two_epochs_is_two_segments(seed, 
             for sample, first, tokens in zip(part.samples, row.first, row.tokens, strict=True):
                 assert first >= 0
                 assert first + tokens <= lengths[sample]
+
+
+def test_a_window_is_not_deferred_whole_because_some_steps_hold_too_many_samples():
+    """Rows of three long videos each: steps were all refused, and first-fit rows idled 15 %."""
+    samples = make_workload("long-video-V60", 100_000)
+    policy = Balanced(1_050_000, WAN, max_segments=500)
+    plan = Plan(samples, policy, RankTopology(16), seed=0)
+    found = plan_metrics(plan.epoch(0), samples.seq_len, WAN, 1_050_000)
+    assert found.idle < 0.02

@@ -118,15 +118,16 @@ def _within(
     """As `_by_cost`, with the samples of each step within bounds.
 
     Units of many samples that no costly step takes gather in steps of too many samples. Then costly
-    steps take more of them. Steps that are out of bounds at last are deferred.
+    steps take more of them. If steps are out of bounds whatever these take, they are deferred.
     """
+    kept: list[np.ndarray] = []
     for share in _TARGETS:
         least = bounds.least + share * (bounds.mean - bounds.least)
         steps, rest = _enriched_steps(order, units, size, least)
-        over = [units.samples[step].sum() > bounds.most for step in steps]
-        if not any(over):
+        within = [step for step in steps if units.samples[step].sum() <= bounds.most]
+        if len(within) == len(steps) > len(kept):
             return steps, rest
-    kept = [step for step, beyond in zip(steps, over, strict=True) if not beyond]
+        kept = max(kept, within, key=len)
     left = np.setdiff1d(order, np.concatenate(kept)) if kept else order
     return kept, left[np.argsort(-units.most[left], kind="stable")]
 
