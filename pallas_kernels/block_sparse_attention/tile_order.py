@@ -7,7 +7,7 @@ import numpy as np
 
 Grid = tuple[int, int, int]
 
-_NEARLY = 1.02
+_NEARLY = 1.1
 """Tiles may be this many times the fewest, where they are more compact."""
 
 

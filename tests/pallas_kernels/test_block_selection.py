@@ -1,0 +1,152 @@
+"""Selection of blocks, and the order of tokens in tiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.block_sparse_attention import (
+    BlockSegments,
+    PooledScores,
+    best_tile,
+    pool_blocks,
+    tile_order,
+    top_k_blocks,
+)
+
+
+def test_blocks_are_pooled_over_their_valid_tokens():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 150, 3, 8)).astype(np.float32)
+    tokens = np.asarray([[64, 10, 22], [0, 64, 1]])
+    found = pool_blocks(jnp.asarray(x, jnp.bfloat16), jnp.asarray(tokens), block=64)
+    assert found.dtype == jnp.float32
+    rounded = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+    for row, block in np.ndindex(2, 3):
+        part = rounded[row, block * 64 :][: tokens[row, block]]
+        expected = part.mean(axis=0) if len(part) else np.zeros((3, 8))
+        np.testing.assert_allclose(found[row, block], expected, atol=1e-5)
+    with pytest.raises(ValueError, match=r"tokens is \(2, 3\); for x .* must be \(2, 2\)"):
+        pool_blocks(jnp.zeros((2, 100, 1, 4)), jnp.asarray(tokens), block=64)
+
+
+@st.composite
+def selections(draw):
+    """Scores, counts, segments and valid tokens of self-attention in packed rows."""
+    rows, heads, blocks = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    rng = np.random.default_rng(draw(st.integers(0, 999)))
+    segments = np.sort(rng.integers(-1, 3, (rows, blocks)), axis=1)[:, ::-1]
+    tokens = np.where(rng.random((rows, blocks)) < 0.2, 0, rng.integers(1, 65, (rows, blocks)))
+    k_max = draw(st.integers(1, 10))
+    k = rng.integers(1, k_max + 1, heads)
+    scores = rng.permutation(rows * heads * blocks * blocks).reshape(rows, heads, blocks, blocks)
+    return scores.astype(np.float32), k, k_max, segments, tokens
+
+
+@given(selections())
+@settings(max_examples=40, deadline=None)
+def test_lists_hold_the_own_block_and_the_best_of_the_segment(case):
+    scores, k, k_max, segments, tokens = case
+    ids, valid = jnp.asarray(segments, jnp.int32), jnp.asarray(tokens, jnp.int32)
+    found = top_k_blocks(
+        jnp.asarray(scores), jnp.asarray(k), BlockSegments(ids, ids), valid, valid, k_max=k_max
+    )
+    rows, heads, blocks, _ = scores.shape
+    assert found.indices.shape == (rows, heads, blocks, k_max)
+    for r, h, q in np.ndindex(rows, heads, blocks):
+        usable = (segments[r] == segments[r, q]) & (tokens[r] > 0) & (segments[r] >= 0)
+        usable = np.flatnonzero(usable & (tokens[r, q] > 0))
+        expected = sorted(usable, key=lambda key: (key != q, -scores[r, h, q, key]))
+        expected = expected[: k[h]]
+        count = int(found.counts[r, h, q])
+        assert found.indices[r, h, q, :count].tolist() == expected
+        assert count == min(len(usable), k[h])
+
+
+def test_pooled_scores_select_as_their_products_do():
+    rng = np.random.default_rng(3)
+    q, k = (jnp.asarray(rng.normal(size=(1, 12, 2, 16)), jnp.float32) for _ in range(2))
+    ids = jnp.zeros((1, 12), jnp.int32)
+    tokens = jnp.full((1, 12), 64, jnp.int32)
+    segments = BlockSegments(ids, ids)
+    pooled = top_k_blocks(PooledScores(q, k), 3, segments, tokens, tokens, k_max=3)
+    scores = jnp.einsum("rqhd,rkhd->rhqk", q, k)
+    whole = top_k_blocks(scores, 3, segments, tokens, tokens, k_max=3)
+    np.testing.assert_array_equal(pooled.indices, whole.indices)
+    other = top_k_blocks(scores, 3, segments, tokens, tokens, k_max=3, own=False)
+    np.testing.assert_array_equal(other.indices, jax.lax.top_k(scores, 3)[1])
+
+
+def test_no_gradient_passes_through_a_selection():
+    def loss(x):
+        tokens, ids = jnp.full((1, 4), 64, jnp.int32), jnp.zeros((1, 4), jnp.int32)
+        pooled = pool_blocks(x, tokens, block=64)
+        segments, scores = BlockSegments(ids, ids), PooledScores(pooled, pooled)
+        lists = top_k_blocks(scores, 2, segments, tokens, tokens, k_max=2)
+        return pooled.sum() + lists.indices.sum().astype(jnp.float32)
+
+    assert not np.asarray(jax.grad(loss)(jnp.ones((1, 256, 1, 8)))).any()
+
+
+def test_nothing_of_the_size_of_all_pairs_is_held():
+    """Of 512 blocks, lists of 4: the largest array is a sixteenth of all pairs."""
+    tokens, ids = (jax.ShapeDtypeStruct((1, 512), jnp.int32),) * 2
+    pooled = jax.ShapeDtypeStruct((1, 512, 2, 8), jnp.float32)
+
+    def run(q, k, ids, tokens):
+        segments = BlockSegments(ids, ids)
+        return top_k_blocks(PooledScores(q, k), 4, segments, tokens, tokens, k_max=4)
+
+    memory = jax.jit(run).lower(pooled, pooled, ids, tokens).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2 * 512 * 512 * 4 / 8
+
+
+# ---------------------------------------------------------------- tiles
+
+GRIDS = st.tuples(*(st.integers(1, 12),) * 3)
+
+
+@given(GRIDS, st.sampled_from([(4, 4, 4), (2, 8, 8), (1, 1, 1), (3, 5, 4), None]))
+@settings(max_examples=100, deadline=None)
+def test_a_tile_order_is_a_bijection_of_neighbours(grid, tile):
+    block = 128 if tile == (2, 8, 8) else 64
+    found = tile_order(grid, tile, block)
+    size = int(np.prod(grid))
+    assert found.place.dtype == found.source.dtype == found.tokens.dtype == np.int32
+    np.testing.assert_array_equal(found.source[found.place], np.arange(size))
+    assert (found.source >= 0).sum() == found.tokens.sum() == size
+    spans = tile or best_tile(grid, block)
+    for number, count in enumerate(found.tokens):
+        here = found.source[number * block : (number + 1) * block]
+        assert 1 <= count <= block
+        assert (here[:count] >= 0).all()
+        assert (here[count:] == -1).all()
+        token = np.stack(np.unravel_index(here[:count], grid))
+        assert (np.ptp(token, axis=1) < spans).all()
+
+
+@given(GRIDS, st.sampled_from([64, 128]))
+@settings(max_examples=50, deadline=None)
+def test_the_best_tile_wastes_at_most_a_tenth_more_than_the_least(grid, block):
+    def tiles(tile):
+        return np.prod([-(-size // part) for size, part in zip(grid, tile, strict=True)])
+
+    best = best_tile(grid, block)
+    assert np.prod(best) <= block
+    fewest = min(
+        tiles((t, h, w))
+        for t in range(1, grid[0] + 1)
+        for h in range(1, grid[1] + 1)
+        for w in range(1, grid[2] + 1)
+        if t * h * w <= block
+    )
+    assert tiles(best) <= 1.1 * fewest
+
+
+def test_tiles_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"tile \(5, 5, 5\) holds 125 tokens, more than a block"):
+        tile_order((8, 8, 8), (5, 5, 5))
+    with pytest.raises(ValueError, match=r"grid is \(0, 8, 8\); it must be three numbers >= 1"):
+        tile_order((0, 8, 8))
