@@ -2,7 +2,12 @@
 
 import argparse
 
-from alload_jax.commands import bench_balance, bench_kernel, bench_step
+from alload_jax.commands import (
+    bench_balance,
+    bench_kernel,
+    bench_sparse_attention,
+    bench_step,
+)
 
 HELP = "Measure kernels and training steps on this device against other implementations."
 
@@ -14,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("kernel", bench_kernel),
         ("step", bench_step),
         ("balance", bench_balance),
+        ("sparse-attention", bench_sparse_attention),
     ):
         sub = choices.add_parser(name, help=measured.HELP, description=measured.HELP)
         measured.add_arguments(sub)

@@ -1,0 +1,147 @@
+"""`alload bench sparse-attention`: block-sparse attention against dense attention."""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from alload_jax.commands.bench_output import markdown_table, require_counts, require_place, typed
+from alload_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from alload_jax.bench.sparse_attention import Entry, Rival, Speed
+
+HELP = "Measure block-sparse attention on this device against cuDNN's dense attention."
+
+_COMMAND = "alload bench sparse-attention"
+_WIDTH = 160
+_PACKAGES = ("jax", "jaxlib", "numpy")
+_COLUMNS = (
+    *("tokens", "lists", "sparsity", "implementation", "forward", "backward", "both"),
+    *("TFLOP/s forward", "TFLOP/s backward", "selection / both"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's flags."""
+    add = parser.add_argument
+    add("--tokens", nargs="+", type=int, default=(32_768, 75_600, 131_072), help="lengths")
+    add(
+        "--sparsities",
+        nargs="+",
+        type=float,
+        default=(0.3, 0.5, 0.7, 0.8, 0.9, 0.95),
+        help="shares of pairs of blocks that are left out",
+    )
+    add("--lists", nargs="+", choices=("random", "zipf"), default=("random", "zipf"))
+    add("--heads", type=int, default=12, help="heads (default 12)")
+    add("--width", type=int, choices=(64, 128), default=128, help="width of a head (default 128)")
+    add("--block", type=int, choices=(64, 128), default=64, help="tokens of a block (default 64)")
+    add("--out", default="sparse_attention", help="written: OUT.json and OUT.png")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints a table, writes JSON and PNG."""
+    return measure(options)
+
+
+def measure(
+    options: argparse.Namespace, rivals: "Sequence[Rival]" = (), packages: Sequence[str] = ()
+) -> int:
+    """`run`, with rivals.
+
+    Args:
+      options: of the command line.
+      rivals: other libraries' implementations to measure beside ours.
+      packages: whose versions the JSON notes for that.
+    """
+    _check(options)
+    # Only now: `--help` needs neither JAX nor a GPU.
+    import jax
+
+    from alload_jax.bench import sparse_attention as bench
+    from alload_jax.bench.device_time import require_gpu
+    from alload_jax.bench.provenance import provenance
+    from alload_jax.bench.sparse_attention_picture import write_picture
+
+    require_gpu()
+    out = Path(options.out)
+    json_path, picture = (out.parent / f"{out.name}.{kind}" for kind in ("json", "png"))
+    shapes = [
+        bench.Shape(tokens, options.heads, options.width, options.block)
+        for tokens in options.tokens
+    ]
+    made_with = provenance([*_PACKAGES, *packages])
+    entries: list[Entry] = []
+    console = Console(soft_wrap=True, width=_WIDTH)
+    for entry in bench.measure(shapes, options.sparsities, options.lists, rivals):
+        entries.append(entry)
+        console.print(_line(entry))
+        found = bench.speeds(entries)
+        content = {
+            "command": typed(),
+            **made_with,
+            "break_even": {str(s.tokens): bench.break_even(found, s) for s in shapes},
+            "speeds": [each._asdict() | {"shape": each.shape._asdict()} for each in found],
+            "entries": [each._asdict() | {"shape": each.shape._asdict()} for each in entries],
+        }
+        # After each, so that a failure loses nothing that was measured.
+        json_path.write_text(json.dumps(content, indent=1) + "\n")
+    device = jax.devices()[0].device_kind
+    write_picture(picture, found, device)
+    console.print(_table(entries, found, device))
+    for shape in shapes:
+        console.print(_verdict(shape.tokens, bench.break_even(found, shape)))
+    print(f"written: {json_path}, {picture}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    require_counts(_COMMAND, heads=options.heads)
+    for tokens in options.tokens:
+        require_counts(_COMMAND, tokens=tokens)
+    for sparsity in options.sparsities:
+        if not 0 <= sparsity < 1:
+            raise InputError(
+                f"{_COMMAND}: --sparsities {sparsity}: it must be at least 0 and below 1"
+            )
+    out = Path(options.out)
+    for kind in ("json", "png"):
+        path = out.parent / f"{out.name}.{kind}" if out.name else out
+        require_place(_COMMAND, "--out", path)
+
+
+def _line(entry: "Entry") -> str:
+    where = f"{entry.shape.tokens:,} tokens, {entry.popularity}, {entry.sparsity:.0%}"
+    return f"{where}, {entry.implementation} {entry.part}: {entry.us:,.0f} µs"
+
+
+def _table(entries: "Sequence[Entry]", found: "Sequence[Speed]", device: str) -> Any:
+    """Each case's speed, and the rate of its computed pairs."""
+    rates = {
+        (e.shape, e.implementation, e.popularity, e.sparsity, e.part): e.flops_per_second
+        for e in entries
+    }
+    table = markdown_table(f"{device}; times as fast as cuDNN's dense attention", _COLUMNS)
+    for each in found:
+        case = (each.shape, each.implementation, each.popularity, each.sparsity)
+        table.add_row(
+            f"{each.shape.tokens:,}",
+            each.popularity,
+            f"{each.sparsity:.0%}",
+            each.implementation,
+            *(f"{ratio:.2f}×" for ratio in (each.forward, each.backward, each.both)),
+            *(f"{rates[*case, part] / 1e12:,.0f}" for part in ("forward", "backward")),
+            "–" if math.isnan(each.selection) else f"{each.selection:.1%}",
+        )
+    return table
+
+
+def _verdict(tokens: int, sparsity: float | None) -> str:
+    if sparsity is None:
+        return f"{tokens:,} tokens: the measured sparsities do not show where dense is as fast"
+    return f"{tokens:,} tokens: as fast as dense attention at a sparsity of {sparsity:.0%}"
