@@ -1,5 +1,6 @@
 """GPU kernels that diffusion transformers need beside XLA's own fusions."""
 
+from pallas_kernels.block_sparse_attention import BlockLists, block_sparse_attention
 from pallas_kernels.layernorm_modulate import (
     Segmentation,
     layernorm_modulate,
@@ -7,4 +8,11 @@ from pallas_kernels.layernorm_modulate import (
     segmentation,
 )
 
-__all__ = ["Segmentation", "layernorm_modulate", "residual_layernorm_modulate", "segmentation"]
+__all__ = [
+    "BlockLists",
+    "Segmentation",
+    "block_sparse_attention",
+    "layernorm_modulate",
+    "residual_layernorm_modulate",
+    "segmentation",
+]

@@ -13,8 +13,8 @@ from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.topology import RankTopology
 
-_CONTEXTS = (1, 2, 4, 8, 16)
-"""Sizes of a context-parallel group that are tried."""
+_MOST_CONTEXT = 16
+"""Of the sizes of a context-parallel group that are tried: groups of more span hosts."""
 _MOST_SAMPLES = 200_000
 """Samples with which they are tried."""
 
@@ -90,7 +90,7 @@ def choose_context(
     times: dict[int, float] = {}
     refusals = []
     drawn = draw_samples(samples, _MOST_SAMPLES)
-    for context in (c for c in _CONTEXTS if topology.ranks % c == 0):
+    for context in (c for c in range(1, _MOST_CONTEXT + 1) if topology.ranks % c == 0):
         tried = replace(config, context=context, m_comp=None)
         try:
             policy = make_policy(tried, costs).fitted(drawn, topology)

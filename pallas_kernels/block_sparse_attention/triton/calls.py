@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.block_sparse_attention.block_lists import invert, longest_first
+from pallas_kernels.block_sparse_attention.block_lists import InvertedLists, invert, longest_first
 from pallas_kernels.block_sparse_attention.operands import Operands, Options, Residuals
 from pallas_kernels.block_sparse_attention.triton.kernels import (
     Launch,
@@ -17,7 +17,7 @@ from pallas_kernels.block_sparse_attention.triton.kernels import (
     dq_kernel,
     forward_kernel,
 )
-from pallas_kernels.block_sparse_attention.triton.tuning import Pass, tiles_for
+from pallas_kernels.block_sparse_attention.triton.tuning import Pass, Tiles, tiles_for
 
 NAMES: dict[Pass, str] = {
     "forward": "block_sparse_attention_forward",
@@ -27,8 +27,16 @@ NAMES: dict[Pass, str] = {
 """Names of the kernels, as profilers and lowered modules show them."""
 
 
-def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]:
-    """The output [R, S, H, D] and the statistics [R, H, S]; no operand may be empty."""
+def forward(
+    operands: Operands, options: Options, tiles: Tiles | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The output [R, S, H, D] and the statistics [R, H, S]; no operand may be empty.
+
+    Args:
+      operands: of the call.
+      options: of the call.
+      tiles: of the kernel; None for those that were measured as fastest.
+    """
     q, k, v, blocks = operands
     order = longest_first(blocks.counts)
     rows, tokens, heads, _ = q.shape
@@ -37,7 +45,8 @@ def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]
         jax.ShapeDtypeStruct((rows, heads, tokens), jnp.float32),
     ]
     lists = (blocks.indices, blocks.counts, order, blocks.query_tokens, blocks.key_tokens)
-    out, lse = _call("forward", forward_kernel, operands, options, (q, k, v, *lists), shapes)
+    call = Call("forward", forward_kernel, tiles)
+    out, lse = _run(call, operands, options, (q, k, v, *lists), shapes)
     return out, lse
 
 
@@ -52,26 +61,77 @@ def backward(
       dlse: [R, H, S] float32, cotangent of the statistics.
       options: of the call.
     """
-    q, k, v, blocks, out, lse = residuals
-    operands = Operands(q, k, v, blocks)
+    shared = cotangents(residuals, dout, dlse)
+    dk, dv = key_gradients(residuals, shared, invert(residuals.blocks), options)
+    return query_gradient(residuals, shared, options), dk, dv
+
+
+def cotangents(
+    residuals: Residuals, dout: jax.Array, dlse: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What both kernels of the backward read: dout, finite statistics and Σ dout·out − dlse.
+
+    Args:
+      residuals: of the forward.
+      dout: [R, S, H, D], cotangent of the output.
+      dlse: [R, H, S] float32, cotangent of the statistics.
+    """
+    out, lse = residuals.out, residuals.lse
     products = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
     delta = products.swapaxes(1, 2) - jnp.where(jnp.isfinite(lse), dlse, 0.0)
-    lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
-    shared = (q, k, v, dout.astype(q.dtype), lse, delta)
-    tokens = (blocks.query_tokens, blocks.key_tokens)
+    return dout.astype(residuals.q.dtype), jnp.where(jnp.isfinite(lse), lse, 0.0), delta
+
+
+def query_gradient(
+    residuals: Residuals,
+    shared: tuple[jax.Array, jax.Array, jax.Array],
+    options: Options,
+    tiles: Tiles | None = None,
+) -> jax.Array:
+    """The gradient of q; `shared` are the `cotangents`, and `tiles` as in `forward`."""
+    q, k, v, blocks = residuals[:4]
     lists = (blocks.indices, blocks.counts, longest_first(blocks.counts))
+    arrays = (q, k, v, *shared, *lists, blocks.query_tokens, blocks.key_tokens)
     shape = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
-    (dq,) = _call("dq", dq_kernel, operands, options, (*shared, *lists, *tokens), shape)
-    found = invert(blocks)
-    lists = (found.queries, found.offsets, longest_first(jnp.diff(found.offsets)))
+    call = Call("dq", dq_kernel, tiles)
+    (dq,) = _run(call, Operands(q, k, v, blocks), options, arrays, shape)
+    return dq
+
+
+def key_gradients(
+    residuals: Residuals,
+    shared: tuple[jax.Array, jax.Array, jax.Array],
+    inverted: InvertedLists,
+    options: Options,
+    tiles: Tiles | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of k and v; arguments as in `query_gradient`."""
+    q, k, v, blocks = residuals[:4]
+    order = longest_first(jnp.diff(inverted.offsets))
+    lists = (inverted.queries, inverted.offsets, order)
+    arrays = (q, k, v, *shared, *lists, blocks.query_tokens, blocks.key_tokens)
     shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (k, v)]
-    dk, dv = _call("dkv", dkv_kernel, operands, options, (*shared, *lists, *tokens), shapes)
-    return dq, dk, dv
+    call = Call("dkv", dkv_kernel, tiles)
+    dk, dv = _run(call, Operands(q, k, v, blocks), options, arrays, shapes)
+    return dk, dv
 
 
-def _call(
-    kernel: Pass,
-    body: Callable[..., None],
+class Call(NamedTuple):
+    """A kernel to run.
+
+    Attributes:
+      kernel: which one.
+      body: what a program does.
+      tiles: as in `forward`.
+    """
+
+    kernel: Pass
+    body: Callable[..., None]
+    tiles: Tiles | None
+
+
+def _run(
+    call: Call,
     operands: Operands,
     options: Options,
     arrays: Sequence[jax.Array],
@@ -79,19 +139,19 @@ def _call(
 ) -> Any:
     """Runs a kernel with a program for each tile of each head."""
     blocks, (rows, _, heads, width) = operands.blocks, operands.q.shape
-    tiles = tiles_for(kernel, blocks.query_block, blocks.key_block)
+    tiles = call.tiles or tiles_for(call.kernel, blocks.query_block, blocks.key_block)
     launch = Launch(heads, width, blocks.query_block, blocks.key_block, options.scale, tiles)
-    if kernel == "dkv":
+    if call.kernel == "dkv":
         programs = blocks.key_tokens.shape[1] * (blocks.key_block // tiles.key)
     else:
         programs = blocks.query_tokens.shape[1] * (blocks.query_block // tiles.query)
     return pl.pallas_call(
-        partial(body, launch=launch),
+        partial(call.body, launch=launch),
         out_shape=list(shapes),
         grid=(rows * heads * programs,),
         compiler_params=plgpu.CompilerParams(
             num_warps=tiles.num_warps, num_stages=tiles.num_stages
         ),
         interpret=options.interpret,
-        name=NAMES[kernel],
+        name=NAMES[call.kernel],
     )(*arrays)
