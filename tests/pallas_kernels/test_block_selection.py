@@ -46,7 +46,7 @@ def selections(draw):
 
 
 @given(selections())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_lists_hold_the_own_block_and_the_best_of_the_segment(case):
     scores, k, k_max, segments, tokens = case
     ids, valid = jnp.asarray(segments, jnp.int32), jnp.asarray(tokens, jnp.int32)
