@@ -59,7 +59,11 @@ def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     if not path.is_file():
         raise InputError(f"{folder}: holds no run; give the folder of one, such as runs/digits")
-    content = yaml.safe_load(path.read_text())
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: not YAML ({reason}); restore the run's config") from error
     return content if isinstance(content, dict) else {}
 
 
@@ -86,7 +90,8 @@ def _print(found: RunFit, before: QuadraticCost | None) -> None:
     """Coefficients, beside those of the model that planned the run."""
     print(f"{found.steps:,} steps, mean error {found.mape:.1%}")
     if found.drift is not None:
-        print(f"recent steps took {found.drift:+.1%} of the time that the plan predicted")
+        longer = "longer" if found.drift >= 0 else "shorter"
+        print(f"recent steps took {abs(found.drift):.1%} {longer} than the plan predicted")
     for name, value in vars(found.model).items():
         was = f" (was {getattr(before, name):.4g})" if before else ""
         print(f"  {name} = {value:.4g} s{was}")

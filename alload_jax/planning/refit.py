@@ -1,8 +1,9 @@
 """Fits a cost model to the step times of a run, near the model that planned it."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,9 +59,10 @@ class CostFilter:
         self._recent.append((tuple(terms), seconds))
         if seconds > _OUTLIER * usual * predicted:
             return
-        row = scaled / seconds  # of factors of the coefficients; their sum should be 1
+        # Relative to the prediction: relative to noisy seconds, the fit would be too low.
+        row, share = scaled / predicted, seconds / predicted
         self._normal = _FORGETTING * self._normal + np.outer(row, row)
-        self._right = _FORGETTING * self._right + row
+        self._right = _FORGETTING * self._right + share * row
         self.steps += 1
 
     def fitted(self) -> QuadraticCost:
@@ -131,7 +133,7 @@ def fit_run(rows: Sequence[dict[str, Any]], planned_by: QuadraticCost | None) ->
     Raises:
       InputError: too few steps have the fields that a fit needs.
     """
-    used = [row for row in rows if "cost_terms" in row and _waited_little(row)]
+    used = [row for row in rows if _usable(row) and _waited_little(row)]
     if len(used) < _LEAST_STEPS:
         raise InputError(
             f"{len(used)} steps can be fitted; a run of at least {_LEAST_STEPS} steps, which this "
@@ -152,6 +154,17 @@ def fit_run(rows: Sequence[dict[str, Any]], planned_by: QuadraticCost | None) ->
     kept = _usual(terms, seconds, model)
     errors = np.abs(_predicted(terms[kept], model) / seconds[kept] - 1)
     return RunFit(model, int(kept.sum()), float(errors.mean()), drift)
+
+
+def _usable(row: dict[str, Any]) -> bool:
+    """Whether a line has finite numbers for all that a fit needs; runs may have been cut short."""
+    terms = row.get("cost_terms")
+    if not isinstance(terms, list | tuple) or len(terms) != len(fields(QuadraticCost)):
+        return False
+    values = (*terms, row.get("step_seconds"), row.get("input_wait_seconds"))
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+        return False
+    return bool(row["step_seconds"] > row["input_wait_seconds"] and sum(terms) > 0)
 
 
 def _waited_little(row: dict[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from alload_jax.planning.policies.registry import (
 )
 from alload_jax.planning.topology import RanksMode
 
-_MOST, _MOST_P = 10**12, 10.0
+_MOST, _MOST_P, _MOST_RANKS = 10**12, 10.0, 2**20
 _IN_COST_FILES = ("m_mem",)
 """Required settings that a cost model may give."""
 
@@ -117,9 +117,10 @@ class PlanningConfig:
             value = getattr(self, name)
             if value is None or (name == "context" and value == "auto"):
                 continue
-            if isinstance(value, str) or not 1 <= value <= _MOST:
+            limit = _MOST_RANKS if name == "ranks" else _MOST
+            if isinstance(value, str) or not 1 <= value <= limit:
                 bound = "a whole number" if isinstance(value, str) else "at least 1"
-                bound = bound if isinstance(value, str) or value < 1 else f"at most {_MOST:,}"
+                bound = bound if isinstance(value, str) or value < 1 else f"at most {limit:,}"
                 raise InputError(f"planning.{name} is {value}; it must be {bound}")
         for name in ("m_comp", "p", "link_bandwidth"):
             value = getattr(self, name)

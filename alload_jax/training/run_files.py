@@ -76,11 +76,25 @@ class BadRecords:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics.jsonl without an incomplete last line."""
+    """Reads the lines of a metrics.jsonl without an incomplete last line.
+
+    Raises:
+      InputError: a line is not a JSON object.
+    """
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    found = []
+    for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise InputError(f"{path}: line {number} is not a JSON object; remove the line")
+        found.append(row)
+    return found
 
 
 def append_environment(path: Path, argv: list[str], step: int) -> None:

@@ -39,6 +39,7 @@ class RunPlan:
         self._predictor = planning.predictor()
         self._seconds_per_split_token = planning.seconds_per_split_token()
         self._cluster = cluster
+        self._decided = 0  # the last epoch whose cost model is settled
         self._times: CostFilter | None = None
         if isinstance(self._predictor, QuadraticCost):
             self._times = CostFilter(self._predictor)
@@ -56,12 +57,13 @@ class RunPlan:
         A collective operation at the end of an epoch, if it recalibrates.
         """
         while first < stop:
+            epoch, within = self.plan.locate(first)
+            if self._every_epoch and not within and epoch > self._decided:
+                self._recalibrate(epoch)
             upto = min(stop, self.plan.end_of_epoch(first)) if self._every_epoch else stop
             with StepLoader(PlanSource(self.plan, first, upto), collate, config) as loader:
                 yield from loader
             first = upto
-            if first < stop:
-                self._recalibrate(self.plan.locate(first)[0])
 
     def metrics(self, number: int) -> StepMetrics:
         """Figures of a step that are known before it runs."""
@@ -87,7 +89,7 @@ class RunPlan:
         if not self._every_epoch or self._times is None:
             return None
         models = [[each.epoch, asdict(each.cost)] for each in self.plan.recalibrations]  # type: ignore[call-overload]
-        return {"models": models, "times": self._times.state()}
+        return {"models": models, "decided": self._decided, "times": self._times.state()}
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Continues from what a checkpoint keeps."""
@@ -95,6 +97,7 @@ class RunPlan:
             return
         for epoch, fields in state["models"]:
             self.plan = self.plan.recalibrated(epoch, QuadraticCost(**fields))
+        self._decided = state["decided"]
         self._times.restore(state["times"])
 
     def _cost_model(self, epoch: int) -> CostModel:
@@ -102,6 +105,7 @@ class RunPlan:
 
     def _recalibrate(self, epoch: int) -> None:
         """Plans from `epoch` on by the model fitted to the steps so far, if they are enough."""
+        self._decided = epoch
         found = self._cluster.broadcast(self._fitted)
         if found is not None and self.plan.cost_model(epoch) != (model := QuadraticCost(**found)):
             self.plan = self.plan.recalibrated(epoch, model)

@@ -58,3 +58,19 @@ def test_what_is_no_run_is_one_line(run, tmp_path, capsys):
         assert words in error
         assert "\n" not in error
     assert not (tmp_path / "cost.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("metrics.jsonl", "not JSON\n", "line 1 is not a JSON object; remove the line"),
+        ("config.yaml", "run: [\n", "config.yaml: not YAML"),
+    ],
+)
+def test_a_damaged_run_is_one_line(name, content, words, run, tmp_path, capsys):
+    (run / name).write_text(content + (run / name).read_text())
+    flags = ["calibrate", "--from-run", str(run), "--out", str(tmp_path / "cost.json")]
+    assert run_command(cli.main, flags) != 0
+    error = capsys.readouterr().err.strip()
+    assert words in error
+    assert "\n" not in error

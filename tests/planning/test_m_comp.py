@@ -106,3 +106,9 @@ def test_auto_is_never_slower_than_the_plan_that_memory_alone_bounds(name, mode)
     open_bound = make_plan(replace(settings, m_comp=1e30), samples, 8, 0, costs)
     times = [makespan(plan.epoch(0), samples.seq_len, COST) for plan in (found, open_bound)]
     assert times[0] <= times[1]
+
+
+def test_an_automatic_m_comp_refuses_samples_longer_than_m_mem():
+    config = PlanningConfig("dual_constraint", m_mem=500, m_comp="auto")
+    samples = of_lengths(1000, 1100, 1005)
+    assert "m_mem must be at least 1100" in refusal(make_plan, config, samples, 2, 0)

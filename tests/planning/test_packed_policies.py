@@ -554,3 +554,17 @@ def test_a_window_is_not_deferred_whole_because_some_steps_hold_too_many_samples
     plan = Plan(samples, policy, RankTopology(16), seed=0)
     found = plan_metrics(plan.epoch(0), samples.seq_len, WAN, 1_050_000)
     assert found.idle < 0.02
+
+
+def test_a_giant_that_the_first_epoch_leaves_over_is_split_by_context_auto():
+    lengths = np.random.default_rng(0).integers(1000, 5000, 6000)
+    lengths[7] = 300_000
+    plan = planned(lengths.tolist(), 16, 300_000, context="auto")
+    assert plan.policy.context > 4
+
+
+@pytest.mark.timeout(60)
+def test_few_ranks_with_samples_that_fill_rows_alone_are_planned_in_seconds():
+    lengths = np.random.default_rng(0).permutation([333] * 6452 + [33_390] * 6452)
+    plan = planned(lengths.tolist(), 2, 33_408)
+    assert plan.epoch(0).steps > 1000

@@ -132,3 +132,27 @@ def test_another_device_changes_the_scale_freely(slower):
     for row in rows_of(true, seed=1)[:50]:
         predicted = np.dot(row["cost_terms"], coefficients(found))
         assert predicted == pytest.approx(row["step_seconds"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"cost_terms": None},
+        {"cost_terms": [1.0]},
+        {"cost_terms": ["x"] * 4},
+        {"input_wait_seconds": None},
+        {"step_seconds": float("nan")},
+        {"step_seconds": -1.0},
+    ],
+)
+def test_damaged_lines_are_left_out(damage):
+    rows = rows_of(PLANNED, noise=0.0)
+    found = fit_run([*rows[:50], rows[50] | damage, *rows[51:]], PLANNED)
+    assert found.steps == len(rows) - 1
+
+
+def test_noise_does_not_bias_the_fit():
+    rows = rows_of(PLANNED, noise=0.2)
+    model = fit_run(rows, PLANNED).model
+    predicted = sum(float(np.dot(row["cost_terms"], coefficients(model))) for row in rows)
+    assert predicted == pytest.approx(sum(row["step_seconds"] for row in rows), rel=0.04)

@@ -136,3 +136,14 @@ def test_a_cost_model_without_seconds_is_refused():
 def test_policies_without_a_cost_model_that_can_change_are_refused(policy):
     with pytest.raises(InputError, match=f"the plan of {policy} does not follow .* balanced"):
         PlanningConfig(policy, m_mem=100, recalibrate="epoch")
+
+
+def test_a_run_that_ended_with_an_epoch_fits_before_it_goes_on(planning):
+    before = run_plan(planning())
+    end = before.plan.end_of_epoch(0)
+    train(before, 0, end)
+    assert not before.plan.recalibrations
+    after = run_plan(planning())
+    after.restore(json.loads(json.dumps(before.state())))
+    train(after, end, end + 3)
+    assert [each.epoch for each in after.plan.recalibrations] == [1]

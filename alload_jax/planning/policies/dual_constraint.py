@@ -62,4 +62,5 @@ class DualConstraint(Bucketed):
     def m_comp_range(self, seq_len: np.ndarray) -> tuple[float, float]:
         """Up to the costliest micro-batch that memory holds; see `Policy.m_comp_range`."""
         alone = self.m_comp_measure(seq_len)
-        return float(alone.min()), float((alone * (self.m_mem // seq_len)).max())
+        rows = np.maximum(1, self.m_mem // seq_len)  # the plan refuses what has room for none
+        return float(alone.min()), float((alone * rows).max())

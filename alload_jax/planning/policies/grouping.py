@@ -82,22 +82,31 @@ def group_into_steps(units: Units, size: int, bounds: SampleBounds | None = None
     order = np.argsort(-units.most * (1 + _PRECEDENCE * units.must), kind="stable")
     order = order[units.samples[order] > 0]
     if bounds is None:
-        steps, rest = _by_cost(order, units, size)
+        steps, rest, _ = _by_cost(order, units, size)
     else:
         steps, rest = _within(order, units, size, bounds)
     return _with_urgent(steps, rest, units, size)
 
 
-def _by_cost(order: np.ndarray, units: Units, size: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Steps of neighbours in cost, and the units that no step takes; both by falling cost."""
+def _by_cost(
+    order: np.ndarray, units: Units, size: int, least: float = 0.0
+) -> tuple[list[np.ndarray], np.ndarray, bool]:
+    """Steps of neighbours in cost, up to the first of fewer than `least` samples.
+
+    Returns:
+      The steps; the units that they do not take; whether all are made. All by falling cost.
+    """
     taken = np.zeros(len(order), bool)
-    steps, at = [], 0
-    starts = _starts(order, units, size)
+    steps: list[np.ndarray] = []
+    at, starts = 0, _starts(order, units, size)
+    upto = np.r_[0, np.cumsum(units.samples[order])]
     while (k := int(np.searchsorted(starts, at))) < len(starts):
-        at = int(starts[k]) + size
-        steps.append(order[at - size : at])
-        taken[at - size : at] = True
-    return steps, order[~taken]
+        first, at = int(starts[k]), int(starts[k]) + size
+        if upto[at] - upto[first] < least:
+            return steps, order[~taken], False
+        steps.append(order[first:at])
+        taken[first:at] = True
+    return steps, order[~taken], True
 
 
 def _starts(order: np.ndarray, units: Units, size: int) -> np.ndarray:
@@ -140,13 +149,11 @@ def _enriched_steps(
     deferred: list[np.ndarray] = []
     left = order
     while len(left):
-        by_cost, rest = _by_cost(left, units, size)
-        few = next((n for n, step in enumerate(by_cost) if units.samples[step].sum() < least), None)
-        steps += by_cost[:few]
-        if few is None:
-            return steps, np.concatenate([*deferred, rest])
+        by_cost, left, all_made = _by_cost(left, units, size, least)
+        steps += by_cost
+        if all_made:
+            return steps, np.concatenate([*deferred, left])
         # Costly steps hold few samples; from the first of these on, one after the other.
-        left = left[~np.isin(left, np.concatenate(by_cost[:few]))] if few else left
         while len(starts := _starts(left, units, size)[:1]):
             deferred.append(left[: starts[0]])
             left = left[starts[0] :]
