@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     bench_kernel.add_arguments(parser)
     options = parser.parse_args(argv)
     packages = layernorm_rivals.installed()
-    return bench_kernel.measure(options, [layernorm_rivals.measure], packages)
+    return bench_kernel.run(options, [layernorm_rivals.measure], packages)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,33 @@
 """The implementations of a kernel by name, and the choice among them."""
 
 from collections.abc import Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 AUTO = "auto"
 
 
-class Implementation(Protocol):
+class Implementation:
     """What a registry asks of an implementation. The kernel says what describes a call.
 
     Attributes:
       name: by which users choose it.
-      interpretable: whether it runs in an interpreter too, without the device that it is for.
+      interpretable: whether it runs with `interpret=True`, without the device that it is for.
     """
 
     name: str
-    interpretable: bool
+    interpretable: bool = False
 
     def unsupported_reason(self, *args: Any, **kwargs: Any) -> Exception | None:
-        """Why it cannot take a call, as the error to raise; None if it can."""
+        """Why it cannot take a call, as the error to raise; None if it can.
+
+        The error ends a sentence: NotImplementedError says what this device or sharding lacks,
+        ValueError which argument to change.
+        """
+        return None
 
     def faster_than_reference(self, *args: Any, **kwargs: Any) -> bool:
         """Whether it was measured as faster than the reference for such a call."""
+        return False
 
 
 T = TypeVar("T", bound=Implementation)

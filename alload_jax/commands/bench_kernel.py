@@ -45,15 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", default="layernorm_modulate", help="written: OUT.json and OUT.png")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measures, prints a table, writes JSON and PNG."""
-    return measure(options)
-
-
-def measure(
+def run(
     options: argparse.Namespace, rivals: "Sequence[Rival]" = (), packages: Sequence[str] = ()
 ) -> int:
-    """`run`, with rivals.
+    """Measures, prints a table, writes JSON and PNG.
 
     Args:
       options: of the command line.
