@@ -9,10 +9,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.block_sparse_attention.block_lists import InvertedLists, invert, longest_first
+from pallas_kernels.block_sparse_attention.block_lists import (
+    BlockLists,
+    InvertedLists,
+    invert,
+    longest_first,
+)
 from pallas_kernels.block_sparse_attention.operands import Operands, Options, Residuals
 from pallas_kernels.block_sparse_attention.triton.kernels import (
     Launch,
+    QueryLists,
     dkv_kernel,
     dq_kernel,
     forward_kernel,
@@ -38,15 +44,13 @@ def forward(
       tiles: of the kernel; None for those that were measured as fastest.
     """
     q, k, v, blocks = operands
-    order = longest_first(blocks.counts)
     rows, tokens, heads, _ = q.shape
     shapes = [
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct((rows, heads, tokens), jnp.float32),
     ]
-    lists = (blocks.indices, blocks.counts, order, blocks.query_tokens, blocks.key_tokens)
     call = Call("forward", forward_kernel, tiles)
-    out, lse = _run(call, operands, options, (q, k, v, *lists), shapes)
+    out, lse = _run(call, operands, options, (q, k, v, _query_lists(blocks)), shapes)
     return out, lse
 
 
@@ -90,8 +94,7 @@ def query_gradient(
 ) -> jax.Array:
     """The gradient of q; `shared` are the `cotangents`, and `tiles` as in `forward`."""
     q, k, v, blocks = residuals[:4]
-    lists = (blocks.indices, blocks.counts, longest_first(blocks.counts))
-    arrays = (q, k, v, *shared, *lists, blocks.query_tokens, blocks.key_tokens)
+    arrays = (q, k, v, *shared, _query_lists(blocks))
     shape = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     call = Call("dq", dq_kernel, tiles)
     (dq,) = _run(call, Operands(q, k, v, blocks), options, arrays, shape)
@@ -116,6 +119,11 @@ def key_gradients(
     return dk, dv
 
 
+def _query_lists(blocks: BlockLists) -> QueryLists:
+    order = longest_first(blocks.counts)
+    return QueryLists(blocks.indices, blocks.counts, order, blocks.query_tokens, blocks.key_tokens)
+
+
 class Call(NamedTuple):
     """A kernel to run.
 
@@ -134,7 +142,7 @@ def _run(
     call: Call,
     operands: Operands,
     options: Options,
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[Any],
     shapes: Sequence[jax.ShapeDtypeStruct],
 ) -> Any:
     """Runs a kernel with a program for each tile of each head."""

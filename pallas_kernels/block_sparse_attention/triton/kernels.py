@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,24 @@ class Launch:
     key_block: int
     scale: float
     tiles: Tiles
+
+
+class QueryLists(NamedTuple):
+    """The lists of all blocks of queries: arrays, or references to them within a kernel.
+
+    Attributes:
+      index: [R, H, nQ, k_max] int32, as `BlockLists.indices`.
+      count: [R, H, nQ] int32.
+      order: [R, H, nQ] int32, blocks of queries in the order of programs.
+      query_tokens: [R, nQ] int32.
+      key_tokens: [R, nK] int32.
+    """
+
+    index: Any
+    count: Any
+    order: Any
+    query_tokens: Any
+    key_tokens: Any
 
 
 @dataclass(frozen=True)
@@ -87,11 +105,7 @@ def forward_kernel(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
-    index_ref: Any,
-    count_ref: Any,
-    order_ref: Any,
-    query_tokens_ref: Any,
-    key_tokens_ref: Any,
+    lists: QueryLists,
     out_ref: Any,
     lse_ref: Any,
     *,
@@ -99,8 +113,8 @@ def forward_kernel(
 ) -> None:
     """The output and the statistics of a tile of queries."""
     size = launch.tiles.query
-    row, head, block, tile = _place(order_ref, launch, launch.query_block, size)
-    queries = _tile(row, head, block, tile, size, launch.query_block, query_tokens_ref)
+    row, head, block, tile = _place(lists.order, launch, launch.query_block, size)
+    queries = _tile(row, head, block, tile, size, launch.query_block, lists.query_tokens)
     q = queries.load(q_ref, launch)
 
     def step(keys: Tile, carry: Any) -> Any:
@@ -119,9 +133,7 @@ def forward_kernel(
         jnp.zeros((size,), jnp.float32),
         jnp.zeros((size, launch.width), jnp.float32),
     )
-    top, total, acc = _walk_keys(
-        step, start, row, head, block, index_ref, count_ref, key_tokens_ref, launch
-    )
+    top, total, acc = _walk_keys(step, start, (row, head, block), lists, launch)
     some = total > 0
     total = jnp.where(some, total, 1.0)
     queries.store(out_ref, launch, acc / total[:, None])
@@ -136,19 +148,15 @@ def dq_kernel(
     dout_ref: Any,
     lse_ref: Any,
     delta_ref: Any,
-    index_ref: Any,
-    count_ref: Any,
-    order_ref: Any,
-    query_tokens_ref: Any,
-    key_tokens_ref: Any,
+    lists: QueryLists,
     dq_ref: Any,
     *,
     launch: Launch,
 ) -> None:
     """The gradient of a tile of queries."""
     size = launch.tiles.query
-    row, head, block, tile = _place(order_ref, launch, launch.query_block, size)
-    queries = _tile(row, head, block, tile, size, launch.query_block, query_tokens_ref)
+    row, head, block, tile = _place(lists.order, launch, launch.query_block, size)
+    queries = _tile(row, head, block, tile, size, launch.query_block, lists.query_tokens)
     q, dout = queries.load(q_ref, launch), queries.load(dout_ref, launch)
     lse, delta = queries.load_scalars(lse_ref) * _LOG2E, queries.load_scalars(delta_ref)
 
@@ -161,7 +169,7 @@ def dq_kernel(
         return dq + _product(dscores.astype(k.dtype), k)
 
     start = jnp.zeros((size, launch.width), jnp.float32)
-    dq = _walk_keys(step, start, row, head, block, index_ref, count_ref, key_tokens_ref, launch)
+    dq = _walk_keys(step, start, (row, head, block), lists, launch)
     queries.store(dq_ref, launch, dq * launch.scale)
 
 
@@ -231,25 +239,22 @@ def _tile(
 def _walk_keys(
     step: Callable[[Tile, Any], Any],
     start: Any,
-    row: Any,
-    head: Any,
-    block: Any,
-    index_ref: Any,
-    count_ref: Any,
-    key_tokens_ref: Any,
+    place: tuple[Any, Any, Any],
+    lists: QueryLists,
     launch: Launch,
 ) -> Any:
-    """Folds `step` over the tiles of keys in the list of a block of queries."""
+    """Folds `step` over the tiles of keys in the list of a row's, head's block of queries."""
+    row, head, _ = place
     size = launch.tiles.key
     parts = launch.key_block // size
 
     def visit(number: Any, carry: Any) -> Any:
         entry, tile = _divmod(number, parts)
-        listed = plgpu.load(index_ref.at[row, head, block, entry])
-        keys = _tile(row, head, listed, tile, size, launch.key_block, key_tokens_ref)
+        listed = plgpu.load(lists.index.at[*place, entry])
+        keys = _tile(row, head, listed, tile, size, launch.key_block, lists.key_tokens)
         return step(keys, carry)
 
-    count = plgpu.load(count_ref.at[row, head, block])
+    count = plgpu.load(lists.count.at[*place])
     return lax.fori_loop(0, count * parts, visit, start)
 
 
