@@ -76,8 +76,9 @@ def oracle(q, k, v, dout, blocks, scale=None, dlse=None):
     return [x.swapaxes(1, 2) for x in (out, *grads)], lse
 
 
-def compute(q, k, v, dout, blocks, implementation, interpret, scale=None, dlse=None):
-    """Output and gradients, and the statistics; jitted."""
+def compute(q, k, v, dout, blocks, way, scale=None, dlse=None):
+    """Output and gradients, and the statistics; jitted. `way` is (implementation, interpret)."""
+    implementation, interpret = way
 
     @jax.jit
     def run(q, k, v):
@@ -87,7 +88,7 @@ def compute(q, k, v, dout, blocks, implementation, interpret, scale=None, dlse=N
                 scale=scale,
                 return_lse=True,
                 implementation=implementation,
-                interpret=interpret and implementation == "triton",
+                interpret=interpret,
             )
 
         (out, lse), pull = jax.vjp(attend, q, k, v)

@@ -9,16 +9,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.block_sparse_attention.block_lists import (
-    BlockLists,
-    InvertedLists,
-    invert,
-    longest_first,
-)
+from pallas_kernels.block_sparse_attention.block_lists import InvertedLists, invert
+from pallas_kernels.block_sparse_attention.differentiable import Cotangents, read_cotangents
+from pallas_kernels.block_sparse_attention.kernel_lists import key_lists, query_lists
 from pallas_kernels.block_sparse_attention.operands import Operands, Options, Residuals
 from pallas_kernels.block_sparse_attention.triton.kernels import (
     Launch,
-    QueryLists,
     dkv_kernel,
     dq_kernel,
     forward_kernel,
@@ -50,7 +46,7 @@ def forward(
         jax.ShapeDtypeStruct((rows, heads, tokens), jnp.float32),
     ]
     call = Call("forward", forward_kernel, tiles)
-    out, lse = _run(call, operands, options, (q, k, v, _query_lists(blocks)), shapes)
+    out, lse = _run(call, operands, options, (q, k, v, query_lists(blocks)), shapes)
     return out, lse
 
 
@@ -65,36 +61,17 @@ def backward(
       dlse: [R, H, S] float32, cotangent of the statistics.
       options: of the call.
     """
-    shared = cotangents(residuals, dout, dlse)
-    dk, dv = key_gradients(residuals, shared, invert(residuals.blocks), options)
-    return query_gradient(residuals, shared, options), dk, dv
-
-
-def cotangents(
-    residuals: Residuals, dout: jax.Array, dlse: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What both kernels of the backward read: dout, finite statistics and Σ dout·out − dlse.
-
-    Args:
-      residuals: of the forward.
-      dout: [R, S, H, D], cotangent of the output.
-      dlse: [R, H, S] float32, cotangent of the statistics.
-    """
-    out, lse = residuals.out, residuals.lse
-    products = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
-    delta = products.swapaxes(1, 2) - jnp.where(jnp.isfinite(lse), dlse, 0.0)
-    return dout.astype(residuals.q.dtype), jnp.where(jnp.isfinite(lse), lse, 0.0), delta
+    read = read_cotangents(residuals, dout, dlse)
+    dk, dv = key_gradients(residuals, read, invert(residuals.blocks), options)
+    return query_gradient(residuals, read, options), dk, dv
 
 
 def query_gradient(
-    residuals: Residuals,
-    shared: tuple[jax.Array, jax.Array, jax.Array],
-    options: Options,
-    tiles: Tiles | None = None,
+    residuals: Residuals, read: Cotangents, options: Options, tiles: Tiles | None = None
 ) -> jax.Array:
-    """The gradient of q; `shared` are the `cotangents`, and `tiles` as in `forward`."""
+    """The gradient of q; `tiles` as in `forward`."""
     q, k, v, blocks = residuals[:4]
-    arrays = (q, k, v, *shared, _query_lists(blocks))
+    arrays = (q, k, v, read.dout, read.lse, read.delta, query_lists(blocks))
     shape = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     call = Call("dq", dq_kernel, tiles)
     (dq,) = _run(call, Operands(q, k, v, blocks), options, arrays, shape)
@@ -103,25 +80,18 @@ def query_gradient(
 
 def key_gradients(
     residuals: Residuals,
-    shared: tuple[jax.Array, jax.Array, jax.Array],
+    read: Cotangents,
     inverted: InvertedLists,
     options: Options,
     tiles: Tiles | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of k and v; arguments as in `query_gradient`."""
+    """The gradients of k and v; `tiles` as in `forward`."""
     q, k, v, blocks = residuals[:4]
-    order = longest_first(jnp.diff(inverted.offsets))
-    lists = (inverted.queries, inverted.offsets, order)
-    arrays = (q, k, v, *shared, *lists, blocks.query_tokens, blocks.key_tokens)
+    arrays = (q, k, v, read.dout, read.lse, read.delta, key_lists(blocks, inverted))
     shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (k, v)]
     call = Call("dkv", dkv_kernel, tiles)
     dk, dv = _run(call, Operands(q, k, v, blocks), options, arrays, shapes)
     return dk, dv
-
-
-def _query_lists(blocks: BlockLists) -> QueryLists:
-    order = longest_first(blocks.counts)
-    return QueryLists(blocks.indices, blocks.counts, order, blocks.query_tokens, blocks.key_tokens)
 
 
 class Call(NamedTuple):
@@ -147,7 +117,7 @@ def _run(
 ) -> Any:
     """Runs a kernel with a program for each tile of each head."""
     blocks, (rows, _, heads, width) = operands.blocks, operands.q.shape
-    tiles = call.tiles or tiles_for(call.kernel, blocks.query_block, blocks.key_block)
+    tiles = call.tiles or tiles_for(call.kernel, blocks.query_block)
     launch = Launch(heads, width, blocks.query_block, blocks.key_block, options.scale, tiles)
     if call.kernel == "dkv":
         programs = blocks.key_tokens.shape[1] * (blocks.key_block // tiles.key)

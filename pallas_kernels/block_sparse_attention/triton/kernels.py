@@ -1,9 +1,9 @@
 """What one program does: walk through a list, tile by tile."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.block_sparse_attention.kernel_lists import KeyLists, QueryLists, unpack_entry
 from pallas_kernels.block_sparse_attention.triton.tuning import Tiles
 
 _LOG2E = math.log2(math.e)
-_LOWEST = -1e30
-"""Below any score, and finite: differences of it are 0, not NaN."""
+_HIDDEN = -1e30
+"""Added to the scores of keys that are not valid: finite, so that no difference of it is NaN."""
+_LOWEST = _HIDDEN / 2
+"""Below any score and above any that is hidden."""
 
 
 @dataclass(frozen=True)
@@ -39,38 +42,20 @@ class Launch:
     tiles: Tiles
 
 
-class QueryLists(NamedTuple):
-    """The lists of all blocks of queries: arrays, or references to them within a kernel.
-
-    Attributes:
-      index: [R, H, nQ, k_max] int32, as `BlockLists.indices`.
-      count: [R, H, nQ] int32.
-      order: [R, H, nQ] int32, blocks of queries in the order of programs.
-      query_tokens: [R, nQ] int32.
-      key_tokens: [R, nK] int32.
-    """
-
-    index: Any
-    count: Any
-    order: Any
-    query_tokens: Any
-    key_tokens: Any
-
-
 @dataclass(frozen=True)
 class Tile:
-    """Consecutive tokens of one row and head.
+    """Tokens of one row and head.
 
     Attributes:
       row: of the batch.
       head: of the row.
-      start: first token.
+      token: [tokens] int32, their places in the row.
       valid: [tokens] bool, tokens that are valid.
     """
 
     row: Any
     head: Any
-    start: Any
+    token: jax.Array
     valid: jax.Array
 
     def load(self, ref: Any, launch: Launch) -> jax.Array:
@@ -80,25 +65,25 @@ class Tile:
     def store(self, ref: Any, launch: Launch, value: jax.Array) -> None:
         """Writes [tokens, D], where tokens exist; those that are not valid become zeros."""
         value = jnp.where(self.valid[:, None], value, 0.0).astype(ref.dtype)
-        exists = self._exists(ref.shape[1])
+        exists = self.token < ref.shape[1]
         plgpu.store(self._of(ref, launch), value, mask=exists[:, None])
 
     def load_scalars(self, ref: Any) -> jax.Array:
         """The tile of [R, H, S], zeros where it is not valid: [tokens]."""
-        place = ref.at[self.row, self.head, pl.ds(self.start, len(self.valid))]
-        return plgpu.load(place, mask=self.valid, other=0.0)
+        return plgpu.load(ref.at[self.row, self.head, self.token], mask=self.valid, other=0.0)
 
     def store_scalars(self, ref: Any, value: jax.Array) -> None:
         """Writes [tokens], where tokens exist."""
-        place = ref.at[self.row, self.head, pl.ds(self.start, len(self.valid))]
-        plgpu.store(place, value, mask=self._exists(ref.shape[2]))
+        place = ref.at[self.row, self.head, self.token]
+        plgpu.store(place, value, mask=self.token < ref.shape[2])
+
+    def hidden(self) -> jax.Array:
+        """[tokens] float32: 0, or what hides the scores of tokens that are not valid."""
+        return jnp.where(self.valid, 0.0, _HIDDEN)
 
     def _of(self, ref: Any, launch: Launch) -> Any:
-        tokens = pl.ds(self.start, len(self.valid))
-        return ref.at[self.row, tokens, self.head, pl.ds(0, launch.width)]
-
-    def _exists(self, tokens: int) -> jax.Array:
-        return self.start + jnp.arange(len(self.valid)) < tokens
+        channel = jnp.arange(launch.width)
+        return ref.at[self.row, self.token[:, None], self.head, channel[None, :]]
 
 
 def forward_kernel(
@@ -114,15 +99,16 @@ def forward_kernel(
     """The output and the statistics of a tile of queries."""
     size = launch.tiles.query
     row, head, block, tile = _place(lists.order, launch, launch.query_block, size)
-    queries = _tile(row, head, block, tile, size, launch.query_block, lists.query_tokens)
+    own = plgpu.load(lists.query_tokens.at[row, block])
+    queries = _tile((row, head), [(block, own)], tile, size, launch.query_block)
     q = queries.load(q_ref, launch)
 
     def step(keys: Tile, carry: Any) -> Any:
         top, total, acc = carry
         scores = _product(q, keys.load(k_ref, launch).T) * (launch.scale * _LOG2E)
-        scores = jnp.where(keys.valid[None, :], scores, _LOWEST)
+        scores += keys.hidden()[None, :]
         higher = jnp.maximum(top, scores.max(axis=1))
-        weights = jnp.where(keys.valid[None, :], jnp.exp2(scores - higher[:, None]), 0.0)
+        weights = jnp.exp2(scores - higher[:, None])
         faded = jnp.exp2(top - higher)
         v = keys.load(v_ref, launch)
         acc = acc * faded[:, None] + _product(weights.astype(v.dtype), v)
@@ -133,7 +119,8 @@ def forward_kernel(
         jnp.zeros((size,), jnp.float32),
         jnp.zeros((size, launch.width), jnp.float32),
     )
-    top, total, acc = _walk_keys(step, start, (row, head, block), lists, launch)
+    walk = Walk(lists.entry, (row, head, block), 0, plgpu.load(lists.count.at[row, head, block]))
+    top, total, acc = walk.fold(step, start, launch.tiles.key, launch.key_block)
     some = total > 0
     total = jnp.where(some, total, 1.0)
     queries.store(out_ref, launch, acc / total[:, None])
@@ -156,20 +143,22 @@ def dq_kernel(
     """The gradient of a tile of queries."""
     size = launch.tiles.query
     row, head, block, tile = _place(lists.order, launch, launch.query_block, size)
-    queries = _tile(row, head, block, tile, size, launch.query_block, lists.query_tokens)
+    own = plgpu.load(lists.query_tokens.at[row, block])
+    queries = _tile((row, head), [(block, own)], tile, size, launch.query_block)
     q, dout = queries.load(q_ref, launch), queries.load(dout_ref, launch)
     lse, delta = queries.load_scalars(lse_ref) * _LOG2E, queries.load_scalars(delta_ref)
 
     def step(keys: Tile, dq: jax.Array) -> jax.Array:
         k = keys.load(k_ref, launch)
         scores = _product(q, k.T) * (launch.scale * _LOG2E)
-        weights = jnp.where(keys.valid[None, :], jnp.exp2(scores - lse[:, None]), 0.0)
+        weights = jnp.exp2(scores + (keys.hidden()[None, :] - lse[:, None]))
         dweights = _product(dout, keys.load(v_ref, launch).T)
         dscores = weights * (dweights - delta[:, None])
         return dq + _product(dscores.astype(k.dtype), k)
 
     start = jnp.zeros((size, launch.width), jnp.float32)
-    dq = _walk_keys(step, start, (row, head, block), lists, launch)
+    walk = Walk(lists.entry, (row, head, block), 0, plgpu.load(lists.count.at[row, head, block]))
+    dq = walk.fold(step, start, launch.tiles.key, launch.key_block)
     queries.store(dq_ref, launch, dq * launch.scale)
 
 
@@ -180,40 +169,34 @@ def dkv_kernel(
     dout_ref: Any,
     lse_ref: Any,
     delta_ref: Any,
-    named_by_ref: Any,
-    offset_ref: Any,
-    order_ref: Any,
-    query_tokens_ref: Any,
-    key_tokens_ref: Any,
+    lists: KeyLists,
     dk_ref: Any,
     dv_ref: Any,
     *,
     launch: Launch,
 ) -> None:
     """The gradients of a tile of keys and values."""
-    row, head, block, tile = _place(order_ref, launch, launch.key_block, launch.tiles.key)
-    keys = _tile(row, head, block, tile, launch.tiles.key, launch.key_block, key_tokens_ref)
+    size = launch.tiles.key
+    row, head, block, tile = _place(lists.order, launch, launch.key_block, size)
+    own = plgpu.load(lists.key_tokens.at[row, block])
+    keys = _tile((row, head), [(block, own)], tile, size, launch.key_block)
     k, v = keys.load(k_ref, launch), keys.load(v_ref, launch)
-    size = launch.tiles.query
-    parts = launch.query_block // size
-    first = plgpu.load(offset_ref.at[row, head, block])
-    last = plgpu.load(offset_ref.at[row, head, block + 1])
 
-    def step(number: Any, carry: Any) -> Any:
+    def step(queries: Tile, carry: Any) -> Any:
+        # Queries that are not valid need no hiding: all that is loaded of them is 0.
         dk, dv = carry
-        entry, tile = _divmod(number, parts)
-        listed = plgpu.load(named_by_ref.at[row, head, first + entry])
-        queries = _tile(row, head, listed, tile, size, launch.query_block, query_tokens_ref)
         q, dout = queries.load(q_ref, launch), queries.load(dout_ref, launch)
         lse, delta = queries.load_scalars(lse_ref) * _LOG2E, queries.load_scalars(delta_ref)
-        scores = _product(k, q.T) * (launch.scale * _LOG2E)
-        weights = jnp.where(queries.valid[None, :], jnp.exp2(scores - lse[None, :]), 0.0)
+        weights = jnp.exp2(_product(k, q.T) * (launch.scale * _LOG2E) - lse[None, :])
         dv = dv + _product(weights.astype(dout.dtype), dout)
         dscores = weights * (_product(v, dout.T) - delta[None, :])
         return dk + _product(dscores.astype(q.dtype), q), dv
 
-    zeros = jnp.zeros((launch.tiles.key, launch.width), jnp.float32)
-    dk, dv = lax.fori_loop(0, (last - first) * parts, step, (zeros, zeros))
+    zeros = jnp.zeros((size, launch.width), jnp.float32)
+    first = plgpu.load(lists.offset.at[row, head, block])
+    count = plgpu.load(lists.offset.at[row, head, block + 1]) - first
+    walk = Walk(lists.entry, (row, head), first, count)
+    dk, dv = walk.fold(step, (zeros, zeros), launch.tiles.query, launch.query_block)
     keys.store(dk_ref, launch, dk * launch.scale)
     keys.store(dv_ref, launch, dv)
 
@@ -228,34 +211,77 @@ def _place(order_ref: Any, launch: Launch, block: int, tile: int) -> tuple[Any, 
 
 
 def _tile(
-    row: Any, head: Any, block: Any, tile: Any, size: int, block_size: int, tokens_ref: Any
+    place: tuple[Any, Any], blocks: Sequence[tuple[Any, Any]], part: Any, size: int, block: int
 ) -> Tile:
-    """A tile of a block, with the block's valid tokens."""
-    within = tile * size + jnp.arange(size)
-    valid = within < plgpu.load(tokens_ref.at[row, block])
-    return Tile(row, head, block * block_size + tile * size, valid)
+    """A part of a block, or several whole blocks.
+
+    Args:
+      place: row and head.
+      blocks: number and valid tokens of each block.
+      part: which part of a block; 0 for whole blocks.
+      size: tokens of the tile.
+      block: tokens of a block.
+    """
+    within = jnp.arange(size)
+    (number, tokens), *others = blocks
+    start = number * block + part * size
+    left = tokens - part * size
+    for which, (number, tokens) in enumerate(others, 1):
+        # Places within the tile, which begins `which` blocks before this block.
+        begun = within >= which * block
+        start = jnp.where(begun, (number - which) * block, start)
+        left = jnp.where(begun, tokens + which * block, left)
+    return Tile(*place, start + within, within < left)
 
 
-def _walk_keys(
-    step: Callable[[Tile, Any], Any],
-    start: Any,
-    place: tuple[Any, Any, Any],
-    lists: QueryLists,
-    launch: Launch,
-) -> Any:
-    """Folds `step` over the tiles of keys in the list of a row's, head's block of queries."""
-    row, head, _ = place
-    size = launch.tiles.key
-    parts = launch.key_block // size
+@dataclass(frozen=True)
+class Walk:
+    """A list that a program goes through.
 
-    def visit(number: Any, carry: Any) -> Any:
-        entry, tile = _divmod(number, parts)
-        listed = plgpu.load(lists.index.at[*place, entry])
-        keys = _tile(row, head, listed, tile, size, launch.key_block, lists.key_tokens)
-        return step(keys, carry)
+    Attributes:
+      entries: reference to the entries of all lists.
+      place: row, head and, if the lists are apart, which list.
+      first: the list's first entry there.
+      count: of its entries.
+    """
 
-    count = plgpu.load(lists.count.at[*place])
-    return lax.fori_loop(0, count * parts, visit, start)
+    entries: Any
+    place: tuple[Any, ...]
+    first: Any
+    count: Any
+
+    def fold(self, step: Callable[[Tile, Any], Any], start: Any, size: int, block: int) -> Any:
+        """Folds `step` over tiles of `size` tokens of the listed blocks of `block` tokens."""
+        if size <= block:
+            parts = block // size
+            return lax.fori_loop(
+                *(0, self.count * parts),
+                lambda number, carry: step(self._part(number, parts, size, block), carry),
+                start,
+            )
+        several = size // block
+        return lax.fori_loop(
+            *(0, lax.div(self.count + (several - 1), several)),
+            lambda number, carry: step(self._blocks(number, several, block), carry),
+            start,
+        )
+
+    def _part(self, number: Any, parts: int, size: int, block: int) -> Tile:
+        entry, part = _divmod(number, parts)
+        packed = plgpu.load(self._at(entry))
+        return _tile(self.place[:2], [unpack_entry(packed)], part, size, block)
+
+    def _blocks(self, number: Any, several: int, block: int) -> Tile:
+        """Several blocks of the list; those past its end have no valid tokens."""
+        found = []
+        for which in range(several):
+            entry = number * several + which
+            packed = plgpu.load(self._at(entry), mask=entry < self.count, other=0)
+            found.append(unpack_entry(packed))
+        return _tile(self.place[:2], found, 0, several * block, block)
+
+    def _at(self, entry: Any) -> Any:
+        return self.entries.at[*self.place, self.first + entry]
 
 
 def _divmod(number: Any, by: int) -> tuple[Any, Any]:
