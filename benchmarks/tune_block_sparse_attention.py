@@ -2,10 +2,11 @@
 
     python benchmarks/tune_block_sparse_attention.py --out tuned.json
 
-What it finds goes into pallas_kernels/block_sparse_attention/triton/tuning.py by hand.
+What it finds goes by hand into the files tuning.py of the implementations, mosaic and triton.
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -17,38 +18,61 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 
 from alload_jax.bench.device_time import device_time, require_gpu, rotating
 from alload_jax.bench.provenance import provenance
-from alload_jax.bench.sparse_attention import Arguments, Shape, make_arguments, make_lists
+from alload_jax.bench.sparse_attention import KERNELS, Arguments, Shape, make_arguments, make_lists
 from alload_jax.errors import run_command
 from pallas_kernels.block_sparse_attention import BlockLists
 from pallas_kernels.block_sparse_attention.block_lists import invert
+from pallas_kernels.block_sparse_attention.differentiable import Cotangents
+from pallas_kernels.block_sparse_attention.mosaic import tuning as mosaic_tuning
 from pallas_kernels.block_sparse_attention.operands import Operands, Options, Residuals
-from pallas_kernels.block_sparse_attention.triton import calls
-from pallas_kernels.block_sparse_attention.triton.tuning import Pass, Tiles
+from pallas_kernels.block_sparse_attention.triton import tuning as triton_tuning
+from pallas_kernels.block_sparse_attention.triton.tuning import Pass
 
-WARPS, STAGES = (4, 8), (1, 2, 3, 4)
-
-
-def candidates(block: int) -> Iterator[Tiles]:
-    """Tiles within blocks of this size."""
-    sizes = [size for size in (32, 64, 128) if size <= block]
-    for query, key, warps, stages in itertools.product(sizes, sizes, WARPS, STAGES):
-        if query * key >= 64 * 32 and max(query, key) >= min(64, block):
-            yield Tiles(query, key, warps, stages)
+Tiles = mosaic_tuning.Tiles | triton_tuning.Tiles
 
 
-def make_call(kernel: Pass, tiles: Tiles, lists: BlockLists, scale: float) -> Callable[..., Any]:
+def mosaic_candidates(block: int) -> Iterator[Tiles]:
+    """Tiles within blocks of this size, and two or three of each in shared memory."""
+    sizes = [size for size in (64, 128) if size <= block]
+    for own, listed in itertools.product(sizes, sizes):
+        most = 3 if own == listed == 64 else 2
+        for slots in itertools.product(range(1, most + 1), repeat=2):
+            yield mosaic_tuning.Tiles(own, listed, slots)
+
+
+def triton_candidates(kernel: Pass, block: int) -> Iterator[Tiles]:
+    """Tiles for blocks of this size: a program's own within a block, those it walks up to two."""
+    own = [size for size in (64, 128) if size <= block]
+    walked = [size for size in (32, 64, 128) if size <= 2 * block]
+    for mine, listed, warps, stages in itertools.product(own, walked, (4, 8), (1, 2, 3, 4)):
+        query, key = (listed, mine) if kernel == "dkv" else (mine, listed)
+        yield triton_tuning.Tiles(query, key, warps, stages)
+
+
+def candidates(implementation: str, kernel: Pass, block: int) -> list[Tiles]:
+    """What to try."""
+    if implementation == "mosaic":
+        return list(mosaic_candidates(block))
+    return list(triton_candidates(kernel, block))
+
+
+def make_call(implementation: str, kernel: Pass, tiles: Tiles, scale: float) -> Callable[..., Any]:
     """A function of (arguments, what the forward and the inversion gave) that runs the kernel."""
+    calls = importlib.import_module(f"pallas_kernels.block_sparse_attention.{implementation}.calls")
     options = Options(scale, interpret=False)
 
-    def run(arguments: Arguments, out: jax.Array, lse: jax.Array, inverted: Any) -> Any:
+    def run(
+        arguments: Arguments, lists: BlockLists, out: jax.Array, lse: jax.Array, inverted: Any
+    ) -> Any:
         q, k, v, dout = arguments
         if kernel == "forward":
             return calls.forward(Operands(q, k, v, lists), options, tiles)
         residuals = Residuals(q, k, v, lists, out, lse)
-        shared = (dout, lse, lse)
+        shared = Cotangents(dout, lse, jnp.zeros_like(lse))
         if kernel == "dq":
             return calls.query_gradient(residuals, shared, options, tiles)
         return calls.key_gradients(residuals, shared, inverted, options, tiles)
@@ -56,23 +80,31 @@ def make_call(kernel: Pass, tiles: Tiles, lists: BlockLists, scale: float) -> Ca
     return run
 
 
-def measured(shape: Shape, sparsity: float, kernels: Sequence[Pass]) -> Iterator[dict[str, Any]]:
+def measured(
+    implementation: str, shape: Shape, sparsity: float, kernels: Sequence[Pass]
+) -> Iterator[dict[str, Any]]:
     """Times of each kernel with each candidate, or why it did not run."""
+    calls = importlib.import_module(f"pallas_kernels.block_sparse_attention.{implementation}.calls")
     sets, lists = make_arguments(shape), make_lists(shape, sparsity, "random")
     scale = shape.width**-0.5
     forward = jax.jit(partial(calls.forward, options=Options(scale, interpret=False)))
     inverted = jax.jit(invert)(lists)
-    given = [(each, *forward(Operands(*each[:3], lists)), inverted) for each in sets]
+    given = [(each, lists, *forward(Operands(*each[:3], lists)), inverted) for each in sets]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-        tried = [(kernel, tiles) for kernel in kernels for tiles in candidates(shape.block)]
+        tried = [
+            (kernel, tiles)
+            for kernel in kernels
+            for tiles in candidates(implementation, kernel, shape.block)
+        ]
         programs = {
-            case: pool.submit(rotating, make_call(*case, lists, scale), given) for case in tried
+            case: pool.submit(rotating, make_call(implementation, *case, scale), given)
+            for case in tried
         }
         for (kernel, tiles), program in programs.items():
             row = {"kernel": kernel, "block": shape.block, "width": shape.width} | vars(tiles)
             try:
                 yield row | {"us": device_time(program.result(), given).median}
-            except jax.errors.JaxRuntimeError as error:  # too much shared memory
+            except (jax.errors.JaxRuntimeError, ValueError) as error:  # too much shared memory
                 yield row | {"error": str(error).splitlines()[0]}
 
 
@@ -82,6 +114,7 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add("--implementation", choices=KERNELS, default=KERNELS[0])
     add("--tokens", type=int, default=32_768)
     add("--sparsity", type=float, default=0.9)
     add("--blocks", type=int, nargs="+", default=[64, 128])
@@ -93,7 +126,7 @@ def main(argv: list[str]) -> int:
     made_with, rows = provenance(["jax", "jaxlib"]), []
     for block, width in itertools.product(options.blocks, options.widths):
         shape = Shape(options.tokens, width=width, block=block)
-        for row in measured(shape, options.sparsity, options.kernels):
+        for row in measured(options.implementation, shape, options.sparsity, options.kernels):
             rows.append(row)
             options.out.write_text(json.dumps(made_with | {"rows": rows}, indent=1) + "\n")
         for kernel in options.kernels:

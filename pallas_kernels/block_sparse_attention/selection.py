@@ -97,7 +97,8 @@ def top_k_blocks(
         in self-attention.
 
     Returns:
-      Lists by falling score, the lower number first among equals; no gradient.
+      The blocks of highest score, the lower number among equals; no gradient. Lists are ascending
+      behind their own block, so that programs that run at the same time read the same keys.
     """
     scores, k = jax.lax.stop_gradient((scores, k))
     rows, n_query = query_tokens.shape
@@ -124,14 +125,14 @@ def top_k_blocks(
             found = jnp.where(is_own & same[:, None], jnp.inf, found)
         _, index = jax.lax.top_k(found, most)
         count = jnp.minimum(same.sum(axis=-1, dtype=jnp.int32)[:, None], k)
-        return index.astype(jnp.int32), jnp.minimum(count, most)
+        count = jnp.minimum(count, most)
+        return _ascending(index.astype(jnp.int32), count, first=int(own)), count
 
     size = max(1, min(n_query, n_query * most // n_key))
     chunks = jnp.arange(-(-n_query // size) * size).reshape(-1, size)
     index, count = jax.lax.map(of_chunk, chunks)
     index = jnp.moveaxis(index, 0, 2).reshape(rows, heads, -1, most)[:, :, :n_query]
     count = jnp.moveaxis(count, 0, 2).reshape(rows, heads, -1)[:, :, :n_query]
-    index = jnp.where(jnp.arange(most) < count[..., None], index, 0)
     return BlockLists(
         jnp.pad(index, ((0, 0), (0, 0), (0, 0), (0, k_max - most))),
         count,
@@ -140,3 +141,11 @@ def top_k_blocks(
         query_block,
         key_block,
     )
+
+
+def _ascending(index: jax.Array, count: jax.Array, first: int) -> jax.Array:
+    """Lists [..., k] of lengths [...], ascending behind the first entries, then zeros."""
+    valid = jnp.arange(index.shape[-1]) < count[..., None]
+    rest = jnp.where(valid, index, jnp.iinfo(jnp.int32).max)[..., first:]
+    ordered = jnp.concatenate([index[..., :first], jnp.sort(rest, axis=-1)], axis=-1)
+    return jnp.where(valid, ordered, 0)

@@ -11,10 +11,49 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernel_cases import lowered_for_cuda
 
+from pallas_kernels import mosaic_support
 from pallas_kernels.block_sparse_attention import BlockLists, block_sparse_attention, full_lists
 from pallas_kernels.block_sparse_attention.block_lists import invert, longest_first
+from pallas_kernels.block_sparse_attention.mosaic import calls as mosaic_calls
+from pallas_kernels.block_sparse_attention.mosaic.tuning import Tiles as MosaicTiles
+from pallas_kernels.block_sparse_attention.triton import calls
+from pallas_kernels.block_sparse_attention.triton.tuning import Tiles
 
 BF16, F16 = jnp.bfloat16, jnp.float16
+KERNELS = ("triton", "mosaic")
+WAYS = (
+    pytest.param(("triton", True), id="triton-interpreted"),
+    pytest.param(("triton", False), id="triton", marks=pytest.mark.gpu),
+    pytest.param(("mosaic", False), id="mosaic", marks=pytest.mark.gpu),
+)
+
+
+def run_here(way):
+    implementation, interpret = way
+    on_gpu = jax.default_backend() == "gpu"
+    if implementation != "xla" and interpret == on_gpu:
+        pytest.skip("runs in the interpreter" if interpret else "needs a GPU")
+    if implementation == "mosaic" and (reason := mosaic_support.unsupported_device()):
+        pytest.skip(str(reason))
+    return way
+
+
+def allow(implementation, monkeypatch):
+    """Lets kernels be lowered on a host without their device."""
+    support = f"pallas_kernels.{implementation}_support"
+    monkeypatch.setattr(f"{support}.unsupported_device", lambda: None)
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    """Kernels: (implementation, interpret)."""
+    return run_here(request.param)
+
+
+@pytest.fixture(params=[pytest.param(("xla", False), id="xla"), *WAYS])
+def any_way(request):
+    """Likewise, the reference too."""
+    return run_here(request.param)
 
 
 def case(kind, rows=1, heads=2, queries=192, keys=256, width=64, dtype=BF16, blocks=(64, 64)):
@@ -30,8 +69,8 @@ def case(kind, rows=1, heads=2, queries=192, keys=256, width=64, dtype=BF16, blo
     return arrays(rng, rows, queries, keys, heads, width, dtype), lists
 
 
-def check(inputs, lists, implementation, interpret, **options):
-    found, lse = compute(*inputs, lists, implementation, interpret, **options)
+def check(inputs, lists, way, **options):
+    found, lse = compute(*inputs, lists, way, **options)
     expected, exact = oracle(*inputs, lists, **options)
     close(found, expected, inputs[0].dtype)
     np.testing.assert_allclose(lse, exact, rtol=1e-5, atol=2e-3)
@@ -39,31 +78,56 @@ def check(inputs, lists, implementation, interpret, **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_lists_of_all_kinds(kind, implementation, interpret):
+def test_lists_of_all_kinds(kind, any_way):
     inputs, lists = case(kind)
-    check(inputs, lists, implementation, interpret)
+    check(inputs, lists, any_way)
 
 
 @pytest.mark.parametrize("blocks", [(64, 64), (128, 64), (64, 128), (128, 128)])
 @pytest.mark.parametrize(("width", "dtype"), [(64, F16), (128, BF16)])
-def test_blocks_widths_and_dtypes(blocks, width, dtype, interpret):
-    inputs, lists = case("ragged", 2, 1, 300, 400, width, dtype, blocks)
-    check(inputs, lists, "triton", interpret)
+def test_blocks_widths_and_dtypes(blocks, width, dtype, way):
+    inputs, lists = case("ragged", 2, 1, 300, 397, width, dtype, blocks)
+    check(inputs, lists, way)
 
 
-def test_a_scale_and_a_gradient_of_the_statistics(interpret):
+@pytest.mark.parametrize(("own", "listed"), [(64, 128), (64, 32), (128, 256)])
+def test_triton_tiles_of_parts_of_blocks_and_of_several_blocks(own, listed, interpret, monkeypatch):
+    block, way = 128 if listed == 256 else 64, ("triton", interpret)
+    inputs, lists = case("ragged", 1, 2, 450, 650, 64, blocks=(block, block))
+    plain, _ = compute(*inputs, lists, way)
+
+    def tiles(kernel, *_):
+        query, key = (listed, own) if kernel == "dkv" else (own, listed)
+        return Tiles(query, key, 4, 2)
+
+    monkeypatch.setattr(calls, "tiles_for", tiles)
+    check(inputs, lists, way)
+    changed, _ = compute(*inputs, lists, way)
+    assert any((one != other).any() for one, other in zip(plain, changed, strict=True))
+
+
+@pytest.mark.parametrize("own", [64, 128])
+@pytest.mark.parametrize("listed", [64, 128])
+@pytest.mark.parametrize("slots", [(1, 1), (2, 1), (1, 3)])
+@pytest.mark.gpu
+def test_mosaic_tiles_and_slots(own, listed, slots, monkeypatch):
+    way = run_here(("mosaic", False))
+    inputs, lists = case("ragged", 1, 2, 450, 650, 64, blocks=(128, 128))
+    monkeypatch.setattr(mosaic_calls, "tiles_for", lambda *_: MosaicTiles(own, listed, slots))
+    check(inputs, lists, way)
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.1])
+def test_a_scale_and_a_gradient_of_the_statistics(scale, any_way):
     inputs, lists = case("ragged", heads=1)
     dlse = np.random.default_rng(5).normal(size=(1, 1, 192)).astype(np.float32)
-    for implementation in ("xla", "triton"):
-        check(inputs, lists, implementation, interpret, scale=0.3, dlse=dlse)
+    check(inputs, lists, any_way, scale=scale, dlse=dlse)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_full_lists_are_dense_attention(implementation, interpret):
+def test_full_lists_are_dense_attention(any_way):
     q, k, v, dout = arrays(np.random.default_rng(0), 1, 128, 128, 2, 64)
     lists = full_lists(jnp.full((1, 2), 64), jnp.full((1, 2), 64), 2)
-    (out, *grads), _ = compute(q, k, v, dout, lists, implementation, interpret)
+    (out, *grads), _ = compute(q, k, v, dout, lists, any_way)
     dense, pull = jax.vjp(jax.nn.dot_product_attention, q, k, v)
     close([out, *grads], [np.asarray(x, np.float64) for x in (dense, *pull(dout))], BF16)
 
@@ -83,40 +147,39 @@ def test_gradients_are_those_of_finite_differences():
             moved.append((oracle(*changed, lists)[0][0] * weights).sum())
         slope = (moved[0] - moved[1]) / 2e-5
         assert slope == pytest.approx((expected[1 + position] * direction).sum(), rel=1e-5)
-    found, _ = compute(*inputs, lists, "xla", False)
+    found, _ = compute(*inputs, lists, ("xla", False))
     for each, exact in zip(found, expected, strict=True):
         np.testing.assert_allclose(each, exact, atol=1e-5)
 
 
-def test_equal_inputs_give_equal_bits(interpret):
+def test_equal_inputs_give_equal_bits(way):
     inputs, lists = case("popular")
-    first, second = (compute(*inputs, lists, "triton", interpret) for _ in range(2))
+    first, second = (compute(*inputs, lists, way) for _ in range(2))
     for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_what_no_list_names_changes_nothing(implementation, interpret):
+def test_what_no_list_names_changes_nothing(any_way):
     """NaN in tokens that are not valid, and in blocks that no list names."""
     (q, k, v, dout), lists = case("ragged", heads=1)
     seen = seen_by(lists, 192, 256)
     unused = jnp.asarray(~seen.any(axis=(1, 2)))[:, :, None, None]
     idle = jnp.asarray(~seen.any(axis=(1, 3)))[:, :, None, None]
-    clean, _ = compute(q, k, v, dout, lists, implementation, interpret)
+    clean, _ = compute(q, k, v, dout, lists, any_way)
     spoilt = [jnp.where(idle, jnp.nan, q), *(jnp.where(unused, jnp.nan, x) for x in (k, v))]
     spoilt = [x.astype(BF16) for x in spoilt]
-    found, _ = compute(*spoilt, jnp.where(idle, 0, dout), lists, implementation, interpret)
-    expected, _ = compute(q, k, v, jnp.where(idle, 0, dout), lists, implementation, interpret)
+    found, _ = compute(*spoilt, jnp.where(idle, 0, dout), lists, any_way)
+    expected, _ = compute(q, k, v, jnp.where(idle, 0, dout), lists, any_way)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     assert np.isfinite(np.asarray(clean[0], np.float32)).all()
 
 
-def test_transformations(interpret):
+def test_transformations(way):
     (q, k, v, _), lists = case("random", rows=2, heads=1, queries=128, keys=128)
 
     def attend(q, k, v, lists):
-        run = {"implementation": "triton", "interpret": interpret}
+        run = dict(zip(("implementation", "interpret"), way, strict=True))
         return block_sparse_attention(q, k, v, lists, **run)
 
     plain = attend(q, k, v, lists)
@@ -127,36 +190,54 @@ def test_transformations(interpret):
         np.testing.assert_array_equal(np.asarray(each), np.asarray(plain))
 
 
-def test_checkpoint_keeps_output_and_statistics_by_name(interpret):
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_checkpoint_keeps_output_and_statistics_by_name(implementation, monkeypatch):
+    allow(implementation, monkeypatch)
     (q, k, v, _), lists = case("random", heads=1)
 
     def loss(q):
-        run = {"implementation": "triton", "interpret": interpret}
-        return block_sparse_attention(q, k, v, lists, **run).astype(jnp.float32).sum()
+        out = block_sparse_attention(q, k, v, lists, implementation=implementation)
+        return out.astype(jnp.float32).sum()
+
+    def forwards(gradient):
+        return calls_named("block_sparse_attention_forward", jax.make_jaxpr(gradient)(q).jaxpr)
 
     policy = jax.checkpoint_policies.save_only_these_names("attention_output")
-    kept = jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy)))(q)
-    again = jax.make_jaxpr(jax.grad(jax.checkpoint(loss)))(q)
-    assert str(kept).count("name=block_sparse_attention_forward") == 1
-    assert str(again).count("name=block_sparse_attention_forward") == 2
+    assert forwards(jax.grad(jax.checkpoint(loss, policy=policy))) == 1
+    assert forwards(jax.grad(jax.checkpoint(loss))) == 2
+
+
+def calls_named(name, jaxpr):
+    """How often a jaxpr calls what has a name."""
+    found = 0
+    for equation in jaxpr.eqns:
+        if str(equation.params.get("name")) == name:
+            found += 1
+            continue
+        for part in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(part, "jaxpr", part)
+            found += calls_named(name, inner) if hasattr(inner, "eqns") else 0
+    return found
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_rows_and_heads_are_split_over_a_mesh_without_communication(kind, interpret):
-    if len(jax.devices()) < 4:
-        pytest.skip("needs 4 devices")
+def test_rows_and_heads_are_split_over_a_mesh_without_communication(kind, way):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices")
     types = (AxisType.Auto if kind == "auto" else AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=types)
+    rows = min(2, len(jax.devices()) // 2)
+    mesh = jax.make_mesh((rows, 2), ("rows", "heads"), axis_types=types)
     inputs, lists = case("ragged", rows=2, heads=2, queries=128, keys=128)
-    expected, _ = compute(*inputs, lists, "triton", interpret)
+    expected, _ = compute(*inputs, lists, way)
     split = NamedSharding(mesh, P("rows", None, "heads", None))
     specs = BlockLists(P("rows", "heads"), P("rows", "heads"), P("rows"), P("rows"), 64, 64)
     placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), lists, specs)
 
     def run(q, k, v, dout, lists):
         def attend(q, k, v):
-            options = {"sharding": split if kind == "auto" else None, "interpret": interpret}
-            return block_sparse_attention(q, k, v, lists, implementation="triton", **options)
+            options = dict(zip(("implementation", "interpret"), way, strict=True))
+            sharding = split if kind == "auto" else None
+            return block_sparse_attention(q, k, v, lists, sharding=sharding, **options)
 
         out, pull = jax.vjp(attend, q, k, v)
         return out, *pull(dout)
@@ -219,7 +300,7 @@ def test_what_does_not_fit_is_refused_in_one_line():
         lists=replace(lists, key_tokens=lists.key_tokens.astype(jnp.float32))
     )
     assert "scale is nan" in refused(scale=float("nan"))
-    assert "choose one of auto, triton, xla" in refused(implementation="cuda")
+    assert "choose one of auto, triton, mosaic, xla" in refused(implementation="cuda")
     assert "D is 32; give 64 or 128" in refused(
         q=q[..., :32], k=k[..., :32], v=v[..., :32], implementation="triton", interpret=True
     )
@@ -246,8 +327,9 @@ def test_nothing_is_computed_of_nothing():
 
 @pytest.mark.parametrize("blocks", [(64, 64), (128, 64), (128, 128)])
 @pytest.mark.parametrize("width", [64, 128])
-def test_kernels_lower_for_cuda(blocks, width, monkeypatch):
-    monkeypatch.setattr("pallas_kernels.triton_support.unsupported_device", lambda: None)
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_kernels_lower_for_cuda(implementation, blocks, width, monkeypatch):
+    allow(implementation, monkeypatch)
     x = jax.ShapeDtypeStruct((2, 4096, 12, width), BF16)
     n_query, n_key = (4096 // size for size in blocks)
     shapes = ((2, 12, n_query, 9), (2, 12, n_query), (2, n_query), (2, n_key))
@@ -255,7 +337,7 @@ def test_kernels_lower_for_cuda(blocks, width, monkeypatch):
 
     def both(q, k, v, dout, lists):
         out, pull = jax.vjp(
-            lambda *a: block_sparse_attention(*a, lists, implementation="triton"), q, k, v
+            lambda *a: block_sparse_attention(*a, lists, implementation=implementation), q, k, v
         )
         return out, pull(dout)
 
