@@ -24,6 +24,8 @@ from pallas_kernels.block_sparse_attention.block_lists import invert
 Popularity = Literal["random", "zipf"]
 Part = Literal["forward", "backward", "selection"]
 
+KERNELS = ("mosaic", "triton")
+"""Our implementations, the one that "auto" prefers first."""
 _PRODUCTS = {"forward": 2, "backward": 5}
 """Matrix products over the pairs of queries and keys that a pass needs at least."""
 _ZIPF = 1.0
@@ -51,7 +53,8 @@ class Entry(NamedTuple):
 
     Attributes:
       shape: of q, k and v, bfloat16.
-      implementation: triton, cudnn (dense), or the name that a rival gives itself.
+      implementation: one of `KERNELS`, cudnn (dense), xla (selection), or the name that a rival
+        gives itself.
       popularity: random lists, or lists in which some keys are popular (Zipf's law).
       sparsity: share of pairs of blocks that no list names; 0 for dense attention.
       part: forward, backward, or selection: pooling, scores, the best of each, inverting.
@@ -95,9 +98,10 @@ def measure(
     shapes: Sequence[Shape],
     sparsities: Sequence[float],
     popularities: Sequence[Popularity],
+    kernels: Sequence[str] = KERNELS,
     rivals: Sequence[Rival] = (),
 ) -> Iterator[Entry]:
-    """Measures dense attention, then the kernels at each sparsity, and rivals with them."""
+    """Measures dense attention, then our kernels at each sparsity, and rivals with them."""
     for shape in shapes:
         sets = make_arguments(shape)
         dense = partial(jax.nn.dot_product_attention, implementation="cudnn")
@@ -107,16 +111,17 @@ def measure(
             for sparsity in sparsities:
                 lists = make_lists(shape, sparsity, popularity)
                 exact = _exact(shape, sparsity)
-                sparse = partial(block_sparse_attention, blocks=lists, implementation="triton")
-                for part, time in _passes(sparse, sets):
-                    yield _entry(shape, "triton", popularity, exact, part, time)
+                for name in kernels:
+                    sparse = partial(block_sparse_attention, implementation=name)
+                    for part, time in _passes(sparse, sets, lists):
+                        yield _entry(shape, name, popularity, exact, part, time)
                 for rival in rivals:
                     for name, part, time in rival(shape, sets, lists):
                         yield _entry(shape, name, popularity, exact, part, time)
         for sparsity in sparsities:
             time = _selection(shape, sets, sparsity)
             exact = _exact(shape, sparsity)
-            yield _entry(shape, "triton", "random", exact, "selection", time)
+            yield _entry(shape, "xla", "random", exact, "selection", time)
 
 
 def make_arguments(shape: Shape) -> list[Arguments]:
@@ -134,8 +139,8 @@ def make_arguments(shape: Shape) -> list[Arguments]:
 def make_lists(shape: Shape, sparsity: float, popularity: Popularity) -> BlockLists:
     """Lists of equal length of random key blocks, drawn without repetition for each list.
 
-    With `zipf`, the key of rank n is drawn with a probability in proportion to 1/n, and ranks are
-    random numbers of blocks, others in each head.
+    They are ascending, as `top_k_blocks` makes them. With `zipf`, the key of rank n is drawn with a
+    probability in proportion to 1/n, and ranks are random numbers of blocks, others in each head.
     """
     blocks, most = _blocks(shape), _listed(shape, sparsity)
     tokens = jnp.minimum(shape.block, shape.tokens - jnp.arange(blocks) * shape.block)[None]
@@ -152,7 +157,7 @@ def make_lists(shape: Shape, sparsity: float, popularity: Popularity) -> BlockLi
             first = jnp.broadcast_to(jnp.arange(1, blocks + 1), (shape.heads, blocks))
             ranks = jax.random.permutation(order, first, axis=1, independent=True)
             chance -= _ZIPF * jnp.log(ranks)[:, None, :]
-        return jax.lax.top_k(chance, most)[1]
+        return jnp.sort(jax.lax.top_k(chance, most)[1], axis=-1)
 
     return BlockLists(
         draw(jax.random.key(0))[None].astype(jnp.int32),
@@ -164,14 +169,35 @@ def make_lists(shape: Shape, sparsity: float, popularity: Popularity) -> BlockLi
     )
 
 
+def runnable_kernels() -> list[str]:
+    """Those of `KERNELS` that this device can run."""
+    x = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
+    tokens = jnp.full((1, 1), 64)
+    found = []
+    for name in KERNELS:
+        try:
+            block_sparse_attention(x, x, x, full_lists(tokens, tokens, 1), implementation=name)
+        except NotImplementedError:
+            continue
+        found.append(name)
+    return found
+
+
 def _passes(
-    attend: Callable[..., Any], sets: Sequence[Arguments]
+    attend: Callable[..., Any], sets: Sequence[Arguments], *lists: BlockLists
 ) -> Iterator[tuple[Part, DeviceTime]]:
-    """Times of the forward, and of the backward from what the forward keeps."""
-    inputs = [each[:3] for each in sets]
+    """Times of the forward, and of the backward from what the forward keeps.
+
+    Lists are arguments: XLA would compute beforehand what depends on constants alone.
+    """
+    inputs = [(*each[:3], *lists) for each in sets]
     yield "forward", _run(attend, inputs)
-    linearise = jax.jit(lambda q, k, v: jax.vjp(attend, q, k, v)[1])
-    kept = [(linearise(*each[:3]), each.dout) for each in sets]
+
+    @jax.jit
+    def linearise(q: jax.Array, k: jax.Array, v: jax.Array, *lists: BlockLists) -> Any:
+        return jax.vjp(lambda *arrays: attend(*arrays, *lists), q, k, v)[1]
+
+    kept = [(linearise(*each), one.dout) for each, one in zip(inputs, sets, strict=True)]
     yield "backward", _run(lambda pull, dout: pull(dout), kept)
 
 
@@ -257,24 +283,27 @@ def speeds(entries: Sequence[Entry]) -> list[Speed]:
             continue
         dense = [us[e.shape, "cudnn", "random", 0.0, part] for part in ("forward", "backward")]
         own = [e.us, us[*case, "backward"]]
-        chosen = us.get((e.shape, "triton", "random", e.sparsity, "selection"), math.nan)
+        chosen = us.get((e.shape, "xla", "random", e.sparsity, "selection"), math.nan)
         forward, backward = (d / o for d, o in zip(dense, own, strict=True))
         found.append(Speed(*case, forward, backward, sum(dense) / sum(own), chosen / sum(own)))
     return found
 
 
+def preferred(found: Sequence[Speed]) -> str:
+    """The implementation that "auto" prefers, of those that were measured."""
+    names = {each.implementation for each in found}
+    return next((name for name in KERNELS if name in names), KERNELS[-1])
+
+
 def break_even(found: Sequence[Speed], shape: Shape) -> float | None:
-    """The sparsity from which the kernels are faster than dense attention, by interpolation.
+    """The sparsity from which our kernels are faster than dense attention, by interpolation.
 
     Of random lists, forward plus backward; None where the measured sparsities do not show it.
     """
-    ours = [s for s in found if (s.shape, s.implementation, s.popularity) == _ours(shape)]
-    ordered = sorted((s.sparsity, 1 / s.both) for s in ours)
+    case = (shape, preferred(found), "random")
+    ours = [each for each in found if (each.shape, each.implementation, each.popularity) == case]
+    ordered = sorted((each.sparsity, 1 / each.both) for each in ours)
     for (low, slower), (high, faster) in itertools.pairwise(ordered):
         if slower >= 1 > faster:
             return low + (high - low) * (slower - 1) / (slower - faster)
     return None
-
-
-def _ours(shape: Shape) -> tuple[Shape, str, str]:
-    return shape, "triton", "random"

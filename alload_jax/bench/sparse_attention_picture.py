@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from alload_jax.bench.sparse_attention import Speed
+from alload_jax.bench.sparse_attention import Speed, preferred
 
 _COLOURS = ("#1f6feb", "#f0883e", "#3fb950", "#a371f7")
 _STYLES = {"random": "-", "zipf": "--"}
@@ -15,7 +15,7 @@ def write_picture(path: Path, found: Sequence[Speed], device: str) -> None:
 
     Args:
       path: the PNG to write.
-      found: the measured cases; those of rivals are left out.
+      found: the measured cases; drawn are those of the kernels that "auto" prefers.
       device: name of the device.
     """
     # Only here: matplotlib takes a second to import.
@@ -24,7 +24,7 @@ def write_picture(path: Path, found: Sequence[Speed], device: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    ours = [each for each in found if each.implementation == "triton"]
+    ours = [each for each in found if each.implementation == preferred(found)]
     figure, axis = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
     shapes = list(dict.fromkeys(each.shape for each in ours))
     for shape, colour in zip(shapes, _COLOURS, strict=False):

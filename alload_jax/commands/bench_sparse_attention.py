@@ -19,6 +19,7 @@ HELP = "Measure block-sparse attention on this device against cuDNN's dense atte
 
 _COMMAND = "alload bench sparse-attention"
 _WIDTH = 160
+_KERNELS = ("mosaic", "triton")
 _PACKAGES = ("jax", "jaxlib", "numpy")
 _COLUMNS = (
     *("tokens", "lists", "sparsity", "implementation", "forward", "backward", "both"),
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=int, default=12, help="heads (default 12)")
     add("--width", type=int, choices=(64, 128), default=128, help="width of a head (default 128)")
     add("--block", type=int, choices=(64, 128), default=64, help="tokens of a block (default 64)")
+    add("--implementations", nargs="+", choices=_KERNELS, default=_KERNELS)
     add("--out", default="sparse_attention", help="written: OUT.json and OUT.png")
 
 
@@ -73,7 +75,12 @@ def run(
     made_with = provenance([*_PACKAGES, *packages])
     entries: list[Entry] = []
     console = Console(soft_wrap=True, width=_WIDTH)
-    for entry in bench.measure(shapes, options.sparsities, options.lists, rivals):
+    kernels = [name for name in bench.runnable_kernels() if name in options.implementations]
+    if not kernels:
+        names = ", ".join(options.implementations)
+        raise InputError(f"{_COMMAND}: --implementations {names}: none of them runs on this device")
+    asked = (shapes, options.sparsities, options.lists)
+    for entry in bench.measure(*asked, kernels, rivals):
         entries.append(entry)
         console.print(_line(entry))
         found = bench.speeds(entries)
