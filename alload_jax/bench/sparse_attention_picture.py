@@ -38,7 +38,8 @@ def write_picture(path: Path, found: Sequence[Speed], device: str) -> None:
                 label = f"{shape.tokens:,} tokens, {_LABELS[popularity]}"
                 axis.plot(*zip(*line, strict=True), style, color=colour, marker="o", label=label)
     axis.axhline(1, color="#57606a", lw=1)
-    axis.annotate("cuDNN, dense", (axis.get_xlim()[0], 1), va="bottom", color="#57606a")
+    right = axis.get_xlim()[1]
+    axis.annotate("cuDNN, dense", (right, 1), ha="right", va="bottom", color="#57606a")
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter("{x:g}×")
     axis.set_xlabel("sparsity: pairs of blocks that are left out, %")
