@@ -36,7 +36,7 @@ Tiles = mosaic_tuning.Tiles | triton_tuning.Tiles
 
 
 def mosaic_candidates(block: int) -> Iterator[Tiles]:
-    """Tiles within blocks of this size, and two or three of each in shared memory."""
+    """Tiles within blocks of this size, and up to two or three of each in shared memory."""
     sizes = [size for size in (64, 128) if size <= block]
     for own, listed in itertools.product(sizes, sizes):
         most = 3 if own == listed == 64 else 2

@@ -102,15 +102,15 @@ def measure(
     rivals: Sequence[Rival] = (),
 ) -> Iterator[Entry]:
     """Measures dense attention, then our kernels at each sparsity, and rivals with them."""
-    for shape in shapes:
+    for shape in dict.fromkeys(shapes):
         sets = make_arguments(shape)
+        exact_sparsities = dict.fromkeys(_exact(shape, sparsity) for sparsity in sparsities)
         dense = partial(jax.nn.dot_product_attention, implementation="cudnn")
         for part, time in _passes(dense, sets):
             yield _entry(shape, "cudnn", "random", 0.0, part, time)
         for popularity in popularities:
-            for sparsity in sparsities:
-                lists = make_lists(shape, sparsity, popularity)
-                exact = _exact(shape, sparsity)
+            for exact in exact_sparsities:
+                lists = make_lists(shape, exact, popularity)
                 for name in kernels:
                     sparse = partial(block_sparse_attention, implementation=name)
                     for part, time in _passes(sparse, sets, lists):
@@ -118,9 +118,8 @@ def measure(
                 for rival in rivals:
                     for name, part, time in rival(shape, sets, lists):
                         yield _entry(shape, name, popularity, exact, part, time)
-        for sparsity in sparsities:
-            time = _selection(shape, sets, sparsity)
-            exact = _exact(shape, sparsity)
+        for exact in exact_sparsities:
+            time = _selection(shape, sets, exact)
             yield _entry(shape, "xla", "random", exact, "selection", time)
 
 

@@ -1,5 +1,6 @@
 """The speed of block-sparse attention over sparsity, as a picture."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def write_picture(path: Path, found: Sequence[Speed], device: str) -> None:
     ours = [each for each in found if each.implementation == preferred(found)]
     figure, axis = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
     shapes = list(dict.fromkeys(each.shape for each in ours))
-    for shape, colour in zip(shapes, _COLOURS, strict=False):
+    for shape, colour in zip(shapes, itertools.cycle(_COLOURS), strict=False):
         for popularity, style in _STYLES.items():
             line = sorted(
                 (100 * each.sparsity, each.both)

@@ -88,7 +88,7 @@ def run(
             "command": typed(),
             **made_with,
             "break_even": {str(s.tokens): bench.break_even(found, s) for s in shapes},
-            "speeds": [each._asdict() | {"shape": each.shape._asdict()} for each in found],
+            "speeds": [_jsonable(each) for each in found],
             "entries": [each._asdict() | {"shape": each.shape._asdict()} for each in entries],
         }
         # After each, so that a failure loses nothing that was measured.
@@ -115,6 +115,11 @@ def _check(options: argparse.Namespace) -> None:
     for kind in ("json", "png"):
         path = out.parent / f"{out.name}.{kind}" if out.name else out
         require_place(_COMMAND, "--out", path)
+
+
+def _jsonable(speed: "Speed") -> dict[str, Any]:
+    selection = None if math.isnan(speed.selection) else speed.selection
+    return speed._asdict() | {"shape": speed.shape._asdict(), "selection": selection}
 
 
 def _line(entry: "Entry") -> str:

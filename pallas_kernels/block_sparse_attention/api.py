@@ -3,12 +3,14 @@
 from typing import Literal, overload
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from pallas_kernels import devices
 from pallas_kernels.block_sparse_attention.block_lists import BlockLists
 from pallas_kernels.block_sparse_attention.implementations import REGISTRY
 from pallas_kernels.block_sparse_attention.operands import NAME, CallConfig, Operands, checked
+from pallas_kernels.block_sparse_attention.shards import on_mesh
 
 
 @overload
@@ -63,12 +65,13 @@ def block_sparse_attention(
       q: [R, S, H, D], bfloat16 or float16, with D 64 or 128; 'xla' also takes float32 and any D.
       k: [R, T, H, D], q's dtype.
       v: [R, T, H, D], q's dtype.
-      blocks: the lists. Tokens of different segments meet only where a list says so. Blocks beyond
-        the last one, or named twice in a list, give wrong results without an error.
+      blocks: the lists. Tokens of different segments meet only where a list says so. Numbers of
+        blocks and of tokens that are out of range are taken to be the nearest that exist. A list
+        that names a block twice gives wrong results without an error.
       scale: factor of the scores; None for 1/√D.
       return_lse: also return the logarithm of the sum of exponentials of each query's scores.
-      implementation: "triton" (the kernels), "xla" (the reference), or "auto": the kernels where
-        they can run.
+      implementation: "mosaic" (kernels for Hopper), "triton" (kernels), "xla" (the reference), or
+        "auto": the first of these that can run.
       sharding: how q is split over a mesh whose axes are Auto: over rows and heads, as the lists
         are then too. Nothing is communicated. Inside `shard_map` leave it out.
       interpret: run the kernels in Pallas's interpreter, which is slow and needs no GPU.
@@ -91,6 +94,7 @@ def block_sparse_attention(
     config = CallConfig(options, sharding)
     chosen = REGISTRY.choose(NAME, implementation, operands, config, interpret=interpret)
     if not (q.size and k.size and blocks.indices.size):
-        chosen = REGISTRY.reference
-    out, lse = chosen.run(operands, config)
+        out, lse = jnp.zeros_like(q), jnp.full((q.shape[0], *q.shape[2:0:-1]), -jnp.inf)
+    else:
+        out, lse = chosen.run(on_mesh(operands, sharding), config)
     return (out, lse) if return_lse else out

@@ -19,8 +19,9 @@ class BlockLists:
     """For each row, head and block of queries, a list of blocks of keys.
 
     Block b of queries holds tokens b·query_block and following; of these the first
-    `query_tokens[b]` are valid, likewise of keys. Other tokens are neither read nor written to:
-    their outputs and gradients are zero.
+    `query_tokens[b]` are valid, likewise of keys. Other tokens have no influence, and their outputs
+    and gradients are zero. Tokens past the end of the array or of the block are not valid, whatever
+    the lists say.
 
     Attributes:
       indices: [R, H, nQ, k_max] int32, numbers of key blocks; those beyond the count are ignored. A
@@ -54,6 +55,29 @@ class InvertedLists:
     offsets: jax.Array
 
 
+def clamped(blocks: BlockLists, queries: int, keys: int) -> BlockLists:
+    """The same lists, with all numbers within the arrays that they are used for.
+
+    Args:
+      blocks: the lists.
+      queries: S.
+      keys: T.
+    """
+
+    def valid(tokens: jax.Array, block: int, length: int) -> jax.Array:
+        left = length - jnp.arange(tokens.shape[1], dtype=jnp.int32) * block
+        return jnp.clip(tokens, 0, jnp.minimum(left, block))
+
+    return BlockLists(
+        jnp.clip(blocks.indices, 0, blocks.key_tokens.shape[1] - 1),
+        jnp.clip(blocks.counts, 0, blocks.indices.shape[-1]),
+        valid(blocks.query_tokens, blocks.query_block, queries),
+        valid(blocks.key_tokens, blocks.key_block, keys),
+        blocks.query_block,
+        blocks.key_block,
+    )
+
+
 def full_lists(
     query_tokens: jax.Array,
     key_tokens: jax.Array,
@@ -72,6 +96,9 @@ def full_lists(
     """
     rows, n_query = query_tokens.shape
     n_key = key_tokens.shape[1]
+    for name, tokens in (("query_tokens", query_tokens), ("key_tokens", key_tokens)):
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"full_lists: {name} is {tokens.dtype}; give integers")
     return BlockLists(
         jnp.broadcast_to(jnp.arange(n_key, dtype=jnp.int32), (rows, heads, n_query, n_key)),
         jnp.full((rows, heads, n_query), n_key, jnp.int32),

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.block_sparse_attention.block_lists import BlockLists
+from pallas_kernels.block_sparse_attention.block_lists import BlockLists, clamped, invert
 from pallas_kernels.block_sparse_attention.operands import (
     OUTPUT_NAME,
     CallConfig,
@@ -25,12 +25,14 @@ class Kernels:
     """The calls of kernels, functions of a module, which are equal if they are the same.
 
     Attributes:
-      forward: (operands, options=) to the output [R, S, H, D] and the statistics [R, H, S].
-      backward: (residuals, cotangents of both, options=) to the gradients of q, k and v.
+      forward: (operands, options) to the output [R, S, H, D] and the statistics [R, H, S].
+      query_gradient: (residuals, cotangents, options) to the gradient of q.
+      key_gradients: (residuals, cotangents, inverted lists, options) to those of k and v.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
-    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    query_gradient: Callable[..., jax.Array]
+    key_gradients: Callable[..., tuple[jax.Array, jax.Array]]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -43,7 +45,10 @@ def attention(
     kernels: Kernels,
 ) -> tuple[jax.Array, jax.Array]:
     """The output [R, S, H, D] and the statistics [R, H, S]."""
-    run = partial(kernels.forward, options=config.options)
+
+    def run(operands: Operands) -> tuple[jax.Array, jax.Array]:
+        return kernels.forward(_clamped(operands), config.options)
+
     return on_shards(config.sharding, run, "forward")(Operands(q, k, v, blocks))
 
 
@@ -67,13 +72,25 @@ def _backward(
     residuals: Residuals,
     cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-    run = partial(kernels.backward, options=config.options)
+    def run(residuals: Residuals, dout: jax.Array, dlse: jax.Array) -> Any:
+        residuals = _clamped(residuals)
+        read, options = read_cotangents(residuals, dout, dlse), config.options
+        dk, dv = kernels.key_gradients(residuals, read, invert(residuals.blocks), options)
+        return kernels.query_gradient(residuals, read, options), dk, dv
+
     dq, dk, dv = on_shards(config.sharding, run, "backward")(residuals, *cotangents)
     none = jax.tree.map(lambda each: np.zeros(each.shape, jax.dtypes.float0), residuals.blocks)
     return dq, dk, dv, none
 
 
 attention.defvjp(_forward, _backward)
+
+_Some = TypeVar("_Some", Operands, Residuals)
+
+
+def _clamped(arguments: _Some) -> _Some:
+    queries, keys = arguments.q.shape[1], arguments.k.shape[1]
+    return arguments._replace(blocks=clamped(arguments.blocks, queries, keys))
 
 
 @jax.tree_util.register_dataclass

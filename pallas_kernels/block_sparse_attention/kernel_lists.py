@@ -80,3 +80,10 @@ def pack_entries(index: jax.Array, tokens: jax.Array) -> jax.Array:
 def unpack_entry(entry: Any) -> tuple[Any, Any]:
     """A block and its valid tokens."""
     return entry >> ENTRY_BITS, entry & ((1 << ENTRY_BITS) - 1)
+
+
+def divide(number: Any, by: int) -> tuple[Any, Any]:
+    """Quotient and remainder of a number >= 0, within a kernel."""
+    if by == 1:
+        return number, jnp.int32(0)
+    return jax.lax.div(number, jnp.int32(by)), jax.lax.rem(number, jnp.int32(by))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from pallas_kernels.block_sparse_attention.block_lists import BLOCK_SIZES, BlockLists
@@ -81,6 +82,7 @@ def checked(operands: Operands, scale: float | None, interpret: bool) -> Options
     """The options of a call whose arguments fit together.
 
     Raises:
+      TypeError: blocks or scale is of another type.
       ValueError: a shape, dtype or value does not fit.
     """
     q, k, v, blocks = operands
@@ -91,7 +93,7 @@ def checked(operands: Operands, scale: float | None, interpret: bool) -> Options
             )
         if array.dtype != q.dtype:
             raise ValueError(f"{NAME}: {name} is {array.dtype} and q is {q.dtype}; cast them alike")
-    if not jnp.issubdtype(q.dtype, jnp.floating):
+    if q.dtype not in (*_LOW, jnp.dtype(jnp.float32)):
         raise ValueError(f"{NAME}: q is {q.dtype}; it must be bfloat16, float16 or float32")
     rows, tokens, heads, width = q.shape
     if k.shape != v.shape or (k.shape[0], *k.shape[2:]) != (rows, heads, width):
@@ -100,7 +102,10 @@ def checked(operands: Operands, scale: float | None, interpret: bool) -> Options
             f"[{rows}, T, {heads}, {width}]"
         )
     _check_lists(blocks, rows, heads, tokens, k.shape[1])
-    scale = 1 / math.sqrt(width) if scale is None else float(scale)
+    scale = 1 / math.sqrt(width) if scale is None else scale
+    if isinstance(scale, bool) or not isinstance(scale, int | float | np.number):
+        raise TypeError(f"{NAME}: scale is {type(scale).__name__}; give a Python number")
+    scale = float(scale)
     if not (math.isfinite(scale) and scale):
         raise ValueError(f"{NAME}: scale is {scale}; it must be finite and not 0")
     return Options(scale, interpret)

@@ -1,10 +1,12 @@
 """What the function means, in plain jax.numpy: the XLA implementation and the tests' formula."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.block_sparse_attention.block_lists import BlockLists
+from pallas_kernels.block_sparse_attention.block_lists import BlockLists, clamped
 from pallas_kernels.block_sparse_attention.implementation import Implementation
 from pallas_kernels.block_sparse_attention.operands import (
     OUTPUT_NAME,
@@ -12,6 +14,7 @@ from pallas_kernels.block_sparse_attention.operands import (
     Operands,
     Options,
 )
+from pallas_kernels.block_sparse_attention.shards import on_shards
 
 
 class XlaImplementation(Implementation):
@@ -21,8 +24,9 @@ class XlaImplementation(Implementation):
 
     def run(self, operands: Operands, config: CallConfig) -> tuple[jax.Array, jax.Array]:
         """See `reference`."""
-        out, lse = reference(operands, config.options)
-        return checkpoint_name(out, OUTPUT_NAME), lse
+        run = partial(reference, options=config.options)
+        out, lse = on_shards(config.sharding, run, "forward")(operands)
+        return checkpoint_name(out, OUTPUT_NAME), checkpoint_name(lse, OUTPUT_NAME)
 
 
 def reference(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]:
@@ -35,6 +39,7 @@ def reference(operands: Operands, options: Options) -> tuple[jax.Array, jax.Arra
       query's scores, [R, H, S] float32: 0 and −inf where a query has no keys.
     """
     q, k, v, blocks = operands
+    blocks = clamped(blocks, q.shape[1], k.shape[1])
     tokens, width = q.shape[1], q.shape[3]
     queries = _in_blocks(q, blocks.query_block)
     keys, values = (_in_blocks(each, blocks.key_block) for each in (k, v))

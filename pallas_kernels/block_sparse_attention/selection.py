@@ -11,6 +11,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.block_sparse_attention.block_lists import BlockLists
 
+_LEAST_CHUNK = 16
+"""Blocks of queries for which scores are computed at a time, at least."""
+
 
 class PooledScores(NamedTuple):
     """Scores of pairs of blocks, queries·keysᵀ, which are never held all at once.
@@ -52,14 +55,16 @@ def pool_blocks(x: jax.Array, tokens: jax.Array, *, block: int) -> jax.Array:
       ValueError: the shapes do not fit.
     """
     rows, length, heads, width = x.shape
-    if tokens.shape != (rows, -(-length // block)):
+    if block < 1 or tokens.shape != (rows, -(-length // block)):
         raise ValueError(
             f"pool_blocks: tokens is {tokens.shape}; for x {x.shape} in blocks of {block} it must "
-            f"be {(rows, -(-length // block))}"
+            f"be {(rows, -(-length // max(block, 1)))}"
         )
     x = jax.lax.stop_gradient(x)
     padded = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
-    blocks = padded.reshape(rows, -1, block, heads, width)
+    blocks = padded.reshape(rows, tokens.shape[1], block, heads, width)
+    left = length - jnp.arange(tokens.shape[1]) * block
+    tokens = jnp.clip(tokens, 0, jnp.minimum(left, block))
     valid = jnp.arange(block) < tokens[..., None]
     total = jnp.where(valid[..., None, None], blocks, 0).sum(axis=2, dtype=jnp.float32)
     return total / jnp.maximum(tokens, 1)[..., None, None]
@@ -85,8 +90,8 @@ def top_k_blocks(
 
     Args:
       scores: pooled, or [R, H, nQ, nK].
-      k: most blocks of a list, for all heads, or integers [H] or [R, H]; at least 1 and at most
-        k_max. A list is no longer than its segment has blocks of keys.
+      k: most blocks of a list, for all heads, or integers [H] or [R, H], from 0 to k_max. A list is
+        no longer than its segment has blocks of keys.
       segments: of the blocks.
       query_tokens: [R, nQ] int32, valid tokens of each block of queries.
       key_tokens: [R, nK] int32, valid tokens of each block of keys.
@@ -97,50 +102,97 @@ def top_k_blocks(
         in self-attention.
 
     Returns:
-      The blocks of highest score, the lower number among equals; no gradient. Lists are ascending
-      behind their own block, so that programs that run at the same time read the same keys.
+      The blocks of highest score, the lower number among equals; NaN is the lowest score. Lists are
+      ascending behind their own block, so that programs that run at the same time read the same
+      keys. No gradient passes.
+
+    Raises:
+      ValueError: a shape or dtype does not fit.
     """
-    scores, k = jax.lax.stop_gradient((scores, k))
-    rows, n_query = query_tokens.shape
-    n_key = key_tokens.shape[1]
-    heads = scores.queries.shape[2] if isinstance(scores, PooledScores) else scores.shape[1]
+    scores, k = jax.lax.stop_gradient((scores, jnp.asarray(k)))
+    rows, n_query, n_key, heads = _checked_sizes(scores, k, segments, query_tokens, key_tokens)
     most = min(k_max, n_key)
-    k = jnp.broadcast_to(jnp.asarray(k, jnp.int32), (rows, heads))[..., None]
+    sizes = (query_block, key_block)
+    if not rows * heads * n_query * most:
+        none = jnp.zeros((rows, heads, n_query, k_max), jnp.int32)
+        return BlockLists(none, none.sum(axis=-1), query_tokens, key_tokens, *sizes)
+    k = jnp.broadcast_to(jnp.clip(k, 0, most), (rows, heads))[..., None]
     usable = jnp.where(key_tokens > 0, segments.keys, -1)
+    asking = jnp.where(query_tokens > 0, segments.queries, -1)
 
     def of_chunk(chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Lists [R, H, C, k_max] and counts [R, H, C] of the blocks of queries [C]."""
         place = jnp.minimum(chunk, n_query - 1)
-        if isinstance(scores, PooledScores):
-            queries = scores.queries[:, place]
-            found = jnp.einsum("rqhd,rkhd->rhqk", queries, scores.keys)
-        else:
-            found = scores[:, :, place]
-        segment = jnp.where(query_tokens > 0, segments.queries, -1)[:, place]
+        segment = asking[:, place]
         same = (segment[..., None] == usable[:, None, :]) & (segment >= 0)[..., None]
-        found = jnp.where(same[:, None], found.astype(jnp.float32), -jnp.inf)
+        found = _between_infinities(_scores_of(scores, place))
         if own:
-            mine = place * query_block // key_block
-            is_own = jnp.arange(n_key) == mine[:, None]
-            found = jnp.where(is_own & same[:, None], jnp.inf, found)
-        _, index = jax.lax.top_k(found, most)
+            is_own = jnp.arange(n_key) == (place * query_block // key_block)[:, None]
+            found = jnp.where(is_own, jnp.inf, found)
+        _, index = jax.lax.top_k(jnp.where(same[:, None], found, -jnp.inf), most)
         count = jnp.minimum(same.sum(axis=-1, dtype=jnp.int32)[:, None], k)
-        count = jnp.minimum(count, most)
         return _ascending(index.astype(jnp.int32), count, first=int(own)), count
 
-    size = max(1, min(n_query, n_query * most // n_key))
+    size = min(n_query, max(_LEAST_CHUNK, n_query * most // n_key))
     chunks = jnp.arange(-(-n_query // size) * size).reshape(-1, size)
     index, count = jax.lax.map(of_chunk, chunks)
-    index = jnp.moveaxis(index, 0, 2).reshape(rows, heads, -1, most)[:, :, :n_query]
-    count = jnp.moveaxis(count, 0, 2).reshape(rows, heads, -1)[:, :, :n_query]
-    return BlockLists(
-        jnp.pad(index, ((0, 0), (0, 0), (0, 0), (0, k_max - most))),
-        count,
-        query_tokens,
-        key_tokens,
-        query_block,
-        key_block,
-    )
+    index = jnp.moveaxis(index, 0, 2).reshape(rows, heads, chunks.size, most)[:, :, :n_query]
+    count = jnp.moveaxis(count, 0, 2).reshape(rows, heads, chunks.size)[:, :, :n_query]
+    index = jnp.pad(index, ((0, 0), (0, 0), (0, 0), (0, k_max - most)))
+    return BlockLists(index, count, query_tokens, key_tokens, *sizes)
+
+
+def _checked_sizes(
+    scores: PooledScores | jax.Array,
+    k: jax.Array,
+    segments: BlockSegments,
+    query_tokens: jax.Array,
+    key_tokens: jax.Array,
+) -> tuple[int, int, int, int]:
+    """R, nQ, nK and H of arguments that fit together."""
+    (rows, n_query), n_key = query_tokens.shape, key_tokens.shape[1]
+    if isinstance(scores, PooledScores):
+        heads, width = scores.queries.shape[2:]
+        found = {"scores.queries": scores.queries.shape, "scores.keys": scores.keys.shape}
+        expected: dict[str, tuple[int, ...]] = {
+            "scores.queries": (rows, n_query, heads, width),
+            "scores.keys": (rows, n_key, heads, width),
+        }
+    else:
+        heads = scores.shape[1]
+        found, expected = {"scores": scores.shape}, {"scores": (rows, heads, n_query, n_key)}
+    for name, array, size in (
+        ("query_tokens", query_tokens, n_query),
+        ("segments.queries", segments.queries, n_query),
+        ("key_tokens", key_tokens, n_key),
+        ("segments.keys", segments.keys, n_key),
+    ):
+        found[name], expected[name] = array.shape, (rows, size)
+        if array.dtype != jnp.int32:
+            raise ValueError(f"top_k_blocks: {name} is {array.dtype}; it must be int32")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise ValueError(f"top_k_blocks: {name} is {found[name]}; it must be {shape}")
+    if not jnp.issubdtype(k.dtype, jnp.integer) or k.shape not in ((), (heads,), (rows, heads)):
+        raise ValueError(
+            f"top_k_blocks: k is {k.dtype} {k.shape}; give an integer, or integers {(heads,)} or "
+            f"{(rows, heads)}"
+        )
+    return rows, n_query, n_key, heads
+
+
+def _scores_of(scores: PooledScores | jax.Array, place: jax.Array) -> jax.Array:
+    """Scores of some blocks of queries [C]: [R, H, C, nK] float32."""
+    if isinstance(scores, PooledScores):
+        return jnp.einsum("rqhd,rkhd->rhqk", scores.queries[:, place], scores.keys)
+    return scores[:, :, place].astype(jnp.float32)
+
+
+def _between_infinities(scores: jax.Array) -> jax.Array:
+    """Finite scores, NaN the lowest: infinite ones say which blocks must and which must not be."""
+    most = jnp.finfo(jnp.float32).max
+    scores = jnp.where(jnp.isnan(scores), -most, jnp.clip(scores, -most, most))
+    return jnp.where(scores == 0, 0.0, scores)  # −0 and 0 are equal, but sort apart
 
 
 def _ascending(index: jax.Array, count: jax.Array, first: int) -> jax.Array:

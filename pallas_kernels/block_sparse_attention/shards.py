@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import devices
@@ -42,32 +42,41 @@ def on_shards(
     """`calls.forward` or `calls.backward` on each device's rows and heads; nothing is sent."""
     if sharding is None:
         return run
-    spec = (*sharding.spec, None, None, None)
-    row, head = spec[0], spec[2]
-    tokens, by_head, row_only = P(row, None, head, None), P(row, head, None), P(row, None)
-
-    def of_lists(blocks: BlockLists) -> Any:
-        return BlockLists(
-            P(row, head, None, None),  # type: ignore[arg-type]
-            by_head,  # type: ignore[arg-type]
-            row_only,  # type: ignore[arg-type]
-            row_only,  # type: ignore[arg-type]
-            blocks.query_block,
-            blocks.key_block,
-        )
 
     def mapped(arguments: Operands | Residuals, *cotangents: jax.Array) -> Any:
-        lists = of_lists(arguments.blocks)
-        three = (tokens, tokens, tokens)
+        operands = _specs(sharding, arguments.blocks)
+        tokens, by_head = operands.q, operands.blocks.counts
         if kind == "forward":
-            specs: Any = (Operands(*three, lists),)  # type: ignore[arg-type]
+            specs: Any = (operands,)
             out: Any = (tokens, by_head)
         else:
-            specs = (Residuals(*three, lists, tokens, by_head), tokens, by_head)  # type: ignore[arg-type]
-            out = three
+            residuals = Residuals(tokens, tokens, tokens, operands.blocks, tokens, by_head)
+            specs = (residuals, tokens, by_head)
+            out = operands[:3]
         each = jax.shard_map(
             run, mesh=sharding.mesh, in_specs=specs, out_specs=out, check_vma=False
         )
         return each(arguments, *cotangents)
 
     return mapped
+
+
+def on_mesh(operands: Operands, sharding: NamedSharding | None) -> Operands:
+    """The operands, split as `on_shards` takes them, where types say how they are split now."""
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return operands
+    specs = _specs(sharding, operands.blocks)
+    return jax.tree.map(
+        lambda x, spec: jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec)), operands, specs
+    )
+
+
+def _specs(sharding: NamedSharding, blocks: BlockLists) -> Any:
+    """How each operand is split: rows and heads as those of q."""
+    row, _, head, _ = (*sharding.spec, None, None, None, None)[:4]
+    tokens, by_head, row_only = P(row, None, head, None), P(row, head, None), P(row, None)
+    make: Any = BlockLists
+    indices, sizes = P(row, head, None, None), (blocks.query_block, blocks.key_block)
+    lists = make(indices, by_head, row_only, row_only, *sizes)
+    split: Any = Operands
+    return split(tokens, tokens, tokens, lists)

@@ -40,7 +40,7 @@ def tile_order(grid: Grid, tile: Grid | None = None, block: int = 64) -> TileOrd
       ValueError: a size is below 1, or a tile has no room in a block.
     """
     tile = best_tile(grid, block) if tile is None else tile
-    _check(grid, tile, block)
+    _check("tile_order", grid, tile, block)
     along = [np.arange(size) for size in grid]
     token = np.stack(np.meshgrid(*along, indexing="ij"), axis=-1).reshape(-1, 3)
     number, within = np.divmod(token, tile)
@@ -58,7 +58,7 @@ def tile_order(grid: Grid, tile: Grid | None = None, block: int = 64) -> TileOrd
 
 
 def best_tile(grid: Grid, block: int = 64) -> Grid:
-    """The most compact tile among those that leave about the fewest places of blocks empty.
+    """A compact tile: of those that leave about the fewest places of blocks empty, the most cubic.
 
     Args:
       grid: (t, h, w) tokens of the sample.
@@ -67,7 +67,7 @@ def best_tile(grid: Grid, block: int = 64) -> Grid:
     Raises:
       ValueError: a size is below 1.
     """
-    _check(grid, (1, 1, 1), block)
+    _check("best_tile", grid, (1, 1, 1), block)
     found = list(_candidates(grid, block))
     fewest = min(int(np.prod(_tiles(grid, tile))) for tile in found)
     enough = [tile for tile in found if np.prod(_tiles(grid, tile)) <= _NEARLY * fewest]
@@ -75,10 +75,17 @@ def best_tile(grid: Grid, block: int = 64) -> Grid:
 
 
 def _candidates(grid: Grid, block: int) -> Iterator[Grid]:
+    """Every tile with room in a block, of sides that no shorter side cuts into as many parts."""
     frames, height, width = grid
-    for t in range(1, min(frames, block) + 1):
-        for h in range(1, min(height, block // t) + 1):
-            yield t, h, min(width, block // (t * h))
+    for t in _sides(frames, block):
+        for h in _sides(height, block // t):
+            for w in _sides(width, block // (t * h)):
+                yield t, h, w
+
+
+def _sides(size: int, most: int) -> list[int]:
+    """The shortest side for each number of parts that a size can be cut into."""
+    return sorted({-(-size // -(-size // side)) for side in range(1, min(size, most) + 1)})
 
 
 def _tiles(grid: Grid, tile: Grid) -> Grid:
@@ -86,12 +93,12 @@ def _tiles(grid: Grid, tile: Grid) -> Grid:
     return t, h, w
 
 
-def _check(grid: Grid, tile: Grid, block: int) -> None:
+def _check(function: str, grid: Grid, tile: Grid, block: int) -> None:
     for name, sizes in (("grid", grid), ("tile", tile)):
         if len(sizes) != 3 or min(sizes) < 1:
-            raise ValueError(f"tile_order: {name} is {sizes}; it must be three numbers >= 1")
+            raise ValueError(f"{function}: {name} is {sizes}; it must be three numbers >= 1")
     if int(np.prod(tile)) > block:
         raise ValueError(
-            f"tile_order: tile {tile} holds {int(np.prod(tile))} tokens, more than a block of "
+            f"{function}: tile {tile} holds {int(np.prod(tile))} tokens, more than a block of "
             f"{block}; make one of its sides shorter"
         )

@@ -65,6 +65,66 @@ def test_lists_hold_the_own_block_and_the_best_of_the_segment(case):
         assert count == min(len(usable), k[h])
 
 
+ODD_SCORES = (-np.inf, np.inf, np.nan, -0.0, 0.0, 1e38)
+
+
+@given(
+    scores=st.lists(st.sampled_from(ODD_SCORES), min_size=64, max_size=64),
+    k=st.integers(0, 3),
+    own=st.booleans(),
+)
+@settings(max_examples=30, deadline=None)
+def test_odd_scores_name_blocks_of_the_segment_alone_and_its_own_first(scores, k, own):
+    ids = jnp.asarray([[0, 0, 0, 1, 1, 1, -1, 1]], jnp.int32)
+    tokens = jnp.asarray([[64, 64, 3, 64, 0, 64, 64, 64]], jnp.int32)
+    scores = jnp.asarray(scores, jnp.float32).reshape(1, 1, 8, 8)
+    found = top_k_blocks(scores, k, BlockSegments(ids, ids), tokens, tokens, k_max=3, own=own)
+    usable = {0: [0, 1, 2], 1: [3, 5, 7], -1: []}
+    for block, segment in enumerate(ids[0].tolist()):
+        mine = usable[segment] if tokens[0, block] else []
+        named = found.indices[0, 0, block, : int(found.counts[0, 0, block])].tolist()
+        assert len(named) == min(k, len(mine))
+        assert set(named) <= set(mine)
+        assert not (own and named) or named[0] == block
+
+
+def test_equal_scores_take_the_lower_numbers():
+    ids = jnp.zeros((1, 4), jnp.int32)
+    tokens = jnp.full((1, 4), 64, jnp.int32)
+    scores = jnp.asarray([0.0, -0.0, 0.0, -0.0]) * jnp.ones((1, 1, 4, 1))
+    found = top_k_blocks(scores, 2, BlockSegments(ids, ids), tokens, tokens, k_max=2, own=False)
+    assert found.indices[0, 0].tolist() == [[0, 1]] * 4
+
+
+@pytest.mark.parametrize(("rows", "blocks", "k_max"), [(0, 4, 2), (1, 0, 2), (1, 4, 0)])
+def test_empty_selections_are_empty_lists(rows, blocks, k_max):
+    ids = jnp.zeros((rows, blocks), jnp.int32)
+    scores = jnp.zeros((rows, 2, blocks, blocks))
+    found = top_k_blocks(scores, k_max, BlockSegments(ids, ids), ids, ids, k_max=k_max)
+    assert found.indices.shape == (rows, 2, blocks, k_max)
+    assert not np.asarray(found.counts).any()
+    assert pool_blocks(jnp.zeros((rows, 64 * blocks, 1, 8)), ids, block=64).shape[0] == rows
+
+
+def test_selections_that_do_not_fit_are_refused():
+    ids, tokens = jnp.zeros((1, 4), jnp.int32), jnp.full((1, 4), 64, jnp.int32)
+    segments = BlockSegments(ids, ids)
+
+    scores = jnp.zeros((1, 2, 4, 4))
+
+    def refused(message, scores=scores, k=2, tokens=tokens, segments=segments):
+        with pytest.raises(ValueError, match=message):
+            top_k_blocks(scores, k, segments, tokens, tokens, k_max=2)
+
+    refused(r"scores is \(1, 2, 3, 4\); it must be \(1, 2, 4, 4\)", scores=jnp.zeros((1, 2, 3, 4)))
+    refused("query_tokens is float32; it must be int32", tokens=tokens.astype(jnp.float32))
+    refused("k is float32", k=2.5)
+    refused(r"k is int32 \(3,\)", k=jnp.zeros(3, jnp.int32))
+    refused("segments.queries is", segments=BlockSegments(ids[:, :2], ids))
+    pooled = PooledScores(jnp.zeros((1, 4, 2, 8)), jnp.zeros((1, 4, 1, 8)))
+    refused("scores.keys is", scores=pooled)
+
+
 def test_pooled_scores_select_as_their_products_do():
     rng = np.random.default_rng(3)
     q, k = (jnp.asarray(rng.normal(size=(1, 12, 2, 16)), jnp.float32) for _ in range(2))

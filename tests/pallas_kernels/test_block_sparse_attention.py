@@ -12,7 +12,15 @@ from jax.sharding import PartitionSpec as P
 from kernel_cases import lowered_for_cuda
 
 from pallas_kernels import mosaic_support
-from pallas_kernels.block_sparse_attention import BlockLists, block_sparse_attention, full_lists
+from pallas_kernels.block_sparse_attention import (
+    BlockLists,
+    BlockSegments,
+    PooledScores,
+    block_sparse_attention,
+    full_lists,
+    pool_blocks,
+    top_k_blocks,
+)
 from pallas_kernels.block_sparse_attention.block_lists import invert, longest_first
 from pallas_kernels.block_sparse_attention.mosaic import calls as mosaic_calls
 from pallas_kernels.block_sparse_attention.mosaic.tuning import Tiles as MosaicTiles
@@ -251,7 +259,56 @@ def test_rows_and_heads_are_split_over_a_mesh_without_communication(kind, way):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_the_reference_and_a_selection_run_on_a_mesh(kind):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices")
+    explicit = AxisType.Auto if kind == "auto" else AxisType.Explicit
+    mesh = jax.make_mesh((1, 2), ("rows", "heads"), axis_types=(explicit,) * 2)
+    (q, k, v, _), _ = case("random", rows=2, queries=256)
+    tokens, ids = jnp.full((2, 4), 64, jnp.int32), jnp.zeros((2, 4), jnp.int32)
+
+    def attend(q, k, v):
+        pooled = PooledScores(pool_blocks(q, tokens, block=64), pool_blocks(k, tokens, block=64))
+        lists = top_k_blocks(pooled, 2, BlockSegments(ids, ids), tokens, tokens, k_max=2)
+        options = {"implementation": "xla"}
+        if kind == "auto" and q is not plain[0]:
+            options["sharding"] = split
+        out, pull = jax.vjp(lambda *a: block_sparse_attention(*a, lists, **options), q, k, v)
+        return out, *pull(out)
+
+    plain = (q, k, v)
+    split = NamedSharding(mesh, P("rows", None, "heads", None))
+    expected = attend(*plain)
+    with jax.set_mesh(mesh):
+        found = jax.jit(attend)(*(jax.device_put(x, split) for x in plain))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.02
+        )
+
+
 # ---------------------------------------------------------------- lists
+
+
+def test_numbers_out_of_range_are_the_nearest_that_exist(any_way):
+    inputs, _ = case("random", heads=1, queries=130, keys=200)
+    lists = BlockLists(
+        jnp.asarray([[[[0, 9], [3, -4], [1, 2]]]], jnp.int32),
+        jnp.asarray([[[2, 2, 7]]], jnp.int32),
+        jnp.asarray([[64, 900, 64]], jnp.int32),
+        jnp.asarray([[64, -5, 300, 64]], jnp.int32),
+    )
+    meant = BlockLists(
+        jnp.asarray([[[[0, 3], [3, 0], [1, 2]]]], jnp.int32),
+        jnp.asarray([[[2, 2, 2]]], jnp.int32),
+        jnp.asarray([[64, 64, 2]], jnp.int32),
+        jnp.asarray([[64, 0, 64, 8]], jnp.int32),
+    )
+    found, lse = compute(*inputs, lists, any_way)
+    expected, exact = oracle(*inputs, meant)
+    close(found, expected, BF16)
+    np.testing.assert_allclose(lse, exact, rtol=1e-5, atol=2e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -312,6 +369,25 @@ def test_what_does_not_fit_is_refused_in_one_line():
     )
     if jax.default_backend() == "cpu":
         assert "use 'xla' or 'auto'" in refused(NotImplementedError, implementation="triton")
+
+
+@pytest.mark.parametrize("empty", ["rows", "queries", "heads"])
+def test_empty_arrays_have_empty_results(empty):
+    (q, k, v, _), lists = case("random")
+    sizes = {"rows": (0, 192, 2), "queries": (1, 0, 2), "heads": (1, 192, 0)}[empty]
+    rows, queries, heads = sizes
+    q = jnp.zeros((rows, queries, heads, 64), BF16)
+    k = v = jnp.zeros((rows, 256, heads, 64), BF16)
+    n_query = queries // 64
+    lists = BlockLists(
+        jnp.zeros((rows, heads, n_query, 3), jnp.int32),
+        jnp.zeros((rows, heads, n_query), jnp.int32),
+        jnp.zeros((rows, n_query), jnp.int32),
+        jnp.zeros((rows, 4), jnp.int32),
+    )
+    out, pull = jax.vjp(lambda *a: block_sparse_attention(*a, lists), q, k, v)
+    assert out.shape == q.shape
+    assert [x.shape for x in pull(out)] == [q.shape, k.shape, v.shape]
 
 
 def test_nothing_is_computed_of_nothing():

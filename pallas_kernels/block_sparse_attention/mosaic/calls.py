@@ -7,8 +7,8 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.block_sparse_attention.block_lists import BlockLists, InvertedLists, invert
-from pallas_kernels.block_sparse_attention.differentiable import Cotangents, read_cotangents
+from pallas_kernels.block_sparse_attention.block_lists import BlockLists, InvertedLists
+from pallas_kernels.block_sparse_attention.differentiable import Cotangents
 from pallas_kernels.block_sparse_attention.kernel_lists import (
     KeyLists,
     QueryLists,
@@ -53,22 +53,6 @@ def forward(
     out, lse = call.run(forward_kernel, (q, k, v), lists, shapes, scratch)
     lse = jnp.where(_valid_queries(operands.blocks), lse, -jnp.inf)
     return out[:, :tokens], lse[..., :tokens]
-
-
-def backward(
-    residuals: Residuals, dout: jax.Array, dlse: jax.Array, options: Options
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v, each in its shape and dtype.
-
-    Args:
-      residuals: of the forward.
-      dout: [R, S, H, D], cotangent of the output.
-      dlse: [R, H, S] float32, cotangent of the statistics.
-      options: of the call.
-    """
-    read = read_cotangents(residuals, dout, dlse)
-    dk, dv = key_gradients(residuals, read, invert(residuals.blocks), options)
-    return query_gradient(residuals, read, options), dk, dv
 
 
 def query_gradient(

@@ -49,7 +49,7 @@ def forward_kernel(
     plgpu.barrier_wait(arrived)
     factor = launch.scale * LOG2E
 
-    def step(number: Any, valid: Any, slots: Any, fetch: Callable[[Ring], None], carry: Any) -> Any:
+    def step(valid: Any, slots: Any, fetch: Callable[[Ring], None], carry: Any) -> Any:
         top, total, acc = carry
         key_slot, value_slot = slots
         keys.wait(key_slot, valid)
@@ -107,7 +107,7 @@ def dq_kernel(
     plgpu.barrier_wait(arrived)
     lse, delta = (plgpu.load(each, (), layout=ROWS) for each in (lse_tile, delta_tile))
 
-    def step(number: Any, valid: Any, slots: Any, fetch: Callable[[Ring], None], dq: Any) -> Any:
+    def step(valid: Any, slots: Any, fetch: Callable[[Ring], None], dq: Any) -> Any:
         for ring, slot in zip((keys, values), slots, strict=True):
             ring.wait(slot, valid)
         k, v = keys.buffers[0].at[slots[0]], values.buffers[0].at[slots[1]]
@@ -158,7 +158,7 @@ def dkv_kernel(
     queries, douts = _rings((q_ref, lse_ref), (dout_ref, delta_ref), buffers, launch)
     plgpu.barrier_wait(arrived)
 
-    def step(number: Any, valid: Any, slots: Any, fetch: Callable[[Ring], None], carry: Any) -> Any:
+    def step(valid: Any, slots: Any, fetch: Callable[[Ring], None], carry: Any) -> Any:
         # Queries that are not valid need no hiding: all that there is of them is 0.
         for ring, slot in zip((queries, douts), slots, strict=True):
             ring.wait(slot, valid)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.block_sparse_attention.kernel_lists import unpack_entry
+from pallas_kernels.block_sparse_attention.kernel_lists import divide, unpack_entry
 from pallas_kernels.block_sparse_attention.mosaic.tuning import Tiles
 
 MATRIX = plgpu.Layout.WGMMA
@@ -80,9 +80,9 @@ def own_tile(order_ref: Any, launch: Launch) -> Own:
     """The tile of this program: heads in turn, each head's longest list first."""
     size = launch.tiles.own
     parts, blocks = launch.own_block // size, order_ref.shape[2]
-    of_head, number = _divmod(lax.axis_index("program"), parts * blocks)
-    row, head = _divmod(of_head, launch.heads)
-    place, part = _divmod(number, parts)
+    of_head, number = divide(lax.axis_index("program"), parts * blocks)
+    row, head = divide(of_head, launch.heads)
+    place, part = divide(number, parts)
     block, skipped = order_ref[row, head, place], part * size
     return Own(row, head, block, block * launch.own_block + skipped, skipped, size)
 
@@ -119,22 +119,22 @@ class Walk:
 
     def entry_of(self, number: Any) -> Any:
         """The packed block that holds a tile."""
-        return self.entry(_divmod(number, self._parts)[0])
+        return self.entry(divide(number, self._parts)[0])
 
     def start_and_valid(self, number: Any, entry: Any) -> tuple[Any, Any]:
         """The first token of a tile, and how many of it are valid."""
         block, tokens = unpack_entry(entry)
-        skipped = _divmod(number, self._parts)[1] * self.size
+        skipped = divide(number, self._parts)[1] * self.size
         return block * self.launch.listed_block + skipped, tokens - skipped
 
     def fold(self, step: Callable[..., Any], start: Any, rings: Sequence["Ring"]) -> Any:
-        """Folds step(number, valid, slots, fetch, carry) over the tiles.
+        """Folds step(valid, slots, fetch, carry) over the tiles.
 
         Entries are loaded some tiles before their copies begin, so that no program waits for them.
 
         Args:
-          step: takes the tile's number, its valid tokens, its slot in each ring, a function that
-            begins to fill a ring's slot anew, to call once it was read, and the carry.
+          step: takes the tile's valid tokens, its slot in each ring, a function that begins to fill
+            a ring's slot anew, to call once it was read, and the carry.
           start: the first carry.
           rings: the buffers that tiles go through.
         """
@@ -152,7 +152,7 @@ class Walk:
             def fetch(ring: Ring) -> None:
                 ring.fetch(self, number + ring.slots, entries[ring.slots])
 
-            carry = step(number, valid, slots, fetch, carry)
+            carry = step(valid, slots, fetch, carry)
             return (*entries[1:], self.entry_of(number + length)), carry
 
         return lax.fori_loop(0, self.count, one, (entries, start))[1]
@@ -233,10 +233,3 @@ def across(vector: jax.Array, matrix: jax.Array) -> jax.Array:
 def down(vector: jax.Array, matrix: jax.Array) -> jax.Array:
     """A number for each column, in all rows of a matrix."""
     return lax.broadcast_in_dim(vector, matrix.shape, [1])
-
-
-def _divmod(number: Any, by: int) -> tuple[Any, Any]:
-    """Quotient and remainder of a number >= 0."""
-    if by == 1:
-        return number, jnp.int32(0)
-    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))

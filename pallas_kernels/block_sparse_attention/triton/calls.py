@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.block_sparse_attention.block_lists import InvertedLists, invert
-from pallas_kernels.block_sparse_attention.differentiable import Cotangents, read_cotangents
+from pallas_kernels.block_sparse_attention.block_lists import InvertedLists
+from pallas_kernels.block_sparse_attention.differentiable import Cotangents
 from pallas_kernels.block_sparse_attention.kernel_lists import key_lists, query_lists
 from pallas_kernels.block_sparse_attention.operands import Operands, Options, Residuals
 from pallas_kernels.block_sparse_attention.triton.kernels import (
@@ -48,22 +48,6 @@ def forward(
     call = Call("forward", forward_kernel, tiles)
     out, lse = _run(call, operands, options, (q, k, v, query_lists(blocks)), shapes)
     return out, lse
-
-
-def backward(
-    residuals: Residuals, dout: jax.Array, dlse: jax.Array, options: Options
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v, each in its shape and dtype.
-
-    Args:
-      residuals: of the forward.
-      dout: [R, S, H, D], cotangent of the output.
-      dlse: [R, H, S] float32, cotangent of the statistics.
-      options: of the call.
-    """
-    read = read_cotangents(residuals, dout, dlse)
-    dk, dv = key_gradients(residuals, read, invert(residuals.blocks), options)
-    return query_gradient(residuals, read, options), dk, dv
 
 
 def query_gradient(

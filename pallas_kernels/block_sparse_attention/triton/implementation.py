@@ -19,7 +19,7 @@ class TritonImplementation(KernelImplementation):
         """The calls of this folder."""
         from pallas_kernels.block_sparse_attention.triton import calls
 
-        return Kernels(calls.forward, calls.backward)
+        return Kernels(calls.forward, calls.query_gradient, calls.key_gradients)
 
     def unsupported_here(self, config: CallConfig) -> Exception | None:
         """A JAX without the lowering, or another device."""

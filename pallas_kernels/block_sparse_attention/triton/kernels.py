@@ -11,7 +11,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.block_sparse_attention.kernel_lists import KeyLists, QueryLists, unpack_entry
+from pallas_kernels.block_sparse_attention.kernel_lists import (
+    KeyLists,
+    QueryLists,
+    divide,
+    unpack_entry,
+)
 from pallas_kernels.block_sparse_attention.triton.tuning import Tiles
 
 _LOG2E = math.log2(math.e)
@@ -204,9 +209,9 @@ def dkv_kernel(
 def _place(order_ref: Any, launch: Launch, block: int, tile: int) -> tuple[Any, Any, Any, Any]:
     """Row, head, block and tile of this program: heads in turn, each head's longest list first."""
     parts, blocks = block // tile, order_ref.shape[2]
-    of_head, number = _divmod(pl.program_id(0), parts * blocks)
-    row, head = _divmod(of_head, launch.heads)
-    place, tile = _divmod(number, parts)
+    of_head, number = divide(pl.program_id(0), parts * blocks)
+    row, head = divide(of_head, launch.heads)
+    place, tile = divide(number, parts)
     return row, head, plgpu.load(order_ref.at[row, head, place]), tile
 
 
@@ -267,7 +272,7 @@ class Walk:
         )
 
     def _part(self, number: Any, parts: int, size: int, block: int) -> Tile:
-        entry, part = _divmod(number, parts)
+        entry, part = divide(number, parts)
         packed = plgpu.load(self._at(entry))
         return _tile(self.place[:2], [unpack_entry(packed)], part, size, block)
 
@@ -282,13 +287,6 @@ class Walk:
 
     def _at(self, entry: Any) -> Any:
         return self.entries.at[*self.place, self.first + entry]
-
-
-def _divmod(number: Any, by: int) -> tuple[Any, Any]:
-    """Quotient and remainder of a number >= 0."""
-    if by == 1:
-        return number, jnp.int32(0)
-    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
