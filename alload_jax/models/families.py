@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -18,6 +19,7 @@ from alload_jax.models.common.config import ImageConfig, ModelConfig, TextConfig
 from alload_jax.models.common.named_tensors import Naming, Tensor
 from alload_jax.models.common.output import Output
 from alload_jax.models.common.segments import PackedMetadata
+from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.planning.geometry import Triple
 from alload_jax.registry import Registry
 from alload_jax.sharding.rules import Rules
@@ -136,6 +138,22 @@ class Family(Protocol):
         """
         return variables
 
+    def step_metrics(
+        self, config: Any, variables: Any, auxiliary: dict[str, Any]
+    ) -> dict[str, jax.Array]:
+        """Returns the scalars to log of a step, by default the mean of each auxiliary value.
+
+        Args:
+          config: the model's config.
+          variables: after the step.
+          auxiliary: mean of each auxiliary value over all samples of the step.
+        """
+        return {name: jnp.mean(value) for name, value in auxiliary.items()}
+
+    def layer_records(self, config: Any, variables: Any) -> dict[str, jax.Array]:
+        """Returns values [layers, ...] that a run records as they change; empty for none."""
+        return {}
+
     def sampling_defaults(self, config: Any) -> SamplingDefaults:
         """Returns the default sampling settings; models of pixels have a stride of 1."""
         return SamplingDefaults(1.0, 1.0, (1, 1, 1))
@@ -233,7 +251,8 @@ def config_from_fields(fields: Mapping[str, Any]) -> ModelConfig:
     """
     config = FAMILIES.get(fields.get("family", DEFAULT_FAMILY)).config
     values = dict(fields)
-    for name, kind in (("text", TextConfig), ("image", ImageConfig)):
+    kinds = {"text": TextConfig, "image": ImageConfig, "sparse_attention": SparseAttentionConfig}
+    for name, kind in kinds.items():
         if values.get(name):
             values[name] = kind(**values[name])
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}

@@ -109,6 +109,7 @@ def require_same_architecture(ours: ModelConfig, theirs: ModelConfig, place: Pat
     expected, found = ours.architecture(), theirs.architecture()
     for fields in (expected, found):
         fields.pop("num_classes")
+        fields.pop("sparse_attention", None)  # its parameters begin anew
         if fields.get("out_channels") == fields["in_channels"]:
             fields.pop("out_channels")
     wrong = [

@@ -103,8 +103,8 @@ def init_state(spec: TrainingSpec, mesh: Mesh, seed: int, params: Any = None) ->
       spec: the model and the optimizer.
       mesh: mesh on which the state is placed.
       seed: seed of weights and noise.
-      params: initial values of all parameters, on the mesh, which are donated; None for random
-        values.
+      params: initial values, on the mesh, which are donated; what it lacks, or None for all, gets
+        random values.
 
     Raises:
       InputError: a parameter is not divisible by the mesh, or a pattern matches no parameter.
@@ -154,7 +154,8 @@ def _make_state(spec: TrainingSpec, seed: int) -> Callable[..., TrainState]:
     def make(params: Any = None) -> TrainState:
         weights, noise = jax.random.split(jax.random.key(seed))
         drawn = split_model(build_model(spec.model, nnx.Rngs(weights)))
-        params = drawn.params if params is None else params
+        # Released weights lack what this project adds, such as predictors of sparse attention.
+        params = drawn.params if params is None else merge_parameters(drawn.params, params)
         trained, frozen = split_parameters(params, spec.parameters)
         return TrainState(
             step=jnp.zeros((), jnp.int32),

@@ -76,8 +76,8 @@ def make_accumulate(spec: TrainingSpec, mesh: Mesh) -> Accumulate:
 def make_update(spec: TrainingSpec, mesh: Mesh) -> Update:
     """Builds a jitted function (state, accumulator) → (next state, zeroed accumulator, metrics).
 
-    Both arguments are donated. The metrics are `loss`, `grad_norm` (before clipping) and the mean
-    of each auxiliary value.
+    Both arguments are donated. The metrics are `loss`, `grad_norm` (before clipping) and what the
+    family says of the step.
     """
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -104,7 +104,8 @@ def apply_gradients(
     params = optax.apply_updates(state.params, updates)
     ema = update_ema(state.ema, params, state.step, spec.ema_decay)
     auxiliary = jax.tree.map(lambda value: value * mean, accumulator.auxiliary)
-    variables = family_of(spec.model).update_variables(spec.model, state.variables, auxiliary)
+    family = family_of(spec.model)
+    variables = family.update_variables(spec.model, state.variables, auxiliary)
     # A step of padding only changes nothing but the step number.
     params, ema, opt_state, variables = jax.tree.map(
         lambda new, old: jnp.where(accumulator.weight > 0, new, old),
@@ -115,7 +116,7 @@ def apply_gradients(
         step=state.step + 1, params=params, ema=ema, opt_state=opt_state, variables=variables
     )
     metrics = {"loss": accumulator.loss * mean, "grad_norm": optax.tree.norm(grads)}
-    metrics |= {name: jnp.mean(value) for name, value in auxiliary.items()}
+    metrics |= family.step_metrics(spec.model, variables, auxiliary)
     shardings = state_shardings(after, mesh, spec.rules)
     return jax.lax.with_sharding_constraint(after, shardings), metrics
 

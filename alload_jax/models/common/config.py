@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from alload_jax.errors import InputError
 from alload_jax.models.common.attention import AttentionImplementation
 from alload_jax.models.common.remat import RematPolicy
+from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class ModelConfig:
         float32.
       attention: implementation of attention; `auto` is cuDNN where it can run.
       remat: activations that blocks keep for the backward pass.
+      sparse_attention: self-attention that becomes sparse; null for dense.
     """
 
     family: str = ""
@@ -79,6 +81,7 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: AttentionImplementation = "auto"
     remat: RematPolicy = "none"
+    sparse_attention: SparseAttentionConfig | None = None
 
     arithmetic_fields: ClassVar[tuple[str, ...]] = ("dtype", "attention", "remat")
     """Fields that do not affect the parameters."""
@@ -107,6 +110,8 @@ class ModelConfig:
     def architecture(self) -> dict[str, Any]:
         """Returns the fields that determine the parameters, as JSON values."""
         fields = {k: v for k, v in asdict(self).items() if k not in self.arithmetic_fields}
+        if self.sparse_attention is not None:
+            fields["sparse_attention"] = self.sparse_attention.identity()
         later = self.later_fields
         fields = {k: v for k, v in fields.items() if k not in later or v != later[k]}
         return fields | {"patch_size": list(self.patch_size)}

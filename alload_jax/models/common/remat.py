@@ -12,6 +12,10 @@ outputs; `matmuls_and_attention` keeps those and the outputs of matrix products.
 ATTENTION_OUTPUT = "attention_output"
 """Name by which policies find attention outputs that are not from JAX's fused attention."""
 
+BLOCK_LISTS = "attention_block_lists"
+"""Name of the blocks that sparse attention has chosen, which every policy keeps: computed again,
+rounding could choose others."""
+
 _policies = jax.checkpoint_policies
 
 
@@ -21,10 +25,10 @@ def _keeps_fused_attention(prim: Any, *_: Any, **__: Any) -> bool:
 
 
 _KEEP_ATTENTION = _policies.save_from_both_policies(
-    _policies.save_only_these_names(ATTENTION_OUTPUT), _keeps_fused_attention
+    _policies.save_only_these_names(ATTENTION_OUTPUT, BLOCK_LISTS), _keeps_fused_attention
 )
 _POLICIES = {
-    "full": _policies.nothing_saveable,
+    "full": _policies.save_only_these_names(BLOCK_LISTS),
     "attention": _KEEP_ATTENTION,
     "matmuls_and_attention": _policies.save_from_both_policies(
         _KEEP_ATTENTION, _policies.dots_with_no_batch_dims_saveable

@@ -13,6 +13,7 @@ from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.rotary import RotaryTable, apply_rotary
 from alload_jax.models.common.segments import AttentionSegments, PackedMetadata, SplitRows
 from alload_jax.models.common.single_row import split_single_row
+from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention, TileLayout
 from alload_jax.models.wan.config import WanConfig
 from pallas_kernels import Segmentation, layernorm_modulate, residual_layernorm_modulate
 
@@ -29,6 +30,7 @@ class Context(NamedTuple):
       sharding: sharding of x over a mesh of Auto axes, which kernels need.
       packed: positions of the segments; None if every row is one sample.
       segmentation: segments of packed rows, for the norms.
+      layout: tiles of sparse self-attention; None for rows whose attention is dense.
     """
 
     modulation: jax.Array
@@ -38,6 +40,7 @@ class Context(NamedTuple):
     sharding: NamedSharding | None
     packed: PackedMetadata | None = None
     segmentation: Segmentation | None = None
+    layout: TileLayout | None = None
 
 
 class Attention(nnx.Module):
@@ -67,29 +70,56 @@ class Attention(nnx.Module):
         x: jax.Array,
         context: jax.Array,
         *,
-        rotary: RotaryTable | None = None,
         image: jax.Array | None = None,
         segments: AttentionSegments | SplitRows | None = None,
         sharding: NamedSharding | None = None,
     ) -> jax.Array:
         """x: [B, S, D] attends to context: [B, T, D] and to image: [B, N, D] → [B, S, D]."""
+        query, key, value = self.heads(x, context, None, sharding)
+        mixed = self.attend(query, key, value, segments=segments, sharding=sharding)
+        if image is not None:
+            assert self.image_key is not None
+            assert self.image_value is not None
+            key = self._heads(image, self.image_key, self.image_key_norm, sharding=sharding)
+            value = self._heads(image, self.image_value, sharding=sharding)
+            mixed = mixed + attention(query, key, value, implementation=self.implementation)
+        return self.project(mixed, sharding)
+
+    def heads(
+        self,
+        x: jax.Array,
+        context: jax.Array,
+        rotary: RotaryTable | None,
+        sharding: NamedSharding | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Query of x: [B, S, D], key and value of context: [B, T, D], as `attention` takes them."""
         heads = partial(self._heads, sharding=sharding)
-        query = heads(x, self.query, self.query_norm, rotary)
-        mixed = attention(
-            query,
+        return (
+            heads(x, self.query, self.query_norm, rotary),
             heads(context, self.key, self.key_norm, rotary),
             heads(context, self.value),
+        )
+
+    def attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        segments: AttentionSegments | SplitRows | None,
+        sharding: NamedSharding | None,
+    ) -> jax.Array:
+        """Dense `attention` with this module's implementation."""
+        return attention(
+            *(query, key, value),
             segments=segments,
             implementation=self.implementation,
             sharding=sharding,
         )
-        if image is not None:
-            assert self.image_key is not None
-            assert self.image_value is not None
-            key = heads(image, self.image_key, self.image_key_norm)
-            value = heads(image, self.image_value)
-            mixed = mixed + attention(query, key, value, implementation=self.implementation)
-        return split_single_row(self.out, sharding, mixed.reshape(x.shape))
+
+    def project(self, mixed: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+        """The output of all heads, [B, S, num_heads, head_dim] → [B, S, D]."""
+        return split_single_row(self.out, sharding, mixed.reshape(*mixed.shape[:2], -1))
 
     def _heads(
         self,
@@ -147,6 +177,11 @@ class Block(nnx.Module):
         )
         self.cross_attention = Attention(config, with_image=config.image is not None, rngs=rngs)
         self.feed_forward = FeedForward(config, rngs=rngs)
+        sparse = config.sparse_attention
+        # Last, so that all other parameters are drawn as without it.
+        self.sparse_attention = (
+            SparseSelfAttention(sparse, config.dim, config.num_heads, rngs=rngs) if sparse else None
+        )
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
         """x: [B, S, D] in `stream_dtype` → output like x, and the layer's auxiliary values."""
@@ -158,13 +193,7 @@ class Block(nnx.Module):
         if packed is not None:
             options["segment_ids"] = context.segmentation
         y = layernorm_modulate(x, scale1, shift1, **options).astype(self.dtype)
-        y = self.self_attention(
-            y,
-            y,
-            rotary=context.rotary,
-            segments=None if packed is None else packed.within_tokens(),
-            sharding=sharding,
-        )
+        y, auxiliary = self._self_attention(y, context)
         x, y = self._before_cross_attention(x, y, gate1, options)
         y = self.cross_attention(
             y,
@@ -174,7 +203,20 @@ class Block(nnx.Module):
             sharding=sharding,
         )
         x, y = residual_layernorm_modulate(x, y, None, scale2, shift2, **options)
-        return self._gated_add(x, self.feed_forward(y, sharding), gate2, options), {}
+        return self._gated_add(x, self.feed_forward(y, sharding), gate2, options), auxiliary
+
+    def _self_attention(self, y: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
+        """y: [B, S, D] attends to itself, dense or sparse."""
+        module, packed, sharding = self.self_attention, context.packed, context.sharding
+        segments = None if packed is None else packed.within_tokens()
+        dense = partial(module.attend, segments=segments, sharding=sharding)
+        heads = module.heads(y, y, context.rotary, sharding)
+        if self.sparse_attention is None:
+            return module.project(dense(*heads), sharding), {}
+        samples = y.shape[:1] if packed is None else packed.tokens.offset.shape
+        layer = RowsOfLayer(y, heads, context.rotary, context.layout, samples, sharding)
+        mixed, auxiliary = self.sparse_attention(layer, dense)
+        return module.project(mixed, sharding), auxiliary
 
     def _gated_add(
         self, x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]

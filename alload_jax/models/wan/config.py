@@ -52,6 +52,7 @@ class WanConfig(ModelConfig):
         "out_channels": None,
         "qk_norm": True,
         "cross_norm": True,
+        "sparse_attention": None,
     }
 
     def __post_init__(self) -> None:
@@ -69,6 +70,8 @@ class WanConfig(ModelConfig):
             raise InputError(f"model.norm is {self.norm!r}; choose one of {names}")
         if self.freq_dim < 2 or self.freq_dim % 2:
             raise InputError(f"model.freq_dim is {self.freq_dim}; it must be even")
+        if self.sparse_attention is not None:
+            self.sparse_attention.check_layers(self.num_layers)
         if self.image and not self.text:
             raise InputError("model.image is set without model.text; set both, or neither")
 

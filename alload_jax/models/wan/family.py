@@ -2,9 +2,15 @@
 
 from typing import Any
 
+import jax
 from flax import nnx
 
 from alload_jax.models.common.named_tensors import Naming, Tensor
+from alload_jax.models.common.sparse_attention import (
+    switch_metrics,
+    switch_records,
+    update_switches,
+)
 from alload_jax.models.families import Family, SamplingDefaults
 from alload_jax.models.wan import conversion, weight_table
 from alload_jax.models.wan.config import WanConfig
@@ -32,6 +38,30 @@ class WanFamily(Family):
     def packing_unsupported_reason(self, config: WanConfig) -> str:
         """See `Family.packing_unsupported_reason`."""
         return packing_unsupported_reason(config)
+
+    def update_variables(self, config: WanConfig, variables: Any, auxiliary: dict[str, Any]) -> Any:
+        """See `Family.update_variables`; layers switch between dense and sparse attention."""
+        if config.sparse_attention is None:
+            return variables
+        blocks = variables["blocks"]
+        state = blocks["sparse_attention"]["switch"]
+        switched = update_switches(config.sparse_attention, state, auxiliary)
+        sparse = blocks["sparse_attention"] | {"switch": switched}
+        return variables | {"blocks": blocks | {"sparse_attention": sparse}}
+
+    def step_metrics(
+        self, config: WanConfig, variables: Any, auxiliary: dict[str, Any]
+    ) -> dict[str, jax.Array]:
+        """See `Family.step_metrics`."""
+        if config.sparse_attention is None:
+            return super().step_metrics(config, variables, auxiliary)
+        return switch_metrics(variables["blocks"]["sparse_attention"]["switch"], auxiliary)
+
+    def layer_records(self, config: WanConfig, variables: Any) -> dict[str, jax.Array]:
+        """See `Family.layer_records`."""
+        if config.sparse_attention is None:
+            return {}
+        return switch_records(variables["blocks"]["sparse_attention"]["switch"])
 
     def sampling_defaults(self, config: WanConfig) -> SamplingDefaults:
         """See `Family.sampling_defaults`; guidance and shift are those recommended for 720p."""

@@ -19,6 +19,7 @@ from alload_jax.models.common.patches import patchify, unpatchify
 from alload_jax.models.common.remat import rematerialise
 from alload_jax.models.common.rotary import RotaryTable, grid_positions, rotary_table
 from alload_jax.models.common.segments import PackedMetadata
+from alload_jax.models.common.sparse_attention import TileLayout, clip_layout, number_layers
 from alload_jax.models.wan.block import Block, Context, Head
 from alload_jax.models.wan.config import WanConfig
 from pallas_kernels import segmentation
@@ -28,6 +29,8 @@ def packing_unsupported_reason(config: WanConfig) -> str:
     """Returns why this model should not train on packed rows on this device; empty if it can."""
     if config.image is not None:
         return "packed rows do not support image conditions"
+    if config.sparse_attention is not None:
+        return "packed rows do not support model.sparse_attention"
     if config.attention == "xla":
         return "model.attention is xla, which computes all pairs of a row"
     head = jax.ShapeDtypeStruct((1, 1, 1, config.dim // config.num_heads), config.compute_dtype)
@@ -48,6 +51,10 @@ class WanTransformer(nnx.Module):
             ImageEmbedding(config.image, dim, dtype=dtype, rngs=rngs) if config.image else None
         )
         self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys))(rngs.split(config.num_layers))
+        if config.sparse_attention is not None:
+            assert self.blocks.sparse_attention is not None
+            switch = self.blocks.sparse_attention.switch
+            number_layers(switch, config.sparse_attention, config.num_layers)
         self.head = Head(config, patch * config.latent_channels, rngs=rngs)
 
     def __call__(
@@ -94,7 +101,9 @@ class WanTransformer(nnx.Module):
         grid = (frames // patch[0], height // patch[1], width // patch[2])
         head_dim = self.config.dim // self.config.num_heads
         rotary = rotary_table(grid_positions(*grid), grid, head_dim)
-        velocity, auxiliary = self.transform(tokens, timestep, condition, image, rotary, sharding)
+        velocity, auxiliary = self.transform(
+            *(tokens, timestep, condition, image, rotary, sharding), layout=self._layout(grid)
+        )
         shape = (*latents.shape[:-1], self.config.latent_channels)
         return Output(unpatchify(velocity.astype(jnp.float32), shape, patch), auxiliary)
 
@@ -110,9 +119,14 @@ class WanTransformer(nnx.Module):
         """See `Model.forward_packed`; it computes the same function of each sample as `forward`.
 
         Raises:
-          NotImplementedError: the model takes image conditions, or attention cannot run on packed
-            rows.
+          NotImplementedError: the model has image conditions or sparse attention, or attention
+            cannot run on packed rows.
         """
+        if self.config.sparse_attention is not None:
+            raise NotImplementedError(
+                "model.sparse_attention is set, but packed rows do not support sparse attention; "
+                "choose a bucketed planning.policy such as dual_constraint"
+            )
         if self.image_embedding is not None:
             raise NotImplementedError(
                 "model.image is set, but packed rows do not support image conditions; choose a "
@@ -125,6 +139,13 @@ class WanTransformer(nnx.Module):
         )
         return Output(velocity.astype(jnp.float32), auxiliary)
 
+    def _layout(self, grid: tuple[int, int, int]) -> TileLayout | None:
+        """Tiles of samples of a size in tokens; None where attention is always dense."""
+        sparse = self.config.sparse_attention
+        if sparse is None or math.prod(grid) < sparse.min_tokens:
+            return None
+        return clip_layout(grid, sparse.block)
+
     def transform(
         self,
         tokens: jax.Array,
@@ -134,6 +155,7 @@ class WanTransformer(nnx.Module):
         rotary: RotaryTable,
         sharding: NamedSharding | None = None,
         packed: PackedMetadata | None = None,
+        layout: TileLayout | None = None,
     ) -> Output:
         """Applies the transformer to tokens [B, S, patch_dim]; the velocity has their shape."""
         x = self.patch_embedding(tokens).astype(self.config.stream_dtype)
@@ -146,7 +168,9 @@ class WanTransformer(nnx.Module):
         if packed is not None:
             slots, dim = timestep.shape[1], self.config.dim
             by_segment = segmentation(packed.tokens.ids, slots, dim, sharding)
-        context = Context(modulation, embedded, image, rotary, sharding, packed, by_segment)
+        context = Context(
+            *(modulation, embedded, image, rotary, sharding, packed, by_segment, layout)
+        )
         graph, layers = nnx.split(self.blocks)
 
         def apply_layer(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, Auxiliary]:

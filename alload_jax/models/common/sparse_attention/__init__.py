@@ -1,0 +1,28 @@
+"""Self-attention that becomes sparse during training (DSV, arXiv 2502.07590), for any family.
+
+Tokens are ordered in three-dimensional tiles. A profile measures, for each layer and head, how few
+blocks of keys hold most of the attention; a selector says which blocks those are; and each layer
+switches from dense attention to lists of blocks when both are good enough, by itself.
+"""
+
+from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
+from alload_jax.models.common.sparse_attention.layer import RowsOfLayer, SparseSelfAttention
+from alload_jax.models.common.sparse_attention.layout import TileLayout, clip_layout
+from alload_jax.models.common.sparse_attention.switching import (
+    number_layers,
+    switch_metrics,
+    switch_records,
+    update_switches,
+)
+
+__all__ = [
+    "RowsOfLayer",
+    "SparseAttentionConfig",
+    "SparseSelfAttention",
+    "TileLayout",
+    "clip_layout",
+    "number_layers",
+    "switch_metrics",
+    "switch_records",
+    "update_switches",
+]

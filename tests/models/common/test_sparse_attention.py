@@ -1,0 +1,354 @@
+"""Sparse self-attention: layout, profile, switching, and the model that uses it."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alload_jax.errors import InputError
+from alload_jax.models.common.sparse_attention import (
+    SparseAttentionConfig,
+    clip_layout,
+    switching,
+    update_switches,
+)
+from alload_jax.models.common.sparse_attention.layout import TileLayout, from_tiles, to_tiles
+from alload_jax.models.common.sparse_attention.profile import Sample, profile, sample_attention
+from alload_jax.models.families import build_model, family_of
+from alload_jax.models.wan.config import WanConfig
+from pallas_kernels.block_sparse_attention import PooledScores
+
+SMALL = WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=3, dtype="float32")
+GRID = (3, 12, 14)
+
+
+def sparse(**fields):
+    return SparseAttentionConfig(**{"min_tokens": 0} | fields)
+
+
+def build(config):
+    """A model in which every layer and head has an effect."""
+    model = build_model(config, nnx.Rngs(0))
+    for seed, array in enumerate((model.blocks.modulation, model.head.modulation)):
+        array[...] = jax.random.normal(jax.random.key(seed), array.shape)
+    kernel = model.head.out.kernel
+    kernel[...] = jax.random.normal(jax.random.key(2), kernel.shape) * 0.1
+    return model
+
+
+def velocity_and_gradients(config):
+    """[2, ...] predictions, auxiliary values, and gradients by name."""
+    graph, params, others = nnx.split(build(config), nnx.Param, ...)
+    latents = jax.random.normal(jax.random.key(3), (2, GRID[0], 2 * GRID[1], 2 * GRID[2], 1))
+    timestep, condition = jnp.array([100.0, 700.0]), jnp.zeros((2, 1), jnp.int32)
+
+    @jax.jit
+    def run(params):
+        def loss(params):
+            output = nnx.merge(graph, params, others).forward(latents, timestep, condition)
+            return (output.velocity**2).mean(), output
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    gradients, output = run(params)
+    return output.velocity, output.auxiliary, nnx.to_pure_dict(gradients)
+
+
+# ---------------------------------------------------------------- layout
+
+
+@given(grid=st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 9)))
+@settings(max_examples=5, deadline=None)
+def test_tiles_hold_each_token_once_and_their_gradient_is_the_inverse(grid):
+    layout = clip_layout(grid, 64).of_rows(2)
+    tokens = math.prod(grid)
+    x = jnp.arange(2 * tokens * 3, dtype=jnp.float32).reshape(2, tokens, 3) + 1
+    tiles, pull = jax.vjp(lambda x: to_tiles(x, layout), x)
+    np.testing.assert_array_equal(from_tiles(tiles, layout), x)
+    assert np.count_nonzero(tiles) == x.size
+    assert int(layout.tokens[0].sum()) == tokens
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=tiles.shape), jnp.float32)
+    np.testing.assert_array_equal(pull(weight)[0], from_tiles(weight, layout))
+
+
+# ---------------------------------------------------------------- the model
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return velocity_and_gradients(SMALL)
+
+
+@pytest.mark.parametrize(
+    "remat",
+    ["full", *(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "attention"))],
+)
+def test_all_blocks_are_dense_attention(dense, remat):
+    config = sparse(selector="all", forced=(1.0, 0.5, 0.5))
+    found = velocity_and_gradients(dataclasses.replace(SMALL, sparse_attention=config, remat=remat))
+    np.testing.assert_allclose(found[0], dense[0], atol=2e-5)
+    for one, other in zip(*map(jax.tree.leaves, (found[2], dense[2])), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5 * max(1.0, float(jnp.abs(other).max())))
+
+
+@pytest.mark.parametrize(
+    "selector",
+    ["predictor", *(pytest.param(each, marks=pytest.mark.slow) for each in ("pooled", "random"))],
+)
+def test_recomputed_layers_choose_the_same_blocks(dense, selector):
+    config = sparse(selector=selector, forced=(0.3, 0.3, 1.0))
+    runs = [
+        velocity_and_gradients(dataclasses.replace(SMALL, sparse_attention=config, remat=remat))
+        for remat in ("none", "full")
+    ]
+    assert np.abs(np.asarray(runs[0][0] - dense[0])).max() > 1e-3
+    for one, other in zip(*map(jax.tree.leaves, runs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_chosen_blocks_are_kept_by_name_under_every_policy():
+    config = sparse(selector="pooled", forced=(0.3, 0.3, 0.3))
+
+    def sorts(remat):
+        model = dataclasses.replace(SMALL, sparse_attention=config, remat=remat)
+        graph, params, others = nnx.split(build(model), nnx.Param, ...)
+
+        def loss(params):
+            latents = jnp.zeros((1, GRID[0], 2 * GRID[1], 2 * GRID[2], 1))
+            merged = nnx.merge(graph, params, others)
+            return merged.forward(latents, jnp.zeros(1), jnp.zeros((1, 1), int)).velocity.sum()
+
+        return str(jax.make_jaxpr(jax.grad(loss))(params)).count("top_k[")
+
+    assert sorts("none") == sorts("full") == sorts("attention") == 1
+
+
+def test_short_samples_are_dense_and_measure_nothing(dense):
+    config = sparse(selector="pooled", forced=(0.3,) * 3, min_tokens=math.prod(GRID) + 1)
+    found = velocity_and_gradients(dataclasses.replace(SMALL, sparse_attention=config))
+    np.testing.assert_array_equal(found[0], dense[0])
+    assert not any(np.asarray(value).any() for value in found[1].values())
+
+
+def test_the_predictor_learns_from_its_loss_alone_and_the_model_from_none_of_it():
+    config = dataclasses.replace(SMALL, sparse_attention=sparse(profile_every=1))
+    graph, params, others = nnx.split(build(config), nnx.Param, ...)
+    latents = jax.random.normal(jax.random.key(3), (1, GRID[0], 2 * GRID[1], 2 * GRID[2], 1))
+
+    @jax.jit
+    def gradients(params):
+        def value(params, of):
+            merged = nnx.merge(graph, params, others)
+            output = merged.forward(latents, jnp.full(1, 300.0), jnp.zeros((1, 1), jnp.int32))
+            loss = output.auxiliary[switching.PREDICTOR_LOSS].mean()
+            return (output.velocity**2).mean() if of == "velocity" else loss
+
+        return [jax.grad(value)(params, of) for of in ("velocity", "predictor")]
+
+    for of, found in zip(("velocity", "predictor"), gradients(params), strict=True):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(found))[0]:
+            own = "selector" in jax.tree_util.keystr(path)
+            assert not (np.asarray(leaf).any() and own != (of == "predictor")), path
+            assert np.asarray(leaf).any() or own != (of == "predictor") or of == "velocity", path
+
+
+# ---------------------------------------------------------------- profile
+
+
+def masses(query, key, tokens, segments, block):
+    """Shares of each block of keys, mean over a block's queries, by the formula: [H, N, N]."""
+    rows = np.repeat(segments, block)
+    valid = (np.arange(block) < tokens[:, None]).reshape(-1)
+    logits = np.einsum("shd,thd->hst", query, key) / math.sqrt(query.shape[-1])
+    seen = (rows[:, None] == rows[None]) & valid[None] & (rows[None] >= 0)
+    logits = np.where(seen, logits, -np.inf)
+    top = np.where(seen.any(axis=-1, keepdims=True), logits.max(axis=-1, keepdims=True), 0.0)
+    weights = np.exp(logits - top)
+    weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+    blocks = len(tokens)
+    by_block = weights.reshape(len(logits), blocks, block, blocks, block).sum(axis=-1)
+    some = (np.arange(block) < tokens[:, None])[None, :, :, None]
+    return (by_block * some).sum(axis=2) / np.maximum(tokens, 1)[None, :, None]
+
+
+def test_sampled_attention_and_its_profile_are_those_of_the_formulas():
+    rng, block = np.random.default_rng(0), 64
+    tokens = np.array([64, 40, 64, 10, 0])
+    segments = np.array([0, 0, 0, 1, -1])
+    query, key = (rng.normal(size=(5 * block, 2, 8)) * 2 for _ in range(2))
+    layout = TileLayout(
+        jnp.zeros((1, 5 * block), jnp.int32), None, *(x[None] for x in (tokens, segments))
+    )
+    arrays = [jnp.asarray(x[None], jnp.float32) for x in (query, key)]
+    config = sparse(profile_blocks=5, profile_every=1)
+    sample = sample_attention(*arrays, jax.tree.map(jnp.asarray, layout), jnp.int32(0), config)
+    expected = masses(query, key, tokens, segments, block)[:, np.asarray(sample.block)]
+    np.testing.assert_allclose(sample.mass[0], expected, atol=1e-5)
+
+    scores = jnp.asarray(rng.normal(size=(1, 2, 5, 5)), jnp.float32)
+    found = profile(sample, scores, 0.9, trained=False)
+    for head in range(2):
+        sparsity, recall = [], []
+        for q, mass in zip(np.asarray(sample.block), expected[head], strict=True):
+            usable = np.flatnonzero((segments == segments[q]) & (segments >= 0) & (tokens > 0))
+            if tokens[q] == 0:
+                continue
+            falling = np.sort(mass[usable])[::-1]
+            critical = 1 + int(np.searchsorted(np.cumsum(falling), 0.9 - 1e-7))
+            chosen = sorted(usable, key=lambda k: -scores[0, head, q, k])[:critical]
+            sparsity.append(1 - critical / len(usable))
+            recall.append(mass[chosen].sum() / falling[:critical].sum())
+        assert found.sparsity[0, head] == pytest.approx(np.mean(sparsity), abs=1e-5)
+        assert found.recall[0, head] == pytest.approx(np.mean(recall), abs=1e-5)
+
+
+def test_scores_that_are_the_attention_have_full_recall_and_no_loss():
+    rng = np.random.default_rng(1)
+    mass = rng.dirichlet(np.full(12, 0.2), size=(1, 2, 4)).astype(np.float32)
+    sample = Sample(jnp.arange(4), jnp.asarray(mass), jnp.ones((1, 4, 12), bool))
+    found = profile(sample, jnp.log(jnp.maximum(sample.mass, 1e-6)), 0.9, trained=True)
+    np.testing.assert_allclose(found.recall, 1, atol=1e-5)
+    np.testing.assert_allclose(found.loss, 0, atol=1e-3)
+    other = profile(sample, -jnp.log(sample.mass + 1e-6), 0.9, trained=True)
+    assert (other.loss > 1.5).all()
+
+
+def test_pooled_scores_are_read_as_their_products():
+    rng = np.random.default_rng(2)
+    queries, keys = (jnp.asarray(rng.normal(size=(1, 6, 2, 4)), jnp.float32) for _ in range(2))
+    mass = jnp.asarray(rng.dirichlet(np.ones(6), size=(1, 2, 3)), jnp.float32)
+    sample = Sample(jnp.array([4, 0, 2]), mass, jnp.ones((1, 3, 6), bool))
+    pooled = profile(sample, PooledScores(queries, keys), 0.9, trained=True)
+    whole = profile(sample, jnp.einsum("rqhd,rkhd->rhqk", queries, keys), 0.9, trained=True)
+    for one, other in zip(pooled, whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+# ---------------------------------------------------------------- switching
+
+
+def state_of(layers=1, heads=2, **values):
+    state = {
+        "layer": jnp.arange(layers),
+        "step": jnp.zeros(layers, jnp.int32),
+        "measured": jnp.zeros(layers, jnp.int32),
+        "sparsity": jnp.zeros((layers, heads)),
+        "recall": jnp.zeros((layers, heads)),
+        "loss": jnp.zeros(layers),
+        "sparse": jnp.zeros(layers, bool),
+        "density": jnp.full((layers, heads), 0.5),
+    }
+    return state | {name: jnp.asarray(value) for name, value in values.items()}
+
+
+def measured(sparsity, recall, share=1.0):
+    """Of one layer, means over samples of which a share were measured."""
+    return {
+        switching.PROFILED: jnp.full(1, share),
+        switching.SPARSITY: share * jnp.asarray([sparsity], jnp.float32),
+        switching.RECALL: share * jnp.asarray([recall], jnp.float32),
+    }
+
+
+RULES = sparse(selector="pooled", dense_steps=3, anneal_steps=4, max_density=0.5, min_density=0.1)
+
+
+def test_a_layer_switches_when_it_may_anneals_and_comes_back():
+    state, history = state_of(), []
+    for step in range(12):
+        quality = 0.95 if step < 9 else 0.0
+        state = update_switches(RULES, state, measured([0.9, 0.74], [quality] * 2))
+        history.append((bool(state["sparse"][0]), *np.asarray(state["density"][0]).tolist()))
+    sparse_from = [step for step, (on, *_) in enumerate(history) if on]
+    assert sparse_from == list(range(2, 10))  # after 3 steps; back two steps after recall is lost
+    np.testing.assert_allclose(
+        [first for _, first, _ in history[2:7]], [0.4, 0.3, 0.2, 0.1, 0.1], 1e-5
+    )
+    np.testing.assert_allclose([second for *_, second in history[2:5]], [0.4, 0.3, 0.26], 1e-5)
+    assert history[-1] == (False, 0.5, 0.5)
+
+
+def test_a_layer_near_its_threshold_stays_as_it_is():
+    for sparse_now in (False, True):
+        state = state_of(step=[10], measured=[100], sparse=[sparse_now])
+        state |= {"sparsity": jnp.full((1, 2), 0.77), "recall": jnp.full((1, 2), 0.95)}
+        after = update_switches(RULES, state, measured([0.77] * 2, [0.95] * 2))
+        assert bool(after["sparse"][0]) == sparse_now
+
+
+def test_averages_hold_measured_samples_alone():
+    state = state_of()
+    state = update_switches(RULES, state, measured([0.4, 0.8], [1.0, 1.0], share=0.25))
+    np.testing.assert_allclose(state["sparsity"], [[0.4, 0.8]], rtol=1e-6)
+    state = update_switches(RULES, state, measured([0.0, 0.0], [0.0, 0.0], share=0.0))
+    np.testing.assert_allclose(state["sparsity"], [[0.4, 0.8]], rtol=1e-6)
+    state = update_switches(RULES, state, measured([0.8, 0.8], [1.0, 1.0]))
+    np.testing.assert_allclose(state["sparsity"], [[0.6, 0.8]], rtol=1e-6)
+    assert state["measured"].tolist() == [2]
+    assert state["step"].tolist() == [3]
+
+
+def test_forced_layers_never_switch():
+    rules = dataclasses.replace(RULES, forced=(0.3,))
+    state = state_of(sparse=[True], density=[[0.3, 0.3]])
+    after = update_switches(rules, state, measured([0.0] * 2, [0.0] * 2))
+    assert after["sparse"].tolist() == [True]
+    np.testing.assert_allclose(after["density"], [[0.3, 0.3]])
+
+
+def test_the_family_updates_its_state_and_logs_it():
+    config = dataclasses.replace(SMALL, sparse_attention=sparse(dense_steps=0))
+    _, _, others = nnx.split(build_model(config, nnx.Rngs(0)), nnx.Param, ...)
+    variables, family = nnx.to_pure_dict(others), family_of(config)
+    auxiliary = {
+        switching.PROFILED: jnp.ones(3),
+        switching.SPARSITY: jnp.asarray([[0.9, 0.9], [0.1, 0.1], [0.9, 0.9]]),
+        switching.RECALL: jnp.full((3, 2), 0.95),
+        switching.PREDICTOR_LOSS: jnp.full(3, 0.3),
+        "other": jnp.array([1.0, 3.0]),
+    }
+    after = family.update_variables(config, variables, auxiliary)
+    switch = after["blocks"]["sparse_attention"]["switch"]
+    assert switch["sparse"].tolist() == [True, False, True]
+    assert switch["layer"].tolist() == [0, 1, 2]
+    for before, now in zip(*map(jax.tree.leaves, (variables, after)), strict=True):
+        assert (before.shape, before.dtype) == (now.shape, now.dtype)
+    metrics = family.step_metrics(config, after, auxiliary)
+    assert metrics[switching.SPARSE_LAYERS] == pytest.approx(2 / 3)
+    assert metrics[switching.PREDICTOR_LOSS] == pytest.approx(0.3)
+    assert metrics["other"] == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"selector": "best"}, "selector is best; choose one of predictor, pooled, random, all"),
+        ({"block": 32}, "block is 32; it must be 64 or 128"),
+        ({"rank": 0}, "rank is 0; it must be at least 1"),
+        ({"coverage": 0.0}, "coverage is 0.0; it must be above 0"),
+        ({"min_density": 0.6}, "min_density is 0.6; it must be at most max_density, 0.5"),
+        ({"forced": (0.5, 1.5)}, r"forced is \(0.5, 1.5\); each must be above 0"),
+    ],
+)
+def test_invalid_values_are_named(fields, message):
+    with pytest.raises(InputError, match=f"model.sparse_attention.{message}"):
+        SparseAttentionConfig(**fields)
+
+
+def test_packed_rows_are_refused():
+    config = dataclasses.replace(SMALL, sparse_attention=sparse())
+    with pytest.raises(NotImplementedError, match="packed rows do not support sparse attention"):
+        build(config).forward_packed(*(None,) * 5)
+    reason = family_of(config).packing_unsupported_reason(config)
+    assert reason == "packed rows do not support model.sparse_attention"
+
+
+def test_forced_densities_are_one_for_each_layer():
+    with pytest.raises(InputError, match="forced is 2 densities; give 3, one for each of"):
+        dataclasses.replace(SMALL, sparse_attention=sparse(forced=(0.5, 0.5)))
