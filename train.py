@@ -41,6 +41,7 @@ from alload_jax.training.callbacks.callback import CallbackContext
 from alload_jax.training.callbacks.checkpointing import Checkpointing
 from alload_jax.training.callbacks.drawing import Drawing
 from alload_jax.training.callbacks.evaluation import Evaluation
+from alload_jax.training.callbacks.layer_log import LayerLog
 from alload_jax.training.callbacks.telemetry import Telemetry
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.loop import Loop
@@ -173,6 +174,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
                 config.data.loader.max_bad_records,
                 ProgressBar("training", config.run.steps, start),
             ),
+            LayerLog(folder, config.model, start),
             Drawing(writer, config.sampling.every),
             Checkpointing(checkpoints, config.checkpoint.every, run_plan),
             *(each.make(CallbackContext(folder, stop)) for each in config.callbacks),

@@ -33,7 +33,7 @@ class MetricsLog:
         kept = [row for row in read_metrics(path) if row["step"] <= resumed_at]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.folder = folder
-        self._file = _writable(path).open("a", buffering=1)
+        self._file = writable(path).open("a", buffering=1)
         self._events = SummaryWriter(
             str(folder / "tensorboard"), purge_step=resumed_at + 1, write_to_disk=first_process()
         )
@@ -70,7 +70,7 @@ class BadRecords:
         new = [problem for problem in dict.fromkeys(problems) if problem not in self._known]
         if new:
             self._known.update(new)
-            with _writable(self._path).open("a") as file:
+            with writable(self._path).open("a") as file:
                 file.writelines(f"{problem}\n" for problem in new)
         return new
 
@@ -152,7 +152,7 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def _writable(path: Path) -> Path:
+def writable(path: Path) -> Path:
     """Returns the path in the first process and the null device in other processes."""
     return path if first_process() else Path(os.devnull)
 

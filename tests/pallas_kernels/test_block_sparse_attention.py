@@ -98,7 +98,10 @@ def test_blocks_widths_and_dtypes(blocks, width, dtype, way):
     check(inputs, lists, way)
 
 
-@pytest.mark.parametrize(("own", "listed"), [(64, 128), (64, 32), (128, 256)])
+@pytest.mark.parametrize(
+    ("own", "listed"),
+    [(64, 128), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((64, 32), (128, 256)))],
+)
 def test_triton_tiles_of_parts_of_blocks_and_of_several_blocks(own, listed, interpret, monkeypatch):
     block, way = 128 if listed == 256 else 64, ("triton", interpret)
     inputs, lists = case("ragged", 1, 2, 450, 650, 64, blocks=(block, block))

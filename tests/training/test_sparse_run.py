@@ -1,0 +1,48 @@
+"""Whole runs whose layers switch to sparse attention."""
+
+import json
+import shutil
+
+import pytest
+from training_runs import Runs
+
+from alload_jax.cli import main
+
+SPARSE = {
+    "min_tokens": 0,
+    "profile_every": 1,
+    "profile_blocks": 1,
+    "dense_steps": 7,
+    "min_sparsity": 0.0,
+    "min_recall": 0.0,
+    "anneal_steps": 20,
+}
+
+
+@pytest.mark.slow
+def test_a_run_resumed_in_the_middle_of_a_switch_goes_on_as_if_never_stopped(
+    tmp_path, digits_folder, capsys
+):
+    runs = Runs(tmp_path, digits_folder)
+    flags = [f"--model.sparse_attention.{name}={value}" for name, value in SPARSE.items()]
+    assert runs.run(*flags).returncode == 0
+    rows, folder = runs.metrics(), tmp_path / "run"
+    layers = (folder / "layers.jsonl").read_text()
+    recorded = [json.loads(line) for line in layers.splitlines()]
+    assert [row["step"] for row in recorded] == [10, 14]
+    assert recorded[0]["sparse"] == [True]
+    assert recorded[0]["density"] == [[0.5, 0.5]]  # one block a sample: nothing is sparse
+    assert [row["attention_sparse_layers"] for row in rows] == [0.0] * 6 + [1.0] * 8
+    assert all(row["attention_predictor_loss"] >= 0 for row in rows)
+    shutil.rmtree(folder / "checkpoints" / "14")
+    (folder / "summary.json").unlink()
+    again = runs.run(*flags)
+    assert again.returncode == 0, again.stderr
+    assert "at step 10" in again.stdout
+    for one, other in zip(runs.metrics(), rows, strict=True):
+        for name in ("loss", "grad_norm", "attention_density", "attention_recall"):
+            assert one[name] == other[name]
+    assert (folder / "layers.jsonl").read_text() == layers
+    assert main(["report", "sparsity", str(folder)]) == 0
+    assert "step 14: 1 of 1 layers are sparse" in capsys.readouterr().out
+    assert (folder / "sparsity.png").stat().st_size > 10_000
