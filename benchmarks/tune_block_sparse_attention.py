@@ -40,8 +40,9 @@ def mosaic_candidates(block: int) -> Iterator[Tiles]:
     sizes = [size for size in (64, 128) if size <= block]
     for own, listed in itertools.product(sizes, sizes):
         most = 3 if own == listed == 64 else 2
-        for slots in itertools.product(range(1, most + 1), repeat=2):
-            yield mosaic_tuning.Tiles(own, listed, slots)
+        counts = range(1, most + 1)
+        for first, second in itertools.product(counts, counts):
+            yield mosaic_tuning.Tiles(own, listed, (first, second))
 
 
 def triton_candidates(kernel: Pass, block: int) -> Iterator[Tiles]:
