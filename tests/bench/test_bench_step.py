@@ -21,6 +21,7 @@ from alload_jax.planning.architectures.wan import WanArchitecture
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.slow
 def test_a_tiny_step_is_measured_and_written(tmp_path, capsys):
     out = tmp_path / "step.json"
     flags = ["--model", "tiny", "--latents", "1", "4", "4", "--steps", "1", "--remat", "full"]

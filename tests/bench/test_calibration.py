@@ -70,6 +70,7 @@ def test_a_tiny_model_is_calibrated(config, tmp_path, capsys):
     assert "held out" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_measurements_before_an_interrupt_are_fitted(config, tmp_path, monkeypatch):
     def interrupted(self, m_mem):
         for n in range(6):

@@ -556,6 +556,7 @@ def test_a_window_is_not_deferred_whole_because_some_steps_hold_too_many_samples
     assert found.idle < 0.02
 
 
+@pytest.mark.slow
 def test_a_giant_that_the_first_epoch_leaves_over_is_split_by_context_auto():
     lengths = np.random.default_rng(0).integers(1000, 5000, 6000)
     lengths[7] = 300_000

@@ -74,7 +74,8 @@ def test_a_family_from_outside_trains_draws_and_resumes_bit_for_bit(train):
             np.testing.assert_array_equal(value, values[part][name])
 
 
-@pytest.mark.parametrize("layout", ["packed", pytest.param("independent", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["packed", "independent"])
 def test_layouts_of_a_family_from_outside_agree(layout, train):
     """Auxiliary sums add up over micro-batches, ranks and shape groups as the loss does."""
     found = []
@@ -94,6 +95,7 @@ def test_layouts_of_a_family_from_outside_agree(layout, train):
     np.testing.assert_allclose(*found, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_family_from_outside_is_exported_and_drawn_from_its_folder(train, tmp_path, monkeypatch):
     folder = train()
     monkeypatch.chdir(tmp_path)

@@ -137,6 +137,7 @@ def test_every_layout_gives_the_loss_and_gradient_of_one_by_one(kind, tmp_path):
         assert_same(mean_gradient(model, mesh, batches), alone)
 
 
+@pytest.mark.slow
 def test_rows_over_eight_devices_give_the_same(tmp_path):
     if len(jax.devices()) < 8:
         pytest.skip("needs 8 devices")

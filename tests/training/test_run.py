@@ -50,6 +50,7 @@ def test_a_run_writes_all_documented_files(unbroken):
     assert "training 14/14" in finished.stdout  # plain lines, as output is no terminal
 
 
+@pytest.mark.slow
 def test_packed_plans_train_by_one_program_on_every_sample_once(runs):
     flags = ["--planning.policy", "balanced", "--run.folder", "packed", "--run.steps"]
     finished = runs.run(*flags, "4")

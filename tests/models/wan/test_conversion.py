@@ -30,6 +30,9 @@ from alload_jax.sharding.mesh import MeshConfig, make_mesh
 
 ONE_DEVICE = MeshConfig(data=1)
 
+VARIANTS = ("t2v_plain_cross", "t2v_wide")
+"""Compared in make test-slow; the others have all that they have."""
+
 
 def golden_config(case, **changes):
     config = read_model_config(GOLDEN / case / "transformer" / "config.json")
@@ -52,7 +55,10 @@ def error_of(value, expected):
     return np.linalg.norm(value - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case in VARIANTS else ()) for case in CASES],
+)
 def test_equals_diffusers_in_outputs_and_all_gradients(case):
     config = golden_config(case)
     graph, params = abstract_model(config).graph, golden_params(case, config)

@@ -158,7 +158,13 @@ def test_equals_the_float64_oracle_at_any_size(config, size):
         assert error < 2e-5
 
 
-@pytest.mark.parametrize("remat", ["full", "attention", "matmuls_and_attention"])
+@pytest.mark.parametrize(
+    "remat",
+    [
+        "matmuls_and_attention",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("full", "attention")),
+    ],
+)
 def test_rematerialisation_changes_no_gradient(remat):
     _graph, params = randomised(CONFIG)
     arguments = inputs(CONFIG, 2, (2, 4, 4))

@@ -97,10 +97,8 @@ def test_all_blocks_are_dense_attention(dense, remat):
         np.testing.assert_allclose(one, other, atol=2e-5 * max(1.0, float(jnp.abs(other).max())))
 
 
-@pytest.mark.parametrize(
-    "selector",
-    ["predictor", *(pytest.param(each, marks=pytest.mark.slow) for each in ("pooled", "random"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("selector", ["predictor", "pooled", "random"])
 def test_recomputed_layers_choose_the_same_blocks(dense, selector):
     config = sparse(selector=selector, forced=(0.3, 0.3, 1.0))
     runs = [
