@@ -1,12 +1,22 @@
 """Whole runs whose layers switch to sparse attention."""
 
+import dataclasses
 import json
 import shutil
 
+import jax
+import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from training_runs import Runs
 
 from alload_jax.cli import main
+from alload_jax.models.common.sparse_attention import SparseAttentionConfig
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
+from alload_jax.training.state import TrainingSpec, init_state
 
 SPARSE = {
     "min_tokens": 0,
@@ -17,6 +27,25 @@ SPARSE = {
     "min_recall": 0.0,
     "anneal_steps": 20,
 }
+
+
+def test_weights_without_predictors_get_new_ones():
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    dense = WanConfig(dim=16, ffn_dim=16, num_heads=2, num_layers=2, freq_dim=8)
+    sparse = dataclasses.replace(dense, sparse_attention=SparseAttentionConfig(min_tokens=0))
+    dense_spec, sparse_spec = (
+        TrainingSpec(model, FlowMatching(), make_optimizer(OptimizerConfig(), 10), 0.9)
+        for model in (dense, sparse)
+    )
+    released = init_state(dense_spec, mesh, 1).params
+    expected = {name: np.asarray(x) for name, x in flatten_dict(released, sep="/").items()}
+    found = flatten_dict(init_state(sparse_spec, mesh, 2, released).params, sep="/")
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found.pop(name), value)
+    assert sorted(found) == [
+        f"blocks/sparse_attention/selector/{side}/kernel" for side in ("key", "query")
+    ]
+    assert all(np.asarray(value).any() for value in found.values())
 
 
 @pytest.mark.slow
