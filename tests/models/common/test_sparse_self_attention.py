@@ -295,8 +295,9 @@ def test_averages_hold_measured_samples_alone():
 def test_forced_layers_never_switch():
     rules = dataclasses.replace(RULES, forced=(0.3,))
     state = state_of(sparse=[True], density=[[0.3, 0.3]])
-    after = update_switches(rules, state, measured([0.0] * 2, [0.0] * 2))
+    after = update_switches(rules, state, measured([0.0] * 2, [0.2] * 2))
     assert after["sparse"].tolist() == [True]
+    np.testing.assert_allclose(after["recall"], [[0.2, 0.2]])
     np.testing.assert_allclose(after["density"], [[0.3, 0.3]])
 
 

@@ -67,9 +67,9 @@ def update_switches(
       auxiliary: means over the samples of the step, [layers, ...].
     """
     state = state | {"step": state["step"] + 1}
+    state |= _averaged(config, state, auxiliary)
     if config.forced is not None:
         return state
-    state |= _averaged(config, state, auxiliary)
     sparsity, recall = (state[name].mean(axis=-1) for name in ("sparsity", "recall"))
     slack = jnp.where(state["sparse"], config.hysteresis, 0.0)
     enough = (sparsity >= config.min_sparsity - slack) & (recall >= config.min_recall - slack)
