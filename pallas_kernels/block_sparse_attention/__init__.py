@@ -6,6 +6,7 @@ from pallas_kernels.block_sparse_attention.selection import (
     BlockSegments,
     PooledScores,
     pool_blocks,
+    scores_of,
     top_k_blocks,
 )
 from pallas_kernels.block_sparse_attention.tile_order import TileOrder, best_tile, tile_order
@@ -19,6 +20,7 @@ __all__ = [
     "block_sparse_attention",
     "full_lists",
     "pool_blocks",
+    "scores_of",
     "tile_order",
     "top_k_blocks",
 ]

@@ -63,19 +63,20 @@ def clamped(blocks: BlockLists, queries: int, keys: int) -> BlockLists:
       queries: S.
       keys: T.
     """
-
-    def valid(tokens: jax.Array, block: int, length: int) -> jax.Array:
-        left = length - jnp.arange(tokens.shape[1], dtype=jnp.int32) * block
-        return jnp.clip(tokens, 0, jnp.minimum(left, block))
-
     return BlockLists(
         jnp.clip(blocks.indices, 0, blocks.key_tokens.shape[1] - 1),
         jnp.clip(blocks.counts, 0, blocks.indices.shape[-1]),
-        valid(blocks.query_tokens, blocks.query_block, queries),
-        valid(blocks.key_tokens, blocks.key_block, keys),
+        existing_tokens(blocks.query_tokens, blocks.query_block, queries),
+        existing_tokens(blocks.key_tokens, blocks.key_block, keys),
         blocks.query_block,
         blocks.key_block,
     )
+
+
+def existing_tokens(tokens: jax.Array, block: int, length: int) -> jax.Array:
+    """Valid tokens of each block, [R, N], at most those that it has in an array of a length."""
+    left = length - jnp.arange(tokens.shape[1], dtype=jnp.int32) * block
+    return jnp.clip(tokens, 0, jnp.minimum(left, block))
 
 
 def full_lists(

@@ -44,7 +44,7 @@ def reference(operands: Operands, options: Options) -> tuple[jax.Array, jax.Arra
     queries = _in_blocks(q, blocks.query_block)
     keys, values = (_in_blocks(each, blocks.key_block) for each in (k, v))
     rows, heads, n_query, _ = blocks.indices.shape
-    index = blocks.indices.clip(0, keys.shape[2] - 1).reshape(rows, heads, -1)[..., None, None]
+    index = blocks.indices.reshape(rows, heads, -1)[..., None, None]
     keys, values = (
         jnp.take_along_axis(each, index, axis=2).reshape(rows, heads, n_query, -1, width)
         for each in (keys, values)
@@ -79,8 +79,6 @@ def _in_blocks(x: jax.Array, block: int) -> jax.Array:
 
 def _listed_keys(blocks: BlockLists) -> jax.Array:
     """[R, H, nQ, k_max, key_block] bool: keys of a list that are valid."""
-    most, n_key = blocks.indices.shape[-1], blocks.key_tokens.shape[-1]
-    named = jnp.arange(most) < blocks.counts[..., None]
-    index = blocks.indices.clip(0, n_key - 1)
-    tokens = jax.vmap(lambda of_row, number: of_row[number])(blocks.key_tokens, index)
+    named = jnp.arange(blocks.indices.shape[-1]) < blocks.counts[..., None]
+    tokens = jax.vmap(lambda of_row, number: of_row[number])(blocks.key_tokens, blocks.indices)
     return jnp.arange(blocks.key_block) < jnp.where(named, tokens, 0)[..., None]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_sparse_attention.block_lists import BlockLists
+from pallas_kernels.block_sparse_attention.block_lists import BlockLists, existing_tokens
 
 _LEAST_CHUNK = 16
 """Blocks of queries for which scores are computed at a time, at least."""
@@ -63,8 +63,7 @@ def pool_blocks(x: jax.Array, tokens: jax.Array, *, block: int) -> jax.Array:
     x = jax.lax.stop_gradient(x)
     padded = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
     blocks = padded.reshape(rows, tokens.shape[1], block, heads, width)
-    left = length - jnp.arange(tokens.shape[1]) * block
-    tokens = jnp.clip(tokens, 0, jnp.minimum(left, block))
+    tokens = existing_tokens(tokens, block, length)
     valid = jnp.arange(block) < tokens[..., None]
     total = jnp.where(valid[..., None, None], blocks, 0).sum(axis=2, dtype=jnp.float32)
     return total / jnp.maximum(tokens, 1)[..., None, None]
@@ -125,7 +124,7 @@ def top_k_blocks(
         place = jnp.minimum(chunk, n_query - 1)
         segment = asking[:, place]
         same = (segment[..., None] == usable[:, None, :]) & (segment >= 0)[..., None]
-        found = _between_infinities(_scores_of(scores, place))
+        found = _between_infinities(scores_of(scores, place))
         if own:
             is_own = jnp.arange(n_key) == (place * query_block // key_block)[:, None]
             found = jnp.where(is_own, jnp.inf, found)
@@ -181,11 +180,16 @@ def _checked_sizes(
     return rows, n_query, n_key, heads
 
 
-def _scores_of(scores: PooledScores | jax.Array, place: jax.Array) -> jax.Array:
-    """Scores of some blocks of queries [C]: [R, H, C, nK] float32."""
+def scores_of(scores: PooledScores | jax.Array, place: jax.Array) -> jax.Array:
+    """Scores of some blocks of queries, which `place` [C] names: [R, H, C, nK] float32.
+
+    Differentiable, for those who train what makes scores.
+    """
     if isinstance(scores, PooledScores):
-        return jnp.einsum("rqhd,rkhd->rhqk", scores.queries[:, place], scores.keys)
-    return scores[:, :, place].astype(jnp.float32)
+        scores = jnp.einsum("rqhd,rkhd->rhqk", scores.queries[:, place], scores.keys)
+    else:
+        scores = scores[:, :, place]
+    return scores.astype(jnp.float32)
 
 
 def _between_infinities(scores: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.common.sparse_attention.layout import TileLayout
-from pallas_kernels.block_sparse_attention import PooledScores
+from pallas_kernels.block_sparse_attention import PooledScores, scores_of
 
 _COSINE, _NORM = 0.95, 0.05
 """Weights of the two parts of the predictor's loss (DSV, section 4.1)."""
@@ -100,12 +100,7 @@ def profile(
       trained: whether the scores are trained to predict the attention.
     """
     mass, usable = sample.mass, sample.usable[:, None]
-    if isinstance(scores, PooledScores):
-        queries = scores.queries[:, sample.block]
-        found = jnp.einsum("rqhd,rkhd->rhqk", queries, scores.keys)
-    else:
-        found = scores[:, :, sample.block]
-    found = found.astype(jnp.float32)
+    found = scores_of(scores, sample.block)
     falling = jnp.sort(mass, axis=-1, descending=True)
     before = jnp.cumsum(falling, axis=-1) - falling
     critical = ((before < coverage) & (falling > 0)).sum(axis=-1)

@@ -90,12 +90,12 @@ def switch_metrics(state: dict[str, Any], auxiliary: Auxiliary) -> dict[str, jax
     """
     own = (PROFILED, SPARSITY, RECALL, PREDICTOR_LOSS)
     metrics = {name: jnp.mean(value) for name, value in auxiliary.items() if name not in own}
-    density = jnp.where(state["sparse"][:, None], state["density"], 1.0)
+    records = switch_records(state)
     return metrics | {
-        SPARSITY: state["sparsity"].mean(),
-        RECALL: state["recall"].mean(),
-        SPARSE_LAYERS: state["sparse"].mean(dtype=jnp.float32),
-        DENSITY: density.mean(),
+        SPARSITY: records["sparsity"].mean(),
+        RECALL: records["recall"].mean(),
+        SPARSE_LAYERS: records["sparse"].mean(dtype=jnp.float32),
+        DENSITY: records["density"].mean(),
         PREDICTOR_LOSS: state["loss"].mean(),
     }
 
