@@ -89,8 +89,8 @@ def top_k_blocks(
 
     Args:
       scores: pooled, or [R, H, nQ, nK].
-      k: most blocks of a list, for all heads, or integers [H] or [R, H], from 0 to k_max. A list is
-        no longer than its segment has blocks of keys.
+      k: most blocks of a list, for all, or integers [H], [R, H] or [R, H, nQ], from 0 to k_max. A
+        list is no longer than its segment has blocks of keys.
       segments: of the blocks.
       query_tokens: [R, nQ] int32, valid tokens of each block of queries.
       key_tokens: [R, nK] int32, valid tokens of each block of keys.
@@ -115,7 +115,8 @@ def top_k_blocks(
     if not rows * heads * n_query * most:
         none = jnp.zeros((rows, heads, n_query, k_max), jnp.int32)
         return BlockLists(none, none.sum(axis=-1), query_tokens, key_tokens, *sizes)
-    k = jnp.broadcast_to(jnp.clip(k, 0, most), (rows, heads))[..., None]
+    k = jnp.clip(k, 0, most)
+    k = jnp.broadcast_to(k if k.ndim == 3 else k[..., None], (rows, heads, n_query))
     usable = jnp.where(key_tokens > 0, segments.keys, -1)
     asking = jnp.where(query_tokens > 0, segments.queries, -1)
 
@@ -129,7 +130,7 @@ def top_k_blocks(
             is_own = jnp.arange(n_key) == (place * query_block // key_block)[:, None]
             found = jnp.where(is_own, jnp.inf, found)
         _, index = jax.lax.top_k(jnp.where(same[:, None], found, -jnp.inf), most)
-        count = jnp.minimum(same.sum(axis=-1, dtype=jnp.int32)[:, None], k)
+        count = jnp.minimum(same.sum(axis=-1, dtype=jnp.int32)[:, None], k[:, :, place])
         return _ascending(index.astype(jnp.int32), count, first=int(own)), count
 
     size = min(n_query, max(_LEAST_CHUNK, n_query * most // n_key))
@@ -172,10 +173,11 @@ def _checked_sizes(
     for name, shape in expected.items():
         if found[name] != shape:
             raise ValueError(f"top_k_blocks: {name} is {found[name]}; it must be {shape}")
-    if not jnp.issubdtype(k.dtype, jnp.integer) or k.shape not in ((), (heads,), (rows, heads)):
+    shapes = ((), (heads,), (rows, heads), (rows, heads, n_query))
+    if not jnp.issubdtype(k.dtype, jnp.integer) or k.shape not in shapes:
         raise ValueError(
-            f"top_k_blocks: k is {k.dtype} {k.shape}; give an integer, or integers {(heads,)} or "
-            f"{(rows, heads)}"
+            f"top_k_blocks: k is {k.dtype} {k.shape}; give an integer, or integers of shape "
+            f"{', '.join(map(str, shapes[1:-1]))} or {shapes[-1]}"
         )
     return rows, n_query, n_key, heads
 

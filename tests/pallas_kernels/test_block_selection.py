@@ -88,6 +88,20 @@ def test_odd_scores_name_blocks_of_the_segment_alone_and_its_own_first(scores, k
         assert not (own and named) or named[0] == block
 
 
+def test_each_block_of_queries_may_have_a_length_of_its_own():
+    ids, tokens = jnp.zeros((2, 5), jnp.int32), jnp.full((2, 5), 64, jnp.int32)
+    rng = np.random.default_rng(4)
+    scores = jnp.asarray(rng.normal(size=(2, 3, 5, 5)), jnp.float32)
+    k = rng.integers(0, 5, (2, 3, 5))
+    segments = BlockSegments(ids, ids)
+    found = top_k_blocks(scores, jnp.asarray(k), segments, tokens, tokens, k_max=4)
+    np.testing.assert_array_equal(found.counts, k)
+    for length in range(5):
+        alike = top_k_blocks(scores, length, segments, tokens, tokens, k_max=4)
+        same = k == length
+        np.testing.assert_array_equal(found.indices[same], alike.indices[same])
+
+
 def test_equal_scores_take_the_lower_numbers():
     ids = jnp.zeros((1, 4), jnp.int32)
     tokens = jnp.full((1, 4), 64, jnp.int32)
