@@ -105,16 +105,16 @@ def test_blocks_widths_and_dtypes(blocks, width, dtype, way):
 def test_triton_tiles_of_parts_of_blocks_and_of_several_blocks(own, listed, interpret, monkeypatch):
     block, way = 128 if listed == 256 else 64, ("triton", interpret)
     inputs, lists = case("ragged", 1, 2, 450, 650, 64, blocks=(block, block))
-    plain, _ = compute(*inputs, lists, way)
+    used = set()
 
     def tiles(kernel, *_):
+        used.add(kernel)
         query, key = (listed, own) if kernel == "dkv" else (own, listed)
         return Tiles(query, key, 4, 2)
 
     monkeypatch.setattr(calls, "tiles_for", tiles)
     check(inputs, lists, way)
-    changed, _ = compute(*inputs, lists, way)
-    assert any((one != other).any() for one, other in zip(plain, changed, strict=True))
+    assert used == {"forward", "dq", "dkv"}
 
 
 @pytest.mark.parametrize("own", [64, 128])
