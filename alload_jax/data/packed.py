@@ -11,9 +11,11 @@ from alload_jax.data.batch import PackedBatch
 from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.row_sizes import RowSizes, row_sizes
+from alload_jax.data.tiling import PlacedSample, Tiling
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.patches import patchify
 from alload_jax.models.common.segments import PackedMetadata, SplitRows, segments_of
+from alload_jax.models.common.tile_layout import SplitTiles, TileLayout
 from alload_jax.planning.plan import MicroBatch, Plan, RowPlan
 
 
@@ -48,6 +50,7 @@ class PackedCollation:
       conditions: shape and dtype of the conditions.
       grid: maximum (t, h, w) of the samples in tokens.
       sizes: row sizes of each program by A, its number of split tokens per row.
+      tiling: tiles of sparse self-attention; None if no sample has it.
     """
 
     manifest: Manifest
@@ -55,6 +58,7 @@ class PackedCollation:
     conditions: Conditions
     grid: tuple[int, int, int]
     sizes: dict[int, RowSizes]
+    tiling: Tiling | None = None
 
     @classmethod
     def of(
@@ -70,6 +74,7 @@ class PackedCollation:
             conditions,
             tuple(grid.tolist()),
             {size: row_sizes(plan, conditions.length, size) for size in packing.split_sizes},
+            Tiling.of(manifest, model),
         )
 
     def shapes(self, plan: Plan) -> list[PackedBatch]:
@@ -78,7 +83,7 @@ class PackedCollation:
         return [
             jax.tree.map(
                 lambda part: jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype),
-                self._batch(sizes, [RowPlan(sizes.split_tokens, (), (), (), (), (), ())], 0),
+                self._batch(sizes, [_empty_row(sizes.split_tokens)], [()], 0),
             )
             for _, sizes in sorted(self.sizes.items(), reverse=True)
         ]
@@ -86,10 +91,17 @@ class PackedCollation:
     def empty(self, parts: Sequence[MicroBatch], epoch: int) -> PackedBatch:
         """See `Collation.empty`; the metadata already holds the segments."""
         rows = [_row_plan(part) for part in parts]
-        return self._batch(self.sizes[rows[0].split_tokens], rows, epoch)
+        samples = [part.samples for part in parts]
+        return self._batch(self.sizes[rows[0].split_tokens], rows, samples, epoch)
 
-    def _batch(self, sizes: RowSizes, rows: Sequence[RowPlan], epoch: int) -> PackedBatch:
-        """Builds a batch without samples from the plans of its rows."""
+    def _batch(
+        self,
+        sizes: RowSizes,
+        rows: Sequence[RowPlan],
+        samples: Sequence[tuple[int, ...]],
+        epoch: int,
+    ) -> PackedBatch:
+        """Builds a batch without the content of its samples from the plans of its rows."""
         table = np.zeros((2, len(rows), sizes.slots), np.int32)
         condition_table = np.zeros_like(table)
         epochs = np.full(table.shape[1:], epoch, np.int32)
@@ -106,10 +118,11 @@ class PackedCollation:
             metadata=PackedMetadata(
                 tokens=segments_of(table, sizes.tokens),
                 condition=segments_of(condition_table, sizes.condition),
-                split=_split_rows(sizes, rows, table) if sizes.split_tokens else None,
+                split=self._split(sizes, rows, samples, table) if sizes.split_tokens else None,
                 grid=self.grid,
                 lengths=sizes.lengths,
                 longest_condition=max(1, self.conditions.length),
+                row_tiles=None if sizes.split_tokens else self._row_tiles(sizes, rows, samples),
             ),
             condition=self.conditions.empty(len(rows), sizes.condition),
             sample=np.full((len(rows), sizes.slots), -1, np.int32),
@@ -117,6 +130,42 @@ class PackedCollation:
             weight=np.zeros((len(rows), sizes.slots), np.float32),
             first=np.zeros((len(rows), sizes.slots), np.int32),
             seq_len=table[1].copy(),
+        )
+
+    def _row_tiles(
+        self, sizes: RowSizes, rows: Sequence[RowPlan], samples: Sequence[tuple[int, ...]]
+    ) -> TileLayout | None:
+        """Tiles of the tokens behind the split region; None if no sample is in tiles."""
+        behind = sizes.tokens - sizes.split_tokens
+        if self.tiling is None or not behind:
+            return None
+        return self.tiling.layout(list(map(_whole_samples, rows, samples)), behind)
+
+    def _split(
+        self,
+        sizes: RowSizes,
+        rows: Sequence[RowPlan],
+        samples: Sequence[tuple[int, ...]],
+        table: np.ndarray,
+    ) -> SplitRows:
+        """Positions of whole samples behind the split region, and of the group's split samples."""
+        split = np.zeros((2, len(rows), sizes.split), np.int32)
+        whole = np.zeros((2, len(rows), sizes.whole), np.int32)
+        for row, row_plan in enumerate(rows):
+            for slot, place in enumerate(row_plan.split_segments):
+                split[:, row, slot] = place
+            behind = table[:, row, table[0, row] >= sizes.split_tokens]
+            whole[:, row, : behind.shape[1]] = behind - [[sizes.split_tokens], [0]]
+        together, tiles = sizes.context * sizes.split_tokens, None
+        if self.tiling is not None:
+            in_group = self.tiling.layout(list(map(_split_samples, rows)), together)
+            tiles = SplitTiles(self._row_tiles(sizes, rows, samples), in_group)
+        return SplitRows(
+            whole=segments_of(whole, sizes.tokens - sizes.split_tokens),
+            split=segments_of(split, together),
+            split_tokens=sizes.split_tokens,
+            lengths=(sizes.whole_lengths, sizes.split_lengths),
+            tiles=tiles,
         )
 
     def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Place]]:
@@ -157,18 +206,31 @@ def _row_plan(part: MicroBatch) -> RowPlan:
     return part.row_plan
 
 
-def _split_rows(sizes: RowSizes, rows: Sequence[RowPlan], table: np.ndarray) -> SplitRows:
-    """Returns the positions of whole segments behind the split region and of split segments."""
-    split = np.zeros((2, len(rows), sizes.split), np.int32)
-    whole = np.zeros((2, len(rows), sizes.whole), np.int32)
-    for row, row_plan in enumerate(rows):
-        for slot, place in enumerate(row_plan.split_segments):
-            split[:, row, slot] = place
-        behind = table[:, row, table[0, row] >= sizes.split_tokens]
-        whole[:, row, : behind.shape[1]] = behind - [[sizes.split_tokens], [0]]
-    return SplitRows(
-        whole=segments_of(whole, sizes.tokens - sizes.split_tokens),
-        split=segments_of(split, sizes.context * sizes.split_tokens),
-        split_tokens=sizes.split_tokens,
-        lengths=(sizes.whole_lengths, sizes.split_lengths),
+def _empty_row(split_tokens: int) -> RowPlan:
+    return RowPlan(
+        split_tokens,
+        tokens=(),
+        offsets=(),
+        is_split=(),
+        first=(),
+        split_segments=(),
+        split_samples=(),
+        late=(),
     )
+
+
+def _whole_samples(row_plan: RowPlan, samples: tuple[int, ...]) -> list[PlacedSample]:
+    """The samples of a row that are not split, behind its split region."""
+    parts = zip(samples, row_plan.offsets, row_plan.is_split, strict=True)
+    whole = [(sample, offset) for sample, offset, is_split in parts if not is_split]
+    return [
+        PlacedSample(sample, slot, offset - row_plan.split_tokens)
+        for slot, (sample, offset) in enumerate(whole)
+    ]
+
+
+def _split_samples(row_plan: RowPlan) -> list[PlacedSample]:
+    """The split samples of a row's context group."""
+    offsets = (offset for offset, _ in row_plan.split_segments)
+    pairs = enumerate(zip(row_plan.split_samples, offsets, strict=True))
+    return [PlacedSample(sample, slot, offset) for slot, (sample, offset) in pairs]

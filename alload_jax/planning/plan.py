@@ -58,6 +58,7 @@ class RowPlan:
       is_split: whether each part belongs to a split sample.
       first: index of each part's first token within its sample.
       split_segments: (offset, tokens) of the samples among the split tokens of the rank's group.
+      split_samples: the manifest's row number of each of these samples.
       late: epochs by which each part's sample is late; 0 in its own epoch.
     """
 
@@ -67,6 +68,7 @@ class RowPlan:
     is_split: tuple[bool, ...]
     first: tuple[int, ...]
     split_segments: tuple[tuple[int, int], ...]
+    split_samples: tuple[int, ...]
     late: tuple[int, ...]
 
 
@@ -304,6 +306,7 @@ def _row_plan(plan: EpochPlan, position: int) -> RowPlan | None:
         is_split=tuple(is_split),
         first=tuple(first),
         split_segments=tuple(segments.values()),
+        split_samples=tuple(sample for sample, _ in segments),
         late=tuple(plan.packing.late[parts].tolist()),
     )
 

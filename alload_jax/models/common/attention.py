@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from alload_jax.models.common.packed_attention import (
     cudnn_packed,
@@ -16,7 +16,7 @@ from alload_jax.models.common.packed_attention import (
 )
 from alload_jax.models.common.remat import ATTENTION_OUTPUT
 from alload_jax.models.common.segments import AttentionSegments, SplitRows
-from alload_jax.models.common.split_attention import split_packed
+from alload_jax.models.common.split_attention import Within, split_packed
 from alload_jax.sharding.mesh import TENSOR, row_shards
 
 AttentionImplementation = Literal["auto", "xla", "cudnn"]
@@ -55,9 +55,9 @@ def attention(
             f"attention: implementation={implementation!r} is unknown; "
             f"choose one of {', '.join(get_args(AttentionImplementation))}"
         )
-    reason = cudnn_unsupported_reason(query)
     if segments is not None:
-        return _packed(query, key, value, segments, implementation, reason, sharding)
+        return _packed(query, key, value, segments, implementation, sharding)
+    reason = cudnn_unsupported_reason(query)
     if implementation == "cudnn" and reason:
         raise NotImplementedError(f"attention: cuDNN cannot run here, {reason}; use 'xla'")
     if implementation == "xla" or reason:
@@ -72,29 +72,52 @@ def _packed(
     value: jax.Array,
     segments: AttentionSegments | SplitRows,
     implementation: AttentionImplementation,
-    reason: str,
     sharding: NamedSharding | None,
 ) -> jax.Array:
     """Computes attention within segments; each device computes its own rows and heads."""
+    within = attention_within(query, key, implementation, sharding)
+    run: Callable[..., jax.Array] = within
+    if isinstance(segments, SplitRows):
+        run = partial(split_packed, within)
+    if sharding is None or sharding.mesh.size == 1:
+        return run(query, key, value, segments)
+    heads, rows = head_spec(sharding), jax.P(sharding.spec[0])
+    return jax.shard_map(
+        run, mesh=sharding.mesh, in_specs=(heads,) * 3 + (rows,), out_specs=heads, check_vma=False
+    )(query, key, value, segments)
+
+
+def attention_within(
+    query: jax.Array,
+    key: jax.Array,
+    implementation: AttentionImplementation,
+    sharding: NamedSharding | None,
+) -> Within:
+    """Chooses the attention within the segments of packed rows that each device computes.
+
+    Args:
+      query: [R, S, num_heads, head_dim], of all devices.
+      key: [R, T, num_heads, head_dim].
+      implementation: as in `attention`.
+      sharding: of the rows.
+
+    Raises:
+      NotImplementedError: cuDNN cannot run on packed rows of this GPU.
+    """
     elements = max(query.size, key.size) // row_shards(sharding)
-    reason = reason or packed_unsupported_reason(elements)
+    reason = cudnn_unsupported_reason(query) or packed_unsupported_reason(elements)
     on_gpu = jax.default_backend() == "gpu"
     if reason and (implementation == "cudnn" or (implementation == "auto" and on_gpu)):
         raise NotImplementedError(
             f"attention: cuDNN cannot run on packed rows here, {reason}; choose a bucketed "
             "planning.policy such as dual_constraint"
         )
-    within = xla_packed if reason or implementation == "xla" else cudnn_packed
-    run: Callable[..., jax.Array] = within
-    if isinstance(segments, SplitRows):
-        run = partial(split_packed, within)
-    if sharding is None or sharding.mesh.size == 1:
-        return run(query, key, value, segments)
-    rows = jax.P(sharding.spec[0])
-    heads = jax.P(sharding.spec[0], None, TENSOR if TENSOR in sharding.mesh.shape else None)
-    return jax.shard_map(
-        run, mesh=sharding.mesh, in_specs=(heads,) * 3 + (rows,), out_specs=heads, check_vma=False
-    )(query, key, value, segments)
+    return xla_packed if reason or implementation == "xla" else cudnn_packed
+
+
+def head_spec(sharding: NamedSharding) -> PartitionSpec:
+    """How [R, S, num_heads, ...] is split over a mesh: rows, and heads over its tensor axis."""
+    return PartitionSpec(sharding.spec[0], None, TENSOR if TENSOR in sharding.mesh.shape else None)
 
 
 def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

@@ -5,7 +5,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from alload_jax.models.common.tile_layout import SplitTiles, TileLayout
 
 PADDING = -1
 """Segment id of padding tokens, which belong to no segment."""
@@ -52,10 +55,21 @@ class AttentionSegments:
     lengths: Lengths
     longest_key: int | None
 
+    def shorter(self, than: int) -> "AttentionSegments":
+        """Self-attention within the segments of fewer than `than` tokens alone."""
+        offset, length, ids = self.query.offset, self.query.length, self.query.ids
+        slot = jnp.maximum(ids, 0)
+        is_short = jnp.take_along_axis(length, slot, axis=1) < than
+        length = jnp.where(length < than, length, 0)
+        segments = Segments(offset, length, jnp.where(is_short, ids, PADDING))
+        longest = min(self.lengths[-1][0], than - 1)
+        kept = tuple(each for each in self.lengths[:-1] if each[0] < longest)
+        return _self_attention(segments, (*kept, (longest, 0)))
+
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("whole", "split"),
+    data_fields=("whole", "split", "tiles"),
     meta_fields=("split_tokens", "lengths"),
 )
 @dataclass(frozen=True)
@@ -70,12 +84,14 @@ class SplitRows:
       split: segments of the group's c·A split tokens; equal for all rows of a group.
       split_tokens: A, tokens per row.
       lengths: static bounds on the lengths of the segments of `whole` and of `split`.
+      tiles: tiles of sparse self-attention, whose segments are those of `whole` and of `split`.
     """
 
     whole: Segments
     split: Segments
     split_tokens: int
     lengths: tuple[Lengths, Lengths]
+    tiles: SplitTiles | None = None
 
     def within_whole(self) -> AttentionSegments:
         """Tokens behind the split region attend within their segment."""
@@ -88,7 +104,7 @@ class SplitRows:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("tokens", "condition", "split"),
+    data_fields=("tokens", "condition", "split", "row_tiles"),
     meta_fields=("grid", "lengths", "longest_condition"),
 )
 @dataclass(frozen=True)
@@ -102,6 +118,7 @@ class PackedMetadata:
       grid: static, maximum (t, h, w) of the samples in tokens; positions are below it.
       lengths: static bounds on the lengths of the segments of tokens.
       longest_condition: static upper bound on the condition tokens of a segment.
+      row_tiles: tiles of sparse self-attention in rows without split samples.
     """
 
     tokens: Segments
@@ -110,10 +127,15 @@ class PackedMetadata:
     grid: tuple[int, int, int]
     lengths: Lengths
     longest_condition: int
+    row_tiles: TileLayout | None = None
 
     def within_tokens(self) -> "AttentionSegments | SplitRows":
         """Tokens attend within their segment or split sample."""
         return self.split or _self_attention(self.tokens, self.lengths)
+
+    def tiles(self) -> TileLayout | SplitTiles | None:
+        """Tiles of the samples that may have sparse self-attention; None if none may."""
+        return self.row_tiles if self.split is None else self.split.tiles
 
     def to_condition(self) -> AttentionSegments:
         """Tokens attend to the condition tokens of their segment."""

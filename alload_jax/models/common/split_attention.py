@@ -34,19 +34,19 @@ def split_packed(
       [1, T, num_heads, head_dim] in the query's dtype.
     """
     count = split.split_tokens
-    q, k, v = (_tokens_together(x[:, :count]) for x in (query, key, value))
-    outputs = [_heads_together(within(q, k, v, split.within_split()))]
+    q, k, v = (tokens_together(x[:, :count]) for x in (query, key, value))
+    outputs = [heads_together(within(q, k, v, split.within_split()))]
     if count < query.shape[1]:
         q, k, v = (x[:, count:] for x in (query, key, value))
         outputs.append(within(q, k, v, split.within_whole()))
     return jnp.concatenate(outputs, axis=1)
 
 
-def _tokens_together(x: jax.Array) -> jax.Array:
+def tokens_together(x: jax.Array) -> jax.Array:
     """[1, A, num_heads, head_dim] on each rank → [1, c·A, num_heads / c, head_dim]."""
     return jax.lax.all_to_all(x, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
 
 
-def _heads_together(x: jax.Array) -> jax.Array:
-    """Inverts `_tokens_together`."""
+def heads_together(x: jax.Array) -> jax.Array:
+    """Inverts `tokens_together`."""
     return jax.lax.all_to_all(x, CONTEXT, split_axis=1, concat_axis=2, tiled=True)

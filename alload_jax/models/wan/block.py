@@ -13,7 +13,8 @@ from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.rotary import RotaryTable, apply_rotary
 from alload_jax.models.common.segments import AttentionSegments, PackedMetadata, SplitRows
 from alload_jax.models.common.single_row import split_single_row
-from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention, TileLayout
+from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
+from alload_jax.models.common.tile_layout import TileLayout
 from alload_jax.models.wan.config import WanConfig
 from pallas_kernels import Segmentation, layernorm_modulate, residual_layernorm_modulate
 
@@ -30,7 +31,7 @@ class Context(NamedTuple):
       sharding: sharding of x over a mesh of Auto axes, which kernels need.
       packed: positions of the segments; None if every row is one sample.
       segmentation: segments of packed rows, for the norms.
-      layout: tiles of sparse self-attention; None for rows whose attention is dense.
+      layout: tiles of sparse self-attention in rows of one sample each; None for dense attention.
     """
 
     modulation: jax.Array
@@ -180,7 +181,9 @@ class Block(nnx.Module):
         sparse = config.sparse_attention
         # Last, so that all other parameters are drawn as without it.
         self.sparse_attention = (
-            SparseSelfAttention(sparse, config.dim, config.num_heads, rngs=rngs) if sparse else None
+            SparseSelfAttention(sparse, config.dim, config.num_heads, self.dtype, rngs=rngs)
+            if sparse
+            else None
         )
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
@@ -208,14 +211,21 @@ class Block(nnx.Module):
     def _self_attention(self, y: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
         """y: [B, S, D] attends to itself, dense or sparse."""
         module, packed, sharding = self.self_attention, context.packed, context.sharding
-        segments = None if packed is None else packed.within_tokens()
-        dense = partial(module.attend, segments=segments, sharding=sharding)
-        heads = module.heads(y, y, context.rotary, sharding)
         if self.sparse_attention is None:
-            return module.project(dense(*heads), sharding), {}
-        samples = y.shape[:1] if packed is None else packed.tokens.offset.shape
-        layer = RowsOfLayer(y, heads, context.rotary, context.layout, samples, sharding)
-        mixed, auxiliary = self.sparse_attention(layer, dense)
+            segments = None if packed is None else packed.within_tokens()
+            heads = module.heads(y, y, context.rotary, sharding)
+            mixed = module.attend(*heads, segments=segments, sharding=sharding)
+            return module.project(mixed, sharding), {}
+        rows = RowsOfLayer(
+            x=y,
+            heads=module.heads(y, y, context.rotary, sharding),
+            rotary=context.rotary,
+            layout=context.layout,
+            packed=packed,
+            implementation=module.implementation,
+            sharding=sharding,
+        )
+        mixed, auxiliary = self.sparse_attention(rows)
         return module.project(mixed, sharding), auxiliary
 
     def _gated_add(

@@ -19,7 +19,8 @@ from alload_jax.models.common.patches import patchify, unpatchify
 from alload_jax.models.common.remat import rematerialise
 from alload_jax.models.common.rotary import RotaryTable, grid_positions, rotary_table
 from alload_jax.models.common.segments import PackedMetadata
-from alload_jax.models.common.sparse_attention import TileLayout, clip_layout, number_layers
+from alload_jax.models.common.sparse_attention import number_layers
+from alload_jax.models.common.tile_layout import TileLayout, clip_layout
 from alload_jax.models.wan.block import Block, Context, Head
 from alload_jax.models.wan.config import WanConfig
 from pallas_kernels import segmentation
@@ -29,8 +30,6 @@ def packing_unsupported_reason(config: WanConfig) -> str:
     """Returns why this model should not train on packed rows on this device; empty if it can."""
     if config.image is not None:
         return "packed rows do not support image conditions"
-    if config.sparse_attention is not None:
-        return "packed rows do not support model.sparse_attention"
     if config.attention == "xla":
         return "model.attention is xla, which computes all pairs of a row"
     head = jax.ShapeDtypeStruct((1, 1, 1, config.dim // config.num_heads), config.compute_dtype)
@@ -119,14 +118,9 @@ class WanTransformer(nnx.Module):
         """See `Model.forward_packed`; it computes the same function of each sample as `forward`.
 
         Raises:
-          NotImplementedError: the model has image conditions or sparse attention, or attention
-            cannot run on packed rows.
+          NotImplementedError: the model has image conditions, or attention cannot run on packed
+            rows.
         """
-        if self.config.sparse_attention is not None:
-            raise NotImplementedError(
-                "model.sparse_attention is set, but packed rows do not support sparse attention; "
-                "choose a bucketed planning.policy such as dual_constraint"
-            )
         if self.image_embedding is not None:
             raise NotImplementedError(
                 "model.image is set, but packed rows do not support image conditions; choose a "

@@ -1,6 +1,7 @@
 """Sparse self-attention: layout, profile, switching, and the model that uses it."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -14,12 +15,11 @@ from hypothesis import strategies as st
 from alload_jax.errors import InputError
 from alload_jax.models.common.sparse_attention import (
     SparseAttentionConfig,
-    clip_layout,
     switching,
     update_switches,
 )
-from alload_jax.models.common.sparse_attention.layout import TileLayout, from_tiles, to_tiles
 from alload_jax.models.common.sparse_attention.profile import Sample, profile, sample_attention
+from alload_jax.models.common.tile_layout import TileLayout, clip_layout, from_tiles, to_tiles
 from alload_jax.models.families import build_model, family_of
 from alload_jax.models.wan.config import WanConfig
 from pallas_kernels.block_sparse_attention import PooledScores
@@ -29,7 +29,7 @@ GRID = (3, 12, 14)
 
 
 def sparse(**fields):
-    return SparseAttentionConfig(**{"min_tokens": 0} | fields)
+    return SparseAttentionConfig(**{"min_tokens": 0, "capacities": ()} | fields)
 
 
 def build(config):
@@ -180,20 +180,22 @@ def test_sampled_attention_and_its_profile_are_those_of_the_formulas():
     tokens = np.array([64, 40, 64, 10, 0])
     segments = np.array([0, 0, 0, 1, -1])
     query, key = (rng.normal(size=(5 * block, 2, 8)) * 2 for _ in range(2))
-    layout = TileLayout(
-        jnp.zeros((1, 5 * block), jnp.int32), None, *(x[None] for x in (tokens, segments))
-    )
+    layout = TileLayout(None, None, *(x[None] for x in (tokens, segments)), block=64, longest=3)
     arrays = [jnp.asarray(x[None], jnp.float32) for x in (query, key)]
     config = sparse(profile_blocks=5, profile_every=1)
     sample = sample_attention(*arrays, jax.tree.map(jnp.asarray, layout), jnp.int32(0), config)
-    expected = masses(query, key, tokens, segments, block)[:, np.asarray(sample.block)]
+    expected = masses(query, key, tokens, segments, block)[:, np.asarray(sample.block[0])]
     np.testing.assert_allclose(sample.mass[0], expected, atol=1e-5)
 
     scores = jnp.asarray(rng.normal(size=(1, 2, 5, 5)), jnp.float32)
-    found = profile(sample, scores, 0.9, trained=False)
-    for head in range(2):
+    of_block = segments[np.asarray(sample.block)][..., None] == np.arange(3)
+    found = profile(sample, scores, jnp.asarray(of_block), sparse(selector="pooled"))
+    np.testing.assert_array_equal(found.found, [[1, 1, 0]])
+    for segment, head in itertools.product(range(2), range(2)):
         sparsity, recall = [], []
-        for q, mass in zip(np.asarray(sample.block), expected[head], strict=True):
+        for q, mass in zip(np.asarray(sample.block[0]), expected[head], strict=True):
+            if segments[q] != segment:
+                continue
             usable = np.flatnonzero((segments == segments[q]) & (segments >= 0) & (tokens > 0))
             if tokens[q] == 0:
                 continue
@@ -202,18 +204,19 @@ def test_sampled_attention_and_its_profile_are_those_of_the_formulas():
             chosen = sorted(usable, key=lambda k: -scores[0, head, q, k])[:critical]
             sparsity.append(1 - critical / len(usable))
             recall.append(mass[chosen].sum() / falling[:critical].sum())
-        assert found.sparsity[0, head] == pytest.approx(np.mean(sparsity), abs=1e-5)
-        assert found.recall[0, head] == pytest.approx(np.mean(recall), abs=1e-5)
+        assert found.sparsity[0, segment, head] == pytest.approx(np.mean(sparsity), abs=1e-5)
+        assert found.recall[0, segment, head] == pytest.approx(np.mean(recall), abs=1e-5)
 
 
 def test_scores_that_are_the_attention_have_full_recall_and_no_loss():
     rng = np.random.default_rng(1)
     mass = rng.dirichlet(np.full(12, 0.2), size=(1, 2, 4)).astype(np.float32)
-    sample = Sample(jnp.arange(4), jnp.asarray(mass), jnp.ones((1, 4, 12), bool))
-    found = profile(sample, jnp.log(jnp.maximum(sample.mass, 1e-6)), 0.9, trained=True)
+    sample = Sample(jnp.arange(4)[None], jnp.asarray(mass), jnp.ones((1, 4, 12), bool))
+    segments, config = jnp.ones((1, 4, 1), bool), sparse()
+    found = profile(sample, jnp.log(jnp.maximum(sample.mass, 1e-6)), segments, config)
     np.testing.assert_allclose(found.recall, 1, atol=1e-5)
     np.testing.assert_allclose(found.loss, 0, atol=1e-3)
-    other = profile(sample, -jnp.log(sample.mass + 1e-6), 0.9, trained=True)
+    other = profile(sample, -jnp.log(sample.mass + 1e-6), segments, config)
     assert (other.loss > 1.5).all()
 
 
@@ -221,9 +224,10 @@ def test_pooled_scores_are_read_as_their_products():
     rng = np.random.default_rng(2)
     queries, keys = (jnp.asarray(rng.normal(size=(1, 6, 2, 4)), jnp.float32) for _ in range(2))
     mass = jnp.asarray(rng.dirichlet(np.ones(6), size=(1, 2, 3)), jnp.float32)
-    sample = Sample(jnp.array([4, 0, 2]), mass, jnp.ones((1, 3, 6), bool))
-    pooled = profile(sample, PooledScores(queries, keys), 0.9, trained=True)
-    whole = profile(sample, jnp.einsum("rqhd,rkhd->rhqk", queries, keys), 0.9, trained=True)
+    sample = Sample(jnp.array([[4, 0, 2]]), mass, jnp.ones((1, 3, 6), bool))
+    segments, config = jnp.ones((1, 3, 1), bool), sparse()
+    pooled = profile(sample, PooledScores(queries, keys), segments, config)
+    whole = profile(sample, jnp.einsum("rqhd,rkhd->rhqk", queries, keys), segments, config)
     for one, other in zip(pooled, whole, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
@@ -338,14 +342,6 @@ def test_the_family_updates_its_state_and_logs_it():
 def test_invalid_values_are_named(fields, message):
     with pytest.raises(InputError, match=f"model.sparse_attention.{message}"):
         SparseAttentionConfig(**fields)
-
-
-def test_packed_rows_are_refused():
-    config = dataclasses.replace(SMALL, sparse_attention=sparse())
-    with pytest.raises(NotImplementedError, match="packed rows do not support sparse attention"):
-        build(config).forward_packed(*(None,) * 5)
-    reason = family_of(config).packing_unsupported_reason(config)
-    assert reason == "packed rows do not support model.sparse_attention"
 
 
 def test_forced_densities_are_one_for_each_layer():

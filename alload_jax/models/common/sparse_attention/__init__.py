@@ -7,7 +7,6 @@ switches from dense attention to lists of blocks when both are good enough, by i
 
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.common.sparse_attention.layer import RowsOfLayer, SparseSelfAttention
-from alload_jax.models.common.sparse_attention.layout import TileLayout, clip_layout
 from alload_jax.models.common.sparse_attention.switching import (
     number_layers,
     switch_metrics,
@@ -19,8 +18,6 @@ __all__ = [
     "RowsOfLayer",
     "SparseAttentionConfig",
     "SparseSelfAttention",
-    "TileLayout",
-    "clip_layout",
     "number_layers",
     "switch_metrics",
     "switch_records",

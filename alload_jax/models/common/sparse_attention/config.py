@@ -33,6 +33,10 @@ class SparseAttentionConfig:
       max_density: density of a layer that has just switched, and the most that lists hold.
       min_density: least density of a head.
       anneal_steps: steps in which the density falls from `max_density` to `min_density`.
+      capacities: lower densities for which shorter lists are compiled. A layer uses the shortest
+        lists that hold its densest head; they are faster to make and take less memory.
+      balance_heads: whether the ranks of a context group get heads of about the same total density
+        for split samples, in place of consecutive heads.
       forced: densities of the layers, 1 for dense, in place of the measured ones; null to switch by
         measurement.
     """
@@ -52,6 +56,8 @@ class SparseAttentionConfig:
     max_density: float = 0.5
     min_density: float = 0.02
     anneal_steps: int = 500
+    capacities: tuple[float, ...] = (0.2, 0.1)
+    balance_heads: bool = True
     forced: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +84,9 @@ class SparseAttentionConfig:
         if self.min_density > self.max_density:
             wanted = f"it must be at most max_density, {self.max_density}"
             raise InputError(_message("min_density", self.min_density, wanted))
+        if any(not 0 < each < self.max_density for each in self.capacities):
+            wanted = f"each must be above 0 and below max_density, {self.max_density}"
+            raise InputError(_message("capacities", self.capacities, wanted))
         if self.forced is not None and not all(0 < each <= 1 for each in self.forced):
             wanted = "each must be above 0 and at most 1"
             raise InputError(_message("forced", self.forced, wanted))
@@ -94,13 +103,14 @@ class SparseAttentionConfig:
             {"rank": self.rank} if self.selector == "predictor" else {}
         )
 
-    @property
-    def longest_density(self) -> float:
-        """The most that lists hold, as a share of the blocks of keys."""
+    def list_densities(self) -> tuple[float, ...]:
+        """The densities for which lists are compiled, falling; a layer uses the lowest it can."""
         if self.selector == "all":
-            return 1.0
-        sparse = [each for each in self.forced or () if each < 1]
-        return max(sparse) if sparse else self.max_density
+            return (1.0,)
+        if self.forced is not None:
+            sparse = [each for each in self.forced if each < 1]
+            return (max(sparse, default=self.max_density),)
+        return tuple(sorted({self.max_density, *self.capacities}, reverse=True))
 
 
 def _message(field: str, value: object, wanted: str) -> str:

@@ -1,31 +1,35 @@
 """The self-attention of a layer: dense or sparse, as its state says."""
 
-import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from alload_jax.models.common.attention import (
+    AttentionImplementation,
+    attention,
+    attention_within,
+    head_spec,
+)
 from alload_jax.models.common.output import Auxiliary
-from alload_jax.models.common.remat import BLOCK_LISTS
 from alload_jax.models.common.rotary import RotaryTable
+from alload_jax.models.common.segments import PackedMetadata, SplitRows
 from alload_jax.models.common.sparse_attention import switching
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
-from alload_jax.models.common.sparse_attention.layout import TileLayout, from_tiles, to_tiles
-from alload_jax.models.common.sparse_attention.profile import Profile, profile, sample_attention
-from alload_jax.models.common.sparse_attention.selectors import SelectorInputs, make_selector
+from alload_jax.models.common.sparse_attention.profile import Profile
+from alload_jax.models.common.sparse_attention.region import Choice, Heads, Rows, attend, measure
+from alload_jax.models.common.sparse_attention.selectors import TokensOfLayer, make_selector
+from alload_jax.models.common.sparse_attention.split_rows import attend_split, measure_split
 from alload_jax.models.common.sparse_attention.switching import Switch
-from alload_jax.sharding.mesh import TENSOR
-from pallas_kernels.block_sparse_attention import (
-    BlockLists,
-    block_sparse_attention,
-    full_lists,
-    top_k_blocks,
-)
+from alload_jax.models.common.split_attention import Within
+from alload_jax.models.common.tile_layout import TileLayout
+
+Samples = TileLayout | PackedMetadata
+"""The samples of rows: one in each, all in the same tiles, or packed."""
 
 
 class RowsOfLayer(NamedTuple):
@@ -35,8 +39,9 @@ class RowsOfLayer(NamedTuple):
       x: [R, S, width], input of the attention.
       heads: query, key and value, [R, S, num_heads, head_dim] each.
       rotary: table that queries and keys were rotated by, [S, ...] or [R, S, ...].
-      layout: tiles of the rows; None for rows whose attention is always dense.
-      samples: shape of the auxiliary values, (R,), or (R, M) for packed rows.
+      layout: tiles of rows that hold one sample each; None if their attention is always dense.
+      packed: the segments of packed rows, with their tiles; None for rows of one sample each.
+      implementation: of dense attention.
       sharding: of the rows over a mesh of Auto axes.
     """
 
@@ -44,121 +49,179 @@ class RowsOfLayer(NamedTuple):
     heads: tuple[jax.Array, jax.Array, jax.Array]
     rotary: RotaryTable
     layout: TileLayout | None
-    samples: tuple[int, ...]
+    packed: PackedMetadata | None
+    implementation: AttentionImplementation
     sharding: NamedSharding | None
+
+    def dense(self) -> jax.Array:
+        """Dense attention."""
+        return attention(
+            *self.heads,
+            segments=None if self.packed is None else self.packed.within_tokens(),
+            implementation=self.implementation,
+            sharding=self.sharding,
+        )
+
+    def within(self) -> Within | None:
+        """Dense attention within the segments of one device's packed rows."""
+        if self.packed is None:
+            return None
+        return attention_within(*self.heads[:2], self.implementation, self.sharding)
+
+    def samples(self) -> Samples | None:
+        """The samples, if some of them may have sparse attention."""
+        if self.packed is None:
+            return None if self.layout is None else self.layout.of_rows(len(self.x))
+        return None if self.packed.tiles() is None else self.packed
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of the auxiliary values of samples: (R,), or (R, M) for packed rows."""
+        return self.x.shape[:1] if self.packed is None else self.packed.tokens.offset.shape
 
 
 class SparseSelfAttention(nnx.Module):
     """Attention of a layer's queries to its keys, after projection and rotation."""
 
     def __init__(
-        self, config: SparseAttentionConfig, width: int, num_heads: int, *, rngs: nnx.Rngs
+        self,
+        config: SparseAttentionConfig,
+        width: int,
+        num_heads: int,
+        dtype: jnp.dtype,
+        *,
+        rngs: nnx.Rngs,
     ):
         self.config = config
         self.switch = Switch(config, num_heads)
-        self.selector = make_selector(config, width, num_heads, rngs)
+        self.selector = make_selector(config, width, num_heads, dtype, rngs)
 
-    def __call__(
-        self, rows: RowsOfLayer, dense: Callable[..., jax.Array]
-    ) -> tuple[jax.Array, Auxiliary]:
+    def __call__(self, rows: RowsOfLayer) -> tuple[jax.Array, Auxiliary]:
         """Attends, and measures every few steps.
-
-        Args:
-          rows: the layer's input.
-          dense: computes dense attention from query, key and value.
 
         Returns:
           [R, S, num_heads, head_dim]; auxiliary values of each sample.
         """
-        heads = rows.heads
-        if rows.layout is None:
-            return dense(*heads), self._auxiliary(rows, None)
-        step, layer = self.switch.step[...], self.switch.layer[...]
-        layout = rows.layout.of_rows(len(rows.x))
-        tokens = rows.x.shape[:2]
-        rotary = tuple(jnp.broadcast_to(x, (*tokens, x.shape[-1])) for x in rows.rotary)
-        inputs = SelectorInputs(rows.x, heads[0], heads[1], layout, rotary, step, layer)
-        found = self._profile(inputs)
-        output = jax.lax.cond(
-            self.switch.sparse[...],
-            lambda heads: self._sparse(inputs, heads, rows.sharding),
-            lambda heads: dense(*heads),
-            heads,
-        )
-        return output, self._auxiliary(rows, found)
+        samples = rows.samples()
+        if samples is None:
+            return rows.dense(), self._auxiliary(rows, None)
+        profile = self._profile(rows, samples)
+        densities = self.config.list_densities()
+        sparse = [partial(self._sparse, rows, samples, density) for density in densities]
+        output = jax.lax.switch(self._branch(densities), [rows.dense, *sparse])
+        return output, self._auxiliary(rows, profile)
 
-    def _profile(self, inputs: SelectorInputs) -> tuple[jax.Array, Profile] | None:
-        """Whether this step measures, and what it finds; None where nothing ever does."""
+    def _branch(self, densities: tuple[float, ...]) -> jax.Array:
+        """0 for dense attention, else the number of the shortest lists that hold every head's."""
+        densest = self.switch.density[...].max()
+        enough = jnp.asarray(densities, jnp.float32) >= densest
+        return jnp.where(self.switch.sparse[...], jnp.maximum(enough.sum(dtype=jnp.int32), 1), 0)
+
+    def _profile(self, rows: RowsOfLayer, samples: Samples) -> Profile | None:
+        """What this step finds; zeros if it does not measure, None where nothing ever does."""
         config = self.config
         if config.forced is not None and config.selector != "predictor":
             return None
-        rows, _, num_heads, _ = inputs.query.shape
 
-        def measure(inputs: SelectorInputs) -> Profile:
-            inputs = _in_tiles(inputs)
-            sample = sample_attention(inputs.query, inputs.key, inputs.layout, inputs.step, config)
-            trained = config.selector == "predictor"
-            return profile(sample, self.selector(inputs), config.coverage, trained)
+        def found() -> Profile:
+            run = partial(_measure_rows, config, rows.within())
+            heads = self._heads(rows)._replace(value=None)
+            return self._on_devices(run, _profile_specs, rows, heads, samples)
 
-        def nothing(inputs: SelectorInputs) -> Profile:
-            per_head = jnp.zeros((rows, num_heads))
-            return Profile(per_head, per_head, jnp.zeros(rows))
+        def nothing() -> Profile:
+            slots = 1 if rows.packed is None else rows.sample_shape[1]
+            none = jnp.zeros((len(rows.x), slots))
+            per_head = jnp.zeros((*none.shape, rows.heads[0].shape[2]))
+            return Profile(none, per_head, per_head, per_head)
 
-        due = inputs.step % config.profile_every == 0
-        return due, jax.lax.cond(due, measure, nothing, inputs)
+        return jax.lax.cond(self.switch.step[...] % config.profile_every == 0, found, nothing)
 
-    def _sparse(
+    def _sparse(self, rows: RowsOfLayer, samples: Samples, list_density: float) -> jax.Array:
+        run = partial(_attend_rows, self.config, rows.within(), list_density)
+        return self._on_devices(run, head_spec, rows, self._heads(rows), samples)
+
+    def _heads(self, rows: RowsOfLayer) -> Heads:
+        query, key, value = rows.heads
+        tokens = TokensOfLayer(rows.x, query, key, rows.rotary, rows.sharding)
+        number = jnp.arange(query.shape[2], dtype=jnp.int32)
+        return Heads(query, key, value, self.selector(tokens), self.switch.density[...], number)
+
+    def _on_devices(
         self,
-        inputs: SelectorInputs,
-        heads: tuple[jax.Array, jax.Array, jax.Array],
-        sharding: NamedSharding | None,
-    ) -> jax.Array:
-        inputs = _in_tiles(inputs)
-        query, key, value = (to_tiles(each, inputs.layout) for each in heads)
-        lists = self._lists(inputs)
-        if sharding is not None:
-            heads_axis = TENSOR if TENSOR in sharding.mesh.shape else None
-            spec = jax.P(sharding.spec[0], None, heads_axis, None)
-            sharding = NamedSharding(sharding.mesh, spec)
-        output = block_sparse_attention(query, key, value, lists, sharding=sharding)
-        return from_tiles(output, inputs.layout)
+        run: Callable[..., Any],
+        out_specs: Callable[[NamedSharding], Any],
+        rows: RowsOfLayer,
+        heads: Heads,
+        samples: Samples,
+    ) -> Any:
+        """Runs on each device's rows and heads; nothing but split samples is communicated."""
+        place, sharding = (self.switch.step[...], self.switch.layer[...]), rows.sharding
+        if sharding is None or sharding.mesh.size == 1:
+            return run(heads, samples, *place)
+        by_head = head_spec(sharding)
+        of_heads = PartitionSpec(by_head[2])
+        split: Any = Heads
+        in_specs = split(*(by_head,) * 4, density=of_heads, number=of_heads)
+        return jax.shard_map(
+            run,
+            mesh=sharding.mesh,
+            in_specs=(in_specs, PartitionSpec(by_head[0]), PartitionSpec(), PartitionSpec()),
+            out_specs=out_specs(sharding),
+            check_vma=False,
+        )(heads, samples, *place)
 
-    def _lists(self, inputs: SelectorInputs) -> BlockLists:
-        """The chosen blocks, named so that a recomputed layer cannot choose otherwise."""
-        layout, num_heads = inputs.layout, inputs.query.shape[2]
-        size, blocks = layout.block, layout.blocks
-        if self.config.selector == "all":
-            return full_lists(layout.tokens, layout.tokens, num_heads, size, size)
-        number = jnp.ceil(self.switch.density[...] * blocks).astype(jnp.int32)
-        most = min(blocks, math.ceil(self.config.longest_density * blocks))
-        lists = top_k_blocks(
-            self.selector(inputs),
-            jnp.clip(number, 1, most),
-            layout.block_segments,
-            layout.tokens,
-            layout.tokens,
-            k_max=most,
-            query_block=size,
-            key_block=size,
-        )
-        return jax.tree.map(lambda each: checkpoint_name(each, BLOCK_LISTS), lists)
-
-    def _auxiliary(self, rows: RowsOfLayer, found: tuple[jax.Array, Profile] | None) -> Auxiliary:
-        samples, num_heads = rows.samples, rows.heads[0].shape[2]
-        per_head, none = jnp.zeros((*samples, num_heads)), jnp.zeros(samples)
-        due, measured = found or (jnp.zeros((), bool), Profile(per_head, per_head, none))
+    def _auxiliary(self, rows: RowsOfLayer, profile: Profile | None) -> Auxiliary:
+        shape, num_heads = rows.sample_shape, rows.heads[0].shape[2]
+        if profile is None:
+            per_head = jnp.zeros((*shape, num_heads))
+            profile = Profile(jnp.zeros(shape), per_head, per_head, per_head)
         auxiliary = {
-            switching.PROFILED: jnp.broadcast_to(due.astype(jnp.float32), samples),
-            switching.SPARSITY: measured.sparsity,
-            switching.RECALL: measured.recall,
+            switching.PROFILED: profile.found.reshape(shape),
+            switching.SPARSITY: profile.sparsity.reshape(*shape, num_heads),
+            switching.RECALL: profile.recall.reshape(*shape, num_heads),
         }
         if self.config.selector == "predictor":
-            auxiliary[switching.PREDICTOR_LOSS] = measured.loss
+            auxiliary[switching.PREDICTOR_LOSS] = profile.loss.mean(axis=-1).reshape(shape)
         return auxiliary
 
 
-def _in_tiles(inputs: SelectorInputs) -> SelectorInputs:
-    """With queries and keys in tiles, and nothing that a gradient passes through."""
-    inputs = jax.tree.map(jax.lax.stop_gradient, inputs)
-    query, key = (to_tiles(each, inputs.layout) for each in (inputs.query, inputs.key))
-    return inputs._replace(query=query, key=key)
+def _profile_specs(sharding: NamedSharding) -> Any:
+    by_head = head_spec(sharding)
+    return Profile(PartitionSpec(by_head[0]), *(by_head,) * 3)  # type: ignore[arg-type]
+
+
+def _attend_rows(
+    config: SparseAttentionConfig,
+    within: Within | None,
+    list_density: float,
+    heads: Heads,
+    samples: Samples,
+    step: jax.Array,
+    layer: jax.Array,
+) -> jax.Array:
+    choice = Choice(config, list_density, within, step, layer)
+    if isinstance(samples, PackedMetadata) and samples.split is not None:
+        return attend_split(heads, samples.split, choice)
+    return attend(heads, _rows(samples), choice)
+
+
+def _measure_rows(
+    config: SparseAttentionConfig,
+    within: Within | None,
+    heads: Heads,
+    samples: Samples,
+    step: jax.Array,
+    layer: jax.Array,
+) -> Profile:
+    choice = Choice(config, 1.0, within, step, layer)
+    if isinstance(samples, PackedMetadata) and samples.split is not None:
+        return measure_split(heads, samples, choice)
+    return measure(heads, _rows(samples), choice)
+
+
+def _rows(samples: Samples) -> Rows:
+    if isinstance(samples, TileLayout):
+        return Rows(samples, None, 1)
+    segments = samples.within_tokens()
+    assert not isinstance(segments, SplitRows)
+    return Rows(samples.row_tiles, segments, samples.tokens.offset.shape[1])

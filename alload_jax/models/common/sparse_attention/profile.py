@@ -1,13 +1,14 @@
 """Measures where the attention of some blocks of queries lies, and how well a selector finds it."""
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
-from alload_jax.models.common.sparse_attention.layout import TileLayout
+from alload_jax.models.common.tile_layout import TileLayout
 from pallas_kernels.block_sparse_attention import PooledScores, scores_of
 
 _COSINE, _NORM = 0.95, 0.05
@@ -20,10 +21,10 @@ class Sample(NamedTuple):
     """Attention of sampled blocks of queries, by blocks of keys.
 
     Attributes:
-      block: [Q] int32, the sampled blocks of queries.
+      block: [R, Q] int32, the sampled blocks of queries.
       mass: [R, num_heads, Q, N] float32, share of a block's attention that each block of keys
         holds, mean over its queries; a row's sum is 1, or 0 for blocks without a query.
-      usable: [R, Q, N] bool, blocks of keys of the same sample.
+      usable: [R, Q, N] bool, blocks of keys of the same segment.
     """
 
     block: jax.Array
@@ -32,15 +33,17 @@ class Sample(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """What one measurement found, means over the sampled blocks of queries.
+    """What one measurement found of each segment, means over its sampled blocks of queries.
 
     Attributes:
-      sparsity: [R, num_heads], share of the blocks of keys that are not critical.
-      recall: [R, num_heads], attention that the selector's best blocks hold over what the best
+      found: [R, M] float32, 1 for segments of which a block was sampled, else 0, as their values.
+      sparsity: [R, M, num_heads], share of the blocks of keys that are not critical.
+      recall: [R, M, num_heads], attention that the selector's best blocks hold over what the best
         blocks hold, as many as are critical.
-      loss: [R], the predictor's loss; 0 for scores that are not trained.
+      loss: [R, M, num_heads], the predictor's loss; 0 for scores that are not trained.
     """
 
+    found: jax.Array
     sparsity: jax.Array
     recall: jax.Array
     loss: jax.Array
@@ -62,60 +65,89 @@ def sample_attention(
       step: int32 scalar, training step.
       config: its `profile_blocks` and `profile_every`.
     """
+    number = min(config.profile_blocks, layout.blocks)
+    shift = step // config.profile_every
+
+    def of_row(query: jax.Array, key: jax.Array, tokens: jax.Array, segments: jax.Array) -> Sample:
+        used = jnp.maximum(jnp.sum(tokens > 0), 1)
+        chosen = (jnp.arange(number) * used // number + shift) % used
+        of_block = partial(_attention_of_block, query, key, tokens, segments, layout.block)
+        return Sample(chosen, *jax.lax.map(of_block, chosen))
+
     query, key = jax.lax.stop_gradient((query, key))
-    blocks, size = layout.blocks, layout.block
-    number = min(config.profile_blocks, blocks)
-    chosen = (jnp.arange(number) * blocks // number + step // config.profile_every) % blocks
+    sample = jax.vmap(of_row)(query, key, layout.tokens, layout.segments)
+    return sample._replace(mass=jnp.moveaxis(sample.mass, 1, 2))
+
+
+def _attention_of_block(
+    query: jax.Array,
+    key: jax.Array,
+    tokens: jax.Array,
+    segments: jax.Array,
+    size: int,
+    block: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Mass [num_heads, N] and usable blocks [N] of a block of queries of a row."""
+    own = jax.lax.dynamic_slice_in_dim(query, block * size, size, axis=0)
     within = jnp.arange(size)
-    valid = (within < layout.tokens[..., None]).reshape(len(query), -1)
-
-    def of_block(block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        own = jax.lax.dynamic_slice_in_dim(query, block * size, size, axis=1)
-        queries = within < layout.tokens[:, block, None]
-        usable = (layout.segments == layout.segments[:, block, None]) & (layout.segments >= 0)
-        seen = valid & jnp.repeat(usable, size, axis=1)
-        logits = jnp.einsum("rshd,rthd->rhst", own, key, preferred_element_type=jnp.float32)
-        logits = jnp.where(seen[:, None, None], logits / math.sqrt(query.shape[-1]), -jnp.inf)
-        top = jnp.max(logits, axis=-1, keepdims=True)
-        weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0))
-        total = jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-        by_block = (weights / total).reshape(*logits.shape[:3], blocks, size).sum(axis=-1)
-        counted = queries[:, None, :, None]
-        mean = jnp.where(counted, by_block, 0).sum(axis=2) / jnp.maximum(counted.sum(axis=2), 1)
-        return mean, usable & (layout.tokens > 0)
-
-    mass, usable = jax.lax.map(of_block, chosen)
-    return Sample(chosen, jnp.moveaxis(mass, 0, 2), jnp.moveaxis(usable, 0, 1))
+    usable = (segments == segments[block]) & (segments >= 0) & (tokens > 0)
+    seen = jnp.repeat(usable, size) & (within < tokens[:, None]).reshape(-1)
+    logits = jnp.einsum("shd,thd->hst", own, key, preferred_element_type=jnp.float32)
+    logits = jnp.where(seen, logits / math.sqrt(query.shape[-1]), -jnp.inf)
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0))
+    total = jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    by_block = (weights / total).reshape(*logits.shape[:2], -1, size).sum(axis=-1)
+    counted = (within < tokens[block])[None, :, None]
+    mean = jnp.where(counted, by_block, 0).sum(axis=1) / jnp.maximum(tokens[block], 1)
+    return mean, usable
 
 
 def profile(
-    sample: Sample, scores: PooledScores | jax.Array, coverage: float, trained: bool
+    sample: Sample,
+    scores: PooledScores | jax.Array,
+    segments: jax.Array,
+    config: SparseAttentionConfig,
 ) -> Profile:
     """What a sample says about sparsity and about a selector.
 
     Args:
       sample: attention of some blocks of queries.
       scores: the selector's, of all blocks.
-      coverage: share of the attention that critical blocks hold.
-      trained: whether the scores are trained to predict the attention.
+      segments: [R, Q, M] bool, the segment of each sampled block.
+      config: its `coverage`, and whether its selector is trained.
     """
     mass, usable = sample.mass, sample.usable[:, None]
-    found = scores_of(scores, sample.block)
+    found = _scores_of_rows(scores, sample.block)
     falling = jnp.sort(mass, axis=-1, descending=True)
     before = jnp.cumsum(falling, axis=-1) - falling
-    critical = ((before < coverage) & (falling > 0)).sum(axis=-1)
-    some = mass.sum(axis=-1) > 0
+    critical = ((before < config.coverage) & (falling > 0)).sum(axis=-1)
     share = critical / jnp.maximum(usable.sum(axis=-1), 1)
     order = jnp.argsort(jnp.where(usable, -found, jnp.inf), axis=-1)
     chosen = jnp.arange(mass.shape[-1]) < critical[..., None]
     held = jnp.where(chosen, jnp.take_along_axis(mass, order, axis=-1), 0).sum(axis=-1)
     best = jnp.where(chosen, falling, 0).sum(axis=-1)
+    recall = held / jnp.maximum(best, _LEAST)
+    trained = config.selector == "predictor"
     loss = _prediction_loss(found, mass, usable) if trained else jnp.zeros_like(share)
-    return Profile(
-        sparsity=_mean_where(1 - share, some, axis=2),
-        recall=_mean_where(held / jnp.maximum(best, _LEAST), some, axis=2),
-        loss=_mean_where(loss, some, axis=(1, 2)),
-    )
+    counted = segments & (mass.sum(axis=(1, 3)) > 0)[..., None]
+    number = counted.sum(axis=1)
+
+    def mean(value: jax.Array) -> jax.Array:
+        """[R, num_heads, Q] → [R, M, num_heads]."""
+        total = jnp.where(counted[:, None], value[..., None], 0).sum(axis=2)
+        return jnp.moveaxis(total / jnp.maximum(number, 1)[:, None], 1, 2)
+
+    return Profile((number > 0).astype(jnp.float32), mean(1 - share), mean(recall), mean(loss))
+
+
+def _scores_of_rows(scores: PooledScores | jax.Array, block: jax.Array) -> jax.Array:
+    """Scores of the blocks [R, Q] of queries: [R, num_heads, Q, N]."""
+
+    def of_row(scores: PooledScores | jax.Array, block: jax.Array) -> jax.Array:
+        return scores_of(jax.tree.map(lambda x: x[None], scores), block)[0]
+
+    return jax.vmap(of_row)(scores, block)
 
 
 def _prediction_loss(found: jax.Array, mass: jax.Array, usable: jax.Array) -> jax.Array:
@@ -134,7 +166,3 @@ def _prediction_loss(found: jax.Array, mass: jax.Array, usable: jax.Array) -> ja
 def _centred(x: jax.Array, usable: jax.Array) -> jax.Array:
     mean = jnp.where(usable, x, 0).sum(axis=-1) / jnp.maximum(usable.sum(axis=-1), 1)
     return jnp.where(usable, x - mean[..., None], 0)
-
-
-def _mean_where(x: jax.Array, some: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-    return jnp.where(some, x, 0).sum(axis=axis) / jnp.maximum(some.sum(axis=axis), 1)
