@@ -54,8 +54,8 @@ EVALUATIONS = 5
 """Measurements of the held-out loss in a run."""
 DRAWS, DRAW_STEPS, DRAW_LEVEL = 4, 30, 0.7
 """Clips drawn with the first seed, evaluations of each, noise level that clips restart from."""
-OTHER_SECONDS = 35
-"""For compiling updates, drawing samples and pictures."""
+OTHER_SECONDS, EXTRA_SECONDS = 80, 40
+"""For what is not training: all of it, and least for what lists hold, samples and pictures."""
 _CROP_SEED = 0
 
 
@@ -146,8 +146,10 @@ class Study:
         configs |= {PLAIN: plain_config(self.config)}
         self.kinds = {name: runs.Kind(each, batch, given) for name, each in configs.items()}
         self.kinds |= {FIRST: runs.Kind(first, first_batch, None)}
-        sizes = runs.Sizes(options.held_out, len(LEVELS), DRAWS, DRAW_STEPS, (*shape, 3))
-        self.programs = runs.compile_programs(self.kinds, self.mesh, sizes)
+        self.sizes = runs.Sizes(options.held_out, len(LEVELS), DRAWS, DRAW_STEPS, (*shape, 3))
+        used = {name: kind for name, kind in self.kinds.items() if name != PLAIN}
+        parts = runs.compile_programs(used, ("gradient", "start", "losses"), self.mesh, self.sizes)
+        self.programs = {name: runs.Programs(**each) for name, each in parts.items()}
         self.updates: dict[str, Any] = runs.compile_updates(
             {FIRST: runs.spec_of(first, options.first_steps)}, first_batch, self.mesh
         )
@@ -168,9 +170,11 @@ class Study:
                 "learning_rate": FIRST_RATE,
                 "runs": [],
             },
+            "gradient_seconds": {},
             "draws": [],
             "runs": [],
         }
+        self.kept: list[tuple[str, int, Any, dict[str, Any]]] = []
         self.thresholds: dict[str, float] = {}
         self.steps = 0
 
@@ -219,19 +223,16 @@ class Study:
         self.first_seconds = time.monotonic() - began
         return result.state.params
 
-    def time_gradients(self, given: Any) -> dict[str, dict[str, float]]:
+    def time_gradients(self, names: list[str], given: Any) -> None:
         """Seconds of a gradient by selector, with dense layers and with sparse ones."""
-        found: dict[str, dict[str, float]] = {}
-        for name, kind in self.kinds.items():
-            if name == FIRST:
-                continue
-            densities = (1.0, 0.5, 0.2, 0.1) if kind.config.model.sparse_attention else (1.0,)
-            found[name] = {
-                str(each): self.lib.time_gradient(self.programs[name], kind, given, self.mesh, each)
+        for name in names:
+            kind, programs = self.kinds[name], self.programs[name]
+            densities = (1.0, 0.5, 0.2) if kind.config.model.sparse_attention else (1.0,)
+            self.content["gradient_seconds"][name] = found = {
+                str(each): self.lib.time_gradient(programs, kind, given, self.mesh, each)
                 for each in densities
             }
-            self.log(f"{name}: {found[name]}")
-        return found
+            self.log(f"{name}: {found}")
 
     def steps_that_fit(self, given: Any) -> int:
         """Steps of each run such that all runs end in time."""
@@ -242,8 +243,8 @@ class Study:
         self.measure(name, weights)
         evaluating = time.perf_counter() - began
         seeds, variants = len(self.options.seeds), self.options.variants
-        # Beside the curve: more clips, the last weights with dense attention, what lists hold.
-        fixed = seeds * len(variants) * ((EVALUATIONS + 4) * evaluating + 1)
+        # Beside the curve: more clips, and the last weights with dense attention.
+        fixed = seeds * len(variants) * ((EVALUATIONS + 2) * evaluating + 1)
         fixed += (seeds - 1) * self.first_seconds + OTHER_SECONDS
         seconds = self.content["gradient_seconds"]
         slowest = [max(seconds[selector_of(name)].values()) for name in variants]
@@ -271,17 +272,45 @@ class Study:
                     follow = result.choices
                 if not self.thresholds:
                     self.choose_thresholds()
-                if seed == self.options.seeds[0]:
-                    self.draw(name, result.state.weights)
                 longest = max(longest, time.monotonic() - began)
                 self.write()
+        self.pictures()
+        self.extras(given)
         self.content["seconds"] = round(time.monotonic() - self.began, 1)
         self.write()
         self.pictures()
 
+    def extras(self, given: Any) -> None:
+        """What the study can do without, in the time that is left."""
+        if self.left() < EXTRA_SECONDS:
+            self.log("no time left for samples, lists and the model without sparse attention")
+            return
+        self.log("compiling the rest")
+        parts = self.lib.compile_programs(self.kinds, ("draw", "mass"), self.mesh, self.sizes)
+        for name in selectors(self.options.variants):
+            self.programs[name] = self.programs[name]._replace(**parts[name])
+        self.log("measuring what lists hold")
+        clips = self.held_out[: self.options.held_out]
+        for name, _, weights, entry in self.kept:
+            mass = self.programs[selector_of(name)].mass
+            found = [mass(weights, clips, np.float32(at)) for at in LIST_LEVELS]
+            entry["lists"] = [{key: rounded(each[key]) for key in each} for each in found]
+        self.write()
+        self.log("drawing samples")
+        for name, seed, weights, _ in self.kept:
+            if seed == self.options.seeds[0]:
+                self.draw(name, weights)
+        self.write()
+        self.pictures()
+        if self.left() > EXTRA_SECONDS / 2:
+            plain = {PLAIN: self.kinds[PLAIN]}
+            parts = self.lib.compile_programs(plain, ("gradient", "start"), self.mesh, self.sizes)
+            self.programs[PLAIN] = self.lib.Programs(**parts[PLAIN])
+            self.time_gradients([PLAIN], given)
+
     def prepare(self, given: Any) -> None:
         """Times the programs and chooses the steps."""
-        self.content["gradient_seconds"] = self.time_gradients(given)
+        self.time_gradients(selectors(self.options.variants), given)
         self.steps = self.options.steps or self.steps_that_fit(given)
         self.content |= {"steps": self.steps, "samples": self.steps * self.rows}
         self.log(f"{self.steps} steps of {self.rows} × {self.content['tokens']} tokens")
@@ -334,12 +363,8 @@ class Study:
             dense = self.lib.with_switch(weights.variables, sparse=state["sparse"] & False)
             losses = self.measure(name, weights._replace(variables=dense))
             entry["last_with_dense_attention"] = rounded(losses.mean(axis=1))
-        clips = self.held_out[: self.options.held_out]
-        levels = LIST_LEVELS if programs.mass else ()
-        entry["lists"] = [
-            {key: rounded(value) for key, value in found.items()}
-            for found in (programs.mass(weights, clips, np.float32(at)) for at in levels)
-        ]
+        entry["lists"] = []
+        self.kept.append((name, seed, weights, entry))
         self.content["runs"].append(entry)
         self.log(f"{name}, seed {seed}: held-out loss {entry['held_out'][-1]['mean']:.5f}")
         return result
@@ -349,8 +374,6 @@ class Study:
         from alload_jax.diffusion.schedules import noise_levels
 
         programs = self.programs[selector_of(name)]
-        if not programs.draw:
-            return
         shape = (DRAWS, *self.held_out.shape[1:])
         noise = np.random.default_rng(self.lib.NOISE_SEED).standard_normal(shape, np.float32)
         levels = noise_levels("euler", DRAW_STEPS, 1.0)

@@ -1,10 +1,9 @@
 """Programs and runs of benchmarks/sparse_quality.py: training, held-out losses, samples."""
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -144,60 +143,63 @@ class Kind(NamedTuple):
     given: Any
 
 
-def compile_programs(kinds: dict[str, Kind], mesh: Mesh, sizes: Sizes) -> dict[str, Programs]:
-    """Compiles the programs of several kinds, many at a time.
+def compile_programs(
+    kinds: dict[str, Kind], parts: Sequence[str], mesh: Mesh, sizes: Sizes
+) -> dict[str, dict[str, Any]]:
+    """Compiles some of the `Programs` of several kinds, many at a time.
 
     Args:
       kinds: by name.
+      parts: names of the programs; those that a kind does not have are left out.
       mesh: of one device.
       sizes: of evaluation and samples.
+
+    Returns:
+      kind → part → program.
     """
     tasks: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(16) as pool:
         for name, kind in kinds.items():
-            parts = _lowered(kind, mesh, sizes)
-            tasks[name] = {part: pool.submit(lowered.compile) for part, lowered in parts}
+            lowered = _lowered(kind, parts, mesh, sizes)
+            tasks[name] = {part: pool.submit(each.compile) for part, each in lowered}
         return {
-            name: Programs(**{part: _compiled(part, task) for part, task in parts.items()})
-            for name, parts in tasks.items()
+            name: {part: task.result() for part, task in each.items()}
+            for name, each in tasks.items()
         }
 
 
-def _compiled(part: str, task: Future[Any]) -> Any:
-    """A task's program; None for one that the study can do without, if it cannot be compiled."""
-    try:
-        return task.result()
-    except Exception as error:
-        if part not in ("draw", "mass"):
-            raise
-        print(f"without {part}: {error}", file=sys.stderr)
-        return None
-
-
-def _lowered(kind: Kind, mesh: Mesh, sizes: Sizes) -> Iterator[tuple[str, Any]]:
+def _lowered(
+    kind: Kind, parts: Sequence[str], mesh: Mesh, sizes: Sizes
+) -> Iterator[tuple[str, Any]]:
     config, batch = kind.config, on_mesh(kind.batch, mesh)
     spec = spec_of(config, 1)
     state = abstract_state(spec, mesh, 0)
     weights = state.weights
-    accumulator = jax.eval_shape(lambda: zero_accumulator(spec, mesh, weights, batch))
-    gradient: Any = make_accumulate(spec, mesh)
-    yield "gradient", gradient.lower(weights, accumulator, batch, state.key)
-    seed = jax.ShapeDtypeStruct((), jnp.int32)
-    start = jax.jit(lambda seed, given: init_state(spec, mesh, seed, given))
-    yield "start", start.lower(seed, kind.given)
+    rows = len(batch.weight)
+    clips = jax.ShapeDtypeStruct((sizes.clips, *sizes.clip), jnp.uint8)
+    if "gradient" in parts:
+        accumulator = jax.eval_shape(lambda: zero_accumulator(spec, mesh, weights, batch))
+        gradient: Any = make_accumulate(spec, mesh)
+        yield "gradient", gradient.lower(weights, accumulator, batch, state.key)
+    if "start" in parts:
+        seed = jax.ShapeDtypeStruct((), jnp.int32)
+        start = jax.jit(lambda seed, given: init_state(spec, mesh, seed, given))
+        yield "start", start.lower(seed, kind.given)
     if config.model.sparse_attention is None:
         return
-    clips = jax.ShapeDtypeStruct((sizes.clips, *sizes.clip), jnp.uint8)
-    levels = jax.ShapeDtypeStruct((sizes.levels,), jnp.float32)
-    rows = len(batch.weight)
-    losses = jax.jit(partial(_losses, config, rows))
-    yield "losses", losses.lower(weights, clips, levels)
-    drawn = jax.ShapeDtypeStruct((sizes.draws, *sizes.clip), jnp.float32)
-    path = jax.ShapeDtypeStruct((sizes.draw_steps + 1,), jnp.float32)
-    yield "draw", jax.jit(partial(_draw, config)).lower(weights, drawn, path)
-    with measuring_lists():
+    if "losses" in parts:
+        levels = jax.ShapeDtypeStruct((sizes.levels,), jnp.float32)
+        losses = jax.jit(partial(_losses, config, rows))
+        yield "losses", losses.lower(weights, clips, levels)
+    if "draw" in parts:
+        drawn = jax.ShapeDtypeStruct((sizes.draws, *sizes.clip), jnp.float32)
+        path = jax.ShapeDtypeStruct((sizes.draw_steps + 1,), jnp.float32)
+        yield "draw", jax.jit(partial(_draw, config)).lower(weights, drawn, path)
+    if "mass" in parts:
         level = jax.ShapeDtypeStruct((), jnp.float32)
-        yield "mass", jax.jit(partial(_mass, config, rows)).lower(weights, clips, level)
+        with measuring_lists():
+            lowered = jax.jit(partial(_mass, config, rows)).lower(weights, clips, level)
+        yield "mass", lowered
 
 
 def parameter_shapes(config: Config, mesh: Mesh) -> Any:
