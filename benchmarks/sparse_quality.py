@@ -215,7 +215,9 @@ class Study:
         losses = [row["loss"] for row in result.rows]
         entry = {
             "seed": seed,
-            "loss": [rounded(np.mean(part)) for part in np.array_split(losses, 40)],
+            "loss": [
+                rounded(np.mean(part)) for part in np.array_split(losses, min(40, len(losses)))
+            ],
             "seconds": round(sum(row["step_seconds"] for row in result.rows), 3),
         }
         self.content["first"]["runs"].append(entry)
