@@ -1,11 +1,14 @@
 """Config of sparse self-attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from alload_jax.errors import InputError
 
 SelectorName = Literal["predictor", "pooled", "random", "all"]
+
+_NO_SAMPLE = 2**31
+"""More tokens than a sample can have."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,10 @@ class SparseAttentionConfig:
         return {"selector": self.selector} | (
             {"rank": self.rank} if self.selector == "predictor" else {}
         )
+
+    def as_dense(self) -> "SparseAttentionConfig":
+        """A config for the same checkpoints, by which the attention of all samples is dense."""
+        return replace(self, min_tokens=_NO_SAMPLE)
 
     def list_densities(self) -> tuple[float, ...]:
         """The densities for which lists are compiled, falling; a layer uses the lowest it can."""
