@@ -20,7 +20,15 @@ from alload_jax.models.common.sparse_attention import (
 )
 from alload_jax.models.common.sparse_attention.head_assignment import balanced_order
 from alload_jax.models.common.sparse_attention.profile import Sample, profile, sample_attention
-from alload_jax.models.common.tile_layout import TileLayout, clip_layout, from_tiles, to_tiles
+from alload_jax.models.common.tile_layout import (
+    TiledSegment,
+    TileLayout,
+    empty_layout,
+    from_tiles,
+    lay_out,
+    tile_count,
+    to_tiles,
+)
 from alload_jax.models.families import build_model, family_of
 from alload_jax.models.wan.config import WanConfig
 from pallas_kernels.block_sparse_attention import PooledScores
@@ -67,15 +75,20 @@ def velocity_and_gradients(config):
 @given(grid=st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 9)))
 @settings(max_examples=5, deadline=None)
 def test_tiles_hold_each_token_once_and_their_gradient_is_the_inverse(grid):
-    layout = clip_layout(grid, 64).of_rows(2)
     tokens = math.prod(grid)
-    x = jnp.arange(2 * tokens * 3, dtype=jnp.float32).reshape(2, tokens, 3) + 1
-    tiles, pull = jax.vjp(lambda x: to_tiles(x, layout), x)
+    layout = empty_layout(2, tokens + 5, tile_count(grid, 64) + 1, 64)
+    for row, offset in enumerate((0, 5)):
+        lay_out(layout, row, [TiledSegment(0, offset, grid)])
+    x = np.arange(2 * (tokens + 5) * 3, dtype=np.float32).reshape(2, tokens + 5, 3) + 1
+    x[0, tokens:] = x[1, :5] = 0  # of no segment
+    tiles, pull = jax.vjp(lambda x: to_tiles(x, layout), jnp.asarray(x))
     np.testing.assert_array_equal(from_tiles(tiles, layout), x)
-    assert np.count_nonzero(tiles) == x.size
-    assert int(layout.tokens[0].sum()) == tokens
+    assert np.count_nonzero(tiles) == 2 * tokens * 3
+    assert layout.tokens.sum(axis=1).tolist() == [tokens] * 2
     weight = jnp.asarray(np.random.default_rng(0).normal(size=tiles.shape), jnp.float32)
     np.testing.assert_array_equal(pull(weight)[0], from_tiles(weight, layout))
+    with pytest.raises(ValueError, match="row 1: its samples have more than"):
+        lay_out(layout, 1, [TiledSegment(n, 0, grid) for n in range(layout.blocks + 1)])
 
 
 # ---------------------------------------------------------------- the model
@@ -234,7 +247,7 @@ def test_sampled_attention_and_its_profile_are_those_of_the_formulas():
     segments = np.array([0, 0, 0, 1, -1])
     query, key = (rng.normal(size=(5 * block, 2, 8)) * 2 for _ in range(2))
     layout = TileLayout(None, None, *(x[None] for x in (tokens, segments)), block=64, longest=3)
-    arrays = [jnp.asarray(x[None], jnp.float32) for x in (query, key)]
+    arrays = [jnp.asarray(x.reshape(1, 5, 64, 2, 8), jnp.float32) for x in (query, key)]
     config = sparse(profile_blocks=5, profile_every=1)
     sample = sample_attention(*arrays, jax.tree.map(jnp.asarray, layout), jnp.int32(0), config)
     expected = masses(query, key, tokens, segments, block)[:, np.asarray(sample.block[0])]
