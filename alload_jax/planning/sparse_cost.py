@@ -9,16 +9,13 @@ import numpy as np
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, QuadraticCost, SparseTerms
 
-# Of dense attention's time per pair, forward and backward, on an H200 at 75,600 tokens and 90 %
-# sparsity (benchmarks/results/sparse_attention_h200.json: 1.38 and 1.39, in all 1.27 to 1.62). The
-# kernels alone reach 489 TFLOP/s forward, 627 for dq and 660 for dk and dv, with seven products
-# backward in place of five.
-_PAIR = 1.4
-# The choice of blocks takes 1.47 % of dense attention's time at 32,768 tokens, 0.98 % at 75,600
-# and 0.76 % at 131,072 (benchmarks/results/sparse_attention_rivals_h200.json): 0.6 %, and 290 pairs
-# for each token. Tiles move 22 values of a layer's width for each token at 30 % of the bandwidth:
-# 1,250 pairs. The latter is arithmetic, not measured.
-_TOKEN, _SELECTION = 290 + 1_250, 0.006
+# Of dense attention's time per pair, forward and backward, at 75,600 tokens and 90 % sparsity on an
+# H200 (benchmarks/results/sparse_attention_h200.json; 1.32 at 32,768 tokens, 1.43 at 131,072).
+_PAIR = 1.33
+# There the choice of blocks takes 1.62 %, 1.02 % and 0.79 % of dense attention's time at 32,768,
+# 75,600 and 131,072 tokens: 0.55 %, and 350 pairs for each token. The order in tiles is arithmetic:
+# it moves 22 values of a layer's width for each token at 30 % of the bandwidth, 1,250 pairs.
+_SELECTION, _TOKEN = 0.0055, 350 + 1_250
 
 
 @dataclass(frozen=True)

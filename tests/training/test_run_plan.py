@@ -1,5 +1,6 @@
 """Plans that follow the step times of a run."""
 
+import dataclasses
 import json
 import pickle
 
@@ -251,6 +252,18 @@ def test_a_continued_sparse_run_trains_the_same_steps(sparse_planning):
         assert after.metrics(cut) == before.metrics(cut)
         assert train_sparse(after, cut, stop)[0] == steps[cut:]
         assert after.plan.recalibrations[0].cost.layers == whole.plan.recalibrations[0].cost.layers
+
+
+def test_all_processes_plan_by_what_the_first_one_knows(sparse_planning, monkeypatch):
+    planning, model = sparse_planning(), wan()
+    first = sparse_run(planning, model)
+    end = first.plan.end_of_epoch(0)
+    train_sparse(first, 0, end + 1)
+    decided = json.dumps(dataclasses.asdict(first.plan.recalibrations[0].cost))
+    other = sparse_run(planning, model)
+    monkeypatch.setattr(other._cluster, "broadcast", lambda compute: json.loads(decided))
+    train_sparse(other, 0, end + 1, timed=False)
+    assert other.plan.recalibrations == first.plan.recalibrations
 
 
 def test_steps_are_predicted_for_the_layers_that_they_begin_with(sparse_planning):
