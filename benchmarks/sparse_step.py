@@ -39,7 +39,7 @@ LATENTS = ("21x60x104", "21x90x160", "36x90x160")
 PROGRAMS = ("dense", "sparse")
 MEMORY_SHARE = "0.96"
 ENOUGH_SECONDS = 15.0
-"""No case takes more steps once two have taken this long."""
+"""No case takes more steps once its steps have taken this long."""
 
 
 class Case(NamedTuple):
@@ -116,7 +116,7 @@ def set_switches(step: Step, densities: list[float], steps_done: int) -> None:
 def time_steps(step: Step, gradient: Any, batch: Any, most: int) -> list[float]:
     """Seconds of a few steps."""
     seconds: list[float] = []
-    while len(seconds) < most and (len(seconds) < 2 or sum(seconds) < ENOUGH_SECONDS):
+    while len(seconds) < most and sum(seconds) < ENOUGH_SECONDS:
         seconds.append(step.run(gradient, batch))
     return seconds
 
