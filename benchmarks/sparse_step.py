@@ -183,14 +183,13 @@ def measure_length(
 ) -> Iterator[dict[str, Any]]:
     """Measures all cases of a program at one length."""
     layers = shape_of(options.model, options.layers)["num_layers"]
-    batch = step.batch(shape)
-    sparse = step.model.sparse_attention
+    batch, sparse = step.batch(shape), step.model.sparse_attention
     cases: tuple[Case, ...] = (DENSE,)
     if sparse is not None:
         # What the sparse program costs while all layers are dense, at the first length only.
         cases = (*SPARSE_CASES, *cases) if first else SPARSE_CASES
-        densities = ENDS.densities(layers)
-        measuring = time_profile(step, gradient, batch, densities)
+        cases = SPARSE_CASES[:2] if options.brief else cases
+        measuring = time_profile(step, gradient, batch, ENDS.densities(layers))
     else:
         step.run(gradient, batch)
     profile = None
@@ -276,7 +275,8 @@ def main(argv: list[str]) -> None:
     """Runs all cases and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, "sparse_step.json")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of a case")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a case, at most")
+    parser.add_argument("--brief", action="store_true", help="no sparse case but those at 10 %%")
     parser.add_argument("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.program:

@@ -27,12 +27,13 @@ LONGEST = 100
 GROUPS = (
     ("sparse attention, forward", "block_sparse_attention_forward"),
     ("sparse attention, backward", "block_sparse_attention_d"),
-    ("cuDNN attention", r"cudnn|sdpa|fmha|flash"),
+    ("cuDNN attention", r"cudnn|sdpa|fmha|flash|dot_product_attention"),
     ("norms", "layernorm_modulate"),
-    ("selection of blocks", "top_k|topk|pool_blocks"),
+    ("selection of blocks", r"top_k|topk|pool_blocks|\bselector"),
     ("sorting", "sort|searchsorted"),
-    ("moves to and from tiles", r"branch_1.*(gather|_take|_moved)"),
+    ("moves to and from tiles", r"branch_[1-9].*(gather|select_n)"),
     ("matrix products", "nvjet|gemm|cublas|cutlass|dot_general"),
+    ("copies and fills", "Memcpy|Memset|broadcast_fusion|copy"),
     ("other work of conditionals", r"branch_\d|/cond"),
 )
 """Names of groups, and patterns of kernels and of the operations that they are for."""
