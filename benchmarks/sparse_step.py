@@ -4,8 +4,9 @@
 
 Dense and sparse steps run in a process each, on the same GPU, one after the other. A sparse program
 serves all sparse cases of a length: they differ in the densities that its layers are given. Steps
-are timed without and with a measurement of the layers' sparsity, which each `profile_every`-th step
-has; `mean_seconds` is the mean of such steps.
+are timed without and with a measurement of all layers' sparsity. In training, dense layers measure
+in each `profile_every`-th step and sparse ones in each `sparse_profile_every`-th: `mean_seconds` is
+the mean of such steps.
 
 benchmarks/sparse_step_kernels.py says which kernels a sparse step spends its time in.
 """
@@ -31,6 +32,7 @@ from alload_jax.bench.provenance import provenance
 from alload_jax.bench.step import Step, out_of_memory, training_spec
 from alload_jax.commands.bench_models import MODELS, shape_of, training_fields
 from alload_jax.commands.bench_output import gigabytes, markdown_table, typed
+from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.models.families import config_from_fields
 from alload_jax.training.state import TrainingSpec
 
@@ -202,10 +204,17 @@ def measure_length(
         if sparse is not None:
             # What a measurement adds hardly depends on the case.
             profile = measuring - own["seconds"] if profile is None else profile
-            own |= {"profile_seconds": profile, "profile_every": sparse.profile_every}
-        own["mean_seconds"] = own["seconds"] + (profile or 0.0) / own.get("profile_every", 1)
+            measured = measurements(sparse, own["sparse_layers"] / layers)
+            own |= {"profile_seconds": profile, "measurements_a_step": measured}
+        own["mean_seconds"] = own["seconds"] + (profile or 0.0) * own.get("measurements_a_step", 0)
         memory = jax.local_devices()[0].memory_stats() or {}
         yield own | {"peak_bytes": memory.get("peak_bytes_in_use")}
+
+
+def measurements(config: SparseAttentionConfig, sparse_share: float) -> float:
+    """Mean measurements of a layer in a step of training."""
+    sparse = sparse_share / config.sparse_profile_every
+    return sparse + (1 - sparse_share) / config.profile_every
 
 
 def run_program(program: str, argv: list[str]) -> Iterator[dict[str, Any]]:
