@@ -46,6 +46,7 @@ from alload_jax.training.callbacks.telemetry import Telemetry
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.loop import Loop
 from alload_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from alload_jax.training.plan_costs import run_costs
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.resume import after_loss, resume_command
 from alload_jax.training.run_files import (
@@ -93,7 +94,8 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         config.model.step_fields() | {"parameters": config.parameters.identity()},
         mesh.devices.flat[0].device_kind,
     )
-    plan = plan_on(mesh, config.planning, samples, config.run.seed)
+    costs = run_costs(config.model, config.planning)
+    plan = plan_on(mesh, config.planning, samples, config.run.seed, costs)
     identity = {
         "model": config.model.architecture(),
         "plan": plan.identity(),
@@ -106,7 +108,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         "give all processes the same data folder, code and packages",
     )
     cluster.require_shared("run.folder", folder)
-    run_plan = RunPlan(plan, config.planning, cluster)
+    run_plan = RunPlan(plan, config.planning, cluster, costs, config.model)
     collation = collation_for(plan, manifest, config.model, conditions_for(config.model, manifest))
     ranks = local_plan_ranks(mesh, plan.topology.ranks, config.planning.context_value)
     groups = group_meshes(mesh, plan)

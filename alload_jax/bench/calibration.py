@@ -15,12 +15,14 @@ from typing import Any
 
 import jax
 
-from alload_jax.bench.calibration_cases import Case, grid
-from alload_jax.bench.step import Step, out_of_memory
+from alload_jax.bench.calibration_cases import Case, grid, sparse_cases
+from alload_jax.bench.step import Step, out_of_memory, with_density
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import MemoryModel, bucketed_cost
 from alload_jax.planning.fit import Point, fit_memory, fit_quadratic
 
+DENSITIES = (0.1, 0.3)
+"""Of the layers while sparse attention is measured."""
 LONGEST = 80_000
 """Maximum tokens of a sequence, unless memory or the user sets a lower bound."""
 _MEMORY_LENGTH = 4_096
@@ -111,13 +113,22 @@ def device_memory(given: float | None) -> float:
 
 
 class Calibration:
-    """Measures the steps of one model on this process's first device."""
+    """Measures the steps of one model on this process's first device.
+
+    A model with sparse attention comes with dense layers (`with_density`), for the grid.
+    """
 
     def __init__(self, step: Step, bounds: Bounds):
         self.step = step
         self.bounds = bounds
-        self._programs: dict[Case, Any] = {}
         self._workers = max(1, (os.cpu_count() or 1) // 4)
+        self._points: list[Point] = []
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Compiles the update; programs of a model that the step had before are of no use."""
+        step = self.step
+        self._programs: dict[Case, Any] = {}
         self._compile_seconds = 0.0
         step.update = step.update.lower(step.state, step.accumulator).compile()
         self._update_bytes = step.update.memory_analysis().temp_size_in_bytes
@@ -131,7 +142,9 @@ class Calibration:
         Raises:
           InputError: the shortest sequence does not fit.
         """
-        long = min(_MEMORY_LENGTH, self.bounds.longest or _MEMORY_LENGTH)
+        sparse = self.step.model.sparse_attention
+        long = max(_MEMORY_LENGTH, sparse.min_tokens if sparse else 0)
+        long = min(long, self.bounds.longest or long)
         short = self.bounds.shortest
         kinds = [
             [Case(n, long) for n in _MEMORY_SIZES],
@@ -154,27 +167,51 @@ class Calibration:
 
     def measure(self, m_mem: int) -> Iterator[Outcome]:
         """Times the cases of the grid within the bounds, in order of increasing tokens."""
-        deadline = time.perf_counter() + self.bounds.seconds
-        longest = min(self.bounds.longest or LONGEST, m_mem - m_mem % self.bounds.shortest)
-        waiting = grid(self.bounds.shortest, longest, m_mem)
-        points: list[Point] = []
+        waiting = grid(self.bounds.shortest, self._longest(m_mem), m_mem)
+        for outcome in self._measure(waiting, self.bounds.seconds):
+            if outcome.seconds is not None:
+                self._points.append(outcome.point())
+            yield outcome
+
+    def measure_sparse(self, m_mem: int) -> Iterator[tuple[float, Outcome]]:
+        """Times steps whose layers all have sparse attention, for each of `DENSITIES`.
+
+        They take half as much time as the grid at most.
+
+        Yields:
+          The density of the layers, and the outcome of a case.
+        """
+        sparse = self.step.model.sparse_attention
+        if sparse is None:
+            return
+        shortest = self.bounds.shortest
+        waiting = sparse_cases(shortest, self._longest(m_mem), sparse.min_tokens)
+        for density in DENSITIES if waiting else ():
+            model = with_density(self.step.model, density)
+            self.step.use(self.step.spec._replace(model=model))
+            self._prepare()
+            for outcome in self._measure(waiting, self.bounds.seconds / 2 / len(DENSITIES)):
+                yield density, outcome
+
+    def _longest(self, m_mem: int) -> int:
+        return min(self.bounds.longest or LONGEST, m_mem - m_mem % self.bounds.shortest)
+
+    def _measure(self, waiting: list[Case], seconds: float) -> Iterator[Outcome]:
+        """Times cases, as many as the time allows, by what the grid has taken so far."""
+        deadline = time.perf_counter() + seconds
         while waiting:
             # A few at a time because XLA compiles one program on several cores already.
             now, waiting = waiting[: self._workers], waiting[self._workers :]
             left = deadline - time.perf_counter() - self._compile_seconds
             chosen = []
             for case in now:
-                left -= (needed := _seconds_needed(points, case))
+                left -= (needed := _seconds_needed(self._points, case))
                 chosen += [case] * (left >= 0)
                 left += needed * (left < 0)
             for case in (c for c in now if c not in chosen):
                 yield Outcome(case, note="skipped: no time left")
             self._compile(chosen)
-            for case in chosen:
-                outcome = self._time(case)
-                if outcome.seconds is not None:
-                    points.append(outcome.point())
-                yield outcome
+            yield from map(self._time, chosen)
 
     def _compile(self, cases: Sequence[Case]) -> None:
         """Compiles missing programs in parallel; a case that runs out of memory gets None."""

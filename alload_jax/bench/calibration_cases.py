@@ -1,5 +1,6 @@
 """The micro-batches that a calibration measures. This module does not import JAX."""
 
+import math
 from dataclasses import dataclass
 
 _TARGETS = (4_096, 16_384, 65_536)
@@ -38,6 +39,18 @@ def grid(shortest: int, longest: int, m_mem: int) -> list[Case]:
     cases = {Case(1, s) for s in lengths}
     cases |= {Case(t // s, s) for s in lengths for t in _TARGETS if t >= 2 * s}
     return sorted((c for c in cases if c.tokens <= m_mem), key=lambda c: (c.tokens, c.seq_len))
+
+
+def sparse_cases(shortest: int, longest: int, min_tokens: int) -> list[Case]:
+    """Up to three lengths from `min_tokens` on, multiples of `shortest`, by increasing tokens.
+
+    They measure layers with sparse attention, which shorter sequences do not use.
+    """
+    least = max(1, -(-min_tokens // shortest)) * shortest
+    if least > longest:
+        return []
+    middle = round(math.sqrt(least * longest) / shortest) * shortest
+    return [Case(1, seq_len) for seq_len in sorted({least, middle, longest})]
 
 
 def _largest_divisor(number: int) -> int:

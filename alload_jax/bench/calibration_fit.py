@@ -10,13 +10,25 @@ from alload_jax.bench.calibration import MemoryFinding, Outcome
 from alload_jax.bench.provenance import provenance
 from alload_jax.bench.step import Step
 from alload_jax.errors import InputError
+from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.planning.analytic import bytes_per_split_token
 from alload_jax.planning.architectures.registry import from_fields
-from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost
-from alload_jax.planning.fit import Fit, Point, evaluate, fit_power, fit_quadratic, predicted
-from alload_jax.training.run_files import peak_memory
+from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost, SparseTerms
+from alload_jax.planning.fit import (
+    Fit,
+    Point,
+    SparsePoint,
+    evaluate,
+    fit_power,
+    fit_quadratic,
+    fit_sparse,
+    predicted,
+    predicted_sparse,
+)
+from alload_jax.planning.sparse_cost import without_layers
+from alload_jax.training.plan_costs import sparse_layers
 
-LEAST_POINTS = 5
+LEAST_POINTS, LEAST_SPARSE_POINTS = 5, 3
 """Minimum number of points of a fit."""
 _HOLD_OUT_FROM = 8
 """With at least this many points, every fourth is held out of the fit."""
@@ -151,8 +163,51 @@ def allocator_details(
     }
 
 
+def fit_sparse_outcomes(
+    outcomes: Sequence[tuple[float, Outcome]],
+    quadratic: QuadraticCost,
+    config: SparseAttentionConfig,
+) -> tuple[SparseTerms | None, dict[str, Any]]:
+    """Terms of sparse layers, None if there are too few points, and the data to judge them.
+
+    Args:
+      outcomes: each with the density that all layers had.
+      quadratic: the cost of the model with dense attention.
+      config: of the model's sparse attention.
+    """
+    measured = [(density, each) for density, each in outcomes if each.seconds is not None]
+    skipped = [
+        {"density": density, "rows": o.case.rows, "seq_len": o.case.seq_len, "note": o.note}
+        for density, o in outcomes
+        if o.seconds is None
+    ]
+    points = [
+        SparsePoint(each.point(), sparse_layers(config, 1.0, density)) for density, each in measured
+    ]
+    if len(points) < LEAST_SPARSE_POINTS:
+        return None, {"points": [], "skipped": skipped}
+    fit = fit_sparse(points, quadratic)
+    terms = without_layers(fit.model)[1]
+    seconds = predicted_sparse(fit.model, points).tolist()
+    rows = [
+        {"density": density, "rows": o.case.rows, "seq_len": o.case.seq_len, "seconds": o.seconds}
+        | {"predicted_seconds": found, "residual": residual}
+        for (density, o), found, residual in zip(
+            measured, seconds, fit.goodness.residuals, strict=True
+        )
+    ]
+    coefficients = asdict(terms) if terms else {}
+    form = {"coefficients": coefficients, "r2": fit.goodness.r2, "mape": fit.goodness.mape}
+    return terms, form | {"held_out_mape": None, "points": rows, "skipped": skipped}
+
+
 def calibrated(
-    step: Step, finding: MemoryFinding, outcomes: Sequence[Outcome], command: str
+    step: Step,
+    finding: MemoryFinding,
+    outcomes: Sequence[Outcome],
+    command: str,
+    peak: int | None = None,
+    sparse: Sequence[tuple[float, Outcome]] = (),
 ) -> CostFile:
     """The cost-model file of a calibration.
 
@@ -160,6 +215,8 @@ def calibrated(
       step: the measured step.
       finding, outcomes: results of the calibration.
       command: the command line of the calibration, for the file's details.
+      peak: of the allocator after the outcomes, in bytes; None if unknown.
+      sparse: outcomes of sparse attention, each with the density of all layers.
 
     Raises:
       InputError: too few points for a fit.
@@ -173,16 +230,20 @@ def calibrated(
         "margin": finding.margin,
         "fits": fits.summary(),
         "memory": memory_details(finding, outcomes),
-        "allocator": allocator_details(finding, outcomes, peak_memory()),
+        "allocator": allocator_details(finding, outcomes, peak),
         "points": point_rows(fits, outcomes),
         "skipped": [
             {"rows": o.case.rows, "seq_len": o.case.seq_len, "note": o.note} for o in skipped
         ],
     }
+    terms = None
+    if config := step.model.sparse_attention:
+        terms, details["sparse"] = fit_sparse_outcomes(sparse, fits.quadratic.model, config)
     itemsize = step.model.compute_dtype.itemsize
     return CostFile(
         power=fits.power.model if fits.power else None,
         quadratic=fits.quadratic.model,
+        sparse=terms,
         memory=finding.model,
         m_mem=finding.m_mem,
         bytes_per_split_token=bytes_per_split_token(from_fields(model), step.model.remat, itemsize),

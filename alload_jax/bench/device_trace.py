@@ -42,6 +42,43 @@ def traced(runs: Sequence[Callable[[], Any]]) -> Traced:
     Args:
       runs: functions that run one step each and return when it has finished.
     """
+    seconds, profile = _recorded(runs)
+    found = device_seconds(profile)
+    return Traced(seconds, *(found or (None, None)))
+
+
+def kernel_seconds(run: Callable[[], Any]) -> tuple[float, dict[tuple[str, str], float]]:
+    """Runs one step under JAX's profiler.
+
+    Kernels in CUDA graphs are not shown: XLA_FLAGS=--xla_gpu_enable_command_buffer= avoids graphs.
+
+    Args:
+      run: runs the step and returns when it has finished.
+
+    Returns:
+      Its wall-clock seconds, and the seconds of each kernel, all its calls together, by its name
+      and that of its operation in the compiled program (empty if the profiler does not say it).
+    """
+    (seconds,), profile = _recorded([run])
+    return seconds, seconds_by_kernel(profile)
+
+
+def seconds_by_kernel(profile: ProfileData) -> dict[tuple[str, str], float]:
+    """The seconds of `kernel_seconds`, of all devices together."""
+    found: dict[tuple[str, str], float] = {}
+    for plane in _device_planes(profile):
+        for line in plane.lines:
+            if not line.name.startswith(_STREAM):
+                continue
+            for event in line.events:
+                operation = next((str(v) for k, v in event.stats if k == "hlo_op"), "")
+                key = (event.name, operation)
+                found[key] = found.get(key, 0.0) + event.duration_ns / 1e9
+    return found
+
+
+def _recorded(runs: Sequence[Callable[[], Any]]) -> tuple[list[float], ProfileData]:
+    """Wall-clock seconds of steps, and JAX's profile of them."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 1
@@ -57,9 +94,7 @@ def traced(runs: Sequence[Callable[[], Any]]) -> Traced:
         finally:
             jax.profiler.stop_trace()
         (record,) = Path(folder).rglob("*.xplane.pb")
-        profile = ProfileData.from_file(str(record))
-    found = device_seconds(profile)
-    return Traced(seconds, *(found or (None, None)))
+        return seconds, ProfileData.from_file(str(record))
 
 
 def device_seconds(profile: ProfileData) -> tuple[list[list[float]], list[list[float]]] | None:

@@ -21,7 +21,12 @@ from alload_jax.bench.provenance import provenance
 from alload_jax.bench.weights import without_zeros
 from alload_jax.data.batch import AnyBatch, Batch
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.families import config_from_fields, parameter_count
+from alload_jax.models.families import (
+    abstract_model,
+    config_from_fields,
+    family_of,
+    parameter_count,
+)
 from alload_jax.objectives.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -81,10 +86,13 @@ class Step:
 
     def __init__(self, spec: TrainingSpec, condition_tokens: int = 512):
         """Initializes the weights; `condition_tokens` applies to models conditioned on classes."""
-        self.model = spec.model
         self.condition_tokens = condition_tokens
         self.mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
-        self.spec = spec
+        self.use(spec)
+
+    def use(self, spec: TrainingSpec) -> None:
+        """Takes another spec, with a new state in place of the last one."""
+        self.spec, self.model = spec, spec.model
         self.accumulate: Any = make_accumulate(spec, self.mesh)
         self.update: Any = make_update(spec, self.mesh)
         self.renew()
@@ -147,6 +155,17 @@ def random_batch(model: ModelConfig, latents: tuple[int, ...], text_length: int 
         epoch=jnp.zeros(rows, jnp.int32),
         weight=jnp.ones((rows,)),
     )
+
+
+def with_density(model: ModelConfig, density: float) -> ModelConfig:
+    """The model with this density in all layers, 1 for dense; as it is if it is always dense."""
+    if model.sparse_attention is None:
+        return model
+    variables = abstract_model(model).variables
+    records = jax.eval_shape(lambda given: family_of(model).layer_records(model, given), variables)
+    forced = (density,) * records["sparse"].shape[0]
+    sparse = dataclasses.replace(model.sparse_attention, forced=forced)
+    return dataclasses.replace(model, sparse_attention=sparse)
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rich.box
 from rich.console import Console
-from rich.table import Table
 
 from alload_jax.commands.bench_output import require_counts, require_place
 from alload_jax.commands.calibrate_run import calibrate_from_run
+from alload_jax.commands.calibrate_tables import print_report
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import CostFile, read_cost_file, write_cost_file
+from alload_jax.planning.cost import read_cost_file, write_cost_file
 
 if TYPE_CHECKING:  # JAX takes a second to import and reserves a GPU's memory
     from alload_jax.bench.calibration import Bounds, Calibration, MemoryFinding, Outcome
@@ -83,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
     from alload_jax.bench.calibration import Calibration
     from alload_jax.bench.calibration_fit import calibrated
     from alload_jax.config import use_compilation_cache
+    from alload_jax.training.run_files import peak_memory
 
     config = _config(options)
     use_compilation_cache(config.run)
@@ -95,10 +95,12 @@ def run(options: argparse.Namespace) -> int:
         f"{finding.m_mem:,} tokens in {finding.limit / 1e9:.1f} GB, {options.margin:.0%} left free"
     )
     outcomes = _measured(calibration, finding, console)
+    peak = peak_memory()
+    sparse = _measured_sparse(calibration, finding, console)
     command = shlex.join(["alload", *sys.argv[1:]])
-    costs = calibrated(calibration.step, finding, outcomes, command)
+    costs = calibrated(calibration.step, finding, outcomes, command, peak, sparse)
     write_cost_file(options.out, costs)
-    _report(costs, console)
+    print_report(costs, console)
     written = [options.out]
     if options.picture:
         from alload_jax.bench.calibration_picture import write_calibration_picture
@@ -146,6 +148,10 @@ def _config(options: argparse.Namespace) -> "Config":
             f"{options.config}: model.image and model.out_channels make an image-to-video model, "
             "which cannot be trained; calibrate a text-to-video model"
         )
+    if config.model.sparse_attention:  # the densities that are measured are not the config's
+        sparse = dataclasses.replace(config.model.sparse_attention, forced=None)
+        model = dataclasses.replace(config.model, sparse_attention=sparse)
+        config = dataclasses.replace(config, model=model)
     if options.layers is None:
         return config
     if not hasattr(config.model, "num_layers"):
@@ -168,7 +174,7 @@ def _bounds(options: argparse.Namespace) -> "Bounds":
 def _step(config: "Config", options: argparse.Namespace) -> "Step":
     """Makes the step to measure; raises InputError first if its state cannot fit."""
     from alload_jax.bench.calibration import device_memory
-    from alload_jax.bench.step import Step, training_spec
+    from alload_jax.bench.step import Step, training_spec, with_density
     from alload_jax.models.families import abstract_model, parameter_count
     from alload_jax.planning.analytic import state_bytes
     from alload_jax.planning.cost import MemoryModel
@@ -178,7 +184,8 @@ def _step(config: "Config", options: argparse.Namespace) -> "Step":
     trained = trained_of(abstract_model(config.model).params, config.parameters)
     state = state_bytes(parameter_count(config.model), trained)
     MemoryModel(float(state), 1.0).max_tokens(limit, options.margin)
-    spec = training_spec(config.model, config.optimizer, config.objective, config.parameters)
+    model = with_density(config.model, 1.0)
+    spec = training_spec(model, config.optimizer, config.objective, config.parameters)
     return Step(spec, _condition_tokens(config))
 
 
@@ -211,39 +218,20 @@ def _measured(
     return outcomes
 
 
-def _report(costs: CostFile, console: Console) -> None:
-    assert costs.details
-    table = Table(title=f"training steps on {costs.device}", box=rich.box.MARKDOWN)
-    for name in ("rows", "tokens per row", "measured, s", "predicted, s", "error", "held out"):
-        table.add_column(name, justify="right")
-    for row in costs.details["points"]:
-        table.add_row(
-            f"{row['rows']:,}",
-            f"{row['seq_len']:,}",
-            f"{row['seconds']:.4f}",
-            f"{row['predicted_seconds']:.4f}",
-            f"{row['residual']:+.1%}",
-            "yes" if row["held_out"] else "",
-        )
-    console.print(table)
-    forms = Table(title="fits", box=rich.box.MARKDOWN)
-    for name in ("form", "R²", "mean error", "held out", "coefficients"):
-        forms.add_column(name)
-    for name, form in costs.details["fits"].items():
-        held = form["held_out_mape"]
-        forms.add_row(
-            name.replace("_", " "),
-            "–" if form["r2"] is None else f"{form['r2']:.5f}",
-            f"{form['mape']:.2%}",
-            "–" if held is None else f"{held:.2%}",
-            ", ".join(f"{k} {v:.4g}" for k, v in form["coefficients"].items()),
-        )
-    console.print(forms)
-    if allocator := costs.details["allocator"]:
-        console.print(
-            f"peak of the allocator {allocator['peak_bytes'] / 1e9:.2f} GB, "
-            f"predicted {allocator['relative_error']:+.1%}"
-        )
+def _measured_sparse(
+    calibration: "Calibration", finding: "MemoryFinding", console: Console
+) -> list[tuple[float, "Outcome"]]:
+    """Outcomes of sparse attention with the density of each; after Ctrl-C those so far."""
+    found: list[tuple[float, Outcome]] = []
+    try:
+        for density, outcome in calibration.measure_sparse(finding.m_mem):
+            found.append((density, outcome))
+            case = outcome.case
+            took = f"{outcome.seconds:.4f} s" if outcome.seconds else outcome.note
+            console.print(f"{case.rows} × {case.seq_len:,} tokens, density {density}: {took}")
+    except KeyboardInterrupt:
+        console.print("interrupted: fitting the steps measured so far")
+    return found
 
 
 def _run_with_memory_check(options: argparse.Namespace) -> int:

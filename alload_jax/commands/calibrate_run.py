@@ -11,6 +11,7 @@ import yaml
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, QuadraticCost, read_cost_file, write_cost_file
 from alload_jax.planning.refit import RunFit, fit_run
+from alload_jax.planning.sparse_cost import SparseLayers, with_layers, without_layers
 
 
 def calibrate_from_run(folder: Path, out: Path) -> int:
@@ -26,8 +27,11 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
 
     config = _config(folder)
     planned_by = _planned_by(folder, config)
+    before = planned_by.quadratic
+    if (config.get("model") or {}).get("sparse_attention"):
+        before = with_layers(planned_by, SparseLayers()).quadratic
     try:
-        found = fit_run(read_metrics(folder / "metrics.jsonl"), planned_by.quadratic)
+        found = fit_run(read_metrics(folder / "metrics.jsonl"), before)
     except InputError as error:
         raise InputError(f"{folder}: {error}") from error
     starts = read_json(folder / "environment.json") or [{}]
@@ -40,9 +44,11 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
         "drift": found.drift,
         "versions": starts[-1].get("versions"),
     }
+    quadratic, sparse = without_layers(found.model)
     costs = dataclasses.replace(
         planned_by,
-        quadratic=found.model,
+        quadratic=quadratic,
+        sparse=sparse or planned_by.sparse,
         power=planned_by.power,
         model=planned_by.model or _model(folder),
         device=devices[0] or planned_by.device,
@@ -50,7 +56,7 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
         details=details,
     )
     write_cost_file(out, costs)
-    _print(found, planned_by.quadratic)
+    _print(found, before)
     print(f"written: {out}")
     return 0
 
@@ -93,5 +99,6 @@ def _print(found: RunFit, before: QuadraticCost | None) -> None:
         longer = "longer" if found.drift >= 0 else "shorter"
         print(f"recent steps took {abs(found.drift):.1%} {longer} than the plan predicted")
     for name, value in vars(found.model).items():
-        was = f" (was {getattr(before, name):.4g})" if before else ""
-        print(f"  {name} = {value:.4g} s{was}")
+        if isinstance(value, float):
+            was = f" (was {getattr(before, name):.4g})" if before else ""
+            print(f"  {name} = {value:.4g} s{was}")

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -66,6 +67,13 @@ def _add_costs(group: Any) -> None:
         default=None,
         help="accept a cost model of another model or device",
     )
+    add(
+        "--sparse-layers",
+        type=float,
+        metavar="SHARE",
+        help="share of the layers whose self-attention is sparse; default: as the config begins",
+    )
+    add("--density", type=float, help="share of the keys that these attend to; default 0.1")
     add("--memory-gb", type=float, help="memory of a device in GB, from which M_mem is computed")
     add("--margin", type=float, default=0.05, help="share of memory to leave free; default 0.05")
 
@@ -236,7 +244,7 @@ def _settings(options: argparse.Namespace, inputs: PlanInputs, case: Case) -> di
         "epoch": options.epoch,
         "m_mem": case.plan_m_mem,
         "sample_count": len(inputs.samples),
-        "cost_model": {"kind": type(predictor).__name__, **vars(predictor)},
+        "cost_model": {"kind": type(predictor).__name__, **asdict(predictor)},  # type: ignore[call-overload]
         "cost_model_source": inputs.costs_source,
         "seconds_per_split_token": case.config.seconds_per_split_token(inputs.costs),
     }

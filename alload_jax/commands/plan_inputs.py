@@ -15,9 +15,10 @@ from alload_jax.planning.geometry import Geometry
 from alload_jax.planning.policies.registry import AUTO, AUTO_PACKED, candidates
 from alload_jax.planning.samples import Samples, read_samples
 from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.sparse_cost import SparseLayers, with_layers
 from alload_jax.planning.workloads import make_workload
 
-_DEFAULT_MODEL, _DEFAULT_DEVICE = "wan2.1-1.3b", "h200"
+_DEFAULT_MODEL, _DEFAULT_DEVICE, _DEFAULT_DENSITY = "wan2.1-1.3b", "h200", 0.1
 
 
 class PlanInputs(NamedTuple):
@@ -50,6 +51,7 @@ class _Base(NamedTuple):
       model: fields of the model's architecture; None without a config.
       remat: rematerialisation policy of the model.
       packs: whether the model can train on packed rows.
+      layers: the model's layers as training begins; None if all are always dense.
     """
 
     planning: dict[str, Any]
@@ -58,6 +60,7 @@ class _Base(NamedTuple):
     model: dict[str, Any] | None
     remat: str
     packs: bool
+    layers: SparseLayers | None = None
 
 
 def plan_inputs(options: argparse.Namespace) -> PlanInputs:
@@ -73,7 +76,7 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     if options.compare:
         # This policy has every setting; each case takes those of its own policy.
         fields["policy"] = AUTO_PACKED
-    costs, source = _costs(options, fields, base)
+    costs, source = _costs_with_layers(options, fields, base)
     samples, data = _samples(options, base.patch_size)
     policies = candidates(fields.get("policy", AUTO))
     if fields.get("m_mem") is None and any("m_mem" in each.required for each in policies):
@@ -90,6 +93,7 @@ def _from_config(path: str | None) -> _Base:
         return _Base({}, Geometry().patch_size, 0, None, "attention", True)
     # Imported here because a training config needs JAX, which takes a second to import.
     from alload_jax.config import read_config
+    from alload_jax.training.plan_costs import first_layers
 
     config = read_config(["--config", path], prog="alload plan")
     planning = {
@@ -103,6 +107,7 @@ def _from_config(path: str | None) -> _Base:
         model.architecture(),
         str(model.remat),
         packs=model.image is None and model.attention != "xla" and model.dtype != "float32",
+        layers=first_layers(model),
     )
 
 
@@ -111,6 +116,38 @@ def _packs(options: argparse.Namespace, costs: CostFile) -> bool:
     name = options.device or costs.device or _DEFAULT_DEVICE
     known = [each for short, each in DEVICES.items() if name in (short, each.name)]
     return all(device.packs for device in known)
+
+
+def _costs_with_layers(
+    options: argparse.Namespace, fields: dict[str, Any], base: _Base
+) -> tuple[CostFile, str]:
+    """As `_costs`, for layers of which some are sparse."""
+    costs, source = _costs(options, fields, base)
+    layers = _layers(options, base)
+    if not layers:
+        return costs, source
+    if costs.quadratic is None:
+        if layers.share:
+            source += "; sparse attention does not change it"
+        return costs, source
+    if layers.share:
+        source += f"; {layers.share:.0%} of the layers sparse, density {layers.density:g}"
+    return with_layers(costs, layers), source
+
+
+def _layers(options: argparse.Namespace, base: _Base) -> SparseLayers | None:
+    """Layers as the flags say, or as the config's model begins."""
+    if options.sparse_layers is None:
+        if options.density is not None:
+            raise InputError(
+                "alload plan: --density is given without --sparse-layers, so no layer is sparse; "
+                "give both"
+            )
+        return base.layers
+    density = _DEFAULT_DENSITY if options.density is None else options.density
+    return dataclasses.replace(
+        base.layers or SparseLayers(), share=options.sparse_layers, density=density
+    )
 
 
 def _costs(

@@ -73,6 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "else 5, which Wan recommends for 720p; for 480p it recommends 3")  # fmt: skip
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="compute dtype; default: "
         "the run's, else auto: bfloat16 on a GPU")  # fmt: skip
+    add("--dense-attention", action="store_true", help="dense attention in all layers; default: "
+        "sparse in those that are sparse in the checkpoint")  # fmt: skip
     add("--seed", type=int, default=0, help="seed of the noise; default 0")
     add("--batch", type=int, default=1, help="samples per batch, default 1; the last batch is "
         "padded, so that a sample depends only on its seed and this number")  # fmt: skip
@@ -102,6 +104,8 @@ def run(options: argparse.Namespace) -> int:
     guidance = source.guidance if options.guidance is None else options.guidance
     if guidance == 1 and any(request.negative for request in requests):
         print("note: negative embeddings have no effect at --guidance 1", file=sys.stderr)
+    if options.dense_attention and source.config.sparse_attention is None:
+        print("note: --dense-attention has no effect: the model is dense", file=sys.stderr)
     _draw(groups, options, source)
     return 0
 
@@ -225,6 +229,8 @@ def _draw(
     from alload_jax.training.restore import one_device_mesh
 
     config = dataclasses.replace(source.config, dtype=options.dtype or source.config.dtype)
+    if options.dense_attention and config.sparse_attention is not None:
+        config = dataclasses.replace(config, sparse_attention=config.sparse_attention.as_dense())
     sampler = options.sampler or source.sampler
     guidance = source.guidance if options.guidance is None else options.guidance
     notes = {"steps": options.steps, "sampler": sampler, "guidance": float(guidance)}

@@ -15,6 +15,7 @@ from alload_jax.planning.architectures.architecture import Architecture
 from alload_jax.planning.cost import CostFile, MemoryModel, PowerCost, QuadraticCost, bucketed_cost
 from alload_jax.planning.devices import Device
 from alload_jax.planning.fit import Point, fit_power
+from alload_jax.planning.sparse_cost import assumed_terms
 
 STATE_BYTES = 20
 """Per trained parameter: float32 weights, Adam's two moments, EMA, accumulated gradients."""
@@ -144,6 +145,7 @@ def analytic_costs(
     return CostFile(
         power=_power_law(quadratic),
         quadratic=quadratic,
+        sparse=assumed_terms(quadratic),
         memory=memory,
         m_mem=memory.max_tokens(USABLE_SHARE * device.memory, margin, SHORTEST),
         bytes_per_split_token=bytes_per_split_token(architecture, remat, device.compute_bytes),

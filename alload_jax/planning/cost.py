@@ -2,10 +2,11 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -134,6 +135,31 @@ class QuadraticCost:
         """See `CostModel.padding_cost`."""
         return self.c1 * np.asarray(tokens, np.float64)
 
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """(c0, c_sequence, c1, c2, …): the terms of attention from the fourth on."""
+        return (self.c0, self.c_sequence, self.c1, self.c2)
+
+    def with_coefficients(self, values: Sequence[float]) -> Self:
+        """The model with others, in the order of `coefficients`."""
+        c0, c_sequence, c1, c2 = values
+        return replace(self, c0=c0, c_sequence=c_sequence, c1=c1, c2=c2)
+
+
+@dataclass(frozen=True)
+class SparseTerms:
+    """Seconds that the attention of sparse layers takes, if all layers are sparse.
+
+    Attributes:
+      c3: seconds per pair of tokens that is attended to.
+      c4: seconds per token, for the order in tiles and the pooled blocks.
+      c5: seconds per pair of tokens, attended to or not, for the choice of the blocks.
+    """
+
+    c3: float
+    c4: float = 0.0
+    c5: float = 0.0
+
 
 @dataclass(frozen=True)
 class MemoryModel:
@@ -184,6 +210,7 @@ class CostFile:
     Attributes:
       power: the power law; `dual_constraint` plans with its `p`.
       quadratic: preferred over `power` to predict costs.
+      sparse: terms of layers with sparse attention, which `quadratic` lacks.
       memory: the memory model.
       m_mem: maximum tokens of a micro-batch on one rank.
       m_comp: maximum B·S^p of a micro-batch.
@@ -196,6 +223,7 @@ class CostFile:
 
     power: PowerCost | None = None
     quadratic: QuadraticCost | None = None
+    sparse: SparseTerms | None = None
     memory: MemoryModel | None = None
     m_mem: int | None = None
     m_comp: float | None = None
@@ -219,6 +247,15 @@ class CostFile:
         if device and self.device and self.device != device:
             found.append(f"device {self.device} (here {device})")
         return ", ".join(found)
+
+
+_PARTS: dict[str, type[Any]] = {
+    "power": PowerCost,
+    "quadratic": QuadraticCost,
+    "sparse": SparseTerms,
+    "memory": MemoryModel,
+}
+"""Fields of `CostFile` that are objects of numbers."""
 
 
 def write_cost_file(path: str | Path, costs: CostFile) -> None:
@@ -248,8 +285,7 @@ def read_cost_file(path: str | Path) -> CostFile:
             raise InputError(f"{path}: {name} is {content[name]!r}; write the cost model again")
     _check_numbers(content, path)
     try:
-        parts = {"power": PowerCost, "quadratic": QuadraticCost, "memory": MemoryModel}
-        fields = {k: parts[k](**v) if k in parts else v for k, v in content.items()}
+        fields = {k: _PARTS[k](**v) if k in _PARTS else v for k, v in content.items()}
         if "m_mem" in fields:
             fields["m_mem"] = int(fields["m_mem"])
         return CostFile(**fields)
@@ -264,7 +300,7 @@ def _check_numbers(content: dict[str, Any], path: Path) -> None:
     above_zero = {"p", "m_mem", "m_comp", "per_token"}
     single = ("m_mem", "m_comp", "bytes_per_split_token")
     flat = {name: content[name] for name in single if name in content}
-    for name in ("power", "quadratic", "memory"):
+    for name in _PARTS:
         part = content.get(name, {})
         if not isinstance(part, dict):
             raise InputError(f"{path}: {name} is {part!r}; it must be an object of numbers")

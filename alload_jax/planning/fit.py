@@ -15,6 +15,7 @@ from alload_jax.planning.cost import (
     QuadraticCost,
     bucketed_cost,
 )
+from alload_jax.planning.sparse_cost import SparseCost, SparseLayers
 
 ModelT = TypeVar("ModelT", bound=CostModel)
 
@@ -31,6 +32,14 @@ class Point:
     def tokens(self) -> int:
         """Tokens of the micro-batch."""
         return self.rows * self.seq_len
+
+
+@dataclass(frozen=True)
+class SparsePoint:
+    """A measured step of a model whose layers were all sparse, or some."""
+
+    point: Point
+    layers: SparseLayers
 
 
 @dataclass(frozen=True)
@@ -70,8 +79,11 @@ def evaluate(model: CostModel, points: Sequence[Point]) -> Goodness:
     """
     if not points:
         raise InputError("fit: no points to compare a cost model with; measure at least one")
-    seconds = _columns(points)[2]
-    found = predicted(model, points)
+    return _goodness(predicted(model, points), _columns(points)[2])
+
+
+def _goodness(found: np.ndarray, seconds: np.ndarray) -> Goodness:
+    """The accuracy of predictions: [N] seconds, and those measured."""
     residuals = found / seconds - 1
     spread = float(((seconds - seconds.mean()) ** 2).sum())
     r2 = 1 - float(((seconds - found) ** 2).sum()) / spread if spread else None
@@ -103,16 +115,56 @@ def fit_terms(terms: np.ndarray, seconds: np.ndarray) -> QuadraticCost:
 
     Args:
       terms: [N, 4] micro-batches, sequences, tokens and squares, as `step_costs.micro_batch_terms`
-        gives them. The coefficient of a column of zeros is 0.
+        gives them, or [N, 7] with the terms of sparse layers. The coefficient of a column of zeros
+        is 0.
       seconds: [N], above 0.
     """
-    matrix = terms / seconds[:, None]
+    found = _least_squares(terms, seconds, seconds)
+    kind = QuadraticCost if len(found) == len(QuadraticCost(0, 0, 0).coefficients) else SparseCost
+    return kind(0.0, 0.0, 0.0).with_coefficients(found)
+
+
+def fit_sparse(points: Sequence[SparsePoint], quadratic: QuadraticCost) -> Fit[SparseCost]:
+    """c3, c4 and c5, from what steps take beyond the cost of everything else.
+
+    Least squares of the relative error with no coefficient below 0, as for `fit_quadratic`.
+
+    Args:
+      points: of two densities and two lengths, or more.
+      quadratic: the cost of the model with dense attention, which stays as it is.
+
+    Raises:
+      InputError: there are too few points, the seconds of one are not above 0, or one has no
+        sparse layer.
+    """
+    _require([each.point for each in points], 3)
+    if any(
+        each.layers.share == 0 or each.point.seq_len < each.layers.min_tokens for each in points
+    ):
+        raise InputError("fit: a point of sparse attention has dense attention in all layers")
+    seconds = np.asarray([each.point.seconds for each in points])
+    units = [SparseCost(0.0, 0.0, 0.0, c3=c3, c4=c4, c5=c5) for c3, c4, c5 in np.eye(3).tolist()]
+    terms = np.stack([predicted_sparse(unit, points) for unit in units], axis=1)
+    known = predicted_sparse(SparseCost(**vars(quadratic)), points)
+    c3, c4, c5 = _least_squares(terms, seconds - known, seconds)
+    model = SparseCost(**vars(quadratic), c3=c3, c4=c4, c5=c5)
+    return Fit(model, _goodness(predicted_sparse(model, points), seconds))
+
+
+def predicted_sparse(model: SparseCost, points: Sequence[SparsePoint]) -> np.ndarray:
+    """Predicted seconds of each point, with the point's layers: [N] float64."""
+    found = [predicted(model.at(each.layers), [each.point]) for each in points]
+    return np.concatenate(found)
+
+
+def _least_squares(terms: np.ndarray, seconds: np.ndarray, unit: np.ndarray) -> list[float]:
+    """Coefficients of 0 or more with the least squares of (terms·coefficients − seconds) / unit."""
+    matrix = terms / unit[:, None]
     # Columns differ by twelve orders of magnitude; at equal norms the solver loses no digits.
     norms = np.linalg.norm(matrix, axis=0)
     scale = np.where(norms == 0, 1.0, norms)
-    solution, _ = nnls(matrix / scale, np.ones(len(seconds)))
-    c0, c_sequence, c1, c2 = (solution / scale).tolist()
-    return QuadraticCost(c0=c0, c1=c1, c2=c2, c_sequence=c_sequence)
+    solution, _ = nnls(matrix / scale, seconds / unit)
+    return [float(value) for value in solution / scale]
 
 
 def fit_power(points: Sequence[Point]) -> Fit[PowerCost]:

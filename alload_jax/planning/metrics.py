@@ -13,6 +13,7 @@ from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.plan import Plan, Step
 from alload_jax.planning.policies.step_order import correlation
 from alload_jax.planning.step_costs import (
+    SQUARES,
     largest_indivisible_cost,
     micro_batch_costs,
     micro_batch_terms,
@@ -127,7 +128,7 @@ def plan_metrics(
       seconds_per_split_token: cost of communication for each token of a rank that is split.
     """
     cost = rank_costs(plan, micro_batch_costs(plan, seq_len, cost_model, seconds_per_split_token))
-    squares = rank_costs(plan, micro_batch_costs(plan, seq_len, _SQUARES))
+    squares = rank_costs(plan, micro_batch_costs(plan, seq_len, SQUARES))
     makespan = cost.max(axis=-1)
     excess = excess_over_bound(cost, largest_indivisible_cost(plan, seq_len, cost_model))
     computed = int((plan.rows * plan.padded_len).sum())
@@ -238,9 +239,6 @@ def _pairs(row: np.ndarray) -> float:
     return float((counts * (counts - 1) / 2).sum())
 
 
-_SQUARES = QuadraticCost(0.0, 0.0, 1.0)
-
-
 def _programs(plan: EpochPlan) -> int:
     split = plan.packing.split_tokens if plan.packing else np.zeros_like(plan.rows)
     shapes = np.column_stack([plan.rows, plan.padded_len, plan.shape, split])
@@ -267,8 +265,8 @@ class StepMetrics(NamedTuple):
       predicted_cost: cost of its slowest rank, in the cost model's unit.
       imbalance: max/mean − 1 of cost over ranks.
       padding: computed tokens that belong to no sample, over all computed tokens.
-      cost_terms: micro-batches, sequences, tokens and squares of its slowest rank
-        (`step_costs.micro_batch_terms`), from which `alload calibrate --from-run` fits.
+      cost_terms: micro-batches, sequences, tokens and squares of its slowest rank, and the terms
+        of sparse layers if the cost model has them (`step_costs.micro_batch_terms`).
     """
 
     samples: int
@@ -280,15 +278,28 @@ class StepMetrics(NamedTuple):
 
 
 def step_metrics(
-    step: Step, plan: Plan, cost_model: CostModel, seconds_per_split_token: float = 0.0
+    step: Step,
+    plan: Plan,
+    cost_model: CostModel,
+    seconds_per_split_token: float = 0.0,
+    terms_of: QuadraticCost = SQUARES,
 ) -> StepMetrics:
-    """Measures one step of a plan under a cost model."""
+    """Measures one step of a plan under a cost model.
+
+    Args:
+      step: the step.
+      plan: its plan.
+      cost_model: the cost model.
+      seconds_per_split_token: cost of communication for each token of a rank that is split.
+      terms_of: the model whose `cost_terms` are wanted, if `cost_model` is not quadratic.
+    """
     seq_len = plan.samples.seq_len
     part = plan.epoch(step.epoch).only(plan.locate(step.index)[1])
     each = micro_batch_costs(part, seq_len, cost_model, seconds_per_split_token)
     [cost] = rank_costs(part, each)
     slowest = part.rank == int(cost.argmax())
-    terms = micro_batch_terms(part, seq_len)[slowest].sum(axis=0)
+    model = cost_model if isinstance(cost_model, QuadraticCost) else terms_of
+    terms = micro_batch_terms(part, seq_len, model)[slowest].sum(axis=0)
     tokens = int(part.part_tokens(seq_len).sum())
     computed = int((part.rows * part.padded_len).sum())
     return StepMetrics(

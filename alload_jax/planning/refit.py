@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,9 @@ _RECENT = 64
 class CostFilter:
     """Recursive least squares of the relative error, with forgetting and bounds.
 
+    What is fitted is how much longer each term takes than the model says. The terms of a step say
+    which layers were sparse, so that a layer that switches changes no coefficient.
+
     Attributes:
       model: the model that planned the run.
       steps: number of steps used.
@@ -38,20 +41,24 @@ class CostFilter:
 
     model: QuadraticCost
     steps: int = 0
-    _normal: np.ndarray = field(default_factory=lambda: np.zeros((4, 4)))
-    _right: np.ndarray = field(default_factory=lambda: np.zeros(4))
+    _normal: np.ndarray = field(init=False)
+    _right: np.ndarray = field(init=False)
     _recent: deque[tuple[tuple[float, ...], float]] = field(
         default_factory=lambda: deque(maxlen=_RECENT)
     )
+
+    def __post_init__(self) -> None:
+        count = len(self.model.coefficients)
+        self._normal, self._right = np.zeros((count, count)), np.zeros(count)
 
     def add(self, terms: tuple[float, ...], seconds: float) -> None:
         """Adds a step.
 
         Args:
-          terms: of its slowest rank: micro-batches, sequences, tokens, squares.
+          terms: of its slowest rank, in the order of the model's `coefficients`.
           seconds: that it took, without waiting for data.
         """
-        scaled = np.asarray(terms) * _coefficients(self.model)
+        scaled = np.asarray(terms) * self.model.coefficients
         predicted = float(scaled.sum())
         if not (seconds > 0 and predicted > 0):
             return
@@ -71,11 +78,10 @@ class CostFilter:
             return self.model
         usual = 1 + self.drift(self.model)
         prior = _TRUST * np.diag(np.diag(self._normal) / self.steps + 1e-12)
-        normal, right = self._normal + prior, self._right + prior @ np.full(4, usual)
+        normal, right = self._normal + prior, self._right + prior @ np.full(len(prior), usual)
         upper = np.linalg.cholesky(normal).T
         found = lsq_linear(upper, np.linalg.solve(upper.T, right), (LEAST * usual, MOST * usual))
-        c0, c_sequence, c1, c2 = (found.x * _coefficients(self.model)).tolist()
-        return QuadraticCost(c0=c0, c1=c1, c2=c2, c_sequence=c_sequence)
+        return self.model.with_coefficients((found.x * self.model.coefficients).tolist())
 
     def drift(self, model: QuadraticCost) -> float:
         """Median over recent steps of their seconds relative to those `model` predicts, minus 1."""
@@ -129,11 +135,13 @@ def fit_run(rows: Sequence[dict[str, Any]], planned_by: QuadraticCost | None) ->
     Args:
       rows: lines of metrics.jsonl.
       planned_by: the model that planned the run, near which the fit stays; None for a free fit.
+        Lines of another number of terms are not used.
 
     Raises:
       InputError: too few steps have the fields that a fit needs.
     """
-    used = [row for row in rows if _usable(row) and _waited_little(row)]
+    count = len(planned_by.coefficients) if planned_by else _last_terms(rows)
+    used = [row for row in rows if _usable(row, count) and _waited_little(row)]
     if len(used) < _LEAST_STEPS:
         raise InputError(
             f"{len(used)} steps can be fitted; a run of at least {_LEAST_STEPS} steps, which this "
@@ -156,10 +164,18 @@ def fit_run(rows: Sequence[dict[str, Any]], planned_by: QuadraticCost | None) ->
     return RunFit(model, int(kept.sum()), float(errors.mean()), drift)
 
 
-def _usable(row: dict[str, Any]) -> bool:
+def _last_terms(rows: Sequence[dict[str, Any]]) -> int:
+    """Number of terms of the last line that has some, or 0."""
+    counts = (
+        len(t) for row in reversed(rows) if isinstance(t := row.get("cost_terms"), list | tuple)
+    )
+    return next(counts, 0)
+
+
+def _usable(row: dict[str, Any], count: int) -> bool:
     """Whether a line has finite numbers for all that a fit needs; runs may have been cut short."""
     terms = row.get("cost_terms")
-    if not isinstance(terms, list | tuple) or len(terms) != len(fields(QuadraticCost)):
+    if not isinstance(terms, list | tuple) or len(terms) != count:
         return False
     values = (*terms, row.get("step_seconds"), row.get("input_wait_seconds"))
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
@@ -172,12 +188,7 @@ def _waited_little(row: dict[str, Any]) -> bool:
 
 
 def _predicted(terms: np.ndarray, model: QuadraticCost) -> np.ndarray:
-    return np.asarray(terms @ _coefficients(model))
-
-
-def _coefficients(model: QuadraticCost) -> np.ndarray:
-    """Of the terms, in their order: [4]."""
-    return np.asarray([model.c0, model.c_sequence, model.c1, model.c2])
+    return np.asarray(terms @ np.asarray(model.coefficients))
 
 
 def _usual(terms: np.ndarray, seconds: np.ndarray, model: QuadraticCost) -> np.ndarray:

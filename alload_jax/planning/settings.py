@@ -65,7 +65,8 @@ class PlanningConfig:
       link_bandwidth: bytes per second that a rank sends to its group, to predict the cost of
         splitting; plain all-to-alls between H200s of one host reach 76 GB/s.
       recalibrate: epoch fits the cost model to the step times of the run before each epoch, and
-        plans the epoch by it, with the same programs; null plans all epochs by `cost_model`.
+        plans the epoch by it, for the layers whose attention is sparse by then, with the same
+        programs; null plans all epochs by `cost_model` and the layers of the first step.
       options: settings of a registered policy that has options.
     """
 

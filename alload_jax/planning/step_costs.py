@@ -40,21 +40,30 @@ def micro_batch_costs(
     return row + whole + by_group + seconds_per_split_token * plan.packing.split_tokens
 
 
-def micro_batch_terms(plan: EpochPlan, seq_len: np.ndarray) -> np.ndarray:
-    """What each micro-batch has of every term of the quadratic cost model.
+SQUARES = QuadraticCost(0.0, 0.0, 1.0)
+"""The model by which a sequence costs S²."""
+
+
+def micro_batch_terms(
+    plan: EpochPlan, seq_len: np.ndarray, model: QuadraticCost = SQUARES
+) -> np.ndarray:
+    """What each micro-batch has of every term of a cost model.
 
     Args:
       plan: an epoch.
       seq_len: [N] int64, tokens of every sample of the manifest.
+      model: the cost model; its coefficients are not read.
 
     Returns:
-      [W, 4] float64: micro-batches (1), sequences or slots for them, tokens with padding, and the
-      sum of S² (that of a split sample is shared equally by the ranks of its group). The product
-      with (c0, c_sequence, c1, c2) is `micro_batch_costs` without communication.
+      [W, C] float64: micro-batches (1), sequences or slots for them, tokens with padding, and for
+      each term of attention the sum over the sequences, such as that of S² (that of a split sample
+      is shared equally by the ranks of its group). The product with the model's `coefficients` is
+      `micro_batch_costs` without communication.
     """
-    squares = micro_batch_costs(plan, seq_len, QuadraticCost(0.0, 0.0, 1.0))
+    units = np.eye(len(model.coefficients))[3:].tolist()
+    attention = [micro_batch_costs(plan, seq_len, model.with_coefficients(unit)) for unit in units]
     sequences = plan.rows if plan.packing is None else plan.slots()
-    columns = [np.ones(len(plan.rows)), sequences, plan.rows * plan.padded_len, squares]
+    columns = [np.ones(len(plan.rows)), sequences, plan.rows * plan.padded_len, *attention]
     return np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
 
 

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from alload_jax.errors import InputError
+from alload_jax.planning.cost import CostFile
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.samples import Samples
@@ -22,14 +23,27 @@ def ranks_per_group(mesh: Mesh) -> int:
     return ranks_of(mesh) // mesh.shape[GROUP_AXIS]
 
 
-def plan_on(mesh: Mesh, config: PlanningConfig, samples: Samples, seed: int) -> Plan:
+def plan_on(
+    mesh: Mesh,
+    config: PlanningConfig,
+    samples: Samples,
+    seed: int,
+    costs: CostFile | None = None,
+) -> Plan:
     """The plan that a config asks for, for the ranks and shape groups of a mesh.
+
+    Args:
+      mesh: the devices.
+      config: the settings.
+      samples: the samples of the data set.
+      seed: seed of the order of samples.
+      costs: the cost model's file; None reads what the config names.
 
     Raises:
       InputError: a sample cannot be placed, or a bound is missing.
     """
     group_size = ranks_per_group(mesh)
-    return make_plan(config, samples, ranks_of(mesh), seed, ranks_per_group=group_size)
+    return make_plan(config, samples, ranks_of(mesh), seed, costs, group_size)
 
 
 def split_mesh(mesh: Mesh) -> tuple[Mesh, ...]:

@@ -1,6 +1,7 @@
-"""The plan of a run, whose next epoch may follow from the step times of the last ones."""
+"""The plan of a run, whose next epoch may follow from the steps of the last ones."""
 
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -8,38 +9,68 @@ from alload_jax.data.collate import HostStep
 from alload_jax.data.source import LoaderConfig, PlanSource, StepLoader
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import CostModel, QuadraticCost
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.sparse_attention.switching import DENSITY, SPARSE_LAYERS
+from alload_jax.planning.cost import CostFile, CostModel, QuadraticCost
 from alload_jax.planning.metrics import StepMetrics, step_metrics
 from alload_jax.planning.plan import Plan, Step
 from alload_jax.planning.refit import CostFilter
 from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.sparse_cost import SparseCost, SparseLayers, cost_of_fields
+from alload_jax.planning.step_costs import SQUARES
+from alload_jax.training.plan_costs import first_layers, sparse_layers
 
 _LEAST_STEPS = 20
 """Steps of known time that a first recalibration needs."""
+_LAG = 2
+"""When the first step of an epoch is read, the metrics of the two steps before it may not be known.
+They are not used: a run continued from a checkpoint knows them, and must decide as others do."""
 
 
 class RunPlan:
-    """The plan of a run, the step times so far, and the cost models fitted to them.
+    """The plan of a run, its step times and layers so far, and the cost models that follow.
 
     With `planning.recalibrate: epoch` the steps of an epoch are not read before the last epoch's
-    steps are, because process 0 then fits the cost model that plans it.
+    steps are, because process 0 then decides on the cost model that plans it: the one fitted to the
+    step times, for the layers that have become sparse.
 
     Attributes:
       plan: up to the epoch that is being read; where it was recalibrated, earlier epochs stay.
     """
 
-    def __init__(self, plan: Plan, planning: PlanningConfig, cluster: Cluster):
+    def __init__(
+        self,
+        plan: Plan,
+        planning: PlanningConfig,
+        cluster: Cluster,
+        costs: CostFile | None = None,
+        model: ModelConfig | None = None,
+    ):
         """Follows `plan`, which `planning` describes.
+
+        Args:
+          plan: the plan.
+          planning: its settings.
+          cluster: the processes of the run.
+          costs: the cost model of the plan (`run_costs`); None for the file that `planning` names.
+          model: the model that is trained; None for one whose layers are always dense.
 
         Raises:
           InputError: the plan is to be recalibrated, but its cost model predicts no seconds.
         """
         self.plan = plan
         self._every_epoch = planning.recalibrate == "epoch"
-        self._predictor = planning.predictor()
-        self._seconds_per_split_token = planning.seconds_per_split_token()
+        self._predictor = planning.predictor(costs)
+        self._seconds_per_split_token = planning.seconds_per_split_token(costs)
         self._cluster = cluster
         self._decided = 0  # the last epoch whose cost model is settled
+        self._sparse = model.sparse_attention if model else None
+        # The layers that steps begin with, for the last steps.
+        self._layers: deque[tuple[int, SparseLayers]] = deque(maxlen=_LAG + 2)
+        if model and (layers := first_layers(model)):
+            self._layers.append((0, layers))
+        # Number, terms and seconds of the last steps, which no fit has yet.
+        self._pending: deque[tuple[int, tuple[float, ...], float]] = deque()
         self._times: CostFilter | None = None
         if isinstance(self._predictor, QuadraticCost):
             self._times = CostFilter(self._predictor)
@@ -59,58 +90,100 @@ class RunPlan:
         while first < stop:
             epoch, within = self.plan.locate(first)
             if self._every_epoch and not within and epoch > self._decided:
-                self._recalibrate(epoch)
+                self._recalibrate(epoch, first)
             upto = min(stop, self.plan.end_of_epoch(first)) if self._every_epoch else stop
             with StepLoader(PlanSource(self.plan, first, upto), collate, config) as loader:
                 yield from loader
             first = upto
 
     def metrics(self, number: int) -> StepMetrics:
-        """Figures of a step that are known before it runs."""
+        """Figures of a step that are known before it runs, for the layers that it begins with."""
         step = self.plan.step(number)
-        model = self._cost_model(step.epoch)
-        return step_metrics(step, self.plan, model, self._seconds_per_split_token)
+        model, layers = self._cost_model(step.epoch), self._layers_of(number)
+        if layers and isinstance(model, SparseCost):
+            model = model.at(layers)
+        terms_of = SparseCost(0.0, 0.0, 0.0, layers=layers) if layers else SQUARES
+        split = self._seconds_per_split_token
+        return step_metrics(step, self.plan, model, split, terms_of)
 
     def drift(self, number: int, cost_terms: tuple[float, ...], seconds: float) -> float | None:
         """Adds the time of a step.
 
         Returns:
-          How much longer recent steps took than the cost model that planned this one predicts, as
-          a share of their time; None if it predicts no seconds.
+          How much longer recent steps before the last two took than the cost model that planned
+          this one predicts for their layers, as a share of their time; None if it predicts no
+          seconds.
         """
         model = self._cost_model(self.plan.locate(number)[0])
         if self._times is None or not isinstance(model, QuadraticCost):
             return None
-        self._times.add(cost_terms, seconds)
+        self._pending.append((number, cost_terms, seconds))
+        self._add_times(number + 1)
         return self._times.drift(model)
 
+    def observe(self, number: int, metrics: Mapping[str, float]) -> None:
+        """Notes the layers that the next step begins with, from the metrics of step `number`."""
+        if self._sparse is None or SPARSE_LAYERS not in metrics:
+            return
+        layers = sparse_layers(self._sparse, metrics[SPARSE_LAYERS], metrics[DENSITY])
+        self._layers.append((number + 1, layers))
+
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps, as JSON values; None without recalibration."""
-        if not self._every_epoch or self._times is None:
-            return None
-        models = [[each.epoch, asdict(each.cost)] for each in self.plan.recalibrations]  # type: ignore[call-overload]
-        return {"models": models, "decided": self._decided, "times": self._times.state()}
+        """What a checkpoint keeps, as JSON values; None if plan and metrics need nothing."""
+        found: dict[str, Any] = {}
+        if self._layers:
+            found["layers"] = [[number, asdict(layers)] for number, layers in self._layers]
+        if self._every_epoch and self._times is not None:
+            models = [[each.epoch, asdict(each.cost)] for each in self.plan.recalibrations]  # type: ignore[call-overload]
+            found |= {"models": models, "decided": self._decided, "times": self._times.state()}
+            found["pending"] = list(self._pending)
+        return found or None
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Continues from what a checkpoint keeps."""
-        if state is None or self._times is None:
+        if state is None:
+            return
+        for number, fields in state.get("layers", ()):
+            self._layers.append((number, SparseLayers(**fields)))
+        if "models" not in state or self._times is None:
             return
         for epoch, fields in state["models"]:
-            self.plan = self.plan.recalibrated(epoch, QuadraticCost(**fields))
+            self.plan = self.plan.recalibrated(epoch, cost_of_fields(fields))
         self._decided = state["decided"]
         self._times.restore(state["times"])
+        for number, terms, seconds in state.get("pending", ()):
+            self._pending.append((number, tuple(terms), seconds))
 
     def _cost_model(self, epoch: int) -> CostModel:
         return self.plan.cost_model(epoch) or self._predictor
 
-    def _recalibrate(self, epoch: int) -> None:
-        """Plans from `epoch` on by the model fitted to the steps so far, if they are enough."""
+    def _layers_of(self, number: int) -> SparseLayers | None:
+        """The layers that a step begins with, as far as they are known; None if always dense."""
+        if not self._layers:
+            return None
+        known = [layers for first, layers in self._layers if first <= number]
+        return known[-1] if known else self._layers[0][1]
+
+    def _recalibrate(self, epoch: int, first: int) -> None:
+        """Plans from `epoch` on, whose first step is `first`, by the model of the steps so far."""
         self._decided = epoch
-        found = self._cluster.broadcast(self._fitted)
-        if found is not None and self.plan.cost_model(epoch) != (model := QuadraticCost(**found)):
+        self._add_times(first)
+        found = self._cluster.broadcast(lambda: self._next_model(first))
+        if found is not None and (model := cost_of_fields(found)) != self._cost_model(epoch):
             self.plan = self.plan.recalibrated(epoch, model)
 
-    def _fitted(self) -> dict[str, float] | None:
-        if self._times is None or self._times.steps < _LEAST_STEPS:
-            return None
-        return asdict(self._times.fitted())
+    def _add_times(self, next_step: int) -> None:
+        """Takes over the times of all steps but the last ones before `next_step`."""
+        while self._times and self._pending and self._pending[0][0] < next_step - _LAG:
+            self._times.add(*self._pending.popleft()[1:])
+
+    def _next_model(self, first: int) -> dict[str, Any] | None:
+        """The fitted model if enough steps are timed, for the layers shortly before step `first`.
+
+        None if neither is known.
+        """
+        layers, times = self._layers_of(first - _LAG), self._times
+        fitted = times.fitted() if times and times.steps >= _LEAST_STEPS else None
+        if layers and isinstance(model := fitted or self._predictor, SparseCost):
+            return asdict(model.at(layers))
+        return asdict(fitted) if fitted else None

@@ -9,14 +9,13 @@ from pallas_kernels.block_sparse_attention.selection import (
     scores_of,
     top_k_blocks,
 )
-from pallas_kernels.block_sparse_attention.tile_order import TileOrder, best_tile, tile_order
+from pallas_kernels.block_sparse_attention.tile_order import TileOrder, tile_order
 
 __all__ = [
     "BlockLists",
     "BlockSegments",
     "PooledScores",
     "TileOrder",
-    "best_tile",
     "block_sparse_attention",
     "full_lists",
     "pool_blocks",

@@ -2,23 +2,27 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from alload_jax.bench import calibration
-from alload_jax.bench.calibration_cases import Case, grid
-from alload_jax.bench.calibration_fit import fit_points
+from alload_jax.bench.calibration_cases import Case, grid, sparse_cases
+from alload_jax.bench.calibration_fit import fit_points, fit_sparse_outcomes
 from alload_jax.bench.memory_check import check_memory
 from alload_jax.cli import main
 from alload_jax.commands import calibrate
 from alload_jax.errors import InputError
+from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.planning.cost import (
     CostFile,
     MemoryModel,
     QuadraticCost,
+    SparseTerms,
     bucketed_cost,
     read_cost_file,
 )
 from alload_jax.planning.fit import Point
+from alload_jax.planning.sparse_cost import SparseLayers, with_layers
 
 CONFIG = """
 run: {folder: runs/tiny}
@@ -68,6 +72,75 @@ def test_a_tiny_model_is_calibrated(config, tmp_path, capsys):
     assert set(fits) == {"quadratic", "three_term", "power"}
     assert picture.stat().st_size > 10_000
     assert "held out" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_layers_with_sparse_attention_are_calibrated(config, tmp_path, monkeypatch, capsys):
+    # Blocks are longer than these samples, which sparse layers do not make faster.
+    run, used = calibration.Step.run, []
+
+    def slower_by_density(self, gradient, batch):
+        forced, tokens = self.model.sparse_attention.forced, batch.latents.size
+        used.append((forced, tokens))
+        return run(self, gradient, batch) + (0.5 * tokens if forced[0] < 1 else 0)
+
+    monkeypatch.setattr(calibration.Step, "run", slower_by_density)
+    config.write_text(
+        CONFIG.replace(
+            "[1, 1, 1]", "[1, 1, 1], sparse_attention: {selector: pooled, min_tokens: 9}"
+        )
+    )
+    out = tmp_path / "cost.json"
+    flags = ["--config", str(config), "--out", str(out), *SHORT, "--memory-gb", "0.5"]
+    assert main(["calibrate", *flags]) == 0
+    assert {forced for forced, _ in used} == {(1.0,), (0.1,), (0.3,)}
+    assert {tokens for forced, tokens in used if forced[0] < 1} == {12, 16}
+    costs = read_cost_file(out)
+    sparse = costs.details["sparse"]
+    assert [(p["density"], p["seq_len"]) for p in sparse["points"]] == [
+        (density, seq_len) for density in (0.1, 0.3) for seq_len in (12, 16)
+    ]
+    assert sparse["mape"] < 0.1
+    model = with_layers(costs, SparseLayers(1.0, 0.1, 9, 64)).quadratic
+    for point in sparse["points"]:
+        seconds = bucketed_cost(model, np.array([1]), np.array([point["seq_len"]]))
+        assert seconds == pytest.approx(point["predicted_seconds"])
+    assert costs.model["sparse_attention"] == {"selector": "pooled"}
+    printed = capsys.readouterr().out
+    assert "1 × 12 tokens, density 0.3: " in printed
+    assert "steps with sparse attention" in printed
+
+
+def test_outcomes_of_sparse_attention_become_terms():
+    quadratic, terms = QuadraticCost(0.1, 1e-4, 1e-8, 1e-3), SparseTerms(1.4e-8, 2e-5, 1e-10)
+    config = SparseAttentionConfig(min_tokens=4_000)
+    costs = CostFile(quadratic=quadratic, sparse=terms)
+    outcomes = []
+    for density in calibration.DENSITIES:
+        model = with_layers(costs, SparseLayers(1.0, density, 4_000)).quadratic
+        for case in sparse_cases(256, 32_768, 4_000):
+            [seconds] = bucketed_cost(model, np.array([case.rows]), np.array([case.seq_len]))
+            outcomes.append((density, calibration.Outcome(case, float(seconds))))
+    found, details = fit_sparse_outcomes(outcomes, quadratic, config)
+    np.testing.assert_allclose(list(vars(found).values()), list(vars(terms).values()), rtol=1e-6)
+    assert details["mape"] < 1e-9
+    assert len(details["points"]) == 6
+    few = [*outcomes[:2], (0.3, calibration.Outcome(Case(1, 9), note="skipped"))]
+    assert fit_sparse_outcomes(few, quadratic, config)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("shortest", "longest", "min_tokens", "lengths"),
+    [
+        (256, 80_000, 16_384, [16_384, 36_096, 80_000]),
+        (256, 80_000, 80_001, []),
+        (256, 16_384, 16_384, [16_384]),
+        (4, 16, 0, [4, 8, 16]),
+        (100, 1_000, 250, [300, 500, 1_000]),
+    ],
+)
+def test_sparse_attention_is_measured_where_it_applies(shortest, longest, min_tokens, lengths):
+    assert [c.seq_len for c in sparse_cases(shortest, longest, min_tokens)] == lengths
 
 
 @pytest.mark.slow

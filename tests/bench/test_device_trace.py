@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from jax.profiler import ProfileData
 
-from alload_jax.bench.device_trace import device_seconds, traced
+from alload_jax.bench.device_trace import device_seconds, seconds_by_kernel, traced
 
 MS = 1_000_000_000
 """Picoseconds, in which a profile counts."""
@@ -66,3 +66,9 @@ def test_every_step_runs_once_in_order():
     found = traced([lambda n=n: done.append(float(jnp.float32(n) + 1)) for n in range(3)])
     assert done == [1.0, 2.0, 3.0]
     assert len(found.seconds) == 3
+
+
+def test_calls_of_a_kernel_are_added():
+    calls = {"Stream #1(Compute)": [("gemm", 1, 5), ("sort", 6, 7), ("gemm", 8, 9)]}
+    found = seconds_by_kernel(profile(HOST, plane("/device:GPU:0", calls)))
+    assert found == {("gemm", ""): pytest.approx(5e-3), ("sort", ""): pytest.approx(1e-3)}

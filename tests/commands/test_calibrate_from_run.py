@@ -6,7 +6,13 @@ import pytest
 
 from alload_jax import cli
 from alload_jax.errors import run_command
-from alload_jax.planning.cost import read_cost_file
+from alload_jax.planning.cost import (
+    CostFile,
+    QuadraticCost,
+    SparseTerms,
+    read_cost_file,
+    write_cost_file,
+)
 
 CONFIG = """
 run: {folder: run}
@@ -47,6 +53,29 @@ def test_a_runs_step_times_become_a_cost_model(run, tmp_path, capsys):
     assert costs.quadratic.c1 == pytest.approx(1e-4, rel=1e-3)
     assert costs.quadratic.c2 == pytest.approx(1e-7, rel=1e-3)
     assert (costs.device, costs.origin) == ("cpu", "measured")
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_run_with_sparse_attention_gives_its_terms_too(run, tmp_path, planned):
+    config = CONFIG.replace("num_layers: 1", "num_layers: 1, sparse_attention: {min_tokens: 0}")
+    if planned:
+        costs = tmp_path / "planned.json"
+        quadratic, terms = QuadraticCost(0.01, 1e-4, 1e-7, 1e-3), SparseTerms(2e-7, 1e-5, 1e-9)
+        write_cost_file(costs, CostFile(quadratic=quadratic, sparse=terms))
+        config = config.replace("m_mem: 64", f"m_mem: 64, cost_model: {costs}")
+    (run / "config.yaml").write_text(config)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for number, row in enumerate(lines):
+        pairs, tokens, squares = 3e3 * (number * 7 % 11), 20.0 * (number % 9), 1e5 * (number % 4)
+        row["cost_terms"] += [pairs, tokens, squares]
+        row["step_seconds"] += 2e-7 * pairs + 1e-5 * tokens + 1e-9 * squares
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    out = tmp_path / "cost.json"
+    assert run_command(cli.main, ["calibrate", "--from-run", str(run), "--out", str(out)]) == 0
+    found = read_cost_file(out)
+    assert found.quadratic.c2 == pytest.approx(1e-7, rel=1e-2)
+    assert found.sparse.c3 == pytest.approx(2e-7, rel=1e-2)
+    assert found.model["sparse_attention"]["selector"] == "predictor"
 
 
 def test_what_is_no_run_is_one_line(run, tmp_path, capsys):

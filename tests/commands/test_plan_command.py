@@ -73,6 +73,36 @@ def test_another_device_and_model_cost_more(figures):
     assert cost["wan2.1-14b", "h200"] > 5 * cost["wan2.1-1.3b", "h200"]
 
 
+def test_sparse_layers_cost_less(figures, alload, cost_file):
+    by_cost = (*SMALL, "--policy", "sorted")
+    dense = figures(*by_cost)
+    sparse = figures(*by_cost, "--sparse-layers", 0.8, "--density", 0.05)
+    assert sparse["metrics"]["cost"] < 0.8 * dense["metrics"]["cost"]
+    model = sparse["plan"]["cost_model"]
+    assert model["kind"] == "SparseCost"
+    assert model["layers"] == {"share": 0.8, "density": 0.05, "min_tokens": 16_384, "block": 64}
+    measured = figures(*by_cost, "--cost-model", cost_file, "--sparse-layers", 1)["plan"]
+    assert measured["cost_model"]["layers"]["density"] == 0.1
+    assert "80% of the layers sparse, density 0.05" in sparse["plan"]["cost_model_source"]
+    status, _, err = alload(*SMALL, "--density", 0.05)
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert "--sparse-layers" in err
+    assert "share of sparse layers is 2" in alload(*SMALL, "--sparse-layers", 2)[2]
+
+
+def test_a_config_with_forced_densities_is_planned_for_them(figures, tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "run: {folder: run}\ndata: {folder: data}\nplanning: {policy: sorted, m_mem: 66816}\n"
+        "model: {dim: 64, num_heads: 2, num_layers: 2, dtype: bfloat16,"
+        " sparse_attention: {forced: [1.0, 0.2], min_tokens: 9000}}\n"
+    )
+    found = figures(
+        "--workload", "wan-480p", "--size", 500, "--ranks", 2, "--config", "config.yaml"
+    )
+    layers = found["plan"]["cost_model"]["layers"]
+    assert layers == {"share": 0.5, "density": 0.2, "min_tokens": 9000, "block": 64}
+
+
 def test_policies_are_compared_over_ranks(figures, alload):
     policies = ["equal_tokens:independent", "dual_constraint", "first_fit", "balanced"]
     flags = ["--workload", "wan-480p", "--size", 2000, "--m-mem", 66_816, "--compare", *policies]

@@ -133,7 +133,7 @@ def test_fields_that_are_unknown_or_missing_are_refused(tmp_path, fields, named)
     message = refusal(read_cost_file, path)
     assert str(path) in message
     assert named in message
-    assert "power, quadratic, memory, m_mem" in message or "object of numbers" in message
+    assert "power, quadratic, sparse, memory, m_mem" in message or "object of numbers" in message
 
 
 @given(st.floats(0, 1e11), st.floats(1e3, 1e6), st.floats(1.1, 8), st.floats(0, 0.3))

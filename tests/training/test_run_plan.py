@@ -1,5 +1,6 @@
 """Plans that follow the step times of a run."""
 
+import dataclasses
 import json
 import pickle
 
@@ -9,10 +10,18 @@ import pytest
 from alload_jax.data.source import LoaderConfig
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import CostFile, QuadraticCost, write_cost_file
+from alload_jax.models.common.sparse_attention import SparseAttentionConfig
+from alload_jax.models.common.sparse_attention.switching import DENSITY, SPARSE_LAYERS
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.planning.analytic import step_cost
+from alload_jax.planning.architectures.registry import from_fields
+from alload_jax.planning.cost import CostFile, QuadraticCost, SparseTerms, write_cost_file
+from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.sparse_cost import SparseCost, SparseLayers
 from alload_jax.planning.workloads import make_workload
+from alload_jax.training.plan_costs import first_layers, run_costs, sparse_layers
 from alload_jax.training.run_plan import RunPlan
 
 PLANNED = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
@@ -147,3 +156,159 @@ def test_a_run_that_ended_with_an_epoch_fits_before_it_goes_on(planning):
     after.restore(json.loads(json.dumps(before.state())))
     train(after, end, end + 3)
     assert [each.epoch for each in after.plan.recalibrations] == [1]
+
+
+# ---------------------------------------------------------------- layers with sparse attention
+
+
+TERMS = SparseTerms(1.4e-9, 1.5e-6, 6e-12)
+SWITCH_AT = 23
+"""The step from which layers are sparse."""
+
+
+def wan(**fields):
+    sparse = SparseAttentionConfig(min_tokens=8_000, **fields)
+    return WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=4, sparse_attention=sparse)
+
+
+@pytest.fixture
+def sparse_planning(planning, tmp_path):
+    def make(**fields):
+        config = planning(**fields)
+        write_cost_file(tmp_path / "costs.json", CostFile(quadratic=PLANNED, sparse=TERMS))
+        return config
+
+    return make
+
+
+def sparse_run(planning, model, samples=800):
+    costs = run_costs(model, planning)
+    plan = make_plan(planning, make_workload("mixed-resolution", samples), 2, 0, costs)
+    return RunPlan(plan, planning, Cluster(), costs, model)
+
+
+def logged(number):
+    """What step `number` logs: three of four layers are sparse after SWITCH_AT, ever sparser."""
+    if number < SWITCH_AT:
+        return {SPARSE_LAYERS: 0.0, DENSITY: 1.0}
+    density = max(0.1, 0.5 - 0.01 * (number - SWITCH_AT))
+    return {SPARSE_LAYERS: 0.75, DENSITY: 0.25 + 0.75 * density}
+
+
+def train_sparse(run, first, stop, timed=True):
+    """As the loop: a step is read when the metrics of the last two before it are not known."""
+    found, drifts = [], []
+
+    def settle(number):
+        planned = run.metrics(number)
+        seconds = float(np.dot(planned.cost_terms, (*coefficients(PLANNED), *vars(TERMS).values())))
+        if timed:
+            drifts.append(run.drift(number, planned.cost_terms, seconds))
+        run.observe(number, logged(number))
+
+    for step in run.steps(first, stop, lambda step: step, LoaderConfig()):
+        found.append([part.samples for part in step.micro_batches])
+        if step.index - 2 >= first:
+            settle(step.index - 2)
+    for number in range(max(first, stop - 2), stop):
+        settle(number)
+    return found, drifts
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_an_epoch_is_planned_for_the_layers_that_have_become_sparse(sparse_planning, timed):
+    run = sparse_run(sparse_planning(), wan())
+    dense = run_plan(sparse_planning(recalibrate=None)).plan
+    ends = [dense.end_of_epoch(0)]
+    assert ends[0] > SWITCH_AT
+    steps, drifts = train_sparse(run, 0, 2 * ends[0] + 9, timed)
+    assert steps[: ends[0]] == [
+        [part.samples for part in dense.step(n).micro_batches] for n in range(ends[0])
+    ]
+    models = run.plan.recalibrations
+    assert [each.epoch for each in models] == [1, 2]
+    known = logged(ends[0] - 3)
+    expected = sparse_layers(wan().sparse_attention, known[SPARSE_LAYERS], known[DENSITY])
+    assert models[0].cost.layers == expected
+    assert expected.share == 0.75
+    # The steps took what the terms say: nothing but the layers has changed.
+    np.testing.assert_allclose(
+        models[1].cost.coefficients, (*coefficients(PLANNED), *vars(TERMS).values()), rtol=1e-3
+    )
+    assert not drifts or max(map(abs, drifts)) < 1e-6
+
+
+def test_a_continued_sparse_run_trains_the_same_steps(sparse_planning):
+    planning, model = sparse_planning(), wan()
+    whole = sparse_run(planning, model)
+    end = whole.plan.end_of_epoch(0)
+    stop = end + 12
+    steps, _ = train_sparse(whole, 0, stop)
+    for cut in (end - 3, end - 1, end):
+        before = sparse_run(planning, model)
+        assert train_sparse(before, 0, cut)[0] == steps[:cut]
+        after = sparse_run(planning, model)
+        after.restore(json.loads(json.dumps(before.state())))
+        assert after.metrics(cut) == before.metrics(cut)
+        assert train_sparse(after, cut, stop)[0] == steps[cut:]
+        assert after.plan.recalibrations[0].cost.layers == whole.plan.recalibrations[0].cost.layers
+
+
+def test_all_processes_plan_by_what_the_first_one_knows(sparse_planning, monkeypatch):
+    planning, model = sparse_planning(), wan()
+    first = sparse_run(planning, model)
+    end = first.plan.end_of_epoch(0)
+    train_sparse(first, 0, end + 1)
+    decided = json.dumps(dataclasses.asdict(first.plan.recalibrations[0].cost))
+    other = sparse_run(planning, model)
+    monkeypatch.setattr(other._cluster, "broadcast", lambda compute: json.loads(decided))
+    train_sparse(other, 0, end + 1, timed=False)
+    assert other.plan.recalibrations == first.plan.recalibrations
+
+
+def test_steps_are_predicted_for_the_layers_that_they_begin_with(sparse_planning):
+    """Also without recalibration, and the checkpoint keeps what that needs."""
+    run = sparse_run(sparse_planning(recalibrate=None), wan())
+    before = run.metrics(5)
+    run.observe(4, {SPARSE_LAYERS: 0.5, DENSITY: 0.55})
+    after = run.metrics(5)
+    assert after.predicted_cost < before.predicted_cost
+    assert run.metrics(4) == sparse_run(sparse_planning(recalibrate=None), wan()).metrics(4)
+    again = sparse_run(sparse_planning(recalibrate=None), wan())
+    again.restore(json.loads(json.dumps(run.state())))
+    assert again.metrics(5) == after
+    assert again.plan.recalibrations == ()
+
+
+def test_forced_densities_plan_from_the_first_step(sparse_planning):
+    planning, model = sparse_planning(), wan(forced=(1.0, 0.2, 0.1, 0.3))
+    cost = sparse_run(planning, model).plan.policy.cost
+    assert isinstance(cost, SparseCost)
+    assert cost.layers == SparseLayers(0.75, 0.2, 8_000, 64)
+    assert (cost.c3, cost.c2) == (TERMS.c3, PLANNED.c2)
+
+
+def test_layers_are_read_from_what_steps_log():
+    assert first_layers(WanConfig(dim=32, num_heads=2)) is None
+    assert first_layers(wan()) == SparseLayers(0.0, 1.0, 8_000, 64)
+    assert first_layers(wan(forced=(1.0,) * 4)) == first_layers(wan())
+    everything = wan(selector="all", forced=(0.1, 0.1, 1.0, 1.0))
+    assert first_layers(everything) == SparseLayers(0.5, 1.0, 8_000, 64)
+    for densities in ((0.5, 1.0, 1.0, 0.25), (0.02,) * 4, (1e-3, 1.0, 1.0, 1.0)):
+        sparse = [density for density in densities if density < 1]
+        found = first_layers(wan(forced=densities))
+        assert found.share == len(sparse) / 4
+        assert found.density == pytest.approx(sum(sparse) / len(sparse))
+
+
+def test_sparse_models_are_planned_by_arithmetic_without_a_cost_model():
+    model, planning = wan(), PlanningConfig("sorted", m_mem=90_000)
+    found = run_costs(model, planning)
+    assert isinstance(found.quadratic, SparseCost)
+    architecture = from_fields(model.architecture())
+    expected = step_cost(architecture, DEVICES["h200"], model.remat)
+    assert found.quadratic.coefficients[:4] == expected.coefficients
+    assert run_costs(model, PlanningConfig("sorted", m_mem=90_000, p=2.0)) == CostFile()
+    assert run_costs(WanConfig(dim=32, num_heads=2), planning) == CostFile()
+    # Its steps are fitted like others, whatever their device's speed.
+    sparse_run(PlanningConfig("sorted", m_mem=90_000, recalibrate="epoch"), model)

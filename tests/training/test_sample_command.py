@@ -155,6 +155,17 @@ def test_a_single_sample_goes_where_out_says(alload, class_run):
         assert (picture.size, picture.n_frames) == ((32, 32), 5)
 
 
+def test_dense_models_say_that_they_are_dense(class_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, flags in (("plain", []), ("dense", ["--dense-attention"])):
+        command = ["sample", "--checkpoint", class_run, "--class", 3, *STILL, *flags]
+        argv = [str(part) for part in (*command, "--out", f"{name}.png")]
+        assert run_command(cli.main, argv) == 0
+    assert Path("plain.png").read_bytes() == Path("dense.png").read_bytes()
+    note = "note: --dense-attention has no effect: the model is dense\n"
+    assert capsys.readouterr().err.endswith(note)
+
+
 def test_weights_classes_and_steps_change_what_is_drawn(alload, class_run):
     variants = {
         "ema": [],

@@ -75,3 +75,27 @@ def test_a_run_resumed_in_the_middle_of_a_switch_goes_on_as_if_never_stopped(
     assert main(["report", "sparsity", str(folder)]) == 0
     assert "step 14: 1 of 1 layers are sparse" in capsys.readouterr().out
     assert (folder / "sparsity.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_next_epoch_is_planned_for_layers_that_have_switched(tmp_path, digits_folder):
+    runs = Runs(tmp_path, digits_folder)
+    flags = [f"--model.sparse_attention.{name}={value}" for name, value in SPARSE.items()]
+    flags += ["--planning.policy", "sorted", "--planning.recalibrate", "epoch"]
+    finished = runs.run(*flags)
+    assert finished.returncode == 0, finished.stderr
+    rows, checkpoints = runs.metrics(), tmp_path / "run" / "checkpoints"
+    switched = next(row["epoch"] for row in rows if row["attention_sparse_layers"])
+    path = checkpoints / "14" / "recalibration" / "metadata"
+    [[epoch, model]] = json.loads(path.read_text())["models"]
+    assert switched < epoch <= rows[-1]["epoch"]
+    assert (model["layers"]["share"], model["layers"]["density"]) == (1.0, 0.5)
+    assert [len(row["cost_terms"]) for row in rows] == [7] * 14
+    assert [row["cost_terms"][4] > 0 for row in rows] == [False] * 7 + [True] * 7
+    shutil.rmtree(checkpoints / "14")
+    (tmp_path / "run" / "summary.json").unlink()
+    assert runs.run(*flags).returncode == 0
+    for one, other in zip(runs.metrics(), rows, strict=True):
+        for name in ("loss", "samples", "predicted_cost", "cost_terms"):
+            assert one[name] == other[name]
+    assert json.loads(path.read_text())["models"] == [[epoch, model]]

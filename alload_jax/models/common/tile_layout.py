@@ -24,8 +24,9 @@ class TileLayout:
     """Places of the tokens of R rows in N blocks; R is 1 if all rows have the same.
 
     Attributes:
-      source: [R, N·block] int32, the token at each place; −1 where there is none.
-      place: [R, S] int32, the place of each token; −1 for tokens that are in no tile.
+      source: [R, N·block] int32, the token at each place; −1 where there is none. None if tokens
+        are in the order of their tiles already, each at its place.
+      place: [R, S] int32, the place of each token; −1 for tokens that are in no tile; or None.
       tokens: [R, N] int32, valid tokens of each block, which are its first. Blocks without a token
         come last.
       segments: [R, N] int32, the segment of each block; −1 for none.
@@ -45,8 +46,8 @@ class TileLayout:
     def of_rows(self, rows: int) -> "TileLayout":
         """The layout of each of `rows` rows."""
 
-        def wide(x: Any) -> jax.Array:
-            return jnp.broadcast_to(x, (rows, x.shape[1]))
+        def wide(x: Any) -> Any:
+            return None if x is None else jnp.broadcast_to(x, (rows, x.shape[1]))
 
         return replace(
             self,
@@ -98,17 +99,26 @@ class TiledSegment(NamedTuple):
     grid: Grid
 
 
-def clip_layout(grid: Grid, block: int) -> TileLayout:
-    """The layout of rows that hold one sample each, in the order of `patchify`.
+class ClipTiles(NamedTuple):
+    """Tiles of rows that hold one sample each, all of one size.
 
-    Args:
-      grid: (t, h, w) tokens of the samples.
-      block: tokens of a block.
+    Attributes:
+      layout: for tokens in the order of their tiles.
+      order: [S] int32, the token, counted as by `patchify`, that is at each place.
+      place: [S] int32, where each token is.
     """
-    order = _order(grid, block)
-    arrays = (order.source, order.place, order.tokens)
-    source, place, tokens = (jnp.asarray(each, jnp.int32)[None] for each in arrays)
-    return TileLayout(source, place, tokens, jnp.zeros_like(tokens), block, tokens.shape[1])
+
+    layout: TileLayout
+    order: np.ndarray
+    place: np.ndarray
+
+
+def clip_tiles(grid: Grid, block: int) -> ClipTiles:
+    """The tiles of samples of (t, h, w) tokens."""
+    found = _order(grid, block)
+    tokens = jnp.asarray(found.tokens)[None]
+    layout = TileLayout(None, None, tokens, jnp.zeros_like(tokens), block, tokens.shape[1])
+    return ClipTiles(layout, found.source[: len(found.place)], found.place)
 
 
 def empty_layout(rows: int, tokens: int, blocks: int, block: int) -> TileLayout:
@@ -159,13 +169,28 @@ def _order(grid: Grid, block: int) -> TileOrder:
 
 
 def to_tiles(x: jax.Array, layout: TileLayout) -> jax.Array:
-    """Orders tokens in tiles: [R, S, ...] → [R, N·block, ...], zeros at empty places."""
+    """Orders tokens in tiles: [R, S, ...] → [R, N·block, ...], zeros at empty places.
+
+    The last block may be cut short by the end of the array.
+    """
+    if layout.source is None:
+        return x
     return _moved(x, layout.source, layout.place)
 
 
 def from_tiles(x: jax.Array, layout: TileLayout) -> jax.Array:
     """Inverts `to_tiles`: [R, N·block, ...] → [R, S, ...], zeros for tokens in no tile."""
+    if layout.place is None:
+        return x
     return _moved(x, layout.place, layout.source)
+
+
+def whole_blocks(x: jax.Array, layout: TileLayout) -> jax.Array:
+    """Tokens in tiles as blocks: [R, S, ...] → [R, N, block, ...], zeros at empty places."""
+    tiles = to_tiles(x, layout)
+    missing = layout.blocks * layout.block - tiles.shape[1]
+    padded = jnp.pad(tiles, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
+    return padded.reshape(*layout.tokens.shape, layout.block, *x.shape[2:])
 
 
 @jax.custom_vjp

@@ -20,7 +20,7 @@ from alload_jax.models.common.remat import rematerialise
 from alload_jax.models.common.rotary import RotaryTable, grid_positions, rotary_table
 from alload_jax.models.common.segments import PackedMetadata
 from alload_jax.models.common.sparse_attention import number_layers
-from alload_jax.models.common.tile_layout import TileLayout, clip_layout
+from alload_jax.models.common.tile_layout import ClipTiles, TileLayout, clip_tiles
 from alload_jax.models.wan.block import Block, Context, Head
 from alload_jax.models.wan.config import WanConfig
 from pallas_kernels import segmentation
@@ -99,10 +99,18 @@ class WanTransformer(nnx.Module):
         frames, height, width = latents.shape[1:4]
         grid = (frames // patch[0], height // patch[1], width // patch[2])
         head_dim = self.config.dim // self.config.num_heads
-        rotary = rotary_table(grid_positions(*grid), grid, head_dim)
+        positions, tiles = grid_positions(*grid), self._tiles(grid)
+        if tiles is not None:
+            # Nothing but attention depends on the order, so that layers need not move tokens.
+            positions, tokens = positions[tiles.order], tokens[:, tiles.order]
+            timestep = timestep[:, tiles.order] if timestep.ndim == 2 else timestep
+        rotary = rotary_table(positions, grid, head_dim)
         velocity, auxiliary = self.transform(
-            *(tokens, timestep, condition, image, rotary, sharding), layout=self._layout(grid)
+            *(tokens, timestep, condition, image, rotary, sharding),
+            layout=None if tiles is None else tiles.layout,
         )
+        if tiles is not None:
+            velocity = velocity[:, tiles.place]
         shape = (*latents.shape[:-1], self.config.latent_channels)
         return Output(unpatchify(velocity.astype(jnp.float32), shape, patch), auxiliary)
 
@@ -133,12 +141,12 @@ class WanTransformer(nnx.Module):
         )
         return Output(velocity.astype(jnp.float32), auxiliary)
 
-    def _layout(self, grid: tuple[int, int, int]) -> TileLayout | None:
+    def _tiles(self, grid: tuple[int, int, int]) -> ClipTiles | None:
         """Tiles of samples of a size in tokens; None where attention is always dense."""
         sparse = self.config.sparse_attention
         if sparse is None or math.prod(grid) < sparse.min_tokens:
             return None
-        return clip_layout(grid, sparse.block)
+        return clip_tiles(grid, sparse.block)
 
     def transform(
         self,

@@ -124,6 +124,7 @@ class Telemetry(Callback):
             self._stop_at(step.number, values)
         planned = self._plan.metrics(step.number)
         drift = self._plan.drift(step.number, planned.cost_terms, seconds - waited)
+        self._plan.observe(step.number, values)
         trained = planned.samples - len(step.problems)
         self._log.write(
             {"step": step.number + 1, "epoch": step.epoch}

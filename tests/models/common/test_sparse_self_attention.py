@@ -18,8 +18,17 @@ from alload_jax.models.common.sparse_attention import (
     switching,
     update_switches,
 )
+from alload_jax.models.common.sparse_attention.head_assignment import balanced_order
 from alload_jax.models.common.sparse_attention.profile import Sample, profile, sample_attention
-from alload_jax.models.common.tile_layout import TileLayout, clip_layout, from_tiles, to_tiles
+from alload_jax.models.common.tile_layout import (
+    TiledSegment,
+    TileLayout,
+    empty_layout,
+    from_tiles,
+    lay_out,
+    tile_count,
+    to_tiles,
+)
 from alload_jax.models.families import build_model, family_of
 from alload_jax.models.wan.config import WanConfig
 from pallas_kernels.block_sparse_attention import PooledScores
@@ -66,15 +75,20 @@ def velocity_and_gradients(config):
 @given(grid=st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 9)))
 @settings(max_examples=5, deadline=None)
 def test_tiles_hold_each_token_once_and_their_gradient_is_the_inverse(grid):
-    layout = clip_layout(grid, 64).of_rows(2)
     tokens = math.prod(grid)
-    x = jnp.arange(2 * tokens * 3, dtype=jnp.float32).reshape(2, tokens, 3) + 1
-    tiles, pull = jax.vjp(lambda x: to_tiles(x, layout), x)
+    layout = empty_layout(2, tokens + 5, tile_count(grid, 64) + 1, 64)
+    for row, offset in enumerate((0, 5)):
+        lay_out(layout, row, [TiledSegment(0, offset, grid)])
+    x = np.arange(2 * (tokens + 5) * 3, dtype=np.float32).reshape(2, tokens + 5, 3) + 1
+    x[0, tokens:] = x[1, :5] = 0  # of no segment
+    tiles, pull = jax.vjp(lambda x: to_tiles(x, layout), jnp.asarray(x))
     np.testing.assert_array_equal(from_tiles(tiles, layout), x)
-    assert np.count_nonzero(tiles) == x.size
-    assert int(layout.tokens[0].sum()) == tokens
+    assert np.count_nonzero(tiles) == 2 * tokens * 3
+    assert layout.tokens.sum(axis=1).tolist() == [tokens] * 2
     weight = jnp.asarray(np.random.default_rng(0).normal(size=tiles.shape), jnp.float32)
     np.testing.assert_array_equal(pull(weight)[0], from_tiles(weight, layout))
+    with pytest.raises(ValueError, match="row 1: its samples have more than"):
+        lay_out(layout, 1, [TiledSegment(n, 0, grid) for n in range(layout.blocks + 1)])
 
 
 # ---------------------------------------------------------------- the model
@@ -134,6 +148,58 @@ def test_short_samples_are_dense_and_measure_nothing(dense):
     assert not any(np.asarray(value).any() for value in found[1].values())
 
 
+def test_a_sparse_model_can_be_asked_for_dense_attention(dense):
+    config = sparse(selector="pooled", forced=(0.3,) * 3)
+    assert config.as_dense().identity() == config.identity()
+    asked = dataclasses.replace(SMALL, sparse_attention=config.as_dense())
+    np.testing.assert_array_equal(velocity_and_gradients(asked)[0], dense[0])
+
+
+# ---------------------------------------------------------------- lists and heads
+
+
+@pytest.mark.slow
+def test_shorter_lists_hold_the_same_blocks():
+    """A layer that needs few blocks has the same output whatever longer lists there are."""
+    found = []
+    for capacities in ((), (0.6, 0.3)):
+        rules = sparse(selector="pooled", max_density=1.0, capacities=capacities, dense_steps=0)
+        model = build(dataclasses.replace(SMALL, sparse_attention=rules))
+        switch = model.blocks.sparse_attention.switch
+        switch.sparse[...] = jnp.array([True, True, False])
+        switch.density[...] = jnp.array([[0.3, 0.1], [0.5, 0.2], [1.0, 1.0]])
+        latents = jax.random.normal(jax.random.key(3), (1, GRID[0], 2 * GRID[1], 2 * GRID[2], 1))
+        found.append(model.forward(latents, jnp.full(1, 300.0), jnp.zeros((1, 1), jnp.int32)))
+    np.testing.assert_allclose(found[1].velocity, found[0].velocity, rtol=1e-5, atol=1e-5)
+
+
+def test_lists_are_compiled_for_falling_densities():
+    rules = sparse(max_density=0.5, capacities=(0.1, 0.3))
+    assert rules.list_densities() == (0.5, 0.3, 0.1)
+    assert dataclasses.replace(rules, forced=(1.0, 0.2, 0.25)).list_densities() == (0.25,)
+    assert dataclasses.replace(rules, selector="all").list_densities() == (1.0,)
+
+
+@given(
+    ranks=st.sampled_from([1, 2, 4]),
+    each=st.integers(1, 6),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=20, deadline=None)
+def test_ranks_get_as_many_heads_of_about_the_same_cost(ranks, each, seed):
+    cost = np.random.default_rng(seed).uniform(0.02, 0.5, ranks * each).astype(np.float32)
+    order = np.asarray(balanced_order(jnp.asarray(cost), ranks))
+    assert sorted(order.tolist()) == list(range(ranks * each))
+    loads = cost[order].reshape(ranks, each).sum(axis=1)
+    # As by the plain algorithm.
+    expected, room = np.zeros(ranks), np.full(ranks, each)
+    for head in np.argsort(-cost, kind="stable"):
+        rank = int(np.argmin(np.where(room > 0, expected, np.inf)))
+        expected[rank] += cost[head]
+        room[rank] -= 1
+    np.testing.assert_allclose(np.sort(loads), np.sort(expected), rtol=1e-5)
+
+
 def test_the_predictor_learns_from_its_loss_alone_and_the_model_from_none_of_it():
     config = dataclasses.replace(SMALL, sparse_attention=sparse(profile_every=1))
     graph, params, others = nnx.split(build(config), nnx.Param, ...)
@@ -181,7 +247,7 @@ def test_sampled_attention_and_its_profile_are_those_of_the_formulas():
     segments = np.array([0, 0, 0, 1, -1])
     query, key = (rng.normal(size=(5 * block, 2, 8)) * 2 for _ in range(2))
     layout = TileLayout(None, None, *(x[None] for x in (tokens, segments)), block=64, longest=3)
-    arrays = [jnp.asarray(x[None], jnp.float32) for x in (query, key)]
+    arrays = [jnp.asarray(x.reshape(1, 5, 64, 2, 8), jnp.float32) for x in (query, key)]
     config = sparse(profile_blocks=5, profile_every=1)
     sample = sample_attention(*arrays, jax.tree.map(jnp.asarray, layout), jnp.int32(0), config)
     expected = masses(query, key, tokens, segments, block)[:, np.asarray(sample.block[0])]
@@ -335,6 +401,7 @@ def test_the_family_updates_its_state_and_logs_it():
         ({"block": 32}, "block is 32; it must be 64 or 128"),
         ({"rank": 0}, "rank is 0; it must be at least 1"),
         ({"coverage": 0.0}, "coverage is 0.0; it must be above 0"),
+        ({"capacities": (0.5,)}, r"capacities is \(0.5,\); each must be above 0 and below max_"),
         ({"min_density": 0.6}, "min_density is 0.6; it must be at most max_density, 0.5"),
         ({"forced": (0.5, 1.5)}, r"forced is \(0.5, 1.5\); each must be above 0"),
     ],

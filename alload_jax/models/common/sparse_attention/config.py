@@ -1,11 +1,14 @@
 """Config of sparse self-attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from alload_jax.errors import InputError
 
 SelectorName = Literal["predictor", "pooled", "random", "all"]
+
+_NO_SAMPLE = 2**31
+"""More tokens than a sample can have."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class SparseAttentionConfig:
       min_tokens: samples of fewer tokens have dense attention always.
       coverage: share of the attention that critical blocks hold.
       profile_every: steps between measurements, which also train the predictor.
+      sparse_profile_every: likewise, of layers that are sparse.
       profile_blocks: blocks of queries that a measurement samples.
       decay: decay of the moving average of measurements.
       dense_steps: steps before which no layer switches.
@@ -47,6 +51,7 @@ class SparseAttentionConfig:
     min_tokens: int = 16_384
     coverage: float = 0.9
     profile_every: int = 10
+    sparse_profile_every: int = 50
     profile_blocks: int = 8
     decay: float = 0.9
     dense_steps: int = 1000
@@ -66,7 +71,7 @@ class SparseAttentionConfig:
             raise InputError(_message("selector", self.selector, f"choose one of {names}"))
         if self.block not in (64, 128):
             raise InputError(_message("block", self.block, "it must be 64 or 128"))
-        for name in ("rank", "profile_every", "profile_blocks"):
+        for name in ("rank", "profile_every", "sparse_profile_every", "profile_blocks"):
             if getattr(self, name) < 1:
                 raise InputError(_message(name, getattr(self, name), "it must be at least 1"))
         if self.rank % 2:
@@ -102,6 +107,10 @@ class SparseAttentionConfig:
         return {"selector": self.selector} | (
             {"rank": self.rank} if self.selector == "predictor" else {}
         )
+
+    def as_dense(self) -> "SparseAttentionConfig":
+        """A config for the same checkpoints, by which the attention of all samples is dense."""
+        return replace(self, min_tokens=_NO_SAMPLE)
 
     def list_densities(self) -> tuple[float, ...]:
         """The densities for which lists are compiled, falling; a layer uses the lowest it can."""

@@ -39,7 +39,8 @@ class RowsOfLayer(NamedTuple):
       x: [R, S, width], input of the attention.
       heads: query, key and value, [R, S, num_heads, head_dim] each.
       rotary: table that queries and keys were rotated by, [S, ...] or [R, S, ...].
-      layout: tiles of rows that hold one sample each; None if their attention is always dense.
+      layout: tiles of rows that hold one sample each, whose tokens are in the order of the tiles;
+        None if their attention is always dense.
       packed: the segments of packed rows, with their tiles; None for rows of one sample each.
       implementation: of dense attention.
       sharding: of the rows over a mesh of Auto axes.
@@ -134,7 +135,10 @@ class SparseSelfAttention(nnx.Module):
             per_head = jnp.zeros((*none.shape, rows.heads[0].shape[2]))
             return Profile(none, per_head, per_head, per_head)
 
-        return jax.lax.cond(self.switch.step[...] % config.profile_every == 0, found, nothing)
+        every = jnp.where(
+            self.switch.sparse[...], config.sparse_profile_every, config.profile_every
+        )
+        return jax.lax.cond(self.switch.step[...] % every == 0, found, nothing)
 
     def _sparse(self, rows: RowsOfLayer, samples: Samples, list_density: float) -> jax.Array:
         run = partial(_attend_rows, self.config, rows.within(), list_density)

@@ -59,8 +59,8 @@ def sample_attention(
     """Exact attention of evenly spaced blocks of queries, others in each measurement.
 
     Args:
-      query: [R, N·block, num_heads, head_dim], in tiles.
-      key: [R, N·block, num_heads, head_dim], in tiles.
+      query: [R, N, block, num_heads, head_dim], in tiles.
+      key: [R, N, block, num_heads, head_dim], in tiles.
       layout: of the tiles.
       step: int32 scalar, training step.
       config: its `profile_blocks` and `profile_every`.
@@ -71,7 +71,7 @@ def sample_attention(
     def of_row(query: jax.Array, key: jax.Array, tokens: jax.Array, segments: jax.Array) -> Sample:
         used = jnp.maximum(jnp.sum(tokens > 0), 1)
         chosen = (jnp.arange(number) * used // number + shift) % used
-        of_block = partial(_attention_of_block, query, key, tokens, segments, layout.block)
+        of_block = partial(_attention_of_block, query, key, tokens, segments)
         return Sample(chosen, *jax.lax.map(of_block, chosen))
 
     query, key = jax.lax.stop_gradient((query, key))
@@ -84,20 +84,18 @@ def _attention_of_block(
     key: jax.Array,
     tokens: jax.Array,
     segments: jax.Array,
-    size: int,
     block: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Mass [num_heads, N] and usable blocks [N] of a block of queries of a row."""
-    own = jax.lax.dynamic_slice_in_dim(query, block * size, size, axis=0)
-    within = jnp.arange(size)
+    within = jnp.arange(query.shape[1])
     usable = (segments == segments[block]) & (segments >= 0) & (tokens > 0)
-    seen = jnp.repeat(usable, size) & (within < tokens[:, None]).reshape(-1)
-    logits = jnp.einsum("shd,thd->hst", own, key, preferred_element_type=jnp.float32)
+    seen = usable[:, None] & (within < tokens[:, None])
+    logits = jnp.einsum("shd,nthd->hsnt", query[block], key, preferred_element_type=jnp.float32)
     logits = jnp.where(seen, logits / math.sqrt(query.shape[-1]), -jnp.inf)
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0))
+    top = jnp.max(logits, axis=(-2, -1), keepdims=True)
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0)).sum(axis=-1)
     total = jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    by_block = (weights / total).reshape(*logits.shape[:2], -1, size).sum(axis=-1)
+    by_block = weights / total
     counted = (within < tokens[block])[None, :, None]
     mean = jnp.where(counted, by_block, 0).sum(axis=1) / jnp.maximum(tokens[block], 1)
     return mean, usable

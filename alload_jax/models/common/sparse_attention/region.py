@@ -14,7 +14,12 @@ from alload_jax.models.common.sparse_attention.config import SparseAttentionConf
 from alload_jax.models.common.sparse_attention.profile import Profile, profile, sample_attention
 from alload_jax.models.common.sparse_attention.selectors import Features, block_scores
 from alload_jax.models.common.split_attention import Within
-from alload_jax.models.common.tile_layout import TileLayout, from_tiles, to_tiles
+from alload_jax.models.common.tile_layout import (
+    TileLayout,
+    from_tiles,
+    to_tiles,
+    whole_blocks,
+)
 from pallas_kernels.block_sparse_attention import (
     BlockLists,
     PooledScores,
@@ -100,7 +105,7 @@ def measure(heads: Heads, rows: Rows, choice: Choice) -> Profile:
         none = jnp.zeros((len(heads.query), rows.slots))
         per_head = jnp.zeros((*none.shape, len(heads.number)))
         return Profile(none, per_head, per_head, per_head)
-    query, key = (to_tiles(x, layout) for x in jax.lax.stop_gradient((heads.query, heads.key)))
+    query, key = (whole_blocks(x, layout) for x in (heads.query, heads.key))
     sample = sample_attention(query, key, layout, choice.step, config)
     of_block = jnp.take_along_axis(layout.segments, sample.block, axis=1)
     segments = of_block[..., None] == jnp.arange(rows.slots)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from alload_jax.models.common.rotary import RotaryTable, apply_rotary
 from alload_jax.models.common.single_row import split_single_row
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
-from alload_jax.models.common.tile_layout import TileLayout, to_tiles
+from alload_jax.models.common.tile_layout import TileLayout, whole_blocks
 from pallas_kernels.block_sparse_attention import PooledScores
 
 
@@ -143,7 +143,5 @@ def block_scores(
 
 def _means(features: jax.Array, layout: TileLayout) -> jax.Array:
     """[R, S, H, F] → [R, N, H, F] float32; differentiable."""
-    tiles = to_tiles(features, layout)
-    blocks = tiles.reshape(*layout.tokens.shape, layout.block, *tiles.shape[2:])
-    total = blocks.sum(axis=2, dtype=jnp.float32)
+    total = whole_blocks(features, layout).sum(axis=2, dtype=jnp.float32)
     return total / jnp.maximum(layout.tokens, 1)[..., None, None]
