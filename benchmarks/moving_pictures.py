@@ -69,7 +69,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fps", type=float, default=10, help="frames a second (default 10)")
     parser.add_argument("--clips", type=int, default=2, help="most clips of a video (default 2)")
     options = parser.parse_args(argv)
-    clips, video, videos = [], [], []
+    clips: list[np.ndarray] = []
+    video: list[int] = []
+    videos: list[dict[str, Any]] = []
     for entry in listed(options.videos):
         path = options.videos / entry["file"]
         cut = cut_clips(path, options.frames, options.size, options.fps, options.clips)

@@ -42,7 +42,7 @@ FIRST = "short clips"
 FIRST_SAMPLES, FIRST_RATE = 4000, 2e-3
 PLAIN = "no sparse attention"
 """Name of the timing of a model that measures nothing."""
-THRESHOLDS = ((0.5, 0.9), (0.5, 0.85), (0.3, 0.85), (0.3, 0.75), (0.2, 0.6))
+THRESHOLDS = ((0.5, 0.9), (0.5, 0.85), (0.5, 0.75), (0.3, 0.85), (0.3, 0.75), (0.2, 0.6))
 """Pairs of min_sparsity and min_recall to choose from, in this order."""
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Noise levels of held-out losses."""
@@ -137,7 +137,7 @@ class Study:
         self.held_out = middle(clips.pixels[chosen], shape)
         files = [clips.videos[clips.video[n]]["file"] for n in chosen]
         wanted = [n for n, file in enumerate(files) if any(part in file for part in options.show)]
-        self.shown = (wanted or list(range(len(files))))[:DRAWS]
+        self.shown = [*wanted, *(n for n in range(len(files)) if n not in wanted)][:DRAWS]
         self.log("compiling")
         given = runs.parameter_shapes(first, self.mesh)
         configs = {
@@ -202,7 +202,7 @@ class Study:
         """Losses of the first held-out clips, or of the second ones, [levels, clips]."""
         losses, number = self.programs[selector_of(name)].losses, self.options.held_out
         clips = self.held_out[part * number : (part + 1) * number]
-        return np.asarray(losses(weights, clips, np.float32(LEVELS)))
+        return np.asarray(losses(weights, clips, np.asarray(LEVELS, np.float32)))
 
     def first_run(self, seed: int) -> Any:
         """Trains on short clips; the parameters at the end, copied for each call of `given`."""
@@ -245,8 +245,8 @@ class Study:
         self.measure(name, weights)
         evaluating = time.perf_counter() - began
         seeds, variants = len(self.options.seeds), self.options.variants
-        # Beside the curve: more clips, and the last weights with dense attention.
-        fixed = seeds * len(variants) * ((EVALUATIONS + 2) * evaluating + 1)
+        # Beside the curve: its first point, more clips, the last weights with dense attention.
+        fixed = seeds * len(variants) * ((EVALUATIONS + 3) * evaluating + 1)
         fixed += (seeds - 1) * self.first_seconds + OTHER_SECONDS
         seconds = self.content["gradient_seconds"]
         slowest = [max(seconds[selector_of(name)].values()) for name in variants]
@@ -257,17 +257,18 @@ class Study:
         return steps
 
     def run(self) -> None:
-        """Trains all variants of all seeds, as long as time is left."""
+        """Trains all variants of all seeds, as long as time is left; then does the rest."""
         longest = 0.0
+        given = follow = None
         for seed in self.options.seeds:
-            given, follow = self.first_run(seed), None
-            if not self.steps:
-                self.prepare(given)
             for name in self.options.variants:
                 if self.left() < 1.05 * longest + 5:
                     self.log(f"no time left for {name}, seed {seed}")
-                    self.content["stopped"] = f"before {name}, seed {seed}"
-                    break
+                    self.content.setdefault("stopped", f"before {name}, seed {seed}")
+                    continue
+                if name == self.options.variants[0]:
+                    given = self.first_run(seed)
+                    self.prepare(given)
                 began = time.monotonic()
                 result = self.train(name, seed, given, follow if name == "random" else None)
                 if name == "predictor":
@@ -311,7 +312,9 @@ class Study:
             self.time_gradients([PLAIN], given)
 
     def prepare(self, given: Any) -> None:
-        """Times the programs and chooses the steps."""
+        """Times the programs and chooses the steps, before the first run."""
+        if self.steps:
+            return
         self.time_gradients(selectors(self.options.variants), given)
         self.steps = self.options.steps or self.steps_that_fit(given)
         self.content |= {"steps": self.steps, "samples": self.steps * self.rows}
@@ -352,7 +355,7 @@ class Study:
         task = self.lib.Task(config, programs, self.updates[name], self.manifest, given, follow, at)
         result = self.lib.train(task, lambda weights: self.measure(name, weights), self.mesh)
         weights = result.state.weights
-        entry = {"variant": name, "seed": seed} | describe_run(result, config)
+        entry: dict[str, Any] = {"variant": name, "seed": seed} | describe_run(result, config)
         if len(self.held_out) > self.options.held_out:
             entry["last_by_clip"] = [
                 first + second
@@ -481,7 +484,7 @@ def write_samples(folder: Path, clips: Clips, shape: tuple[int, int, int], numbe
 def one_of_each(clips: Clips, chosen: np.ndarray) -> np.ndarray:
     """The chosen clips, the first of each video before the second of each."""
     turn = [int(np.sum(clips.video[:n] == clips.video[n])) for n in chosen]
-    return chosen[np.lexsort((chosen, turn))]
+    return chosen[np.lexsort((chosen, np.array(turn)))]
 
 
 def middle(pixels: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:

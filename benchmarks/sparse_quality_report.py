@@ -44,7 +44,7 @@ def summary(content: dict[str, Any]) -> dict[str, Any]:
 def layer_means(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Means over runs of what is known of each layer at the end."""
 
-    def mean(values: Any) -> list[float]:
+    def mean(values: Any) -> Any:
         return np.round(np.mean(list(values), axis=0), 4).tolist()
 
     last = {

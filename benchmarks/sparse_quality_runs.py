@@ -27,7 +27,7 @@ from alload_jax.diffusion.samplers import sample
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.models.common.sparse_attention import layer, region
 from alload_jax.models.common.sparse_attention.profile import Profile, sample_attention
-from alload_jax.models.common.tile_layout import to_tiles
+from alload_jax.models.common.tile_layout import whole_blocks
 from alload_jax.models.families import abstract_model
 from alload_jax.planning.plan import Plan
 from alload_jax.sharding.groups import plan_on
@@ -290,7 +290,8 @@ def measuring_lists() -> Iterator[None]:
 
 def _measure_lists(heads: region.Heads, rows: region.Rows, choice: region.Choice) -> Profile:
     layout = rows.layout
-    query, key = (to_tiles(x, layout) for x in (heads.query, heads.key))
+    assert layout is not None
+    query, key = (whole_blocks(x, layout) for x in (heads.query, heads.key))
     found = sample_attention(query, key, layout, choice.step, choice.config)
     lists = region._lists(heads, layout, choice)
     place = found.block[:, None, :, None]
@@ -351,7 +352,7 @@ class Runner:
 
 
 class HeldOut(Callback):
-    """Measures the loss on held-out clips at some steps.
+    """Measures the loss on held-out clips before the first step, at some steps and at the end.
 
     Attributes:
       found: (step, seconds of training so far, losses [levels, clips]) of each measurement.
@@ -362,6 +363,10 @@ class HeldOut(Callback):
     ):
         self._measure, self._at, self._log = measure, frozenset(at), log
         self.found: list[tuple[int, float, np.ndarray]] = []
+
+    def on_start(self, run: Run) -> None:
+        """See `Callback.on_start`."""
+        self.act(run)
 
     def due(self, run: Run) -> bool:
         """See `Callback.due`."""
