@@ -56,6 +56,7 @@ from alload_jax.training.run_files import (
     peak_memory,
     write_json,
 )
+from alload_jax.training.run_lock import locked
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.shape_groups import make_trainer
 from alload_jax.training.signals import StopRequest, stop_name
@@ -102,9 +103,10 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         "parameters": config.parameters.identity(),
         "optimizer": config.optimizer.identity(),
         "planning": config.planning.identity(),
+        "data": manifest.identity(),
     }
     cluster.require_same(
-        identity["plan"] | {"records": manifest.digest()},
+        identity["plan"] | identity["data"],
         "give all processes the same data folder, code and packages",
     )
     cluster.require_shared("run.folder", folder)
@@ -128,13 +130,14 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         config.parameters,
     )
     with (
+        locked(folder, cluster),
         Checkpoints(
             folder / "checkpoints", config.checkpoint, identity, config.model.later_fields
         ) as checkpoints,
         StopRequest() as stop,
         cluster.report_failures(),
     ):
-        start = cluster.broadcast(checkpoints.latest) or 0
+        start = cluster.broadcast(checkpoints.newest_undamaged) or 0
         if start:
             checkpoints.check(start)
         summary = cluster.broadcast(partial(read_summary, folder, start))
