@@ -183,15 +183,29 @@ def with_policy(config: Config) -> Config:
 
 def values_of(config: Config) -> dict[str, Any]:
     """Returns every value by dotted key, as JSON, without the settings that differ by process."""
+    return dict(_leaves("", _shared_values(config)))
 
-    def leaves(name: str, content: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(content, dict):
-            for key, part in content.items():
-                yield from leaves(f"{name}.{key}" if name else key, part)
-        else:
-            yield name, content
 
-    return dict(leaves("", _shared_values(config)))
+def values_in(path: Path) -> dict[str, Any]:
+    """Returns the values of a file of `write_config` by dotted key; none if there is no such file.
+
+    Raises:
+      InputError: the file is not YAML.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return dict(_leaves("", yaml.safe_load(path.read_text())))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: is not YAML; fix it or remove it") from error
+
+
+def _leaves(name: str, content: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(content, dict):
+        for key, part in content.items():
+            yield from _leaves(f"{name}.{key}" if name else key, part)
+    else:
+        yield name, content
 
 
 def _shared_values(config: Config) -> dict[str, Any]:
