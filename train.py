@@ -62,7 +62,12 @@ from alload_jax.training.run_lock import locked
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.shape_groups import make_trainer
 from alload_jax.training.signals import StopRequest, stop_name
-from alload_jax.training.state import TrainingSpec, abstract_state, init_state
+from alload_jax.training.state import (
+    TrainingSpec,
+    abstract_state,
+    continued_state,
+    init_state,
+)
 
 
 def main(argv: list[str]) -> int:
@@ -149,6 +154,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         if start:
             source = f"checkpoint of step {start} in {folder}"
             state = checkpoints.restore(start, abstract_state(spec, mesh, config.run.seed))
+            state = continued_state(spec, state)
             run_plan.restore(checkpoints.restore_recalibration(start))
         else:
             source = config.run.initial_weights or f"new, drawn with run.seed {config.run.seed}"
