@@ -15,6 +15,7 @@ from alload_jax.config import (
     Config,
     read_config,
     use_compilation_cache,
+    values_in,
     values_of,
     with_policy,
     write_config,
@@ -32,6 +33,7 @@ from alload_jax.distributed.consensus import Consensus
 from alload_jax.distributed.initialize import initialize
 from alload_jax.errors import InputError, run_command
 from alload_jax.models.weights import initial_weights
+from alload_jax.report.opening import Opening, changed_settings, show_opening
 from alload_jax.report.summary import print_summary, read_summary, summarise
 from alload_jax.sampling.samples import SampleWriter
 from alload_jax.sharding.groups import group_meshes, plan_on
@@ -56,10 +58,16 @@ from alload_jax.training.run_files import (
     peak_memory,
     write_json,
 )
+from alload_jax.training.run_lock import locked
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.shape_groups import make_trainer
 from alload_jax.training.signals import StopRequest, stop_name
-from alload_jax.training.state import TrainingSpec, abstract_state, init_state
+from alload_jax.training.state import (
+    TrainingSpec,
+    abstract_state,
+    continued_state,
+    init_state,
+)
 
 
 def main(argv: list[str]) -> int:
@@ -102,9 +110,10 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         "parameters": config.parameters.identity(),
         "optimizer": config.optimizer.identity(),
         "planning": config.planning.identity(),
+        "data": manifest.identity(),
     }
     cluster.require_same(
-        identity["plan"] | {"records": manifest.digest()},
+        identity["plan"] | identity["data"],
         "give all processes the same data folder, code and packages",
     )
     cluster.require_shared("run.folder", folder)
@@ -128,13 +137,14 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         config.parameters,
     )
     with (
+        locked(folder, cluster),
         Checkpoints(
             folder / "checkpoints", config.checkpoint, identity, config.model.later_fields
         ) as checkpoints,
         StopRequest() as stop,
         cluster.report_failures(),
     ):
-        start = cluster.broadcast(checkpoints.latest) or 0
+        start = cluster.broadcast(checkpoints.newest_undamaged) or 0
         if start:
             checkpoints.check(start)
         summary = cluster.broadcast(partial(read_summary, folder, start))
@@ -142,15 +152,30 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
             print_summary(summary, folder)
             return 0
         if start:
-            print(f"continuing {folder} at step {start}")
+            source = f"checkpoint of step {start} in {folder}"
             state = checkpoints.restore(start, abstract_state(spec, mesh, config.run.seed))
+            state = continued_state(spec, state)
             run_plan.restore(checkpoints.restore_recalibration(start))
         else:
+            source = config.run.initial_weights or f"new, drawn with run.seed {config.run.seed}"
             weights = initial_weights(config.run.initial_weights, config.model, mesh)
             state = init_state(spec, mesh, config.run.seed, weights)
         trainer = make_trainer(spec, mesh, state, groups)
 
         # ------------------------------------------------------------ run folder
+        before = values_in(folder / "config.yaml") if start else {}
+        show_opening(
+            Opening(
+                plan,
+                config.planning.policy,
+                config.planning.tokens_bound(costs),
+                config.planning.predictor(costs),
+                config.run.steps,
+                start,
+                source,
+            ),
+            changed_settings(before, values_of(config)),
+        )
         write_config(config, folder / "config.yaml")
         known = {"vae_stride": list(manifest.vae_stride), "text_length": manifest.longest_text()}
         write_json(folder / "data.json", known)  # for `alload sample`, wherever the data goes

@@ -29,7 +29,7 @@ from alload_jax.sampling.samples import SamplingConfig
 from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training.callbacks.callback import CALLBACKS, CallbackConfig
 from alload_jax.training.checkpoint import CheckpointConfig
-from alload_jax.training.optimizer import OptimizerConfig
+from alload_jax.training.optimizer import OptimizerConfig, OptimizerGroup, group_of
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.run_files import write_atomically
 
@@ -126,6 +126,7 @@ class Config:
     callbacks: tuple[CallbackConfig, ...] = ()
 
     def __post_init__(self) -> None:
+        self._complete_optimizer()
         self.model.require_divisible(self.mesh.context * self.mesh.tensor)
         if self.planning.context == "auto":
             raise InputError(
@@ -138,6 +139,31 @@ class Config:
                 f"{self.mesh.context}; set only mesh.context, which applies to both"
             )
 
+    def _complete_optimizer(self) -> None:
+        """Gives the predictors of sparse attention an optimizer of their own, if they have none."""
+        sparse = self.model.sparse_attention
+        if sparse is None or sparse.selector != "predictor":
+            return
+        if not self.parameters.trains(PREDICTOR_NAME):
+            raise InputError(
+                "parameters freezes the predictors of model.sparse_attention, so that no layer "
+                f"would ever become sparse; add {PREDICTOR_PATTERN} to parameters.trained, or "
+                "choose selector pooled"
+            )
+        if group_of(PREDICTOR_NAME, self.optimizer.groups) is None:
+            own = OptimizerGroup(
+                (PREDICTOR_PATTERN,), learning_rate=_PREDICTOR_RATE, weight_decay=0.0
+            )
+            groups = (*self.optimizer.groups, own)
+            optimizer = dataclasses.replace(self.optimizer, groups=groups)
+            object.__setattr__(self, "optimizer", optimizer)
+
+
+PREDICTOR_PATTERN = "sparse_attention/selector"
+"""Matches the parameters of predictors of sparse attention in every family."""
+PREDICTOR_NAME = f"blocks/{PREDICTOR_PATTERN}/query/kernel"
+"""The name of one of them."""
+_PREDICTOR_RATE = 1e-3
 
 _PARTS = (
     Part("model", "family", DEFAULT_FAMILY, lambda name: FAMILIES.get(name).config),
@@ -183,15 +209,29 @@ def with_policy(config: Config) -> Config:
 
 def values_of(config: Config) -> dict[str, Any]:
     """Returns every value by dotted key, as JSON, without the settings that differ by process."""
+    return dict(_leaves("", _shared_values(config)))
 
-    def leaves(name: str, content: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(content, dict):
-            for key, part in content.items():
-                yield from leaves(f"{name}.{key}" if name else key, part)
-        else:
-            yield name, content
 
-    return dict(leaves("", _shared_values(config)))
+def values_in(path: Path) -> dict[str, Any]:
+    """Returns the values of a file of `write_config` by dotted key; none if there is no such file.
+
+    Raises:
+      InputError: the file is not YAML.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return dict(_leaves("", yaml.safe_load(path.read_text())))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: is not YAML; fix it or remove it") from error
+
+
+def _leaves(name: str, content: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(content, dict):
+        for key, part in content.items():
+            yield from _leaves(f"{name}.{key}" if name else key, part)
+    else:
+        yield name, content
 
 
 def _shared_values(config: Config) -> dict[str, Any]:

@@ -73,3 +73,22 @@ def test_the_last_file_and_the_flags_win(tmp_path):
     assert config.data.dataset.seed == 7
     assert [(each.name, each.first, each.steps) for each in config.callbacks] == [("profile", 2, 3)]
     assert config == read_config(["--config", DIGITS, "--config", str(file), *flags])
+
+
+SPARSE = ["--run.folder", "r", "--data.folder", "d", "--planning.m_mem", "9"]
+PREDICTOR = [*SPARSE, "--model.sparse_attention.selector", "predictor"]
+
+
+def test_predictors_have_an_optimizer_of_their_own():
+    (group,) = read_config(PREDICTOR).optimizer.groups
+    assert group.parameters == ("sparse_attention/selector",)
+    assert (group.learning_rate, group.weight_decay) == (1e-3, 0.0)
+    own = [*PREDICTOR, "--optimizer.groups", "[{parameters: [selector], learning_rate: 0.5}]"]
+    assert [each.learning_rate for each in read_config(own).optimizer.groups] == [0.5]
+    pooled = [*SPARSE, "--model.sparse_attention.selector", "pooled"]
+    assert read_config(pooled).optimizer.groups == ()
+
+
+def test_frozen_predictors_are_refused():
+    with pytest.raises(InputError, match="parameters freezes the predictors"):
+        read_config([*PREDICTOR, "--parameters.trained", "[self_attention]"])

@@ -1,6 +1,8 @@
 """`alload export`: writes a run's weights as a folder that diffusers loads."""
 
 import argparse
+import dataclasses
+import sys
 from pathlib import Path
 
 HELP = "Write a run's weights as a transformer folder for diffusers."
@@ -32,9 +34,13 @@ def run(options: argparse.Namespace) -> int:
     save_weights(options.out, source.values(one_device_mesh()), source.config, options.dtype)
     text = source.config.text
     length = f" and pad texts to {text.length} tokens (max_sequence_length)" if text else ""
+    written = dataclasses.replace(source.config, sparse_attention=None)
     print(
-        f"{options.out}: {parameter_count(source.config):,} parameters of step {source.step}, "
+        f"{options.out}: {parameter_count(written):,} parameters of step {source.step}, "
         f"{options.dtype}; load it with {fields['_class_name']}.from_pretrained({options.out!r})"
         f"{length}"
     )
+    if source.config.sparse_attention is not None:
+        print("note: others compute all self-attention densely; see the difference with "
+              "`alload sample --dense-attention`", file=sys.stderr)  # fmt: skip
     return 0

@@ -136,18 +136,19 @@ def _costs_with_layers(
 
 
 def _layers(options: argparse.Namespace, base: _Base) -> SparseLayers | None:
-    """Layers as the flags say, or as the config's model begins."""
-    if options.sparse_layers is None:
-        if options.density is not None:
-            raise InputError(
-                "alload plan: --density is given without --sparse-layers, so no layer is sparse; "
-                "give both"
-            )
+    """Layers as the config's model begins, with what the flags change."""
+    if options.sparse_layers is None and options.density is None:
         return base.layers
-    density = _DEFAULT_DENSITY if options.density is None else options.density
-    return dataclasses.replace(
-        base.layers or SparseLayers(), share=options.sparse_layers, density=density
-    )
+    known = base.layers or SparseLayers()
+    share = known.share if options.sparse_layers is None else options.sparse_layers
+    if options.sparse_layers is None and not share:
+        raise InputError(
+            "alload plan: --density is given without --sparse-layers, so no layer is sparse; "
+            "give both"
+        )
+    density = known.density if known.share else _DEFAULT_DENSITY
+    density = density if options.density is None else options.density
+    return dataclasses.replace(known, share=share, density=density)
 
 
 def _costs(

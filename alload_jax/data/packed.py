@@ -139,7 +139,8 @@ class PackedCollation:
         behind = sizes.tokens - sizes.split_tokens
         if self.tiling is None or not behind:
             return None
-        return self.tiling.layout(list(map(_whole_samples, rows, samples)), behind)
+        slots = sizes.whole if sizes.split_tokens else sizes.slots
+        return self.tiling.layout(list(map(_whole_samples, rows, samples)), behind, slots)
 
     def _split(
         self,
@@ -158,7 +159,7 @@ class PackedCollation:
             whole[:, row, : behind.shape[1]] = behind - [[sizes.split_tokens], [0]]
         together, tiles = sizes.context * sizes.split_tokens, None
         if self.tiling is not None:
-            in_group = self.tiling.layout(list(map(_split_samples, rows)), together)
+            in_group = self.tiling.layout(list(map(_split_samples, rows)), together, sizes.split)
             tiles = SplitTiles(self._row_tiles(sizes, rows, samples), in_group)
         return SplitRows(
             whole=segments_of(whole, sizes.tokens - sizes.split_tokens),

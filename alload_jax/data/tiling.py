@@ -14,7 +14,6 @@ from alload_jax.models.common.tile_layout import (
     TileLayout,
     empty_layout,
     lay_out,
-    tile_count,
 )
 
 
@@ -37,8 +36,7 @@ class Tiling:
     """Which samples are ordered in tiles, and the room that they need.
 
     A row has no room of its own for tiles: tokens stay one after another, and only attention sees
-    them in blocks. The blocks of a row are bounded by its tokens and by the sample whose tiles
-    leave the most places empty.
+    them in blocks. Only a sample's last block has empty places, which bounds the blocks of a row.
 
     Attributes:
       grids: [N, 3], the (t, h, w) of each sample in tokens.
@@ -67,7 +65,7 @@ class Tiling:
         if not is_long.any():
             return None
         distinct = np.unique(grids[is_long], axis=0)
-        counts = np.array([tile_count(_grid(each), sparse.block) for each in distinct])
+        counts = -(-distinct.prod(axis=1) // sparse.block)  # blocks are full but for the last
         return cls(
             grids=grids,
             block=sparse.block,
@@ -77,15 +75,17 @@ class Tiling:
             covers_all=bool(is_long.all()),
         )
 
-    def layout(self, rows: Sequence[Sequence[PlacedSample]], tokens: int) -> TileLayout:
+    def layout(self, rows: Sequence[Sequence[PlacedSample]], tokens: int, slots: int) -> TileLayout:
         """The layout of rows of whole samples.
 
         Args:
           rows: the samples of each row.
           tokens: of a row.
+          slots: most samples of a row.
         """
         # A little more than the bound, which is a fraction computed in floating point.
-        blocks = max(1, int(tokens * self.blocks_per_token + 1e-6))
+        by_sample = int(tokens * self.blocks_per_token + 1e-6)
+        blocks = max(1, min(by_sample, tokens // self.block + slots))
         layout = empty_layout(len(rows), tokens, blocks, self.block)
         for row, samples in enumerate(rows):
             lay_out(layout, row, list(map(self._segment, filter(self._is_tiled, samples))))

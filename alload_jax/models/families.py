@@ -138,6 +138,10 @@ class Family(Protocol):
         """
         return variables
 
+    def resumed_variables(self, config: Any, variables: Any) -> Any:
+        """Returns a checkpoint's variables as a run with this config continues from them."""
+        return variables
+
     def step_metrics(
         self, config: Any, variables: Any, auxiliary: dict[str, Any]
     ) -> dict[str, jax.Array]:

@@ -38,14 +38,15 @@ class MCompCurve:
 
 
 def longest_alone(policy: Policy, samples: Samples) -> float:
-    """The M_comp called `longest`: the longest sample at B = 1, in the policy's measure.
+    """The M_comp called `longest`: the most costly sample at B = 1, in the policy's measure.
 
-    AdaptiveLoad (arXiv 2605.17923) does not say how it chooses M_comp.
+    That is the longest, unless sparse attention makes it cheaper than a shorter one. AdaptiveLoad
+    (arXiv 2605.17923) does not say how it chooses M_comp.
 
     Raises:
       InputError: the policy has no M_comp.
     """
-    return float(policy.m_comp_measure(samples.seq_len.max()[None])[0])
+    return float(policy.m_comp_measure(np.unique(samples.seq_len)).max())
 
 
 def search_m_comp(

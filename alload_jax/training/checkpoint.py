@@ -1,6 +1,8 @@
 """Checkpoints with Orbax, written atomically in the background."""
 
+import itertools
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,8 +15,11 @@ import orbax.checkpoint as ocp
 
 from alload_jax.errors import InputError
 from alload_jax.planning.plan import current_identity
+from alload_jax.training.checksums import damage, write_checksums
 from alload_jax.training.state import TrainState
 
+_DATA = "data"
+"""The part of the identity that says which samples a run is trained on."""
 _RECALIBRATION = "recalibration"
 """The checkpoint's part that only recalibrated plans have."""
 
@@ -69,10 +74,11 @@ class Checkpoints:
             max_to_keep=config.keep,
             keep_period=config.keep_every,
             enable_async_checkpointing=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._add_checksums),
         )
         # Orbax would remove these in a thread that outlives a program that exits immediately.
         if jax.process_index() == 0:
-            for left in self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+            for left in self._unfinished():
                 shutil.rmtree(left, ignore_errors=True)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
@@ -87,6 +93,43 @@ class Checkpoints:
     def latest(self) -> int | None:
         """Returns the step of the newest complete checkpoint; None if there is none."""
         return self._manager.latest_step()
+
+    def newest_undamaged(self) -> int | None:
+        """Finds the checkpoint to continue from, by the checksums of its files.
+
+        Damaged ones that are newer are moved to `damaged-STEP`, and a line says so.
+
+        Returns:
+          The step; None if there is no checkpoint.
+
+        Raises:
+          InputError: all checkpoints are damaged.
+        """
+        found = ""
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            place = self.folder / str(step)
+            if not (what := damage(place)):
+                return step
+            found = found or f"{place}: {what}"
+            aside = _free(self.folder / f"damaged-{step}")
+            place.rename(aside)
+            self._manager.reload()
+            print(f"warning: {place}: {what}; it is moved to {aside.name}", file=sys.stderr)
+        if found:
+            raise InputError(
+                f"{found}, and no other checkpoint is left; restore one from a backup, or begin "
+                "again with another run.folder"
+            )
+        return None
+
+    def _unfinished(self) -> list[Path]:
+        return list(self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
+
+    def _add_checksums(self) -> None:
+        """Adds checksums to the checkpoint that is being written, before it is complete."""
+        if jax.process_index() == 0:
+            for folder in self._unfinished():
+                write_checksums(folder)
 
     def check(self, step: int) -> None:
         """Checks that a checkpoint belongs to this run's model and plan.
@@ -156,13 +199,37 @@ class Checkpoints:
     def _check_identity(self, step: int, found: dict[str, Any]) -> None:
         if isinstance(found.get("plan"), dict):
             found = found | {"plan": current_identity(found["plan"])}
-        for name in dict.fromkeys((*self._identity, *found)):
+        place = self.folder / str(step)
+        # Data first: other samples also change the plan, in ways that say nothing to a person.
+        for name in dict.fromkeys((_DATA, *self._identity, *found)):
             theirs, ours = found.get(name) or {}, self._identity.get(name) or {}
-            if theirs != ours:
+            if name == _DATA:
+                _check_data(place, theirs, ours)
+            elif theirs != ours:
                 raise InputError(
-                    f"{self.folder / str(step)}: checkpoint of another {name}: "
+                    f"{place}: checkpoint of another {name}: "
                     f"{difference(theirs, ours, self._defaults)}; {_remedy(theirs, ours)}"
                 )
+
+
+def _free(path: Path) -> Path:
+    """The path, or with the first number behind it that no file has."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], numbered) if not each.exists())
+
+
+def _check_data(place: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Refuses other samples than those of a checkpoint; checkpoints of old versions name none."""
+    if not theirs or theirs == ours:
+        return
+    counts = [f"{each.get('samples', 0):,}" for each in (theirs, ours)]
+    what = f"{counts[0]} samples, and data.folder now has {counts[1]}"
+    if counts[0] == counts[1]:
+        what = f"{counts[0]} samples, and data.folder now has as many of other content"
+    raise InputError(
+        f"{place}: the run was trained on {what}; give data.folder as it was, or begin a run with "
+        "another run.folder (its run.initial_weights can be an export of this one)"
+    )
 
 
 def _stored(state: TrainState) -> dict[str, Any]:

@@ -46,6 +46,10 @@ class ParametersConfig:
         for key in ("trained", "frozen"):
             check_patterns(f"parameters.{key}", getattr(self, key))
 
+    def trains(self, name: str) -> bool:
+        """Returns whether a parameter of this name is trained."""
+        return matches(name, self.trained) and not matches(name, self.frozen)
+
     def identity(self) -> dict[str, Any]:
         """Returns the fields that determine a checkpoint's arrays; empty if all are trained."""
         if self.trained == (".",) and not self.frozen:
@@ -81,11 +85,7 @@ def split_parameters(params: Any, config: ParametersConfig) -> tuple[Any, Any]:
     for key in ("trained", "frozen"):
         for pattern in getattr(config, key):
             require_match(f"parameters.{key}", pattern, flat)
-    trained = {
-        name: value
-        for name, value in flat.items()
-        if matches(name, config.trained) and not matches(name, config.frozen)
-    }
+    trained = {name: value for name, value in flat.items() if config.trains(name)}
     if not trained:
         raise InputError(
             f"parameters.frozen {list(config.frozen)} leaves nothing of parameters.trained "

@@ -17,6 +17,7 @@ from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import abstract_model, family_of
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.checkpoint import as_input_error, difference
+from alload_jax.training.checksums import damage
 from alload_jax.training.parameters import ParametersConfig, cast_frozen, split_parameters
 from alload_jax.training.state import Weights, weights_shardings
 
@@ -79,6 +80,8 @@ def restore_weights(
     """
     place = folder.absolute() / str(step)
     remedy = "choose another with --step"
+    if what := damage(place):
+        raise InputError(f"{place}: this checkpoint cannot be read ({what}); {remedy}")
     with as_input_error(place, remedy):
         reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
         model = reader.restore(place / "identity")["model"]

@@ -168,3 +168,13 @@ def _make_state(spec: TrainingSpec, seed: int) -> Callable[..., TrainState]:
         )
 
     return make
+
+
+def continued_state(spec: TrainingSpec, state: TrainState) -> TrainState:
+    """A checkpoint's state as a run with this config continues from it, placed like it."""
+    family = family_of(spec.model)
+    found = family.resumed_variables(spec.model, state.variables)
+    placed = jax.tree.map(
+        lambda new, old: jax.device_put(new, old.sharding), found, state.variables
+    )
+    return state._replace(variables=placed)

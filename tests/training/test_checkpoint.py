@@ -4,12 +4,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from alload_jax.errors import InputError
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
+from alload_jax.training.checksums import CHECKSUMS_NAME, damage
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ALL_TRAINED
 from alload_jax.training.restore import one_device_mesh, restore_weights
@@ -80,6 +83,39 @@ def test_another_models_or_plans_checkpoint_is_refused(tmp_path, made, identity,
     assert (tmp_path / "1").exists()
 
 
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (
+            {"samples": 9, "records": "b"},
+            "trained on 11 samples, and data.folder now has 9; give data.folder as it was, or",
+        ),
+        (
+            {"samples": 11, "records": "b"},
+            "trained on 11 samples, and data.folder now has as many of other content; give",
+        ),
+    ],
+)
+def test_other_data_are_refused_in_words(tmp_path, made, now, words):
+    checkpoints = opened(tmp_path, IDENTITY | {"data": {"samples": 11, "records": "a"}})
+    checkpoints.save(3, made[0])
+    checkpoints.close()
+    # The plan of other data differs too, and says less.
+    plan = IDENTITY["plan"] | {"order": "c7ed"}
+    with (
+        opened(tmp_path, IDENTITY | {"plan": plan, "data": now}) as again,
+        pytest.raises(InputError, match=words),
+    ):
+        again.check(3)
+
+
+def test_checkpoints_that_name_no_data_are_of_any(tmp_path, made):
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(3, made[0])
+    with opened(tmp_path, IDENTITY | {"data": {"samples": 2, "records": "b"}}) as again:
+        again.check(3)
+
+
 def test_a_plan_for_other_ranks_says_how_to_go_on(tmp_path, made):
     state, like = made
     four, two = ({"model": {"dim": 16}, "plan": {"ranks": count}} for count in (4, 2))
@@ -111,13 +147,70 @@ def garble_identity(folder):
     (folder / "identity" / "metadata").write_text("[1]")
 
 
-@pytest.mark.parametrize("damage", [remove_arrays, garble_arrays, garble_manifest, garble_identity])
-def test_a_damaged_checkpoint_is_one_line(tmp_path, made, damage):
+def drop_checksums(folder):
+    (folder / CHECKSUMS_NAME).unlink()
+
+
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), file=st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_every_flipped_bit_is_found(saved, place, bit, file):
+    files = sorted(path for path in saved.rglob("*") if path.is_file() and path.stat().st_size)
+    said_later = ("_CHECKPOINT_METADATA", "commit_success.txt")  # which hold no data
+    files = [path for path in files if path.name not in said_later]
+    path = files[file % len(files)]
+    good = path.read_bytes()
+    at = int(place * len(good))
+    path.write_bytes(good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :])
+    found = damage(saved)
+    path.write_bytes(good)
+    assert found in (f"{path.relative_to(saved)} is damaged", f"{CHECKSUMS_NAME} is damaged") or (
+        path.name == CHECKSUMS_NAME and found.endswith(("is missing", "is damaged"))
+    )
+    assert damage(saved) == ""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, made):
+    folder = tmp_path_factory.mktemp("saved")
+    with opened(folder) as checkpoints:
+        checkpoints.save(3, made[0])
+    return folder / "3"
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, made, capsys):
+    with opened(tmp_path, keep=3) as checkpoints:
+        for step in (3, 6, 9):
+            checkpoints.save(step, made[0])
+    garble_arrays(tmp_path / "9")
+    remove_arrays(tmp_path / "6")
+    with opened(tmp_path, keep=3) as checkpoints:
+        assert checkpoints.newest_undamaged() == 3
+        warnings = capsys.readouterr().err.splitlines()
+        assert [line.split(": ")[1] for line in warnings] == [f"{tmp_path}/9", f"{tmp_path}/6"]
+        assert warnings[0].endswith("is damaged; it is moved to damaged-9")
+        assert warnings[1].endswith("is missing; it is moved to damaged-6")
+        checkpoints.save(9, made[0])  # as a run that goes on does
+    assert (tmp_path / "damaged-9").is_dir()
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.newest_undamaged() == 9
+    for step in (3, 9):
+        garble_arrays(tmp_path / str(step))
+    with (
+        opened(tmp_path) as checkpoints,
+        pytest.raises(InputError, match=r"9: .* is damaged, and no other checkpoint is left"),
+    ):
+        checkpoints.newest_undamaged()
+    assert (tmp_path / "damaged-9-2").is_dir()
+
+
+@pytest.mark.parametrize("harm", [remove_arrays, garble_arrays, garble_manifest, garble_identity])
+def test_a_damaged_checkpoint_is_one_line(tmp_path, made, harm):
     state, like = made
     identity = {"model": MODEL.architecture()}
     with opened(tmp_path, identity) as checkpoints:
         checkpoints.save(1, state)
-    damage(tmp_path / "1")
+    drop_checksums(tmp_path / "1")  # as of an old version
+    harm(tmp_path / "1")
     with opened(tmp_path, identity) as checkpoints:
         with pytest.raises(InputError, match="1: this checkpoint cannot be read") as refused:
             checkpoints.restore(1, like)

@@ -307,8 +307,16 @@ def test_a_label_that_the_model_does_not_know_is_named(runs):
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_named(runs):
     assert runs.run().returncode == 0
-    shutil.rmtree(runs.folder / "run" / "checkpoints" / "14" / "identity")
-    broken = runs.run("--run.steps", "16")
+    folder = runs.folder / "run" / "checkpoints"
+    shutil.rmtree(folder / "14" / "identity")
+    told = runs.run("--run.steps", "16")
+    assert told.returncode == 0
+    assert f"warning: {folder / '14'}: identity/metadata is missing; it is moved" in told.stderr
+    assert "at step 10" in told.stdout
+    for step in ("14", "16"):
+        shutil.rmtree(folder / step / "identity", ignore_errors=True)
+    broken = runs.run("--run.steps", "18")
     assert broken.returncode == 2
-    assert len(broken.stderr.strip().splitlines()) == 1
-    assert "checkpoints/14: this checkpoint cannot be read" in broken.stderr
+    errors = [line for line in broken.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "16: identity/metadata is missing, and no other checkpoint is left" in errors[0]

@@ -74,7 +74,7 @@ def test_a_run_starts_from_the_weights_and_changes_them_slowly(wan):
     distance = np.abs(found - golden["proj_out.weight"]).max()
     assert 0 < distance < 1e-5
     again = wan.run("--optimizer.learning_rate", "1e-6", "--run.steps", "4")
-    assert "continuing" in again.stdout, again.stderr
+    assert "weights: checkpoint of step" in again.stdout, again.stderr
 
 
 @pytest.mark.parametrize(

@@ -158,11 +158,6 @@ def lay_out(layout: TileLayout, row: int, segments: Sequence[TiledSegment]) -> N
         at = here.stop
 
 
-def tile_count(grid: Grid, block: int) -> int:
-    """Blocks that a sample of (t, h, w) tokens has."""
-    return len(_order(grid, block).tokens)
-
-
 @lru_cache(maxsize=64)
 def _order(grid: Grid, block: int) -> TileOrder:
     return tile_order(grid, block=block)

@@ -7,6 +7,7 @@ from flax import nnx
 
 from alload_jax.models.common.named_tensors import Naming, Tensor
 from alload_jax.models.common.sparse_attention import (
+    forced_state,
     switch_metrics,
     switch_records,
     update_switches,
@@ -43,11 +44,15 @@ class WanFamily(Family):
         """See `Family.update_variables`; layers switch between dense and sparse attention."""
         if config.sparse_attention is None:
             return variables
-        blocks = variables["blocks"]
-        state = blocks["sparse_attention"]["switch"]
-        switched = update_switches(config.sparse_attention, state, auxiliary)
-        sparse = blocks["sparse_attention"] | {"switch": switched}
-        return variables | {"blocks": blocks | {"sparse_attention": sparse}}
+        state = variables["blocks"]["sparse_attention"]["switch"]
+        return _switched(variables, update_switches(config.sparse_attention, state, auxiliary))
+
+    def resumed_variables(self, config: WanConfig, variables: Any) -> Any:
+        """See `Family.resumed_variables`; forced densities are those of the config."""
+        if config.sparse_attention is None:
+            return variables
+        state = variables["blocks"]["sparse_attention"]["switch"]
+        return _switched(variables, forced_state(config.sparse_attention, state))
 
     def step_metrics(
         self, config: WanConfig, variables: Any, auxiliary: dict[str, Any]
@@ -55,13 +60,15 @@ class WanFamily(Family):
         """See `Family.step_metrics`."""
         if config.sparse_attention is None:
             return super().step_metrics(config, variables, auxiliary)
-        return switch_metrics(variables["blocks"]["sparse_attention"]["switch"], auxiliary)
+        state = variables["blocks"]["sparse_attention"]["switch"]
+        return switch_metrics(config.sparse_attention, state, auxiliary)
 
     def layer_records(self, config: WanConfig, variables: Any) -> dict[str, jax.Array]:
         """See `Family.layer_records`."""
         if config.sparse_attention is None:
             return {}
-        return switch_records(variables["blocks"]["sparse_attention"]["switch"])
+        state = variables["blocks"]["sparse_attention"]["switch"]
+        return switch_records(config.sparse_attention, state)
 
     def sampling_defaults(self, config: WanConfig) -> SamplingDefaults:
         """See `Family.sampling_defaults`; guidance and shift are those recommended for 720p."""
@@ -82,6 +89,13 @@ class WanFamily(Family):
     def export_fields(self, config: WanConfig) -> dict[str, Any]:
         """See `Family.export_fields`."""
         return conversion.export_fields(config)
+
+
+def _switched(variables: Any, state: dict[str, Any]) -> Any:
+    """Variables with another state of the layers' switches."""
+    blocks = variables["blocks"]
+    sparse = blocks["sparse_attention"] | {"switch": state}
+    return variables | {"blocks": blocks | {"sparse_attention": sparse}}
 
 
 FAMILY = WanFamily()

@@ -26,7 +26,6 @@ from alload_jax.models.common.tile_layout import (
     empty_layout,
     from_tiles,
     lay_out,
-    tile_count,
     to_tiles,
 )
 from alload_jax.models.families import build_model, family_of
@@ -38,7 +37,8 @@ GRID = (3, 12, 14)
 
 
 def sparse(**fields):
-    return SparseAttentionConfig(**{"min_tokens": 0, "capacities": ()} | fields)
+    loose = {"min_tokens": 0, "capacities": (), "max_density": 0.5, "min_sparsity": 0.8}
+    return SparseAttentionConfig(**loose | fields)
 
 
 def build(config):
@@ -76,7 +76,7 @@ def velocity_and_gradients(config):
 @settings(max_examples=5, deadline=None)
 def test_tiles_hold_each_token_once_and_their_gradient_is_the_inverse(grid):
     tokens = math.prod(grid)
-    layout = empty_layout(2, tokens + 5, tile_count(grid, 64) + 1, 64)
+    layout = empty_layout(2, tokens + 5, -(-tokens // 64) + 1, 64)
     for row, offset in enumerate((0, 5)):
         lay_out(layout, row, [TiledSegment(0, offset, grid)])
     x = np.arange(2 * (tokens + 5) * 3, dtype=np.float32).reshape(2, tokens + 5, 3) + 1
@@ -176,7 +176,8 @@ def test_shorter_lists_hold_the_same_blocks():
 def test_lists_are_compiled_for_falling_densities():
     rules = sparse(max_density=0.5, capacities=(0.1, 0.3))
     assert rules.list_densities() == (0.5, 0.3, 0.1)
-    assert dataclasses.replace(rules, forced=(1.0, 0.2, 0.25)).list_densities() == (0.25,)
+    assert dataclasses.replace(rules, capacities=(0.9, 0.1)).list_densities() == (0.5, 0.1)
+    assert dataclasses.replace(rules, forced=(1.0, 0.2, 0.25)).list_densities() == (0.25, 0.2)
     assert dataclasses.replace(rules, selector="all").list_densities() == (1.0,)
 
 
@@ -371,6 +372,55 @@ def test_forced_layers_never_switch():
     np.testing.assert_allclose(after["density"], [[0.3, 0.3]])
 
 
+def test_a_run_continues_with_the_densities_of_its_config():
+    measured = dataclasses.replace(SMALL, sparse_attention=sparse())
+    _, _, others = nnx.split(build_model(measured, nnx.Rngs(0)), nnx.Param, ...)
+    variables = nnx.to_pure_dict(others)
+    assert jax.tree.all(
+        jax.tree.map(
+            np.array_equal, family_of(measured).resumed_variables(measured, variables), variables
+        )
+    )
+    forced = dataclasses.replace(SMALL, sparse_attention=sparse(forced=(1.0, 0.1, 0.4)))
+    found = family_of(forced).resumed_variables(forced, variables)
+    switch = found["blocks"]["sparse_attention"]["switch"]
+    assert switch["sparse"].tolist() == [False, True, True]
+    np.testing.assert_allclose(switch["density"], [[1.0] * 2, [0.1] * 2, [0.4] * 2])
+
+
+def test_what_is_not_measured_is_not_logged():
+    layers = state_of(sparse=[True])
+    none = measured([0.0] * 2, [0.0] * 2, share=0.0)
+    forced = sparse(selector="pooled", forced=(0.5,))
+    assert sorted(switching.switch_metrics(forced, layers, none)) == [
+        switching.DENSITY,
+        switching.SPARSE_LAYERS,
+    ]
+    everything = switching.switch_metrics(sparse(selector="all", forced=(0.5,)), layers, none)
+    assert everything[switching.DENSITY] == 1
+    assert switching.PREDICTOR_LOSS not in switching.switch_metrics(RULES, layers, none)
+
+
+def test_branches_share_one_array_of_kept_blocks():
+    """Whatever lists there are, one array of the longest is kept for each layer."""
+
+    def kept(capacities):
+        rules = sparse(selector="pooled", capacities=capacities)
+        model = dataclasses.replace(SMALL, sparse_attention=rules, remat="full")
+        graph, params, others = nnx.split(build(model), nnx.Param, ...)
+
+        def loss(params):
+            latents = jnp.zeros((1, GRID[0], 2 * GRID[1], 2 * GRID[2], 1))
+            merged = nnx.merge(graph, params, others)
+            return merged.forward(latents, jnp.zeros(1), jnp.zeros((1, 1), int)).velocity.sum()
+
+        text = str(jax.make_jaxpr(jax.grad(loss))(params))
+        forward = next(line for line in text.splitlines() if "= scan[" in line)
+        return forward.count(":u16[3,"), forward.count(":i32[3,1,2,")
+
+    assert kept(()) == kept((0.3, 0.1))
+
+
 def test_the_family_updates_its_state_and_logs_it():
     config = dataclasses.replace(SMALL, sparse_attention=sparse(dense_steps=0))
     _, _, others = nnx.split(build_model(config, nnx.Rngs(0)), nnx.Param, ...)
@@ -401,8 +451,9 @@ def test_the_family_updates_its_state_and_logs_it():
         ({"block": 32}, "block is 32; it must be 64 or 128"),
         ({"rank": 0}, "rank is 0; it must be at least 1"),
         ({"coverage": 0.0}, "coverage is 0.0; it must be above 0"),
-        ({"capacities": (0.5,)}, r"capacities is \(0.5,\); each must be above 0 and below max_"),
-        ({"min_density": 0.6}, "min_density is 0.6; it must be at most max_density, 0.5"),
+        ({"capacities": (0.0,)}, r"capacities is \(0.0,\); each must be above 0 and at most 1"),
+        ({"min_sparsity": 0.4}, r"min_sparsity is 0.4; it must be at least 1 - max_density, 0.7: "),
+        ({"min_density": 0.6}, "min_density is 0.6; it must be at most max_density, 0.3"),
         ({"forced": (0.5, 1.5)}, r"forced is \(0.5, 1.5\); each must be above 0"),
     ],
 )

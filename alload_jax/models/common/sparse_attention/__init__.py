@@ -8,6 +8,7 @@ switches from dense attention to lists of blocks when both are good enough, by i
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.common.sparse_attention.layer import RowsOfLayer, SparseSelfAttention
 from alload_jax.models.common.sparse_attention.switching import (
+    forced_state,
     number_layers,
     switch_metrics,
     switch_records,
@@ -18,6 +19,7 @@ __all__ = [
     "RowsOfLayer",
     "SparseAttentionConfig",
     "SparseSelfAttention",
+    "forced_state",
     "number_layers",
     "switch_metrics",
     "switch_records",

@@ -7,6 +7,8 @@ from alload_jax.errors import InputError
 
 SelectorName = Literal["predictor", "pooled", "random", "all"]
 
+_MOST_BRANCHES = 3
+"""Most lengths of lists of a layer with forced densities."""
 _NO_SAMPLE = 2**31
 """More tokens than a sample can have."""
 
@@ -37,8 +39,8 @@ class SparseAttentionConfig:
       max_density: density of a layer that has just switched, and the most that lists hold.
       min_density: least density of a head.
       anneal_steps: steps in which the density falls from `max_density` to `min_density`.
-      capacities: lower densities for which shorter lists are compiled. A layer uses the shortest
-        lists that hold its densest head; they are faster to make and take less memory.
+      capacities: densities below `max_density` for which shorter lists are compiled; others are
+        ignored. A layer uses the shortest lists that hold its densest head: they are made faster.
       balance_heads: whether the ranks of a context group get heads of about the same total density
         for split samples, in place of consecutive heads.
       forced: densities of the layers, 1 for dense, in place of the measured ones; null to switch by
@@ -58,10 +60,10 @@ class SparseAttentionConfig:
     min_sparsity: float = 0.8
     min_recall: float = 0.9
     hysteresis: float = 0.05
-    max_density: float = 0.5
+    max_density: float = 0.3
     min_density: float = 0.02
     anneal_steps: int = 500
-    capacities: tuple[float, ...] = (0.2, 0.1)
+    capacities: tuple[float, ...] = (0.1,)
     balance_heads: bool = True
     forced: tuple[float, ...] | None = None
 
@@ -89,9 +91,15 @@ class SparseAttentionConfig:
         if self.min_density > self.max_density:
             wanted = f"it must be at most max_density, {self.max_density}"
             raise InputError(_message("min_density", self.min_density, wanted))
-        if any(not 0 < each < self.max_density for each in self.capacities):
-            wanted = f"each must be above 0 and below max_density, {self.max_density}"
+        if not all(0 < each <= 1 for each in self.capacities):
+            wanted = "each must be above 0 and at most 1"
             raise InputError(_message("capacities", self.capacities, wanted))
+        if self.forced is None and self.min_sparsity < 1 - self.max_density - 1e-9:
+            wanted = (
+                f"it must be at least 1 - max_density, {1 - self.max_density:g}: a layer that is "
+                "less sparse needs longer lists"
+            )
+            raise InputError(_message("min_sparsity", self.min_sparsity, wanted))
         if self.forced is not None and not all(0 < each <= 1 for each in self.forced):
             wanted = "each must be above 0 and at most 1"
             raise InputError(_message("forced", self.forced, wanted))
@@ -108,6 +116,11 @@ class SparseAttentionConfig:
             {"rank": self.rank} if self.selector == "predictor" else {}
         )
 
+    @property
+    def measures(self) -> bool:
+        """Whether the layers ever measure: forced ones only to train their predictors."""
+        return self.forced is None or self.selector == "predictor"
+
     def as_dense(self) -> "SparseAttentionConfig":
         """A config for the same checkpoints, by which the attention of all samples is dense."""
         return replace(self, min_tokens=_NO_SAMPLE)
@@ -117,9 +130,10 @@ class SparseAttentionConfig:
         if self.selector == "all":
             return (1.0,)
         if self.forced is not None:
-            sparse = [each for each in self.forced if each < 1]
-            return (max(sparse, default=self.max_density),)
-        return tuple(sorted({self.max_density, *self.capacities}, reverse=True))
+            sparse = {each for each in self.forced if each < 1} or {self.max_density}
+            return tuple(sorted(sparse, reverse=True)[:_MOST_BRANCHES])
+        lower = {each for each in self.capacities if each < self.max_density}
+        return tuple(sorted({self.max_density, *lower}, reverse=True))
 
 
 def _message(field: str, value: object, wanted: str) -> str:

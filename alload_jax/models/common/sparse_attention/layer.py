@@ -21,7 +21,14 @@ from alload_jax.models.common.segments import PackedMetadata, SplitRows
 from alload_jax.models.common.sparse_attention import switching
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.common.sparse_attention.profile import Profile
-from alload_jax.models.common.sparse_attention.region import Choice, Heads, Rows, attend, measure
+from alload_jax.models.common.sparse_attention.region import (
+    Choice,
+    Heads,
+    Place,
+    Rows,
+    attend,
+    measure,
+)
 from alload_jax.models.common.sparse_attention.selectors import TokensOfLayer, make_selector
 from alload_jax.models.common.sparse_attention.split_rows import attend_split, measure_split
 from alload_jax.models.common.sparse_attention.switching import Switch
@@ -121,7 +128,7 @@ class SparseSelfAttention(nnx.Module):
     def _profile(self, rows: RowsOfLayer, samples: Samples) -> Profile | None:
         """What this step finds; zeros if it does not measure, None where nothing ever does."""
         config = self.config
-        if config.forced is not None and config.selector != "predictor":
+        if not config.measures:
             return None
 
         def found() -> Profile:
@@ -159,9 +166,10 @@ class SparseSelfAttention(nnx.Module):
         samples: Samples,
     ) -> Any:
         """Runs on each device's rows and heads; nothing but split samples is communicated."""
-        place, sharding = (self.switch.step[...], self.switch.layer[...]), rows.sharding
+        switch, sharding = self.switch, rows.sharding
+        place = Place(switch.step[...], switch.layer[...], switch.measured[...])
         if sharding is None or sharding.mesh.size == 1:
-            return run(heads, samples, *place)
+            return run(heads, samples, place)
         by_head = head_spec(sharding)
         of_heads = PartitionSpec(by_head[2])
         split: Any = Heads
@@ -169,10 +177,10 @@ class SparseSelfAttention(nnx.Module):
         return jax.shard_map(
             run,
             mesh=sharding.mesh,
-            in_specs=(in_specs, PartitionSpec(by_head[0]), PartitionSpec(), PartitionSpec()),
+            in_specs=(in_specs, PartitionSpec(by_head[0]), PartitionSpec()),
             out_specs=out_specs(sharding),
             check_vma=False,
-        )(heads, samples, *place)
+        )(heads, samples, place)
 
     def _auxiliary(self, rows: RowsOfLayer, profile: Profile | None) -> Auxiliary:
         shape, num_heads = rows.sample_shape, rows.heads[0].shape[2]
@@ -200,10 +208,10 @@ def _attend_rows(
     list_density: float,
     heads: Heads,
     samples: Samples,
-    step: jax.Array,
-    layer: jax.Array,
+    place: Place,
 ) -> jax.Array:
-    choice = Choice(config, list_density, within, step, layer)
+    kept_density = config.list_densities()[0]
+    choice = Choice(config, list_density, kept_density, within, place)
     if isinstance(samples, PackedMetadata) and samples.split is not None:
         return attend_split(heads, samples.split, choice)
     return attend(heads, _rows(samples), choice)
@@ -214,10 +222,9 @@ def _measure_rows(
     within: Within | None,
     heads: Heads,
     samples: Samples,
-    step: jax.Array,
-    layer: jax.Array,
+    place: Place,
 ) -> Profile:
-    choice = Choice(config, 1.0, within, step, layer)
+    choice = Choice(config, 1.0, 1.0, within, place)
     if isinstance(samples, PackedMetadata) and samples.split is not None:
         return measure_split(heads, samples, choice)
     return measure(heads, _rows(samples), choice)

@@ -53,7 +53,7 @@ def sample_attention(
     query: jax.Array,
     key: jax.Array,
     layout: TileLayout,
-    step: jax.Array,
+    measured: jax.Array,
     config: SparseAttentionConfig,
 ) -> Sample:
     """Exact attention of evenly spaced blocks of queries, others in each measurement.
@@ -62,15 +62,14 @@ def sample_attention(
       query: [R, N, block, num_heads, head_dim], in tiles.
       key: [R, N, block, num_heads, head_dim], in tiles.
       layout: of the tiles.
-      step: int32 scalar, training step.
-      config: its `profile_blocks` and `profile_every`.
+      measured: int32 scalar, number of measurements before this one.
+      config: its `profile_blocks`.
     """
     number = min(config.profile_blocks, layout.blocks)
-    shift = step // config.profile_every
 
     def of_row(query: jax.Array, key: jax.Array, tokens: jax.Array, segments: jax.Array) -> Sample:
         used = jnp.maximum(jnp.sum(tokens > 0), 1)
-        chosen = (jnp.arange(number) * used // number + shift) % used
+        chosen = (jnp.arange(number) * used // number + measured) % used
         of_block = partial(_attention_of_block, query, key, tokens, segments)
         return Sample(chosen, *jax.lax.map(of_block, chosen))
 

@@ -1,7 +1,7 @@
 """Sparse attention within the samples that one device holds, of some heads, and its profile."""
 
 import math
-from functools import partial
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -60,22 +60,37 @@ class Rows(NamedTuple):
     slots: int
 
 
+class Place(NamedTuple):
+    """Where training and the layer are, int32 scalars.
+
+    Attributes:
+      step: training step.
+      layer: number of the layer.
+      measured: measurements of the layer so far.
+    """
+
+    step: jax.Array
+    layer: jax.Array
+    measured: jax.Array
+
+
 class Choice(NamedTuple):
     """How blocks are chosen.
 
     Attributes:
       config: the layer's.
       list_density: the most that lists hold, as a share of the longest sample's blocks.
+      kept_density: likewise, of the longest lists of the layer: all are kept in arrays of their
+        size, so that the branches of a conditional share them.
       within: dense attention within segments; None for rows of one sample each.
-      step: int32 scalar, training step.
-      layer: int32 scalar, number of the layer.
+      place: where training and the layer are.
     """
 
     config: SparseAttentionConfig
     list_density: float
+    kept_density: float
     within: Within | None
-    step: jax.Array
-    layer: jax.Array
+    place: Place
 
 
 def attend(heads: Heads, rows: Rows, choice: Choice) -> jax.Array:
@@ -106,7 +121,7 @@ def measure(heads: Heads, rows: Rows, choice: Choice) -> Profile:
         per_head = jnp.zeros((*none.shape, len(heads.number)))
         return Profile(none, per_head, per_head, per_head)
     query, key = (whole_blocks(x, layout) for x in (heads.query, heads.key))
-    sample = sample_attention(query, key, layout, choice.step, config)
+    sample = sample_attention(query, key, layout, choice.place.measured, config)
     of_block = jnp.take_along_axis(layout.segments, sample.block, axis=1)
     segments = of_block[..., None] == jnp.arange(rows.slots)
     return profile(sample, _scores(heads, layout, choice), segments, config)
@@ -125,14 +140,18 @@ def _dense(
 
 
 def _scores(heads: Heads, layout: TileLayout, choice: Choice) -> PooledScores | jax.Array:
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), choice.step), choice.layer)
+    place = choice.place
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), place.step), place.layer)
     return block_scores(choice.config, heads.features, layout, heads.number, key)
 
 
 def _lists(heads: Heads, layout: TileLayout, choice: Choice) -> BlockLists:
     """The chosen blocks, named so that a recomputed layer cannot choose otherwise."""
     density = jnp.ones_like(heads.density) if choice.config.selector == "all" else heads.density
-    most = min(layout.blocks, math.ceil(choice.list_density * layout.longest))
+    most, kept = (
+        min(layout.blocks, math.ceil(density * layout.longest))
+        for density in (choice.list_density, choice.kept_density)
+    )
     share = density[None, :, None] * layout.blocks_of_segment()[:, None]
     lists = top_k_blocks(
         _scores(heads, layout, choice),
@@ -144,4 +163,8 @@ def _lists(heads: Heads, layout: TileLayout, choice: Choice) -> BlockLists:
         query_block=layout.block,
         key_block=layout.block,
     )
-    return jax.tree.map(partial(checkpoint_name, name=BLOCK_LISTS), lists)
+    # Half the bytes of int32 wherever a row has fewer than 4 million tokens.
+    small = jnp.uint16 if layout.blocks <= jnp.iinfo(jnp.uint16).max else jnp.int32
+    indices = jnp.pad(lists.indices.astype(small), ((0, 0),) * 3 + ((0, kept - most),))
+    indices = checkpoint_name(indices, BLOCK_LISTS)[..., :most].astype(jnp.int32)
+    return replace(lists, indices=indices, counts=checkpoint_name(lists.counts, BLOCK_LISTS))

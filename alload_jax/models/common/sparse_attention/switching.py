@@ -50,10 +50,25 @@ def number_layers(switch: Switch, config: SparseAttentionConfig, layers: int) ->
     """Gives stacked layers their numbers, and their forced densities."""
     config.check_layers(layers)
     switch.layer[...] = jnp.arange(layers, dtype=jnp.int32)
-    if config.forced is not None:
-        forced = jnp.asarray(config.forced)
-        switch.sparse[...] = forced < 1
-        switch.density[...] = jnp.broadcast_to(forced[:, None], switch.density.shape)
+    given = forced_state(config, {"density": switch.density[...]})
+    switch.density[...] = given["density"]
+    switch.sparse[...] = given.get("sparse", switch.sparse[...])
+
+
+def forced_state(config: SparseAttentionConfig, state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the forced densities of the config, if it has any.
+
+    A run may be continued with other densities than those of its checkpoint.
+
+    Args:
+      config: its `forced`.
+      state: values of `Switch`, stacked over layers.
+    """
+    if config.forced is None:
+        return state
+    forced = jnp.asarray(config.forced)
+    density = jnp.broadcast_to(forced[:, None], state["density"].shape)
+    return state | {"sparse": forced < 1, "density": density}
 
 
 def update_switches(
@@ -81,32 +96,36 @@ def update_switches(
     return state | {"sparse": sparse, "density": density}
 
 
-def switch_metrics(state: dict[str, Any], auxiliary: Auxiliary) -> dict[str, jax.Array]:
-    """Scalars to log: averages over layers and heads, and the predictor's last loss.
+def switch_metrics(
+    config: SparseAttentionConfig, state: dict[str, Any], auxiliary: Auxiliary
+) -> dict[str, jax.Array]:
+    """Scalars to log: averages over layers and heads of what is measured.
 
     Args:
+      config: which says what is.
       state: values of `Switch` after the step, stacked over layers.
       auxiliary: means over the samples of the step, [layers, ...]; others are logged as they are.
     """
     own = (PROFILED, SPARSITY, RECALL, PREDICTOR_LOSS)
     metrics = {name: jnp.mean(value) for name, value in auxiliary.items() if name not in own}
-    records = switch_records(state)
-    return metrics | {
-        SPARSITY: records["sparsity"].mean(),
-        RECALL: records["recall"].mean(),
-        SPARSE_LAYERS: records["sparse"].mean(dtype=jnp.float32),
-        DENSITY: records["density"].mean(),
-        PREDICTOR_LOSS: state["loss"].mean(),
-    }
+    records = switch_records(config, state)
+    if config.measures:
+        metrics |= {SPARSITY: records["sparsity"].mean(), RECALL: records["recall"].mean()}
+    if config.selector == "predictor":
+        metrics[PREDICTOR_LOSS] = state["loss"].mean()
+    sparse_layers = records["sparse"].mean(dtype=jnp.float32)
+    return metrics | {SPARSE_LAYERS: sparse_layers, DENSITY: records["density"].mean()}
 
 
-def switch_records(state: dict[str, Any]) -> dict[str, jax.Array]:
+def switch_records(config: SparseAttentionConfig, state: dict[str, Any]) -> dict[str, jax.Array]:
     """What runs record of each layer: sparsity, recall and density by head, and whether sparse.
 
     Args:
+      config: its selector.
       state: values of `Switch`, stacked over layers.
     """
-    density = jnp.where(state["sparse"][:, None], state["density"], 1.0)
+    density = 1.0 if config.selector == "all" else state["density"]
+    density = jnp.where(state["sparse"][:, None], density, jnp.ones_like(state["density"]))
     measured = {name: state[name] for name in ("sparsity", "recall", "sparse")}
     return measured | {"density": density}
 

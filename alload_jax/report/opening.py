@@ -1,0 +1,120 @@
+"""What a run says before its first step: what it will do, and what may surprise."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from alload_jax.distributed.cluster import first_process
+from alload_jax.planning.cost import CostModel, in_seconds
+from alload_jax.planning.metrics import PlanMetrics, plan_metrics
+from alload_jax.planning.plan import Plan
+
+_POOR_FILL = 0.6
+"""Share of M_mem that micro-batches fill on average, below which the plan is poor."""
+_FEW_SAMPLES = 20
+"""Samples for each program to compile, below which programs are too many."""
+_NAMED = 6
+"""Most changed settings that are named."""
+
+
+class Opening(NamedTuple):
+    """What there is to say.
+
+    Attributes:
+      plan: of the run.
+      policy: name of its policy.
+      m_mem: most tokens of a micro-batch; None if not bounded.
+      cost_model: that the plan is balanced by.
+      steps: optimizer steps of the run.
+      start: steps done already.
+      weights: where the weights come from.
+    """
+
+    plan: Plan
+    policy: str
+    m_mem: int | None
+    cost_model: CostModel
+    steps: int
+    start: int
+    weights: str
+
+
+def show_opening(opening: Opening, changed: str) -> None:
+    """Prints what the run will do; warnings go to stderr. Only the first process prints."""
+    if not first_process():
+        return
+    lines, warnings = opening_lines(opening)
+    print("\n".join([*lines, *([changed] if changed else [])]), flush=True)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+
+def opening_lines(opening: Opening) -> tuple[list[str], list[str]]:
+    """Lines on what the run will do, and warnings about its plan."""
+    plan, seq_len = opening.plan, opening.plan.samples.seq_len
+    found = plan_metrics(plan.epoch(0), seq_len, opening.cost_model, opening.m_mem)
+    epochs = opening.steps / found.steps
+    lengths = f"{seq_len.min():,} to {seq_len.max():,} tokens"
+    lines = [
+        f"data: {len(seq_len):,} samples of {lengths}; an epoch has {found.steps:,} steps, the run "
+        f"{opening.steps:,} ({epochs:,.1f} epochs)",
+        f"steps: {found.samples / found.steps:,.1f} samples on {_ranks(plan)} by {opening.policy}, "
+        f"{_fill(found, opening.m_mem)}; programs to compile: {found.buckets}",
+        *_predicted(found, opening),
+        f"weights: {opening.weights}",
+    ]
+    return lines, _warnings(found, opening)
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """A line on the settings that differ from a run's last start; "" if none does.
+
+    Args:
+      before: values of the last start by dotted key; missing ones were not known then.
+      now: values of this start.
+    """
+    other = [key for key, value in now.items() if key in before and before[key] != value]
+    if not other:
+        return ""
+    named = [f"{key} {before[key]} → {now[key]}" for key in other[:_NAMED]]
+    more = f" and {len(other) - _NAMED} more" if len(other) > _NAMED else ""
+    return f"changed since the last start: {', '.join(named)}{more}"
+
+
+def _ranks(plan: Plan) -> str:
+    ranks = plan.topology.ranks
+    return f"{ranks:,} rank{'s' * (ranks > 1)}"
+
+
+def _fill(found: PlanMetrics, m_mem: int | None) -> str:
+    padding = f"{found.padding:.1%} padding"
+    if found.utilisation is None:
+        return padding
+    return f"{found.utilisation:.0%} of m_mem ({m_mem:,} tokens) filled, {padding}"
+
+
+def _predicted(found: PlanMetrics, opening: Opening) -> list[str]:
+    """The predicted time, if the cost model predicts seconds."""
+    if not in_seconds(opening.cost_model):
+        return []
+    each = found.cost / found.steps
+    left = each * max(0, opening.steps - opening.start)
+    return [
+        f"predicted: {each:,.2f} s a step, {left / 3600:,.1f} h for what is left, without "
+        f"compilation; ranks wait {found.idle:.1%} of the time"
+    ]
+
+
+def _warnings(found: PlanMetrics, opening: Opening) -> list[str]:
+    samples, warnings = len(opening.plan.samples.seq_len), []
+    if found.utilisation is not None and found.utilisation < _POOR_FILL:
+        warnings.append(
+            f"micro-batches fill {found.utilisation:.0%} of planning.m_mem on average; lower "
+            "planning.m_mem, raise planning.m_comp, or compare policies with `alload plan`"
+        )
+    if found.buckets > 1 and samples < _FEW_SAMPLES * found.buckets:
+        warnings.append(
+            f"{found.buckets} programs are compiled for {samples:,} samples; prepare fewer sizes, "
+            "or choose a packed planning.policy where the device has one"
+        )
+    return warnings

@@ -1,0 +1,54 @@
+"""Checksums of a checkpoint's files, by which bit rot is found before it is trained on."""
+
+import json
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+CHECKSUMS_NAME = "checksums.json"
+_LATER_FILES = (CHECKSUMS_NAME, "_CHECKPOINT_METADATA")
+"""Files in a checkpoint's folder that change after the checksums are taken."""
+_PIECE = 1 << 24
+_THREADS = 4
+
+
+def write_checksums(folder: Path) -> None:
+    """Writes the size and CRC-32 of every file of a checkpoint into its folder."""
+    files = sorted(_files(folder))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        sums = list(pool.map(lambda name: _checksum(folder / name), files))
+    content = {name: list(each) for name, each in zip(files, sums, strict=True)}
+    (folder / CHECKSUMS_NAME).write_text(json.dumps({"files": content}) + "\n")
+
+
+def damage(folder: Path) -> str:
+    """What differs from the checksums of a checkpoint; "" if nothing, or if it has none."""
+    try:
+        files = json.loads((folder / CHECKSUMS_NAME).read_text())["files"]
+        known = {str(name): (int(size), int(crc)) for name, (size, crc) in files.items()}
+    except FileNotFoundError:  # of an old version
+        return ""
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{CHECKSUMS_NAME} is damaged"
+    if missing := sorted(known.keys() - set(_files(folder))):
+        return f"{missing[0]} is missing"
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda name: _checksum(folder / name), known)
+        wrong = [name for name, each in zip(known, found, strict=True) if each != known[name]]
+    return f"{wrong[0]} is damaged" if wrong else ""
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name not in _LATER_FILES:
+            yield str(path.relative_to(folder))
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    """Bytes and CRC-32 of a file."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            size, crc = size + len(piece), zlib.crc32(piece, crc)
+    return size, crc
