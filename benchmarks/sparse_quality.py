@@ -520,7 +520,9 @@ def describe_run(result: Any, config: Any) -> dict[str, Any]:
     last = {name: [rounded(each, 4) for each in layers[-1][name]] for name in mean}
     return {
         "loss": rounded([row["loss"] for row in rows]),
-        "predictor_loss": rounded([row["attention_predictor_loss"] for row in rows[::10]], 4),
+        "predictor_loss": rounded(
+            [row.get("attention_predictor_loss", 0.0) for row in rows[::10]], 4
+        ),
         "step_seconds": {
             "dense": round(float(np.median(seconds[1 : max(2, dense_steps)])), 5),
             "last": round(float(np.median(seconds[-max(1, len(seconds) // 5) :])), 5),

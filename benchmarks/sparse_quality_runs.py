@@ -257,7 +257,9 @@ def _mass(
 ) -> dict[str, jax.Array]:
     """What `measuring_lists` measures on held-out clips, means over them: [layers, num_heads]."""
     none = jnp.zeros_like(switch_of(weights.variables)["step"])
-    weights = weights._replace(variables=with_switch(weights.variables, step=none))
+    # The same blocks of queries for all runs.
+    variables = with_switch(weights.variables, step=none, measured=none)
+    weights = weights._replace(variables=variables)
     model = nnx.merge(abstract_model(config.model).graph, weights.merged())
     shape = clips.shape[1:]
     data = to_latents(clips).reshape(-1, rows, *shape)
@@ -292,7 +294,7 @@ def _measure_lists(heads: region.Heads, rows: region.Rows, choice: region.Choice
     layout = rows.layout
     assert layout is not None
     query, key = (whole_blocks(x, layout) for x in (heads.query, heads.key))
-    found = sample_attention(query, key, layout, choice.step, choice.config)
+    found = sample_attention(query, key, layout, choice.place.measured, choice.config)
     lists = region._lists(heads, layout, choice)
     place = found.block[:, None, :, None]
     indices = jnp.take_along_axis(lists.indices, place, axis=2)
