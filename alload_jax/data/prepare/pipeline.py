@@ -21,6 +21,7 @@ from alload_jax.data.prepare.work_folder import (
     UnitReport,
     claimed,
     read_report,
+    remove_all,
     remove_work_folder,
 )
 from alload_jax.data.store import finish_store, is_finished
@@ -156,7 +157,7 @@ def _finish(out: Path, units: int, path: Path | None) -> UnitReport:
         write_skipped(path, total.skipped)
     if not total.used:
         reasons = "; ".join(f"{row.path}: {row.reason}" for row in total.skipped[:2])
-        remove_work_folder(out)
+        remove_all(out)
         raise InputError(f"{out}: no file can be used ({reasons}, …)")
     finish_store(out, shards=units)
     if path is None:

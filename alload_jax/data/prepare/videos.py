@@ -1,5 +1,6 @@
 """Decodes a video by its time stamps: frames at a fixed rate, upright, progressive."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -20,6 +21,7 @@ _FORMATS = (
 )
 _OPTIONS = {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}
 _LONGEST_HOLD = 60  # seconds; a longer gap is a damaged time stamp
+_EARLY = Fraction(3, 10)  # places by which a frame may be shown early
 _LATE_END = 0.25  # seconds by which frames may end before the header says
 _STILLS = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"RIFF": "WebP", b"BM": "BMP"}
 
@@ -75,8 +77,8 @@ def _damage_named(what: str) -> Iterator[None]:
 def frames_at(container: Any, fps: Fraction) -> Iterator[TimedFrame]:
     """Decodes the first video stream and resamples it to `fps` by presentation times.
 
-    A place shows the last frame whose time, rounded to the nearest place, is not after it, as
-    FFmpeg's filter `fps` does. Interlaced frames are deinterlaced (yadif).
+    A place shows the last frame that begins before it, or at most 0.3 places after it: time stamps
+    are often rounded to milliseconds. Interlaced frames are deinterlaced (yadif).
 
     Raises:
       UnusableError: decoding fails, or time stamps jump. What was yielded before is sound.
@@ -85,8 +87,9 @@ def frames_at(container: Any, fps: Fraction) -> Iterator[TimedFrame]:
     last, held, until = 0, None, 0
     for frame, begin, end in _timed(container):
         first = begin if first is None else first
-        place = int((begin - first) * fps + Fraction(1, 2))
+        place = max(0, math.ceil((begin - first) * fps - _EARLY))
         if held is not None and place - last > _LONGEST_HOLD * fps:
+            yield TimedFrame(last, held)
             seconds = float((place - last) / fps)
             raise UnusableError(f"time stamps jump by {seconds:,.0f} s")
         if held is not None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from alload_jax.data.store.shard_files import partial_folder
 from alload_jax.errors import InputError
 
 _SETTINGS = "settings.json"
@@ -81,7 +82,7 @@ def claimed(out: Path, flags: dict[str, Any]) -> Iterator[None]:
 
 def _require_no_other(out: Path, folder: Path) -> None:
     """Refuses shards whose settings are not known."""
-    partial = out.with_name(f"{out.name}.partial")
+    partial = partial_folder(out)
     if not (folder / _SETTINGS).exists() and partial.is_dir() and any(partial.iterdir()):
         raise InputError(f"{partial}: holds shards of another command; remove it")
 
@@ -132,6 +133,12 @@ def remove_work_folder(out: Path) -> None:
     """Removes the work folder at once, which ends a preparation."""
     work_folder(out).rename(_removed(out))
     shutil.rmtree(_removed(out))
+
+
+def remove_all(out: Path) -> None:
+    """Removes the work folder and the shards of a preparation."""
+    shutil.rmtree(partial_folder(out), ignore_errors=True)
+    remove_work_folder(out)
 
 
 def _report_path(out: Path, number: int) -> Path:
