@@ -9,10 +9,8 @@ from alload_jax.commands.bench_output import require_place
 from alload_jax.commands.data_tables import bucket_table, store_table
 from alload_jax.commands.flags import triple
 from alload_jax.data.manifest import Manifest, read_manifest
-from alload_jax.data.store import damaged_records, merge_stores
 from alload_jax.errors import InputError
 from alload_jax.planning.geometry import Geometry
-from alload_jax.report.contact_sheet import write_contact_sheet
 
 HELP = "Show, check or merge data folders."
 
@@ -54,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
+    from alload_jax.data.store import merge_stores
+
     for flag in ("--patch-size", "--check", "--sheet", "--samples"):
         _require_absent(options, flag, "does not apply to merge")
     if options.out is None:
@@ -75,6 +75,9 @@ def _show(options: argparse.Namespace) -> int:
     console.print(store_table(manifest, patch_size))
     console.print(bucket_table(manifest, patch_size))
     if options.sheet:
+        # Imported here because Matplotlib takes a while to import.
+        from alload_jax.report.contact_sheet import write_contact_sheet
+
         write_contact_sheet(options.sheet, manifest, samples)
         print(f"written: {options.sheet}")
     return _check(manifest) if options.check else 0
@@ -95,6 +98,8 @@ def _sheet_samples(options: argparse.Namespace) -> int:
 
 def _check(manifest: Manifest) -> int:
     """Reads every record; prints the damaged ones."""
+    from alload_jax.data.store import damaged_records
+
     damaged = 0
     for line in damaged_records(manifest):
         print(line)

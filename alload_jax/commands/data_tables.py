@@ -8,7 +8,7 @@ import rich.box
 from rich.table import Table
 from rich.text import Text
 
-from alload_jax.data.manifest import FPS, Manifest
+from alload_jax.data.manifest import Manifest
 from alload_jax.planning.geometry import Triple
 
 _MOST_BUCKETS = 30
@@ -69,10 +69,9 @@ def bucket_table(manifest: Manifest, patch_size: Triple) -> Table:
 def _video(manifest: Manifest) -> str:
     frames = manifest.shape[:, 0]
     count = int(frames[frames > 1].sum())
-    fps = manifest.origin.get(FPS)
-    if isinstance(fps, int | float) and fps > 0:
-        return f"{count / fps / 3600:,.3f} hours: {count:,} frames at {fps:g} fps"
-    return f"{count:,} frames; the origin names no fps"
+    if manifest.fps is None:
+        return f"{count:,} frames; the origin names no fps"
+    return f"{count / manifest.fps / 3600:,.3f} hours: {count:,} frames at {manifest.fps:g} fps"
 
 
 def _condition(manifest: Manifest) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ METADATA_KEY = b"alload-manifest"
 CAPTION = "caption"
 """Column of texts in words; null where a sample has none. Older manifests lack it."""
 VAE, FPS = "vae", "fps"
-"""Names in the origin: the VAE of the latents, and the frames per second of the videos."""
+"""Names in the origin: the VAE of the latents; frames per second of the videos, a number or text
+such as 30000/1001."""
 SCHEMA = pa.schema(
     {
         "shard": pa.string(),
@@ -79,6 +81,15 @@ class Manifest:
         frames, height, width = self.shape.T
         columns = {"frames": frames, "height": height, "width": width}
         return samples_from_columns(columns, self.geometry(patch_size), str(self.path))
+
+    @property
+    def fps(self) -> float | None:
+        """Frames per second of the videos; None if the origin does not say."""
+        try:
+            value = float(Fraction(str(self.origin.get(FPS))))
+        except (ValueError, ZeroDivisionError):
+            return None
+        return value if value > 0 else None
 
     def longest_text(self) -> int:
         """Returns the maximum number of condition tokens of a sample, at least 1."""

@@ -1,8 +1,10 @@
 """A contact sheet: frames of some samples of a store, with their captions, as one picture."""
 
+import functools
 import textwrap
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
@@ -108,10 +110,17 @@ def _strip(cells: list[Image.Image]) -> Image.Image:
 
 def _text(lines: list[str], colour: tuple[int, int, int]) -> Image.Image:
     page = Image.new("RGB", (_WIDTH, len(lines) * _LINE + _GAP), _PAPER)
-    draw, font = ImageDraw.Draw(page), ImageFont.load_default(size=15)
+    draw, font = ImageDraw.Draw(page), _font()
     for number, line in enumerate(lines):
         draw.text((_GAP, number * _LINE), line, fill=colour, font=font)
     return page
+
+
+@functools.cache
+def _font() -> ImageFont.FreeTypeFont:
+    # Pillow's own font lacks × and accents; Matplotlib's has Latin, Greek and Cyrillic.
+    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    return ImageFont.truetype(path, 14)
 
 
 def _stack(parts: list[Image.Image]) -> Image.Image:

@@ -466,7 +466,17 @@ def test_planning_from_the_command_line_needs_no_jax(folder):
 
 
 def test_no_help_needs_jax():
-    names = ["", "plan", "prepare", "sample", "export", "bench", "bench kernel", "bench step"]
+    names = [
+        "",
+        "plan",
+        "prepare",
+        "data",
+        "sample",
+        "export",
+        "bench",
+        "bench kernel",
+        "bench step",
+    ]
     code = (
         "import sys; from alload_jax import cli\n"
         f"for name in {names}:\n"

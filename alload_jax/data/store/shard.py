@@ -28,7 +28,7 @@ class ShardWriter:
     """Writes a shard of a store. It appears with its sidecar when it is complete, or not at all.
 
     Shards of one store may be written in any order, by any process. The same samples give the same
-    bytes. `finish_store` makes the store of them.
+    bytes. `finish_store` makes the store of them::
 
         for number, clips in enumerate(parts):
             if not is_finished(folder, number):

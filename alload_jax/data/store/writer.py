@@ -31,13 +31,13 @@ WriterMode = Literal["new", "resume", "append"]
 class StoreWriter:
     """Writes a data folder: it appears when the writer closes without an error.
 
-    Use as a context manager:
+    Use as a context manager::
 
         with StoreWriter(folder, vae_stride=(4, 8, 8)) as writer:
             writer.add(latents, condition, size=(81, 480, 832))
 
     Until then the shards are in FOLDER.partial. After an exception this folder holds every sample,
-    after a kill every finished shard. A writer with mode "resume" goes on from there:
+    after a kill every finished shard. A writer with mode "resume" goes on from there::
 
         with StoreWriter(folder, vae_stride=(4, 8, 8), mode="resume") as writer:
             for latents, condition, size in clips[writer.written :]:
