@@ -361,6 +361,20 @@ def test_writers_of_the_same_shard_do_not_disturb_each_other(tmp_path):
     assert_store_holds(store, samples)
 
 
+@pytest.mark.parametrize("late", [random_samples(3), random_samples(3, seed=1)])
+def test_a_shard_that_is_written_again_is_replaced_where_it_differs(tmp_path, late):
+    store = tmp_path / "store"
+    write_shard(store, 0, random_samples(3))
+    shard = tmp_path / "store.partial" / "shard-00000.arrayrecord"
+    before = shard.stat().st_ino
+    write_shard(store, 0, late)
+    same = np.array_equal(late[0].latents, random_samples(3)[0].latents)
+    assert (shard.stat().st_ino == before) == same
+    assert len(list(shard.parent.iterdir())) == 2
+    finish_store(store)
+    assert_store_holds(store, late)
+
+
 def test_a_failed_shard_leaves_nothing(tmp_path):
     def write_and_fail():
         with ShardWriter(tmp_path / "store", 3, **PIXELS) as shard:

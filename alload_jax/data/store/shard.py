@@ -14,6 +14,7 @@ from alload_jax.data import record as records
 from alload_jax.data.manifest import ROW_SCHEMA
 from alload_jax.data.store.checks import SampleChecks
 from alload_jax.data.store.shard_files import (
+    finished_shard,
     partial_folder,
     replace_by,
     shard_name,
@@ -140,12 +141,17 @@ class ShardWriter:
         Raises:
           OSError: the disk is full, or the file cannot be written.
         """
+        rows, notes = pa.Table.from_pylist(self._rows, schema=ROW_SCHEMA), self._notes()
         try:
             self._close()
+            there = finished_shard(self._folder, self._number)
+            # A late writer of equal samples must not disturb those who read the shard by now.
+            if there and there.rows.equals(rows) and notes.items() <= there.notes.items():
+                return
             # The shard that is replaced must not pass for finished by the old sidecar.
             sidecar(self._path.parent, self._number).unlink(missing_ok=True)
             replace_by(self._path, self._unfinished)
-            self._write_sidecar()
+            write_sidecar(self._folder, self._number, rows, notes)
         finally:
             self._unfinished.unlink(missing_ok=True)
 
@@ -167,12 +173,10 @@ class ShardWriter:
                 f"{self._path}: cannot be written ({reason}); is the disk full?"
             ) from None
 
-    def _write_sidecar(self) -> None:
-        notes = {
+    def _notes(self) -> dict[str, Any]:
+        return {
             "vae_stride": list(self._stride),
             "text_dim": self._checks.text_dim if self._rows else None,
             "origin": self._origin,
             "record_bytes": self.record_bytes,
         }
-        rows = pa.Table.from_pylist(self._rows, schema=ROW_SCHEMA)
-        write_sidecar(self._folder, self._number, rows, notes)
