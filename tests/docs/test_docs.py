@@ -98,7 +98,15 @@ def test_alload_commands_that_need_no_file_run(tmp_path, monkeypatch):
 def test_flags_in_the_text_exist(page, capsys):
     named = set(re.findall(r"`(--[\w-]+)[^`.]*`", prose(page)))
     known = {"--help", "--print_config", "--requeue", "--signal"}
-    for words in (["plan"], ["calibrate"], ["data"], ["sample"], ["export"], *BENCHES):
+    for words in (
+        ["plan"],
+        ["calibrate"],
+        ["data"],
+        ["prepare", "media"],
+        ["sample"],
+        ["export"],
+        *BENCHES,
+    ):
         with pytest.raises(SystemExit):
             alload([*words, "--help"])
         known |= set(re.findall(r"--[\w-]+", capsys.readouterr().out))

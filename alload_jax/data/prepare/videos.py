@@ -19,6 +19,7 @@ _FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,m4v,h264,hevc,asf,flv,ogg,gif,"
     "mxf,dv,yuv4mpegpipe,ivf,obu,rm,nut,mp3,wav,aac,flac"
 )
+# Of the container alone: as options of its streams too they crash PyAV 14 to 17 on MPEG files.
 _OPTIONS = {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}
 _LONGEST_HOLD = 60  # seconds; a longer gap is a damaged time stamp
 _EARLY = Fraction(3, 10)  # places by which a frame may be shown early
@@ -52,7 +53,7 @@ def opened_video(source: Source) -> Iterator[Any]:
         if kind and (kind != "WebP" or start[8:] == b"WEBP"):
             raise UnusableError(f"{kind} image with the suffix of a video; rename it")
         with _damage_named("not a video, or damaged"):
-            container = av.open(file, options=_OPTIONS)
+            container = av.open(file, container_options=_OPTIONS)
         with container:
             if not container.streams.video:
                 what = "audio only" if container.streams.audio else "no video stream"
