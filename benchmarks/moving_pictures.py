@@ -1,0 +1,140 @@
+"""Cuts short clips out of video files, for benchmarks/sparse_quality.py.
+
+    python benchmarks/moving_pictures.py VIDEOS --out clips.npz
+
+Needs the extra `media`. VIDEOS is a folder of video files of any kind and length. Each is read at
+about `--fps` frames a second and made smaller, and up to `--clips` clips of consecutive frames are
+cut out of its middle, evenly spaced in time. Videos are held out whole: none of their clips is
+trained on. A file `sources.csv` in the folder can say where videos come from and which are held
+out, with the columns file, source, licence and held_out (1 or 0); files that it does not list are
+then left out. Without it, every fifth file is held out.
+
+The NPZ holds clips [N, frames, size, size, 3] uint8, video [N] and, as JSON, what is known of each
+video.
+"""
+
+import argparse
+import csv
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from alload_jax.errors import InputError, run_command
+
+_EVERY = 5
+"""Without sources.csv, each fifth video is held out."""
+
+
+@dataclass(frozen=True)
+class Clips:
+    """Clips of several videos.
+
+    Attributes:
+      pixels: [N, frames, size, size, 3] uint8.
+      video: [N] int, index of each clip's video.
+      videos: of each video its file, sha256, source, licence, clips, and whether it is held out.
+    """
+
+    pixels: np.ndarray
+    video: np.ndarray
+    videos: list[dict[str, Any]]
+
+    def of(self, held_out: bool) -> np.ndarray:
+        """Indices of the clips whose videos are held out, or of the others."""
+        return np.flatnonzero([self.videos[n]["held_out"] == held_out for n in self.video])
+
+
+def read_clips(path: Path) -> Clips:
+    """Reads what this program has written."""
+    with np.load(path) as file:
+        return Clips(file["clips"], file["video"], json.loads(str(file["videos"])))
+
+
+def main(argv: list[str]) -> int:
+    """Cuts the clips and writes them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("videos", type=Path, help="folder of video files")
+    parser.add_argument("--out", type=Path, required=True, help="the NPZ to write")
+    parser.add_argument("--frames", type=int, default=20, help="frames of a clip (default 20)")
+    parser.add_argument("--size", type=int, default=72, help="pixels of a side (default 72)")
+    parser.add_argument("--fps", type=float, default=10, help="frames a second (default 10)")
+    parser.add_argument("--clips", type=int, default=2, help="most clips of a video (default 2)")
+    options = parser.parse_args(argv)
+    clips: list[np.ndarray] = []
+    video: list[int] = []
+    videos: list[dict[str, Any]] = []
+    for entry in listed(options.videos):
+        path = options.videos / entry["file"]
+        cut = cut_clips(path, options.frames, options.size, options.fps, options.clips)
+        if not cut:
+            print(f"{path.name}: shorter than {options.frames} frames, left out", file=sys.stderr)
+            continue
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        video += [len(videos)] * len(cut)
+        videos.append(entry | {"sha256": digest, "clips": len(cut)})
+        clips += cut
+    if not clips:
+        raise InputError(f"{options.videos}: holds no video of {options.frames} frames")
+    np.savez_compressed(
+        options.out, clips=np.stack(clips), video=np.array(video), videos=json.dumps(videos)
+    )
+    held = sum(each["held_out"] for each in videos)
+    print(
+        f"{options.out}: {len(clips)} clips of {len(videos)} videos, {held} of them held out, "
+        f"{options.out.stat().st_size / 1e6:.1f} MB"
+    )
+    return 0
+
+
+def listed(folder: Path) -> list[dict[str, Any]]:
+    """The videos to read, in order, as sources.csv or the folder says."""
+    table = folder / "sources.csv"
+    if not table.is_file():
+        files = sorted(path.name for path in folder.iterdir() if path.is_file())
+        return [{"file": name, "held_out": n % _EVERY == 0} for n, name in enumerate(files)]
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [row | {"held_out": row.get("held_out") == "1"} for row in rows]
+
+
+def cut_clips(path: Path, frames: int, size: int, fps: float, most: int) -> list[np.ndarray]:
+    """Up to `most` clips [frames, size, size, 3] of a video; none if it is too short."""
+    small = list(read_frames(path, size, fps))
+    number = min(most, len(small) // frames)
+    # Evenly spaced, the first and the last as far from the ends as from each other.
+    free = len(small) - number * frames
+    starts = [round((n + 0.5) * free / max(1, number)) + n * frames for n in range(number)]
+    return [np.stack(small[start : start + frames]) for start in starts]
+
+
+def read_frames(path: Path, size: int, fps: float) -> Iterator[np.ndarray]:
+    """Yields the middle square of about `fps` frames a second, [size, size, 3] uint8."""
+    import av
+
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        step = max(1, round(float(stream.average_rate or fps) / fps))
+        for number, frame in enumerate(container.decode(stream)):
+            if number % step == 0:
+                yield square(frame.to_image(), size)
+
+
+def square(picture: Image.Image, size: int) -> np.ndarray:
+    """The middle square of a picture, made smaller: [size, size, 3] uint8."""
+    side = min(picture.size)
+    left, top = ((length - side) // 2 for length in picture.size)
+    cut = picture.convert("RGB").crop((left, top, left + side, top + side))
+    return np.asarray(cut.resize((size, size), Image.Resampling.LANCZOS))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))
