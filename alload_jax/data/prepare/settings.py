@@ -118,7 +118,12 @@ class MediaSettings:
         """The provenance that the manifest stores."""
         left_out = ("--vae", "--text", "--text-length")
         media = {flag[2:]: value for flag, value in self.flags().items() if flag not in left_out}
-        return {"media": media, "vae": vae.origin(), "text": text.origin()}
+        return {
+            "media": media,
+            "fps": str(self.rate),
+            "vae": vae.origin(),
+            "text": text.origin(),
+        }
 
 
 def items_digest(items: Sequence[Item]) -> str:
