@@ -292,7 +292,7 @@ def _measure_lists(heads: region.Heads, rows: region.Rows, choice: region.Choice
     layout = rows.layout
     assert layout is not None
     query, key = (whole_blocks(x, layout) for x in (heads.query, heads.key))
-    found = sample_attention(query, key, layout, choice.step, choice.config)
+    found = sample_attention(query, key, layout, choice.place.step, choice.config)
     lists = region._lists(heads, layout, choice)
     place = found.block[:, None, :, None]
     indices = jnp.take_along_axis(lists.indices, place, axis=2)
