@@ -6,7 +6,17 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from alload_jax.commands import bench, calibrate, export, parameters, plan, prepare, report, sample
+from alload_jax.commands import (
+    bench,
+    calibrate,
+    data,
+    export,
+    parameters,
+    plan,
+    prepare,
+    report,
+    sample,
+)
 from alload_jax.errors import InputError, run_command
 
 
@@ -34,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         description="Plan, prepare and measure the training of video DiTs, and sample from them.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (plan, calibrate, prepare, parameters, sample, export, report, bench):
+    for command in (plan, calibrate, prepare, data, parameters, sample, export, report, bench):
         name = command.__name__.rsplit(".", 1)[-1]
         sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(sub)

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from rich.console import Console
 
+from alload_jax.commands.flags import triple
 from alload_jax.commands.plan_inputs import PlanInputs, plan_inputs
 from alload_jax.commands.plan_tables import case_table, comparison_table
 from alload_jax.errors import InputError
@@ -35,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--workload", choices=names(), metavar="NAME", help=", ".join(names()))
     data.add_argument("--size", type=int, default=100_000, help="number of samples of the workload")
     data.add_argument("--workload-seed", type=int, default=0, help="seed of the workload's samples")
-    data.add_argument("--vae-stride", type=_triple, help="pixels per latent, such as 4,8,8")
-    data.add_argument("--patch-size", type=_triple, help="latents per token, such as 1,2,2")
+    data.add_argument("--vae-stride", type=triple, help="pixels per latent, such as 4,8,8")
+    data.add_argument("--patch-size", type=triple, help="latents per token, such as 1,2,2")
     data.add_argument("--seed", type=int, help="seed of the order of samples")
     data.add_argument("--epoch", type=int, default=0, help="which epoch to plan")
     _add_costs(parser.add_argument_group("model, device and cost model"))
@@ -277,10 +278,3 @@ def _m_comp(text: str) -> float | str:
     except ValueError:
         message = f"{text!r} is not a number, auto or longest"
         raise argparse.ArgumentTypeError(message) from None
-
-
-def _triple(text: str) -> tuple[int, int, int]:
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not three whole numbers such as 4,8,8")
-    return (int(parts[0]), int(parts[1]), int(parts[2]))

@@ -1,25 +1,21 @@
 """`alload prepare`: writes a data folder."""
 
 import argparse
-from dataclasses import replace
-from pathlib import Path
 
-from alload_jax.data.datasets.dataset import DATASETS
-from alload_jax.data.manifest import MANIFEST_NAME
+from alload_jax.commands import prepare_dataset, prepare_media
 
 HELP = "Write a data folder to train on."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's flags."""
-    add = parser.add_argument
-    add("kind", choices=DATASETS.names(), help="digits: images and videos of handwritten digits")
-    add("--out", required=True, help="data folder to write; must not exist")
-    add("--seed", type=int, default=0, help="seed of positions and motion")
+    """Declares a subcommand with its own flags for each kind of data."""
+    kinds = parser.add_subparsers(required=True, metavar="KIND")
+    media = kinds.add_parser("media", help=prepare_media.HELP, description=prepare_media.HELP)
+    prepare_media.add_arguments(media)
+    media.set_defaults(prepare=prepare_media.run, parser=media)
+    prepare_dataset.add_kinds(kinds)
 
 
 def run(options: argparse.Namespace) -> int:
     """Writes the folder."""
-    replace(DATASETS.get(options.kind)(), seed=options.seed).write(options.out)
-    print(Path(options.out) / MANIFEST_NAME)
-    return 0
+    return options.prepare(options)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from alload_jax.planning.samples import Samples, samples_from_columns
 
 MANIFEST_NAME = "manifest.parquet"
 METADATA_KEY = b"alload-manifest"
+CAPTION = "caption"
+"""Column of texts in words; null where a sample has none. Older manifests lack it."""
+VAE, FPS = "vae", "fps"
+"""Names in the origin: the VAE of the latents; frames per second of the videos, a number or text
+such as 30000/1001."""
 SCHEMA = pa.schema(
     {
         "shard": pa.string(),
@@ -28,6 +34,9 @@ SCHEMA = pa.schema(
         "checksum": pa.uint32(),
     }
 )
+"""The columns that every manifest has."""
+ROW_SCHEMA = SCHEMA.append(pa.field(CAPTION, pa.string()))
+"""The columns that are written."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class Manifest:
       vae_stride: pixels per latent of the stored latents.
       text_dim: width of the text embeddings; None for classes.
       shard_bytes: size of each shard in bytes.
-      origin: provenance of the data, as given to the writer.
+      origin: provenance of the data, as given to the writer; `VAE` and `FPS` name parts of it.
     """
 
     path: Path
@@ -72,6 +81,15 @@ class Manifest:
         frames, height, width = self.shape.T
         columns = {"frames": frames, "height": height, "width": width}
         return samples_from_columns(columns, self.geometry(patch_size), str(self.path))
+
+    @property
+    def fps(self) -> float | None:
+        """Frames per second of the videos; None if the origin does not say."""
+        try:
+            value = float(Fraction(str(self.origin.get(FPS))))
+        except (ValueError, ZeroDivisionError):
+            return None
+        return value if value > 0 else None
 
     def longest_text(self) -> int:
         """Returns the maximum number of condition tokens of a sample, at least 1."""
@@ -128,13 +146,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     path = Path(folder) / MANIFEST_NAME
     if not path.is_file():
         raise InputError(f"{path}: no such manifest; set data.folder to a prepared data folder")
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            f"{path}: not a Parquet file ({reason}); prepare the data again"
-        ) from error
+    table = _read_columns(path, SCHEMA.names)
     notes = manifest_metadata(path)
     _check_format(path, table, notes)
     _check_shards(path.parent, notes["shard_bytes"])
@@ -154,13 +166,53 @@ def read_manifest(folder: str | Path) -> Manifest:
     )
 
 
-def _check_format(path: Path, table: pa.Table, notes: dict[str, Any]) -> None:
+def read_captions(folder: str | Path) -> list[str | None]:
+    """Reads the caption of each sample of a data folder; None where it has none.
+
+    Raises:
+      InputError: the manifest is no Parquet file.
+    """
+    table = _read_columns(Path(folder) / MANIFEST_NAME, ["index", CAPTION])
+    if CAPTION not in table.column_names:
+        return [None] * len(table)
+    return table[CAPTION].to_pylist()
+
+
+def read_rows(folder: str | Path) -> pa.Table:
+    """Reads the rows of a data folder's manifest in `ROW_SCHEMA`.
+
+    Raises:
+      InputError: the manifest is missing, damaged or in another format.
+    """
+    path = Path(folder) / MANIFEST_NAME
+    table = _read_columns(path, ROW_SCHEMA.names)
+    _check_format(path, table, manifest_metadata(path), may_be_empty=True)
+    if CAPTION not in table.column_names:
+        table = table.append_column(CAPTION, pa.nulls(len(table), pa.string()))
+    return table.select(ROW_SCHEMA.names).cast(ROW_SCHEMA)
+
+
+def _read_columns(path: Path, names: list[str]) -> pa.Table:
+    """Reads those of the columns that the file has."""
+    try:
+        found = pyarrow.parquet.read_schema(path).names
+        return pyarrow.parquet.read_table(path, columns=[name for name in names if name in found])
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"{path}: not a Parquet file ({reason}); prepare the data again"
+        ) from error
+
+
+def _check_format(
+    path: Path, table: pa.Table, notes: dict[str, Any], may_be_empty: bool = False
+) -> None:
     remedy = "write it with alload_jax.data.store.StoreWriter"
     lacking = [name for name in SCHEMA.names if name not in table.column_names]
     lacking += [f"the note {n}" for n in ("vae_stride", "shard_bytes", "origin") if n not in notes]
     if lacking:
         raise InputError(f"{path}: lacks {', '.join(lacking)}; {remedy}")
-    if not len(table):
+    if not len(table) and not may_be_empty:
         raise InputError(f"{path}: the manifest has no rows; it needs at least one sample")
     for name in SCHEMA.names:
         found = table.schema.field(name).type

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from alload_jax import cli
-from alload_jax.commands import prepare
+from alload_jax.commands import prepare_dataset
 from alload_jax.commands.plan_tables import LABELS
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.errors import InputError, run_command
@@ -282,7 +282,7 @@ def test_an_unknown_flag_refers_to_help(refused):
         ([], ["COMMAND"]),
         (["plam"], ["plam", "plan", "prepare"]),
         (["plan"], ["--manifest"]),
-        (["prepare"], ["kind", "--out"]),
+        (["prepare"], ["KIND", "required"]),
         (["prepare", "letters", "--out", "x"], ["letters", "digits"]),
         (["plan", "--manifest", "m.csv", "--m-mem", "100"], ["--ranks"]),
     ],
@@ -370,7 +370,7 @@ def test_prepare_refuses_a_folder_that_exists_and_leaves_it(refused, folder, con
 
 def test_prepare_writes_a_folder_that_can_be_planned(alload, monkeypatch):
     small = Digits(mix=((1, 8, 8, 5), (5, 16, 16, 2)))
-    monkeypatch.setattr(prepare.DATASETS, "get", lambda _: lambda: small)
+    monkeypatch.setattr(prepare_dataset.DATASETS, "get", lambda _: lambda: small)
     assert alload("prepare", "digits", "--out", "data") == (0, "data/manifest.parquet\n", "")
     flags = ["--policy", "fixed", "--rows", 2, "--ranks", 1, "--patch-size", "1,4,4", "--json"]
     status, out, _ = alload(*plan(*flags, manifest="data/manifest.parquet"))
@@ -466,7 +466,17 @@ def test_planning_from_the_command_line_needs_no_jax(folder):
 
 
 def test_no_help_needs_jax():
-    names = ["", "plan", "prepare", "sample", "export", "bench", "bench kernel", "bench step"]
+    names = [
+        "",
+        "plan",
+        "prepare",
+        "data",
+        "sample",
+        "export",
+        "bench",
+        "bench kernel",
+        "bench step",
+    ]
     code = (
         "import sys; from alload_jax import cli\n"
         f"for name in {names}:\n"

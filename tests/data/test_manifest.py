@@ -70,6 +70,20 @@ def test_origin_is_kept(tmp_path):
     assert manifest_metadata(store / MANIFEST_NAME)["origin"] == origin
 
 
+@pytest.mark.parametrize(
+    ("value", "fps"),
+    [
+        (16, 16),
+        (12.5, 12.5),
+        ("30000/1001", 30000 / 1001),
+        *((value, None) for value in (None, "fast", 0, "1/0", "nan", [16])),
+    ],
+)
+def test_fps_is_what_the_origin_says(tmp_path, value, fps):
+    store = write_store(tmp_path / "store", random_samples(1), origin={"fps": value})
+    assert read_manifest(store).fps == (fps and pytest.approx(fps))
+
+
 def test_origin_is_empty_where_none_was_given(store):
     assert read_manifest(store).origin == {}
 

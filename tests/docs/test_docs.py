@@ -79,7 +79,7 @@ def test_every_json_of_results_is_linked_from_the_page_of_results():
 @commands_of(r"^(\.venv/bin/)?alload ")
 def test_alload_commands_name_flags_that_exist(command, capsys):
     words = shlex.split(command)[1:]
-    subcommand = words[: 2 if words[0] == "bench" else 1]
+    subcommand = words[: 2 if words[0] in ("bench", "prepare") else 1]
     with pytest.raises(SystemExit) as ended:
         alload([*subcommand, "--help"])
     assert ended.value.code == 0
@@ -98,7 +98,15 @@ def test_alload_commands_that_need_no_file_run(tmp_path, monkeypatch):
 def test_flags_in_the_text_exist(page, capsys):
     named = set(re.findall(r"`(--[\w-]+)[^`.]*`", prose(page)))
     known = {"--help", "--print_config", "--requeue", "--signal"}
-    for words in (["plan"], ["calibrate"], ["sample"], ["export"], *BENCHES):
+    for words in (
+        ["plan"],
+        ["calibrate"],
+        ["data"],
+        ["prepare", "media"],
+        ["sample"],
+        ["export"],
+        *BENCHES,
+    ):
         with pytest.raises(SystemExit):
             alload([*words, "--help"])
         known |= set(re.findall(r"--[\w-]+", capsys.readouterr().out))

@@ -72,8 +72,10 @@ def test_sparse_attention_differs_from_dense(manifest, expected):
     dense = dataclasses.replace(SPARSE, selector="all")
     model = dataclasses.replace(MODEL, sparse_attention=dense)
     found = sums_of(model, one_device(), batches_of(manifest, model, "fixed", m_mem=600))
-    norms = [optax.tree.norm(each[1]["blocks"]["self_attention"]) for each in (found, expected)]
-    assert abs(norms[0] / norms[1] - 1) > 0.01
+    # A thousand times what is allowed between layouts.
+    ours, theirs = (each[1]["blocks"]["self_attention"] for each in (found, expected))
+    apart = optax.tree.norm(jax.tree.map(jnp.subtract, ours, theirs))
+    assert apart > 0.01 * optax.tree.norm(theirs)
 
 
 def test_packed_samples_attend_to_the_blocks_they_attend_to_by_themselves(manifest, expected):

@@ -25,6 +25,7 @@ SPARSE = {
     "dense_steps": 7,
     "min_sparsity": 0.0,
     "min_recall": 0.0,
+    "max_density": 1.0,
     "anneal_steps": 20,
 }
 
@@ -60,7 +61,7 @@ def test_a_run_resumed_in_the_middle_of_a_switch_goes_on_as_if_never_stopped(
     recorded = [json.loads(line) for line in layers.splitlines()]
     assert [row["step"] for row in recorded] == [10, 14]
     assert recorded[0]["sparse"] == [True]
-    assert recorded[0]["density"] == [[0.5, 0.5]]  # one block a sample: nothing is sparse
+    assert recorded[0]["density"] == [[1.0, 1.0]]  # one block a sample: nothing is sparse
     assert [row["attention_sparse_layers"] for row in rows] == [0.0] * 6 + [1.0] * 8
     assert all(row["attention_predictor_loss"] >= 0 for row in rows)
     shutil.rmtree(folder / "checkpoints" / "14")

@@ -5,7 +5,9 @@ Optical Recognition of Handwritten Digits, UCI). Clips show one or two
 digits that drift, rotate and bounce off the edges of their part of the canvas.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +15,7 @@ import numpy as np
 
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
+from alload_jax.planning.geometry import Triple
 
 DIGIT = 8
 """Height and width of a digit, in pixels."""
@@ -79,12 +82,21 @@ class Digits:
           InputError: the folder exists already.
         """
         images, labels = load_digits()
+        options: dict[str, Any] = {"vae_stride": (1, 1, 1), "origin": self.origin()}
+        with StoreWriter(folder, mode="resume", **options) as writer:
+            # The first ones are there if an earlier call was interrupted.
+            for clip, classes, size in islice(self._samples(images, labels), writer.written, None):
+                writer.add(clip, classes, size)
+
+    def _samples(
+        self, images: np.ndarray, labels: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, Triple]]:
+        """Clips with their classes and sizes, in the order of the mix."""
         rng = np.random.default_rng(self.seed)
-        with StoreWriter(folder, vae_stride=(1, 1, 1), origin=self.origin()) as writer:
-            for frames, height, width, count in self.mix:
-                for chosen in _choices(labels, height, width, count, rng):
-                    clip = render_clip(images[chosen], frames, height, width, rng)
-                    writer.add(clip, labels[chosen], (frames, height, width))
+        for frames, height, width, count in self.mix:
+            for chosen in _choices(labels, height, width, count, rng):
+                clip = render_clip(images[chosen], frames, height, width, rng)
+                yield clip, labels[chosen], (frames, height, width)
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,108 @@
+"""`alload data`: shows and checks a data folder, and merges several."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from alload_jax.commands.bench_output import require_place
+from alload_jax.commands.data_tables import bucket_table, store_table
+from alload_jax.commands.flags import triple
+from alload_jax.data.manifest import Manifest, read_manifest
+from alload_jax.errors import InputError
+from alload_jax.planning.geometry import Geometry
+
+HELP = "Show, check or merge data folders."
+
+_MERGE = "merge"
+_WIDTH = 160
+_MOST_SAMPLES = 1000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's flags."""
+    parser.usage = (
+        "alload data STORE [--patch-size F,H,W] [--check] [--sheet FILE.png]\n"
+        "       alload data merge STORE STORE [STORE ...] --out FOLDER"
+    )
+    parser.description = (
+        "Shows what a data folder holds: counts, lengths, sizes, origin. With `merge`, writes one "
+        "data folder of several; their shards are linked or copied. A folder named merge is "
+        "written ./merge."
+    )
+    add = parser.add_argument
+    add("words", nargs="+", metavar="STORE", help="a data folder; or merge and the folders")
+    add("--patch-size", type=triple, help="latents per token; default 1,2,2")
+    add("--check", action="store_true", help="read every record; status 1 if one is damaged")
+    add("--sheet", metavar="FILE", help="PNG of samples from the whole folder, with captions")
+    add("--samples", type=int, help="samples on the sheet; default 16")
+    add("--out", metavar="FOLDER", help="with merge: data folder to write; must not exist")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Shows, checks or merges."""
+    if options.words[0] == _MERGE:
+        return _merge(options)
+    _require_absent(options, "--out", "belongs to `alload data merge`")
+    if len(options.words) > 1:
+        raise InputError(
+            f"alload data: {len(options.words)} folders; give one, or `alload data merge` them"
+        )
+    return _show(options)
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from alload_jax.data.store import merge_stores
+
+    for flag in ("--patch-size", "--check", "--sheet", "--samples"):
+        _require_absent(options, flag, "does not apply to merge")
+    if options.out is None:
+        raise InputError("alload data merge: --out is missing; name the folder to write")
+    print(merge_stores(options.words[1:], options.out))
+    return 0
+
+
+def _require_absent(options: argparse.Namespace, flag: str, reason: str) -> None:
+    if getattr(options, flag.lstrip("-").replace("-", "_")) not in (None, False):
+        raise InputError(f"alload data: {flag} {reason}; leave it out")
+
+
+def _show(options: argparse.Namespace) -> int:
+    samples = _sheet_samples(options)
+    manifest = read_manifest(options.words[0])
+    patch_size = options.patch_size or Geometry().patch_size
+    console = Console(soft_wrap=True, width=_WIDTH)
+    console.print(store_table(manifest, patch_size))
+    console.print(bucket_table(manifest, patch_size))
+    if options.sheet:
+        # Imported here because Matplotlib takes a while to import.
+        from alload_jax.report.contact_sheet import write_contact_sheet
+
+        write_contact_sheet(options.sheet, manifest, samples)
+        print(f"written: {options.sheet}")
+    return _check(manifest) if options.check else 0
+
+
+def _sheet_samples(options: argparse.Namespace) -> int:
+    if options.samples is not None and not options.sheet:
+        raise InputError("alload data: --samples needs --sheet FILE; add it")
+    samples = 16 if options.samples is None else options.samples
+    if not 1 <= samples <= _MOST_SAMPLES:
+        raise InputError(f"alload data: --samples {samples}: it must be 1 to {_MOST_SAMPLES}")
+    if options.sheet:
+        if Path(options.sheet).suffix.lower() != ".png":
+            raise InputError(f"alload data: --sheet {options.sheet}: is not named .png; rename it")
+        require_place("alload data", "--sheet", Path(options.sheet))
+    return samples
+
+
+def _check(manifest: Manifest) -> int:
+    """Reads every record; prints the damaged ones."""
+    from alload_jax.data.store import damaged_records
+
+    damaged = 0
+    for line in damaged_records(manifest):
+        print(line)
+        damaged += 1
+    print(f"{len(manifest):,} records read, {damaged:,} damaged")
+    return 1 if damaged else 0

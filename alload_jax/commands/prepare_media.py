@@ -1,0 +1,142 @@
+"""`alload prepare media`: a data folder from images and videos with captions."""
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from alload_jax.errors import InputError
+
+if TYPE_CHECKING:  # the modules need PyAV, which is an extra
+    from alload_jax.data.prepare.encoders import VaeEncoder
+    from alload_jax.data.prepare.settings import MediaSettings
+    from alload_jax.data.prepare.sources import Item
+    from alload_jax.data.prepare.work_folder import UnitReport
+    from alload_jax.training.progress import ProgressBar
+
+HELP = "Images and videos with captions: a folder, a table or WebDataset shards."
+
+_REASONS = 8
+"""Most reasons for skipped files that the summary lists."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's flags."""
+    add = parser.add_argument
+    add("input", help="folder of media with captions in .txt or .json beside them, a table (.csv, "
+        ".jsonl, .parquet), or WebDataset .tar shards")  # fmt: skip
+    add("--out", required=True, help="data folder to write; must not exist")
+    add("--path-column", help="column of paths in a table; default: found by its name")
+    add("--caption-column", help="column or JSON key of captions; default: found by its name")
+    add("--vae", default="none", help="encoder of frames: none stores pixels; default none")
+    add("--text", default="bytes", help="encoder of captions: bytes, or class where captions are "
+        "classes; default bytes")  # fmt: skip
+    add("--text-length", type=int, default=256, help="most bytes of a caption; default 256")
+    add("--area", nargs="+", default=["480p"], help="area classes of the buckets: 192p, 256p, "
+        "480p, 512p, 720p, 1080p, or HEIGHTxWIDTH; default 480p")  # fmt: skip
+    add("--max-enlarge", type=float, default=1.25, help="smaller pictures than this needs are "
+        "skipped; default 1.25")  # fmt: skip
+    add("--fps", default="16", help="frames per second of clips; default 16")
+    add("--frames", type=int, default=81, help="frames of a clip, 4n + 1; default 81")
+    add("--min-frames", type=int, default=1, help="shorter videos are skipped; default 1")
+    add("--stride-seconds", type=float, help="from the start of a clip to the next; default: "
+        "the clip's length")  # fmt: skip
+    add("--max-clips", type=int, help="most clips of a video; default: all")
+    add("--files-per-shard", type=int, default=32, help="input files in a shard; default 32")
+    add("--workers", type=int, default=1, help="processes that decode and encode; default 1")
+    add("--report", help="Parquet list of skipped files; default: skipped.parquet in the folder")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prepares the folder and prints a summary."""
+    if importlib.util.find_spec("av") is None:
+        raise InputError("alload prepare media needs the package av; install alload-jax[prepare]")
+    from alload_jax.data.prepare.inputs import find_items
+    from alload_jax.data.prepare.pipeline import prepare_media
+    from alload_jax.training.progress import ProgressBar
+
+    if options.workers < 1:
+        raise InputError(f"--workers is {options.workers}; it must be at least 1")
+    settings = _settings(options)
+    items = find_items(Path(options.input), options.path_column, options.caption_column)
+    vae, _ = settings.encoders(items)
+    out = Path(options.out).absolute()
+    with ProgressBar("prepare: file", total=len(items)) as bar:
+        bar.say(f"{options.input}: {len(items):,} files")
+        report = prepare_media(
+            items,
+            out,
+            settings,
+            workers=options.workers,
+            report=Path(options.report) if options.report else None,
+            on_unit=_Speed(bar).finished,
+        )
+    _print_summary(Path(options.out), settings, vae, report)
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> "MediaSettings":
+    from alload_jax.data.prepare.settings import MediaSettings
+
+    names = MediaSettings.__dataclass_fields__
+    values = {name: getattr(options, name) for name in names}
+    return MediaSettings(**values | {"area": tuple(options.area)})
+
+
+class _Speed:
+    """Shows files and bytes per second on a bar."""
+
+    def __init__(self, bar: "ProgressBar"):
+        self._bar = bar
+        self._began = time.monotonic()
+        self._files, self._bytes, self._before = 0, 0, 0
+
+    def finished(self, items: "Sequence[Item]", before: bool) -> None:
+        """Advances by the files of a shard; those of an earlier run count for no speed."""
+        if before:
+            self._before += len(items)
+            note = f"{self._before:,} files were done before"
+        else:
+            self._files += len(items)
+            self._bytes += sum(item.source.size for item in items if item.source)
+            seconds = max(time.monotonic() - self._began, 1e-9)
+            megabytes = self._bytes / 1e6 / seconds
+            note = f"{self._files / seconds:.1f} files/s · {megabytes:.1f} MB/s"
+        for _ in items:
+            self._bar.advance(note)
+
+
+def _print_summary(
+    out: Path, settings: "MediaSettings", vae: "VaeEncoder", report: "UnitReport"
+) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
+    from alload_jax.data.prepare.summary import bucket_rows, reasons, video_hours
+
+    console = Console()
+    manifest = read_manifest(out)
+    patch = "×".join(map(str, vae.patch_size))
+    table = Table("frames × height × width", "samples", f"tokens (patch {patch})", box=None)
+    for row in bucket_rows(manifest, vae.patch_size):
+        table.add_row("×".join(map(str, row.size)), f"{row.samples:,}", f"{row.tokens:,}")
+    console.print(table)
+    if report.skipped:
+        table = Table("not used, or not to its end", "files", "such as", box=None)
+        found = reasons(report.skipped)
+        for reason, count, example in found[:_REASONS]:
+            table.add_row(escape(reason), f"{count:,}", escape(example))
+        console.print(table)
+    hours = video_hours(manifest, settings.rate)
+    console.print(
+        f"{report.used:,} files used, {report.without_caption:,} of them without a caption · "
+        f"{len(report.skipped):,} listed as skipped · {len(manifest):,} samples · "
+        f"{hours:.3f} hours of video",
+        highlight=False,
+        soft_wrap=True,
+    )
+    print(out / MANIFEST_NAME)

@@ -1,0 +1,1 @@
+"""From images and videos with captions to a data folder."""

@@ -1,0 +1,116 @@
+"""What turns frames into latents and captions into conditions, selected by name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from alload_jax.planning.geometry import Triple
+from alload_jax.registry import Registry
+
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    """What encoders are made from.
+
+    Attributes:
+      folder: local folder with the encoder's weights; None if none was given.
+      text_length: most tokens of a condition.
+      captions: captions of all files, cleaned; the same in every process.
+    """
+
+    folder: Path | None = None
+    text_length: int = 256
+    captions: Sequence[str] = ()
+
+
+class VaeEncoder(Protocol):
+    """Turns frames into latents.
+
+    Every worker process gets a pickled copy. What is large, such as weights, is loaded by the first
+    call of `encode`, not when the encoder is made.
+    """
+
+    @property
+    def stride(self) -> Triple:
+        """Pixels per latent along (frames, height, width)."""
+        ...
+
+    @property
+    def patch_size(self) -> Triple:
+        """Latents per token of models that train on these latents, for the sides of buckets."""
+        ...
+
+    @classmethod
+    def make(cls, options: EncoderOptions) -> Self:
+        """Makes the encoder.
+
+        Raises:
+          InputError: the options do not fit it.
+        """
+        ...
+
+    def origin(self) -> dict[str, Any]:
+        """Its name and what else determines the latents (a digest of weights), as JSON values."""
+        ...
+
+    def encode(self, frames: np.ndarray) -> np.ndarray:
+        """Encodes a clip; equal clips give equal latents.
+
+        Args:
+          frames: [T, H, W, 3] uint8; T is 4n + 1.
+
+        Returns:
+          [t, h, w, channels] floats, normalised as models train on them.
+        """
+        ...
+
+
+class TextEncoder(Protocol):
+    """Turns captions into conditions; pickled and loaded like a `VaeEncoder`."""
+
+    @classmethod
+    def make(cls, options: EncoderOptions) -> Self:
+        """Makes the encoder.
+
+        Raises:
+          InputError: the options or the captions do not fit it.
+        """
+        ...
+
+    def origin(self) -> dict[str, Any]:
+        """Its name and what else determines the conditions, as JSON values."""
+        ...
+
+    def encode(self, caption: str | None) -> np.ndarray:
+        """Encodes a cleaned caption; None for a file without one.
+
+        Returns:
+          [L, width] floats, or [L] int32 classes.
+
+        Raises:
+          UnusableError: a file with this caption, or without one, cannot be used.
+        """
+        ...
+
+
+VAE_ENCODERS: Registry[type[Any]] = Registry(
+    "--vae", {"none": "alload_jax.data.prepare.pixels:Pixels"}
+)
+"""Classes of `VaeEncoder`s."""
+TEXT_ENCODERS: Registry[type[Any]] = Registry(
+    "--text",
+    {
+        "bytes": "alload_jax.data.prepare.byte_text:ByteText",
+        "class": "alload_jax.data.prepare.class_text:ClassText",
+    },
+)
+"""Classes of `TextEncoder`s."""
+
+
+def sides_multiple(vae: VaeEncoder) -> int:
+    """The number that divides the sides of buckets, so that whole tokens cover them."""
+    sides = [vae.stride[axis] * vae.patch_size[axis] for axis in (1, 2)]
+    return max(16, *sides)

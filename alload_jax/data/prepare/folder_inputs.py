@@ -1,0 +1,73 @@
+"""Media in a folder, with captions in .txt or .json beside each file."""
+
+import os
+from pathlib import Path, PurePosixPath
+
+from alload_jax.data.prepare.captions import LONGEST_FILE, SIDECARS, parse_sidecar
+from alload_jax.data.prepare.sources import (
+    MEDIA,
+    Item,
+    checked_source,
+    read_bytes,
+    readable_name,
+)
+from alload_jax.data.prepare.unusable import UnusableError
+
+_SILENT = frozenset(
+    {*SIDECARS, ".jsonl", ".csv", ".tsv", ".parquet", ".md", ".srt", ".vtt", ".ini", ".db", ".npy"}
+    | {".html", ".yaml", ".yml", ".safetensors", ".part", ".log"}
+)
+"""Suffixes of files that belong beside media, which no report lists."""
+
+
+def folder_items(folder: Path, column: str | None) -> list[Item]:
+    """The media of a folder and of the folders in it, by name.
+
+    Args:
+      folder: the folder.
+      column: key of the caption in JSON files; None finds it.
+    """
+    root = folder.resolve()
+    names, items = [], []
+    for parent, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in (*files, *(one for one in folders if (Path(parent) / one).is_symlink())):
+            if not name.startswith("."):
+                names.append((Path(parent) / name).relative_to(root).as_posix())
+    present = frozenset(names)
+    for name in sorted(names, key=os.fsencode):
+        suffix = PurePosixPath(name).suffix.lower()
+        if suffix in MEDIA or (suffix not in _SILENT):
+            items.append(_item(root, name, present, column))
+    return items
+
+
+def _item(root: Path, name: str, present: frozenset[str], column: str | None) -> Item:
+    suffix = PurePosixPath(name).suffix.lower()
+    try:
+        if suffix not in MEDIA:
+            linked = (root / name).is_dir()
+            reason = "link to a folder, which is not followed" if linked else ""
+            raise UnusableError(reason or f"suffix {suffix or 'missing'}: not an image or video")
+        source = checked_source(root, name)
+        return Item(readable_name(name), source, _caption(root, name, present, column))
+    except UnusableError as error:
+        return Item(readable_name(name), None, reason=str(error))
+
+
+def _caption(root: Path, name: str, present: frozenset[str], column: str | None) -> str | None:
+    """The caption of `clip.mp4` in clip.txt, clip.json, or clip.mp4.txt; None if there is none."""
+    for base in (name[: -len(PurePosixPath(name).suffix)], name):
+        for suffix in SIDECARS:
+            if base + suffix not in present:
+                continue
+            if (root / (base + suffix)).is_file() and not (root / (base + suffix)).stat().st_size:
+                return ""
+            try:
+                data = read_bytes(checked_source(root, base + suffix), LONGEST_FILE)
+            except UnusableError as error:
+                raise UnusableError(
+                    f"its caption {readable_name(base + suffix)}: {error}"
+                ) from error
+            return parse_sidecar(data, suffix, column)
+    return None

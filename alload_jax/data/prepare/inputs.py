@@ -1,0 +1,54 @@
+"""Finds the images and videos of an input, in an order that depends only on their names."""
+
+from pathlib import Path
+
+from alload_jax.data.prepare.folder_inputs import folder_items
+from alload_jax.data.prepare.sources import Item
+from alload_jax.data.prepare.table_inputs import TABLES, table_items
+from alload_jax.data.prepare.tar_inputs import tar_items
+from alload_jax.errors import InputError
+
+TABLE_NAMES = (
+    *("metadata.csv", "metadata.jsonl", "metadata.parquet"),
+    *("captions.csv", "captions.jsonl", "captions.parquet"),
+)
+"""Tables that are taken for the list of a folder's media."""
+
+
+def find_items(
+    place: Path, path_column: str | None = None, caption_column: str | None = None
+) -> list[Item]:
+    """The items of a folder, a table or tar shards.
+
+    Args:
+      place: a folder of media, with or without a table of `TABLE_NAMES` or with .tar files; a
+        .csv, .jsonl or .parquet file; or a .tar file.
+      path_column, caption_column: names of the columns (or JSON keys); None finds them.
+
+    Raises:
+      InputError: there is no such place, a table cannot be read, or nothing is found.
+    """
+    if place.is_dir():
+        items = _of_folder(place, path_column, caption_column)
+    elif not place.is_file():
+        raise InputError(f"{place}: no such file or folder; give a folder, a table or a .tar file")
+    elif place.suffix.lower() in TABLES:
+        items = table_items(place, path_column, caption_column)
+    elif place.suffix.lower() == ".tar":
+        items = tar_items([place], caption_column)
+    else:
+        raise InputError(
+            f"{place}: is no input; give a folder, a table ({', '.join(TABLES)}) or a .tar file"
+        )
+    if not items:
+        raise InputError(f"{place}: has no images or videos; name a folder that has some")
+    return items
+
+
+def _of_folder(place: Path, path_column: str | None, caption_column: str | None) -> list[Item]:
+    for name in TABLE_NAMES:
+        if (place / name).is_file():
+            return table_items(place / name, path_column, caption_column)
+    if tars := sorted(place.glob("*.tar")):
+        return tar_items(tars, caption_column)
+    return folder_items(place, caption_column)

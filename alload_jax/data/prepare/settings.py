@@ -1,0 +1,135 @@
+"""What determines a data folder that is prepared from media."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from alload_jax.data.prepare.captions import clean
+from alload_jax.data.prepare.encoders import (
+    TEXT_ENCODERS,
+    VAE_ENCODERS,
+    EncoderOptions,
+    TextEncoder,
+    VaeEncoder,
+)
+from alload_jax.data.prepare.sources import Item
+from alload_jax.errors import InputError
+
+_MOST_FPS = 1000
+
+
+@dataclass(frozen=True)
+class MediaSettings:
+    """Settings of `alload prepare media`; each is the flag of that name.
+
+    Attributes:
+      vae: name of the encoder of frames.
+      text: name of the encoder of captions.
+      text_length: most tokens of a caption.
+      area: area classes of the buckets.
+      max_enlarge: most by which a picture may be enlarged.
+      fps: frames per second of the clips, as a number or a fraction.
+      frames: frames of a clip, 4n + 1.
+      min_frames: videos in which no clip of this length fits are skipped.
+      stride_seconds: time from the start of a clip to the next; None for no gap or overlap.
+      max_clips: most clips of a video; None for all.
+      files_per_shard: input files in a shard.
+    """
+
+    vae: str = "none"
+    text: str = "bytes"
+    text_length: int = 256
+    area: tuple[str, ...] = ("480p",)
+    max_enlarge: float = 1.25
+    fps: str = "16"
+    frames: int = 81
+    min_frames: int = 1
+    stride_seconds: float | None = None
+    max_clips: int | None = None
+    files_per_shard: int = 32
+
+    def __post_init__(self) -> None:
+        if self.frames < 1 or self.frames % 4 != 1:
+            near = max(1, round((self.frames - 1) / 4) * 4 + 1)
+            raise InputError(f"--frames is {self.frames}; it must be 4n + 1, such as {near}")
+        if not 1 <= self.min_frames <= self.frames:
+            raise InputError(
+                f"--min-frames is {self.min_frames}; it must be from 1 to --frames {self.frames}"
+            )
+        for name in ("max_clips", "files_per_shard"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                flag = name.replace("_", "-")
+                raise InputError(f"--{flag} is {value}; it must be at least 1")
+        if not (math.isfinite(self.max_enlarge) and self.max_enlarge > 0):
+            raise InputError(f"--max-enlarge is {self.max_enlarge}; it must be above 0 and finite")
+        if self.stride_seconds is not None and not 0 < self.stride_seconds < math.inf:
+            raise InputError(
+                f"--stride-seconds is {self.stride_seconds}; it must be above 0 and finite"
+            )
+        if not self.area:
+            raise InputError("--area is empty; name an area class such as 480p")
+        _ = self.rate
+
+    @property
+    def rate(self) -> Fraction:
+        """Frames per second.
+
+        Raises:
+          InputError: it is no number from above 0 to 1000.
+        """
+        try:
+            rate = Fraction(self.fps)
+        except (ValueError, ZeroDivisionError):
+            rate = Fraction(0)
+        if not 0 < rate <= _MOST_FPS:
+            raise InputError(
+                f"--fps is {self.fps}; give a number up to {_MOST_FPS}, such as 16 or 24000/1001"
+            )
+        return rate
+
+    @property
+    def stride(self) -> int:
+        """Frames from the start of a clip to that of the next."""
+        if self.stride_seconds is None:
+            return self.frames
+        return max(1, round(Fraction(self.stride_seconds) * self.rate))
+
+    def encoders(self, items: Sequence[Item]) -> tuple[VaeEncoder, TextEncoder]:
+        """The encoders that the settings name.
+
+        Raises:
+          InputError: a name is unknown, or an encoder refuses the options or captions.
+        """
+        captions = tuple(clean(item.caption) for item in items if item.caption is not None)
+        options = EncoderOptions(text_length=self.text_length, captions=captions)
+        vae = VAE_ENCODERS.get(self.vae).make(options)
+        return vae, TEXT_ENCODERS.get(self.text).make(options)
+
+    def flags(self) -> dict[str, Any]:
+        """The settings as JSON values, by flag."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values |= {"area": list(self.area), "fps": str(self.rate)}
+        return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
+
+    def origin(self, vae: VaeEncoder, text: TextEncoder) -> dict[str, Any]:
+        """The provenance that the manifest stores."""
+        left_out = ("--vae", "--text", "--text-length")
+        media = {flag[2:]: value for flag, value in self.flags().items() if flag not in left_out}
+        return {
+            "media": media,
+            "fps": str(self.rate),
+            "vae": vae.origin(),
+            "text": text.origin(),
+        }
+
+
+def items_digest(items: Sequence[Item]) -> str:
+    """A digest of names, sizes and captions, which is equal for equal inputs."""
+    found = hashlib.sha256()
+    for item in items:
+        size = item.source.size if item.source else -1
+        found.update(repr((item.name, size, item.caption, item.reason)).encode())
+    return found.hexdigest()[:16]

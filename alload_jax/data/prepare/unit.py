@@ -1,0 +1,117 @@
+"""One unit of work: some input files become one shard."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alload_jax.data.prepare.buckets import Bucket, Fit, buckets_of, fit
+from alload_jax.data.prepare.captions import clean
+from alload_jax.data.prepare.clips import video_clips
+from alload_jax.data.prepare.encoders import TextEncoder, VaeEncoder, sides_multiple
+from alload_jax.data.prepare.images import decode_image
+from alload_jax.data.prepare.settings import MediaSettings
+from alload_jax.data.prepare.sources import Item
+from alload_jax.data.prepare.unusable import UnusableError, short
+from alload_jax.data.prepare.work_folder import Skipped, UnitReport, write_report
+from alload_jax.data.store import ShardWriter
+from alload_jax.errors import InputError
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all units share.
+
+    Attributes:
+      out: the data folder.
+      settings: the settings.
+      vae, text: the encoders.
+    """
+
+    out: Path
+    settings: MediaSettings
+    vae: VaeEncoder
+    text: TextEncoder
+
+    def areas(self) -> list[tuple[Bucket, ...]]:
+        """The buckets of each area class.
+
+        Raises:
+          InputError: an area class is unknown or does not fit the encoder.
+        """
+        multiple = sides_multiple(self.vae)
+        return [buckets_of(area, multiple) for area in self.settings.area]
+
+
+def prepare_unit(
+    job: Job, number: int, items: Sequence[Item], stopped: Callable[[], bool] = lambda: False
+) -> None:
+    """Writes the shard of that number and its report; they appear complete or not at all.
+
+    Args:
+      job: what all units share.
+      number: number of the shard.
+      items: its input files.
+      stopped: asked between samples; where it is true, the shard is given up.
+
+    Raises:
+      InputError: the shard cannot be written, such as to a full disk.
+      KeyboardInterrupt: it was given up.
+    """
+    report = UnitReport()
+    origin = job.settings.origin(job.vae, job.text)
+    try:
+        with ShardWriter(job.out, number, vae_stride=job.vae.stride, origin=origin) as shard:
+            for item in items:
+                _add_item(job, item, shard, report, stopped)
+            write_report(job.out, number, report)
+    except OSError as error:
+        raise InputError(
+            f"{job.out}: shard {number} cannot be written ({error.strerror or short(error)}); free "
+            "disk space and run the same command again, which goes on from here"
+        ) from error
+
+
+def _add_item(
+    job: Job, item: Item, shard: ShardWriter, report: UnitReport, stopped: Callable[[], bool]
+) -> None:
+    """Adds the clips of a file; what cannot be used goes to the report."""
+    before = shard.written
+    caption = None if item.caption is None else clean(item.caption)
+    try:
+        condition = job.text.encode(caption)
+        for clip in _clips(job, item):
+            if stopped():
+                raise KeyboardInterrupt
+            latents = _encoded(job, clip)
+            shard.add(latents, condition, size=clip.shape[:3], caption=caption or "")
+    except UnusableError as error:
+        report.skipped.append(Skipped(item.name, str(error), shard.written - before))
+    if shard.written > before:
+        report.used += 1
+        report.without_caption += not caption
+
+
+def _encoded(job: Job, clip: np.ndarray) -> np.ndarray:
+    latents = job.vae.encode(clip)
+    if not np.isfinite(latents).all():
+        raise UnusableError("the encoder gives values that are not finite")
+    return latents
+
+
+def _clips(job: Job, item: Item) -> Iterator[np.ndarray]:
+    settings, areas = job.settings, job.areas()
+    if item.source is None:
+        raise UnusableError(item.reason)
+
+    def choose(height: int, width: int) -> Fit:
+        return fit(height, width, areas, settings.max_enlarge)
+
+    if item.is_image:
+        yield decode_image(item.source, choose)
+        return
+    options: dict[str, Any] = {"min_frames": settings.min_frames, "max_clips": settings.max_clips}
+    options |= {"fps": settings.rate, "frames": settings.frames, "stride": settings.stride}
+    yield from video_clips(item.source, choose, **options)

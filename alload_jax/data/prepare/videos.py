@@ -1,0 +1,255 @@
+"""Decodes a video by its time stamps: frames at a fixed rate, upright, progressive."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import av
+import numpy as np
+
+from alload_jax.data.prepare.buckets import Fit, covering
+from alload_jax.data.prepare.images import BACKGROUND, check_pixels, cut
+from alload_jax.data.prepare.sources import Source, opened
+from alload_jax.data.prepare.unusable import UnusableError, short
+
+# Playlists and scripts that open other files or addresses must not pass for a video.
+_FORMATS = (
+    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,m4v,h264,hevc,asf,flv,ogg,gif,"
+    "mxf,dv,yuv4mpegpipe,ivf,obu,rm,nut,mp3,wav,aac,flac"
+)
+# Of the container alone: as options of its streams too they crash PyAV 14 to 17 on MPEG files.
+_OPTIONS = {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}
+_LONGEST_HOLD = 60  # seconds; a longer gap is a damaged time stamp
+_EARLY = Fraction(3, 10)  # places by which a frame may be shown early
+_LATE_END = 0.25  # seconds by which frames may end before the header says
+_STILLS = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"RIFF": "WebP", b"BM": "BMP"}
+
+
+class TimedFrame(NamedTuple):
+    """A frame at a place of the fixed rate.
+
+    Attributes:
+      place: it is shown at second place / fps.
+      frame: the decoded frame; several places can share one.
+    """
+
+    place: int
+    frame: Any
+
+
+@contextmanager
+def opened_video(source: Source) -> Iterator[Any]:
+    """Opens a container that has a video stream.
+
+    Raises:
+      UnusableError: it is damaged, no video, without pictures, or too large.
+    """
+    with opened(source) as file:
+        start = file.read(12)
+        file.seek(0)
+        kind = next((name for magic, name in _STILLS.items() if start.startswith(magic)), None)
+        if kind and (kind != "WebP" or start[8:] == b"WEBP"):
+            raise UnusableError(f"{kind} image with the suffix of a video; rename it")
+        with _damage_named("not a video, or damaged"):
+            container = av.open(file, container_options=_OPTIONS)
+        with container:
+            if not container.streams.video:
+                what = "audio only" if container.streams.audio else "no video stream"
+                raise UnusableError(f"{what}: it has no pictures")
+            context = container.streams.video[0].codec_context
+            if context is None:
+                raise UnusableError("of a codec that cannot be decoded")
+            check_pixels(context.height, context.width)
+            yield container
+
+
+@contextmanager
+def _damage_named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (av.FFmpegError, ValueError, EOFError, MemoryError) as error:
+        if isinstance(error, UnusableError):
+            raise
+        raise UnusableError(f"{what} ({short(error)})") from error
+
+
+def frames_at(container: Any, fps: Fraction) -> Iterator[TimedFrame]:
+    """Decodes the first video stream and resamples it to `fps` by presentation times.
+
+    A place shows the last frame that begins before it, or at most 0.3 places after it: time stamps
+    are often rounded to milliseconds. Interlaced frames are deinterlaced (yadif).
+
+    Raises:
+      UnusableError: decoding fails, or time stamps jump. What was yielded before is sound.
+    """
+    first: Fraction | None = None
+    last, held, until = 0, None, 0
+    for frame, begin, end in _timed(container):
+        first = begin if first is None else first
+        place = max(0, math.ceil((begin - first) * fps - _EARLY))
+        if held is not None and place - last > _LONGEST_HOLD * fps:
+            yield TimedFrame(last, held)
+            seconds = float((place - last) / fps)
+            raise UnusableError(f"time stamps jump by {seconds:,.0f} s")
+        if held is not None:
+            yield from (TimedFrame(at, held) for at in range(last, place))
+        last, held = place, frame
+        until = max(place + 1, int((end - first) * fps + Fraction(1, 2)))
+    if held is None:
+        raise UnusableError("no frame can be decoded")
+    _require_end(container.streams.video[0], float(until / fps))
+    until = min(until, last + int(_LONGEST_HOLD * fps))
+    yield from (TimedFrame(at, held) for at in range(last, until))
+
+
+def _require_end(stream: Any, seconds: float) -> None:
+    """Refuses a video whose frames end long before its header says."""
+    if not stream.duration or not stream.time_base:
+        return
+    expected = float(stream.duration * stream.time_base)
+    if expected - seconds > max(_LATE_END, 0.1 * expected):
+        raise UnusableError(f"truncated: {seconds:.1f} of {expected:.1f} s can be decoded")
+
+
+def _timed(container: Any) -> Iterator[tuple[Any, Fraction, Fraction]]:
+    """Frames with the seconds at which they begin and end, in order of time."""
+    stream = container.streams.video[0]
+    each = 1 / Fraction(stream.average_rate or stream.guessed_rate or 25)
+    after = Fraction(0)
+    begun: Fraction | None = None
+    for frame in _progressive(_decoded(container, stream), stream):
+        base = frame.time_base or stream.time_base
+        known = frame.pts is not None and base
+        begin = frame.pts * Fraction(base) if known else after
+        if begun is not None and begin <= begun:
+            continue  # a time stamp that goes back
+        check_pixels(frame.height, frame.width)
+        duration = frame.duration * Fraction(base) if known and frame.duration else each
+        begun, after = begin, begin + duration
+        yield frame, begin, after
+
+
+def _decoded(container: Any, stream: Any) -> Iterator[Any]:
+    # Threads of the codec would change nothing but the number of busy cores; workers fill those.
+    stream.codec_context.thread_count = 1
+    with _damage_named("damaged video"):
+        for frame in container.decode(stream):
+            if frame.is_corrupt:
+                raise UnusableError("damaged video (corrupt frame)")
+            yield frame
+
+
+def _progressive(frames: Iterator[Any], stream: Any) -> Iterator[Any]:
+    """Passes all frames from the first interlaced one on through yadif, which alters only those."""
+    graph: Any = None
+    size: tuple[int, int, str] | None = None
+    for frame in frames:
+        if graph is None and not frame.interlaced_frame:
+            yield frame
+            continue
+        found = (frame.width, frame.height, frame.format.name)
+        if graph is None or found != size:
+            yield from _drained(graph)
+            graph, size = _deinterlacer(frame, stream), found
+        graph.push(frame)
+        yield from _pulled(graph)
+    yield from _drained(graph)
+
+
+def _deinterlacer(frame: Any, stream: Any) -> Any:
+    graph = av.filter.Graph()
+    source = graph.add_buffer(
+        width=frame.width,
+        height=frame.height,
+        format=frame.format,
+        time_base=frame.time_base or stream.time_base,
+    )
+    deinterlace = graph.add("yadif", "mode=send_frame:deint=interlaced")
+    sink = graph.add("buffersink")
+    source.link_to(deinterlace)
+    deinterlace.link_to(sink)
+    graph.configure()
+    return graph
+
+
+def _pulled(graph: Any) -> Iterator[Any]:
+    while True:
+        try:
+            yield graph.pull()
+        except (av.BlockingIOError, av.EOFError):
+            return
+
+
+def _drained(graph: Any) -> Iterator[Any]:
+    if graph is not None:
+        graph.push(None)
+        yield from _pulled(graph)
+
+
+class Turn(NamedTuple):
+    """How a decoded frame is turned to be upright: transposed first, then mirrored."""
+
+    transpose: bool = False
+    flip_x: bool = False
+    flip_y: bool = False
+
+
+def turn_of(frame: Any) -> Turn:
+    """Reads the rotation that the frame's display matrix asks for, to quarter turns."""
+    for data in frame.side_data:
+        if data.type.name == "DISPLAYMATRIX":
+            a, b, _, c, d = (int(value) for value in np.frombuffer(bytes(data), np.int32)[:5])
+            # FFmpeg's matrix takes a point (x, y) to (a·x + c·y, b·x + d·y).
+            if abs(b) > abs(a):
+                return Turn(True, flip_x=c < 0, flip_y=b < 0)
+            return Turn(False, flip_x=a < 0, flip_y=d < 0)
+    return Turn()
+
+
+def shown_size(frame: Any, aspect: Fraction | None) -> tuple[float, float]:
+    """(height, width) of a frame as shown: with square pixels and upright."""
+    width = float(frame.width * (aspect or 1))
+    return (width, frame.height) if turn_of(frame).transpose else (frame.height, width)
+
+
+def to_picture(frame: Any, aspect: Fraction | None, wanted: Fit) -> np.ndarray:
+    """Resizes a decoded frame, turns it upright and cuts it: [height, width, 3] uint8.
+
+    Raises:
+      UnusableError: its pixel format cannot be converted.
+    """
+    turn = turn_of(frame)
+    height, width = covering(wanted.bucket, *shown_size(frame, aspect))
+    height, width = (width, height) if turn.transpose else (height, width)
+    with_alpha = any(part.is_alpha for part in frame.format.components)
+    with_alpha = with_alpha or frame.format.has_palette
+    with _damage_named("pixel format that cannot be converted"):
+        picture = frame.reformat(
+            width=width,
+            height=height,
+            format="rgba" if with_alpha else "rgb24",
+            interpolation=av.video.reformatter.Interpolation.LANCZOS,
+        ).to_ndarray()
+    if with_alpha:
+        alpha = picture[..., 3:].astype(np.uint16)
+        mixed = picture[..., :3] * alpha + BACKGROUND * (255 - alpha)
+        picture = ((mixed + 127) // 255).astype(np.uint8)
+    picture = picture.swapaxes(0, 1) if turn.transpose else picture
+    picture = picture[:, ::-1] if turn.flip_x else picture
+    picture = picture[::-1] if turn.flip_y else picture
+    return cut(picture, wanted)
+
+
+def decoder(container: Any, choose: Callable[[int, int], Fit]) -> Callable[[Any], np.ndarray]:
+    """A function from a frame of the container to a picture in the bucket of its first frame."""
+    aspect = container.streams.video[0].sample_aspect_ratio
+    chosen: list[Fit] = []
+
+    def picture(frame: Any) -> np.ndarray:
+        if not chosen:
+            chosen.append(choose(*(round(side) for side in shown_size(frame, aspect))))
+        return to_picture(frame, aspect, chosen[0])
+
+    return picture

@@ -1,0 +1,154 @@
+"""STORE.prepare: the settings of a preparation in work, and the reports of its shards."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from alload_jax.data.store.shard_files import partial_folder
+from alload_jax.errors import InputError
+
+_SETTINGS = "settings.json"
+
+
+@dataclass
+class Skipped:
+    """A file that cannot be used, or not to its end.
+
+    Attributes:
+      path: the file, as `Item.name`.
+      reason: why.
+      clips: clips that were stored before the damage.
+    """
+
+    path: str
+    reason: str
+    clips: int = 0
+
+
+@dataclass
+class UnitReport:
+    """What became of the files of a shard.
+
+    Attributes:
+      used: files of which something was stored.
+      without_caption: those of them that have no caption.
+      skipped: files that cannot be used, or not to their end.
+    """
+
+    used: int = 0
+    without_caption: int = 0
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+def work_folder(out: Path) -> Path:
+    """The folder of a preparation in work, beside the data folder."""
+    return out.with_name(f"{out.name}.prepare")
+
+
+@contextlib.contextmanager
+def claimed(out: Path, flags: dict[str, Any]) -> Iterator[None]:
+    """Holds the work folder of a data folder for this process.
+
+    Args:
+      out: the data folder.
+      flags: settings as JSON values, by flag; equal to those of the preparation that goes on.
+
+    Raises:
+      InputError: the data folder is finished or another's, another process holds it, or the
+        preparation that would go on has other settings.
+    """
+    folder = work_folder(out)
+    if out.exists() and not folder.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise InputError(f"{out}: exists already; name another folder or remove it")
+    _require_no_other(out, folder)
+    shutil.rmtree(_removed(out), ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"{out}: another process is preparing it; wait for it, or name another folder"
+            ) from error
+        _compare(out, folder / _SETTINGS, json.loads(json.dumps(flags)))
+        yield
+
+
+def _require_no_other(out: Path, folder: Path) -> None:
+    """Refuses shards whose settings are not known."""
+    partial = partial_folder(out)
+    if not (folder / _SETTINGS).exists() and partial.is_dir() and any(partial.iterdir()):
+        raise InputError(f"{partial}: holds shards of another command; remove it")
+
+
+def _removed(out: Path) -> Path:
+    return out.with_name(f"{out.name}.prepare.removed")
+
+
+def _compare(out: Path, path: Path, flags: dict[str, Any]) -> None:
+    if not path.exists():
+        _write(path, flags)
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: is not valid JSON; remove {path.parent}") from error
+    for flag in flags:
+        if found.get(flag) != flags[flag]:
+            remedy = f"remove {path.parent} and {out.name}.partial to start again"
+            if flag == "files":
+                raise InputError(f"{out}: was begun with other input files or captions; {remedy}")
+            raise InputError(
+                f"{out}: was begun with {flag} {_words(found.get(flag))}, not "
+                f"{_words(flags[flag])}; give the same, or {remedy}"
+            )
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def write_report(out: Path, number: int, report: UnitReport) -> None:
+    """Writes the report of a shard."""
+    _write(_report_path(out, number), asdict(report))
+
+
+def read_report(out: Path, number: int) -> UnitReport | None:
+    """The report of a shard; None if there is none."""
+    try:
+        found = json.loads(_report_path(out, number).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    skipped = [Skipped(**row) for row in found.pop("skipped")]
+    return UnitReport(**found, skipped=skipped)
+
+
+def remove_work_folder(out: Path) -> None:
+    """Removes the work folder at once, which ends a preparation."""
+    work_folder(out).rename(_removed(out))
+    shutil.rmtree(_removed(out))
+
+
+def remove_all(out: Path) -> None:
+    """Removes the work folder and the shards of a preparation."""
+    shutil.rmtree(partial_folder(out), ignore_errors=True)
+    remove_work_folder(out)
+
+
+def _report_path(out: Path, number: int) -> Path:
+    return work_folder(out) / f"report-{number:05d}.json"
+
+
+def _write(path: Path, value: Any) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        partial.write_text(json.dumps(value), encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,128 @@
+"""Makes one store of several."""
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from alload_jax.data.manifest import FPS, VAE, Manifest, read_manifest, read_rows
+from alload_jax.data.store.finish import finish_store, form_of, require_alike
+from alload_jax.data.store.shard_files import (
+    partial_folder,
+    remove_unfinished,
+    replacing,
+    shard_name,
+    write_sidecar,
+)
+from alload_jax.data.store.writer import require_free
+from alload_jax.errors import InputError
+
+_ENCODERS = (VAE, "text")
+"""Names in the origin that must agree."""
+
+
+def merge_stores(sources: Sequence[str | Path], out: str | Path) -> Path:
+    """Writes a store with the samples of several, in their order. The sources stay as they are.
+
+    Shards are hard links if both folders are on one file system, copies otherwise.
+
+    Args:
+      sources: two data folders or more.
+      out: data folder to create. Its origin is that of the sources if they agree; otherwise it
+        lists theirs under `merged`, beside the values that they share.
+
+    Returns:
+      The path of the new manifest.
+
+    Raises:
+      InputError: a source is not a store or is given twice, the sources differ in VAE, stride,
+        channels or kind of condition, or `out` exists.
+    """
+    out = Path(out)
+    manifests = [read_manifest(source) for source in sources]
+    _require_mergeable(manifests)
+    require_free(out)
+    remove_unfinished(out)
+    partial = partial_folder(out)
+    partial.mkdir(parents=True)
+    origin = _merged_origin([manifest.origin for manifest in manifests])
+    try:
+        shards = (shard for manifest in manifests for shard in _shards(manifest))
+        for number, (path, rows) in enumerate(shards):
+            _link(path, partial / shard_name(number))
+            _describe(out, number, rows, manifests[0], origin)
+        return finish_store(out)
+    except BaseException:
+        # It holds only links and copies.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _require_mergeable(manifests: list[Manifest]) -> None:
+    if len(manifests) < 2:
+        raise InputError(f"{len(manifests)} stores to merge; give at least two")
+    seen = set()
+    for manifest in manifests:
+        folder = manifest.path.parent.resolve()
+        if folder in seen:
+            raise InputError(f"{manifest.path.parent}: is given twice; leave one out")
+        seen.add(folder)
+    require_alike(
+        ((str(manifest.path.parent), _form(manifest)) for manifest in manifests),
+        "only stores that agree can be merged",
+    )
+
+
+def _form(manifest: Manifest) -> dict[str, Any]:
+    rows = read_rows(manifest.path.parent)
+    notes = {"vae_stride": manifest.vae_stride, "text_dim": manifest.text_dim}
+    encoders = {f"the origin's {name}": manifest.origin.get(name) for name in _ENCODERS}
+    return form_of(rows, notes) | encoders
+
+
+def _merged_origin(origins: list[dict[str, Any]]) -> dict[str, Any]:
+    if all(origin == origins[0] for origin in origins):
+        return origins[0]
+    shared = {
+        name: origins[0][name]
+        for name in (*_ENCODERS, FPS)
+        if all(name in origin and origin[name] == origins[0].get(name) for origin in origins)
+    }
+    return shared | {"merged": origins}
+
+
+def _shards(manifest: Manifest) -> Iterator[tuple[Path, pa.Table]]:
+    """Path and rows of each shard, in the manifest's order."""
+    rows = read_rows(manifest.path.parent)
+    order = np.argsort(manifest.shard, kind="stable")
+    names = manifest.shard[order]
+    for name in manifest.shard_bytes:
+        begin, end = np.searchsorted(names, name), np.searchsorted(names, name, side="right")
+        yield manifest.path.parent / name, rows.take(order[begin:end])
+
+
+def _link(source: Path, path: Path) -> None:
+    try:
+        os.link(source, path)
+    except OSError:  # another file system, or one without links
+        with replacing(path) as unfinished:
+            shutil.copyfile(source, unfinished)
+
+
+def _describe(
+    out: Path, number: int, rows: pa.Table, like: Manifest, origin: dict[str, Any]
+) -> None:
+    """Writes the sidecar of a shard that another store has written."""
+    column = rows.column_names.index("shard")
+    names = pa.array([shard_name(number)] * len(rows), pa.string())
+    notes = {
+        "vae_stride": list(like.vae_stride),
+        "text_dim": like.text_dim,
+        "origin": origin,
+        "record_bytes": None,
+    }
+    write_sidecar(out, number, rows.set_column(column, "shard", names), notes)

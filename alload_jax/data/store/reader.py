@@ -1,0 +1,103 @@
+"""Reads samples of a store and checks them against the manifest."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from array_record.python import array_record_module
+
+from alload_jax.data import record as records
+from alload_jax.data.manifest import Manifest
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class BadRecordError(ValueError):
+    """A record does not match its manifest row."""
+
+
+class StoreReader:
+    """Random access to the samples of a manifest; thread-safe."""
+
+    def __init__(self, manifest: Manifest):
+        self.manifest = manifest
+        self._readers: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickles only the manifest; a worker process opens the shards itself."""
+        return {"manifest": self.manifest}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["manifest"])  # type: ignore[misc]
+
+    def read(self, sample: int) -> dict[str, np.ndarray]:
+        """Reads the arrays of a sample and checks them against the manifest row.
+
+        Raises:
+          BadRecordError: the record is missing, damaged or of another shape.
+        """
+        shard, index = self.manifest.shard[sample], int(self.manifest.index[sample])
+        place = f"{self.manifest.path.parent / shard}: record {index} (sample {sample})"
+        try:
+            with self._lock:
+                (data,) = self._reader(shard).read([index])
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise BadRecordError(f"{place} cannot be read ({_first_line(error)})") from error
+        if records.checksum(data) != self.manifest.checksum[sample]:
+            raise BadRecordError(
+                f"{place} has checksum {records.checksum(data)}; "
+                f"the manifest says {self.manifest.checksum[sample]}"
+            )
+        try:
+            arrays = records.decode(data)
+        except ValueError as error:
+            raise BadRecordError(f"{place} cannot be decoded: {error}") from error
+        self._check_shapes(arrays, sample, place)
+        return arrays
+
+    def close(self) -> None:
+        """Closes the shards; a later read opens them again."""
+        with self._lock:
+            while self._readers:
+                _, reader = self._readers.popitem()
+                # A damaged shard raises again on close; `read` has reported it already.
+                with contextlib.suppress(RuntimeError):
+                    reader.close()
+
+    def _reader(self, shard: str) -> Any:
+        if shard not in self._readers:
+            path = str(self.manifest.path.parent / shard)
+            self._readers[shard] = array_record_module.ArrayRecordReader(path)
+        return self._readers[shard]
+
+    def _check_shapes(self, arrays: dict[str, np.ndarray], sample: int, place: str) -> None:
+        expected: dict[str, tuple[int, ...]] = {
+            records.LATENTS: self.manifest.latent_shape(tuple(self.manifest.shape[sample]))
+        }
+        length, width = int(self.manifest.text_length[sample]), self.manifest.text_dim
+        if width is None:
+            expected[records.LABELS] = (length,)
+        else:
+            expected[records.TEXT] = (length, width)
+        for name, shape in expected.items():
+            found = arrays[name].shape if name in arrays else "nothing"
+            if found != shape:
+                raise BadRecordError(
+                    f"{place} holds {name} of shape {found}; the manifest says {shape}"
+                )
+
+
+def damaged_records(manifest: Manifest) -> Iterator[str]:
+    """Reads every record of a store; yields a line for each one that is damaged."""
+    reader = StoreReader(manifest)
+    for sample in range(len(manifest)):
+        try:
+            reader.read(sample)
+        except BadRecordError as error:
+            yield str(error)
+    reader.close()

@@ -1,0 +1,133 @@
+"""A contact sheet: frames of some samples of a store, with their captions, as one picture."""
+
+import functools
+import textwrap
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from alload_jax.data.manifest import Manifest, read_captions
+from alload_jax.data.record import LATENTS
+from alload_jax.data.store import BadRecordError, StoreReader
+from alload_jax.sampling.frames import to_bytes
+
+_PAPER, _INK, _FAINT = (24, 26, 32), (220, 224, 232), (150, 156, 168)
+_WIDTH, _CELL, _GAP, _LINE = 1200, 150, 6, 20
+_FRAMES, _LETTERS, _CAPTION_LINES = 6, 130, 2
+_NOTE = (
+    "Latents, not pictures: the first three channels, each from its 1st to its 99th percentile "
+    "in the sample."
+)
+
+
+def write_contact_sheet(path: str | Path, manifest: Manifest, samples: int = 16) -> None:
+    """Draws samples from the whole store, evenly spread, each with up to 6 frames.
+
+    Stores of pixels show pixels. Others show the first three channels of the latents, and say so.
+
+    Args:
+      path: the PNG to write.
+      manifest: the store.
+      samples: number of samples at most.
+    """
+    reader, captions = StoreReader(manifest), read_captions(manifest.path.parent)
+    count = min(samples, len(manifest))
+    chosen = np.linspace(0, len(manifest) - 1, count).round().astype(int).tolist()
+    rows = [_row(manifest, reader, number, captions[number]) for number in chosen]
+    reader.close()
+    notes = [] if holds_pixels(manifest) else [_text([_NOTE], _FAINT)]
+    _stack([*notes, *rows]).save(path, format="PNG")
+
+
+def holds_pixels(manifest: Manifest) -> bool:
+    """Returns whether the samples are grey or colour pictures, not latents."""
+    return manifest.vae_stride == (1, 1, 1) and int(manifest.channels[0]) in (1, 3)
+
+
+def latent_colours(latents: np.ndarray) -> np.ndarray:
+    """The first three channels as colours, each from its 1st to its 99th percentile.
+
+    Args:
+      latents: [frames, height, width, channels]; a missing channel is black.
+
+    Returns:
+      [frames, height, width, 3] uint8.
+    """
+    found = latents[..., :3].astype(np.float32)
+    low, high = np.percentile(found, [1, 99], axis=(0, 1, 2))
+    scaled = (found - low) / np.maximum(high - low, 1e-6)
+    missing = 3 - found.shape[-1]
+    padded = np.pad(np.clip(scaled, 0, 1), [(0, 0)] * 3 + [(0, missing)])
+    return (padded * 255).round().astype(np.uint8)
+
+
+def _row(manifest: Manifest, reader: StoreReader, number: int, caption: str | None) -> Image.Image:
+    """A heading, the frames and the caption of a sample."""
+    frames, height, width = manifest.shape[number].tolist()
+    heading = _text([f"sample {number} · {frames}×{height}×{width}"], _FAINT)
+    try:
+        latents = reader.read(number)[LATENTS]
+    except BadRecordError:
+        return _stack([heading, _text(["This record is damaged."], _INK)])
+    chosen = np.linspace(0, len(latents) - 1, min(_FRAMES, len(latents))).round().astype(int)
+    if holds_pixels(manifest):
+        pixels = to_bytes(latents[chosen].astype(np.float32))
+        pixels = np.broadcast_to(pixels, (*pixels.shape[:-1], 3))
+    else:
+        pixels = latent_colours(latents[chosen])
+    parts = [heading, _strip([_cell(frame) for frame in pixels])]
+    if caption:
+        parts.append(_text(_lines(caption), _INK))
+    return _stack(parts)
+
+
+def _lines(caption: str) -> list[str]:
+    """A caption in a few lines, without characters that cannot be drawn."""
+    seen = "".join(letter if letter.isprintable() else " " for letter in caption[:2000])
+    return textwrap.wrap(seen, _LETTERS, max_lines=_CAPTION_LINES, placeholder=" …") or [""]
+
+
+def _cell(frame: np.ndarray) -> Image.Image:
+    """A frame that fits a cell; small ones are enlarged without blur."""
+    image = Image.fromarray(np.ascontiguousarray(frame))
+    most = (_WIDTH - _GAP) // _FRAMES - _GAP
+    scale = min(_CELL / image.height, most / image.width)
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    return image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX)
+
+
+def _strip(cells: list[Image.Image]) -> Image.Image:
+    """Cells side by side."""
+    page = Image.new("RGB", (_WIDTH, max(cell.height for cell in cells) + _GAP), _PAPER)
+    left = _GAP
+    for cell in cells:
+        page.paste(cell, (left, 0))
+        left += cell.width + _GAP
+    return page
+
+
+def _text(lines: list[str], colour: tuple[int, int, int]) -> Image.Image:
+    page = Image.new("RGB", (_WIDTH, len(lines) * _LINE + _GAP), _PAPER)
+    draw, font = ImageDraw.Draw(page), _font()
+    for number, line in enumerate(lines):
+        draw.text((_GAP, number * _LINE), line, fill=colour, font=font)
+    return page
+
+
+@functools.cache
+def _font() -> ImageFont.FreeTypeFont:
+    # Pillow's own font lacks × and accents; Matplotlib's has Latin, Greek and Cyrillic.
+    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    return ImageFont.truetype(path, 14)
+
+
+def _stack(parts: list[Image.Image]) -> Image.Image:
+    """Parts one below the other."""
+    page = Image.new("RGB", (_WIDTH, sum(part.height for part in parts) + _GAP), _PAPER)
+    top = _GAP // 2
+    for part in parts:
+        page.paste(part, (0, top))
+        top += part.height
+    return page

@@ -1,0 +1,196 @@
+"""`alload data`: shows, checks and merges data folders."""
+
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from alload_jax import cli
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.store import StoreWriter
+from alload_jax.errors import run_command
+from alload_jax.report.contact_sheet import latent_colours
+
+SIZES = [(1, 16, 16), (5, 16, 32), (5, 16, 32), (9, 16, 16)]
+
+
+def write(folder, channels=3, stride=(1, 1, 1), origin=None, sizes=SIZES):
+    rng = np.random.default_rng(0)
+    with StoreWriter(folder, vae_stride=stride, origin=origin, samples_per_shard=2) as writer:
+        for number, (frames, height, width) in enumerate(sizes):
+            grid = ((frames - 1) // stride[0] + 1, height // stride[1], width // stride[2])
+            latents = rng.uniform(-1, 1, (*grid, channels)).astype(np.float16)
+            text = np.zeros((number + 1, 8), np.float16)
+            caption = f"a [red] dot, {number}\x00\n" + "long " * number * 100
+            writer.add(latents, text, (frames, height, width), caption=caption)
+    return folder
+
+
+@pytest.fixture
+def alload(tmp_path, monkeypatch, capsys):
+    """Runs the command in this process; returns its status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv):
+        status = run_command(cli.main, ["data", *(str(part) for part in argv)])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+def cells(out):
+    """The cells of each line of printed tables."""
+    return [tuple(part.strip() for part in line.replace("│", "  ").split("  ") if part.strip())
+            for line in out.splitlines()]  # fmt: skip
+
+
+def test_a_store_is_shown(alload, tmp_path):
+    write(tmp_path / "store", origin={"fps": "8", "vae": "none", "made": ["[red]", {"by": 1}]})
+    status, out, err = alload("store")
+    assert (status, err) == (0, "")
+    rows = cells(out)
+    for row in [
+        ("samples", "4"),
+        ("images", "1"),
+        ("videos", "3"),
+        ("video", "0.001 hours: 19 frames at 8 fps"),
+        ("tokens", "1,920 with patch size 1,2,2"),
+        ("condition", "text of width 8"),
+        ("condition tokens of a sample", "1 to 4, median 2"),
+        ("channels", "3"),
+        ("VAE stride", "1,1,1"),
+        ("shards", "2"),
+        ("origin: made", '["[red]", {"by": 1}]'),
+        ("5×16×32", "2", "640", "1,280", "66.7%"),
+        ("9×16×16", "1", "576", "576", "30.0%"),
+        ("1×16×16", "1", "64", "64", "3.3%"),
+    ]:
+        assert row in rows
+    size = sum(read_manifest(tmp_path / "store").shard_bytes.values())
+    assert ("bytes", f"{size:,}") in rows
+
+
+def test_tokens_follow_the_patch_size(alload, tmp_path):
+    write(tmp_path / "store")
+    _, out, _ = alload("store", "--patch-size", "1,4,4")
+    assert ("tokens", "480 with patch size 1,4,4") in cells(out)
+    assert ("video", "19 frames; the origin names no fps") in cells(out)
+
+
+def test_many_sizes_are_gathered(alload, tmp_path):
+    write(tmp_path / "store", sizes=[(1, 2, 2 * n) for n in range(1, 41)])
+    _, out, _ = alload("store")
+    assert ("10 other sizes", "10", "55", "6.7%") in cells(out)
+
+
+def test_check_names_damaged_records(alload, tmp_path):
+    store = write(tmp_path / "store")
+    status, out, err = alload("store", "--check")
+    assert (status, err) == (0, "")
+    assert out.endswith("4 records read, 0 damaged\n")
+    shard = store / "shard-00001.arrayrecord"
+    data = bytearray(shard.read_bytes())
+    written = np.flatnonzero(np.frombuffer(data, np.uint8))
+    data[written[len(written) // 2]] ^= 1
+    shard.write_bytes(data)
+    status, out, _ = alload("store", "--check")
+    assert status == 1
+    assert out.endswith("4 records read, 1 damaged\n")
+    assert re.search(
+        r"^store/shard-00001.arrayrecord: record [01] \(sample [23]\) ", out, re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize(
+    ("channels", "stride"), [(3, (1, 1, 1)), (1, (1, 1, 1)), (16, (4, 8, 8)), (2, (1, 1, 1))]
+)
+def test_the_sheet_is_a_picture(alload, tmp_path, channels, stride):
+    write(tmp_path / "store", channels=channels, stride=stride)
+    status, out, _ = alload("store", "--sheet", "sheet.png", "--samples", 3)
+    assert status == 0
+    assert out.endswith("written: sheet.png\n")
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        pixels = np.asarray(sheet)
+    assert pixels.shape[1] == 1200
+    assert len(np.unique(pixels)) > 20
+    first = (tmp_path / "sheet.png").read_bytes()
+    alload("store", "--sheet", "sheet.png", "--samples", 3)
+    assert (tmp_path / "sheet.png").read_bytes() == first
+
+
+def test_pixels_on_the_sheet_are_those_of_the_store(alload, tmp_path):
+    red = np.broadcast_to(np.array([1, -1, -1], np.float16), (1, 8, 8, 3))
+    with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)) as writer:
+        writer.add(red, np.zeros(1, np.int32), (1, 8, 8))
+    alload("store", "--sheet", "sheet.png")
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        pixels = np.asarray(sheet).reshape(-1, 3)
+    assert (pixels == [255, 0, 0]).all(axis=1).sum() == 150 * 150
+
+
+def test_a_damaged_record_leaves_its_place_on_the_sheet(alload, tmp_path):
+    store = write(tmp_path / "store")
+    shard = store / "shard-00000.arrayrecord"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert alload("store", "--sheet", "sheet.png")[0] == 0
+    assert (tmp_path / "sheet.png").is_file()
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 16])
+def test_latents_are_spread_over_the_range_of_colours(channels):
+    latents = np.random.default_rng(0).normal(5, 3, (2, 20, 20, channels)).astype(np.float16)
+    colours = latent_colours(latents)
+    assert colours.shape == (2, 20, 20, 3)
+    assert colours.dtype == np.uint8
+    for channel in range(3):
+        spread = (0, 255) if channel < channels else (0, 0)
+        assert (colours[..., channel].min(), colours[..., channel].max()) == spread
+    flat = latent_colours(np.zeros((1, 2, 2, 3), np.float16))
+    assert not flat.any()
+
+
+def test_stores_are_merged(alload, tmp_path):
+    for name in "ab":
+        write(tmp_path / name)
+    assert alload("merge", "a", "b", "--out", "all") == (0, "all/manifest.parquet\n", "")
+    assert len(read_manifest(tmp_path / "all")) == 8
+
+
+def test_a_store_named_merge_is_shown(alload, tmp_path):
+    write(tmp_path / "merge")
+    assert alload("./merge")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ([], ["STORE"]),
+        (["none"], ["none/manifest.parquet", "no such manifest"]),
+        (["a", "b"], ["2 folders", "alload data merge"]),
+        (["a", "--out", "c"], ["--out", "alload data merge"]),
+        (["merge", "a", "b"], ["--out is missing"]),
+        (["merge", "a", "--out", "c"], ["at least two"]),
+        (["merge", "a", "a", "--out", "c"], ["given twice"]),
+        (["merge", "a", "b", "--out", "a"], ["a: exists already"]),
+        (["merge", "a", "b", "--out", "c", "--check"], ["--check", "leave it out"]),
+        (["a", "--sheet", "sheet.jpg"], ["sheet.jpg", ".png"]),
+        (["a", "--sheet", "none/sheet.png"], ["none/sheet.png", "existing folder"]),
+        (["a", "--samples", "3"], ["--sheet"]),
+        (["a", "--sheet", "sheet.png", "--samples", "0"], ["--samples 0", "1 to 1000"]),
+        (["a", "--patch-size", "2"], ["'2'", "three whole numbers"]),
+        (["a", "--patch-size", "0,2,2"], ["patch_size", "at least 1"]),
+        (["a", "--chek"], ["--chek", "did you mean --check?"]),
+    ],
+)
+def test_what_cannot_be_done_is_refused(alload, tmp_path, argv, named):
+    for name in "ab":
+        write(tmp_path / name)
+    before = sorted(tmp_path.rglob("*"))
+    status, out, err = alload(*argv)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert all(part in err for part in named)
+    assert sorted(tmp_path.rglob("*")) == before

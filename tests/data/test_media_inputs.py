@@ -1,0 +1,338 @@
+"""What `alload prepare media` finds in folders, tables and tar shards."""
+
+import io
+import json
+import os
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from media_helpers import moving_frames, prepare, rows, skipped, write_video
+from PIL import Image
+
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.prepare.byte_text import ByteText, uniform_vectors
+from alload_jax.data.prepare.captions import clean
+from alload_jax.data.prepare.inputs import find_items
+from alload_jax.data.store import StoreReader
+from alload_jax.errors import InputError
+
+
+@pytest.fixture
+def media(tmp_path):
+    folder = tmp_path / "media"
+    folder.mkdir()
+    return folder
+
+
+def picture(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (32, 32), (9, 9, 9)).save(path)
+    return path
+
+
+def captions(items):
+    return {item.name: item.caption for item in items}
+
+
+def reasons(items):
+    return {item.name: item.reason for item in items if item.reason}
+
+
+# ---------------------------------------------------------------- folders
+
+
+def test_captions_lie_beside_their_files(media):
+    for name in ("a.png", "b.png", "c.png", "d.png", "e.png", "sub/a.png"):
+        picture(media / name)
+    (media / "a.txt").write_text("a cat\n")
+    (media / "b.json").write_text('{"size": 3, "Caption": "a dog"}')
+    (media / "c.png.txt").write_text("a cow")
+    (media / "d.json").write_text('"a hen"')
+    (media / "sub/a.json").write_text('{"caption": ["first", "second"]}')
+    (media / ".hidden.png").write_text("")
+    assert captions(find_items(media)) == {
+        "a.png": "a cat\n",
+        "b.png": "a dog",
+        "c.png": "a cow",
+        "d.png": "a hen",
+        "e.png": None,
+        "sub/a.png": "first",
+    }
+
+
+def test_a_caption_s_key_can_be_named(media):
+    picture(media / "a.png")
+    (media / "a.json").write_text('{"caption": "no", "mine": 7.0}')
+    assert captions(find_items(media, caption_column="mine")) == {"a.png": "7"}
+
+
+def test_files_come_in_the_order_of_their_names(media):
+    for name in ("b.png", "a b.png", "ä.png", "a/z.png", "B.png"):
+        picture(media / name)
+    names = [item.name for item in find_items(media)]
+    assert names == sorted(names, key=str.encode)
+
+
+def test_paths_with_spaces_and_other_scripts_are_used(media, tmp_path):
+    picture(media / "ein Bild – 写真.png")
+    write_video(media / "un clip été.mkv", moving_frames(9))
+    (media / "un clip été.txt").write_text("été")
+    odd = os.fsencode(media) + b"/\xff.png"
+    with open(odd, "wb") as file:
+        file.write((media / "ein Bild – 写真.png").read_bytes())
+    prepare(media, tmp_path / "out")
+    manifest = rows(tmp_path / "out" / "manifest.parquet")
+    assert sorted(row["caption"] for row in manifest) == ["", "", "été"]
+    assert skipped(tmp_path / "out") == {}
+
+
+def test_links_out_of_the_folder_are_refused(media, tmp_path):
+    picture(tmp_path / "secret.png")
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "more").mkdir()
+    picture(media / "in.png")
+    picture(media / "caption.png")
+    (media / "link.png").symlink_to("in.png")
+    (media / "out.png").symlink_to(tmp_path / "secret.png")
+    (media / "relative.png").symlink_to("../secret.png")
+    (media / "caption.txt").symlink_to("../secret.txt")
+    (media / "circle.png").symlink_to("circle.png")
+    (media / "folder").symlink_to(tmp_path / "more")
+    found = reasons(find_items(media))
+    assert found.keys() == {"out.png", "relative.png", "caption.png", "circle.png", "folder"}
+    assert found["out.png"] == found["relative.png"] == "link out of the folder"
+    assert "caption.txt: link out of the folder" in found["caption.png"]
+    assert "not followed" in found["folder"]
+
+
+def test_what_is_no_regular_file_is_refused(media):
+    os.mkfifo(media / "a.mp4")
+    assert reasons(find_items(media)) == {"a.mp4": "not a regular file"}
+
+
+@pytest.mark.parametrize("make", [lambda folder: None, lambda folder: (folder / "a.txt").touch()])
+def test_a_folder_without_media_is_refused(media, make):
+    make(media)
+    with pytest.raises(InputError, match="has no images or videos"):
+        find_items(media)
+
+
+def test_a_damaged_caption_is_the_reason(media):
+    picture(media / "a.png")
+    (media / "a.json").write_text("{")
+    assert "not valid JSON" in reasons(find_items(media))["a.png"]
+
+
+# ---------------------------------------------------------------- tables
+
+
+TABLE = [
+    ("a.png", "a cat"),
+    ("sub/b.png", "a, dog"),
+    ("none.png", "x"),
+    ("../secret.png", "x"),
+    ("/etc/passwd.png", "x"),
+    ("C:\\a.png", "x"),
+    ("out.png", "x"),
+    ("a.doc", "x"),
+    ("", "x"),
+]
+
+
+def write_table(path, names):
+    columns = {names[0]: [row[0] for row in TABLE], names[1]: [row[1] for row in TABLE]}
+    if path.suffix == ".parquet":
+        pa.parquet.write_table(pa.table(columns | {"bytes": [b"x"] * len(TABLE)}), path)
+    elif path.suffix == ".jsonl":
+        lines = [json.dumps(dict(zip(names, row, strict=True))) for row in TABLE]
+        path.write_text("\n".join(lines) + "\n")
+    else:
+        lines = [",".join(f'"{value}"' for value in row) for row in (names, *TABLE)]
+        path.write_text("\ufeff" + "\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("table", "names", "flags"),
+    [
+        ("metadata.csv", ("file_name", "text"), ()),
+        ("metadata.jsonl", ("video", "caption"), ()),
+        ("captions.parquet", ("path", "prompt"), ()),
+        ("other.csv", ("Where", "What"), ("where", "what")),
+        ("other.parquet", ("Where", "What"), ("Where", "What")),
+    ],
+)
+def test_tables_list_media(media, tmp_path, table, names, flags):
+    picture(tmp_path / "secret.png")
+    picture(media / "a.png")
+    picture(media / "sub/b.png")
+    (media / "out.png").symlink_to("../secret.png")
+    write_table(media / table, names)
+    place = media / table if flags else media
+    items = find_items(place, *flags)
+    assert [item.name for item in items] == [row[0] for row in TABLE]
+    assert [item.caption for item in items[:2]] == ["a cat", "a, dog"]
+    found = [item.reason for item in items]
+    assert found[:2] == ["", ""]
+    expected = ["no such file", "'..'", "absolute", "absolute", "link out", "suffix .doc", "row"]
+    for reason, part in zip(found[2:], expected, strict=True):
+        assert part in reason
+
+
+def test_a_caption_of_100_kb_in_a_table_is_read(media):
+    picture(media / "a.png")
+    (media / "metadata.csv").write_text(f"file_name,text\na.png,{'x' * 200_000}\n")
+    assert len(find_items(media)[0].caption) == 200_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("metadata.csv", b"x,y\n1,2\n", ["x, y", "--path-column"]),
+        ("metadata.csv", b"\xff\xfe\n", ["CSV"]),
+        ("metadata.jsonl", b'{"path": "a"}\n{\n', ["line 2"]),
+        ("metadata.jsonl", b"[1]\n", ["line 1", "object"]),
+        ("metadata.parquet", b"PAR1", ["PARQUET"]),
+    ],
+)
+def test_tables_that_cannot_be_read_are_refused(media, name, content, named):
+    (media / name).write_bytes(content)
+    with pytest.raises(InputError) as error:
+        find_items(media)
+    for part in (name, *named):
+        assert part in str(error.value)
+
+
+def test_a_column_that_is_missing_is_refused(media):
+    (media / "metadata.csv").write_text("path,text\na,b\n")
+    with pytest.raises(InputError, match=r"no column mine.*--caption-column"):
+        find_items(media, caption_column="mine")
+
+
+@pytest.mark.parametrize("name", ["none", "a.zip"])
+def test_other_inputs_are_refused(media, name):
+    if name != "none":
+        (media / name).touch()
+    with pytest.raises(InputError, match=name):
+        find_items(media / name)
+
+
+# ---------------------------------------------------------------- tar shards
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            if isinstance(content, str):
+                member.type, member.linkname = tarfile.SYMTYPE, content
+                archive.addfile(member)
+            else:
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+def test_tar_members_with_one_stem_belong_together(media, tmp_path):
+    image = picture(tmp_path / "a.png").read_bytes()
+    video = write_video(tmp_path / "a.mkv", moving_frames(9)).read_bytes()
+    members = {"0.png": image, "0.txt": b"a cat", "1.mkv": video, "1.json": b'{"text": "a dog"}'}
+    write_tar(media / "x-1.tar", {"0.png": image})
+    write_tar(media / "x-0.tar", members)
+    prepare(media, tmp_path / "out")
+    found = rows(tmp_path / "out" / "manifest.parquet")
+    assert [(row["frames"], row["caption"]) for row in found] == [
+        (1, "a cat"),
+        (9, "a dog"),
+        (1, ""),
+    ]
+
+
+def test_members_that_lead_out_of_a_tar_are_refused(media, tmp_path):
+    image = picture(tmp_path / "a.png").read_bytes()
+    members = {
+        "good.png": image,
+        "../up.png": image,
+        "/root.png": image,
+        "link.png": "/etc/passwd",
+        "empty.png": b"",
+        "caption.png": image,
+        "caption.txt": "/etc/passwd",
+    }
+    write_tar(media / "x.tar", members)
+    before = set(tmp_path.rglob("*"))
+    found = reasons(find_items(media / "x.tar"))
+    assert set(tmp_path.rglob("*")) == before
+    assert found == {
+        "x.tar/../up.png": "tar member with an absolute path or '..'",
+        "x.tar//root.png": "tar member with an absolute path or '..'",
+        "x.tar/link.png": "tar member that is a link",
+        "x.tar/empty.png": "empty file (0 bytes)",
+        "x.tar/caption.png": "tar member that is a link",
+    }
+
+
+@pytest.mark.parametrize("keep", [3, 1000, 2200])
+def test_a_damaged_tar_is_listed(media, tmp_path, keep):
+    image = picture(tmp_path / "a.png").read_bytes() + bytes(800)
+    write_tar(media / "x.tar", {"0.png": image, "1.png": image})
+    write_tar(media / "y.tar", {"0.png": image})
+    (media / "x.tar").write_bytes((media / "x.tar").read_bytes()[:keep])
+    items = find_items(media)
+    assert any("x.tar" in name for name in reasons(items))
+    assert captions(items)["y.tar/0.png"] is None
+
+
+# ---------------------------------------------------------------- captions
+
+
+def test_captions_are_cleaned():
+    assert clean("a\x00 cat\x07\r\n on\ta\u2028 mat\x1b[0m") == "a cat on a mat[0m"
+    assert clean("  é 猫 🐈‍⬛ ") == "é 猫 🐈‍⬛"
+    assert clean("\ud800x") == "x"
+
+
+@pytest.mark.parametrize("text", [b"x" * 100_000, "猫".encode() * 40_000, b"\xff\x00\x07ok"])
+def test_long_and_strange_captions_are_cut_and_cleaned(media, tmp_path, text):
+    picture(media / "a.png")
+    (media / "a.txt").write_bytes(text)
+    prepare(media, tmp_path / "out", text_length=100)
+    manifest = read_manifest(tmp_path / "out")
+    embedded = StoreReader(manifest).read(0)["text"]
+    assert embedded.shape[1] == 64
+    assert 0 < len(embedded) <= 100
+    assert (manifest.text_length == len(embedded)).all()
+
+
+def test_byte_embeddings_never_change():
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]  # SplitMix64's first from seed 0
+    expected = [(2 * value / 2**64 - 1) * 3**0.5 for value in published]
+    assert uniform_vectors(0, 1, 2)[0] == pytest.approx(expected, abs=1e-12)
+    found = ByteText().encode("ab")
+    assert found.dtype == np.float16
+    assert found.astype(float).tobytes() == ByteText().encode("abc")[:2].astype(float).tobytes()
+    assert abs(ByteText(length=4000).encode("x" * 4000).astype(float).std() - 1) < 0.05
+    assert not np.array_equal(ByteText().encode("aa")[0], ByteText().encode("aa")[1])
+    assert len(ByteText(length=4).encode("猫猫")) == 3  # no half characters
+    assert ByteText().encode(None).shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected", "classes"),
+    [
+        (["dog", "cat", "dog"], [1, 0, 1], ["cat", "dog"]),
+        (["3", "0", "3"], [3, 0, 3], ["0", "1", "2", "3"]),
+    ],
+)
+def test_captions_can_be_classes(media, tmp_path, texts, expected, classes):
+    for number, text in enumerate(texts):
+        picture(media / f"{number}.png")
+        (media / f"{number}.txt").write_text(text + "\n")
+    picture(media / "none.png")
+    prepare(media, tmp_path / "out", text="class")
+    manifest = read_manifest(tmp_path / "out")
+    reader = StoreReader(manifest)
+    assert [reader.read(n)["labels"].tolist() for n in range(3)] == [[n] for n in expected]
+    assert manifest.origin["text"]["classes"] == classes
+    assert "no caption" in skipped(tmp_path / "out")["none.png"]

@@ -1,0 +1,347 @@
+"""`alload prepare media` as a whole: kills, workers, settings, disks, and what it prints."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from media_helpers import contents, grey_frames, moving_frames, prepare, rows, write_video
+from PIL import Image
+
+from alload_jax import cli
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.prepare import unit
+from alload_jax.data.prepare.buckets import AREA_CLASSES, buckets_of, parse_area
+from alload_jax.data.prepare.clips import clip_lengths
+from alload_jax.data.prepare.encoders import VAE_ENCODERS
+from alload_jax.data.prepare.pixels import Pixels
+from alload_jax.errors import InputError, run_command
+from alload_jax.planning.workloads import AREAS
+
+FLAGS = ("--area", "32x32", "--frames", "9", "--files-per-shard", "1")
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory):
+    """A folder of pictures, videos, and files that cannot be used."""
+    folder = tmp_path_factory.mktemp("media")
+    for number in range(4):
+        write_video(folder / f"clip {number}.mkv", moving_frames(9 + number))
+        (folder / f"clip {number}.txt").write_text(f"clip number {number}")
+        Image.new("RGB", (40, 40 + number), (number, 0, 0)).save(folder / f"image{number}.png")
+    (folder / "bad.mp4").write_bytes(b"")
+    (folder / "worse.png").write_bytes(b"nothing")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(media, tmp_path_factory):
+    """The data folder of an uninterrupted run, a shard for each file."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    prepare(media, out, files_per_shard=1)
+    return contents(out)
+
+
+def command(media, out, *flags):
+    return [sys.executable, "-m", "alload_jax.cli", "prepare", "media", str(media), "--out",
+            str(out), *FLAGS, *flags]  # fmt: skip
+
+
+@pytest.fixture
+def alload(capsys):
+    def run(*argv):
+        status = run_command(cli.main, [str(part) for part in argv])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+# ---------------------------------------------------------------- kills and workers
+
+
+def test_two_workers_write_the_same_bytes_as_one(media, whole, tmp_path):
+    prepare(media, tmp_path / "out", workers=2, files_per_shard=1)
+    assert contents(tmp_path / "out") == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_killed_run_goes_on_to_the_same_bytes(media, whole, tmp_path, workers):
+    slow = tmp_path / "slow.py"
+    # Finished shards are seen before the kill comes, and others are not begun.
+    slow.write_text(
+        "import sys, time\n"
+        "from alload_jax.data.prepare.pixels import Pixels\n"
+        "encode = Pixels.encode\n"
+        "def slowly(self, frames):\n"
+        "    time.sleep(0.15)\n"
+        "    return encode(self, frames)\n"
+        "Pixels.encode = slowly\n"
+        "if __name__ == '__main__':\n"
+        "    from alload_jax import cli\n"
+        "    cli.main(sys.argv[1:])\n"
+    )
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    argv = [sys.executable, str(slow), *command(media, out, "--workers", workers)[3:]]
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    started = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while len(list(partial.glob("shard-*.parquet"))) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    started.send_signal(signal.SIGKILL)
+    started.wait()
+    assert not out.exists()
+    assert len(list(partial.glob("shard-*.parquet"))) >= 3
+    before = {path: path.stat().st_mtime_ns for path in partial.glob("shard-*.parquet")}
+    del before[max(before, key=lambda path: before[path])]
+    prepare(media, out, files_per_shard=1)
+    assert contents(out) == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "slow.py"]
+
+
+@pytest.mark.parametrize("number", [0, 3, 7])
+def test_a_failure_at_any_sample_keeps_the_shards_before(
+    media, whole, tmp_path, monkeypatch, number
+):
+    added = []
+
+    class Failing(unit.ShardWriter):
+        def add(self, *arguments, **named):
+            added.append(1)
+            if len(added) > number:
+                raise RuntimeError("a fault")
+            return super().add(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unit, "ShardWriter", Failing)
+        with pytest.raises(RuntimeError, match="a fault"):
+            prepare(media, tmp_path / "out", files_per_shard=1)
+    done = list((tmp_path / "out.partial").glob("shard-*.parquet"))
+    assert len(done) >= number
+    begun = []
+    monkeypatch.setattr(
+        "alload_jax.data.prepare.pipeline.prepare_unit",
+        lambda job, shard, *rest: (begun.append(shard), unit.prepare_unit(job, shard, *rest)),
+    )
+    prepare(media, tmp_path / "out", files_per_shard=1)
+    assert contents(tmp_path / "out") == whole
+    assert len(begun) + len(done) == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"fps": "8"}, "--fps 16, not 8"),
+        ({"frames": 5}, "--frames 9, not 5"),
+        ({"area": ("48x48",)}, "--area 32x32, not 48x48"),
+        ({"text_length": 9}, "--text-length 256, not 9"),
+        ({"files_per_shard": 2}, "--files-per-shard 1, not 2"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_settings(media, whole, tmp_path, changes, named):
+    interrupt(media, tmp_path / "out")
+    with pytest.raises(InputError, match="out: was begun with ") as error:
+        prepare(media, tmp_path / "out", **{"files_per_shard": 1} | changes)
+    assert named in str(error.value)
+    assert "remove" in str(error.value)
+    prepare(media, tmp_path / "out", files_per_shard=1)
+    assert contents(tmp_path / "out") == whole
+
+
+def interrupt(media, out):
+    """Prepares all but the last shards, as a run that was stopped."""
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def stop(*_):
+        if len(list(out.with_name("out.partial").glob("*.parquet"))) > 2:
+            raise Stop
+
+    from alload_jax.data.prepare.inputs import find_items
+    from alload_jax.data.prepare.pipeline import prepare_media
+    from alload_jax.data.prepare.settings import MediaSettings
+
+    settings = MediaSettings(area=("32x32",), frames=9, files_per_shard=1)
+    with pytest.raises(Stop):
+        prepare_media(find_items(media), out, settings, on_unit=stop)
+
+
+def test_a_run_does_not_go_on_with_other_files(media, tmp_path):
+    folder = tmp_path / "media"
+    folder.mkdir()
+    for path in media.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    interrupt(folder, tmp_path / "out")
+    (folder / "clip 0.txt").write_text("another caption")
+    with pytest.raises(InputError, match="other input files or captions"):
+        prepare(folder, tmp_path / "out", files_per_shard=1)
+
+
+def test_folders_of_others_are_left_alone(media, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match="exists already"):
+        prepare(media, tmp_path / "out")
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"new\.partial: holds"):
+        prepare(media, tmp_path / "new")
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
+
+
+def test_two_runs_do_not_share_a_folder(media, tmp_path):
+    refusals = []
+
+    def second(*_):
+        with pytest.raises(InputError, match="another process") as error:
+            prepare(media, tmp_path / "out")
+        refusals.append(error)
+
+    from alload_jax.data.prepare.inputs import find_items
+    from alload_jax.data.prepare.pipeline import prepare_media
+    from alload_jax.data.prepare.settings import MediaSettings
+
+    settings = MediaSettings(area=("32x32",), frames=9)
+    prepare_media(find_items(media), tmp_path / "out", settings, on_unit=second)
+    assert refusals
+
+
+# ---------------------------------------------------------------- disks
+
+
+def test_a_full_disk_gives_one_line_and_keeps_what_is_done(media, whole, tmp_path):
+    def small_files():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    out = tmp_path / "out"
+    done = subprocess.run(
+        command(media, out), env=environment, capture_output=True, text=True, preexec_fn=small_files
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "cannot be written" in done.stderr
+    assert "free disk space" in done.stderr
+    assert not out.exists()
+    prepare(media, out, files_per_shard=1)
+    assert contents(out) == whole
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_prints_a_summary(media, whole, tmp_path, alload, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = alload("prepare", "media", media, "--out", "out", *FLAGS)
+    assert (status, err) == (0, "")
+    assert contents(tmp_path / "out") == whole
+    for part in ("10 files", "files/s", "MB/s", "9×32×32", "8 files used, 4 of them without"):
+        assert part in out
+    assert "empty file" in out
+    assert "bad.mp4" in out
+    assert out.endswith("out/manifest.parquet\n")
+    assert {row["path"] for row in rows(tmp_path / "out/skipped.parquet")} == {
+        "bad.mp4",
+        "worse.png",
+    }
+
+
+def test_the_report_can_lie_elsewhere(media, tmp_path):
+    prepare(media, tmp_path / "out", report=tmp_path / "new" / "list.parquet")
+    assert len(rows(tmp_path / "new" / "list.parquet")) == 2
+    assert not (tmp_path / "out" / "skipped.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--frames", "8"], ["--frames", "9"]),
+        (["--fps", "x"], ["--fps", "24000/1001"]),
+        (["--fps", "0"], ["--fps"]),
+        (["--area", "99p"], ["99p", "480p"]),
+        (["--area", "30x32"], ["30×32", "32x32"]),
+        (["--workers", "0"], ["--workers"]),
+        (["--max-clips", "0"], ["--max-clips"]),
+        (["--max-enlarge", "nan"], ["--max-enlarge"]),
+        (["--stride-seconds", "-1"], ["--stride-seconds"]),
+        (["--text-length", "0"], ["--text-length"]),
+        (["--min-frames", "90"], ["--min-frames"]),
+        (["--vae", "what"], ["--vae", "none"]),
+        (["--text", "what"], ["--text", "bytes", "class"]),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(media, tmp_path, alload, flags, named):
+    status, _, err = alload("prepare", "media", media, "--out", tmp_path / "out", *flags)
+    assert status == 2
+    assert err.count("\n") == 1
+    for part in named:
+        assert part in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_encoder_can_be_registered(media, tmp_path):
+    class Halves(Pixels):
+        def origin(self):
+            return {"name": "halves"}
+
+        def encode(self, frames):
+            return super().encode(frames) / 2
+
+    if "halves" not in VAE_ENCODERS.names():
+        VAE_ENCODERS.register("halves", Halves)
+    prepare(media, tmp_path / "out", vae="halves")
+    assert read_manifest(tmp_path / "out").origin["vae"] == {"name": "halves"}
+
+
+def test_latents_that_are_not_finite_are_listed(media, tmp_path, monkeypatch):
+    encode = Pixels.encode
+    monkeypatch.setattr(
+        Pixels, "encode", lambda self, frames: encode(self, frames) + (np.nan, 0)[len(frames) > 1]
+    )
+    report = prepare(media, tmp_path / "out")
+    assert report.used == 4
+    assert sum("not finite" in row.reason for row in report.skipped) == 4
+
+
+# ---------------------------------------------------------------- buckets and lengths
+
+
+def test_area_classes_are_those_of_planning():
+    assert AREA_CLASSES.keys() == AREAS.keys()
+    for name, (height, width) in AREA_CLASSES.items():
+        assert height * width == pytest.approx(AREAS[name], rel=0.01)
+
+
+@pytest.mark.parametrize("area", [*AREA_CLASSES, "256x384", "32x32"])
+def test_buckets_have_about_one_area_and_whole_tokens(area):
+    buckets = buckets_of(area, 16)
+    height, width = parse_area(area)
+    assert {(height, width), (width, height)} <= set(buckets)
+    assert all(b.height % 16 == b.width % 16 == 0 for b in buckets)
+    if height > 200:
+        assert all(b.height * b.width == pytest.approx(height * width, rel=0.1) for b in buckets)
+    assert len(set(buckets)) == len(buckets)
+
+
+def test_clip_lengths_are_few_and_4n_plus_1():
+    assert clip_lengths(81) == (81, 65, 49, 33, 17, 9, 5, 1)
+    assert clip_lengths(1) == (1,)
+    assert clip_lengths(13) == (13, 9, 5, 1)
+    assert all(length % 4 == 1 for length in clip_lengths(161))
+
+
+def test_grey_levels_survive(media, tmp_path):
+    folder = tmp_path / "grey"
+    folder.mkdir()
+    write_video(folder / "a.mkv", grey_frames([0, 128, 255]))
+    prepare(folder, tmp_path / "out")
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.shape.tolist() == [[1, 32, 32]]

@@ -1,0 +1,642 @@
+"""Stores that are interrupted, continued, appended to, written in parallel and merged."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pyarrow.parquet
+import pytest
+from array_record.python import array_record_module
+from data_helpers import (
+    assert_holds,
+    assert_says,
+    flip_byte,
+    random_sample,
+    random_samples,
+    write_store,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alload_jax.data.datasets.digits import Digits
+from alload_jax.data.manifest import (
+    MANIFEST_NAME,
+    manifest_metadata,
+    read_captions,
+    read_manifest,
+    read_rows,
+)
+from alload_jax.data.store import (
+    ShardWriter,
+    StoreReader,
+    StoreWriter,
+    damaged_records,
+    finish_store,
+    is_finished,
+    merge_stores,
+)
+from alload_jax.data.store import merge as merging
+from alload_jax.errors import InputError
+
+PIXELS = {"vae_stride": (1, 1, 1)}
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def assert_store_holds(folder, samples):
+    manifest = read_manifest(folder)
+    reader = StoreReader(manifest)
+    assert len(manifest) == len(samples)
+    for number, sample in enumerate(samples):
+        assert_holds(reader.read(number), sample)
+    reader.close()
+    assert list(damaged_records(manifest)) == []
+    assert not folder.with_name(folder.name + ".partial").exists()
+    assert {path.name for path in folder.iterdir()} == {*manifest.shard_bytes, MANIFEST_NAME}
+
+
+def fail_after(folder, samples, mode="new", **options):
+    def write_and_fail():
+        with StoreWriter(folder, mode=mode, **PIXELS, **options) as writer:
+            for sample in samples[writer.written :]:
+                writer.add(*sample)
+            raise RuntimeError("the next clip")
+
+    with pytest.raises(RuntimeError, match="the next clip") as error:
+        write_and_fail()
+    return error.value
+
+
+# ---------------------------------------------------------------- interrupted
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=3), st.integers(1, 4))
+def test_a_writer_that_failed_goes_on_to_the_same_bytes(stops, samples_per_shard):
+    samples = random_samples(9)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"samples_per_shard": samples_per_shard, "origin": {"made": (1, 2)}}
+        whole = write_store(Path(folder) / "whole", samples, **options)
+        store = Path(folder) / "store"
+        for stop in sorted(stops):
+            fail_after(store, samples[:stop], mode="resume", **options)
+        with StoreWriter(store, mode="resume", **PIXELS, **options) as writer:
+            assert writer.written == max([0, *stops])
+            for sample in samples[writer.written :]:
+                writer.add(*sample)
+        assert content(store) == content(whole)
+        assert_store_holds(store, samples)
+
+
+def test_a_failure_says_what_is_kept_and_how_to_go_on(tmp_path):
+    error = fail_after(tmp_path / "store", random_samples(5), samples_per_shard=2)
+    (note,) = error.__notes__
+    for part in (tmp_path / "store", "5 samples are kept", "store.partial", "mode='resume'"):
+        assert str(part) in note
+    assert [path.name for path in tmp_path.iterdir()] == ["store.partial"]
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from alload_jax.data.store import StoreWriter
+with StoreWriter(sys.argv[1], vae_stride=(1, 1, 1), samples_per_shard=2, mode="resume") as writer:
+    for n in range(writer.written, int(sys.argv[2])):
+        writer.add(np.full((1, 2, 2, 1), n, np.float16), np.array([n]), (1, 2, 2))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def numbered_samples(numbers):
+    for n in numbers:
+        yield np.full((1, 2, 2, 1), n, np.float16), np.array([n]), (1, 2, 2)
+
+
+def test_a_writer_that_was_killed_goes_on_to_the_same_bytes(tmp_path):
+    whole = write_store(tmp_path / "whole", numbered_samples(range(9)), samples_per_shard=2)
+    store = tmp_path / "store"
+    for stop in (5, 8):
+        command = [sys.executable, "-c", KILLED, str(store), str(stop)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not store.exists()
+    with StoreWriter(store, mode="resume", samples_per_shard=2, **PIXELS) as writer:
+        assert writer.written == 8
+        for sample in numbered_samples(range(8, 9)):
+            writer.add(*sample)
+    assert content(store) == content(whole)
+
+
+def test_a_killed_finish_goes_on(tmp_path, monkeypatch):
+    samples = random_samples(5)
+    whole = write_store(tmp_path / "whole", samples, samples_per_shard=2)
+    for name in ("rename", "replace", "unlink"):
+        store = tmp_path / name
+        fail_after(store, samples, samples_per_shard=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, stop_here)
+            with pytest.raises(SystemExit):
+                finish_store(store)
+        finish_store(store)
+        assert content(store) == content(whole)
+        assert_store_holds(store, samples)
+
+
+def stop_here(*_, **__):
+    raise SystemExit
+
+
+@pytest.mark.parametrize("name", ["replace", "rmdir", "unlink"])
+@pytest.mark.parametrize("call", range(4))
+def test_a_killed_append_never_breaks_the_store(tmp_path, monkeypatch, name, call):
+    samples = random_samples(5)
+    store = write_store(tmp_path / "store", samples[:2])
+    old = read_manifest(store)
+    fail_after(store, samples, mode="append", samples_per_shard=2)
+    calls, real = [], getattr(Path, name)
+
+    def stop_later(*arguments, **options):
+        calls.append(arguments)
+        return real(*arguments, **options) if len(calls) <= call else stop_here()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, name, stop_later)
+        try:
+            finish_store(store)
+        except SystemExit:
+            assert len(read_manifest(store)) in (2, 5)
+    assert list(damaged_records(old)) == []
+    finish_store(store)
+    assert_store_holds(store, samples)
+
+
+def test_full_shards_are_closed_by_their_bytes(tmp_path):
+    store = write_store(tmp_path / "store", random_samples(6), bytes_per_shard=1)
+    assert len(read_manifest(store).shard_bytes) == 6
+
+
+def test_a_new_writer_refuses_what_an_interrupted_one_left(tmp_path):
+    store = tmp_path / "store"
+    fail_after(store, random_samples(3))
+    kept = content(tmp_path / "store.partial")
+    with pytest.raises(InputError) as error:
+        StoreWriter(store, **PIXELS)
+    assert_says(error, tmp_path / "store.partial", "3 samples", 'mode="resume"', "remove")
+    assert content(tmp_path / "store.partial") == kept
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"vae_stride": (4, 8, 8)}, "vae_stride"), ({"origin": {"made": "elsewhere"}}, "origin")],
+)
+def test_a_writer_of_another_kind_cannot_go_on(tmp_path, change, named):
+    store = tmp_path / "store"
+    fail_after(store, random_samples(3), origin={"made": "here"})
+    options = {**PIXELS, "origin": {"made": "here"}, **change}
+    with pytest.raises(InputError) as error:
+        StoreWriter(store, mode="resume", **options)
+    assert_says(error, named, "another folder", *change.values())
+
+
+def test_samples_that_differ_from_those_kept_are_refused(tmp_path):
+    store = tmp_path / "store"
+    fail_after(store, random_samples(3))
+    with StoreWriter(store, mode="resume", **PIXELS) as writer:
+        with pytest.raises(ValueError, match="sample 3: latents have shape"):
+            writer.add(*random_samples(1, channels=3)[0])
+        with pytest.raises(ValueError, match="sample 3: condition has shape"):
+            writer.add(np.zeros((1, 2, 2, 1), np.float16), np.zeros((1, 8), np.float16), (1, 2, 2))
+
+
+def test_a_missing_shard_is_named_where_a_writer_goes_on(tmp_path):
+    store = tmp_path / "store"
+    fail_after(store, random_samples(5), samples_per_shard=2)
+    (tmp_path / "store.partial" / "shard-00001.arrayrecord").unlink()
+    with pytest.raises(InputError) as error:
+        StoreWriter(store, mode="resume", **PIXELS)
+    assert_says(error, "shard 1 is not finished", "remove")
+
+
+def test_a_damaged_record_is_named_where_a_writer_goes_on(tmp_path):
+    store = tmp_path / "store"
+    fail_after(store, random_samples(3))
+    shard = tmp_path / "store.partial" / "shard-00000.arrayrecord"
+    rows = pyarrow.parquet.ParquetFile(shard.with_suffix(".parquet")).read()
+    other = write_store(tmp_path / "other", random_samples(3, seed=1)) / shard.name
+    assert shard.stat().st_size == other.stat().st_size
+    shutil.copy(other, shard)
+    assert len(rows) == 3
+    with (
+        pytest.raises(InputError, match="record 0 is damaged"),
+        StoreWriter(store, mode="resume", **PIXELS),
+    ):
+        pass
+
+
+def test_files_of_the_users_travel_with_a_resumed_store(tmp_path):
+    store = tmp_path / "store"
+    fail_after(store, random_samples(3))
+    (tmp_path / "store.partial" / "report.parquet").write_bytes(b"mine")
+    with StoreWriter(store, mode="resume", **PIXELS) as writer:
+        writer.add(*random_samples(4)[3])
+    assert (store / "report.parquet").read_bytes() == b"mine"
+    assert len(read_manifest(store)) == 4
+
+
+def test_interrupted_digits_go_on(tmp_path, monkeypatch):
+    digits = Digits(mix=((1, 8, 8, 5), (5, 8, 16, 2)))
+    digits.write(tmp_path / "whole")
+    add, added = StoreWriter.add, []
+
+    def add_four(*arguments):
+        if len(added) == 4:
+            raise KeyboardInterrupt
+        added.append(add(*arguments))
+
+    monkeypatch.setattr(StoreWriter, "add", add_four)
+    with pytest.raises(KeyboardInterrupt):
+        digits.write(tmp_path / "store")
+    monkeypatch.setattr(StoreWriter, "add", add)
+    digits.write(tmp_path / "store")
+    assert content(tmp_path / "store") == content(tmp_path / "whole")
+
+
+# ---------------------------------------------------------------- appended
+
+
+@pytest.mark.parametrize("samples_per_shard", [2, 100])
+def test_appended_samples_follow_in_new_shards(tmp_path, samples_per_shard):
+    samples = random_samples(9)
+    store = write_store(tmp_path / "store", samples[:5], samples_per_shard=2, origin={"fps": 16})
+    old, before = read_manifest(store), content(store)
+    with StoreWriter(store, mode="append", samples_per_shard=samples_per_shard, **PIXELS) as writer:
+        assert writer.written == 5
+        for sample in samples[5:]:
+            writer.add(*sample)
+    assert_store_holds(store, samples)
+    assert read_manifest(store).origin == {"fps": 16}
+    before.pop(MANIFEST_NAME)
+    assert content(store).items() >= before.items()
+    assert list(damaged_records(old)) == []
+
+
+def test_an_append_that_failed_goes_on(tmp_path):
+    samples = random_samples(9)
+    stores = [write_store(tmp_path / name, samples[:3]) for name in "ab"]
+    assert "mode='append'" in fail_after(stores[0], samples[:6], mode="append").__notes__[0]
+    assert len(read_manifest(stores[0])) == 3
+    for store in stores:
+        with StoreWriter(store, mode="append", **PIXELS) as writer:
+            for sample in samples[writer.written :]:
+                writer.add(*sample)
+    assert content(stores[0]) == content(stores[1])
+    assert_store_holds(stores[0], samples)
+
+
+def test_nothing_appended_changes_nothing(store):
+    before = content(store)
+    with StoreWriter(store, mode="append", **PIXELS):
+        pass
+    assert content(store) == before
+    assert [path.name for path in store.parent.iterdir()] == ["store"]
+
+
+def test_what_was_not_written_here_is_not_appended_to(tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "notes.txt").write_text("mine")
+    for mode in ("new", "resume", "append"):
+        with pytest.raises(InputError, match="exists already"):
+            StoreWriter(tmp_path / "store", mode=mode, **PIXELS)
+
+
+# ---------------------------------------------------------------- in parallel
+
+
+def parts_of(samples, size):
+    return [samples[begin : begin + size] for begin in range(0, len(samples), size)]
+
+
+def write_shard(folder, number, part, **options):
+    with ShardWriter(folder, number, **PIXELS, **options) as shard:
+        for sample in part:
+            shard.add(*sample)
+    return shard
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.permutations(range(5)))
+def test_shards_of_any_order_make_the_same_store(order):
+    samples = random_samples(9)
+    with tempfile.TemporaryDirectory() as folder:
+        whole = write_store(Path(folder) / "whole", samples, samples_per_shard=2)
+        store = Path(folder) / "store"
+        parts = parts_of(samples, 2)
+        for number in order:
+            assert not is_finished(store, number)
+            assert write_shard(store, number, parts[number]).written == len(parts[number])
+            assert is_finished(store, number)
+        assert finish_store(store, shards=5) == store / MANIFEST_NAME
+        assert all(is_finished(store, number) for number in range(5))
+        assert content(store) == content(whole)
+        assert finish_store(store, shards=5) == store / MANIFEST_NAME
+
+
+def test_writers_of_the_same_shard_do_not_disturb_each_other(tmp_path):
+    store, samples = tmp_path / "store", random_samples(3)
+    one, two = (ShardWriter(store, 0, **PIXELS) for _ in range(2))
+    for sample in samples:
+        one.add(*sample)
+        two.add(*sample)
+    one.finish()
+    assert is_finished(store, 0)
+    two.finish()
+    finish_store(store, shards=1)
+    assert_store_holds(store, samples)
+
+
+@pytest.mark.parametrize("late", [random_samples(3), random_samples(3, seed=1)])
+def test_a_shard_that_is_written_again_is_replaced_where_it_differs(tmp_path, late):
+    store = tmp_path / "store"
+    write_shard(store, 0, random_samples(3))
+    shard = tmp_path / "store.partial" / "shard-00000.arrayrecord"
+    before = shard.stat().st_ino
+    write_shard(store, 0, late)
+    same = np.array_equal(late[0].latents, random_samples(3)[0].latents)
+    assert (shard.stat().st_ino == before) == same
+    assert len(list(shard.parent.iterdir())) == 2
+    finish_store(store)
+    assert_store_holds(store, late)
+
+
+def test_a_failed_shard_leaves_nothing(tmp_path):
+    def write_and_fail():
+        with ShardWriter(tmp_path / "store", 3, **PIXELS) as shard:
+            shard.add(*random_samples(1)[0])
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_and_fail()
+    assert list((tmp_path / "store.partial").iterdir()) == []
+    assert not is_finished(tmp_path / "store", 3)
+
+
+def test_a_shard_without_samples_counts(tmp_path):
+    store, samples = tmp_path / "store", random_samples(4)
+    for number, part in enumerate(([], samples, [])):
+        write_shard(store, number, part)
+    finish_store(store, shards=3)
+    assert_store_holds(store, samples)
+
+
+def test_a_shard_that_changed_since_is_not_finished(tmp_path):
+    write_shard(tmp_path / "store", 0, random_samples(1))
+    shard = tmp_path / "store.partial" / "shard-00000.arrayrecord"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert not is_finished(tmp_path / "store", 0)
+
+
+@pytest.mark.parametrize(
+    ("shards", "named"),
+    [(3, "shard 1 is not finished (1 of 3"), (4, "shard 1 is not"), (1, "holds shard 2, but 1")],
+)
+def test_gaps_are_refused(tmp_path, shards, named):
+    for number in (0, 2):
+        write_shard(tmp_path / "store", number, random_samples(1))
+    with pytest.raises(InputError) as error:
+        finish_store(tmp_path / "store", shards=shards)
+    assert_says(error, named, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_store_of_no_shards_is_refused(tmp_path):
+    with pytest.raises(InputError, match="no finished shard"):
+        finish_store(tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("sample", "options", "named"),
+    [
+        (random_samples(1, channels=3)[0], {}, "channels is 3, but 1"),
+        ((np.zeros((1, 2, 2, 1), "f2"), np.zeros((1, 8), "f2"), (1, 2, 2)), {}, "text of width 8"),
+        (random_samples(1)[0], {"origin": {"vae": "wan"}}, "origin is {'vae': 'wan'}"),
+    ],
+)
+def test_shards_that_disagree_are_refused(tmp_path, sample, options, named):
+    write_shard(tmp_path / "store", 0, random_samples(1))
+    write_shard(tmp_path / "store", 1, [sample], **options)
+    with pytest.raises(InputError) as error:
+        finish_store(tmp_path / "store")
+    assert_says(error, named, "shard-00000", "shard-00001")
+
+
+def test_shards_are_added_to_a_store(store, samples):
+    write_shard(store, 3, random_samples(2, seed=1))
+    assert len(read_manifest(store)) == 11
+    finish_store(store, shards=4)
+    assert_store_holds(store, [*samples, *random_samples(2, seed=1)])
+
+
+def test_a_full_disk_is_an_os_error(tmp_path):
+    shard = ShardWriter(tmp_path / "store", 0, **PIXELS)
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    shard._writer = record_writer(full)
+    shard.add(*random_samples(1)[0])
+    with pytest.raises(OSError, match="No space left on device"):
+        shard.finish()
+    assert not is_finished(tmp_path / "store", 0)
+
+
+def record_writer(path):
+    return array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+
+
+# ---------------------------------------------------------------- merged
+
+
+@pytest.fixture(params=["link", "copy"])
+def copies(request, monkeypatch):
+    def no_link(*_):
+        raise OSError("another file system")
+
+    if request.param == "copy":
+        monkeypatch.setattr(merging.os, "link", no_link)
+
+
+@pytest.mark.usefixtures("copies")
+def test_merged_stores_hold_all_samples_in_order(tmp_path):
+    samples = random_samples(11)
+    parts = [samples[:5], samples[5:6], samples[6:]]
+    sources = [
+        write_store(tmp_path / f"part{n}", part, samples_per_shard=2, origin={"part": n, "fps": 8})
+        for n, part in enumerate(parts)
+    ]
+    before = [content(source) for source in sources]
+    assert merge_stores(sources, tmp_path / "all") == tmp_path / "all" / MANIFEST_NAME
+    assert_store_holds(tmp_path / "all", samples)
+    origin = read_manifest(tmp_path / "all").origin
+    assert origin == {"fps": 8, "merged": [{"part": n, "fps": 8} for n in range(3)]}
+    assert [content(source) for source in sources] == before
+    shutil.rmtree(sources[0])
+    with StoreWriter(tmp_path / "all", mode="append", **PIXELS) as writer:
+        writer.add(*samples[0])
+    assert_store_holds(tmp_path / "all", [*samples, samples[0]])
+    assert [content(source) for source in sources[1:]] == before[1:]
+
+
+def test_a_merged_store_is_what_one_writer_writes(tmp_path):
+    samples = random_samples(8)
+    whole = write_store(tmp_path / "whole", samples, samples_per_shard=2, origin={"fps": 16})
+    parts = [
+        write_store(tmp_path / name, part, samples_per_shard=2, origin={"fps": 16})
+        for name, part in (("a", samples[:4]), ("b", samples[4:]))
+    ]
+    merge_stores(parts, tmp_path / "all")
+    assert content(tmp_path / "all") == content(whole)
+
+
+def one_sample(folder, channels=1, text=None, stride=(1, 1, 1), **options):
+    size = tuple(stride)
+    condition = np.zeros(1, np.int32) if text is None else np.zeros((1, text), np.float16)
+    with StoreWriter(folder, vae_stride=stride, **options) as writer:
+        writer.add(np.zeros((1, 1, 1, channels), np.float16), condition, (1, *size[1:]))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"channels": 16}, "channels is 16, but 1"),
+        ({"text": 8}, "condition is text of width 8, but classes"),
+        ({"stride": (4, 8, 8)}, "vae_stride is (4, 8, 8), but (1, 1, 1)"),
+        ({"origin": {"vae": "wan"}}, "origin's vae is wan, but None"),
+    ],
+)
+def test_stores_that_differ_are_not_merged(tmp_path, options, named):
+    sources = [one_sample(tmp_path / "a"), one_sample(tmp_path / "b", **options)]
+    with pytest.raises(InputError) as error:
+        merge_stores(sources, tmp_path / "all")
+    assert_says(error, named, *sources)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+def test_what_cannot_be_merged_is_refused(tmp_path):
+    a, b = (one_sample(tmp_path / name) for name in "ab")
+    for sources, named in (([a], "at least two"), ([a, tmp_path / "." / "a"], "given twice")):
+        with pytest.raises(InputError, match=named):
+            merge_stores(sources, tmp_path / "all")
+    with pytest.raises(InputError, match="exists already"):
+        merge_stores([a, b], a)
+    with pytest.raises(InputError, match="no such manifest"):
+        merge_stores([a, tmp_path / "none"], tmp_path / "all")
+
+
+# ---------------------------------------------------------------- refused samples
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused(tmp_path, dtype, value):
+    good, bad = np.zeros((1, 2, 2, 1), dtype), np.zeros((1, 2, 2, 1), dtype)
+    text, bad_text = np.zeros((2, 3), dtype), np.zeros((2, 3), dtype)
+    bad[0, 1, 0, 0] = bad_text[1, 2] = value
+    with StoreWriter(tmp_path / "store", **PIXELS) as writer:
+        writer.add(good, text, (1, 2, 2))
+        with pytest.raises(ValueError, match=r"sample 1: latents hold .* at \[0, 1, 0, 0\]"):
+            writer.add(bad, text, (1, 2, 2))
+        with pytest.raises(ValueError, match=r"sample 1: text hold .* at \[1, 2\]"):
+            writer.add(good, bad_text, (1, 2, 2))
+    assert len(read_manifest(tmp_path / "store")) == 1
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.bool_])
+def test_latents_that_are_no_floats_are_refused(tmp_path, dtype):
+    with StoreWriter(tmp_path / "store", **PIXELS) as writer:
+        with pytest.raises(ValueError, match="sample 0: latents are") as error:
+            writer.add(np.zeros((1, 2, 2, 1), dtype), np.zeros(1, np.int32), (1, 2, 2))
+        assert_says(error, np.dtype(dtype), "x / 127.5 - 1")
+
+
+@pytest.mark.parametrize("channels", [3, 16, 48])
+@pytest.mark.parametrize(("axis", "order"), [(0, "[channels, frames"), (1, "[frames, channels")])
+@pytest.mark.parametrize("after", [0, 1])
+def test_channels_that_do_not_stand_last_are_recognised(tmp_path, channels, axis, order, after):
+    latents = np.zeros((5, 8, 9, channels), np.float16)
+    labels, size = np.zeros(1, np.int32), (5, 8, 9)
+    with StoreWriter(tmp_path / "store", **PIXELS) as writer:
+        for _ in range(after):
+            writer.add(latents, labels, size)
+        with pytest.raises(ValueError, match="channels last") as error:
+            writer.add(np.moveaxis(latents, -1, axis), labels, size)
+        assert_says(error, order, f"np.moveaxis(latents, {axis}, -1)")
+        with pytest.raises(ValueError, match="latents have shape") as error:
+            writer.add(np.zeros((70, 5, 8, 9), np.float16), labels, size)
+        assert "channels last" not in str(error.value)
+
+
+def test_a_scalar_is_refused(tmp_path):
+    with (
+        StoreWriter(tmp_path / "store", **PIXELS) as writer,
+        pytest.raises(ValueError, match="latents have shape"),
+    ):
+        writer.add(np.float32(1), np.zeros(1, np.int32), (1, 1, 1))
+
+
+# ---------------------------------------------------------------- captions
+
+
+def test_captions_are_kept(tmp_path):
+    store = tmp_path / "store"
+    captions = ["a cat", None, "ein Hund, 猫\nund mehr"]
+    with StoreWriter(store, samples_per_shard=2, **PIXELS) as writer:
+        for sample, caption in zip(random_samples(3), captions, strict=True):
+            writer.add(*sample, caption=caption)
+    assert read_captions(store) == captions
+    merge_stores([store, write_store(tmp_path / "more", random_samples(1))], tmp_path / "all")
+    assert read_captions(tmp_path / "all") == [*captions, None]
+
+
+def test_manifests_without_captions_are_read(store, samples):
+    path = store / MANIFEST_NAME
+    table = pyarrow.parquet.read_table(path).drop_columns(["caption"])
+    pyarrow.parquet.write_table(table, path)
+    assert read_captions(store) == [None] * len(samples)
+    assert read_rows(store)["caption"].null_count == len(samples)
+    with StoreWriter(store, mode="append", **PIXELS) as writer:
+        writer.add(*samples[0], caption="again")
+    assert read_captions(store) == [None] * len(samples) + ["again"]
+    assert manifest_metadata(path)["vae_stride"] == [1, 1, 1]
+    assert_store_holds(store, [*samples, samples[0]])
+
+
+# ---------------------------------------------------------------- checked
+
+
+def test_damaged_records_are_named(store):
+    manifest = read_manifest(store)
+    assert list(damaged_records(manifest)) == []
+    shard = store / manifest.shard[5]
+    written = np.flatnonzero(np.frombuffer(shard.read_bytes(), np.uint8))
+    flip_byte(shard, written[len(written) // 2])
+    lines = list(damaged_records(manifest))
+    assert lines
+    assert all(str(shard) in line and "(sample " in line for line in lines)
+
+
+def test_random_latents_are_read_back_after_a_merge_of_text(tmp_path):
+    rng = np.random.default_rng(0)
+    for name in "ab":
+        with StoreWriter(tmp_path / name, **PIXELS) as writer:
+            latents = random_sample(rng, (1, 4, 4)).latents
+            writer.add(latents, rng.normal(size=(3, 8)).astype(np.float32), (1, 4, 4))
+    merge_stores([tmp_path / "a", tmp_path / "b"], tmp_path / "all")
+    manifest = read_manifest(tmp_path / "all")
+    assert manifest.text_dim == 8
+    np.testing.assert_array_equal(StoreReader(manifest).read(1)["latents"], latents)

@@ -1,0 +1,67 @@
+"""From a folder of videos to a trained model and back to a video, by command."""
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import save_file
+from training_runs import ROOT, Runs
+
+from alload_jax import cli
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.prepare.byte_text import ByteText
+
+
+def write_media(folder):
+    """Videos of a square that moves one of two ways, and pictures of it, with captions."""
+    folder.mkdir()
+    for number in range(6):
+        right = number % 2 == 0
+        frames = np.full((9, 32, 32, 3), 20, np.uint8)
+        for time, frame in enumerate(frames):
+            left = 2 + 2 * time if right else 22 - 2 * time
+            frame[10:20, left : left + 8] = 230
+        with av.open(str(folder / f"clip {number}.mp4"), "w") as container:
+            stream = container.add_stream("mpeg4", rate=16)
+            stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+            for frame in frames:
+                picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+                container.mux(stream.encode(picture))
+            container.mux(stream.encode())
+        Image.fromarray(frames[0]).save(folder / f"image {number}.png")
+        text = f"a square that moves {'right' if right else 'left'}"
+        (folder / f"clip {number}.txt").write_text(text)
+        (folder / f"image {number}.txt").write_text("a square")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("media")
+    write_media(folder / "in")
+    flags = ["--area", "32x32", "--frames", "9"]
+    out = folder / "store"
+    assert cli.main(["prepare", "media", str(folder / "in"), "--out", str(out), *flags]) == 0
+    return out
+
+
+@pytest.mark.slow
+def test_media_are_prepared_trained_on_and_sampled(store, tmp_path):
+    manifest = read_manifest(store)
+    assert sorted(set(map(tuple, manifest.shape.tolist()))) == [(1, 32, 32), (9, 32, 32)]
+    runs = Runs(tmp_path, store)
+    runs.config = ROOT / "configs" / "videos.yaml"
+    small = ["--model.dim", "16", "--model.ffn_dim", "16", "--model.num_layers", "1"]
+    folders = ["--data.folder", str(store), "--run.folder", str(tmp_path / "run")]
+    compiled = ["--run.compilation_cache", str(tmp_path / "compiled")]
+    finished = runs.run(*folders, *compiled, *small, "--run.steps", "12", "--planning.m_mem", "288")
+    assert finished.returncode == 0, finished.stderr
+    prompt = tmp_path / "prompt.safetensors"
+    embedded = ByteText().encode("a square that moves left")
+    save_file({"text": embedded.astype(np.float32)}, prompt)
+    clip = tmp_path / "clip.mp4"
+    sizes = ["--frames", "9", "--height", "32", "--width", "32", "--steps", "2"]
+    checkpoint = ["--checkpoint", str(tmp_path / "run"), "--prompt-embeds", str(prompt)]
+    assert cli.main(["sample", *checkpoint, *sizes, "--out", str(clip)]) == 0
+    with av.open(str(clip)) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert np.shape(frames) == (9, 32, 32, 3)
