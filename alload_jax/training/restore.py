@@ -80,8 +80,6 @@ def restore_weights(
     """
     place = folder.absolute() / str(step)
     remedy = "choose another with --step"
-    if what := damage(place):
-        raise InputError(f"{place}: this checkpoint cannot be read ({what}); {remedy}")
     with as_input_error(place, remedy):
         reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
         model = reader.restore(place / "identity")["model"]
@@ -91,6 +89,8 @@ def restore_weights(
             f"{place}: its model is not config.yaml's: {found}; "
             "restore the config that the run was trained with"
         )
+    if what := damage(place):
+        raise InputError(f"{place}: this checkpoint cannot be read ({what}); {remedy}")
     like = _abstract_weights(config, parameters, mesh)
     stored = {_FIELDS[weights]: like.params, "frozen": like.frozen, "variables": like.variables}
     stored = {name: part for name, part in stored.items() if jax.tree.leaves(part)}

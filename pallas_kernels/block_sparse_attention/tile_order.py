@@ -65,9 +65,11 @@ def _along_bands(grid: Grid, block: int, t: np.ndarray, h: np.ndarray, w: np.nda
     back = band_t % 2 == 1
     band_h = h * bands_h // height
     band_h = np.where(back, bands_h - 1 - band_h, band_h)
+    # Towards the next pair of bands, so that a block that holds the end of one is connected.
+    across = np.where(back, height - 1 - h, h)
     beam = band_t * bands_h + band_h
     column = np.where(beam % 2 == 1, width - 1 - w, w)
-    return np.lexsort((h, t, column, beam))
+    return np.lexsort((t, across, column, beam))
 
 
 def _bands(grid: Grid, block: int) -> tuple[int, int]:

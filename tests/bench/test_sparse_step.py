@@ -45,7 +45,13 @@ def test_switches_are_set_beside_what_else_there_is(sparse_step):
     assert found["layer"].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(("remat", "forwards"), [("attention", 1), ("none", 1), ("full", 2)])
+@pytest.mark.parametrize(
+    ("remat", "forwards"),
+    [
+        ("attention", 1),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("none", 1), ("full", 2))),
+    ],
+)
 def test_only_full_recomputation_attends_twice(sparse_step, monkeypatch, remat, forwards):
     shape = {"num_heads": 2, "head_dim": 64, "ffn_dim": 64, "num_layers": 2}
     monkeypatch.setitem(bench_models.MODELS, "kernels", shape)

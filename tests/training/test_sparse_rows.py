@@ -78,6 +78,7 @@ def test_sparse_attention_differs_from_dense(manifest, expected):
     assert apart > 0.01 * optax.tree.norm(theirs)
 
 
+@pytest.mark.slow
 def test_packed_samples_attend_to_the_blocks_they_attend_to_by_themselves(manifest, expected):
     batches = batches_of(manifest, MODEL, "balanced", 1, m_mem=1300)
     assert max(int((batch.weight > 0).sum()) for batch in batches) > 2
