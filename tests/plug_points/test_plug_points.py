@@ -126,6 +126,7 @@ def test_a_family_from_outside_is_planned_for_without_its_code(capsys):
     assert "balanced" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_objective_with_a_loss_from_inside_layers_and_a_second_optimizer(train):
     groups = [{"parameters": ["predictor"], "learning_rate": 1e-6, "weight_decay": 0.0}]
     still = train(
@@ -158,6 +159,7 @@ def test_the_predictors_loss_reaches_nothing_but_the_predictors(train):
             np.testing.assert_array_equal(light[name], heavy[name])
 
 
+@pytest.mark.slow
 def test_only_parameters_that_match_a_pattern_are_trained(train):
     parameters = {"trained": ["blocks/"], "frozen": ["predictor"], "frozen_dtype": "bfloat16"}
     begin = train(folder="begin", run={"steps": 1}, optimizer={"learning_rate": 1e-12})

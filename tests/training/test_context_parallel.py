@@ -56,6 +56,7 @@ def expected(manifest):
     return mean_gradient(MODEL, one, batches_of(manifest, MODEL, "fixed"))
 
 
+@pytest.mark.slow
 @needs_devices
 @pytest.mark.parametrize(
     ("axes", "m_mem"),

@@ -156,6 +156,7 @@ def test_rows_over_eight_devices_give_the_same(tmp_path):
     assert not any(f",{tokens}," in line.split("all-gather(")[0] for line in gathered)
 
 
+@pytest.mark.slow
 def test_the_same_sample_gets_the_same_noise_in_either_layout(tmp_path):
     manifest = write_data(tmp_path / "data", CLASSES)
     key = jax.random.key(5)

@@ -185,6 +185,7 @@ def test_a_run_cut_short_and_continued_is_the_run_never_stopped(runs, unbroken, 
     assert computed(runs.metrics()) == computed(unbroken[0].metrics())
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_samples(runs):
     flags = ("--optimizer.learning_rate", "1e30", "--checkpoint.every", "1")
     broken = runs.run(*flags)

@@ -193,6 +193,7 @@ def test_weights_classes_and_steps_change_what_is_drawn(alload, class_run):
     }
 
 
+@pytest.mark.slow
 def test_a_sample_depends_on_its_own_line_alone(alload, class_run):
     """Whatever else is in the list, in whichever order, at the same --batch."""
     items = [
@@ -403,6 +404,7 @@ def straight(model, noise, text, negative, sigmas, guidance):
     return x[0]
 
 
+@pytest.mark.slow
 def test_guidance_follows_the_difference_from_the_negative_text(alload):
     text, negative = np.zeros((2, 512, 10), np.float32)
     text[:5] = embeddings("p.safetensors", 5, 10, 0)
@@ -438,6 +440,7 @@ def test_wan_weights_use_the_settings_of_wan(alload):
     assert 0 < np.abs(exact - low).max() < 0.5
 
 
+@pytest.mark.slow
 def test_an_image_is_a_second_condition(alload, refused, tmp_path):
     config = dataclasses.replace(TEXT_MODEL, image=ImageConfig(5, positions=3))
     params = init_state(spec_of(config), one_device_mesh(), 0).params

@@ -70,6 +70,7 @@ GROUPINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouping", GROUPINGS[1:])
 def test_the_gradient_does_not_depend_on_grouping(setup, grouping):
     loss, gradient = mean_gradient(setup, [batch_of(*part) for part in GROUPINGS[0]])
