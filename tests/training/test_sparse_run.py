@@ -68,7 +68,7 @@ def test_a_run_resumed_in_the_middle_of_a_switch_goes_on_as_if_never_stopped(
     (folder / "summary.json").unlink()
     again = runs.run(*flags)
     assert again.returncode == 0, again.stderr
-    assert "at step 10" in again.stdout
+    assert "weights: checkpoint of step 10" in again.stdout
     for one, other in zip(runs.metrics(), rows, strict=True):
         for name in ("loss", "grad_norm", "attention_density", "attention_recall"):
             assert one[name] == other[name]
@@ -90,7 +90,7 @@ def test_the_next_epoch_is_planned_for_layers_that_have_switched(tmp_path, digit
     path = checkpoints / "14" / "recalibration" / "metadata"
     [[epoch, model]] = json.loads(path.read_text())["models"]
     assert switched < epoch <= rows[-1]["epoch"]
-    assert (model["layers"]["share"], model["layers"]["density"]) == (1.0, 0.5)
+    assert (model["layers"]["share"], model["layers"]["density"]) == (1.0, 1.0)
     assert [len(row["cost_terms"]) for row in rows] == [7] * 14
     assert [row["cost_terms"][4] > 0 for row in rows] == [False] * 7 + [True] * 7
     shutil.rmtree(checkpoints / "14")

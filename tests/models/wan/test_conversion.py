@@ -30,9 +30,6 @@ from alload_jax.sharding.mesh import MeshConfig, make_mesh
 
 ONE_DEVICE = MeshConfig(data=1)
 
-VARIANTS = ("t2v_plain_cross", "t2v_wide")
-"""Compared in make test-slow; the others have all that they have."""
-
 
 def golden_config(case, **changes):
     config = read_model_config(GOLDEN / case / "transformer" / "config.json")
