@@ -109,3 +109,8 @@ def wait_until(condition, process, seconds=240):
 
 def lines_of(path):
     return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def errors(stderr):
+    """The lines of a run's stderr that are no warnings."""
+    return [line for line in stderr.splitlines() if not line.startswith("warning: ")]
