@@ -13,6 +13,7 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
+from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
 from alload_jax.planning.plan import current_identity
 from alload_jax.training.checksums import damage, write_checksums
@@ -94,8 +95,18 @@ class Checkpoints:
         """Returns the step of the newest complete checkpoint; None if there is none."""
         return self._manager.latest_step()
 
+    def continue_from(self, cluster: Cluster) -> int:
+        """Finds the step to continue from, 0 for the start. A collective operation.
+
+        Raises:
+          InputError: all checkpoints are damaged.
+        """
+        step = cluster.broadcast(self.newest_undamaged)
+        self._manager.reload()  # process 0 may have moved some
+        return step or 0
+
     def newest_undamaged(self) -> int | None:
-        """Finds the checkpoint to continue from, by the checksums of its files.
+        """Finds the newest whole checkpoint by the checksums of its files.
 
         Damaged ones that are newer are moved to `damaged-STEP`, and a line says so.
 
@@ -113,7 +124,6 @@ class Checkpoints:
             found = found or f"{place}: {what}"
             aside = _free(self.folder / f"damaged-{step}")
             place.rename(aside)
-            self._manager.reload()
             print(f"warning: {place}: {what}; it is moved to {aside.name}", file=sys.stderr)
         if found:
             raise InputError(

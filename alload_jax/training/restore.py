@@ -89,7 +89,9 @@ def restore_weights(
             f"{place}: its model is not config.yaml's: {found}; "
             "restore the config that the run was trained with"
         )
-    if what := damage(place):
+    with as_input_error(place, remedy):  # a run may delete it meanwhile
+        what = damage(place)
+    if what:
         raise InputError(f"{place}: this checkpoint cannot be read ({what}); {remedy}")
     like = _abstract_weights(config, parameters, mesh)
     stored = {_FIELDS[weights]: like.params, "frozen": like.frozen, "variables": like.variables}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
@@ -184,7 +185,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, made, capsys):
     garble_arrays(tmp_path / "9")
     remove_arrays(tmp_path / "6")
     with opened(tmp_path, keep=3) as checkpoints:
-        assert checkpoints.newest_undamaged() == 3
+        assert checkpoints.continue_from(Cluster()) == 3
         warnings = capsys.readouterr().err.splitlines()
         assert [line.split(": ")[1] for line in warnings] == [f"{tmp_path}/9", f"{tmp_path}/6"]
         assert warnings[0].endswith("is damaged; it is moved to damaged-9")
@@ -192,14 +193,14 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, made, capsys):
         checkpoints.save(9, made[0])  # as a run that goes on does
     assert (tmp_path / "damaged-9").is_dir()
     with opened(tmp_path) as checkpoints:
-        assert checkpoints.newest_undamaged() == 9
+        assert checkpoints.continue_from(Cluster()) == 9
     for step in (3, 9):
         garble_arrays(tmp_path / str(step))
     with (
         opened(tmp_path) as checkpoints,
         pytest.raises(InputError, match=r"9: .* is damaged, and no other checkpoint is left"),
     ):
-        checkpoints.newest_undamaged()
+        checkpoints.continue_from(Cluster())
     assert (tmp_path / "damaged-9-2").is_dir()
 
 
