@@ -210,8 +210,7 @@ def _attend_rows(
     samples: Samples,
     place: Place,
 ) -> jax.Array:
-    kept_density = config.list_densities()[0]
-    choice = Choice(config, list_density, kept_density, within, place)
+    choice = Choice(config, list_density, within, place)
     if isinstance(samples, PackedMetadata) and samples.split is not None:
         return attend_split(heads, samples.split, choice)
     return attend(heads, _rows(samples), choice)
@@ -224,7 +223,7 @@ def _measure_rows(
     samples: Samples,
     place: Place,
 ) -> Profile:
-    choice = Choice(config, 1.0, 1.0, within, place)
+    choice = Choice(config, 1.0, within, place)
     if isinstance(samples, PackedMetadata) and samples.split is not None:
         return measure_split(heads, samples, choice)
     return measure(heads, _rows(samples), choice)

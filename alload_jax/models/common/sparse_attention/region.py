@@ -80,15 +80,12 @@ class Choice(NamedTuple):
     Attributes:
       config: the layer's.
       list_density: the most that lists hold, as a share of the longest sample's blocks.
-      kept_density: likewise, of the longest lists of the layer: all are kept in arrays of their
-        size, so that the branches of a conditional share them.
       within: dense attention within segments; None for rows of one sample each.
       place: where training and the layer are.
     """
 
     config: SparseAttentionConfig
     list_density: float
-    kept_density: float
     within: Within | None
     place: Place
 
@@ -146,11 +143,15 @@ def _scores(heads: Heads, layout: TileLayout, choice: Choice) -> PooledScores | 
 
 
 def _lists(heads: Heads, layout: TileLayout, choice: Choice) -> BlockLists:
-    """The chosen blocks, named so that a recomputed layer cannot choose otherwise."""
+    """The chosen blocks, named so that a recomputed layer cannot choose otherwise.
+
+    They are kept in an array of the layer's longest lists, which the branches of a conditional
+    share.
+    """
     density = jnp.ones_like(heads.density) if choice.config.selector == "all" else heads.density
     most, kept = (
         min(layout.blocks, math.ceil(density * layout.longest))
-        for density in (choice.list_density, choice.kept_density)
+        for density in (choice.list_density, choice.config.list_densities()[0])
     )
     share = density[None, :, None] * layout.blocks_of_segment()[:, None]
     lists = top_k_blocks(
