@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import numpy as np
 import pytest
 from test_packed_step import (
     CLASSES,
@@ -14,11 +13,10 @@ from test_packed_step import (
     plan_with,
     spec_of,
     trained_weights,
+    write_sizes,
 )
 
 from alload_jax.config import Config, DataConfig, RunConfig, with_policy
-from alload_jax.data.manifest import read_manifest
-from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import (
@@ -39,14 +37,7 @@ needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devic
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("long") / "data"
-    rng = np.random.default_rng(0)
-    with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
-        for size, count in SIZES.items():
-            for n in range(count):
-                latents = rng.normal(size=(*size, 2)).astype(np.float32)
-                writer.add(latents, rng.integers(0, 10, n % 2 + 1).astype(np.int32), size)
-    return read_manifest(folder)
+    return write_sizes(tmp_path_factory.mktemp("long") / "data", SIZES, lambda n: n % 2 + 1)
 
 
 @pytest.fixture(scope="module")

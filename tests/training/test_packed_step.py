@@ -61,6 +61,17 @@ def write_data(folder, model, count=11, seed=0):
     return read_manifest(folder)
 
 
+def write_sizes(folder, sizes, labels):
+    """Samples of each size (latent frames, height, width) → how many; `labels` of the n-th."""
+    rng = np.random.default_rng(0)
+    with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
+        for size, count in sizes.items():
+            for n in range(count):
+                latents = rng.normal(size=(*size, 2)).astype(np.float32)
+                writer.add(latents, rng.integers(0, 10, labels(n)).astype(np.int32), size)
+    return read_manifest(folder)
+
+
 def plan_with(manifest, model, policy, ranks=1, **options):
     config = PlanningConfig(policy=policy, **{"m_mem": 80} | POLICIES[policy] | options)
     plan = make_plan(config, manifest.samples(model.patch_size), ranks, seed=1)

@@ -7,11 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_packed_step import CLASSES, assert_same, batches_of, disturbed, plan_with, spec_of
+from test_packed_step import (
+    CLASSES,
+    assert_same,
+    batches_of,
+    disturbed,
+    plan_with,
+    spec_of,
+    write_sizes,
+)
 
 from alload_jax.data.batch import signature
-from alload_jax.data.manifest import read_manifest
-from alload_jax.data.store import StoreWriter
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig, switching
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
 from alload_jax.training.state import Weights, init_state
@@ -28,14 +34,7 @@ needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devic
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("long") / "data"
-    rng = np.random.default_rng(0)
-    with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
-        for size, count in SIZES.items():
-            for _ in range(count):
-                latents = rng.normal(size=(*size, 2)).astype(np.float32)
-                writer.add(latents, rng.integers(0, 10, 2).astype(np.int32), size)
-    return read_manifest(folder)
+    return write_sizes(tmp_path_factory.mktemp("long") / "data", SIZES, lambda _: 2)
 
 
 def sums_of(model, mesh, batches):
