@@ -10,6 +10,9 @@ import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
 
 from alload_jax.config import (
     Config,
@@ -25,7 +28,7 @@ from alload_jax.data.collate import Collator
 from alload_jax.data.collation import collation_for
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.datasets.dataset import prepare_dataset
-from alload_jax.data.manifest import read_manifest
+from alload_jax.data.manifest import Manifest, read_manifest
 from alload_jax.data.placement import place_ahead
 from alload_jax.data.store import StoreReader
 from alload_jax.distributed.cluster import Cluster
@@ -33,6 +36,7 @@ from alload_jax.distributed.consensus import Consensus
 from alload_jax.distributed.initialize import initialize
 from alload_jax.errors import InputError, run_command
 from alload_jax.models.weights import initial_weights
+from alload_jax.planning.cost import CostFile
 from alload_jax.report.opening import Opening, changed_settings, show_opening
 from alload_jax.report.summary import print_summary, read_summary, summarise
 from alload_jax.sampling.samples import SampleWriter
@@ -75,7 +79,10 @@ def main(argv: list[str]) -> int:
     set_xla_flags()
     config = read_config(argv)
     with initialize(config.cluster) as cluster:
-        return train(with_policy(config), cluster, argv)
+        config = with_policy(config)
+        work = prepare(config, cluster)
+        with locked(Path(config.run.folder), cluster):
+            return train(config, cluster, work, argv)
 
 
 def entry() -> None:
@@ -83,8 +90,34 @@ def entry() -> None:
     sys.exit(run_command(main, sys.argv[1:]))
 
 
-def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
-    """Trains, from the start or from where the run folder stands; returns the exit status."""
+class Work(NamedTuple):
+    """What a run trains on, and where.
+
+    Attributes:
+      began: `time.monotonic()` of the start.
+      manifest: the samples.
+      mesh: the devices.
+      groups: the mesh of each shape group; empty if all devices are one.
+      costs: the cost model that plans the first step.
+      run_plan: the plan.
+      collator: reads and collates its steps.
+      writer: draws samples.
+      identity: what a checkpoint of the run belongs to.
+    """
+
+    began: float
+    manifest: Manifest
+    mesh: Mesh
+    groups: tuple[Mesh, ...]
+    costs: CostFile
+    run_plan: RunPlan
+    collator: Collator
+    writer: SampleWriter
+    identity: dict[str, Any]
+
+
+def prepare(config: Config, cluster: Cluster) -> Work:
+    """Reads the manifest and plans, without writing to the run folder."""
     began = time.monotonic()
     use_compilation_cache(config.run)
     folder = Path(config.run.folder)
@@ -120,13 +153,22 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
     run_plan = RunPlan(plan, config.planning, cluster, costs, config.model)
     collation = collation_for(plan, manifest, config.model, conditions_for(config.model, manifest))
     ranks = local_plan_ranks(mesh, plan.topology.ranks, config.planning.context_value)
-    groups = group_meshes(mesh, plan)
     collator = Collator(StoreReader(manifest), ranks, collation, plan.group_ranks)
+    groups = group_meshes(mesh, plan)
     writer = SampleWriter(
         folder / "samples", config.model, config.objective.timesteps, config.sampling, manifest
     )
     for evaluator in config.evaluators:
         evaluator.check(config.model, manifest)
+    return Work(began, manifest, mesh, groups, costs, run_plan, collator, writer, identity)
+
+
+def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
+    """Trains, from the start or from where the run folder stands; returns the exit status."""
+    folder = Path(config.run.folder)
+    manifest, mesh, run_plan = work.manifest, work.mesh, work.run_plan
+    collator, writer = work.collator, work.writer
+    plan, collation = run_plan.plan, collator.collation
 
     # ---------------------------------------------------------------- state, new or restored
     spec = TrainingSpec(
@@ -137,14 +179,13 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         config.parameters,
     )
     with (
-        locked(folder, cluster),
         Checkpoints(
-            folder / "checkpoints", config.checkpoint, identity, config.model.later_fields
+            folder / "checkpoints", config.checkpoint, work.identity, config.model.later_fields
         ) as checkpoints,
         StopRequest() as stop,
         cluster.report_failures(),
     ):
-        start = cluster.broadcast(checkpoints.newest_undamaged) or 0
+        start = checkpoints.continue_from(cluster)
         if start:
             checkpoints.check(start)
         summary = cluster.broadcast(partial(read_summary, folder, start))
@@ -160,7 +201,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
             source = config.run.initial_weights or f"new, drawn with run.seed {config.run.seed}"
             weights = initial_weights(config.run.initial_weights, config.model, mesh)
             state = init_state(spec, mesh, config.run.seed, weights)
-        trainer = make_trainer(spec, mesh, state, groups)
+        trainer = make_trainer(spec, mesh, state, work.groups)
 
         # ------------------------------------------------------------ run folder
         before = values_in(folder / "config.yaml") if start else {}
@@ -168,8 +209,8 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
             Opening(
                 plan,
                 config.planning.policy,
-                config.planning.tokens_bound(costs),
-                config.planning.predictor(costs),
+                config.planning.tokens_bound(work.costs),
+                config.planning.predictor(work.costs),
                 config.run.steps,
                 start,
                 source,
@@ -211,7 +252,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
         consensus = Consensus(cluster, mesh, lambda: stop.number)
         stop_at = start if consensus.signal() else config.run.steps
         with closing(run_plan.steps(start, stop_at, collator, config.data.loader)) as steps:
-            loop.run(place_ahead(steps, mesh, groups=groups, consensus=consensus))
+            loop.run(place_ahead(steps, mesh, groups=work.groups, consensus=consensus))
         stopped_by = consensus.signal()
     if loop.refusal:
         raise InputError(f"{loop.refusal} (saved at step {loop.done})")
@@ -223,7 +264,7 @@ def train(config: Config, cluster: Cluster, argv: list[str]) -> int:
 
     # ---------------------------------------------------------------- samples and summary
     loop.finish()
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - work.began
     summary = summarise(log.rows, loop.done, evaluation.figures, peak_memory(), seconds)
     write_json(folder / "summary.json", summary)
     print_summary(summary, folder)
