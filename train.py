@@ -128,7 +128,7 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     if config.data.dataset:
         cluster.broadcast(partial(prepare_dataset, config.data.folder, config.data.dataset))
     manifest = read_manifest(config.data.folder)
-    manifest.require(config.model.in_channels, config.model.patch_size)
+    manifest.require(config.model.latent_channels, config.model.patch_size)
     samples = manifest.samples(config.model.patch_size)
     mesh = make_mesh(config.mesh)
     config.planning.refuse_foreign_costs(
