@@ -114,7 +114,7 @@ def test_batches_have_the_documented_dtypes_and_shapes(case, epoch):
             assert batch.condition.shape == (rows, 4)
             assert batch.sample.shape == batch.weight.shape == (rows,)
             assert batch.epoch.tolist() == [epoch] * rows
-            dtypes = [part.dtype.name for part in batch]
+            dtypes = [part.dtype.name for part in jax.tree.leaves(batch)]
             assert dtypes == ["float32", "int32", "int32", "int32", "float32"]
 
 
