@@ -218,7 +218,11 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
             changed_settings(before, values_of(config)),
         )
         write_config(config, folder / "config.yaml")
-        known = {"vae_stride": list(manifest.vae_stride), "text_length": manifest.longest_text()}
+        known = {
+            "vae_stride": list(manifest.vae_stride),
+            "text_length": manifest.longest_text(),
+            "origin": manifest.origin,
+        }
         write_json(folder / "data.json", known)  # for `alload sample`, wherever the data goes
         append_environment(folder / "environment.json", argv, start)
 

@@ -1,6 +1,7 @@
 """The manifest: a Parquet row per sample, beside the shards that hold the samples."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -86,11 +87,7 @@ class Manifest:
     @property
     def fps(self) -> float | None:
         """Frames per second of the videos; None if the origin does not say."""
-        try:
-            value = float(Fraction(str(self.origin.get(FPS))))
-        except (ValueError, ZeroDivisionError):
-            return None
-        return value if value > 0 else None
+        return fps_of(self.origin)
 
     def longest_text(self) -> int:
         """Returns the maximum number of condition tokens of a sample, at least 1."""
@@ -126,6 +123,15 @@ class Manifest:
         """Returns (frames, height, width, channels) of the latents of a clip of `shape` pixels."""
         grid = Geometry(self.vae_stride).latent_grid(*np.asarray(shape)[:, None])[0]
         return (int(grid[0]), int(grid[1]), int(grid[2]), int(self.channels[0]))
+
+
+def fps_of(origin: Mapping[str, Any]) -> float | None:
+    """Frames per second of the videos of an origin; None if it does not say."""
+    try:
+        value = float(Fraction(str(origin.get(FPS))))
+    except (ValueError, ZeroDivisionError):
+        return None
+    return value if value > 0 else None
 
 
 def manifest_metadata(path: Path) -> dict[str, Any]:
