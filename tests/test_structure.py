@@ -28,6 +28,7 @@ LAYERS = (
     ("alload_jax.models",),
     ("alload_jax.distributed",),
     ("alload_jax.sharding",),
+    ("alload_jax.encoders",),
     ("alload_jax.planning",),
     ("pallas_kernels",),
     ("alload_jax", "alload_jax.errors", "alload_jax.registry"),
