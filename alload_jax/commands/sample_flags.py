@@ -67,8 +67,8 @@ def _add_conditions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image-embeds", metavar="FILE",
         help="safetensors with `image` [N, width], for models with image embeddings")  # fmt: skip
     parser.add_argument("--image", metavar="FILE", help="picture of the first frame")
-    parser.add_argument("--last-image", metavar="FILE", help="picture of the last frame, for models "
-        "that take one")  # fmt: skip
+    parser.add_argument("--last-image", metavar="FILE", help="picture of the last frame, for "
+        "models that take one")  # fmt: skip
 
 
 def _add_encoders(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,8 @@
 """Writes images and videos; equal frames produce equal bytes."""
 
 import importlib.util
-from fractions import Fraction
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np

@@ -91,7 +91,11 @@ def test_image_to_video_needs_what_it_is_given(changes, words, tmp_path):
 
 
 def test_given_frames_and_images_are_stored_and_checked(tmp_path):
-    latents, size, text = np.zeros((1, 4, 4, 1), np.float32), (1, 4, 4), np.zeros((2, 6), np.float16)
+    latents, size, text = (
+        np.zeros((1, 4, 4, 1), np.float32),
+        (1, 4, 4),
+        np.zeros((2, 6), np.float16),
+    )
     given, image = np.ones((1, 4, 4, 3), np.float32), np.ones((5, 7), np.float16)
     with StoreWriter(tmp_path / "data", vae_stride=(1, 1, 1)) as writer:
         writer.add(latents, text, size, given=given, image=image)
