@@ -21,6 +21,8 @@ class TimestepConfig:
       shift_power: exponent of the growth with length, shift·(S / shift_seq_len)^shift_power; 0.5
         keeps the signal-to-noise ratio over resolutions (arXiv 2403.03206, eq. 23), 0 uses the same
         shift for all lengths.
+      lowest, highest: σ is drawn from this range only, for one of two experts (Wan 2.2's A14B
+        models: 0.875 to 1 and 0 to 0.875 for text-to-video).
     """
 
     distribution: Literal["uniform", "logit_normal"] = "logit_normal"
@@ -29,12 +31,19 @@ class TimestepConfig:
     shift: float = 1.0
     shift_seq_len: int = 16
     shift_power: float = 0.0
+    lowest: float = 0.0
+    highest: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.lowest < self.highest <= 1:
+            raise InputError(
+                f"objective.timesteps.lowest is {self.lowest} and highest {self.highest}; they "
+                "must be from 0 to 1, the lowest below the highest"
+            )
         for name in ("std", "shift", "shift_seq_len"):
             if not getattr(self, name) > 0:
                 value = getattr(self, name)
-                raise InputError(f"diffusion.timesteps.{name} is {value}; it must be above 0")
+                raise InputError(f"objective.timesteps.{name} is {value}; it must be above 0")
 
 
 def sample_sigma(key: jax.Array, config: TimestepConfig, seq_len: int | jax.Array) -> jax.Array:
@@ -45,14 +54,36 @@ def sample_sigma(key: jax.Array, config: TimestepConfig, seq_len: int | jax.Arra
       config: the distribution.
       seq_len: length of the sample in tokens, for the shift.
     """
-    if config.distribution == "uniform":
-        sigma = jax.random.uniform(key)
-    else:
-        sigma = jax.nn.sigmoid(config.mean + config.std * jax.random.normal(key))
     # XLA would fold a static length at compile time, with other rounding. The barrier makes it
     # compute the shift on the device, so that a sample's level has the same bits in both layouts.
     length = jax.lax.optimization_barrier(jnp.asarray(seq_len, jnp.float32))
-    return shift_sigma(sigma, shift_of(config, length))
+    shift = shift_of(config, length)
+    if (config.lowest, config.highest) == (0, 1):
+        return shift_sigma(_draw(key, config), shift)
+    # The shift of its inverse is the level before the shift.
+    before = (shift_sigma(jnp.float32(end), 1 / shift) for end in (config.lowest, config.highest))
+    sigma = shift_sigma(_draw_between(key, config, *before), shift)
+    return jnp.clip(sigma, config.lowest, config.highest)  # rounding may leave the range
+
+
+def _draw(key: jax.Array, config: TimestepConfig) -> jax.Array:
+    """Draws σ before the shift."""
+    if config.distribution == "uniform":
+        return jax.random.uniform(key)
+    return jax.nn.sigmoid(config.mean + config.std * jax.random.normal(key))
+
+
+def _draw_between(
+    key: jax.Array, config: TimestepConfig, lowest: jax.Array, highest: jax.Array
+) -> jax.Array:
+    """Draws σ before the shift from the part of its distribution in a range."""
+    if config.distribution == "uniform":
+        return jax.random.uniform(key, minval=lowest, maxval=highest)
+    low, high = (
+        (jax.scipy.special.logit(end) - config.mean) / config.std for end in (lowest, highest)
+    )
+    normal = jax.random.truncated_normal(key, low, high)
+    return jax.nn.sigmoid(config.mean + config.std * normal)
 
 
 Length = TypeVar("Length", float, jax.Array)

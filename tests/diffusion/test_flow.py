@@ -1,7 +1,10 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 from alload_jax.diffusion.flow import interpolate, squared_error, velocity
 from alload_jax.diffusion.samplers import guided, sample
@@ -129,5 +132,27 @@ def test_the_shift_grows_with_the_root_of_length():
 
 @pytest.mark.parametrize("name", ["std", "shift", "shift_seq_len"])
 def test_invalid_settings_are_refused(name):
-    with pytest.raises(InputError, match=f"diffusion.timesteps.{name} is 0"):
+    with pytest.raises(InputError, match=rf"objective\.timesteps\.{name} is 0"):
         TimestepConfig(**{name: 0})
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "logit_normal"])
+@pytest.mark.parametrize(("lowest", "highest"), [(0.0, 0.875), (0.875, 1.0), (0.3, 0.6)])
+def test_levels_of_one_expert_are_those_of_the_whole_in_its_range(distribution, lowest, highest):
+    whole = TimestepConfig(distribution=distribution, mean=0.4, shift=3.0, shift_power=0.5)
+    part = dataclasses.replace(whole, lowest=lowest, highest=highest)
+    keys = jax.random.split(jax.random.key(0), 40_000)
+    seq_len = 64
+    every, found = (
+        np.asarray(jax.vmap(lambda key, c=config: sample_sigma(key, c, seq_len))(keys))
+        for config in (whole, part)
+    )
+    expected = every[(every >= lowest) & (every <= highest)]
+    assert lowest <= found.min() <= found.max() <= highest
+    assert scipy.stats.ks_2samp(found, expected).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("ends", [(0.5, 0.5), (-0.1, 1.0), (0.9, 0.2), (0.0, float("nan"))])
+def test_a_range_of_levels_that_is_none_is_refused(ends):
+    with pytest.raises(InputError, match=r"objective\.timesteps\.lowest is"):
+        TimestepConfig(lowest=ends[0], highest=ends[1])
