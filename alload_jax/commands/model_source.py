@@ -89,6 +89,11 @@ class RunSource:
         found = recorded.get("origin")
         return found if isinstance(found, dict) else {}
 
+    def trained_with_given_frames(self) -> bool:
+        """Whether the model has learnt to go on from given frames."""
+        share = getattr(self.run.objective, "given_first_frame", 0.0)
+        return self.config.given_channels > 0 or share > 0
+
     def fps(self) -> float | None:
         """Frames per second of the training data; None if they are not known."""
         return fps_of(self.origin())
@@ -167,6 +172,10 @@ class FolderSource:
     def origin(self) -> dict[str, Any]:
         """Empty: the training data of released weights are not known."""
         return {}
+
+    def trained_with_given_frames(self) -> bool:
+        """True: it is not known, and taken for granted."""
+        return True
 
     def fps(self) -> float | None:
         """Frames per second of the model's training data; None if they are not known."""

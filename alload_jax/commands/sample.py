@@ -54,6 +54,12 @@ def run(options: argparse.Namespace) -> int:
     drawing = _drawing(options, source)
     if drawing.guidance == 1 and any(request.negative for request in requests):
         print("note: negative embeddings have no effect at --guidance 1", file=sys.stderr)
+    if any(request.first for request in requests) and not source.trained_with_given_frames():
+        print(
+            "note: the run was not trained with a first frame (objective.given_first_frame is 0), "
+            "so that --image may be followed badly",
+            file=sys.stderr,
+        )
     if options.dense_attention and source.config.sparse_attention is None:
         print("note: --dense-attention has no effect: the model is dense", file=sys.stderr)
     draw(_groups(requests, options, source), drawing, (source, low_noise), encoders)

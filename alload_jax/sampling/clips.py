@@ -43,7 +43,7 @@ def check_format(place: str, path: Path, size: tuple[int, int, int], channels: i
     if channels not in (1, 3):
         raise InputError(
             f"{place}: {path} is a picture, but this model generates latents that need a decoder; "
-            f"give it the suffix {LATENTS}"
+            f"give --vae, a local folder of its VAE, or the suffix {LATENTS}"
         )
     if suffix == ".png" and frames > 1:
         raise InputError(

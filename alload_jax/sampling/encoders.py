@@ -9,6 +9,7 @@ import numpy as np
 
 from alload_jax.data.manifest import VAE
 from alload_jax.data.prepare.byte_text import ByteText
+from alload_jax.data.prepare.captions import clean
 from alload_jax.encoders.clip_image import ClipImage
 from alload_jax.encoders.umt5 import Umt5Text
 from alload_jax.encoders.wan_vae import WanVae
@@ -38,7 +39,7 @@ class Encoders:
         """
         assert self.text is not None
         if isinstance(self.text, ByteText):
-            return self.text.encode(words).astype(np.float32)
+            return self.text.encode(clean(words)).astype(np.float32)
         (found,) = self.text.encode([words])
         return found
 

@@ -72,7 +72,7 @@ def test_the_same_sample_gives_the_same_bytes_and_replaces_what_was_there(tmp_pa
 
 
 def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
-    def fail(path, frames, suffix):
+    def fail(path, frames, suffix, fps):
         path.write_text("half")
         raise OSError("no space")
 
@@ -98,7 +98,7 @@ def test_what_is_not_finite_is_refused(tmp_path):
         ("x.png", (2, 8, 8), 1, "choose .gif or .mp4"),
         ("x.mp4", (2, 9, 8), 3, "9×8 pixels"),
         ("x.gif", (2, 8, 65536), 1, "8×65536 pixels, but GIF"),
-        ("x.gif", (2, 8, 8), None, "need a decoder; give it the suffix .safetensors"),
+        ("x.gif", (2, 8, 8), None, "need a decoder; give --vae"),
     ],
 )
 def test_what_cannot_be_written_so_is_refused(tmp_path, name, size, channels, message):

@@ -4,7 +4,7 @@ import av
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from training_runs import ROOT, Runs
 
 from alload_jax import cli
@@ -45,7 +45,7 @@ def store(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_media_are_prepared_trained_on_and_sampled(store, tmp_path):
+def test_media_are_prepared_trained_on_and_sampled(store, tmp_path, capsys):
     manifest = read_manifest(store)
     assert sorted(set(map(tuple, manifest.shape.tolist()))) == [(1, 32, 32), (9, 32, 32)]
     runs = Runs(tmp_path, store)
@@ -60,8 +60,22 @@ def test_media_are_prepared_trained_on_and_sampled(store, tmp_path):
     save_file({"text": embedded.astype(np.float32)}, prompt)
     clip = tmp_path / "clip.mp4"
     sizes = ["--frames", "9", "--height", "32", "--width", "32", "--steps", "2"]
-    checkpoint = ["--checkpoint", str(tmp_path / "run"), "--prompt-embeds", str(prompt)]
-    assert cli.main(["sample", *checkpoint, *sizes, "--out", str(clip)]) == 0
+    draw = ["sample", "--checkpoint", str(tmp_path / "run"), *sizes]
+    assert cli.main([*draw, "--prompt-embeds", str(prompt), "--out", str(clip)]) == 0
     with av.open(str(clip)) as container:
+        assert container.streams.video[0].average_rate == 16
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert np.shape(frames) == (9, 32, 32, 3)
+
+    def drawn(*flags):
+        out = tmp_path / "latents.safetensors"
+        assert cli.main([*draw, *flags, "--out", str(out), "--force"]) == 0
+        return load_file(out)["latents"]
+
+    words = ["--prompt", "a square  that moves\nleft"]
+    np.testing.assert_array_equal(drawn("--prompt-embeds", str(prompt)), drawn(*words))
+    picture = store.parent / "in" / "image 1.png"
+    begun = drawn(*words, "--image", str(picture))
+    first = np.asarray(Image.open(picture), np.float32) / 127.5 - 1
+    np.testing.assert_allclose(begun[0], first, atol=1e-6)
+    assert "--image" in capsys.readouterr().err  # the run was not trained with a first frame

@@ -20,6 +20,7 @@ from training_runs import Runs
 
 from alload_jax import cli
 from alload_jax.config import Config, DataConfig, RunConfig, write_config
+from alload_jax.data.manifest import read_manifest
 from alload_jax.diffusion.flow import TIMESTEP_SCALE
 from alload_jax.diffusion.schedules import noise_levels
 from alload_jax.diffusion.timesteps import TimestepConfig
@@ -230,7 +231,9 @@ def test_sampling_does_not_change_the_run(alload, class_run, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-def test_without_its_data_a_run_still_draws(class_run, tmp_path, monkeypatch, capsys):
+def test_without_its_data_a_run_still_draws(
+    class_run, digits_folder, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     run = shutil.copytree(class_run, tmp_path / "copy")
     text = (run / "config.yaml").read_text()
@@ -242,6 +245,7 @@ def test_without_its_data_a_run_still_draws(class_run, tmp_path, monkeypatch, ca
         return status, capsys.readouterr().err
 
     noted = json.loads((run / "data.json").read_text())
+    assert noted.pop("origin") == read_manifest(digits_folder).origin
     assert noted == {"vae_stride": [1, 1, 1], "text_length": 1}
     assert said("--class", 3) == (0, "")
     (run / "data.json").write_text('{"vae_stride": [1, 1]}')
@@ -459,11 +463,37 @@ def test_an_image_is_a_second_condition(alload, refused, tmp_path):
         assert "wrong.safetensors" in refused(*command, *flags)
 
 
-def test_image_to_video_is_refused(refused):
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ([], "--image is not given; this image-to-video model needs a first frame"),
+        (["--last-image", "x.png"], "--image is not given, but last_image is; give both"),
+        (["--image", "x.png"], "--image needs --vae, a local folder"),
+    ],
+)
+def test_image_to_video_needs_a_first_frame(refused, flags, named):
     command = ["sample", "--checkpoint", GOLDEN / "i2v" / "transformer", *LATENTS]
-    message = refused(*command, "--prompt-embeds", "p", "--out", "x.safetensors")
-    assert "conditioning frames" in message
-    assert "not supported" in message
+    assert named in refused(*command, "--prompt-embeds", "p", "--out", "x.safetensors", *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--prompt", "a cat"], "--prompt needs an encoder; give --text-encoder"),
+        (["--prompt-embeds", "p", "--negative-prompt", "x"], "--negative-prompt needs an encoder"),
+        (["--prompt-embeds", "p", "--vae", "none"], "none"),
+        (["--prompt-embeds", "p", "--text-encoder", "none"], "none"),
+        (["--prompt-embeds", "p", "--image-encoder", "none"], "the model takes no image"),
+        (["--prompt-embeds", "p", "--last-image", "x.png"], "--image is not given"),
+        (["--prompt-embeds", "p", "--image", "x.png"], "--image needs --vae"),
+        (["--prompt-embeds", "p", "--fps", "0"], "--fps is 0"),
+        (["--prompt-embeds", "p", "--boundary", "0.9"], "--low-noise-checkpoint go together"),
+    ],
+)
+def test_words_and_pictures_need_their_encoders(refused, flags, named):
+    embeddings("p", 5, 10)
+    command = ["sample", "--checkpoint", GOLDEN / "t2v" / "transformer", *LATENTS]
+    assert named in refused(*command, *flags, "--out", "x.safetensors")
 
 
 @pytest.mark.parametrize(
