@@ -19,7 +19,7 @@ def store_table(manifest: Manifest, patch_size: Triple) -> Table:
     """A table of what a store holds."""
     frames = manifest.shape[:, 0]
     tokens = manifest.samples(patch_size).seq_len
-    table = Table(title=Text(str(manifest.path.parent)), title_justify="left", show_header=False)
+    table = Table(title=Text(str(manifest.folder)), title_justify="left", show_header=False)
     table.add_column("what")
     table.add_column("value")
     rows = {
