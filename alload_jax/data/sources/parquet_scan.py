@@ -29,7 +29,8 @@ def scan_file(root: Path, name: str, columns: RowColumns, layout: Layout) -> lis
             present = file.schema_arrow.names
             _check_columns(path, file.schema_arrow, columns)
             table = file.read(columns=_small_columns(columns, present), use_threads=False)
-            file_mark = _file_mark(path, file.metadata, f"{columns.latents}_bytes")
+            probed = {f"{name}_bytes" for name in columns.arrays(present)}
+            file_mark = _file_mark(path, file.metadata, probed)
     except READ_ERRORS as error:
         if isinstance(error, InputError):
             raise
@@ -124,15 +125,15 @@ def _scanned(
     return ScannedSample(name, row, latents, length, width, mark, size)
 
 
-def _file_mark(path: Path, metadata: Any, column: str) -> int:
-    """A CRC-32 of sizes and both ends of the chunks of latents, one chunk for each row group."""
+def _file_mark(path: Path, metadata: Any, probed: set[str]) -> int:
+    """A CRC-32 of sizes and both ends of these columns' chunks; each row group has one of each."""
     mark = 0
     with path.open("rb") as file:
         for group in range(metadata.num_row_groups):
             row_group = metadata.row_group(group)
             for number in range(row_group.num_columns):
                 chunk = row_group.column(number)
-                if chunk.path_in_schema != column:
+                if chunk.path_in_schema not in probed:
                     continue
                 mark = zlib.crc32(str(chunk.total_compressed_size).encode(), mark)
                 begin = chunk.dictionary_page_offset or chunk.data_page_offset
