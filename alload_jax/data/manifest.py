@@ -84,9 +84,14 @@ class Manifest:
         return samples_from_columns(columns, self.geometry(patch_size), str(self.path))
 
     @property
+    def is_store(self) -> bool:
+        """Whether alload wrote the samples, with a manifest in a file."""
+        return self.path.name == MANIFEST_NAME
+
+    @property
     def folder(self) -> Path:
         """The folder or file that holds the samples."""
-        return self.path.parent if self.path.name == MANIFEST_NAME else self.path
+        return self.path.parent if self.is_store else self.path
 
     @property
     def fps(self) -> float | None:

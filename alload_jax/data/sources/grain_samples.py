@@ -16,7 +16,7 @@ from alload_jax.planning.geometry import Triple
 
 
 class RandomAccess(Protocol):
-    """What `grain.RandomAccessDataSource` asks for."""
+    """What `grain.sources.RandomAccessDataSource` asks for."""
 
     def __len__(self) -> int: ...
 
@@ -24,7 +24,7 @@ class RandomAccess(Protocol):
 
 
 class GrainSamples:
-    """Random access to the records of a `grain.RandomAccessDataSource`; a `SampleSource`.
+    """Random access to the records of a `grain.sources.RandomAccessDataSource`; a `SampleSource`.
 
     Attributes:
       manifest: the manifest.

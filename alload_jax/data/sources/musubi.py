@@ -48,7 +48,8 @@ class Musubi:
                 f"{place}: holds no files *{LATENTS_SUFFIX}; set data.folder to a cache_directory "
                 "of musubi-tuner"
             )
-        pairs = [(name, _text_file(place, name, set(present))) for name in files]
+        names_present = set(present)
+        pairs = [(name, _text_file(place, name, names_present)) for name in files]
         names = scan(lambda pair: _tensor_names(place, *pair), pairs)
         origin = {"format": "musubi-tuner", "vae": "wan2.1"}
         return TensorSamples(place, names, Reading(), _STRIDE, origin, caption="caption1")

@@ -82,20 +82,17 @@ def read_tensors(path: Path, names: list[str]) -> dict[str, np.ndarray]:
         return {name: _tensor(file, name, tensors) for name in names}
 
 
-def content_mark(path: Path, names: list[str]) -> int:
-    """Returns a CRC-32 of dtypes, shapes, and the first and last 4 KiB of these tensors.
+def content_mark(path: Path, tensors: list[TensorInfo]) -> int:
+    """Returns a CRC-32 of dtypes, shapes, and the first and last 4 KiB of tensors of a file.
 
     Raises:
-      ValueError: the file is damaged.
       OSError: the file cannot be read.
     """
     mark = 0
     with path.open("rb") as file:
-        tensors = _header(file).tensors
-        for name in names:
-            info = tensors[name]
+        for info in tensors:
             mark = zlib.crc32(repr((info.dtype, info.shape)).encode(), mark)
-            for begin in {info.begin, max(info.begin, info.end - _PROBE)}:
+            for begin in (info.begin, max(info.begin, info.end - _PROBE)):
                 file.seek(begin)
                 mark = zlib.crc32(file.read(min(_PROBE, info.end - begin)), mark)
     return mark

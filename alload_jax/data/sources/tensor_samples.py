@@ -1,5 +1,6 @@
 """Samples in safetensors files: latents in one tensor, the condition in another."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,18 +150,19 @@ class TensorSamples:
         path = self._root / names.latents_file
         try:
             header = read_header(path)
-            latents = latent_shape(_info(header, names.latents).shape, self._reading.layout)
+            info = _info(header, names.latents)
+            latents = latent_shape(info.shape, self._reading.layout)
             sizes = {names.latents_file: header.bytes}
-            mark = content_mark(path, [names.latents])
+            mark = content_mark(path, [info])
             path = self._root / names.condition_file
             if names.condition_file != names.latents_file:
                 header = read_header(path)
                 sizes[names.condition_file] = header.bytes
-            shape = _info(header, names.condition).shape
-            length, width = (int(np.prod(shape)), None)
+            infos = [_info(header, name) for name in (names.condition, names.mask) if name]
+            length, width = (math.prod(infos[0].shape), None)
             if not self._reading.classes:
-                length, width = text_shape(shape)
-            mark ^= content_mark(path, [names.condition, *([names.mask] if names.mask else [])])
+                length, width = text_shape(infos[0].shape)
+            mark ^= content_mark(path, infos)
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{path}: cannot be read ({error}); write it again, or remove it"
