@@ -28,9 +28,9 @@ from alload_jax.data.collate import Collator
 from alload_jax.data.collation import collation_for
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.datasets.dataset import prepare_dataset
-from alload_jax.data.manifest import Manifest, read_manifest
+from alload_jax.data.manifest import Manifest
 from alload_jax.data.placement import place_ahead
-from alload_jax.data.store import StoreReader
+from alload_jax.data.sources.opening import open_source
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.distributed.consensus import Consensus
 from alload_jax.distributed.initialize import initialize
@@ -127,7 +127,9 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     # ---------------------------------------------------------------- data, devices, plan
     if config.data.dataset:
         cluster.broadcast(partial(prepare_dataset, config.data.folder, config.data.dataset))
-    manifest = read_manifest(config.data.folder)
+    source = open_source(config.data.folder, config.data.source)
+    source.require_settings()
+    manifest = source.manifest
     manifest.require(config.model.latent_channels, config.model.patch_size)
     samples = manifest.samples(config.model.patch_size)
     mesh = make_mesh(config.mesh)
@@ -153,7 +155,7 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     run_plan = RunPlan(plan, config.planning, cluster, costs, config.model)
     collation = collation_for(plan, manifest, config.model, conditions_for(config.model, manifest))
     ranks = local_plan_ranks(mesh, plan.topology.ranks, config.planning.context_value)
-    collator = Collator(StoreReader(manifest), ranks, collation, plan.group_ranks)
+    collator = Collator(source, ranks, collation, plan.group_ranks)
     groups = group_meshes(mesh, plan)
     writer = SampleWriter(
         folder / "samples", config.model, config.objective.timesteps, config.sampling, manifest

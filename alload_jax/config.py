@@ -17,6 +17,7 @@ import yaml
 from alload_jax.config_parser import Part, parse_config
 from alload_jax.data.datasets.dataset import DATASETS, Dataset
 from alload_jax.data.source import LoaderConfig
+from alload_jax.data.sources.source import SOURCES, SourceConfig
 from alload_jax.distributed.initialize import ClusterConfig
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
@@ -72,15 +73,25 @@ class DataConfig:
     """Training data.
 
     Attributes:
-      folder: data folder with manifest.parquet and its shards.
+      folder: data folder, of alload or of another trainer.
+      source: how the samples are read; `name` selects what reads them. Null for what the files in
+        the folder say.
       dataset: data set that is written to the folder if it does not exist; `name: digits` selects
         moving digits.
       loader: settings for reading samples.
     """
 
     folder: str
+    source: SourceConfig | None = None
     dataset: Dataset | None = None
     loader: LoaderConfig = field(default_factory=LoaderConfig)
+
+    def __post_init__(self) -> None:
+        if self.source is not None and self.dataset is not None:
+            raise InputError(
+                "data.source and data.dataset are both given, but a data set is written as a "
+                "store; leave one out"
+            )
 
 
 def _default_model() -> ModelConfig:
@@ -168,6 +179,7 @@ _PREDICTOR_RATE = 1e-3
 _PARTS = (
     Part("model", "family", DEFAULT_FAMILY, lambda name: FAMILIES.get(name).config),
     Part("objective", "name", DEFAULT_OBJECTIVE, OBJECTIVES.get),
+    Part("data.source", "name", None, SOURCES.get),
     Part("data.dataset", "name", None, DATASETS.get),
 )
 """The parts whose fields depend on a name."""

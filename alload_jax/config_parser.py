@@ -108,14 +108,16 @@ def _typed(
 ) -> type[Any]:
     """Returns the config's dataclass with the types that were selected by name."""
     changed: dict[str, Any] = dict.fromkeys(lists, list[dict[str, Any]])
+    inner: dict[str, dict[str, Any]] = {}
     for key, kind in kinds.items():
         section, _, field = key.partition(".")
         if not field:
             changed[section] = kind
-            continue
-        inner = changed.get(section) or typing.get_type_hints(config)[section]
-        optional = type(None) if kind is None else kind | None
-        changed[section] = _with_types(inner, {field: optional})
+        else:
+            optional = type(None) if kind is None else kind | None
+            inner.setdefault(section, {})[field] = optional
+    for section, types in inner.items():
+        changed[section] = _with_types(typing.get_type_hints(config)[section], types)
     return _with_types(config, changed)
 
 

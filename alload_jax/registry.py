@@ -16,14 +16,16 @@ class Registry(Generic[T]):
     outside the package, call `register` before the config is read.
     """
 
-    def __init__(self, kind: str, built_in: Mapping[str, str]):
+    def __init__(self, kind: str, built_in: Mapping[str, str], importable: bool = False):
         """Creates the registry.
 
         Args:
           kind: kind of the implementations, for messages, such as `model family`.
           built_in: `module:attribute` by name, imported on first use.
+          importable: whether a name `module:attribute` gives that attribute.
         """
         self._kind = kind
+        self._importable = importable
         self._built_in = dict(built_in)
         self._loaded: dict[str, T] = {}
 
@@ -48,13 +50,25 @@ class Registry(Generic[T]):
         Raises:
           InputError: the name is unknown.
         """
+        if name not in self.names() and self._importable and ":" in str(name):
+            return self._imported(str(name))
         if name not in self.names():
             known = ", ".join(self.names())
-            raise InputError(
-                f"{self._kind} {name!r} is unknown; choose one of {known}, or start the script "
-                "that registers it"
+            other = (
+                "give module:Class" if self._importable else "start the script that registers it"
             )
+            raise InputError(f"{self._kind} {name!r} is unknown; choose one of {known}, or {other}")
         if name not in self._loaded:
             module, attribute = self._built_in[name].split(":")
             self._loaded[name] = cast(T, getattr(import_module(module), attribute))
         return self._loaded[name]
+
+    def _imported(self, name: str) -> T:
+        module, _, attribute = name.partition(":")
+        try:
+            return cast(T, getattr(import_module(module), attribute))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise InputError(
+                f"{self._kind} {name!r} cannot be imported ({error}); check the name, and that "
+                "PYTHONPATH has its folder"
+            ) from error

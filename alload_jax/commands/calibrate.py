@@ -191,11 +191,11 @@ def _step(config: "Config", options: argparse.Namespace) -> "Step":
 
 def _condition_tokens(config: "Config") -> int:
     """Condition tokens of a row with classes: the data's maximum, or 1 without the data."""
-    from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
+    from alload_jax.data.sources.opening import open_source
 
-    if config.model.text or not (Path(config.data.folder) / MANIFEST_NAME).is_file():
+    if config.model.text or not Path(config.data.folder).exists():
         return 1
-    return read_manifest(config.data.folder).longest_text()
+    return open_source(config.data.folder, config.data.source).manifest.longest_text()
 
 
 def _measured(

@@ -8,7 +8,9 @@ from rich.console import Console
 from alload_jax.commands.bench_output import require_place
 from alload_jax.commands.data_tables import bucket_table, store_table
 from alload_jax.commands.flags import triple
-from alload_jax.data.manifest import Manifest, read_manifest
+from alload_jax.commands.source_config import source_config
+from alload_jax.data.sources.opening import open_source
+from alload_jax.data.sources.source import SampleSource
 from alload_jax.errors import InputError
 from alload_jax.planning.geometry import Geometry
 
@@ -22,7 +24,7 @@ _MOST_SAMPLES = 1000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     parser.usage = (
-        "alload data STORE [--patch-size F,H,W] [--check] [--sheet FILE.png]\n"
+        "alload data STORE [--config FILE] [--patch-size F,H,W] [--check] [--sheet FILE.png]\n"
         "       alload data merge STORE STORE [STORE ...] --out FOLDER"
     )
     parser.description = (
@@ -32,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("words", nargs="+", metavar="STORE", help="a data folder; or merge and the folders")
+    add("--config", metavar="FILE", help="training config whose data.source says how to read it")
     add("--patch-size", type=triple, help="latents per token; default 1,2,2")
     add("--check", action="store_true", help="read every record; status 1 if one is damaged")
     add("--sheet", metavar="FILE", help="PNG of samples from the whole folder, with captions")
@@ -54,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 def _merge(options: argparse.Namespace) -> int:
     from alload_jax.data.store import merge_stores
 
-    for flag in ("--patch-size", "--check", "--sheet", "--samples"):
+    for flag in ("--config", "--patch-size", "--check", "--sheet", "--samples"):
         _require_absent(options, flag, "does not apply to merge")
     if options.out is None:
         raise InputError("alload data merge: --out is missing; name the folder to write")
@@ -69,7 +72,8 @@ def _require_absent(options: argparse.Namespace, flag: str, reason: str) -> None
 
 def _show(options: argparse.Namespace) -> int:
     samples = _sheet_samples(options)
-    manifest = read_manifest(options.words[0])
+    source = open_source(options.words[0], source_config(options.config, "alload data"))
+    manifest = source.manifest
     patch_size = options.patch_size or Geometry().patch_size
     console = Console(soft_wrap=True, width=_WIDTH)
     console.print(store_table(manifest, patch_size))
@@ -78,9 +82,9 @@ def _show(options: argparse.Namespace) -> int:
         # Imported here because Matplotlib takes a while to import.
         from alload_jax.report.contact_sheet import write_contact_sheet
 
-        write_contact_sheet(options.sheet, manifest, samples)
+        write_contact_sheet(options.sheet, source, samples)
         print(f"written: {options.sheet}")
-    return _check(manifest) if options.check else 0
+    return _check(source) if options.check else 0
 
 
 def _sheet_samples(options: argparse.Namespace) -> int:
@@ -96,13 +100,13 @@ def _sheet_samples(options: argparse.Namespace) -> int:
     return samples
 
 
-def _check(manifest: Manifest) -> int:
+def _check(source: SampleSource) -> int:
     """Reads every record; prints the damaged ones."""
     from alload_jax.data.store import damaged_records
 
     damaged = 0
-    for line in damaged_records(manifest):
+    for line in damaged_records(source):
         print(line)
         damaged += 1
-    print(f"{len(manifest):,} records read, {damaged:,} damaged")
+    print(f"{len(source.manifest):,} records read, {damaged:,} damaged")
     return 1 if damaged else 0

@@ -19,7 +19,7 @@ def store_table(manifest: Manifest, patch_size: Triple) -> Table:
     """A table of what a store holds."""
     frames = manifest.shape[:, 0]
     tokens = manifest.samples(patch_size).seq_len
-    table = Table(title=Text(str(manifest.path.parent)), title_justify="left", show_header=False)
+    table = Table(title=Text(str(manifest.folder)), title_justify="left", show_header=False)
     table.add_column("what")
     table.add_column("value")
     rows = {
@@ -33,7 +33,7 @@ def store_table(manifest: Manifest, patch_size: Triple) -> Table:
         "condition tokens of a sample": _range(manifest.text_length),
         "channels": str(int(manifest.channels[0])),
         "VAE stride": _joined(manifest.vae_stride),
-        "shards": f"{len(manifest.shard_bytes):,}",
+        "shards" if manifest.is_store else "files": f"{len(manifest.shard_bytes):,}",
         "bytes": f"{sum(manifest.shard_bytes.values()):,}",
     }
     rows |= {f"origin: {name}": _value(value) for name, value in manifest.origin.items()}

@@ -5,6 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from alload_jax.commands.source_config import holds_samples, source_config
 from alload_jax.errors import InputError
 from alload_jax.planning.analytic import ALL_TRAINED, Trained, analytic_costs
 from alload_jax.planning.architectures.architecture import Architecture
@@ -224,6 +225,8 @@ def _samples(options: argparse.Namespace, patch_size: tuple[int, int, int]) -> t
     if (options.workload is None) == (options.manifest is None):
         raise InputError("alload plan: give either --workload NAME or --manifest FILE")
     stride = options.vae_stride
+    if options.manifest and holds_samples(options.manifest):
+        return _source_samples(options, options.patch_size or patch_size)
     if options.manifest:
         stride = stride or _stored_stride(options.manifest)
     geometry = Geometry(stride or Geometry().vae_stride, options.patch_size or patch_size)
@@ -232,6 +235,22 @@ def _samples(options: argparse.Namespace, patch_size: tuple[int, int, int]) -> t
         return samples, f"{options.manifest}, {len(samples):,} samples"
     samples = make_workload(options.workload, options.size, options.workload_seed, geometry)
     return samples, f"{options.workload}, {len(samples):,} samples"
+
+
+def _source_samples(
+    options: argparse.Namespace, patch_size: tuple[int, int, int]
+) -> tuple[Samples, str]:
+    """The samples of a folder of data, or of a file of another trainer."""
+    from alload_jax.data.sources.opening import open_source
+
+    if options.vae_stride:
+        raise InputError(
+            f"alload plan: --vae-stride does not apply to the latents in {options.manifest}; leave "
+            "it out, or set data.source.vae_stride in --config"
+        )
+    source = open_source(options.manifest, source_config(options.config, "alload plan"))
+    samples = source.manifest.samples(patch_size)
+    return samples, f"{options.manifest}, {len(samples):,} samples"
 
 
 def _stored_stride(manifest: str) -> tuple[int, int, int] | None:

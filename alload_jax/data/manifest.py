@@ -46,7 +46,8 @@ class Manifest:
     """The samples of a data folder.
 
     Attributes:
-      path: the Parquet file; the shards are in the same folder.
+      path: the Parquet file; the shards are in the same folder. The folder itself, or the one
+        file, for samples that others wrote.
       shard: [N] str, file name of each sample's shard.
       index: [N] int64, index of the record in its shard.
       shape: [N, 3] int64, (frames, height, width) in pixels.
@@ -83,6 +84,16 @@ class Manifest:
         frames, height, width = self.shape.T
         columns = {"frames": frames, "height": height, "width": width}
         return samples_from_columns(columns, self.geometry(patch_size), str(self.path))
+
+    @property
+    def is_store(self) -> bool:
+        """Whether alload wrote the samples, with a manifest in a file."""
+        return self.path.name == MANIFEST_NAME
+
+    @property
+    def folder(self) -> Path:
+        """The folder or file that holds the samples."""
+        return self.path.parent if self.is_store else self.path
 
     @property
     def fps(self) -> float | None:

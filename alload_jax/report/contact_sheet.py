@@ -1,4 +1,4 @@
-"""A contact sheet: frames of some samples of a store, with their captions, as one picture."""
+"""A contact sheet: frames of some samples of a folder, with their captions, as one picture."""
 
 import functools
 import textwrap
@@ -8,9 +8,10 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from alload_jax.data.manifest import Manifest, read_captions
+from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import LATENTS
-from alload_jax.data.store import BadRecordError, StoreReader
+from alload_jax.data.sources.source import SampleSource
+from alload_jax.data.store import BadRecordError
 from alload_jax.sampling.frames import to_bytes
 
 _PAPER, _INK, _FAINT = (24, 26, 32), (220, 224, 232), (150, 156, 168)
@@ -22,21 +23,22 @@ _NOTE = (
 )
 
 
-def write_contact_sheet(path: str | Path, manifest: Manifest, samples: int = 16) -> None:
-    """Draws samples from the whole store, evenly spread, each with up to 6 frames.
+def write_contact_sheet(path: str | Path, source: SampleSource, samples: int = 16) -> None:
+    """Draws samples from the whole source, evenly spread, each with up to 6 frames.
 
-    Stores of pixels show pixels. Others show the first three channels of the latents, and say so.
+    Sources of pixels show pixels. Others show the first three channels of the latents, and say so.
 
     Args:
       path: the PNG to write.
-      manifest: the store.
+      source: the samples.
       samples: number of samples at most.
     """
-    reader, captions = StoreReader(manifest), read_captions(manifest.path.parent)
+    manifest = source.manifest
     count = min(samples, len(manifest))
     chosen = np.linspace(0, len(manifest) - 1, count).round().astype(int).tolist()
-    rows = [_row(manifest, reader, number, captions[number]) for number in chosen]
-    reader.close()
+    captions = source.captions(chosen)
+    rows = [_row(source, *each) for each in zip(chosen, captions, strict=True)]
+    source.close()
     notes = [] if holds_pixels(manifest) else [_text([_NOTE], _FAINT)]
     _stack([*notes, *rows]).save(path, format="PNG")
 
@@ -63,12 +65,13 @@ def latent_colours(latents: np.ndarray) -> np.ndarray:
     return (padded * 255).round().astype(np.uint8)
 
 
-def _row(manifest: Manifest, reader: StoreReader, number: int, caption: str | None) -> Image.Image:
+def _row(source: SampleSource, number: int, caption: str | None) -> Image.Image:
     """A heading, the frames and the caption of a sample."""
+    manifest = source.manifest
     frames, height, width = manifest.shape[number].tolist()
     heading = _text([f"sample {number} · {frames}×{height}×{width}"], _FAINT)
     try:
-        latents = reader.read(number)[LATENTS]
+        latents = source.read(number)[LATENTS]
     except BadRecordError:
         return _stack([heading, _text(["This record is damaged."], _INK)])
     chosen = np.linspace(0, len(latents) - 1, min(_FRAMES, len(latents))).round().astype(int)

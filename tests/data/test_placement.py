@@ -46,7 +46,9 @@ def test_all_steps_arrive_in_order_with_the_hosts_values(mesh, depth, count):
         assert (found.epoch, found.problems) == (step.epoch, step.problems)
         assert found.wait_seconds >= 0
         for on_device, on_host in zip(found.batches, step.batches, strict=True):
-            for device_part, host_part in zip(on_device, on_host, strict=True):
+            for device_part, host_part in zip(
+                *map(jax.tree.leaves, (on_device, on_host)), strict=True
+            ):
                 assert device_part.dtype == host_part.dtype
                 np.testing.assert_array_equal(device_part, host_part)
 
@@ -77,7 +79,7 @@ def test_rows_are_split_over_the_ranks_in_order(mesh):
     (placed,) = place_ahead(iter([step]), mesh)
     (on_host,), (on_device,) = step.batches, placed.batches
     rows = len(on_host.sample) // ranks_of(mesh)
-    for host_part, device_part in zip(on_host, on_device, strict=True):
+    for host_part, device_part in zip(*map(jax.tree.leaves, (on_host, on_device)), strict=True):
         assert device_part.sharding.is_equivalent_to(batch_sharding(mesh), host_part.ndim)
         shards = {shard.device: shard.data for shard in device_part.addressable_shards}
         for rank, device in enumerate(mesh.devices.flat):

@@ -57,7 +57,7 @@ def assert_store_holds(folder, samples):
     for number, sample in enumerate(samples):
         assert_holds(reader.read(number), sample)
     reader.close()
-    assert list(damaged_records(manifest)) == []
+    assert list(damaged_records(StoreReader(manifest))) == []
     assert not folder.with_name(folder.name + ".partial").exists()
     assert {path.name for path in folder.iterdir()} == {*manifest.shard_bytes, MANIFEST_NAME}
 
@@ -172,7 +172,7 @@ def test_a_killed_append_never_breaks_the_store(tmp_path, monkeypatch, name, cal
             finish_store(store)
         except SystemExit:
             assert len(read_manifest(store)) in (2, 5)
-    assert list(damaged_records(old)) == []
+    assert list(damaged_records(StoreReader(old))) == []
     finish_store(store)
     assert_store_holds(store, samples)
 
@@ -284,7 +284,7 @@ def test_appended_samples_follow_in_new_shards(tmp_path, samples_per_shard):
     assert read_manifest(store).origin == {"fps": 16}
     before.pop(MANIFEST_NAME)
     assert content(store).items() >= before.items()
-    assert list(damaged_records(old)) == []
+    assert list(damaged_records(StoreReader(old))) == []
 
 
 def test_an_append_that_failed_goes_on(tmp_path):
@@ -621,11 +621,11 @@ def test_manifests_without_captions_are_read(store, samples):
 
 def test_damaged_records_are_named(store):
     manifest = read_manifest(store)
-    assert list(damaged_records(manifest)) == []
+    assert list(damaged_records(StoreReader(manifest))) == []
     shard = store / manifest.shard[5]
     written = np.flatnonzero(np.frombuffer(shard.read_bytes(), np.uint8))
     flip_byte(shard, written[len(written) // 2])
-    lines = list(damaged_records(manifest))
+    lines = list(damaged_records(StoreReader(manifest)))
     assert lines
     assert all(str(shard) in line and "(sample " in line for line in lines)
 

@@ -2,14 +2,15 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from array_record.python import array_record_module
 
 from alload_jax.data import record as records
-from alload_jax.data.manifest import Manifest
+from alload_jax.data.manifest import Manifest, read_captions
+from alload_jax.data.sources.source import SampleSource
 
 
 def _first_line(error: Exception) -> str:
@@ -60,6 +61,14 @@ class StoreReader:
         self._check_shapes(arrays, sample, place)
         return arrays
 
+    def captions(self, samples: Sequence[int]) -> list[str | None]:
+        """Returns the captions of these samples; None where there is none."""
+        captions = read_captions(self.manifest.path.parent)
+        return [captions[sample] for sample in samples]
+
+    def require_settings(self) -> None:
+        """Does nothing: a store records all that training must know."""
+
     def close(self) -> None:
         """Closes the shards; a later read opens them again."""
         with self._lock:
@@ -87,12 +96,11 @@ class StoreReader:
                 )
 
 
-def damaged_records(manifest: Manifest) -> Iterator[str]:
-    """Reads every record of a store; yields a line for each one that is damaged."""
-    reader = StoreReader(manifest)
-    for sample in range(len(manifest)):
+def damaged_records(source: SampleSource) -> Iterator[str]:
+    """Reads every sample of a source; yields a line for each one that is damaged."""
+    for sample in range(len(source.manifest)):
         try:
-            reader.read(sample)
+            source.read(sample)
         except BadRecordError as error:
             yield str(error)
-    reader.close()
+    source.close()

@@ -1,0 +1,149 @@
+"""Samples of any data source of Grain."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from alload_jax.data.manifest import Manifest
+from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
+from alload_jax.data.sample_form import SampleForm
+from alload_jax.data.sources.arrays import checked_given, checked_sample
+from alload_jax.data.store import BadRecordError
+from alload_jax.errors import InputError
+from alload_jax.planning.geometry import Triple
+
+_AXES = {LATENTS: 4, TEXT: 2, LABELS: 1, GIVEN: 4, IMAGE: 2}
+"""Number of axes of each array."""
+
+
+class RandomAccess(Protocol):
+    """What `grain.sources.RandomAccessDataSource` asks for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class GrainSamples:
+    """Random access to the records of a `grain.sources.RandomAccessDataSource`; a `SampleSource`.
+
+    Attributes:
+      manifest: the manifest.
+    """
+
+    def __init__(
+        self,
+        source: RandomAccess,
+        geometry: Callable[[int], Triple],
+        vae_stride: Triple,
+        arrays: Callable[[Any], dict[str, np.ndarray]] | None = None,
+        text_length: int | None = None,
+        identity: str = "",
+        origin: dict[str, Any] | None = None,
+    ):
+        """Asks for the geometry of every sample, and reads the first one.
+
+        For the loader's processes, all arguments must pickle: functions of modules, no lambdas.
+
+        Args:
+          source: the data source.
+          geometry: number of a sample → (frames, height, width) in pixels. It is called for every
+            sample at the start, so it should not read the sample.
+          vae_stride: pixels per latent; (1, 1, 1) without a VAE.
+          arrays: record → `latents` [t, h, w, C] floats, and `text` [L, width] floats or `labels`
+            [L] integers; None if records are such dicts.
+          text_length: most tokens of a sample's condition; None for that of the first sample.
+          identity: what distinguishes the content from other content of equal sizes, such as a
+            version. A checkpoint is refused for data of another identity.
+          origin: provenance; `fps` and `vae` have a meaning.
+
+        Raises:
+          InputError: the source is empty, or a size or the first sample is not as it must be.
+        """
+        self._source, self._arrays = source, arrays
+        self._name = type(source).__name__
+        if not len(source):
+            raise InputError(f"{self._name}: holds no samples; give a source with at least one")
+        shape = np.array([geometry(sample) for sample in range(len(source))], np.int64)
+        if shape.shape != (len(source), 3) or (shape < 1).any():
+            raise InputError(
+                f"{self._name}: geometry must give (frames, height, width) of at least 1"
+            )
+        try:
+            first = self._read(0)
+        except BadRecordError as error:
+            raise InputError(f"{error}; correct the source or its arrays function") from error
+        self.manifest = self._manifest(shape, first, vae_stride, text_length, identity, origin)
+
+    def read(self, sample: int) -> dict[str, np.ndarray]:
+        """See `SampleSource.read`."""
+        found = self._read(sample)
+        name = LABELS if self.manifest.form.text_dim is None else TEXT
+        if name not in found:
+            raise BadRecordError(f"{self._place(sample)} holds no {name}, as the first sample does")
+        place = self._place(sample)
+        return checked_sample(
+            self.manifest, sample, found[LATENTS], found[name], place
+        ) | checked_given(self.manifest, sample, found, place)
+
+    def captions(self, samples: Sequence[int]) -> list[str | None]:
+        """See `SampleSource.captions`; there are none."""
+        return [None] * len(samples)
+
+    def require_settings(self) -> None:
+        """See `SampleSource.require_settings`; nothing is missing."""
+
+    def close(self) -> None:
+        """See `SampleSource.close`; the source keeps what it has open."""
+
+    def _place(self, sample: int) -> str:
+        return f"{self._name}: sample {sample}"
+
+    def _read(self, sample: int) -> dict[str, np.ndarray]:
+        try:
+            record = self._source[sample]
+            arrays = self._arrays(record) if self._arrays else record
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise BadRecordError(f"{self._place(sample)} cannot be read: {error}") from error
+        if not isinstance(arrays, dict) or LATENTS not in arrays or not {TEXT, LABELS} & {*arrays}:
+            raise BadRecordError(
+                f"{self._place(sample)} is not a dict with latents, and text or labels"
+            )
+        found = {name: np.asarray(value) for name, value in arrays.items()}
+        for name, axes in _AXES.items():
+            if name in found and found[name].ndim != axes:
+                raise BadRecordError(
+                    f"{self._place(sample)} holds {name} of shape {found[name].shape}; they must "
+                    f"have {axes} axes"
+                )
+        return found
+
+    def _manifest(
+        self,
+        shape: np.ndarray,
+        first: dict[str, np.ndarray],
+        vae_stride: Triple,
+        text_length: int | None,
+        identity: str,
+        origin: dict[str, Any] | None,
+    ) -> Manifest:
+        count, condition = len(shape), first[TEXT if TEXT in first else LABELS]
+        seed = zlib.crc32(repr((self._name, identity)).encode())
+        marks = [zlib.crc32(row.tobytes(), seed) for row in shape]
+        longest = len(condition) if text_length is None else text_length
+        return Manifest(
+            path=Path(self._name),
+            shard=np.full(count, self._name, object),
+            index=np.arange(count),
+            shape=shape,
+            channels=np.full(count, first[LATENTS].shape[-1], np.int32),
+            text_length=np.full(count, longest, np.int32),
+            checksum=np.array(marks, np.uint32),
+            vae_stride=vae_stride,
+            form=SampleForm.of(first),
+            shard_bytes={},
+            origin=origin or {},
+        )

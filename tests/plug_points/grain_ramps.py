@@ -1,0 +1,56 @@
+"""A data source of Grain, and its config, as somebody outside would write them.
+
+A config names the class by `grain_ramps:GrainRamps`.
+"""
+
+from dataclasses import dataclass
+
+import grain
+import numpy as np
+
+from alload_jax.data.sources.grain_samples import GrainSamples
+
+
+class RampRecords(grain.sources.RandomAccessDataSource):
+    """The ramps of `counting.Ramps`, with channels first, made when they are asked for."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        size = ramp_size(index)
+        ramp = np.linspace(-1, 1, 4)[None, :, None] * np.ones(size)
+        clip = np.rot90(ramp, index % 4, axes=(1, 2))
+        return {"clip": clip[None].astype(np.float32), "direction": index % 4}
+
+
+def ramp_size(index):
+    return (1, 4, 4) if index % 3 else (3, 4, 4)
+
+
+def ramp_arrays(record):
+    return {
+        "latents": np.moveaxis(record["clip"], 0, -1),
+        "labels": np.array([record["direction"]]),
+    }
+
+
+@dataclass(frozen=True)
+class GrainRamps:
+    """Grey ramps of two sizes, whose class is their direction."""
+
+    name: str = "grain_ramps:GrainRamps"
+    count: int = 24
+
+    def open(self, folder):
+        return GrainSamples(
+            RampRecords(self.count),
+            ramp_size,
+            vae_stride=(1, 1, 1),
+            arrays=ramp_arrays,
+            identity=str(self.count),
+            origin={"made": "ramps"},
+        )
