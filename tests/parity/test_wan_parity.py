@@ -129,7 +129,9 @@ def test_original_names_are_those_that_diffusers_converts(name):
     assert {key: int(value) for key, value in converted.items()} == expected
 
 
-@pytest.mark.parametrize("name", ["wan2_1_t2v_1_3b", "wan2_1_t2v_14b"])
+@pytest.mark.parametrize(
+    "name", ["wan2_1_t2v_1_3b", "wan2_1_t2v_14b", "wan2_1_i2v_14b", "wan2_2_ti2v_5b"]
+)
 def test_wan_configs_have_diffusers_parameter_count(name):
     model = read_config(["--config", f"configs/{name}.yaml"]).model
     fields = {k: v for k, v in export_fields(model).items() if not k.startswith("_")}

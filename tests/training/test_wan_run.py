@@ -96,7 +96,13 @@ def test_mismatches_are_reported_in_one_line(wan, flags, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("wan2_1_t2v_1_3b", 1_418_996_800), ("wan2_1_t2v_14b", 14_288_491_584)]
+    ("name", "count"),
+    [
+        ("wan2_1_t2v_1_3b", 1_418_996_800),
+        ("wan2_1_t2v_14b", 14_288_491_584),
+        ("wan2_1_i2v_14b", 16_394_878_784),
+        ("wan2_2_ti2v_5b", 4_999_787_712),
+    ],
 )
 def test_wan_configs_have_the_parameters_that_diffusers_has(name, count):
     """Counts of diffusers' meta-device models; tests/parity/test_wan_parity.py checks them."""
