@@ -12,6 +12,7 @@ from alload_jax.data.prepare.captions import clean
 from alload_jax.data.prepare.clips import video_clips
 from alload_jax.data.prepare.encoders import TextEncoder, VaeEncoder, sides_multiple
 from alload_jax.data.prepare.images import decode_image
+from alload_jax.data.prepare.remote import RemoteEncoders
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.sources import Item
 from alload_jax.data.prepare.unusable import UnusableError, short
@@ -28,12 +29,26 @@ class Job:
       out: the data folder.
       settings: the settings.
       vae, text: the encoders.
+      remote: another process that encodes with those of them that have weights; None for none.
     """
 
     out: Path
     settings: MediaSettings
     vae: VaeEncoder
     text: TextEncoder
+    remote: RemoteEncoders | None = None
+
+    def encode_frames(self, frames: np.ndarray) -> np.ndarray:
+        """Encodes a clip, here or remotely; see `VaeEncoder.encode`."""
+        if self.remote is not None and self.vae.has_weights:
+            return self.remote.encode_frames(frames)
+        return self.vae.encode(frames)
+
+    def encode_caption(self, caption: str | None) -> np.ndarray:
+        """Encodes a caption, here or remotely; see `TextEncoder.encode`."""
+        if self.remote is not None and self.text.has_weights:
+            return self.remote.encode_caption(caption)
+        return self.text.encode(caption)
 
     def areas(self) -> list[tuple[Bucket, ...]]:
         """The buckets of each area class.
@@ -81,7 +96,7 @@ def _add_item(
     before = shard.written
     caption = None if item.caption is None else clean(item.caption)
     try:
-        condition = job.text.encode(caption)
+        condition = job.encode_caption(caption)
         for clip in _clips(job, item):
             if stopped():
                 raise KeyboardInterrupt
@@ -95,7 +110,7 @@ def _add_item(
 
 
 def _encoded(job: Job, clip: np.ndarray) -> np.ndarray:
-    latents = job.vae.encode(clip)
+    latents = job.encode_frames(clip)
     if not np.isfinite(latents).all():
         raise UnusableError("the encoder gives values that are not finite")
     return latents
