@@ -128,7 +128,7 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     if config.data.dataset:
         cluster.broadcast(partial(prepare_dataset, config.data.folder, config.data.dataset))
     manifest = read_manifest(config.data.folder)
-    manifest.require(config.model.in_channels, config.model.patch_size)
+    manifest.require(config.model.latent_channels, config.model.patch_size)
     samples = manifest.samples(config.model.patch_size)
     mesh = make_mesh(config.mesh)
     config.planning.refuse_foreign_costs(
@@ -218,7 +218,11 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
             changed_settings(before, values_of(config)),
         )
         write_config(config, folder / "config.yaml")
-        known = {"vae_stride": list(manifest.vae_stride), "text_length": manifest.longest_text()}
+        known = {
+            "vae_stride": list(manifest.vae_stride),
+            "text_length": manifest.longest_text(),
+            "origin": manifest.origin,
+        }
         write_json(folder / "data.json", known)  # for `alload sample`, wherever the data goes
         append_environment(folder / "environment.json", argv, start)
 

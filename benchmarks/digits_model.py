@@ -13,7 +13,6 @@ from alload_jax.data.batch import Batch
 from alload_jax.data.bucketed import BucketedCollation
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.manifest import Manifest
-from alload_jax.data.record import LATENTS
 from alload_jax.data.store import StoreReader
 from alload_jax.models.families import abstract_model
 from alload_jax.objectives.objective import LossSums
@@ -54,7 +53,7 @@ def batches_of_one_shape(config: Config, manifest: Manifest, rows: int) -> Itera
             batch = collation.empty([part], epoch=0)
             for sample, row in collation.places([part]):
                 arrays = reader.read(sample)
-                collation.put(batch, row, sample, arrays[LATENTS], collation.conditions.of(arrays))
+                collation.put(batch, row, sample, arrays, collation.conditions.of(arrays))
             yield batch
 
 

@@ -25,9 +25,9 @@ from alload_jax.bench.step import Step, out_of_memory, training_spec
 from alload_jax.data.batch import AnyBatch, Signature, describe, signature
 from alload_jax.data.collate import Collator
 from alload_jax.data.collation import collation_for
-from alload_jax.data.condition import Conditions, conditions_for
+from alload_jax.data.condition import Conditions, conditions_for, form_for
 from alload_jax.data.manifest import Manifest
-from alload_jax.data.record import LABELS, LATENTS, TEXT
+from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields
 from alload_jax.planning.architectures.architecture import LABEL_TOKENS
@@ -100,11 +100,16 @@ class RandomReader:
         if conditions.text_dim is not None:
             text = rng.standard_normal((conditions.length, conditions.text_dim), np.float32)
             self._condition = {TEXT: text.astype(conditions.dtype)}
+        if image := conditions.image():
+            self._condition[IMAGE] = rng.standard_normal(image.shape, np.float32)
 
     def read(self, sample: int) -> dict[str, np.ndarray]:
         """Random latents of the sample's shape and a random condition."""
         shape = self.manifest.latent_shape(tuple(self.manifest.shape[sample]))
-        return {LATENTS: self._latents[: math.prod(shape)].reshape(shape)} | self._condition
+        arrays = {LATENTS: self._latents[: math.prod(shape)].reshape(shape)} | self._condition
+        if channels := self.manifest.form.given_channels:
+            arrays[GIVEN] = np.zeros((*shape[:3], channels), np.float32)
+        return arrays
 
 
 class Measured(NamedTuple):
@@ -149,11 +154,11 @@ def manifest_of(samples: Samples, model: ModelConfig) -> Manifest:
         shard=np.full(count, "random", object),
         index=none,
         shape=samples.shape,
-        channels=np.full(count, model.in_channels),
+        channels=np.full(count, model.latent_channels),
         text_length=np.full(count, model.text.length if model.text else LABEL_TOKENS),
         checksum=none,
         vae_stride=Geometry().vae_stride,
-        text_dim=model.text.dim if model.text else None,
+        form=form_for(model),
         shard_bytes={},
         origin={},
     )

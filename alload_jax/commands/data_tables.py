@@ -29,7 +29,7 @@ def store_table(manifest: Manifest, patch_size: Triple) -> Table:
         "video": _video(manifest),
         "tokens": f"{int(tokens.sum()):,} with patch size {_joined(patch_size)}",
         "tokens of a sample": _range(tokens),
-        "condition": _condition(manifest),
+        **{name: held for name, held in manifest.form.described().items() if held != "none"},
         "condition tokens of a sample": _range(manifest.text_length),
         "channels": str(int(manifest.channels[0])),
         "VAE stride": _joined(manifest.vae_stride),
@@ -72,10 +72,6 @@ def _video(manifest: Manifest) -> str:
     if manifest.fps is None:
         return f"{count:,} frames; the origin names no fps"
     return f"{count / manifest.fps / 3600:,.3f} hours: {count:,} frames at {manifest.fps:g} fps"
-
-
-def _condition(manifest: Manifest) -> str:
-    return "classes" if manifest.text_dim is None else f"text of width {manifest.text_dim}"
 
 
 def _range(values: np.ndarray) -> str:

@@ -9,7 +9,7 @@ import pyarrow.parquet
 from jax.sharding import Mesh
 
 from alload_jax.config import Config, read_config
-from alload_jax.data.manifest import MANIFEST_NAME, manifest_metadata
+from alload_jax.data.manifest import MANIFEST_NAME, fps_of, manifest_metadata
 from alload_jax.diffusion.schedules import Sampler
 from alload_jax.diffusion.timesteps import shift_of
 from alload_jax.errors import InputError
@@ -83,6 +83,16 @@ class RunSource:
         found = recorded.get("vae_stride")
         return tuple(found) if found else None
 
+    def origin(self) -> dict[str, Any]:
+        """Origin of the training data; empty if it is not known."""
+        recorded = self._recorded() or manifest_metadata(self.manifest)
+        found = recorded.get("origin")
+        return found if isinstance(found, dict) else {}
+
+    def fps(self) -> float | None:
+        """Frames per second of the training data; None if they are not known."""
+        return fps_of(self.origin())
+
     def text_length(self) -> int | None:
         """Condition tokens of a sample; None if data.json and the data's manifest are missing."""
         if recorded := self._recorded():
@@ -153,6 +163,14 @@ class FolderSource:
     def vae_stride(self) -> Triple:
         """The stride of the VAE with the model's number of channels."""
         return self._defaults.vae_stride
+
+    def origin(self) -> dict[str, Any]:
+        """Empty: the training data of released weights are not known."""
+        return {}
+
+    def fps(self) -> float | None:
+        """Frames per second of the model's training data; None if they are not known."""
+        return self._defaults.fps
 
     def text_length(self) -> None:
         """None: texts are padded to the model's text length."""

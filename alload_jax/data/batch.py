@@ -17,6 +17,9 @@ class Batch(NamedTuple):
       sample: [B] int32, row numbers in the manifest; −1 for padding.
       epoch: [B] int32, the epoch to which each sample belongs.
       weight: [B] float32, 1 for a sample and 0 for padding.
+      given: [B, frames, height, width, G] float32, input channels behind the noisy latents; None
+        if the model takes none.
+      image: [B, N, width], embeddings of the given images; None if the model takes none.
     """
 
     latents: Any
@@ -24,6 +27,8 @@ class Batch(NamedTuple):
     sample: Any
     epoch: Any
     weight: Any
+    given: Any = None
+    image: Any = None
 
 
 class PackedBatch(NamedTuple):
@@ -42,6 +47,10 @@ class PackedBatch(NamedTuple):
         slots.
       first: [R, M] int32, index of the segment's first token in its sample.
       seq_len: [R, M] int32, number of tokens of the segment's sample.
+      frame_tokens: [R, M] int32, number of tokens of one latent frame of the segment's sample.
+      given: [R, T, patch volume · G] float32, patches of the input channels behind the noisy
+        latents; None if the model takes none.
+      image: [R, M, N, width], embeddings of the given images; None if the model takes none.
     """
 
     tokens: Any
@@ -53,6 +62,9 @@ class PackedBatch(NamedTuple):
     weight: Any
     first: Any
     seq_len: Any
+    frame_tokens: Any
+    given: Any = None
+    image: Any = None
 
 
 AnyBatch = Batch | PackedBatch

@@ -10,6 +10,7 @@ import numpy as np
 from alload_jax.data.batch import Batch
 from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import Manifest
+from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays
 from alload_jax.planning.plan import MicroBatch, Plan
 
 
@@ -41,18 +42,19 @@ class BucketedCollation:
             sample=jax.ShapeDtypeStruct((rows,), np.int32),
             epoch=jax.ShapeDtypeStruct((rows,), np.int32),
             weight=jax.ShapeDtypeStruct((rows,), np.float32),
+            given=self.conditions.given(*latents[:4]),
+            image=self.conditions.image(rows),
         )
 
     def empty(self, parts: Sequence[MicroBatch], epoch: int) -> Batch:
         """See `Collation.empty`."""
         rows = sum(part.rows for part in parts)
-        shape = self.manifest.latent_shape(parts[0].shape)
-        return Batch(
-            latents=np.zeros((rows, *shape), np.float32),
+        shapes = self._abstract((rows, *self.manifest.latent_shape(parts[0].shape)))
+        zeros: Batch = jax.tree.map(lambda part: np.zeros(part.shape, part.dtype), shapes)
+        return zeros._replace(
             condition=self.conditions.empty(rows),
             sample=np.full(rows, -1, np.int32),
             epoch=np.full(rows, epoch, np.int32),
-            weight=np.zeros(rows, np.float32),
         )
 
     def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, int]]:
@@ -64,10 +66,14 @@ class BucketedCollation:
             first_row += part.rows
 
     def put(
-        self, batch: Batch, place: int, sample: int, latents: np.ndarray, condition: np.ndarray
+        self, batch: Batch, place: int, sample: int, arrays: Arrays, condition: np.ndarray
     ) -> None:
         """See `Collation.put`."""
-        batch.latents[place] = latents
+        batch.latents[place] = arrays[LATENTS]
+        if batch.given is not None:
+            batch.given[place] = arrays[GIVEN]
+        if batch.image is not None:
+            batch.image[place] = arrays[IMAGE]
         batch.condition[place, : len(condition)] = condition
         batch.sample[place] = sample
         batch.weight[place] = 1.0

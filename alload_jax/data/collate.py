@@ -9,7 +9,6 @@ import numpy as np
 
 from alload_jax.data.batch import AnyBatch
 from alload_jax.data.collation import Collation
-from alload_jax.data.record import LATENTS
 from alload_jax.data.store import BadRecordError, StoreReader
 from alload_jax.planning.plan import MicroBatch, Step
 
@@ -73,7 +72,7 @@ class Collator:
             except BadRecordError as error:
                 problems.append(str(error))
                 continue
-            self.collation.put(batch, place, sample, arrays[LATENTS], condition)
+            self.collation.put(batch, place, sample, arrays, condition)
         return batch
 
     def _condition(self, arrays: dict[str, np.ndarray], sample: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from alload_jax.data.bucketed import BucketedCollation
 from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.packed import PackedCollation
+from alload_jax.data.record import Arrays
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.plan import MicroBatch, Plan
 
@@ -39,9 +40,9 @@ class Collation(Protocol):
         ...
 
     def put(
-        self, batch: Any, place: Any, sample: int, latents: np.ndarray, condition: np.ndarray
+        self, batch: Any, place: Any, sample: int, arrays: Arrays, condition: np.ndarray
     ) -> None:
-        """Writes a sample to its place in the batch, with weight 1."""
+        """Writes the arrays of a sample to its place in the batch, with weight 1."""
         ...
 
 

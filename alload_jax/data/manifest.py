@@ -1,6 +1,7 @@
 """The manifest: a Parquet row per sample, beside the shards that hold the samples."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
+from alload_jax.data.sample_form import SampleForm
 from alload_jax.errors import InputError
 from alload_jax.planning.digest import digest
 from alload_jax.planning.geometry import Geometry, Triple
@@ -52,7 +54,7 @@ class Manifest:
       text_length: [N] int32, number of condition tokens.
       checksum: [N] uint32, CRC-32 of the record.
       vae_stride: pixels per latent of the stored latents.
-      text_dim: width of the text embeddings; None for classes.
+      form: what the samples hold beside latents.
       shard_bytes: size of each shard in bytes.
       origin: provenance of the data, as given to the writer; `VAE` and `FPS` name parts of it.
     """
@@ -65,7 +67,7 @@ class Manifest:
     text_length: np.ndarray
     checksum: np.ndarray
     vae_stride: Triple
-    text_dim: int | None
+    form: SampleForm
     shard_bytes: dict[str, int]
     origin: dict[str, Any]
 
@@ -85,11 +87,7 @@ class Manifest:
     @property
     def fps(self) -> float | None:
         """Frames per second of the videos; None if the origin does not say."""
-        try:
-            value = float(Fraction(str(self.origin.get(FPS))))
-        except (ValueError, ZeroDivisionError):
-            return None
-        return value if value > 0 else None
+        return fps_of(self.origin)
 
     def longest_text(self) -> int:
         """Returns the maximum number of condition tokens of a sample, at least 1."""
@@ -111,8 +109,8 @@ class Manifest:
         """
         if (wrong := np.flatnonzero(self.channels != channels)).size:
             raise InputError(
-                f"{self.path}: sample {wrong[0]} has {self.channels[wrong[0]]} channels, but "
-                f"model.in_channels is {channels}; set it to the channels of the data"
+                f"{self.path}: sample {wrong[0]} has {self.channels[wrong[0]]} channels, but the "
+                f"model generates {channels}; set model.in_channels to the channels of the data"
             )
         grid = self.geometry(patch_size).latent_grid(*self.shape.T)
         if (wrong := np.flatnonzero((grid % np.asarray(patch_size)).any(axis=1))).size:
@@ -125,6 +123,15 @@ class Manifest:
         """Returns (frames, height, width, channels) of the latents of a clip of `shape` pixels."""
         grid = Geometry(self.vae_stride).latent_grid(*np.asarray(shape)[:, None])[0]
         return (int(grid[0]), int(grid[1]), int(grid[2]), int(self.channels[0]))
+
+
+def fps_of(origin: Mapping[str, Any]) -> float | None:
+    """Frames per second of the videos of an origin; None if it does not say."""
+    try:
+        value = float(Fraction(str(origin.get(FPS))))
+    except (ValueError, ZeroDivisionError):
+        return None
+    return value if value > 0 else None
 
 
 def manifest_metadata(path: Path) -> dict[str, Any]:
@@ -160,7 +167,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         text_length=column["text_length"],
         checksum=column["checksum"],
         vae_stride=tuple(notes["vae_stride"]),
-        text_dim=notes.get("text_dim"),
+        form=SampleForm.from_notes(notes),
         shard_bytes=notes["shard_bytes"],
         origin=notes["origin"],
     )

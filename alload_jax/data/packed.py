@@ -1,5 +1,6 @@
 """Packed collation: rows of a fixed number of tokens with several samples each."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 from alload_jax.data.batch import PackedBatch
 from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import Manifest
+from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays
 from alload_jax.data.row_sizes import RowSizes, row_sizes
 from alload_jax.data.tiling import PlacedSample, Tiling
 from alload_jax.models.common.config import ModelConfig
@@ -111,9 +113,10 @@ class PackedCollation:
                 table[:, row, slot] = place
                 condition_table[:, row, slot] = slot * length, length
             epochs[row, : len(row_plan.late)] -= np.asarray(row_plan.late, np.int32)
-        channels = self.model.in_channels * int(np.prod(self.model.patch_size))
+        volume, here = math.prod(self.model.patch_size), (len(rows), sizes.tokens)
+        given, image = self.conditions.given(*here, volume), self.conditions.image(*table.shape[1:])
         return PackedBatch(
-            tokens=np.zeros((len(rows), sizes.tokens, channels), np.float32),
+            tokens=np.zeros((*here, volume * self.model.latent_channels), np.float32),
             position=np.zeros((len(rows), sizes.tokens, 3), np.int32),
             metadata=PackedMetadata(
                 tokens=segments_of(table, sizes.tokens),
@@ -130,6 +133,9 @@ class PackedCollation:
             weight=np.zeros((len(rows), sizes.slots), np.float32),
             first=np.zeros((len(rows), sizes.slots), np.int32),
             seq_len=table[1].copy(),
+            frame_tokens=np.ones(table.shape[1:], np.int32),
+            given=None if given is None else np.zeros(given.shape, given.dtype).reshape(*here, -1),
+            image=None if image is None else np.zeros(image.shape, image.dtype),
         )
 
     def _row_tiles(
@@ -183,16 +189,22 @@ class PackedCollation:
         batch: PackedBatch,
         place: Place,
         sample: int,
-        latents: np.ndarray,
+        arrays: Arrays,
         condition: np.ndarray,
     ) -> None:
         """See `Collation.put`."""
+        latents = arrays[LATENTS]
         row, slot = place.row, place.slot
         here = slice(place.offset, place.offset + place.tokens)
         in_sample = slice(place.first, place.first + place.tokens)
         patches = patchify(latents[None], self.model.patch_size)[0]
         grid = [n // p for n, p in zip(latents.shape[:3], self.model.patch_size, strict=True)]
         batch.tokens[row, here] = patches[in_sample]
+        if batch.given is not None:
+            given = patchify(arrays[GIVEN][None], self.model.patch_size)[0]
+            batch.given[row, here] = given[in_sample]
+        if batch.image is not None:
+            batch.image[row, slot] = arrays[IMAGE]
         batch.position[row, here] = np.indices(grid).reshape(3, -1).T[in_sample]
         begin = batch.metadata.condition.offset[row, slot]
         batch.condition[row, begin : begin + len(condition)] = condition
@@ -200,6 +212,7 @@ class PackedCollation:
         batch.weight[row, slot] = place.tokens / len(patches)
         batch.first[row, slot] = place.first
         batch.seq_len[row, slot] = len(patches)
+        batch.frame_tokens[row, slot] = grid[1] * grid[2]
 
 
 def _row_plan(part: MicroBatch) -> RowPlan:

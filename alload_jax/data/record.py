@@ -1,6 +1,7 @@
 """Encodes one sample as bytes, in safetensors format, so that reading never runs code."""
 
 import zlib
+from collections.abc import Mapping
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,13 @@ LABELS = "labels"
 """[L] int32, the classes of the sample."""
 TEXT = "text"
 """[L, width], text embeddings of the sample, instead of classes."""
+GIVEN = "given"
+"""[frames, height, width, channels], what an image-to-video model takes beside noisy latents."""
+IMAGE = "image"
+"""[N, width], embeddings of the given image."""
+
+Arrays = Mapping[str, np.ndarray]
+"""The arrays of a sample by name."""
 
 _DTYPES = {
     "F64": np.float64,

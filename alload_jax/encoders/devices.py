@@ -1,7 +1,9 @@
 """Where and in which precision PyTorch computes."""
 
+import gc
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,3 +65,11 @@ def inference() -> Iterator[None]:
     flags = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True)
     with torch.inference_mode(), flags:
         yield
+
+
+def release_memory() -> None:
+    """Gives the GPU memory of encoders that are no longer used back, for JAX to take."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()

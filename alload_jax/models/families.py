@@ -37,6 +37,7 @@ class Model(Protocol):
         condition: jax.Array,
         image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
+        first_frame_timestep: jax.Array | None = None,
     ) -> Output:
         """Predicts the velocity of the flow for samples of one shape.
 
@@ -47,6 +48,8 @@ class Model(Protocol):
             [B, L, text.dim] if the config has `text`.
           image: [B, N, image.dim] image embeddings, if the config has `image`.
           sharding: sharding of rows over a mesh of Auto axes, which kernels need.
+          first_frame_timestep: [B] float32, timestep of the first latent frame if it differs; only
+            families with `has_first_frame_timestep` get one.
 
         Returns:
           velocity [B, frames, height, width, latent_channels] float32; auxiliary values [B, ...].
@@ -60,7 +63,9 @@ class Model(Protocol):
         metadata: PackedMetadata,
         timestep: jax.Array,
         condition: jax.Array,
+        image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
+        first_frame_timestep: jax.Array | None = None,
     ) -> Output:
         """Predicts the velocity of the flow for samples in packed rows.
 
@@ -70,7 +75,9 @@ class Model(Protocol):
           metadata: positions of the samples in tokens, [R, M] of T, and in condition tokens.
           timestep: [R, M] float32.
           condition: [R, C] int32 classes or [R, C, text.dim] text embeddings.
+          image: [R, M, N, image.dim] image embeddings, if the config has `image`.
           sharding: sharding of rows over a mesh of Auto axes.
+          first_frame_timestep: [R, M] float32, as for `forward`.
 
         Returns:
             velocity [R, T, output patch_dim] float32; auxiliary values [R, M, ...].
@@ -88,11 +95,13 @@ class SamplingDefaults(NamedTuple):
       guidance: scale of classifier-free guidance.
       shift: shift of the noise levels.
       vae_stride: pixels per latent, (frames, height, width).
+      fps: frames per second of videos; None for pictures that no data describe.
     """
 
     guidance: float
     shift: float
     vae_stride: Triple
+    fps: float | None = None
 
 
 class Family(Protocol):
@@ -104,6 +113,7 @@ class Family(Protocol):
       partition_rules: (pattern, rule) pairs for the parameters; the first match applies.
       folder_classes: values of `_class_name` in config.json that the family can read.
       ignored_tensors: substrings of the names of checkpoint tensors that the model does not use.
+      has_first_frame_timestep: whether the first latent frame may have a timestep of its own.
     """
 
     name: str
@@ -111,6 +121,7 @@ class Family(Protocol):
     partition_rules: Rules
     folder_classes: tuple[str, ...] = ()
     ignored_tensors: tuple[str, ...] = ()
+    has_first_frame_timestep: bool = False
 
     def build(self, config: Any, rngs: nnx.Rngs) -> Any:
         """Builds the model, a `Model`, with parameters drawn from `rngs` as float32 `nnx.Param`s.

@@ -21,8 +21,11 @@ from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.patches import unpatchify
 from alload_jax.models.common.segments import PADDING
+from alload_jax.models.families import family_of
 from alload_jax.objectives.objective import LossSums
 
+_GIVEN = 3
+"""Part of the key of whether a first frame is given, apart from the three that a sample splits."""
 _MINIMISED = "_loss"
 """Suffix of the names of auxiliary values that are added to the minimised loss."""
 
@@ -42,6 +45,8 @@ class FlowMatching:
       timesteps: distribution of noise levels.
       condition_dropout: fraction of samples trained with the null condition, which guidance needs:
         the null class, or a text of zeros.
+      given_first_frame: fraction of videos trained with their first latent frame clean, at timestep
+        0 and without a loss, so that samples can go on from a picture (Wan 2.2's 5B model).
       weighting: the mean loss of a step is over its samples (`sample`), so that an image counts as
         much as a long video of the same step, or over their tokens (`token`), so that a token
         counts the same in every step of full rows.
@@ -50,13 +55,13 @@ class FlowMatching:
     name: Literal["flow_matching"] = "flow_matching"
     timesteps: TimestepConfig = field(default_factory=TimestepConfig)
     condition_dropout: float = 0.1
+    given_first_frame: float = 0.0
     weighting: Weighting = "sample"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.condition_dropout <= 1:
-            raise InputError(
-                f"objective.condition_dropout is {self.condition_dropout}; it must be from 0 to 1"
-            )
+        for name in ("condition_dropout", "given_first_frame"):
+            if not 0 <= (share := getattr(self, name)) <= 1:
+                raise InputError(f"objective.{name} is {share}; it must be from 0 to 1")
         if self.weighting not in get_args(Weighting):
             raise InputError(
                 f"objective.weighting is {self.weighting!r}; "
@@ -66,7 +71,13 @@ class FlowMatching:
     def __call__(
         self, model: Any, batch: AnyBatch, key: jax.Array, sharding: NamedSharding
     ) -> LossSums:
-        """See `Objective.__call__`."""
+        """See `Objective.__call__`.
+
+        Raises:
+          InputError: the model cannot have a given first frame.
+        """
+        if self.given_first_frame:
+            _require_first_frame(model.config)
         if self.weighting == "token":
             seq_len = _seq_len(batch, model.config)
             batch = batch._replace(weight=batch.weight * seq_len.astype(jnp.float32))
@@ -78,6 +89,15 @@ class FlowMatching:
             if name.endswith(_MINIMISED):
                 minimised = minimised + jnp.mean(value)
         return LossSums(minimised, loss, jnp.sum(batch.weight), sums)
+
+
+def _require_first_frame(model: ModelConfig) -> None:
+    if not family_of(model).has_first_frame_timestep or model.patch_size[0] != 1:
+        raise InputError(
+            f"objective.given_first_frame is set, but model.family {model.family} with "
+            f"model.patch_size {model.patch_size} has no timestep of its own for the first frame; "
+            "set it to 0"
+        )
 
 
 def _seq_len(batch: AnyBatch, model: ModelConfig) -> jax.Array:
@@ -106,25 +126,79 @@ def _weighted_sum(weight: jax.Array, value: jax.Array) -> jax.Array:
 def _bucketed(
     model: Any, batch: Batch, key: jax.Array, config: FlowMatching, sharding: NamedSharding
 ) -> tuple[jax.Array, Auxiliary]:
-    latents, target, sigma, condition = noised(batch, key, config, model.config)
-    predicted = model.forward(latents, sigma * TIMESTEP_SCALE, condition, sharding=sharding)
-    loss = jnp.sum(batch.weight * squared_error(predicted.velocity, target))
-    return loss, predicted.auxiliary
+    noisy = noised(batch, key, config, model.config)
+    latents, first = noisy.latents, None
+    if config.given_first_frame:
+        frames = latents.shape[1]
+        given = noisy.given & (frames > 1)
+        is_given = given[:, None] & (jnp.arange(frames) == 0)
+        latents = jnp.where(is_given[:, :, None, None, None], batch.latents, latents)
+        first = _first_frame_timestep(noisy.sigma, given)
+    predicted = model.forward(
+        _with_given(latents, batch.given, 1),
+        noisy.sigma * TIMESTEP_SCALE,
+        noisy.condition,
+        batch.image,
+        sharding,
+        first,
+    )
+    if config.given_first_frame:
+        by_frame = jax.vmap(squared_error)(predicted.velocity, noisy.target)
+        predicts = jnp.where(is_given, 0.0, 1.0)
+        error = jnp.sum(by_frame * predicts, axis=1) / jnp.sum(predicts, axis=1)
+    else:
+        error = squared_error(predicted.velocity, noisy.target)
+    return jnp.sum(batch.weight * error), predicted.auxiliary
 
 
 def _packed(
     model: Any, batch: PackedBatch, key: jax.Array, config: FlowMatching, sharding: NamedSharding
 ) -> tuple[jax.Array, Auxiliary]:
-    tokens, target, sigma, condition = noised_rows(batch, key, config, model.config)
-    predicted = model.forward_packed(
-        tokens, batch.position, batch.metadata, sigma * TIMESTEP_SCALE, condition, sharding
-    )
-    error = jax.vmap(squared_error)(predicted.velocity, target)
-    # A sample's loss is the mean over its tokens; the weight of a part is its fraction of them.
+    noisy = noised_rows(batch, key, config, model.config)
     segments = batch.metadata.tokens
+    tokens, first = noisy.latents, None
+    # A sample's loss is the mean over its tokens; the weight of a part is its fraction of them.
     token_weight = batch.weight / jnp.maximum(segments.length, 1)
-    weight = jnp.where(segments.ids == PADDING, 0, _to_tokens(token_weight, segments.ids))
+    is_given = segments.ids == PADDING
+    if config.given_first_frame:
+        given = noisy.given & (batch.seq_len > batch.frame_tokens)
+        is_given = is_given | (_to_tokens(given, segments.ids) & (batch.position[..., 0] == 0))
+        tokens = jnp.where(is_given[..., None], batch.tokens, tokens)
+        predicted_tokens = batch.seq_len - jnp.where(given, batch.frame_tokens, 0)
+        token_weight = token_weight * batch.seq_len / jnp.maximum(predicted_tokens, 1)
+        first = _first_frame_timestep(noisy.sigma, given)
+    predicted = model.forward_packed(
+        _with_given(tokens, batch.given, math.prod(model.config.patch_size)),
+        batch.position,
+        batch.metadata,
+        noisy.sigma * TIMESTEP_SCALE,
+        noisy.condition,
+        batch.image,
+        sharding,
+        first,
+    )
+    error = jax.vmap(squared_error)(predicted.velocity, noisy.target)
+    weight = jnp.where(is_given, 0, _to_tokens(token_weight, segments.ids))
     return jnp.sum(weight * error), predicted.auxiliary
+
+
+def _first_frame_timestep(sigma: jax.Array, given: jax.Array) -> jax.Array:
+    """Timestep of the tokens of first frames: 0 where given, else that of the sample."""
+    return jnp.where(given, 0.0, sigma * TIMESTEP_SCALE)
+
+
+def _with_given(latents: jax.Array, given: jax.Array | None, volume: int) -> jax.Array:
+    """Appends the channels of what the model is given to noisy latents or to their patches.
+
+    Args:
+      latents: [..., volume · C].
+      given: [..., volume · G] or None.
+      volume: latents in a patch; 1 if these are no patches.
+    """
+    if given is None:
+        return latents
+    split = (part.reshape(*part.shape[:-1], volume, -1) for part in (latents, given))
+    return jnp.concatenate(list(split), axis=-1).reshape(*latents.shape[:-1], -1)
 
 
 class _Draws(NamedTuple):
@@ -134,11 +208,13 @@ class _Draws(NamedTuple):
       noise: key of the noise of the sample's tokens.
       sigma: noise level.
       dropped: whether the sample is trained with the null condition.
+      given: whether a video's first frame is given.
     """
 
     noise: jax.Array
     sigma: jax.Array
     dropped: jax.Array
+    given: jax.Array
 
 
 def _draw(
@@ -154,7 +230,26 @@ def _draw(
         noise,
         sample_sigma(sigma, config.timesteps, seq_len),
         jax.random.bernoulli(drop, config.condition_dropout),
+        jax.random.bernoulli(jax.random.fold_in(of_sample, _GIVEN), config.given_first_frame),
     )
+
+
+class Noised(NamedTuple):
+    """A micro-batch with noise.
+
+    Attributes:
+      latents: [B, frames, height, width, C] noisy latents, or patches [R, T, patch_dim] of them.
+      target: the velocity, shaped like `latents`.
+      sigma: [B] or [R, M] noise levels.
+      condition: with the batch's shape; null where it is dropped.
+      given: [B] or [R, M] bool, whether a video's first frame is given. It is noisy all the same.
+    """
+
+    latents: jax.Array
+    target: jax.Array
+    sigma: jax.Array
+    condition: jax.Array
+    given: jax.Array
 
 
 def _token_noise(key: jax.Array, place: jax.Array, size: int) -> jax.Array:
@@ -162,9 +257,7 @@ def _token_noise(key: jax.Array, place: jax.Array, size: int) -> jax.Array:
     return jax.random.normal(jax.random.fold_in(key, place), (size,))
 
 
-def noised(
-    batch: Batch, key: jax.Array, config: FlowMatching, model: ModelConfig
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def noised(batch: Batch, key: jax.Array, config: FlowMatching, model: ModelConfig) -> Noised:
     """Adds noise to a bucketed micro-batch.
 
     Args:
@@ -172,9 +265,6 @@ def noised(
       key: the run's key.
       config: distribution of noise levels and condition dropout.
       model: the model's config.
-
-    Returns:
-      latents [B, ...], target velocity [B, ...], sigma [B], condition with the batch's shape.
     """
     volume = math.prod(model.patch_size)
     seq_len = math.prod(batch.latents.shape[1:4]) // volume
@@ -185,19 +275,15 @@ def noised(
     tokens = jax.vmap(token_noise, in_axes=(0, None, None))(draws.noise, jnp.arange(seq_len), size)
     noise = unpatchify(tokens, batch.latents.shape, model.patch_size)
     latents = interpolate(batch.latents, noise, draws.sigma)
+    condition = _drop_conditions(batch.condition, draws.dropped, model)
     target = velocity(batch.latents, noise)
-    return latents, target, draws.sigma, _drop_conditions(batch.condition, draws.dropped, model)
+    return Noised(latents, target, draws.sigma, condition, draws.given)
 
 
 def noised_rows(
     batch: PackedBatch, key: jax.Array, config: FlowMatching, model: ModelConfig
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Adds noise to a packed micro-batch; a sample gets the same noise as in `noised`.
-
-    Returns:
-      tokens [R, T, patch_dim], target velocity [R, T, patch_dim], sigma [R, M], condition with
-        the batch's shape.
-    """
+) -> Noised:
+    """Adds noise to a packed micro-batch; a sample gets the same noise as in `noised`."""
     segments = batch.metadata.tokens
     ids = segments.ids
     draw = jax.vmap(
@@ -210,7 +296,7 @@ def noised_rows(
     tokens = interpolate(batch.tokens, noise, _to_tokens(draws.sigma, ids))
     dropped = _to_tokens(draws.dropped, batch.metadata.condition.ids)
     condition = _drop_conditions(batch.condition, dropped, model)
-    return tokens, velocity(batch.tokens, noise), draws.sigma, condition
+    return Noised(tokens, velocity(batch.tokens, noise), draws.sigma, condition, draws.given)
 
 
 def _drop_conditions(condition: jax.Array, dropped: jax.Array, model: ModelConfig) -> jax.Array:

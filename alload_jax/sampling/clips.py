@@ -12,7 +12,7 @@ import safetensors.numpy
 from PIL import Image
 
 from alload_jax.errors import InputError
-from alload_jax.sampling.frames import has_mp4, to_bytes, write_frames
+from alload_jax.sampling.frames import DEFAULT_FPS, has_mp4, to_bytes, write_frames
 
 PICTURES = (".png", ".gif", ".mp4")
 LATENTS = ".safetensors"
@@ -65,16 +65,19 @@ def check_format(place: str, path: Path, size: tuple[int, int, int], channels: i
         )
 
 
-def write_clip(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int = 1) -> None:
+def write_clip(
+    path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int = 1, fps: float | None = None
+) -> None:
     """Writes a sample in the format of the suffix and creates missing folders.
 
     Args:
       path: .png (one frame), .gif (loops), .mp4, or .safetensors.
       clip: [frames, height, width, channels] float32. Pictures have 1 or 3 channels, −1 (black)
-        to 1 (white).
+        to 1 (white), or are uint8.
       notes: how the sample was generated, JSON values; only .safetensors stores them, in its
         metadata as `sampling`.
       zoom: scale factor of pictures, in pixels per pixel of the sample.
+      fps: frames per second of .gif and .mp4; None for 9.
 
     Raises:
       InputError: a value is not finite, or the file cannot be written.
@@ -84,7 +87,7 @@ def write_clip(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int = 
         raise InputError(f"{path}: the generated sample is not finite; choose another checkpoint")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_atomically(path, clip, notes, zoom)
+        _write_atomically(path, clip, notes, zoom, fps or DEFAULT_FPS)
     except OSError as error:  # often lacks the file name, for example if the disk is full
         reason = error.strerror or str(error) or type(error).__name__
         raise InputError(
@@ -93,13 +96,16 @@ def write_clip(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int = 
 
 
 def pixels(clip: np.ndarray, zoom: int = 1) -> list[Image.Image]:
-    """Converts [frames, height, width, 1 or 3] from −1 to 1 to images, enlarged without blur."""
-    values = to_bytes(clip).repeat(zoom, axis=1).repeat(zoom, axis=2)
+    """Converts [frames, height, width, 1 or 3], −1 to 1 or uint8, to images, enlarged sharply."""
+    values = clip if clip.dtype == np.uint8 else to_bytes(clip)
+    values = values.repeat(zoom, axis=1).repeat(zoom, axis=2)
     values = values[..., 0] if values.shape[-1] == 1 else values
     return [Image.fromarray(np.ascontiguousarray(frame)) for frame in values]
 
 
-def _write_atomically(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int) -> None:
+def _write_atomically(
+    path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int, fps: float
+) -> None:
     suffix = path.suffix.lower()
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -109,7 +115,7 @@ def _write_atomically(path: Path, clip: np.ndarray, notes: dict[str, Any], zoom:
             content = {"latents": np.ascontiguousarray(clip, np.float32)}
             partial.write_bytes(safetensors.numpy.save(content, note))
         else:
-            write_frames(partial, pixels(clip, zoom), suffix)
+            write_frames(partial, pixels(clip, zoom), suffix, fps)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -1,14 +1,16 @@
 """Sampling from a model: the flow from noise to data under conditions."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from alload_jax.diffusion.flow import TIMESTEP_SCALE
-from alload_jax.diffusion.samplers import guided, sample
+from alload_jax.diffusion.samplers import Velocity, guided, sample
 from alload_jax.diffusion.schedules import Sampler
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import abstract_model
@@ -20,10 +22,15 @@ class Condition(NamedTuple):
     Attributes:
       tokens: [B, L] int32 classes, or [B, L, text.dim] float32 text embeddings.
       image: [B, N, image.dim] float32 image embeddings; None if the model takes none.
+      given: [B, frames, height, width, G] float32 input channels behind the noisy latents; None if
+        the model takes none.
+      first_frame: [B, 1, height, width, C] float32, the first latent frame; None to draw it.
     """
 
     tokens: Any
     image: Any = None
+    given: Any = None
+    first_frame: Any = None
 
 
 Flow = Callable[[Any, Any, Condition, Condition], jax.Array]
@@ -31,7 +38,25 @@ Flow = Callable[[Any, Any, Condition, Condition], jax.Array]
 data of the noise's shape."""
 
 
-def make_flow(config: ModelConfig, sampler: Sampler, sigmas: np.ndarray, guidance: float) -> Flow:
+class LowNoise(NamedTuple):
+    """A second expert, which denoises the lower noise levels, as in Wan 2.2's A14B models.
+
+    Attributes:
+      below: it takes noise levels below this one.
+      guidance: its scale of classifier-free guidance.
+    """
+
+    below: float
+    guidance: float
+
+
+def make_flow(
+    config: ModelConfig,
+    sampler: Sampler,
+    sigmas: np.ndarray,
+    guidance: float,
+    low_noise: LowNoise | None = None,
+) -> Flow:
     """Builds a function that integrates the flow from noise to data; it works inside `jax.jit`.
 
     Args:
@@ -39,15 +64,41 @@ def make_flow(config: ModelConfig, sampler: Sampler, sigmas: np.ndarray, guidanc
       sampler: integration method.
       sigmas: [steps + 1] noise levels; see `alload_jax.diffusion.schedules.noise_levels`.
       guidance: scale of classifier-free guidance; 1 is none and ignores the null condition.
+      low_noise: the second of two experts, with the same config; the values of the model are then a
+        pair, those for high noise levels first.
     """
     graph = abstract_model(config).graph
 
-    def draw(values: Any, noise: Any, condition: Condition, null: Condition) -> jax.Array:
-        def velocity(latents: jax.Array, sigma: jax.Array, condition: Condition) -> jax.Array:
-            model = nnx.merge(graph, values)
-            timestep = sigma * TIMESTEP_SCALE
-            return model.forward(latents, timestep, condition.tokens, condition.image).velocity
+    def predict(values: Any, latents: jax.Array, sigma: jax.Array, given: Condition) -> jax.Array:
+        timestep, first = sigma * TIMESTEP_SCALE, None
+        if given.first_frame is not None:
+            latents, first = _with_first(latents, given), jnp.zeros_like(timestep)
+        if given.given is not None:
+            latents = jnp.concatenate([latents, given.given], axis=-1)
+        model = nnx.merge(graph, values)
+        return model.forward(
+            latents, timestep, given.tokens, given.image, first_frame_timestep=first
+        ).velocity
 
-        return sample(sampler, guided(velocity, null, guidance), noise, condition, sigmas)
+    def draw(values: Any, noise: Any, condition: Condition, null: Condition) -> jax.Array:
+        def expert(values: Any, guidance: float) -> Velocity:
+            return guided(partial(predict, values), null, guidance)
+
+        if low_noise is None:
+            velocity = expert(values, guidance)
+        else:
+            below = low_noise.below
+            high, low = expert(values[0], guidance), expert(values[1], low_noise.guidance)
+
+            def velocity(latents: jax.Array, sigma: jax.Array, condition: Condition) -> jax.Array:
+                return jax.lax.cond(sigma[0] < below, low, high, latents, sigma, condition)
+
+        drawn = sample(sampler, velocity, noise, condition, sigmas)
+        return drawn if condition.first_frame is None else _with_first(drawn, condition)
 
     return draw
+
+
+def _with_first(latents: jax.Array, condition: Condition) -> jax.Array:
+    """Latents with the given first frame in the place of theirs."""
+    return jnp.concatenate([condition.first_frame, latents[:, 1:]], axis=1)

@@ -2,12 +2,14 @@
 
 import importlib.util
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-_FRAME_MILLISECONDS = 110
+DEFAULT_FPS = 9.0
+"""Frames per second where nothing says another number."""
 
 
 def has_mp4() -> bool:
@@ -20,36 +22,38 @@ def to_bytes(values: np.ndarray) -> np.ndarray:
     return np.clip((values + 1) * 127.5, 0, 255).astype(np.uint8)
 
 
-def write_frames(path: Path, frames: Sequence[Image.Image], suffix: str) -> None:
+def write_frames(
+    path: Path, frames: Sequence[Image.Image], suffix: str, fps: float = DEFAULT_FPS
+) -> None:
     """Writes frames in the format of `suffix`: .png (first frame), .gif (loops) or .mp4 (`media`).
 
     Raises:
       KeyError: the format is unknown.
     """
-    {".png": _write_png, ".gif": _write_gif, ".mp4": _write_mp4}[suffix](path, frames)
+    {".png": _write_png, ".gif": _write_gif, ".mp4": _write_mp4}[suffix](path, frames, fps)
 
 
-def _write_png(path: Path, frames: Sequence[Image.Image]) -> None:
+def _write_png(path: Path, frames: Sequence[Image.Image], _: float) -> None:
     frames[0].save(path, format="PNG")
 
 
-def _write_gif(path: Path, frames: Sequence[Image.Image]) -> None:
+def _write_gif(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
     frames[0].save(
         path,
         format="GIF",
         save_all=True,
         append_images=frames[1:],
-        duration=_FRAME_MILLISECONDS,
+        duration=10 * max(1, round(100 / fps)),  # GIF counts hundredths of a second
         loop=0,
     )
 
 
-def _write_mp4(path: Path, frames: Sequence[Image.Image]) -> None:
+def _write_mp4(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
     import av  # of the extra `media`
 
     # The bytes must not depend on versions, dates or the machine's number of threads.
     with av.open(str(path), "w", format="mp4", options={"fflags": "+bitexact"}) as container:
-        rate = round(1000 / _FRAME_MILLISECONDS)
+        rate = Fraction(fps).limit_denominator(1001)
         stream = container.add_stream("libx264", rate=rate, options={"threads": "1"})
         # The codec supports only even sizes.
         stream.width, stream.height = (size - size % 2 for size in frames[0].size)

@@ -12,13 +12,16 @@ import numpy as np
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import family_of
 from alload_jax.planning.geometry import Geometry, Triple
 from alload_jax.sampling.clips import check_format
 from alload_jax.sampling.embeddings import embeddings_shape
+from alload_jax.sampling.encoders import Encoders
 
 NUMBERS = ("frames", "height", "width", "seed")
-FILES = ("prompt_embeds", "negative_embeds", "image_embeds", "out")
-KEYS = ("class", *NUMBERS, *FILES)
+FILES = ("prompt_embeds", "negative_embeds", "image_embeds", "image", "last_image", "out")
+WORDS = ("prompt", "negative_prompt")
+KEYS = ("class", *NUMBERS, *WORDS, *FILES)
 """The keys of a request; the flags have the same names."""
 
 _SEEDS = 2**32
@@ -34,18 +37,22 @@ class Target(NamedTuple):
       vae_stride: pixels per latent, (frames, height, width).
       text_length: number of classes per sample; None for the number in the request.
       zoom: scale factor of pictures.
+      encoders: the encoders that there are.
     """
 
     model: ModelConfig
     vae_stride: Triple
     text_length: int | None
     zoom: int
+    encoders: Encoders = Encoders()
 
     @property
     def picture_channels(self) -> int | None:
-        """Number of channels, 1 or 3, if samples are pictures; None if they are latents."""
-        plain = self.vae_stride == (1, 1, 1) and self.model.in_channels in (1, 3)
-        return self.model.in_channels if plain else None
+        """Number of channels, 1 or 3, if samples are pictures; None if they stay latents."""
+        if self.encoders.vae is not None:
+            return 3
+        plain = self.vae_stride == (1, 1, 1) and self.model.latent_channels in (1, 3)
+        return self.model.latent_channels if plain else None
 
 
 @dataclass(frozen=True)
@@ -84,26 +91,33 @@ class Request(NamedTuple):
     """Request for one sample.
 
     Attributes:
+      size: (frames, height, width) in pixels.
       grid: (frames, height, width) of the latents.
       seed: seed of the initial noise.
       out: output file.
       classes: requested classes, padded with the null class; None for text.
-      prompt, negative, image: files of embeddings; None for `negative` means zeros.
-      image_tokens: number of image embeddings; 0 for none.
+      prompt, negative: words, or a file of embeddings; None for `negative` means zeros.
+      image_embeds: file of image embeddings.
+      image_tokens: number of image embeddings in that file; 0 for none.
+      first, last: pictures of the first and the last frame.
     """
 
+    size: Triple
     grid: Triple
     seed: int
     out: Path
     classes: tuple[int, ...] | None
-    prompt: Path | None
-    negative: Path | None
-    image: Path | None
+    prompt: Path | str | None
+    negative: Path | str | None
+    image_embeds: Path | None
     image_tokens: int
+    first: Path | None = None
+    last: Path | None = None
 
     def shape(self) -> tuple[Any, ...]:
         """Returns a key that is equal for requests that can form one batch."""
-        return (self.grid, len(self.classes or ()), self.image_tokens)
+        given = (self.image_tokens, self.first is not None, self.last is not None)
+        return (self.grid, len(self.classes or ()), *given)
 
 
 def read_list(path: Path, defaults: Mapping[str, Any]) -> list[RawRequest]:
@@ -143,15 +157,19 @@ def check_request(raw: RawRequest, target: Target) -> Request:
     out = raw.get("out")
     picture_size = (size[0], size[1] * target.zoom, size[2] * target.zoom)
     check_format(raw.place("out"), out, picture_size, target.picture_channels)
+    check_given(raw, target, size)
     return Request(
+        size=size,
         grid=_grid(raw, size, target),
         seed=seed,
         out=out,
         classes=_classes(raw, target),
-        prompt=_text(raw, "prompt_embeds", target),
-        negative=_text(raw, "negative_embeds", target),
-        image=raw.values.get("image_embeds"),
-        image_tokens=_image_tokens(raw, target.model),
+        prompt=_text(raw, "prompt", "prompt_embeds", target),
+        negative=_text(raw, "negative_prompt", "negative_embeds", target),
+        image_embeds=raw.values.get("image_embeds"),
+        image_tokens=_image_tokens(raw, target),
+        first=raw.values.get("image"),
+        last=raw.values.get("last_image"),
     )
 
 
@@ -177,6 +195,10 @@ def _value(key: str, value: Any, place: str, folder: Path) -> Any:
         if not isinstance(value, str) or not value:
             raise InputError(f"{place} is {value!r}; give the name of a file")
         return folder / value
+    if key in WORDS:
+        if not isinstance(value, str):
+            raise InputError(f"{place} is {value!r}; give words")
+        return value
     if key == "class":
         classes = value if isinstance(value, list) else [value]
         if not classes or not all(type(one) is int for one in classes):
@@ -224,8 +246,7 @@ def _classes(raw: RawRequest, target: Target) -> tuple[int, ...] | None:
     if target.model.text:
         if classes is not None:
             raise InputError(
-                f"{raw.place('class')} is given, but the model's condition is text; "
-                "give prompt embeddings"
+                f"{raw.place('class')} is given, but the model's condition is text; give a prompt"
             )
         return None
     if classes is None:
@@ -241,17 +262,30 @@ def _classes(raw: RawRequest, target: Target) -> tuple[int, ...] | None:
     return tuple(classes) + (count,) * (length - len(classes))
 
 
-def _text(raw: RawRequest, key: str, target: Target) -> Path | None:
-    """Returns the file of text embeddings after checking that it fits the model."""
-    file, text = raw.values.get(key), target.model.text
-    if file is None:
-        if text and key == "prompt_embeds":
-            raise InputError(f"{raw.place(key)} is not given; the model's condition is text")
+def _text(raw: RawRequest, words_key: str, key: str, target: Target) -> Path | str | None:
+    """Returns words, or the file of text embeddings after checking that it fits the model."""
+    words, file, text = raw.values.get(words_key), raw.values.get(key), target.model.text
+    if words is None and file is None:
+        if text and words_key == "prompt":
+            raise InputError(
+                f"{raw.place(words_key)} is not given; the model's condition is text: give a "
+                f"prompt, or {key}"
+            )
         return None
+    given = key if words is None else words_key
     if text is None:
         raise InputError(
-            f"{raw.place(key)} is given, but the model's condition is classes; give classes"
+            f"{raw.place(given)} is given, but the model's condition is classes; give classes"
         )
+    if words is not None and file is not None:
+        raise InputError(f"{raw.place(words_key)} is given beside {key}; leave one out")
+    if words is not None:
+        if target.encoders.text is None:
+            raise InputError(
+                f"{raw.place(words_key)} needs an encoder; give --text-encoder, a local folder of "
+                f"umT5, or {key}"
+            )
+        return str(words)
     tokens = _tokens(raw, key, "text", text.dim)
     if tokens > text.length:
         raise InputError(
@@ -261,15 +295,21 @@ def _text(raw: RawRequest, key: str, target: Target) -> Path | None:
     return file
 
 
-def _image_tokens(raw: RawRequest, model: ModelConfig) -> int:
-    place = raw.place("image_embeds")
+def _image_tokens(raw: RawRequest, target: Target) -> int:
+    """Returns the number of image embeddings in a file; 0 if the model or the file has none."""
+    place, model = raw.place("image_embeds"), target.model
     given = "image_embeds" in raw.values
     if model.image is None:
         if given:
             raise InputError(f"{place} is given, but the model takes no image; remove it")
         return 0
     if not given:
-        raise InputError(f"{place} is not given; the model takes [N, {model.image.dim}] of them")
+        if "image" in raw.values and target.encoders.image is not None:
+            return 0
+        raise InputError(
+            f"{place} is not given; the model takes [N, {model.image.dim}] of them: give them, or "
+            "--image with --image-encoder"
+        )
     tokens = _tokens(raw, "image_embeds", "image", model.image.dim)
     if model.image.positions not in (None, tokens):
         raise InputError(
@@ -277,6 +317,35 @@ def _image_tokens(raw: RawRequest, model: ModelConfig) -> int:
             f"exactly {model.image.positions}"
         )
     return tokens
+
+
+def check_given(raw: RawRequest, target: Target, size: Triple) -> None:
+    """Checks that the model takes the given frames, and has those that it needs.
+
+    Raises:
+      InputError: a frame is missing or cannot be used.
+    """
+    model, place = target.model, raw.place("image")
+    if "image" not in raw.values:
+        if "last_image" in raw.values:
+            raise InputError(f"{place} is not given, but last_image is; give both")
+        if model.given_channels:
+            raise InputError(f"{place} is not given; this image-to-video model needs a first frame")
+        return
+    if model.given_channels:
+        if target.encoders.vae is None:
+            raise InputError(f"{place} needs --vae, a local folder of the model's VAE")
+        return
+    if not family_of(model).has_first_frame_timestep or model.patch_size[0] != 1:
+        raise InputError(f"{place} is given, but the model cannot take a first frame; remove it")
+    if "last_image" in raw.values:
+        raise InputError(
+            f"{raw.place('last_image')}: the model takes a first frame only; remove it"
+        )
+    if target.encoders.vae is None and target.picture_channels is None:
+        raise InputError(f"{place} needs --vae, a local folder of the model's VAE")
+    if size[0] == 1:
+        raise InputError(f"{place} is given, but --frames is 1; choose more frames")
 
 
 def _tokens(raw: RawRequest, key: str, name: str, dim: int) -> int:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import MANIFEST_NAME, Manifest
+from alload_jax.data.sample_form import SampleForm
 from alload_jax.data.store import BadRecordError, StoreWriter
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.plan import Plan
@@ -90,7 +91,7 @@ def manifest_of(sizes, text_lengths):
         text_length=np.array(text_lengths, np.int64),
         checksum=np.zeros(count, np.int64),
         vae_stride=(1, 1, 1),
-        text_dim=None,
+        form=SampleForm(),
         shard_bytes={},
         origin={},
     )

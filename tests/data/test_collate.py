@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 
+import jax
 import numpy as np
 from data_helpers import NULL_LABEL, PATCH, SpyReader, cases, classes, manifest_of, plan_over
 from hypothesis import given, settings
@@ -45,7 +46,7 @@ def assert_rows_hold_their_samples(batch, reader, text_length):
 
 
 def assert_equal_batches(found, expected):
-    for found_part, expected_part in zip(found, expected, strict=True):
+    for found_part, expected_part in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert found_part.dtype == expected_part.dtype
         np.testing.assert_array_equal(found_part, expected_part)
 
@@ -95,7 +96,7 @@ def test_two_processes_halves_stacked_are_the_whole(case):
     for step in case.epoch_steps():
         halves = zip(first(step).batches, second(step).batches, strict=True)
         for batch, (upper, lower) in zip(whole(step).batches, halves, strict=True):
-            stacked = [np.concatenate(parts) for parts in zip(upper, lower, strict=True)]
+            stacked = jax.tree.map(lambda *parts: np.concatenate(parts), upper, lower)
             assert_equal_batches(stacked, batch)
 
 
@@ -113,7 +114,7 @@ def test_batches_have_the_documented_dtypes_and_shapes(case, epoch):
             assert batch.condition.shape == (rows, 4)
             assert batch.sample.shape == batch.weight.shape == (rows,)
             assert batch.epoch.tolist() == [epoch] * rows
-            dtypes = [part.dtype.name for part in batch]
+            dtypes = [part.dtype.name for part in jax.tree.leaves(batch)]
             assert dtypes == ["float32", "int32", "int32", "int32", "float32"]
 
 

@@ -74,11 +74,52 @@ def test_classes_do_not_fit_a_model_of_texts(store):
         conditions_for(MODEL, read_manifest(store))
 
 
-@pytest.mark.parametrize("changes", [{"image": ImageConfig()}, {"out_channels": 3}])
-def test_image_to_video_cannot_be_trained_and_says_so(changes, tmp_path):
+GIVEN = {"in_channels": 4, "out_channels": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"image": ImageConfig()}, r"image embeddings: none, but model\.image\.dim is 1280"),
+        (GIVEN, r"given frames of 0 channels, but model\.in_channels − model\.out_channels is 3"),
+    ],
+)
+def test_image_to_video_needs_what_it_is_given(changes, words, tmp_path):
     manifest, _ = write_texts(tmp_path / "data")
-    with pytest.raises(NotImplementedError, match="do not support the conditioning frames"):
+    with pytest.raises(InputError, match=words):
         conditions_for(dataclasses.replace(MODEL, **changes), manifest)
+
+
+def test_given_frames_and_images_are_stored_and_checked(tmp_path):
+    latents, size, text = (
+        np.zeros((1, 4, 4, 1), np.float32),
+        (1, 4, 4),
+        np.zeros((2, 6), np.float16),
+    )
+    given, image = np.ones((1, 4, 4, 3), np.float32), np.ones((5, 7), np.float16)
+    with StoreWriter(tmp_path / "data", vae_stride=(1, 1, 1)) as writer:
+        writer.add(latents, text, size, given=given, image=image)
+        for change, words in (
+            ({"given": given[:, :2]}, r"given has shape \(1, 2, 4, 3\)"),
+            ({"given": given.astype(int)}, "given is int64; give floats"),
+            ({"given": given * np.nan}, "given hold nan"),
+            ({"given": None}, "given is none; the previous samples have 3 channels"),
+            ({"image": image[0]}, r"image has shape \(7,\)"),
+            ({"image": image[:4]}, "image is 4 embeddings of width 7; the previous"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                writer.add(latents, text, size, **{"given": given, "image": image} | change)
+    manifest = read_manifest(tmp_path / "data")
+    model = dataclasses.replace(MODEL, **GIVEN, image=ImageConfig(dim=7))
+    found = conditions_for(model, manifest)
+    assert (found.given_channels, found.image_shape) == (3, (5, 7))
+    np.testing.assert_array_equal(StoreReader(manifest).read(0)["given"], given)
+    for image_config, words in (
+        (ImageConfig(dim=8), r"model\.image\.dim is 8"),
+        (ImageConfig(dim=7, positions=6), r"5 image embeddings a sample.*positions is 6"),
+    ):
+        with pytest.raises(InputError, match=words):
+            conditions_for(dataclasses.replace(model, image=image_config), manifest)
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_samples_that_differ_from_those_kept_are_refused(tmp_path):
     with StoreWriter(store, mode="resume", **PIXELS) as writer:
         with pytest.raises(ValueError, match="sample 3: latents have shape"):
             writer.add(*random_samples(1, channels=3)[0])
-        with pytest.raises(ValueError, match="sample 3: condition has shape"):
+        with pytest.raises(ValueError, match="sample 3: condition is text of width 8"):
             writer.add(np.zeros((1, 2, 2, 1), np.float16), np.zeros((1, 8), np.float16), (1, 2, 2))
 
 
@@ -638,5 +638,5 @@ def test_random_latents_are_read_back_after_a_merge_of_text(tmp_path):
             writer.add(latents, rng.normal(size=(3, 8)).astype(np.float32), (1, 4, 4))
     merge_stores([tmp_path / "a", tmp_path / "b"], tmp_path / "all")
     manifest = read_manifest(tmp_path / "all")
-    assert manifest.text_dim == 8
+    assert manifest.form.text_dim == 8
     np.testing.assert_array_equal(StoreReader(manifest).read(1)["latents"], latents)

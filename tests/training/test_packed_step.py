@@ -88,8 +88,8 @@ def batches_of(manifest, model, policy, ranks=1, **options):
     return [batch for batch in first if batch.weight.any()]
 
 
-def spec_of(model):
-    return TrainingSpec(model, OBJECTIVE, make_optimizer(OPTIMIZER, 100), OPTIMIZER.ema_decay)
+def spec_of(model, objective=OBJECTIVE):
+    return TrainingSpec(model, objective, make_optimizer(OPTIMIZER, 100), OPTIMIZER.ema_decay)
 
 
 def trained_weights(model, mesh):
@@ -106,13 +106,13 @@ def disturbed(params):
 
 
 @cache
-def accumulate_of(model, mesh):
-    return make_accumulate(spec_of(model), mesh)
+def accumulate_of(model, mesh, objective=OBJECTIVE):
+    return make_accumulate(spec_of(model, objective), mesh)
 
 
-def mean_gradient(model, mesh, batches):
+def mean_gradient(model, mesh, batches, objective=OBJECTIVE):
     key, weights = trained_weights(model, mesh)
-    accumulate = accumulate_of(model, mesh)
+    accumulate = accumulate_of(model, mesh, objective)
     sums = zero_accumulator(spec_of(model), mesh, weights, batches[0])
     for batch in batches:
         placed = jax.device_put(batch, batch_sharding(mesh))
@@ -172,7 +172,7 @@ def test_the_same_sample_gets_the_same_noise_in_either_layout(tmp_path):
     manifest = write_data(tmp_path / "data", CLASSES)
     key = jax.random.key(5)
     (rows, *_) = batches_of(manifest, CLASSES, "balanced")
-    tokens, target, sigma, condition = noised_rows(rows, key, OBJECTIVE, CLASSES)
+    tokens, target, sigma, condition, _ = noised_rows(rows, key, OBJECTIVE, CLASSES)
     alone = {int(batch.sample[0]): batch for batch in batches_of(manifest, CLASSES, "fixed")}
     from alload_jax.models.common.patches import patchify
 

@@ -5,6 +5,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
+from alload_jax.data.sample_form import SampleForm
 from alload_jax.planning.geometry import Geometry, Triple
 
 _MOST_CHANNELS = 48
@@ -16,7 +18,7 @@ class SampleChecks:
 
     Attributes:
       channels: channels of the latents; None before the first sample.
-      text_dim: width of the text; None for classes, and before the first sample.
+      form: what samples hold beside latents; empty before the first sample.
       number: number of the next sample, which messages name.
     """
 
@@ -29,19 +31,24 @@ class SampleChecks:
           number: number of the first sample.
         """
         self.channels: int | None = None
-        self.text_dim: int | None = None
+        self.form = SampleForm()
         self.number = number
         self._where = where
         self._geometry = Geometry(vae_stride)
 
-    def follow(self, channels: int, text_dim: int | None) -> None:
+    def follow(self, channels: int, form: SampleForm) -> None:
         """Sets what the next samples must have."""
-        self.channels, self.text_dim = channels, text_dim
+        self.channels, self.form = channels, form
 
     def check(
-        self, latents: np.ndarray, condition: np.ndarray, size: Triple
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Checks a sample; arguments as `StoreWriter.add`'s. Returns latents and condition.
+        self,
+        latents: np.ndarray,
+        condition: np.ndarray,
+        size: Triple,
+        given: np.ndarray | None = None,
+        image: np.ndarray | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Checks a sample; arguments as `StoreWriter.add`'s. Returns the arrays of its record.
 
         Raises:
           ValueError: the sample is refused; the message names it.
@@ -49,16 +56,29 @@ class SampleChecks:
         place = f"{self._where}sample {self.number}"
         latents, condition = np.asarray(latents), np.asarray(condition)
         self._check_shape(latents, size, place)
-        if not _is_float(latents):
+        if not is_float(latents):
             raise ValueError(
                 f"{place}: latents are {latents.dtype}; give floats, such as x / 127.5 - 1"
             )
-        condition = self._checked_condition(condition, place)
-        _require_finite("latents", latents, place)
-        if condition.ndim == 2:
-            _require_finite("text", condition, place)
-        self.follow(latents.shape[-1], condition.shape[1] if condition.ndim == 2 else None)
-        return latents, condition
+        condition = _checked_condition(condition, place)
+        arrays = {LATENTS: latents, (LABELS if condition.ndim == 1 else TEXT): condition}
+        arrays |= _checked_image(latents, given, image, place)
+        for name, array in arrays.items():
+            if name != LABELS:
+                _require_finite(name, array, place)
+        form = SampleForm.of(arrays)
+        self._require_form(form, place)
+        self.follow(latents.shape[-1], form)
+        return arrays
+
+    def _require_form(self, form: SampleForm, place: str) -> None:
+        if self.channels is None or form == self.form:
+            return
+        found, expected = form.described(), self.form.described()
+        name = next(name for name in found if found[name] != expected[name])
+        raise ValueError(
+            f"{place}: {name} is {found[name]}; the previous samples have {expected[name]}"
+        )
 
     def _check_shape(self, latents: np.ndarray, size: Triple, place: str) -> None:
         grid = tuple(self._geometry.latent_grid(*np.asarray(size)[:, None])[0].tolist())
@@ -85,32 +105,48 @@ class SampleChecks:
                 )
         return ""
 
-    def _checked_condition(self, condition: np.ndarray, place: str) -> np.ndarray:
-        """Checks a condition against the first sample's kind; returns classes as int32."""
-        shape, dtype = condition.shape, condition.dtype
-        if condition.ndim not in (1, 2):
-            raise ValueError(
-                f"{place}: condition has shape {shape}; it must be labels [L] or text [L, width]"
-            )
-        if condition.ndim == 1 and len(condition) and dtype.kind not in "iu":
-            raise ValueError(f"{place}: labels are {dtype}; they must be whole numbers")
-        if condition.ndim == 2 and not _is_float(condition):
-            raise ValueError(f"{place}: text is {dtype}; embeddings must be floats")
-        text_dim = shape[1] if condition.ndim == 2 else None
-        if self.channels is not None and text_dim != self.text_dim:
-            raise ValueError(
-                f"{place}: condition has shape {shape}; the previous samples have "
-                f"{condition_name(self.text_dim)}"
-            )
-        return condition.astype(np.int32) if text_dim is None else condition
+
+def _checked_condition(condition: np.ndarray, place: str) -> np.ndarray:
+    """Checks the kind of a condition; returns classes as int32."""
+    shape, dtype = condition.shape, condition.dtype
+    if condition.ndim not in (1, 2):
+        raise ValueError(
+            f"{place}: condition has shape {shape}; it must be labels [L] or text [L, width]"
+        )
+    if condition.ndim == 1 and len(condition) and dtype.kind not in "iu":
+        raise ValueError(f"{place}: labels are {dtype}; they must be whole numbers")
+    if condition.ndim == 2 and not is_float(condition):
+        raise ValueError(f"{place}: text is {dtype}; embeddings must be floats")
+    return condition.astype(np.int32) if condition.ndim == 1 else condition
 
 
-def condition_name(text_dim: int | None) -> str:
-    """The kind of condition in words."""
-    return "classes" if text_dim is None else f"text of width {text_dim}"
+def _checked_image(
+    latents: np.ndarray, given: np.ndarray | None, image: np.ndarray | None, place: str
+) -> dict[str, np.ndarray]:
+    """Checks what image-to-video models take; returns what there is of it by name."""
+    found: dict[str, np.ndarray] = {}
+    for name, array in ((GIVEN, given), (IMAGE, image)):
+        if array is None:
+            continue
+        found[name] = array = np.asarray(array)
+        if not is_float(array):
+            raise ValueError(f"{place}: {name} is {array.dtype}; give floats")
+    if given is not None and (
+        found[GIVEN].ndim != 4 or found[GIVEN].shape[:3] != latents.shape[:3]
+    ):
+        raise ValueError(
+            f"{place}: given has shape {found[GIVEN].shape}; it must be "
+            f"{latents.shape[:3]} and channels, as the latents"
+        )
+    if image is not None and found[IMAGE].ndim != 2:
+        raise ValueError(
+            f"{place}: image has shape {found[IMAGE].shape}; it must be [tokens, width]"
+        )
+    return found
 
 
-def _is_float(array: np.ndarray) -> bool:
+def is_float(array: np.ndarray) -> bool:
+    """Whether an array holds floats, bfloat16 too."""
     return array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16
 
 

@@ -12,7 +12,7 @@ from alload_jax.data.manifest import (
     manifest_metadata,
     read_rows,
 )
-from alload_jax.data.store.checks import condition_name
+from alload_jax.data.sample_form import SampleForm
 from alload_jax.data.store.shard_files import (
     FinishedShard,
     finished_shards,
@@ -97,10 +97,10 @@ def _manifest_of(
     sizes = dict(old.get("shard_bytes", {}))
     for shard in new:
         sizes |= shard.notes["shard_bytes"]
-    widths = [shard.notes["text_dim"] for shard in new if len(shard.rows)]
+    forms = [SampleForm.from_notes(shard.notes) for shard in new if len(shard.rows)]
     notes = {
         "vae_stride": new[0].notes["vae_stride"],
-        "text_dim": [old.get("text_dim"), *widths][-1],
+        **[SampleForm.from_notes(old), *forms][-1].notes(),
         "shard_bytes": sizes,
         "origin": new[0].notes["origin"],
     }
@@ -125,12 +125,12 @@ def form_of(rows: pa.Table, notes: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
       rows: rows of a manifest.
-      notes: `vae_stride` and `text_dim`.
+      notes: `vae_stride` and those of a `SampleForm`.
     """
     form: dict[str, Any] = {"vae_stride": tuple(notes["vae_stride"])}
     if len(rows):
         form["channels"] = rows["channels"][0].as_py()
-        form["condition"] = condition_name(notes.get("text_dim"))
+        form |= SampleForm.from_notes(notes).described()
     return form
 
 

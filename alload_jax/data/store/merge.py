@@ -79,7 +79,7 @@ def _require_mergeable(manifests: list[Manifest]) -> None:
 
 def _form(manifest: Manifest) -> dict[str, Any]:
     rows = read_rows(manifest.path.parent)
-    notes = {"vae_stride": manifest.vae_stride, "text_dim": manifest.text_dim}
+    notes = {"vae_stride": manifest.vae_stride, **manifest.form.notes()}
     encoders = {f"the origin's {name}": manifest.origin.get(name) for name in _ENCODERS}
     return form_of(rows, notes) | encoders
 
@@ -121,7 +121,7 @@ def _describe(
     names = pa.array([shard_name(number)] * len(rows), pa.string())
     notes = {
         "vae_stride": list(like.vae_stride),
-        "text_dim": like.text_dim,
+        **like.form.notes(),
         "origin": origin,
         "record_bytes": None,
     }

@@ -76,15 +76,10 @@ class StoreReader:
         return self._readers[shard]
 
     def _check_shapes(self, arrays: dict[str, np.ndarray], sample: int, place: str) -> None:
-        expected: dict[str, tuple[int, ...]] = {
-            records.LATENTS: self.manifest.latent_shape(tuple(self.manifest.shape[sample]))
-        }
-        length, width = int(self.manifest.text_length[sample]), self.manifest.text_dim
-        if width is None:
-            expected[records.LABELS] = (length,)
-        else:
-            expected[records.TEXT] = (length, width)
-        for name, shape in expected.items():
+        latents = self.manifest.latent_shape(tuple(self.manifest.shape[sample]))
+        length = int(self.manifest.text_length[sample])
+        shapes = self.manifest.form.shapes(latents, length)
+        for name, shape in {records.LATENTS: latents, **shapes}.items():
             found = arrays[name].shape if name in arrays else "nothing"
             if found != shape:
                 raise BadRecordError(

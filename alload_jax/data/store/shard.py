@@ -12,6 +12,7 @@ from array_record.python import array_record_module
 
 from alload_jax.data import record as records
 from alload_jax.data.manifest import ROW_SCHEMA
+from alload_jax.data.sample_form import SampleForm
 from alload_jax.data.store.checks import SampleChecks
 from alload_jax.data.store.shard_files import (
     finished_shard,
@@ -100,11 +101,14 @@ class ShardWriter:
         condition: np.ndarray,
         size: Triple,
         caption: str | None = None,
+        *,
+        given: np.ndarray | None = None,
+        image: np.ndarray | None = None,
     ) -> None:
         """Appends a sample; arguments and errors as `StoreWriter.add`'s."""
-        latents, condition = self._checks.check(latents, condition, size)
-        name = records.LABELS if condition.ndim == 1 else records.TEXT
-        data = records.encode({records.LATENTS: latents, name: condition})
+        arrays = self._checks.check(latents, condition, size, given, image)
+        latents = arrays[records.LATENTS]
+        data = records.encode(arrays)
         frames, height, width = (int(value) for value in size)
         row = {
             "frames": frames,
@@ -176,7 +180,7 @@ class ShardWriter:
     def _notes(self) -> dict[str, Any]:
         return {
             "vae_stride": list(self._stride),
-            "text_dim": self._checks.text_dim if self._rows else None,
+            **(self._checks.form if self._rows else SampleForm()).notes(),
             "origin": self._origin,
             "record_bytes": self.record_bytes,
         }

@@ -81,8 +81,8 @@ class FinishedShard:
       number: number of the shard.
       path: the shard.
       rows: its rows of the manifest, in `ROW_SCHEMA`.
-      notes: `vae_stride`, `text_dim`, `origin`, `shard_bytes` (a name and the size of the file)
-        and `record_bytes` (the sum of all records).
+      notes: `vae_stride`, those of a `SampleForm`, `origin`, `shard_bytes` (a name and the size of
+        the file) and `record_bytes` (the sum of all records).
     """
 
     number: int

@@ -10,6 +10,7 @@ from array_record.python import array_record_module
 
 from alload_jax.data import record as records
 from alload_jax.data.manifest import MANIFEST_NAME, manifest_metadata, read_rows
+from alload_jax.data.sample_form import SampleForm
 from alload_jax.data.store.checks import SampleChecks
 from alload_jax.data.store.finish import finish_store, form_of, require_alike
 from alload_jax.data.store.shard import ShardWriter
@@ -106,6 +107,9 @@ class StoreWriter:
         condition: np.ndarray,
         size: Triple,
         caption: str | None = None,
+        *,
+        given: np.ndarray | None = None,
+        image: np.ndarray | None = None,
     ) -> None:
         """Appends a sample.
 
@@ -115,6 +119,9 @@ class StoreWriter:
             All samples of a folder have the same kind and width.
           size: (frames, height, width) in pixels.
           caption: the text in words, for people to read.
+          given: [frames, height, width, G] finite floats, what an image-to-video model takes beside
+            the noisy latents: a mask and the latents of the given frames.
+          image: [N, width] finite floats, embeddings of the given image.
 
         Raises:
           ValueError: the shape of the latents does not match `size` and the VAE's stride, the
@@ -125,7 +132,7 @@ class StoreWriter:
         if self._shard is None:
             self._shard = self._open_shard(self._next_number)
             self._next_number += 1
-        self._shard.add(latents, condition, size, caption)
+        self._shard.add(latents, condition, size, caption, given=given, image=image)
         if self._is_full(self._shard.written, self._shard.record_bytes):
             self._finish_shard()
 
@@ -165,7 +172,7 @@ class StoreWriter:
             self._origin = notes["origin"]
             self._checks.number += len(rows)
             if len(rows):
-                self._checks.follow(rows["channels"][0].as_py(), notes["text_dim"])
+                self._checks.follow(rows["channels"][0].as_py(), SampleForm.from_notes(notes))
 
     def _numbers(self) -> list[int]:
         """Numbers that shards have, in the store and beside it."""

@@ -58,8 +58,9 @@ class ModelConfig:
 
     Attributes:
       family: name of the model family.
-      in_channels: number of channels of the input latents.
-      out_channels: number of channels of the prediction; null for `in_channels`.
+      in_channels: number of channels of the input: noisy latents, and behind them what an
+        image-to-video model is given.
+      out_channels: number of channels of the latents and of the prediction; null for `in_channels`.
       patch_size: (frames, height, width) of the latents in one token.
       num_classes: number of classes of the condition; ignored if the condition is text.
       text: condition of text embeddings; null for classes.
@@ -93,8 +94,11 @@ class ModelConfig:
         for name in ("in_channels", "num_classes"):
             if getattr(self, name) < 1:
                 raise InputError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.out_channels is not None and self.out_channels < 1:
-            raise InputError(f"model.out_channels is {self.out_channels}; it must be at least 1")
+        if self.out_channels is not None and not 1 <= self.out_channels <= self.in_channels:
+            raise InputError(
+                f"model.out_channels is {self.out_channels}; it must be from 1 to "
+                f"model.in_channels, which is {self.in_channels}"
+            )
         if min(self.patch_size) < 1:
             raise InputError(f"model.patch_size is {self.patch_size}; each must be at least 1")
 
@@ -129,6 +133,11 @@ class ModelConfig:
     def latent_channels(self) -> int:
         """Number of channels of the prediction."""
         return self.in_channels if self.out_channels is None else self.out_channels
+
+    @property
+    def given_channels(self) -> int:
+        """Number of input channels behind the noisy latents; 0 but for image-to-video models."""
+        return self.in_channels - self.latent_channels
 
     @property
     def compute_dtype(self) -> jnp.dtype:

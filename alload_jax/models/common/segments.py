@@ -137,9 +137,24 @@ class PackedMetadata:
         """Tiles of the samples that may have sparse self-attention; None if none may."""
         return self.row_tiles if self.split is None else self.split.tiles
 
+    def to_equal_parts(self, keys: int) -> AttentionSegments:
+        """Tokens attend to the part of their segment in `keys` keys, N for each slot."""
+        parts = _equal_parts(self.tokens.length > 0, keys)
+        each = keys // self.tokens.length.shape[1]
+        return AttentionSegments(self.tokens, parts, self.lengths, each)
+
     def to_condition(self) -> AttentionSegments:
         """Tokens attend to the condition tokens of their segment."""
         return AttentionSegments(self.tokens, self.condition, self.lengths, self.longest_condition)
+
+
+def _equal_parts(used: jax.Array, keys: int) -> Segments:
+    """Segments of keys in which every slot has an equal part; `used`: [R, M] bool."""
+    slots = used.shape[1]
+    each = keys // slots
+    offset = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32) * each, used.shape)
+    ids = jnp.where(used, jnp.arange(slots, dtype=jnp.int32), PADDING)
+    return Segments(offset, jnp.where(used, each, 0), jnp.repeat(ids, each, axis=1))
 
 
 def _self_attention(segments: Segments, lengths: Lengths) -> AttentionSegments:

@@ -26,11 +26,12 @@ class Context(NamedTuple):
       modulation: [B, 6, D] float32; [B, S, 6, D] for a timestep per token; [B, M, 6, D] for the
         segments of packed rows.
       condition: [B, L, D] embedded text or classes.
-      image: [B, N, D] embedded image, or None.
+      image: [B, N, D] embedded image, in packed rows [R, M·N, D]; or None.
       rotary: rotary table for the queries and keys of self-attention.
       sharding: sharding of x over a mesh of Auto axes, which kernels need.
       packed: positions of the segments; None if every row is one sample.
-      segmentation: segments of packed rows, for the norms.
+      segmentation: tokens of equal modulation, for the norms; None if a row, or each token, has
+        its own.
       layout: tiles of sparse self-attention in rows of one sample each; None for dense attention.
     """
 
@@ -72,7 +73,8 @@ class Attention(nnx.Module):
         context: jax.Array,
         *,
         image: jax.Array | None = None,
-        segments: AttentionSegments | SplitRows | None = None,
+        segments: AttentionSegments | None = None,
+        image_segments: AttentionSegments | None = None,
         sharding: NamedSharding | None = None,
     ) -> jax.Array:
         """x: [B, S, D] attends to context: [B, T, D] and to image: [B, N, D] → [B, S, D]."""
@@ -83,7 +85,8 @@ class Attention(nnx.Module):
             assert self.image_value is not None
             key = self._heads(image, self.image_key, self.image_key_norm, sharding=sharding)
             value = self._heads(image, self.image_value, sharding=sharding)
-            mixed = mixed + attention(query, key, value, implementation=self.implementation)
+            to_image = self.attend(query, key, value, segments=image_segments, sharding=sharding)
+            mixed = mixed + to_image
         return self.project(mixed, sharding)
 
     def heads(
@@ -193,7 +196,7 @@ class Block(nnx.Module):
         )
         packed, sharding = context.packed, context.sharding
         options = self.norm_options | {"sharding": sharding}
-        if packed is not None:
+        if context.segmentation is not None:
             options["segment_ids"] = context.segmentation
         y = layernorm_modulate(x, scale1, shift1, **options).astype(self.dtype)
         y, auxiliary = self._self_attention(y, context)
@@ -203,6 +206,7 @@ class Block(nnx.Module):
             context.condition,
             image=context.image,
             segments=None if packed is None else packed.to_condition(),
+            image_segments=_to_image(context),
             sharding=sharding,
         )
         x, y = residual_layernorm_modulate(x, y, None, scale2, shift2, **options)
@@ -255,6 +259,13 @@ class Block(nnx.Module):
         # The fused sum needs one layout, but each token has a gate and all share one affine norm.
         h = _gated_add(x, y, gate)
         return h, layernorm_modulate(h, scale, shift, **options).astype(self.dtype)
+
+
+def _to_image(context: Context) -> AttentionSegments | None:
+    """Packed tokens attend to the image of their segment; None for rows of one sample each."""
+    if context.packed is None or context.image is None:
+        return None
+    return context.packed.to_equal_parts(context.image.shape[1])
 
 
 class Head(nnx.Module):

@@ -20,6 +20,8 @@ from alload_jax.models.wan.transformer import WanTransformer, packing_unsupporte
 
 _VAE_STRIDES = {1: (1, 1, 1), 3: (1, 1, 1), 48: (4, 16, 16)}
 """VAE strides by number of channels: pixels, and Wan 2.2's VAE; others are of Wan 2.1's VAE."""
+_FPS = {48: 24.0}
+"""Frames per second of Wan 2.2's 5B model by its number of channels; of the others it is 16."""
 
 
 class WanFamily(Family):
@@ -31,6 +33,7 @@ class WanFamily(Family):
     folder_classes = (conversion.DIFFUSERS_CLASS, conversion.ORIGINAL_CLASS)
     # Some released files contain this tensor, which no model uses; diffusers ignores it too.
     ignored_tensors = ("norm_added_q",)
+    has_first_frame_timestep = True
 
     def build(self, config: WanConfig, rngs: nnx.Rngs) -> WanTransformer:
         """See `Family.build`."""
@@ -72,7 +75,8 @@ class WanFamily(Family):
 
     def sampling_defaults(self, config: WanConfig) -> SamplingDefaults:
         """See `Family.sampling_defaults`; guidance and shift are those recommended for 720p."""
-        return SamplingDefaults(5.0, 5.0, _VAE_STRIDES.get(config.in_channels, (4, 8, 8)))
+        stride = _VAE_STRIDES.get(config.latent_channels, (4, 8, 8))
+        return SamplingDefaults(5.0, 5.0, stride, _FPS.get(config.latent_channels, 16.0))
 
     def tensors(self, config: WanConfig, naming: Naming) -> list[Tensor]:
         """See `Family.tensors`."""

@@ -18,7 +18,7 @@ from alload_jax.models.common.packed_attention import packed_unsupported_reason
 from alload_jax.models.common.patches import patchify, unpatchify
 from alload_jax.models.common.remat import rematerialise
 from alload_jax.models.common.rotary import RotaryTable, grid_positions, rotary_table
-from alload_jax.models.common.segments import PackedMetadata
+from alload_jax.models.common.segments import PADDING, PackedMetadata
 from alload_jax.models.common.sparse_attention import number_layers
 from alload_jax.models.common.tile_layout import ClipTiles, TileLayout, clip_tiles
 from alload_jax.models.wan.block import Block, Context, Head
@@ -28,8 +28,6 @@ from pallas_kernels import segmentation
 
 def packing_unsupported_reason(config: WanConfig) -> str:
     """Returns why this model should not train on packed rows on this device; empty if it can."""
-    if config.image is not None:
-        return "packed rows do not support image conditions"
     if config.attention == "xla":
         return "model.attention is xla, which computes all pairs of a row"
     head = jax.ShapeDtypeStruct((1, 1, 1, config.dim // config.num_heads), config.compute_dtype)
@@ -74,26 +72,24 @@ class WanTransformer(nnx.Module):
         condition: jax.Array,
         image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
+        first_frame_timestep: jax.Array | None = None,
     ) -> Output:
         """See `Model.forward`.
 
         Args:
           latents: [B, frames, height, width, in_channels], multiples of the patch size.
-          timestep: [B] float32, 0 (data) to 1000 (noise), or [B, S] for one per token (Wan 2.2's 5B
-            model keeps a given first frame at 0).
+          timestep: [B] float32, 0 (data) to 1000 (noise), or [B, S] for one per token.
           condition: [B, L] int32 classes, `num_classes` for the null class; or text embeddings
             [B, L, text.dim] if the config has `text`.
           image: [B, N, image.dim] image embeddings, if the config has `image`.
           sharding: sharding of rows over a mesh of Auto axes, which kernels need.
+          first_frame_timestep: [B] float32, timestep of the first latent frame if it differs (Wan
+            2.2's 5B model keeps a given first frame at 0).
 
         Raises:
           ValueError: an image is given but the config has none, or it is missing.
         """
-        if (image is None) != (self.image_embedding is None):
-            raise ValueError(
-                f"image is {'missing' if image is None else 'given'}, but model.image is "
-                f"{self.config.image}; give image embeddings if and only if it is set"
-            )
+        self._check_image(image)
         patch = self.config.patch_size
         tokens = patchify(latents, patch)
         frames, height, width = latents.shape[1:4]
@@ -105,9 +101,15 @@ class WanTransformer(nnx.Module):
             positions, tokens = positions[tiles.order], tokens[:, tiles.order]
             timestep = timestep[:, tiles.order] if timestep.ndim == 2 else timestep
         rotary = rotary_table(positions, grid, head_dim)
+        frames_of_token = None
+        if first_frame_timestep is not None:
+            timestep = jnp.stack([first_frame_timestep, timestep], axis=-1)
+            later = (positions[:, 0] > 0).astype(jnp.int32)
+            frames_of_token = jnp.broadcast_to(later, tokens.shape[:2])
         velocity, auxiliary = self.transform(
             *(tokens, timestep, condition, image, rotary, sharding),
             layout=None if tiles is None else tiles.layout,
+            modulated=frames_of_token,
         )
         if tiles is not None:
             velocity = velocity[:, tiles.place]
@@ -121,25 +123,37 @@ class WanTransformer(nnx.Module):
         metadata: PackedMetadata,
         timestep: jax.Array,
         condition: jax.Array,
+        image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
+        first_frame_timestep: jax.Array | None = None,
     ) -> Output:
         """See `Model.forward_packed`; it computes the same function of each sample as `forward`.
 
         Raises:
-          NotImplementedError: the model has image conditions, or attention cannot run on packed
-            rows.
+          NotImplementedError: attention cannot run on packed rows.
+          ValueError: an image is given but the config has none, or it is missing.
         """
-        if self.image_embedding is not None:
-            raise NotImplementedError(
-                "model.image is set, but packed rows do not support image conditions; choose a "
-                "bucketed planning.policy such as dual_constraint"
-            )
+        self._check_image(image)
+        modulated = metadata.tokens.ids
+        if first_frame_timestep is not None:
+            # Each segment has two rows of the modulation table: its first frame, and the others.
+            pairs = jnp.stack([first_frame_timestep, timestep], axis=-1)
+            timestep = pairs.reshape(len(pairs), -1)
+            of_token = 2 * modulated + (positions[..., 0] > 0)
+            modulated = jnp.where(modulated == PADDING, PADDING, of_token)
         head_dim = self.config.dim // self.config.num_heads
         rotary = rotary_table(positions, metadata.grid, head_dim)
         velocity, auxiliary = self.transform(
-            tokens, timestep, condition, None, rotary, sharding, metadata
+            tokens, timestep, condition, image, rotary, sharding, metadata, modulated=modulated
         )
         return Output(velocity.astype(jnp.float32), auxiliary)
+
+    def _check_image(self, image: jax.Array | None) -> None:
+        if (image is None) != (self.image_embedding is None):
+            raise ValueError(
+                f"image is {'missing' if image is None else 'given'}, but model.image is "
+                f"{self.config.image}; give image embeddings if and only if it is set"
+            )
 
     def _tiles(self, grid: tuple[int, int, int]) -> ClipTiles | None:
         """Tiles of samples of a size in tokens; None where attention is always dense."""
@@ -158,18 +172,31 @@ class WanTransformer(nnx.Module):
         sharding: NamedSharding | None = None,
         packed: PackedMetadata | None = None,
         layout: TileLayout | None = None,
+        modulated: jax.Array | None = None,
     ) -> Output:
-        """Applies the transformer to tokens [B, S, patch_dim]; the velocity has their shape."""
+        """Applies the transformer to tokens [B, S, patch_dim].
+
+        Args:
+          tokens, timestep, condition, image: see `Model.forward` and `Model.forward_packed`.
+          rotary: rotary table of the tokens.
+          sharding: sharding of rows over a mesh of Auto axes.
+          packed: positions of the segments; None if every row is one sample.
+          layout: tiles of sparse self-attention in rows of one sample each.
+          modulated: [B, S] int32, which timestep of its row a token has, or PADDING; None if a row
+            has one timestep, or one per token.
+
+        Returns:
+          velocity [B, S, output patch_dim] in the compute dtype; auxiliary values by sample.
+        """
         x = self.patch_embedding(tokens).astype(self.config.stream_dtype)
         time, modulation = self.time_embedding(timestep)
         if self.image_embedding is not None:
             assert image is not None
-            image = self.image_embedding(image)
+            image = self.image_embedding(image).reshape(len(tokens), -1, self.config.dim)
         embedded = self.condition_embedding(condition)
         by_segment = None
-        if packed is not None:
-            slots, dim = timestep.shape[1], self.config.dim
-            by_segment = segmentation(packed.tokens.ids, slots, dim, sharding)
+        if modulated is not None:
+            by_segment = segmentation(modulated, timestep.shape[1], self.config.dim, sharding)
         context = Context(
             *(modulation, embedded, image, rotary, sharding, packed, by_segment, layout)
         )

@@ -1,0 +1,121 @@
+"""The flags of `alload sample`."""
+
+import argparse
+import math
+from typing import get_args
+
+from alload_jax.diffusion.schedules import Sampler
+from alload_jax.errors import InputError
+
+LARGEST = 1000
+"""Maximum of --steps, --batch, --zoom and the parts of --vae-stride."""
+
+_LIST = """\
+JSON lines with one object per sample; its keys (class, prompt, negative_prompt, prompt_embeds,
+negative_embeds, image, last_image, image_embeds, frames, height, width, seed, out) override the
+flags; paths are relative to the list's folder"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's flags."""
+    add = parser.add_argument
+    add("--checkpoint", required=True, help="run folder, or transformer folder of diffusers")
+    add("--weights", choices=["ema", "raw"], help="which weights of a run; default ema")
+    add("--step", type=int, help="step of a run's checkpoint; default the newest")
+    _add_conditions(parser)
+    _add_encoders(parser)
+    _add_low_noise(parser)
+    add("--frames", type=int, help="frames of the clip; 1 for an image")
+    add("--height", type=int, help="height in pixels")
+    add("--width", type=int, help="width in pixels")
+    add("--vae-stride", nargs="+", metavar="N", help="pixels per latent, T H W; default: the "
+        "data's, else by the channels: 1 1 1 for 1 or 3, 4 16 16 for 48, else 4 8 8")  # fmt: skip
+    add("--steps", type=int, default=30, help="evaluations of the model; default 30")
+    add("--sampler", choices=get_args(Sampler), help="default: the run's; unipc for diffusers")
+    add(
+        "--guidance",
+        type=float,
+        help="scale of classifier-free guidance, 1 for none; default: the run's, else 5",
+    )
+    add("--shift", type=float, help="shift of noise levels; default: the run's at this size, "
+        "else 5, which Wan recommends for 720p; for 480p it recommends 3")  # fmt: skip
+    add("--dtype", choices=["auto", "float32", "bfloat16"], help="compute dtype; default: "
+        "the run's, else auto: bfloat16 on a GPU")  # fmt: skip
+    add("--dense-attention", action="store_true", help="dense attention in all layers; default: "
+        "sparse in those that are sparse in the checkpoint")  # fmt: skip
+    add("--seed", type=int, default=0, help="seed of the noise; default 0")
+    add("--batch", type=int, default=1, help="samples per batch, default 1; the last batch is "
+        "padded, so that a sample depends only on its seed and this number")  # fmt: skip
+    add("--zoom", type=int, default=1, help="factor by which pictures are enlarged; default 1")
+    add("--out", help="file to write: x.png (one frame), x.gif, x.mp4, or x.safetensors (latents)")
+    add("--fps", type=float, help="frames per second of GIF and MP4; default: the data's, else 9")
+    add("--force", action="store_true", help="replace files that exist")
+
+
+def _add_conditions(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--class", dest="classes", metavar="N", nargs="+", type=int,
+        help="classes of one sample")  # fmt: skip
+    what.add_argument("--prompt", metavar="WORDS", help="what the sample shows, in words")
+    what.add_argument("--prompt-embeds", metavar="FILE",
+        help="safetensors with `text` [L, width]; padded with zeros")  # fmt: skip
+    what.add_argument("--list", metavar="FILE", help=_LIST)
+    parser.add_argument("--negative-prompt", metavar="WORDS",
+        help="what guidance leads away from; default zeros")  # fmt: skip
+    parser.add_argument("--negative-embeds", metavar="FILE",
+        help="the same as embeddings")  # fmt: skip
+    parser.add_argument("--image-embeds", metavar="FILE",
+        help="safetensors with `image` [N, width], for models with image embeddings")  # fmt: skip
+    parser.add_argument("--image", metavar="FILE", help="picture of the first frame")
+    parser.add_argument("--last-image", metavar="FILE", help="picture of the last frame, for "
+        "models that take one")  # fmt: skip
+
+
+def _add_encoders(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--text-encoder", metavar="DIR", help="local folder of umT5, for --prompt; not needed for "
+        "data prepared with --text bytes")  # fmt: skip
+    add("--vae", metavar="DIR", help="local folder of Wan's VAE, which turns latents into pictures")
+    add("--image-encoder", metavar="DIR", help="local folder of CLIP, for --image with models that "
+        "take image embeddings")  # fmt: skip
+
+
+def _add_low_noise(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--low-noise-checkpoint", metavar="DIR", help="second of two experts, as in Wan 2.2's A14B "
+        "models: it takes the lower noise levels")  # fmt: skip
+    add("--boundary", type=float, help="noise level below which it does, from 0 to 1; Wan 2.2 uses "
+        "0.875 for text-to-video, 0.9 for image-to-video")  # fmt: skip
+    add("--low-noise-guidance", type=float, help="its guidance; default: that of the first")
+
+
+def check_numbers(options: argparse.Namespace) -> None:
+    """Checks the flags that no model is needed to check.
+
+    Raises:
+      InputError: a number is out of range, or flags do not go together.
+    """
+    for name in ("steps", "batch", "zoom"):
+        if not 1 <= (value := getattr(options, name)) <= LARGEST:
+            bounds = f"at least 1 and at most {LARGEST}"
+            raise InputError(f"alload sample: --{name} is {value}; it must be {bounds}")
+    for name in ("guidance", "low_noise_guidance"):
+        if (value := getattr(options, name)) is not None and not math.isfinite(value):
+            flag = name.replace("_", "-")
+            raise InputError(f"alload sample: --{flag} is {value}; it must be finite")
+    if options.fps is not None and not 0 < options.fps <= LARGEST:
+        raise InputError(
+            f"alload sample: --fps is {options.fps}; it must be above 0 and at most {LARGEST}"
+        )
+    if (options.boundary is None) != (options.low_noise_checkpoint is None):
+        raise InputError(
+            "alload sample: --boundary and --low-noise-checkpoint go together; give both or neither"
+        )
+    if options.boundary is not None and not 0 < options.boundary < 1:
+        raise InputError(
+            f"alload sample: --boundary is {options.boundary}; it must be between 0 and 1"
+        )
+    if options.shift is not None and not 0 < options.shift < math.inf:
+        raise InputError(
+            f"alload sample: --shift is {options.shift}; it must be above 0 and finite"
+        )

@@ -1,0 +1,49 @@
+"""What image-to-video models are given: pictures, and their latents and embeddings."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from alload_jax.data.prepare.buckets import Bucket, Fit, covering
+from alload_jax.data.prepare.images import check_pixels, cut, to_rgb
+from alload_jax.data.prepare.unusable import UnusableError
+from alload_jax.errors import InputError
+
+
+def read_picture(path: Path, height: int, width: int) -> np.ndarray:
+    """Reads an image, resized and cut around its centre to a size, as preparation does.
+
+    Returns:
+      [height, width, 3] uint8.
+
+    Raises:
+      InputError: the file is missing or no image.
+    """
+    try:
+        with Image.open(path) as stored:
+            check_pixels(stored.height, stored.width)
+            image = to_rgb(stored)
+    except (OSError, SyntaxError, ValueError, UnusableError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise InputError(f"{path}: cannot be read as an image ({reason}); name another") from error
+    bucket = Bucket(height, width)
+    wanted = Fit(bucket, covering(bucket, image.height, image.width))
+    resized = image.resize(wanted.resized[::-1], Image.Resampling.LANCZOS)
+    return cut(np.asarray(resized), wanted)
+
+
+def as_latent(picture: np.ndarray, channels: int) -> np.ndarray:
+    """A picture as the first latent frame of a model of pixels.
+
+    Args:
+      picture: [height, width, 3] uint8.
+      channels: 1 or 3.
+
+    Returns:
+      [1, height, width, channels] float32 from −1 to 1.
+    """
+    values = picture.astype(np.float32) / 127.5 - 1
+    if channels == 1:
+        values = values.mean(axis=-1, keepdims=True)
+    return values[None]

@@ -1,0 +1,131 @@
+"""Training of image-to-video models: packed, bucketed or one by one, and what they are given."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from test_packed_step import CLASSES, SIZES, assert_same, batches_of, disturbed, mean_gradient
+
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.store import StoreWriter
+from alload_jax.errors import InputError
+from alload_jax.models.common.config import ImageConfig, TextConfig
+from alload_jax.models.families import abstract_model, build_model
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.objectives.flow_matching import FlowMatching, noised
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+
+GIVEN, IMAGES = 3, (5, 4)
+MODEL: WanConfig = dataclasses.replace(
+    CLASSES,
+    in_channels=2 + GIVEN,
+    out_channels=2,
+    text=TextConfig(dim=6, length=4),
+    image=ImageConfig(dim=IMAGES[1]),
+)
+FIRST = FlowMatching(condition_dropout=0.3, given_first_frame=0.6)
+
+
+def write(folder, text=True, count=9):
+    rng = np.random.default_rng(0)
+    with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
+        for n in range(count):
+            size = SIZES[n % len(SIZES)]
+            condition = rng.normal(size=(n % 5, 6)) if text else rng.integers(0, 10, n % 2 + 1)
+            more = {"given": rng.normal(size=(*size, GIVEN)), "image": rng.normal(size=IMAGES)}
+            more = {name: array.astype(np.float32) for name, array in more.items() if text}
+            latents = rng.normal(size=(*size, 2)).astype(np.float32)
+            writer.add(latents, condition.astype(np.float32 if text else int), size, **more)
+    return read_manifest(folder)
+
+
+def one_device():
+    return make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+@pytest.mark.slow
+def test_every_layout_gives_the_loss_and_gradient_of_one_by_one(tmp_path):
+    manifest, mesh = write(tmp_path / "data"), one_device()
+    alone = mean_gradient(MODEL, mesh, batches_of(manifest, MODEL, "fixed"))
+    names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(alone)}
+    assert any("image_key" in name for name in names)
+    for policy in ("balanced", "dual_constraint"):
+        batches = batches_of(manifest, MODEL, policy, 2)
+        assert_same(mean_gradient(MODEL, mesh, batches), alone)
+
+
+@pytest.mark.slow
+def test_every_layout_gives_the_first_frame_to_the_same_videos(tmp_path):
+    manifest, mesh = write(tmp_path / "data", text=False), one_device()
+    batches = batches_of(manifest, CLASSES, "fixed")
+    alone = mean_gradient(CLASSES, mesh, batches, FIRST)
+    assert not np.isclose(alone[0], mean_gradient(CLASSES, mesh, batches)[0], rtol=1e-4)
+    for policy in ("balanced", "dual_constraint"):
+        batches = batches_of(manifest, CLASSES, policy, 2)
+        assert_same(mean_gradient(CLASSES, mesh, batches, FIRST), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
+def test_split_videos_with_a_given_first_frame_are_whole_ones(tmp_path):
+    manifest = write(tmp_path / "data", text=False)
+    mesh = make_mesh(MeshConfig(context=2), jax.devices()[:2])
+    alone = mean_gradient(CLASSES, one_device(), batches_of(manifest, CLASSES, "fixed"), FIRST)
+    options = {"context": 2, "m_mem": 12, "align": 4}
+    batches = batches_of(manifest, CLASSES, "balanced", 2, **options)
+    assert any(batch.metadata.split is not None for batch in batches)
+    assert_same(mean_gradient(CLASSES, mesh, batches, FIRST), alone)
+
+
+def model_of(config):
+    model = nnx.merge(abstract_model(config).graph, nnx.state(build_model(config, nnx.Rngs(0))))
+    nnx.update(model, disturbed(nnx.state(model, nnx.Param)))
+    return model
+
+
+@pytest.mark.slow
+def test_the_loss_is_that_of_the_other_frames_with_the_first_one_clean(tmp_path):
+    manifest, model = write(tmp_path / "data", text=False), model_of(CLASSES)
+    always = FlowMatching(condition_dropout=0.0, given_first_frame=1.0)
+    key, mesh = jax.random.key(3), one_device()
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for batch in batches_of(manifest, CLASSES, "fixed"):
+        noisy = noised(batch, key, always, CLASSES)
+        frames, height, width = batch.latents.shape[1:4]
+        latents, times = noisy.latents, jnp.full((1, frames), noisy.sigma[0] * 1000)
+        skipped = 0
+        if frames > 1:
+            latents = latents.at[:, 0].set(batch.latents[:, 0])
+            times, skipped = times.at[:, 0].set(0), 1
+        by_token = jnp.repeat(times, height * width // 4, axis=1)
+        found = model.forward(latents, by_token, noisy.condition).velocity
+        error = np.square(found - noisy.target)[:, skipped:].mean()
+        sums = always(model, jax.tree.map(jnp.asarray, batch), key, sharding)
+        np.testing.assert_allclose(sums.loss, error, rtol=1e-5)
+
+
+def test_an_image_and_given_frames_change_the_prediction():
+    model, rng = model_of(MODEL), np.random.default_rng(0)
+    latents = rng.normal(size=(1, 3, 4, 4, 5)).astype(np.float32)
+    text, image = (rng.normal(size=(1, *shape)).astype(np.float32) for shape in ((4, 6), IMAGES))
+    first = model.forward(latents, jnp.full(1, 300.0), text, image).velocity
+    assert first.shape == (1, 3, 4, 4, 2)
+    changed = latents.copy()
+    changed[..., 2:] += 1
+    for other in (
+        model.forward(latents, jnp.full(1, 300.0), text, image[:, ::-1] * image).velocity,
+        model.forward(changed, jnp.full(1, 300.0), text, image).velocity,
+    ):
+        assert not np.allclose(first, other)
+    with pytest.raises(ValueError, match="image is missing"):
+        model.forward(latents, jnp.full(1, 300.0), text)
+
+
+def test_a_family_without_a_timestep_for_the_first_frame_refuses_it(tmp_path):
+    model = dataclasses.replace(CLASSES, patch_size=(2, 2, 2))
+    objective = FlowMatching(given_first_frame=0.5)
+    with pytest.raises(InputError, match=r"objective\.given_first_frame is set, but"):
+        objective(model_of(model), None, None, None)
