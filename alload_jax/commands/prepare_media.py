@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text-folder", help="local folder of the text encoder's weights and tokenizer")
     add("--text-length", type=int, help="most tokens of a caption; default: 256 bytes for bytes, "
         "512 tokens for umt5")  # fmt: skip
+    add("--image-to-video", help="store what image-to-video models are given: first, or first-last "
+        "for first and last frame; default: nothing")  # fmt: skip
+    add("--image-folder", help="local folder of their image encoder (CLIP); default: none")
     add("--area", nargs="+", default=["480p"], help="area classes of the buckets: 192p, 256p, "
         "480p, 512p, 720p, 1080p, or HEIGHTxWIDTH; default 480p")  # fmt: skip
     add("--max-enlarge", type=float, default=1.25, help="smaller pictures than this needs are "

@@ -66,9 +66,9 @@ def prepare_media(
         be used.
     """
     vae, text = settings.encoders(items)
-    job = Job(out, settings, vae, text)
+    job = Job(out, settings, vae, text, settings.given_frames())
     job.areas()
-    flags = settings.flags() | {"vae": vae.origin(), "text": text.origin()}
+    flags = settings.flags() | job.encoder_origins()
     with claimed(out, flags | {"files": items_digest(items)}):
         units = _units(items, settings.files_per_shard)
         todo = []
@@ -109,7 +109,7 @@ def _remote_jobs(job: Job, context: SpawnContext) -> Iterator[list[Job]]:
     if not (job.vae.has_weights or job.text.has_weights):
         yield [job]
         return
-    with encoding_processes(job.vae, job.text, context) as found:
+    with encoding_processes(job.vae, job.text, job.given, context) as found:
         yield [replace(job, remote=remote) for remote in found]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from alload_jax.data.prepare.encoders import TextEncoder, VaeEncoder
+from alload_jax.data.prepare.given_frames import Given, GivenFrames
 from alload_jax.data.prepare.processes import follow_parent
 from alload_jax.encoders.devices import device_count
 from alload_jax.errors import InputError
@@ -39,9 +40,13 @@ class RemoteEncoders:
         """As `TextEncoder.encode`; errors as `encode_frames`."""
         return np.asarray(self._asked("encode_caption", caption))
 
-    def _asked(self, method: str, argument: Any) -> Any:
+    def encode_given(self, first: np.ndarray, last: np.ndarray, frames: int) -> Given:
+        """As `GivenFrames.encode`; errors as `encode_frames`."""
+        return Given(*self._asked("encode_given", first, last, frames))
+
+    def _asked(self, method: str, *arguments: Any) -> Any:
         try:
-            return getattr(self._proxy, method)(argument)
+            return getattr(self._proxy, method)(*arguments)
         except (EOFError, ConnectionError, FileNotFoundError) as error:
             raise InputError(
                 "the process that encodes ended, perhaps for lack of memory; run the same command "
@@ -51,14 +56,15 @@ class RemoteEncoders:
 
 @contextmanager
 def encoding_processes(
-    vae: VaeEncoder, text: TextEncoder, context: SpawnContext
+    vae: VaeEncoder, text: TextEncoder, given: GivenFrames | None, context: SpawnContext
 ) -> Iterator[list[RemoteEncoders]]:
     """Starts a process for each GPU, or one where there is none; ends them at the end."""
     with ExitStack() as stack:
         found = []
         for device in _devices():
             manager = stack.enter_context(_started(context, device))
-            found.append(RemoteEncoders(manager.Encoders(vae, text)))  # type: ignore[attr-defined]
+            proxy = manager.Encoders(vae, text, given)  # type: ignore[attr-defined]
+            found.append(RemoteEncoders(proxy))
         yield found
 
 
@@ -91,8 +97,8 @@ def _begin(device: str | None) -> None:
 class _Encoders:
     """The encoders of an encoding process; a thread for each worker calls them."""
 
-    def __init__(self, vae: VaeEncoder, text: TextEncoder):
-        self._vae, self._text = vae, text
+    def __init__(self, vae: VaeEncoder, text: TextEncoder, given: GivenFrames | None):
+        self._vae, self._text, self._given = vae, text, given
         self._lock = threading.Lock()
 
     def encode_frames(self, frames: np.ndarray) -> np.ndarray:
@@ -103,15 +109,23 @@ class _Encoders:
         with self._lock:
             return self._text.encode(caption)
 
+    def encode_given(self, first: np.ndarray, last: np.ndarray, frames: int) -> Given:
+        assert self._given is not None
+        with self._lock:
+            return self._given.encode(first, last, frames)
+
 
 class _Proxy(BaseProxy):
-    _exposed_ = ("encode_frames", "encode_caption")
+    _exposed_ = ("encode_frames", "encode_caption", "encode_given")
 
-    def encode_frames(self, frames: np.ndarray) -> Any:
-        return self._callmethod("encode_frames", (frames,))
+    def encode_frames(self, *arguments: Any) -> Any:
+        return self._callmethod("encode_frames", arguments)
 
-    def encode_caption(self, caption: str | None) -> Any:
-        return self._callmethod("encode_caption", (caption,))
+    def encode_caption(self, *arguments: Any) -> Any:
+        return self._callmethod("encode_caption", arguments)
+
+    def encode_given(self, *arguments: Any) -> Any:
+        return self._callmethod("encode_given", arguments)
 
 
 class _Manager(BaseManager):

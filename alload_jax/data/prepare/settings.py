@@ -16,6 +16,7 @@ from alload_jax.data.prepare.encoders import (
     TextEncoder,
     VaeEncoder,
 )
+from alload_jax.data.prepare.given_frames import GivenFrames
 from alload_jax.data.prepare.sources import Item
 from alload_jax.errors import InputError
 
@@ -32,6 +33,9 @@ class MediaSettings:
       text: name of the encoder of captions.
       text_folder: local folder of its weights.
       text_length: most tokens of a caption; None for the encoder's default.
+      image_to_video: frames that image-to-video models are given, `first` or `first-last`; None
+        stores nothing for them.
+      image_folder: local folder of their image encoder; None for models that take none.
       area: area classes of the buckets.
       max_enlarge: most by which a picture may be enlarged.
       fps: frames per second of the clips, as a number or a fraction.
@@ -47,6 +51,8 @@ class MediaSettings:
     text: str = "bytes"
     text_folder: str | None = None
     text_length: int | None = None
+    image_to_video: str | None = None
+    image_folder: str | None = None
     area: tuple[str, ...] = ("480p",)
     max_enlarge: float = 1.25
     fps: str = "16"
@@ -115,6 +121,22 @@ class MediaSettings:
         folder = _folder("--text", self.text, text, self.text_folder)
         return made, text.make(EncoderOptions(folder, self._text_length, captions))
 
+    def given_frames(self) -> GivenFrames | None:
+        """The encoder of the frames that image-to-video models are given; None for none.
+
+        Raises:
+          InputError: the settings do not fit each other.
+        """
+        if self.image_to_video is None:
+            if self.image_folder:
+                raise InputError("--image-folder needs --image-to-video first or first-last")
+            return None
+        vae, image = (
+            Path(folder).absolute() if folder else None
+            for folder in (self.vae_folder, self.image_folder)
+        )
+        return GivenFrames.make(self.image_to_video, self.vae, vae, image)
+
     @property
     def _text_length(self) -> int:
         if self.text_length is not None:
@@ -129,16 +151,11 @@ class MediaSettings:
         values["text_length"] = self._text_length
         return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
 
-    def origin(self, vae: VaeEncoder, text: TextEncoder) -> dict[str, Any]:
-        """The provenance that the manifest stores."""
-        left_out = ("--vae", "--text", "--text-length")
+    def origin(self) -> dict[str, Any]:
+        """The provenance that the manifest stores, without the encoders'."""
+        left_out = ("--vae", "--text", "--text-length", "--image-to-video")
         media = {flag[2:]: value for flag, value in self.flags().items() if flag not in left_out}
-        return {
-            "media": media,
-            "fps": str(self.rate),
-            "vae": vae.origin(),
-            "text": text.origin(),
-        }
+        return {"media": media, "fps": str(self.rate)}
 
 
 def _folder(flag: str, name: str, encoder: type[Any], folder: str | None) -> Path | None:

@@ -36,7 +36,7 @@ class WanLatents:
         """See `VaeEncoder.make`."""
         if options.folder is None:
             raise InputError("--vae wan needs the folder of its weights; give --vae-folder DIR")
-        vae = _vae(options.folder)
+        vae = wan_vae(options.folder)
         require_packages("--vae wan")
         return cls(options.folder, vae.stride, vae.origin())
 
@@ -46,7 +46,7 @@ class WanLatents:
 
     def encode(self, frames: np.ndarray) -> np.ndarray:
         """See `VaeEncoder.encode`; values that float16 cannot hold become infinite."""
-        return as_float16(_vae(self.folder).encode(frames))
+        return as_float16(wan_vae(self.folder).encode(frames))
 
 
 def as_float16(values: np.ndarray) -> np.ndarray:
@@ -56,6 +56,6 @@ def as_float16(values: np.ndarray) -> np.ndarray:
 
 
 @cache
-def _vae(folder: Path) -> WanVae:
-    """The VAE of this process, with its weights once they are loaded."""
+def wan_vae(folder: Path) -> WanVae:
+    """The VAE of that folder in this process; its weights stay once they are loaded."""
     return WanVae(folder)
