@@ -30,10 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, help="data folder to write; must not exist")
     add("--path-column", help="column of paths in a table; default: found by its name")
     add("--caption-column", help="column or JSON key of captions; default: found by its name")
-    add("--vae", default="none", help="encoder of frames: none stores pixels; default none")
-    add("--text", default="bytes", help="encoder of captions: bytes, or class where captions are "
-        "classes; default bytes")  # fmt: skip
-    add("--text-length", type=int, default=256, help="most bytes of a caption; default 256")
+    add("--vae", default="none", help="encoder of frames: none stores pixels, wan latents of Wan's "
+        "VAE; default none")  # fmt: skip
+    add("--vae-folder", help="local folder of the VAE's weights, as diffusers saves them")
+    add("--text", default="bytes", help="encoder of captions: bytes, class where captions are "
+        "classes, umt5 for Wan's; default bytes")  # fmt: skip
+    add("--text-folder", help="local folder of the text encoder's weights and tokenizer")
+    add("--text-length", type=int, help="most tokens of a caption; default: 256 bytes for bytes, "
+        "512 tokens for umt5")  # fmt: skip
+    add("--image-to-video", help="store what image-to-video models are given: first, or first-last "
+        "for first and last frame; default: nothing")  # fmt: skip
+    add("--image-folder", help="local folder of their image encoder (CLIP); default: none")
     add("--area", nargs="+", default=["480p"], help="area classes of the buckets: 192p, 256p, "
         "480p, 512p, 720p, 1080p, or HEIGHTxWIDTH; default 480p")  # fmt: skip
     add("--max-enlarge", type=float, default=1.25, help="smaller pictures than this needs are "
@@ -45,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the clip's length")  # fmt: skip
     add("--max-clips", type=int, help="most clips of a video; default: all")
     add("--files-per-shard", type=int, default=32, help="input files in a shard; default 32")
-    add("--workers", type=int, default=1, help="processes that decode and encode; default 1")
+    add("--workers", type=int, default=1, help="processes that decode media; "
+        "encoders with weights run in one process for each GPU; default 1")  # fmt: skip
     add("--report", help="Parquet list of skipped files; default: skipped.parquet in the folder")
 
 

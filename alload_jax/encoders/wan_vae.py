@@ -89,33 +89,41 @@ class WanVae:
         return self._encoded(self._pixels(frames))
 
     def encode_given(self, first: np.ndarray, last: np.ndarray | None, frames: int) -> np.ndarray:
-        """Encodes a clip that is mid-grey but for its first and, where it is given, last frame.
+        """What image-to-video models take beside the noisy latents: a mask, and latents.
 
-        This is the condition of diffusers' WanImageToVideoPipeline without its mask.
+        The latents are those of a clip that is mid-grey but for its first and, where it is given,
+        last frame. The mask says of which frames each latent was given. This is the condition of
+        diffusers' WanImageToVideoPipeline.
 
         Args:
           first, last: [H, W, 3] uint8; a last frame needs two frames or more.
           frames: frames of the clip, stride·n + 1.
 
         Returns:
-          [t, h, w, channels] float32.
+          [t, h, w, stride + channels] float32: first the mask, 0 or 1 for each of a latent's
+          frames, then the normalised latents. All frames of the first latent are given.
 
         Raises:
           ValueError: a picture has another shape or dtype, or the frames do not fit.
           InputError: as `encode`.
         """
-        import torch
-
         given = np.stack([first] if last is None else [first, last])
         if frames < len(given):
             raise ValueError(f"frames is {frames}; {len(given)} given pictures need as many")
         self._check_frames(np.broadcast_to(given[:1], (frames, *given.shape[1:])))
+        import torch
+
         pixels = self._pixels(given)
         clip = torch.zeros((1, 3, frames, *pixels.shape[3:]), device=pixels.device)
         clip[:, :, 0] = pixels[:, :, 0]
         if last is not None:
             clip[:, :, -1] = pixels[:, :, -1]
-        return self._encoded(clip)
+        latents = self._encoded(clip)
+        mask = np.zeros((*latents.shape[:3], self.stride[0]), np.float32)
+        mask[0] = 1
+        if last is not None:
+            mask[-1, ..., -1] = 1
+        return np.concatenate([mask, latents], axis=-1)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """Decodes normalised latents.

@@ -137,19 +137,21 @@ def test_given_latents_are_the_condition_of_the_pipeline(folder, pipeline, with_
             device="cpu",
             last_image=images[1] if with_last else None,
         )
-    mask, latents = condition[:, :4], condition[:, 4:]
     found = WanVae(folder).encode_given(first, last if with_last else None, 9)
-    np.testing.assert_array_equal(found, channels_last(latents))
-    assert mask[0, :, 0].all()
-    assert bool(mask[0, :, -1].any()) == with_last
+    np.testing.assert_array_equal(found, channels_last(condition))
+    assert found.shape == (3, height // 8, width // 8, 4 + 16)
+    assert found[-1, ..., 3].all() == with_last
 
 
 def test_the_first_latent_given_is_that_of_the_picture(vae):
     kind, ours, _ = vae
     clip = random_clip(kind)
-    given = ours.encode_given(clip[0], None, 5)
+    given = ours.encode_given(clip[0], None, 5)[..., 4:]
     np.testing.assert_allclose(given[:1], ours.encode(clip[:1]), atol=1e-5)
     np.testing.assert_allclose(given[:1], ours.encode(clip)[:1], atol=1e-5)
+    alone = ours.encode_given(clip[0], None, 1)
+    np.testing.assert_array_equal(alone[..., 4:], ours.encode(clip[:1]))
+    assert (alone[..., :4] == 1).all()
 
 
 def test_what_does_not_fit_the_memory_is_tiled(folder, parts, monkeypatch, capsys):

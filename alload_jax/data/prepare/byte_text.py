@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -25,6 +25,9 @@ class ByteText:
       width: components of a row.
       length: most bytes of a caption; the rest is cut off between characters.
     """
+
+    has_weights: ClassVar[bool] = False
+    default_length: ClassVar[int] = 256
 
     width: int = 64
     length: int = 256

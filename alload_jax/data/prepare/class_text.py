@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -21,6 +21,9 @@ class ClassText:
       classes: names of the classes, by number. Captions that are all whole numbers are the class
         numbers themselves; other captions are numbered in sorted order.
     """
+
+    has_weights: ClassVar[bool] = False
+    default_length: ClassVar[int] = 256
 
     classes: tuple[str, ...]
 

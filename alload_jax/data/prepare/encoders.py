@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
@@ -16,7 +16,7 @@ class EncoderOptions:
     """What encoders are made from.
 
     Attributes:
-      folder: local folder with the encoder's weights; None if none was given.
+      folder: local folder with the encoder's weights; None for an encoder without.
       text_length: most tokens of a condition.
       captions: captions of all files, cleaned; the same in every process.
     """
@@ -29,9 +29,15 @@ class EncoderOptions:
 class VaeEncoder(Protocol):
     """Turns frames into latents.
 
-    Every worker process gets a pickled copy. What is large, such as weights, is loaded by the first
-    call of `encode`, not when the encoder is made.
+    It is pickled and sent to other processes. What is large, such as weights, is loaded by the
+    first call of `encode`, not when the encoder is made.
+
+    Attributes:
+      has_weights: whether it is made from a folder of weights. Then one process per GPU encodes for
+        all workers; otherwise every worker encodes by itself.
     """
+
+    has_weights: ClassVar[bool]
 
     @property
     def stride(self) -> Triple:
@@ -69,7 +75,15 @@ class VaeEncoder(Protocol):
 
 
 class TextEncoder(Protocol):
-    """Turns captions into conditions; pickled and loaded like a `VaeEncoder`."""
+    """Turns captions into conditions; pickled and loaded like a `VaeEncoder`.
+
+    Attributes:
+      has_weights: as `VaeEncoder`'s.
+      default_length: most tokens of a condition where none is asked for.
+    """
+
+    has_weights: ClassVar[bool]
+    default_length: ClassVar[int]
 
     @classmethod
     def make(cls, options: EncoderOptions) -> Self:
@@ -97,7 +111,11 @@ class TextEncoder(Protocol):
 
 
 VAE_ENCODERS: Registry[type[Any]] = Registry(
-    "--vae", {"none": "alload_jax.data.prepare.pixels:Pixels"}
+    "--vae",
+    {
+        "none": "alload_jax.data.prepare.pixels:Pixels",
+        "wan": "alload_jax.data.prepare.wan_latents:WanLatents",
+    },
 )
 """Classes of `VaeEncoder`s."""
 TEXT_ENCODERS: Registry[type[Any]] = Registry(
@@ -105,6 +123,7 @@ TEXT_ENCODERS: Registry[type[Any]] = Registry(
     {
         "bytes": "alload_jax.data.prepare.byte_text:ByteText",
         "class": "alload_jax.data.prepare.class_text:ClassText",
+        "umt5": "alload_jax.data.prepare.umt5_embeddings:Umt5Embeddings",
     },
 )
 """Classes of `TextEncoder`s."""

@@ -1,18 +1,20 @@
 """Prepares a data folder from media, shard by shard, in one process or several."""
 
 import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 
+from alload_jax.data.prepare.processes import follow_parent
+from alload_jax.data.prepare.remote import encoding_processes
 from alload_jax.data.prepare.settings import MediaSettings, items_digest
 from alload_jax.data.prepare.sources import Item
 from alload_jax.data.prepare.unit import Job, prepare_unit
@@ -64,9 +66,9 @@ def prepare_media(
         be used.
     """
     vae, text = settings.encoders(items)
-    job = Job(out, settings, vae, text)
+    job = Job(out, settings, vae, text, settings.given_frames())
     job.areas()
-    flags = settings.flags() | {"vae": vae.origin(), "text": text.origin()}
+    flags = settings.flags() | job.encoder_origins()
     with claimed(out, flags | {"files": items_digest(items)}):
         units = _units(items, settings.files_per_shard)
         todo = []
@@ -97,8 +99,29 @@ def _in_processes(
     """Yields numbers of shards as processes finish them."""
     # Forked processes would share locks of decoders and of JAX's threads.
     context = multiprocessing.get_context("spawn")
+    with _remote_jobs(job, context) as jobs:
+        yield from _in_pool(jobs, context, units, todo, workers)
+
+
+@contextmanager
+def _remote_jobs(job: Job, context: SpawnContext) -> Iterator[list[Job]]:
+    """The job, or one for each process that encodes, where encoders have weights."""
+    if not (job.vae.has_weights or job.text.has_weights):
+        yield [job]
+        return
+    with encoding_processes(job.vae, job.text, job.given, context) as found:
+        yield [replace(job, remote=remote) for remote in found]
+
+
+def _in_pool(
+    jobs: list[Job],
+    context: SpawnContext,
+    units: list[Sequence[Item]],
+    todo: list[int],
+    workers: int,
+) -> Iterator[int]:
     stop = context.Event()
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (job, stop))
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (jobs, stop))
     left, running = list(reversed(todo)), dict[Future[None], int]()
     try:
         while left or running:
@@ -112,8 +135,8 @@ def _in_processes(
     except BrokenProcessPool as error:
         shards = ", ".join(map(str, sorted(running.values())))
         raise InputError(
-            f"{job.out}: a worker process ended at one of the shards {shards}, perhaps for lack of "
-            "memory; run the same command again, with fewer --workers"
+            f"{jobs[0].out}: a worker process ended at one of the shards {shards}, perhaps for "
+            "lack of memory; run the same command again, with fewer --workers"
         ) from error
     finally:
         stop.set()
@@ -124,22 +147,15 @@ _state: dict[str, Any] = {}
 """What a worker process keeps between units."""
 
 
-def _start_worker(job: Job, stop: Any) -> None:
-    _state.update(job=job, stop=stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process stops the others
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Ends this process when the first one is killed; it would wait for work forever."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(1)
+def _start_worker(jobs: list[Job], stop: Any) -> None:
+    _state.update(jobs=jobs, stop=stop)
+    follow_parent()
 
 
 def _work(number: int, items: Sequence[Item]) -> None:
     try:
-        prepare_unit(_state["job"], number, items, _state["stop"].is_set)
+        jobs = _state["jobs"]
+        prepare_unit(jobs[number % len(jobs)], number, items, _state["stop"].is_set)
     except KeyboardInterrupt:
         if not _state["stop"].is_set():
             raise

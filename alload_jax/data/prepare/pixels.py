@@ -1,7 +1,7 @@
 """`--vae none`: pixels instead of latents."""
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from alload_jax.planning.geometry import Triple
 class Pixels:
     """Stores pixels as float16 from −1 (black) to 1 (white); see `VaeEncoder`."""
 
+    has_weights: ClassVar[bool] = False
     stride: Triple = (1, 1, 1)
     patch_size: Triple = (1, 16, 16)
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from alload_jax.data.prepare.captions import clean
@@ -15,6 +16,7 @@ from alload_jax.data.prepare.encoders import (
     TextEncoder,
     VaeEncoder,
 )
+from alload_jax.data.prepare.given_frames import GivenFrames
 from alload_jax.data.prepare.sources import Item
 from alload_jax.errors import InputError
 
@@ -27,8 +29,13 @@ class MediaSettings:
 
     Attributes:
       vae: name of the encoder of frames.
+      vae_folder: local folder of its weights.
       text: name of the encoder of captions.
-      text_length: most tokens of a caption.
+      text_folder: local folder of its weights.
+      text_length: most tokens of a caption; None for the encoder's default.
+      image_to_video: frames that image-to-video models are given, `first` or `first-last`; None
+        stores nothing for them.
+      image_folder: local folder of their image encoder; None for models that take none.
       area: area classes of the buckets.
       max_enlarge: most by which a picture may be enlarged.
       fps: frames per second of the clips, as a number or a fraction.
@@ -40,8 +47,12 @@ class MediaSettings:
     """
 
     vae: str = "none"
+    vae_folder: str | None = None
     text: str = "bytes"
-    text_length: int = 256
+    text_folder: str | None = None
+    text_length: int | None = None
+    image_to_video: str | None = None
+    image_folder: str | None = None
     area: tuple[str, ...] = ("480p",)
     max_enlarge: float = 1.25
     fps: str = "16"
@@ -104,26 +115,56 @@ class MediaSettings:
           InputError: a name is unknown, or an encoder refuses the options or captions.
         """
         captions = tuple(clean(item.caption) for item in items if item.caption is not None)
-        options = EncoderOptions(text_length=self.text_length, captions=captions)
-        vae = VAE_ENCODERS.get(self.vae).make(options)
-        return vae, TEXT_ENCODERS.get(self.text).make(options)
+        vae, text = VAE_ENCODERS.get(self.vae), TEXT_ENCODERS.get(self.text)
+        folder = _folder("--vae", self.vae, vae, self.vae_folder)
+        made = vae.make(EncoderOptions(folder))
+        folder = _folder("--text", self.text, text, self.text_folder)
+        return made, text.make(EncoderOptions(folder, self._text_length, captions))
+
+    def given_frames(self) -> GivenFrames | None:
+        """The encoder of the frames that image-to-video models are given; None for none.
+
+        Raises:
+          InputError: the settings do not fit each other.
+        """
+        if self.image_to_video is None:
+            if self.image_folder:
+                raise InputError("--image-folder needs --image-to-video first or first-last")
+            return None
+        vae, image = (
+            Path(folder).absolute() if folder else None
+            for folder in (self.vae_folder, self.image_folder)
+        )
+        return GivenFrames.make(self.image_to_video, self.vae, vae, image)
+
+    @property
+    def _text_length(self) -> int:
+        if self.text_length is not None:
+            return self.text_length
+        return int(TEXT_ENCODERS.get(self.text).default_length)
 
     def flags(self) -> dict[str, Any]:
-        """The settings as JSON values, by flag."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        """The settings as JSON values, by flag; folders of weights may move."""
+        names = (name for name in self.__dataclass_fields__ if not name.endswith("_folder"))
+        values = {name: getattr(self, name) for name in names}
         values |= {"area": list(self.area), "fps": str(self.rate)}
+        values["text_length"] = self._text_length
         return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
 
-    def origin(self, vae: VaeEncoder, text: TextEncoder) -> dict[str, Any]:
-        """The provenance that the manifest stores."""
-        left_out = ("--vae", "--text", "--text-length")
+    def origin(self) -> dict[str, Any]:
+        """The provenance that the manifest stores, without the encoders'."""
+        left_out = ("--vae", "--text", "--text-length", "--image-to-video")
         media = {flag[2:]: value for flag, value in self.flags().items() if flag not in left_out}
-        return {
-            "media": media,
-            "fps": str(self.rate),
-            "vae": vae.origin(),
-            "text": text.origin(),
-        }
+        return {"media": media, "fps": str(self.rate)}
+
+
+def _folder(flag: str, name: str, encoder: type[Any], folder: str | None) -> Path | None:
+    """The folder of an encoder's weights, which must be given where there are some."""
+    if encoder.has_weights and not folder:
+        raise InputError(f"{flag} {name} needs the folder of its weights; give {flag}-folder DIR")
+    if folder and not encoder.has_weights:
+        raise InputError(f"{flag} {name} has no weights; leave out {flag}-folder {folder}")
+    return Path(folder).absolute() if folder else None
 
 
 def items_digest(items: Sequence[Item]) -> str:

@@ -11,7 +11,9 @@ from alload_jax.data.prepare.buckets import Bucket, Fit, buckets_of, fit
 from alload_jax.data.prepare.captions import clean
 from alload_jax.data.prepare.clips import video_clips
 from alload_jax.data.prepare.encoders import TextEncoder, VaeEncoder, sides_multiple
+from alload_jax.data.prepare.given_frames import GivenFrames
 from alload_jax.data.prepare.images import decode_image
+from alload_jax.data.prepare.remote import RemoteEncoders
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.sources import Item
 from alload_jax.data.prepare.unusable import UnusableError, short
@@ -28,12 +30,41 @@ class Job:
       out: the data folder.
       settings: the settings.
       vae, text: the encoders.
+      given: encoder of the frames that image-to-video models are given; None for none.
+      remote: another process that encodes with those of them that have weights; None for none.
     """
 
     out: Path
     settings: MediaSettings
     vae: VaeEncoder
     text: TextEncoder
+    given: GivenFrames | None = None
+    remote: RemoteEncoders | None = None
+
+    def encode_frames(self, frames: np.ndarray) -> np.ndarray:
+        """Encodes a clip, here or remotely; see `VaeEncoder.encode`."""
+        if self.remote is not None and self.vae.has_weights:
+            return self.remote.encode_frames(frames)
+        return self.vae.encode(frames)
+
+    def encode_caption(self, caption: str | None) -> np.ndarray:
+        """Encodes a caption, here or remotely; see `TextEncoder.encode`."""
+        if self.remote is not None and self.text.has_weights:
+            return self.remote.encode_caption(caption)
+        return self.text.encode(caption)
+
+    def encode_given(self, clip: np.ndarray) -> dict[str, np.ndarray | None]:
+        """What image-to-video models are given for a clip, by the names of `ShardWriter.add`."""
+        if self.given is None:
+            return {}
+        encode = self.given.encode if self.remote is None else self.remote.encode_given
+        found = encode(clip[0], clip[-1], len(clip))
+        return {"given": found.channels, "image": found.image}
+
+    def encoder_origins(self) -> dict[str, Any]:
+        """What the encoders' outputs depend on, by encoder, as JSON values."""
+        found = {"vae": self.vae.origin(), "text": self.text.origin()}
+        return found if self.given is None else found | {"image_to_video": self.given.origin()}
 
     def areas(self) -> list[tuple[Bucket, ...]]:
         """The buckets of each area class.
@@ -61,7 +92,7 @@ def prepare_unit(
       KeyboardInterrupt: it was given up.
     """
     report = UnitReport()
-    origin = job.settings.origin(job.vae, job.text)
+    origin = job.settings.origin() | job.encoder_origins()
     try:
         with ShardWriter(job.out, number, vae_stride=job.vae.stride, origin=origin) as shard:
             for item in items:
@@ -81,12 +112,12 @@ def _add_item(
     before = shard.written
     caption = None if item.caption is None else clean(item.caption)
     try:
-        condition = job.text.encode(caption)
+        condition = job.encode_caption(caption)
         for clip in _clips(job, item):
             if stopped():
                 raise KeyboardInterrupt
-            latents = _encoded(job, clip)
-            shard.add(latents, condition, size=clip.shape[:3], caption=caption or "")
+            latents, given = _encoded(job, clip)
+            shard.add(latents, condition, size=clip.shape[:3], caption=caption or "", **given)
     except UnusableError as error:
         report.skipped.append(Skipped(item.name, str(error), shard.written - before))
     if shard.written > before:
@@ -94,11 +125,13 @@ def _add_item(
         report.without_caption += not caption
 
 
-def _encoded(job: Job, clip: np.ndarray) -> np.ndarray:
-    latents = job.vae.encode(clip)
-    if not np.isfinite(latents).all():
+def _encoded(job: Job, clip: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray | None]]:
+    latents, given = job.encode_frames(clip), job.encode_given(clip)
+    if not all(
+        np.isfinite(array).all() for array in (latents, *given.values()) if array is not None
+    ):
         raise UnusableError("the encoder gives values that are not finite")
-    return latents
+    return latents, given
 
 
 def _clips(job: Job, item: Item) -> Iterator[np.ndarray]:
