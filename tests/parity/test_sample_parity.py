@@ -1,0 +1,120 @@
+"""`alload sample --prompt --image` against diffusers' image-to-video pipeline of the same parts."""
+
+from types import SimpleNamespace
+
+import diffusers
+import diffusers.pipelines.wan.pipeline_wan_i2v
+import jax
+import numpy as np
+import pytest
+import torch
+from encoder_folders import SENTENCE, write_pipeline
+from PIL import Image
+from safetensors.numpy import load_file
+
+from alload_jax import cli
+
+pytestmark = pytest.mark.parity
+
+FRAMES, HEIGHT, WIDTH, STEPS, SHIFT = 9, 32, 64, 4, 3.0
+MODELS = {
+    "Wan 2.1": {"in_channels": 36, "out_channels": 16, "image_dim": 10, "added_kv_proj_dim": 16},
+    "Wan 2.1, last frame": {
+        "in_channels": 36,
+        "out_channels": 16,
+        "image_dim": 10,
+        "added_kv_proj_dim": 16,
+        "pos_embed_seq_len": 10,
+    },
+    "Wan 2.2 A14B": {"in_channels": 36, "out_channels": 16},
+    "Wan 2.2 5B": {"in_channels": 48, "out_channels": 48},
+}
+
+
+def transformer(fields):
+    torch.manual_seed(1)
+    model = diffusers.WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_layers=1,
+        ffn_dim=24,
+        freq_dim=16,
+        text_dim=12,
+        **fields,
+    )
+    with torch.no_grad():
+        for part in model.parameters():
+            part.add_(0.05 * torch.randn_like(part))
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_clip_is_that_of_the_pipeline(name, tmp_path, monkeypatch):
+    # This pipeline calls ftfy even where it is not installed; it leaves plain words as they are.
+    plain = SimpleNamespace(fix_text=str)
+    monkeypatch.setattr(diffusers.pipelines.wan.pipeline_wan_i2v, "ftfy", plain, raising=False)
+    is_5b, has_last = name.endswith("5B"), "last" in name
+    kind = "2.2" if is_5b else "2.1"
+    parts = write_pipeline(tmp_path / "wan", kind)
+    model = transformer(MODELS[name])
+    model.save_pretrained(tmp_path / "wan" / "transformer")
+    rng, pictures = np.random.default_rng(0), []
+    for number in range(2):
+        pictures.append(Image.fromarray(rng.integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)))
+        pictures[-1].save(tmp_path / f"{number}.png")
+
+    stride = (4, 16, 16) if is_5b else (4, 8, 8)
+    channels = 48 if is_5b else 16
+    grid = (1 + (FRAMES - 1) // 4, HEIGHT // stride[1], WIDTH // stride[2])
+    noise = np.asarray(jax.random.normal(jax.random.key(7), (*grid, channels)))
+    embeds_image = model.config.image_dim is not None
+    pipeline = diffusers.WanImageToVideoPipeline(
+        tokenizer=parts["tokenizer"],
+        text_encoder=parts["text_encoder"],
+        vae=parts["vae"],
+        scheduler=diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT
+        ),
+        image_processor=parts["image_processor"] if embeds_image else None,
+        image_encoder=parts["image_encoder"] if embeds_image else None,
+        transformer=model,
+        expand_timesteps=is_5b,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    expected = pipeline(
+        image=pictures[0],
+        last_image=pictures[1] if has_last else None,
+        prompt=SENTENCE,
+        negative_prompt="blue",
+        height=HEIGHT,
+        width=WIDTH,
+        num_frames=FRAMES,
+        num_inference_steps=STEPS,
+        guidance_scale=2.0,
+        latents=torch.from_numpy(noise.copy()).permute(3, 0, 1, 2)[None],
+        output_type="latent",
+    ).frames[0]
+    expected = expected.permute(1, 2, 3, 0).numpy()
+
+    folder = str(tmp_path / "wan")
+    command = ["sample", "--checkpoint", f"{folder}/transformer", "--prompt", SENTENCE]
+    command += ["--negative-prompt", "blue", "--text-encoder", folder, "--vae", folder]
+    command += ["--image", str(tmp_path / "0.png"), "--steps", str(STEPS), "--guidance", "2"]
+    command += ["--last-image", str(tmp_path / "1.png")] if has_last else []
+    command += ["--image-encoder", folder] if embeds_image else []
+    command += ["--frames", str(FRAMES), "--height", str(HEIGHT), "--width", str(WIDTH)]
+    command += ["--seed", "7", "--shift", str(SHIFT), "--dtype", "float32"]
+    out = tmp_path / "clip.safetensors"
+    assert cli.main([*command, "--out", str(out)]) == 0
+    found = load_file(out)["latents"]
+    if is_5b:
+        assert np.abs(found[:1] - expected[:1]).max() < 1e-4
+    # The pipeline rounds the model's timesteps to whole numbers; ours are exact.
+    scale = np.abs(expected).mean()
+    assert np.abs(found - expected).mean() < 2e-3 * scale
+    assert np.abs(noise - expected).mean() > 0.1 * scale
+
+    decoded = tmp_path / "clip.gif"
+    assert cli.main([*command, "--out", str(decoded)]) == 0
+    with Image.open(decoded) as clip:
+        assert (clip.n_frames, clip.size) == (FRAMES, (WIDTH, HEIGHT))
