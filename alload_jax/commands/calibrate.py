@@ -193,7 +193,8 @@ def _condition_tokens(config: "Config") -> int:
     """Condition tokens of a row with classes: the data's maximum, or 1 without the data."""
     from alload_jax.data.sources.opening import open_source
 
-    if config.model.text or not Path(config.data.folder).exists():
+    absent = config.data.source is None and not Path(config.data.folder).exists()
+    if config.model.text or absent:
         return 1
     return open_source(config.data.folder, config.data.source).manifest.longest_text()
 

@@ -32,7 +32,9 @@ _WIDTH = 150
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     data = parser.add_argument_group("data set")
-    data.add_argument("--manifest", help="Parquet or CSV: frames, height, width, or seq_len")
+    data.add_argument(
+        "--manifest", help="a data folder; or Parquet or CSV: frames, height, width, or seq_len"
+    )
     data.add_argument("--workload", choices=names(), metavar="NAME", help=", ".join(names()))
     data.add_argument("--size", type=int, default=100_000, help="number of samples of the workload")
     data.add_argument("--workload-seed", type=int, default=0, help="seed of the workload's samples")

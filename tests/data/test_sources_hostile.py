@@ -325,6 +325,31 @@ def test_names_masks_and_classes_are_those_of_the_config(tmp_path):
     assert (source.manifest.form.text_dim, source.manifest.longest_text()) == (None, 2)
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "words"),
+    [
+        (pa.float32(), 2.5, "holds float"),
+        (pa.string(), "cat", "holds string"),
+        (pa.int64(), None, "label is null"),
+        (pa.list_(pa.int64()), [1, None], "label is null"),
+    ],
+)
+def test_classes_that_are_no_integers_are_refused(tmp_path, kind, value, words):
+    schema = fastvideo_schema("vae_latent").append(pa.field("label", kind))
+    write_rows(tmp_path / "a.parquet", [changed_row(label=value)], schema)
+    refused(tmp_path, tmp_path / "a.parquet", words, config=Parquet(labels="label"))
+
+
+def test_a_class_that_is_lost_later_is_a_bad_record(tmp_path):
+    schema = fastvideo_schema("vae_latent").append(pa.field("label", pa.int64()))
+    config = Parquet(labels="label", normalize="none")
+    write_rows(tmp_path / "a.parquet", [changed_row(label=3)], schema)
+    source = open_source(str(tmp_path), config)
+    np.testing.assert_array_equal(source.read(0)["labels"], [3])
+    write_rows(tmp_path / "a.parquet", [changed_row(label=None)], schema)
+    bad(source, 0, "a.parquet", "classes of dtype object")
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_recorded_size_gives_the_stride_where_it_fits(tmp_path, swapped):
     rows = []

@@ -114,7 +114,8 @@ class ParquetSamples:
 
     def _condition(self, values: dict[str, Any]) -> np.ndarray:
         if self._config.labels:
-            return np.array(values[self._config.labels], np.int64).reshape(-1)
+            labels = values[self._config.labels]
+            return np.array(labels if isinstance(labels, list) else [labels])
         text = array_of(values, self._config.text)
         text = text.reshape(text_shape(text.shape))
         mask = self._columns.mask_in(list(values))

@@ -78,6 +78,13 @@ def _check_columns(path: Path, schema: Any, columns: RowColumns) -> None:
                 raise InputError(
                     f"{path}: column {array}_{part} holds {found}; it must hold {_KINDS[part]}"
                 )
+    if columns.labels:
+        found = schema.field(columns.labels).type
+        if not (pa.types.is_integer(found) or _is_sizes(found)):
+            raise InputError(
+                f"{path}: column {columns.labels} holds {found}; classes must be integers, or "
+                "lists of them"
+            )
 
 
 _KINDS = {"bytes": "bytes", "shape": "lists of integers", "dtype": "text such as float32"}
@@ -113,8 +120,9 @@ def _scanned(
     latents = latent_shape(values[f"{columns.latents}_shape"], layout)
     if columns.labels:
         labels = values[columns.labels]
-        length, width = len(labels) if isinstance(labels, list) else 1, None
-        if labels is None:
+        labels = labels if isinstance(labels, list) else [labels]
+        length, width = len(labels), None
+        if None in labels:
             raise ValueError(f"{columns.labels} is null")
     else:
         length, width = text_shape(values[f"{columns.text}_shape"])
