@@ -48,12 +48,12 @@ def find_beside(folder: Path, subfolder: str, names: Sequence[str], wanted: str)
     Raises:
       InputError: it is in neither.
     """
-    places = (folder.parent / subfolder, folder, folder / subfolder)
+    places = (folder, folder / subfolder, folder.parent / subfolder)
     for place in places:
         if any((place / name).is_file() for name in names):
             return place
     raise InputError(
-        f"{folder}: no {wanted} ({' or '.join(names)}) in it or in {places[0]}; copy it there"
+        f"{folder}: no {wanted} ({' or '.join(names)}) in it or in {places[-1]}; copy it there"
     )
 
 
