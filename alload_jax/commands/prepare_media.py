@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
             settings,
             workers=options.workers,
             report=Path(options.report) if options.report else None,
-            on_unit=_Speed(bar).finished,
+            on_files=_Speed(bar).finished,
         )
     _print_summary(Path(options.out), settings, vae, report)
     return 0
@@ -91,19 +91,18 @@ class _Speed:
     def __init__(self, bar: "ProgressBar"):
         self._bar = bar
         self._began = time.monotonic()
-        self._files, self._bytes, self._before = 0, 0, 0
+        self._files, self._bytes = 0, 0
 
     def finished(self, items: "Sequence[Item]", before: bool) -> None:
-        """Advances by the files of a shard; those of an earlier run count for no speed."""
+        """Advances by files; those of an earlier run count for no speed."""
         if before:
-            self._before += len(items)
-            note = f"{self._before:,} files were done before"
-        else:
-            self._files += len(items)
-            self._bytes += sum(item.source.size for item in items if item.source)
-            seconds = max(time.monotonic() - self._began, 1e-9)
-            megabytes = self._bytes / 1e6 / seconds
-            note = f"{self._files / seconds:.1f} files/s · {megabytes:.1f} MB/s"
+            self._bar.skip(len(items))
+            return
+        self._files += len(items)
+        self._bytes += sum(item.source.size for item in items if item.source)
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        megabytes = self._bytes / 1e6 / seconds
+        note = f"{self._files / seconds:.1f} files/s · {megabytes:.1f} MB/s"
         for _ in items:
             self._bar.advance(note)
 

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from media_helpers import contents, grey_frames, moving_frames, prepare, rows, write_video
+from media_helpers import (
+    SlowPixels,
+    contents,
+    grey_frames,
+    moving_frames,
+    prepare,
+    rows,
+    write_video,
+)
 from PIL import Image
 
 from alload_jax import cli
@@ -127,7 +135,10 @@ def test_a_failure_at_any_sample_keeps_the_shards_before(
     begun = []
     monkeypatch.setattr(
         "alload_jax.data.prepare.pipeline.prepare_unit",
-        lambda job, shard, *rest: (begun.append(shard), unit.prepare_unit(job, shard, *rest)),
+        lambda job, shard, *rest, **named: (
+            begun.append(shard),
+            unit.prepare_unit(job, shard, *rest, **named),
+        ),
     )
     prepare(media, tmp_path / "out", files_per_shard=1)
     assert contents(tmp_path / "out") == whole
@@ -170,7 +181,7 @@ def interrupt(media, out):
 
     settings = MediaSettings(area=("32x32",), frames=9, files_per_shard=1)
     with pytest.raises(Stop):
-        prepare_media(find_items(media), out, settings, on_unit=stop)
+        prepare_media(find_items(media), out, settings, on_files=stop)
 
 
 def test_a_run_does_not_go_on_with_other_files(media, tmp_path):
@@ -209,8 +220,45 @@ def test_two_runs_do_not_share_a_folder(media, tmp_path):
     from alload_jax.data.prepare.settings import MediaSettings
 
     settings = MediaSettings(area=("32x32",), frames=9)
-    prepare_media(find_items(media), tmp_path / "out", settings, on_unit=second)
+    prepare_media(find_items(media), tmp_path / "out", settings, on_files=second)
     assert refusals
+
+
+# ---------------------------------------------------------------- progress
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_progress_advances_by_file(media, whole, tmp_path, workers):
+    if "slow" not in VAE_ENCODERS.names():
+        VAE_ENCODERS.register("slow", SlowPixels)
+    told = []
+    prepare(
+        media,
+        tmp_path / "out",
+        workers=workers,
+        files_per_shard=100,
+        vae="slow",
+        on_files=lambda items, before: told.append([before, *(item.name for item in items)]),
+    )
+    assert len(told) >= 3  # one shard of ten files, eight of which take 0.3 s each
+    assert not any(before for before, *_ in told)
+    names = sorted(name for _, *some in told for name in some)
+    assert names == sorted(path.name for path in media.iterdir() if path.suffix != ".txt")
+
+
+def test_files_of_an_earlier_run_are_told_as_such(media, whole, tmp_path):
+    interrupt(media, tmp_path / "out")
+    told = []
+    prepare(
+        media,
+        tmp_path / "out",
+        files_per_shard=1,
+        on_files=lambda items, before: told.append((len(items), before)),
+    )
+    assert told == [(1, True)] * told.count((1, True)) + [(1, False)] * told.count((1, False))
+    assert len(told) == 10
+    assert told.count((1, True)) >= 3
+    assert contents(tmp_path / "out") == whole
 
 
 # ---------------------------------------------------------------- disks

@@ -46,7 +46,11 @@ class Job:
 
 
 def prepare_unit(
-    job: Job, number: int, items: Sequence[Item], stopped: Callable[[], bool] = lambda: False
+    job: Job,
+    number: int,
+    items: Sequence[Item],
+    stopped: Callable[[], bool] = lambda: False,
+    finished: Callable[[int], None] = lambda files: None,
 ) -> None:
     """Writes the shard of that number and its report; they appear complete or not at all.
 
@@ -55,6 +59,7 @@ def prepare_unit(
       number: number of the shard.
       items: its input files.
       stopped: asked between samples; where it is true, the shard is given up.
+      finished: called after each file with the number of files that are finished.
 
     Raises:
       InputError: the shard cannot be written, such as to a full disk.
@@ -64,8 +69,9 @@ def prepare_unit(
     origin = job.settings.origin(job.vae, job.text)
     try:
         with ShardWriter(job.out, number, vae_stride=job.vae.stride, origin=origin) as shard:
-            for item in items:
+            for files, item in enumerate(items, 1):
                 _add_item(job, item, shard, report, stopped)
+                finished(files)
             write_report(job.out, number, report)
     except OSError as error:
         raise InputError(
