@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stride-seconds", type=float, help="from the start of a clip to the next; default: "
         "the clip's length")  # fmt: skip
     add("--max-clips", type=int, help="most clips of a video; default: all")
+    add("--scenes", action="store_true", help="cut videos at scene changes, by PySceneDetect")
+    add("--scene-threshold", type=float, help="how many times as much as around it a picture must "
+        "change at a scene change; default 3")  # fmt: skip
     add("--files-per-shard", type=int, default=32, help="input files in a shard; default 32")
     add("--workers", type=int, default=1, help="processes that decode and encode; default 1")
     add("--report", help="Parquet list of skipped files; default: skipped.parquet in the folder")

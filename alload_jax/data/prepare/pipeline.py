@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
+from alload_jax.data.prepare.scenes import require_detector
 from alload_jax.data.prepare.settings import MediaSettings, items_digest
 from alload_jax.data.prepare.sources import Item
 from alload_jax.data.prepare.unit import Job, prepare_unit
@@ -74,9 +75,11 @@ def prepare_media(
       what became of the files.
 
     Raises:
-      InputError: the folder is another's, settings do not fit, the disk is full, or nothing can
-        be used.
+      InputError: the folder is another's, settings do not fit, a package is missing, the disk is
+        full, or nothing can be used.
     """
+    if settings.scenes:
+        require_detector()
     vae, text = settings.encoders(items)
     job = Job(out, settings, vae, text)
     job.areas()

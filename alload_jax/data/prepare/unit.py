@@ -120,4 +120,5 @@ def _clips(job: Job, item: Item) -> Iterator[np.ndarray]:
         return
     options: dict[str, Any] = {"min_frames": settings.min_frames, "max_clips": settings.max_clips}
     options |= {"fps": settings.rate, "frames": settings.frames, "stride": settings.stride}
+    options |= {"scene_threshold": settings.cut_threshold}
     yield from video_clips(item.source, choose, **options)

@@ -113,6 +113,8 @@ def _compare(out: Path, path: Path, flags: dict[str, Any]) -> None:
 
 
 def _words(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "unset", True: "on", False: "off"}[value]
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
