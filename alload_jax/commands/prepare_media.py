@@ -1,9 +1,10 @@
 """`alload prepare media`: a data folder from images and videos with captions."""
 
 import argparse
+import contextlib
 import importlib.util
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from alload_jax.errors import InputError
 
 if TYPE_CHECKING:  # the modules need PyAV, which is an extra
     from alload_jax.data.prepare.encoders import VaeEncoder
+    from alload_jax.data.prepare.pipeline import Engine
     from alload_jax.data.prepare.settings import MediaSettings
     from alload_jax.data.prepare.sources import Item
     from alload_jax.data.prepare.work_folder import UnitReport
@@ -48,36 +50,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scene-threshold", type=float, help="how many times as much as around it a picture must "
         "change at a scene change; default 3")  # fmt: skip
     add("--files-per-shard", type=int, default=32, help="input files in a shard; default 32")
-    add("--workers", type=int, default=1, help="processes that decode and encode; default 1")
+    add("--workers", type=int, help="processes that decode and encode; default 1, with --engine "
+        "ray one for each CPU of the cluster")  # fmt: skip
+    add("--engine", choices=["local", "ray"], default="local", help="what runs the processes: this "
+        "machine, or Ray; default local")  # fmt: skip
+    add("--ray-address", help="address of a Ray cluster; default: the environment variable "
+        "RAY_ADDRESS, else this machine")  # fmt: skip
     add("--report", help="Parquet list of skipped files; default: skipped.parquet in the folder")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prepares the folder and prints a summary."""
-    if importlib.util.find_spec("av") is None:
-        raise InputError("alload prepare media needs the package av; install alload-jax[prepare]")
+    _require("av", "prepare", "alload prepare media")
     from alload_jax.data.prepare.inputs import find_items
     from alload_jax.data.prepare.pipeline import prepare_media
     from alload_jax.training.progress import ProgressBar
 
-    if options.workers < 1:
-        raise InputError(f"--workers is {options.workers}; it must be at least 1")
+    engine = _engine(options)
     settings = _settings(options)
     items = find_items(Path(options.input), options.path_column, options.caption_column)
     vae, _ = settings.encoders(items)
     out = Path(options.out).absolute()
-    with ProgressBar("prepare: file", total=len(items)) as bar:
+    with ProgressBar("prepare: file", total=len(items)) as bar, _interruptible():
         bar.say(f"{options.input}: {len(items):,} files")
         report = prepare_media(
             items,
             out,
             settings,
-            workers=options.workers,
+            workers=options.workers or 1,
+            engine=engine,
             report=Path(options.report) if options.report else None,
             on_files=_Speed(bar).finished,
         )
     _print_summary(Path(options.out), settings, vae, report)
     return 0
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(
+            "interrupted; run the same command again, which goes on after the last whole shard"
+        ) from error
+
+
+def _require(package: str, extra: str, what: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise InputError(f"{what} needs the package {package}; install alload-jax[{extra}]")
+
+
+def _engine(options: argparse.Namespace) -> "Engine | None":
+    if options.workers is not None and options.workers < 1:
+        raise InputError(f"--workers is {options.workers}; it must be at least 1")
+    if options.engine == "local":
+        if options.ray_address is not None:
+            raise InputError("--ray-address does not apply to --engine local; add --engine ray")
+        return None
+    _require("ray", "ray", "--engine ray")
+    from alload_jax.data.prepare.ray_engine import RayEngine
+
+    return RayEngine(options.ray_address, options.workers)
 
 
 def _settings(options: argparse.Namespace) -> "MediaSettings":

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -14,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
+from alload_jax.data.prepare.interrupts import deferred_interrupts
 from alload_jax.data.prepare.scenes import require_detector
 from alload_jax.data.prepare.settings import MediaSettings, items_digest
 from alload_jax.data.prepare.sources import Item
@@ -36,6 +36,7 @@ SKIPPED_NAME = "skipped.parquet"
 _SKIPPED = pa.schema({"path": pa.string(), "reason": pa.string(), "clips": pa.int64()})
 
 _SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_TO_STOP = 5.0
 
 OnFiles = Callable[[Sequence[Item], bool], None]
 """Called with files that are finished, and whether they were before this call."""
@@ -132,7 +133,8 @@ def _in_processes(
         while left or running:
             while left and len(running) < 2 * workers:
                 number = left.pop()
-                running[pool.submit(_work, number, units[number])] = number
+                with deferred_interrupts():  # the first calls start processes
+                    running[pool.submit(_work, number, units[number])] = number
             done, _ = wait(running, _SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
             for future in done:
                 future.result()
@@ -147,8 +149,9 @@ def _in_processes(
             "memory; run the same command again, with fewer --workers"
         ) from error
     finally:
-        stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+        with deferred_interrupts():
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 _state: dict[str, Any] = {}
@@ -157,15 +160,20 @@ _state: dict[str, Any] = {}
 
 def _start_worker(job: Job, stop: Any) -> None:
     _state.update(job=job, stop=stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process stops the others
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_in_time, args=(stop,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """Ends this process when the first one is killed; it would wait for work forever."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(1)
+def _end_in_time(stop: Any) -> None:
+    """Ends this process when the first one is killed, or soon after it says stop.
+
+    It would wait for work forever, or an encoder would go on for minutes.
+    """
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive() and not stop.is_set():
+        parent.join(_SECONDS_BETWEEN_LOOKS)
+    if parent is not None:
+        parent.join(_SECONDS_TO_STOP)
+    os._exit(1)
 
 
 def _work(number: int, items: Sequence[Item]) -> None:
