@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from alload_jax.commands.bench_output import require_place
 from alload_jax.errors import InputError
 
 if TYPE_CHECKING:  # the modules need PyAV, which is an extra
@@ -67,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
     from alload_jax.training.progress import ProgressBar
 
     engine = _engine(options)
+    _check_places(options)
     settings = _settings(options)
     items = find_items(Path(options.input), options.path_column, options.caption_column)
     vae, _ = settings.encoders(items)
@@ -99,6 +101,17 @@ def _interruptible() -> Iterator[None]:
 def _require(package: str, extra: str, what: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise InputError(f"{what} needs the package {package}; install alload-jax[{extra}]")
+
+
+def _check_places(options: argparse.Namespace) -> None:
+    out, source = Path(options.out).resolve(), Path(options.input).resolve()
+    if source.is_dir() and out.is_relative_to(source):
+        raise InputError(
+            f"--out {options.out} lies in the input folder {options.input}, which would take it for "
+            "input; name a folder elsewhere"
+        )
+    if options.report:
+        require_place("alload prepare media", "--report", Path(options.report))
 
 
 def _engine(options: argparse.Namespace) -> "Engine | None":

@@ -264,7 +264,8 @@ def test_files_of_an_earlier_run_are_told_as_such(media, whole, tmp_path):
 # ---------------------------------------------------------------- disks
 
 
-def test_a_full_disk_gives_one_line_and_keeps_what_is_done(media, whole, tmp_path):
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_full_disk_gives_one_line_and_keeps_what_is_done(media, whole, tmp_path, workers):
     def small_files():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
@@ -272,7 +273,11 @@ def test_a_full_disk_gives_one_line_and_keeps_what_is_done(media, whole, tmp_pat
     environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
     out = tmp_path / "out"
     done = subprocess.run(
-        command(media, out), env=environment, capture_output=True, text=True, preexec_fn=small_files
+        command(media, out, "--workers", workers),
+        env=environment,
+        capture_output=True,
+        text=True,
+        preexec_fn=small_files,
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1
@@ -333,6 +338,56 @@ def test_flags_that_make_no_sense_are_refused(media, tmp_path, alload, flags, na
     for part in named:
         assert part in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_make_no_sense_are_refused(media, tmp_path, alload):
+    before = contents(media)
+    for flags, named in (
+        (["--out", media / "out"], "lies in the input folder"),
+        (["--out", tmp_path / "out", "--report", tmp_path / "none" / "list"], "--report"),
+    ):
+        status, _, err = alload("prepare", "media", media, *flags, *FLAGS)
+        assert (status, err.count("\n")) == (2, 1)
+        assert named in err
+    assert contents(media) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_ctrl_c_gives_one_line(media, whole, tmp_path, workers, times):
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    begun = subprocess.Popen(
+        command(media, out, "--workers", workers, "--area", "512x512", "--max-enlarge", "99"),
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    end = time.monotonic() + 60
+    while not list(partial.glob("shard-*.parquet")) and time.monotonic() < end:
+        time.sleep(0.01)
+    for _ in range(times):
+        os.killpg(begun.pid, signal.SIGINT)
+        time.sleep(0.05)
+    _, err = begun.communicate(timeout=60)
+    assert begun.returncode in (130, -signal.SIGINT)
+    assert err.startswith("interrupted; run the same command again")
+    assert err.count("\n") == 1
+
+
+def test_other_settings_are_taken_while_no_shard_is_finished(media, whole, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("alload_jax.data.prepare.pipeline.prepare_unit", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(media, tmp_path / "out", files_per_shard=1, fps="5")
+    prepare(media, tmp_path / "out", files_per_shard=1)
+    assert contents(tmp_path / "out") == whole
 
 
 def test_an_encoder_can_be_registered(media, tmp_path):

@@ -94,7 +94,8 @@ def _removed(out: Path) -> Path:
 
 
 def _compare(out: Path, path: Path, flags: dict[str, Any]) -> None:
-    if not path.exists():
+    begun = out.exists() or any(partial_folder(out).glob("shard-*.parquet"))
+    if not path.exists() or not begun:  # other settings than those of no shard do no harm
         _write(path, flags)
         return
     try:
