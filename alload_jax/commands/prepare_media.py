@@ -107,7 +107,7 @@ def _check_places(options: argparse.Namespace) -> None:
     out, source = Path(options.out).resolve(), Path(options.input).resolve()
     if source.is_dir() and out.is_relative_to(source):
         raise InputError(
-            f"--out {options.out} lies in the input folder {options.input}, which would take it for "
+            f"--out {options.out} lies in the input folder {options.input}, which would list it as "
             "input; name a folder elsewhere"
         )
     if options.report:

