@@ -41,7 +41,7 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, InputError | NotImplementedError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return str(error) or "interrupted"
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         if error.filename is not None:

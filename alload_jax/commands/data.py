@@ -1,6 +1,7 @@
 """`alload data`: shows and checks a data folder, and merges several."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +20,7 @@ HELP = "Show, check or merge data folders."
 _MERGE = "merge"
 _WIDTH = 160
 _MOST_SAMPLES = 1000
+_DIFFERENCES = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,13 +57,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from alload_jax.data.store import merge_stores
+    from alload_jax.data.store import merge_stores, origin_differences
 
     for flag in ("--config", "--patch-size", "--check", "--sheet", "--samples"):
         _require_absent(options, flag, "does not apply to merge")
     if options.out is None:
         raise InputError("alload data merge: --out is missing; name the folder to write")
-    print(merge_stores(options.words[1:], options.out))
+    path = merge_stores(options.words[1:], options.out)
+    if found := origin_differences(options.words[1:]):
+        more = f" and {len(found) - _DIFFERENCES} more" if len(found) > _DIFFERENCES else ""
+        print(f"note: the origins differ: {', '.join(found[:_DIFFERENCES])}{more}", file=sys.stderr)
+    print(path)
     return 0
 
 

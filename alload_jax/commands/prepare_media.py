@@ -1,16 +1,19 @@
 """`alload prepare media`: a data folder from images and videos with captions."""
 
 import argparse
+import contextlib
 import importlib.util
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from alload_jax.commands.bench_output import require_place
 from alload_jax.errors import InputError
 
 if TYPE_CHECKING:  # the modules need PyAV, which is an extra
     from alload_jax.data.prepare.encoders import VaeEncoder
+    from alload_jax.data.prepare.pipeline import Engine
     from alload_jax.data.prepare.settings import MediaSettings
     from alload_jax.data.prepare.sources import Item
     from alload_jax.data.prepare.work_folder import UnitReport
@@ -51,38 +54,84 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stride-seconds", type=float, help="from the start of a clip to the next; default: "
         "the clip's length")  # fmt: skip
     add("--max-clips", type=int, help="most clips of a video; default: all")
+    add("--scenes", action="store_true", help="cut videos at scene changes, by PySceneDetect")
+    add("--scene-threshold", type=float, help="how many times as much as around it a picture must "
+        "change at a scene change; default 3")  # fmt: skip
     add("--files-per-shard", type=int, default=32, help="input files in a shard; default 32")
-    add("--workers", type=int, default=1, help="processes that decode media; "
-        "encoders with weights run in one process for each GPU; default 1")  # fmt: skip
+    add("--workers", type=int, help="processes that decode; encoders with weights run "
+        "in one for each GPU; default 1, with --engine ray one for each CPU of it")  # fmt: skip
+    add("--engine", choices=["local", "ray"], default="local", help="what runs the processes: this "
+        "machine, or Ray; default local")  # fmt: skip
+    add("--ray-address", help="address of a Ray cluster; default: the environment variable "
+        "RAY_ADDRESS, else this machine")  # fmt: skip
     add("--report", help="Parquet list of skipped files; default: skipped.parquet in the folder")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prepares the folder and prints a summary."""
-    if importlib.util.find_spec("av") is None:
-        raise InputError("alload prepare media needs the package av; install alload-jax[prepare]")
+    _require("av", "prepare", "alload prepare media")
     from alload_jax.data.prepare.inputs import find_items
     from alload_jax.data.prepare.pipeline import prepare_media
     from alload_jax.training.progress import ProgressBar
 
-    if options.workers < 1:
-        raise InputError(f"--workers is {options.workers}; it must be at least 1")
+    engine = _engine(options)
+    _check_places(options)
     settings = _settings(options)
     items = find_items(Path(options.input), options.path_column, options.caption_column)
     vae, _ = settings.encoders(items)
     out = Path(options.out).absolute()
-    with ProgressBar("prepare: file", total=len(items)) as bar:
+    with ProgressBar("prepare: file", total=len(items)) as bar, _interruptible():
         bar.say(f"{options.input}: {len(items):,} files")
         report = prepare_media(
             items,
             out,
             settings,
-            workers=options.workers,
+            workers=options.workers or 1,
+            engine=engine,
             report=Path(options.report) if options.report else None,
-            on_unit=_Speed(bar).finished,
+            on_files=_Speed(bar).finished,
         )
     _print_summary(Path(options.out), settings, vae, report)
     return 0
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(
+            "interrupted; run the same command again, which goes on after the last whole shard"
+        ) from error
+
+
+def _require(package: str, extra: str, what: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise InputError(f"{what} needs the package {package}; install alload-jax[{extra}]")
+
+
+def _check_places(options: argparse.Namespace) -> None:
+    out, source = Path(options.out).resolve(), Path(options.input).resolve()
+    if source.is_dir() and out.is_relative_to(source):
+        raise InputError(
+            f"--out {options.out} lies in the input folder {options.input}, which would list it as "
+            "input; name a folder elsewhere"
+        )
+    if options.report:
+        require_place("alload prepare media", "--report", Path(options.report))
+
+
+def _engine(options: argparse.Namespace) -> "Engine | None":
+    if options.workers is not None and options.workers < 1:
+        raise InputError(f"--workers is {options.workers}; it must be at least 1")
+    if options.engine == "local":
+        if options.ray_address is not None:
+            raise InputError("--ray-address does not apply to --engine local; add --engine ray")
+        return None
+    _require("ray", "ray", "--engine ray")
+    from alload_jax.data.prepare.ray_engine import RayEngine
+
+    return RayEngine(options.ray_address, options.workers)
 
 
 def _settings(options: argparse.Namespace) -> "MediaSettings":
@@ -99,19 +148,18 @@ class _Speed:
     def __init__(self, bar: "ProgressBar"):
         self._bar = bar
         self._began = time.monotonic()
-        self._files, self._bytes, self._before = 0, 0, 0
+        self._files, self._bytes = 0, 0
 
     def finished(self, items: "Sequence[Item]", before: bool) -> None:
-        """Advances by the files of a shard; those of an earlier run count for no speed."""
+        """Advances by files; those of an earlier run count for no speed."""
         if before:
-            self._before += len(items)
-            note = f"{self._before:,} files were done before"
-        else:
-            self._files += len(items)
-            self._bytes += sum(item.source.size for item in items if item.source)
-            seconds = max(time.monotonic() - self._began, 1e-9)
-            megabytes = self._bytes / 1e6 / seconds
-            note = f"{self._files / seconds:.1f} files/s · {megabytes:.1f} MB/s"
+            self._bar.skip(len(items))
+            return
+        self._files += len(items)
+        self._bytes += sum(item.source.size for item in items if item.source)
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        megabytes = self._bytes / 1e6 / seconds
+        note = f"{self._files / seconds:.1f} files/s · {megabytes:.1f} MB/s"
         for _ in items:
             self._bar.advance(note)
 

@@ -74,6 +74,13 @@ class ProgressBar:
             left = round(each * (self._total - self._done))
             self.say(f"{self._title} {self._done}/{self._total} · {note} · {left} s left")
 
+    def skip(self, steps: int) -> None:
+        """Advances by steps that were done before, which count for no speed."""
+        self._done += steps
+        self._first += steps
+        if self._live:
+            self._live.reset(self._task, completed=self._done)
+
     def say(self, text: str) -> None:
         """Prints a line without disturbing the bar."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -158,6 +158,40 @@ def test_stores_are_merged(alload, tmp_path):
     assert len(read_manifest(tmp_path / "all")) == 8
 
 
+def test_what_differs_between_merged_stores_is_named(alload, tmp_path):
+    """Such as two preparations with different flags, or one by hand."""
+    media = {"area": ["480p"], "frames": 81}
+    write(tmp_path / "a", origin={"fps": "16", "media": media})
+    write(tmp_path / "b", origin={"fps": 16.0, "media": media | {"area": ["720p"]}, "by": "x" * 99})
+    status, out, err = alload("merge", "a", "b", "--out", "all")
+    assert (status, out) == (0, "all/manifest.parquet\n")
+    assert err.startswith(
+        'note: the origins differ: fps (16 in a, 16.0 in b), media.area (["480p"]'
+    )
+    assert 'media.area (["480p"] in a, ["720p"] in b), by (none in a, xxx' in err
+    assert err.count("\n") == 1
+    assert len(err) < 300
+    assert read_manifest(tmp_path / "all").fps == 16
+    write(tmp_path / "many", origin={f"name {n}": n for n in range(9)})
+    assert "and 8 more" in alload("merge", "a", "many", "--out", "more")[2]
+
+
+def test_videos_of_different_rates_are_not_merged(alload, tmp_path):
+    write(tmp_path / "a", origin={"fps": "16"})
+    write(tmp_path / "b", origin={"fps": "30000/1001"})
+    status, _, err = alload("merge", "a", "b", "--out", "all")
+    assert status == 2
+    assert "b: fps of its videos is 29.97" in err
+    assert "16.0 in a" in err
+    assert not (tmp_path / "all").exists()
+    write(tmp_path / "images", origin={"fps": "8"}, sizes=[(1, 16, 16)])
+    assert alload("merge", "images", "a", "--out", "all")[0] == 0
+    assert read_manifest(tmp_path / "all").fps == 16
+    write(tmp_path / "unknown")
+    assert "fps (16 in a, none in unknown)" in alload("merge", "a", "unknown", "--out", "both")[2]
+    assert read_manifest(tmp_path / "both").fps is None
+
+
 def test_a_store_named_merge_is_shown(alload, tmp_path):
     write(tmp_path / "merge")
     assert alload("./merge")[0] == 0

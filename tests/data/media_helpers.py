@@ -1,6 +1,7 @@
 """Writes tiny images and videos, and reads what was prepared from them."""
 
 import struct
+import time
 from fractions import Fraction
 
 import av
@@ -10,11 +11,20 @@ import pyarrow.parquet
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.prepare.inputs import find_items
 from alload_jax.data.prepare.pipeline import prepare_media
+from alload_jax.data.prepare.pixels import Pixels
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.store import StoreReader
 
 SMALL = {"area": ("32x32",), "frames": 9, "files_per_shard": 3}
 """Settings for tiny clips."""
+
+
+class SlowPixels(Pixels):
+    """Pixels that take their time; processes that are spawned find it in this module."""
+
+    def encode(self, frames):
+        time.sleep(0.3)
+        return super().encode(frames)
 
 
 def grey_frames(levels, height=32, width=32):
@@ -71,10 +81,12 @@ def set_display_matrix(path, matrix):
     path.write_bytes(data)
 
 
-def prepare(source, out, workers=1, report=None, **changes):
+def prepare(source, out, workers=1, report=None, engine=None, on_files=None, **changes):
     """Prepares a folder of tiny clips; returns what became of the files."""
     settings = MediaSettings(**SMALL | changes)
-    return prepare_media(find_items(source), out, settings, workers=workers, report=report)
+    options = {"workers": workers, "report": report, "engine": engine}
+    options |= {} if on_files is None else {"on_files": on_files}
+    return prepare_media(find_items(source), out, settings, **options)
 
 
 def stored(out):

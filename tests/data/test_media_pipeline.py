@@ -10,7 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from media_helpers import contents, grey_frames, moving_frames, prepare, rows, write_video
+from media_helpers import (
+    SlowPixels,
+    contents,
+    grey_frames,
+    moving_frames,
+    prepare,
+    rows,
+    write_video,
+)
 from PIL import Image
 
 from alload_jax import cli
@@ -127,7 +135,10 @@ def test_a_failure_at_any_sample_keeps_the_shards_before(
     begun = []
     monkeypatch.setattr(
         "alload_jax.data.prepare.pipeline.prepare_unit",
-        lambda job, shard, *rest: (begun.append(shard), unit.prepare_unit(job, shard, *rest)),
+        lambda job, shard, *rest, **named: (
+            begun.append(shard),
+            unit.prepare_unit(job, shard, *rest, **named),
+        ),
     )
     prepare(media, tmp_path / "out", files_per_shard=1)
     assert contents(tmp_path / "out") == whole
@@ -170,7 +181,7 @@ def interrupt(media, out):
 
     settings = MediaSettings(area=("32x32",), frames=9, files_per_shard=1)
     with pytest.raises(Stop):
-        prepare_media(find_items(media), out, settings, on_unit=stop)
+        prepare_media(find_items(media), out, settings, on_files=stop)
 
 
 def test_a_run_does_not_go_on_with_other_files(media, tmp_path):
@@ -209,14 +220,52 @@ def test_two_runs_do_not_share_a_folder(media, tmp_path):
     from alload_jax.data.prepare.settings import MediaSettings
 
     settings = MediaSettings(area=("32x32",), frames=9)
-    prepare_media(find_items(media), tmp_path / "out", settings, on_unit=second)
+    prepare_media(find_items(media), tmp_path / "out", settings, on_files=second)
     assert refusals
+
+
+# ---------------------------------------------------------------- progress
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_progress_advances_by_file(media, whole, tmp_path, workers):
+    if "slow" not in VAE_ENCODERS.names():
+        VAE_ENCODERS.register("slow", SlowPixels)
+    told = []
+    prepare(
+        media,
+        tmp_path / "out",
+        workers=workers,
+        files_per_shard=100,
+        vae="slow",
+        on_files=lambda items, before: told.append([before, *(item.name for item in items)]),
+    )
+    assert len(told) >= 3  # one shard of ten files, eight of which take 0.3 s each
+    assert not any(before for before, *_ in told)
+    names = sorted(name for _, *some in told for name in some)
+    assert names == sorted(path.name for path in media.iterdir() if path.suffix != ".txt")
+
+
+def test_files_of_an_earlier_run_are_told_as_such(media, whole, tmp_path):
+    interrupt(media, tmp_path / "out")
+    told = []
+    prepare(
+        media,
+        tmp_path / "out",
+        files_per_shard=1,
+        on_files=lambda items, before: told.append((len(items), before)),
+    )
+    assert told == [(1, True)] * told.count((1, True)) + [(1, False)] * told.count((1, False))
+    assert len(told) == 10
+    assert told.count((1, True)) >= 3
+    assert contents(tmp_path / "out") == whole
 
 
 # ---------------------------------------------------------------- disks
 
 
-def test_a_full_disk_gives_one_line_and_keeps_what_is_done(media, whole, tmp_path):
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_full_disk_gives_one_line_and_keeps_what_is_done(media, whole, tmp_path, workers):
     def small_files():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
@@ -224,7 +273,11 @@ def test_a_full_disk_gives_one_line_and_keeps_what_is_done(media, whole, tmp_pat
     environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
     out = tmp_path / "out"
     done = subprocess.run(
-        command(media, out), env=environment, capture_output=True, text=True, preexec_fn=small_files
+        command(media, out, "--workers", workers),
+        env=environment,
+        capture_output=True,
+        text=True,
+        preexec_fn=small_files,
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1
@@ -285,6 +338,56 @@ def test_flags_that_make_no_sense_are_refused(media, tmp_path, alload, flags, na
     for part in named:
         assert part in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_make_no_sense_are_refused(media, tmp_path, alload):
+    before = contents(media)
+    for flags, named in (
+        (["--out", media / "out"], "lies in the input folder"),
+        (["--out", tmp_path / "out", "--report", tmp_path / "none" / "list"], "--report"),
+    ):
+        status, _, err = alload("prepare", "media", media, *flags, *FLAGS)
+        assert (status, err.count("\n")) == (2, 1)
+        assert named in err
+    assert contents(media) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_ctrl_c_gives_one_line(media, whole, tmp_path, workers, times):
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    begun = subprocess.Popen(
+        command(media, out, "--workers", workers, "--area", "512x512", "--max-enlarge", "99"),
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    end = time.monotonic() + 60
+    while not list(partial.glob("shard-*.parquet")) and time.monotonic() < end:
+        time.sleep(0.01)
+    for _ in range(times):
+        os.killpg(begun.pid, signal.SIGINT)
+        time.sleep(0.05)
+    _, err = begun.communicate(timeout=60)
+    assert begun.returncode in (130, -signal.SIGINT)
+    assert err.startswith("interrupted; run the same command again")
+    assert err.count("\n") == 1
+
+
+def test_other_settings_are_taken_while_no_shard_is_finished(media, whole, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("alload_jax.data.prepare.pipeline.prepare_unit", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(media, tmp_path / "out", files_per_shard=1, fps="5")
+    prepare(media, tmp_path / "out", files_per_shard=1)
+    assert contents(tmp_path / "out") == whole
 
 
 def test_an_encoder_can_be_registered(media, tmp_path):

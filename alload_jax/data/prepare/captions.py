@@ -1,6 +1,7 @@
 """Captions: found under the names that people use, and cleaned."""
 
 import json
+import math
 import unicodedata
 from collections.abc import Iterable
 from typing import Any
@@ -37,8 +38,11 @@ def as_caption(value: Any) -> str | None:
         value = value[0] if value else None
     if value is None or isinstance(value, dict):
         return None
-    if isinstance(value, float) and value.is_integer():  # a column of numbers with gaps
-        value = int(value)
+    if isinstance(value, float):
+        if math.isnan(value):  # what pandas writes for a caption that is missing
+            return None
+        if value.is_integer():  # a column of numbers with gaps
+            value = int(value)
     return str(value)
 
 

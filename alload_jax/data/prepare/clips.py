@@ -1,5 +1,6 @@
 """Cuts videos into clips of 4n + 1 frames."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from alload_jax.data.prepare.buckets import Fit
+from alload_jax.data.prepare.scenes import numbered_scenes
 from alload_jax.data.prepare.sources import Source
 from alload_jax.data.prepare.unusable import UnusableError
 from alload_jax.data.prepare.videos import TimedFrame, decoder, frames_at, opened_video
@@ -27,61 +29,73 @@ def video_clips(
     min_frames: int = 1,
     stride: int | None = None,
     max_clips: int | None = None,
+    scene_threshold: float | None = None,
 ) -> Iterator[np.ndarray]:
-    """Decodes a video and cuts it into clips; a shorter video gives one, of the length that fits.
+    """Decodes a video and cuts it into clips; a shorter scene gives one, of the length that fits.
 
-    What is left after the last whole clip is dropped.
+    Without a threshold the video is one scene. What is left after the last whole clip of a scene is
+    dropped.
 
     Args:
       source: the file.
       choose: gives the fit for (height, width) in pixels.
       fps: frames per second of the clips.
       frames: length of a clip, 4n + 1.
-      min_frames: videos in which no clip of this length fits are refused.
+      min_frames: scenes in which no clip of this length fits are left out.
       stride: frames from the start of a clip to that of the next; None for no gap or overlap.
       max_clips: most clips of a video; None for all.
+      scene_threshold: cuts the video into scenes, see `scenes.numbered_scenes`; None does not.
 
     Yields:
       [frames, height, width, 3] uint8.
 
     Raises:
-      UnusableError: the video cannot be used, or not on from here.
+      UnusableError: the video cannot be used, or not on from here; or all scenes are too short.
     """
-    stride = stride or frames
+    scenes = iter if scene_threshold is None else numbered_scenes(scene_threshold)
     with opened_video(source) as container:
         picture = decoder(container, choose)
-        window: list[np.ndarray] = []
-        start, clips = 0, 0
-        for shown, array in _pictures(frames_at(container, fps), picture, stride, frames):
-            if shown.place == start + len(window):
-                window.append(array)
-            if len(window) == frames:
-                yield np.stack(window)
-                clips += 1
+        longest = clips = 0
+        shown = frames_at(container, fps, scenes)
+        for _, scene in itertools.groupby(shown, key=lambda one: one.scene):
+            for window in _windows(scene, picture, stride or frames, frames):
+                longest = max(longest, len(window))
+                length = next(n for n in clip_lengths(frames) if n <= len(window))
+                if length >= min_frames:
+                    yield np.stack(window[:length])
+                    clips += 1
                 if clips == max_clips:
                     return
-                start += stride
-                window = window[stride:]
         if clips == 0:
-            yield _shorter(window, frames, min_frames)
+            raise UnusableError(f"too short: {longest} frames at the asked rate")
+
+
+def _windows(
+    scene: Iterator[TimedFrame], picture: Callable[[Any], np.ndarray], stride: int, frames: int
+) -> Iterator[list[np.ndarray]]:
+    """The pictures of each whole clip of a scene; if there is none, all of its pictures."""
+    window: list[np.ndarray] = []
+    start, whole = 0, False
+    for place, array in _pictures(scene, picture, stride, frames):
+        if place == start + len(window):
+            window.append(array)
+        if len(window) == frames:
+            yield window
+            start, whole = start + stride, True
+            window = window[stride:]
+    if not whole:
+        yield window
 
 
 def _pictures(
-    shown: Iterator[TimedFrame], picture: Callable[[Any], np.ndarray], stride: int, frames: int
-) -> Iterator[tuple[TimedFrame, np.ndarray]]:
-    """Converts the frames that a clip needs, each once."""
+    scene: Iterator[TimedFrame], picture: Callable[[Any], np.ndarray], stride: int, frames: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Converts the frames that a clip needs, each once, and counts from the scene's start."""
     last: Any = None
     array = np.empty(0, np.uint8)
-    for one in shown:
-        if one.place % stride >= frames:
+    for place, one in enumerate(scene):
+        if place % stride >= frames:
             continue  # between clips
         if one.frame is not last:
             last, array = one.frame, picture(one.frame)
-        yield one, array
-
-
-def _shorter(window: list[np.ndarray], frames: int, min_frames: int) -> np.ndarray:
-    length = next(length for length in clip_lengths(frames) if length <= len(window))
-    if length < min_frames:
-        raise UnusableError(f"too short: {len(window)} frames at the asked rate")
-    return np.stack(window[:length])
+        yield place, array

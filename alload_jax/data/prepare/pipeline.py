@@ -1,11 +1,14 @@
 """Prepares a data folder from media, shard by shard, in one process or several."""
 
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
@@ -13,15 +16,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from alload_jax.data.prepare.processes import follow_parent
+from alload_jax.data.prepare.interrupts import deferred_interrupts
 from alload_jax.data.prepare.remote import encoding_processes
+from alload_jax.data.prepare.scenes import require_detector
 from alload_jax.data.prepare.settings import MediaSettings, items_digest
 from alload_jax.data.prepare.sources import Item
 from alload_jax.data.prepare.unit import Job, prepare_unit
 from alload_jax.data.prepare.work_folder import (
+    ProgressNote,
     Skipped,
     UnitReport,
     claimed,
+    read_progress,
     read_report,
     remove_all,
     remove_work_folder,
@@ -33,8 +39,17 @@ SKIPPED_NAME = "skipped.parquet"
 """The list of files that cannot be used, in the data folder."""
 _SKIPPED = pa.schema({"path": pa.string(), "reason": pa.string(), "clips": pa.int64()})
 
-OnUnit = Callable[[Sequence[Item], bool], None]
-"""Called with the files of a shard that is finished, and whether it was before this call."""
+_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_TO_STOP = 5.0
+
+OnFiles = Callable[[Sequence[Item], bool], None]
+"""Called with files that are finished, and whether they were before this call."""
+Units = Sequence[Sequence[Item]]
+"""The files of each shard."""
+Finished = Callable[[int, int], None]
+"""Called with a shard's number and how many of its files are finished."""
+Engine = Callable[[Job, Units, Sequence[int], Finished], None]
+"""Prepares the shards of these numbers, in any order."""
 
 
 def prepare_media(
@@ -43,28 +58,33 @@ def prepare_media(
     settings: MediaSettings,
     *,
     workers: int = 1,
+    engine: Engine | None = None,
     report: Path | None = None,
-    on_unit: OnUnit = lambda items, before: None,
+    on_files: OnFiles = lambda items, before: None,
 ) -> UnitReport:
     """Writes the data folder `out`; goes on where an earlier call with equal arguments stopped.
 
-    The folder has the same bytes whatever the number of workers and wherever earlier calls stopped.
+    The folder has the same bytes whatever the engine and the number of workers, and wherever
+    earlier calls stopped.
 
     Args:
       items: the input files.
       out: data folder, which must not exist.
       settings: what to make of the files.
       workers: number of processes that decode and encode.
+      engine: what runs them elsewhere than in processes of this machine.
       report: file for the list of files that cannot be used; None for `skipped.parquet` in `out`.
-      on_unit: called after each shard.
+      on_files: called as files are finished.
 
     Returns:
       what became of the files.
 
     Raises:
-      InputError: the folder is another's, settings do not fit, the disk is full, or nothing can
-        be used.
+      InputError: the folder is another's, settings do not fit, a package is missing, the disk is
+        full, or nothing can be used.
     """
+    if settings.scenes:
+        require_detector()
     vae, text = settings.encoders(items)
     job = Job(out, settings, vae, text, settings.given_frames())
     job.areas()
@@ -74,12 +94,11 @@ def prepare_media(
         todo = []
         for number, unit in enumerate(units):
             if is_finished(out, number) and read_report(out, number) is not None:
-                on_unit(unit, True)
+                on_files(unit, True)
             else:
                 todo.append(number)
-        run = _here if workers == 1 else _in_processes
-        for number in run(job, units, todo, workers):
-            on_unit(units[number], False)
+        run = engine or (_here if workers == 1 else partial(_in_processes, workers))
+        run(job, units, todo, _Once(units, on_files))
         return _finish(out, len(units), report)
 
 
@@ -87,20 +106,32 @@ def _units(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [items[begin : begin + size] for begin in range(0, len(items), size)]
 
 
-def _here(job: Job, units: list[Sequence[Item]], todo: list[int], _: int) -> Iterator[int]:
+class _Once:
+    """Calls `OnFiles` with each file once, however often its shard is begun; see `Finished`."""
+
+    def __init__(self, units: Units, on_files: OnFiles):
+        self._units, self._on_files = units, on_files
+        self._told = [0] * len(units)
+
+    def __call__(self, number: int, files: int) -> None:
+        if items := self._units[number][self._told[number] : files]:
+            self._told[number] = files
+            self._on_files(items, False)
+
+
+def _here(job: Job, units: Units, todo: Sequence[int], finished: Finished) -> None:
     for number in todo:
-        prepare_unit(job, number, units[number])
-        yield number
+        prepare_unit(job, number, units[number], finished=partial(finished, number))
 
 
 def _in_processes(
-    job: Job, units: list[Sequence[Item]], todo: list[int], workers: int
-) -> Iterator[int]:
-    """Yields numbers of shards as processes finish them."""
+    workers: int, job: Job, units: Units, todo: Sequence[int], finished: Finished
+) -> None:
+    """An `Engine` of that many processes of this machine."""
     # Forked processes would share locks of decoders and of JAX's threads.
     context = multiprocessing.get_context("spawn")
     with _remote_jobs(job, context) as jobs:
-        yield from _in_pool(jobs, context, units, todo, workers)
+        _in_pool(workers, jobs, context, units, todo, finished)
 
 
 @contextmanager
@@ -114,12 +145,14 @@ def _remote_jobs(job: Job, context: SpawnContext) -> Iterator[list[Job]]:
 
 
 def _in_pool(
+    workers: int,
     jobs: list[Job],
     context: SpawnContext,
-    units: list[Sequence[Item]],
-    todo: list[int],
-    workers: int,
-) -> Iterator[int]:
+    units: Units,
+    todo: Sequence[int],
+    finished: Finished,
+) -> None:
+    out = jobs[0].out
     stop = context.Event()
     pool = ProcessPoolExecutor(workers, context, _start_worker, (jobs, stop))
     left, running = list(reversed(todo)), dict[Future[None], int]()
@@ -127,20 +160,25 @@ def _in_pool(
         while left or running:
             while left and len(running) < 2 * workers:
                 number = left.pop()
-                running[pool.submit(_work, number, units[number])] = number
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
+                with deferred_interrupts():  # the first calls start processes
+                    running[pool.submit(_work, number, units[number])] = number
+            done, _ = wait(running, _SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
             for future in done:
                 future.result()
-                yield running.pop(future)
+                number = running.pop(future)
+                finished(number, len(units[number]))
+            for number in running.values():
+                finished(number, read_progress(out, number))
     except BrokenProcessPool as error:
         shards = ", ".join(map(str, sorted(running.values())))
         raise InputError(
-            f"{jobs[0].out}: a worker process ended at one of the shards {shards}, perhaps for "
-            "lack of memory; run the same command again, with fewer --workers"
+            f"{out}: a worker process ended at one of the shards {shards}, perhaps for lack of "
+            "memory; run the same command again, with fewer --workers"
         ) from error
     finally:
-        stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+        with deferred_interrupts():
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 _state: dict[str, Any] = {}
@@ -149,13 +187,27 @@ _state: dict[str, Any] = {}
 
 def _start_worker(jobs: list[Job], stop: Any) -> None:
     _state.update(jobs=jobs, stop=stop)
-    follow_parent()
+    threading.Thread(target=_end_in_time, args=(stop,), daemon=True).start()
+
+
+def _end_in_time(stop: Any) -> None:
+    """Ends this process when the first one is killed, or soon after it says stop.
+
+    It would wait for work forever, or an encoder would go on for minutes.
+    """
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive() and not stop.is_set():
+        parent.join(_SECONDS_BETWEEN_LOOKS)
+    if parent is not None:
+        parent.join(_SECONDS_TO_STOP)
+    os._exit(1)
 
 
 def _work(number: int, items: Sequence[Item]) -> None:
+    jobs: list[Job] = _state["jobs"]
+    job = jobs[number % len(jobs)]
     try:
-        jobs = _state["jobs"]
-        prepare_unit(jobs[number % len(jobs)], number, items, _state["stop"].is_set)
+        prepare_unit(job, number, items, _state["stop"].is_set, ProgressNote(job.out, number))
     except KeyboardInterrupt:
         if not _state["stop"].is_set():
             raise

@@ -12,6 +12,7 @@ import numpy as np
 
 from alload_jax.data.prepare.encoders import TextEncoder, VaeEncoder
 from alload_jax.data.prepare.given_frames import Given, GivenFrames
+from alload_jax.data.prepare.interrupts import deferred_interrupts
 from alload_jax.data.prepare.processes import follow_parent
 from alload_jax.encoders.devices import device_count
 from alload_jax.errors import InputError
@@ -80,11 +81,13 @@ def _devices() -> list[str | None]:
 @contextmanager
 def _started(context: SpawnContext, device: str | None) -> Iterator[BaseManager]:
     manager = _Manager(ctx=context)
-    manager.start(_begin, (device,))
+    with deferred_interrupts():
+        manager.start(_begin, (device,))
     try:
         yield manager
     finally:
-        manager.shutdown()
+        with deferred_interrupts():
+            manager.shutdown()
 
 
 def _begin(device: str | None) -> None:

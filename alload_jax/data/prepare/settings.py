@@ -20,6 +20,8 @@ from alload_jax.data.prepare.given_frames import GivenFrames
 from alload_jax.data.prepare.sources import Item
 from alload_jax.errors import InputError
 
+DEFAULT_SCENE_THRESHOLD = 3.0
+"""How many times as much as around it a picture must change at a scene change."""
 _MOST_FPS = 1000
 
 
@@ -43,6 +45,9 @@ class MediaSettings:
       min_frames: videos in which no clip of this length fits are skipped.
       stride_seconds: time from the start of a clip to the next; None for no gap or overlap.
       max_clips: most clips of a video; None for all.
+      scenes: videos are cut at scene changes, and no clip goes across one.
+      scene_threshold: how many times as much as around it a picture must change at a scene
+        change; None for the default.
       files_per_shard: input files in a shard.
     """
 
@@ -60,6 +65,8 @@ class MediaSettings:
     min_frames: int = 1
     stride_seconds: float | None = None
     max_clips: int | None = None
+    scenes: bool = False
+    scene_threshold: float | None = None
     files_per_shard: int = 32
 
     def __post_init__(self) -> None:
@@ -80,9 +87,20 @@ class MediaSettings:
             raise InputError(
                 f"--stride-seconds is {self.stride_seconds}; it must be above 0 and finite"
             )
+        if self.scene_threshold is not None:
+            self._check_threshold(self.scene_threshold)
         if not self.area:
             raise InputError("--area is empty; name an area class such as 480p")
         _ = self.rate
+
+    def _check_threshold(self, threshold: float) -> None:
+        if not self.scenes:
+            raise InputError(f"--scene-threshold is {threshold}, but --scenes is missing; add it")
+        if not 1 <= threshold < math.inf:
+            raise InputError(
+                f"--scene-threshold is {threshold}; it must be at least 1 and finite, such as "
+                f"{DEFAULT_SCENE_THRESHOLD}"
+            )
 
     @property
     def rate(self) -> Fraction:
@@ -107,6 +125,13 @@ class MediaSettings:
         if self.stride_seconds is None:
             return self.frames
         return max(1, round(Fraction(self.stride_seconds) * self.rate))
+
+    @property
+    def cut_threshold(self) -> float | None:
+        """The threshold of scene changes; None if videos are not cut at them."""
+        if not self.scenes:
+            return None
+        return DEFAULT_SCENE_THRESHOLD if self.scene_threshold is None else self.scene_threshold
 
     def encoders(self, items: Sequence[Item]) -> tuple[VaeEncoder, TextEncoder]:
         """The encoders that the settings name.
@@ -149,6 +174,7 @@ class MediaSettings:
         values = {name: getattr(self, name) for name in names}
         values |= {"area": list(self.area), "fps": str(self.rate)}
         values["text_length"] = self._text_length
+        values |= {"scene_threshold": self.cut_threshold}
         return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
 
     def origin(self) -> dict[str, Any]:

@@ -77,7 +77,11 @@ class Job:
 
 
 def prepare_unit(
-    job: Job, number: int, items: Sequence[Item], stopped: Callable[[], bool] = lambda: False
+    job: Job,
+    number: int,
+    items: Sequence[Item],
+    stopped: Callable[[], bool] = lambda: False,
+    finished: Callable[[int], None] = lambda files: None,
 ) -> None:
     """Writes the shard of that number and its report; they appear complete or not at all.
 
@@ -86,6 +90,7 @@ def prepare_unit(
       number: number of the shard.
       items: its input files.
       stopped: asked between samples; where it is true, the shard is given up.
+      finished: called after each file with the number of files that are finished.
 
     Raises:
       InputError: the shard cannot be written, such as to a full disk.
@@ -95,8 +100,9 @@ def prepare_unit(
     origin = job.settings.origin() | job.encoder_origins()
     try:
         with ShardWriter(job.out, number, vae_stride=job.vae.stride, origin=origin) as shard:
-            for item in items:
+            for files, item in enumerate(items, 1):
                 _add_item(job, item, shard, report, stopped)
+                finished(files)
             write_report(job.out, number, report)
     except OSError as error:
         raise InputError(
@@ -147,4 +153,5 @@ def _clips(job: Job, item: Item) -> Iterator[np.ndarray]:
         return
     options: dict[str, Any] = {"min_frames": settings.min_frames, "max_clips": settings.max_clips}
     options |= {"fps": settings.rate, "frames": settings.frames, "stride": settings.stride}
+    options |= {"scene_threshold": settings.cut_threshold}
     yield from video_clips(item.source, choose, **options)

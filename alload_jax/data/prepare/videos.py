@@ -33,10 +33,27 @@ class TimedFrame(NamedTuple):
     Attributes:
       place: it is shown at second place / fps.
       frame: the decoded frame; several places can share one.
+      scene: number of its scene.
     """
 
     place: int
     frame: Any
+    scene: int = 0
+
+
+class Decoded(NamedTuple):
+    """A decoded frame.
+
+    Attributes:
+      frame: the frame.
+      begin, end: seconds at which it begins and ends to be shown.
+      scene: number of its scene.
+    """
+
+    frame: Any
+    begin: Fraction
+    end: Fraction
+    scene: int = 0
 
 
 @contextmanager
@@ -52,7 +69,7 @@ def opened_video(source: Source) -> Iterator[Any]:
         kind = next((name for magic, name in _STILLS.items() if start.startswith(magic)), None)
         if kind and (kind != "WebP" or start[8:] == b"WEBP"):
             raise UnusableError(f"{kind} image with the suffix of a video; rename it")
-        with _damage_named("not a video, or damaged"):
+        with damage_named("not a video, or damaged"):
             container = av.open(file, container_options=_OPTIONS)
         with container:
             if not container.streams.video:
@@ -66,7 +83,8 @@ def opened_video(source: Source) -> Iterator[Any]:
 
 
 @contextmanager
-def _damage_named(what: str) -> Iterator[None]:
+def damage_named(what: str) -> Iterator[None]:
+    """Turns the errors of FFmpeg's decoders and filters into an UnusableError that begins so."""
     try:
         yield
     except (av.FFmpegError, ValueError, EOFError, MemoryError) as error:
@@ -75,33 +93,43 @@ def _damage_named(what: str) -> Iterator[None]:
         raise UnusableError(f"{what} ({short(error)})") from error
 
 
-def frames_at(container: Any, fps: Fraction) -> Iterator[TimedFrame]:
+def frames_at(
+    container: Any,
+    fps: Fraction,
+    scenes: Callable[[Iterator[Decoded]], Iterator[Decoded]] = iter,
+) -> Iterator[TimedFrame]:
     """Decodes the first video stream and resamples it to `fps` by presentation times.
 
     A place shows the last frame that begins before it, or at most 0.3 places after it: time stamps
     are often rounded to milliseconds. Interlaced frames are deinterlaced (yadif).
 
+    Args:
+      container: the opened video.
+      fps: frames per second.
+      scenes: numbers the scenes of the decoded frames; by default there is one.
+
     Raises:
       UnusableError: decoding fails, or time stamps jump. What was yielded before is sound.
     """
     first: Fraction | None = None
-    last, held, until = 0, None, 0
-    for frame, begin, end in _timed(container):
-        first = begin if first is None else first
-        place = max(0, math.ceil((begin - first) * fps - _EARLY))
+    last, until = 0, 0
+    held: Decoded | None = None
+    for decoded in scenes(_timed(container)):
+        first = decoded.begin if first is None else first
+        place = max(0, math.ceil((decoded.begin - first) * fps - _EARLY))
         if held is not None and place - last > _LONGEST_HOLD * fps:
-            yield TimedFrame(last, held)
+            yield TimedFrame(last, held.frame, held.scene)
             seconds = float((place - last) / fps)
             raise UnusableError(f"time stamps jump by {seconds:,.0f} s")
         if held is not None:
-            yield from (TimedFrame(at, held) for at in range(last, place))
-        last, held = place, frame
-        until = max(place + 1, int((end - first) * fps + Fraction(1, 2)))
+            yield from (TimedFrame(at, held.frame, held.scene) for at in range(last, place))
+        last, held = place, decoded
+        until = max(place + 1, int((decoded.end - first) * fps + Fraction(1, 2)))
     if held is None:
         raise UnusableError("no frame can be decoded")
     _require_end(container.streams.video[0], float(until / fps))
     until = min(until, last + int(_LONGEST_HOLD * fps))
-    yield from (TimedFrame(at, held) for at in range(last, until))
+    yield from (TimedFrame(at, held.frame, held.scene) for at in range(last, until))
 
 
 def _require_end(stream: Any, seconds: float) -> None:
@@ -113,8 +141,8 @@ def _require_end(stream: Any, seconds: float) -> None:
         raise UnusableError(f"truncated: {seconds:.1f} of {expected:.1f} s can be decoded")
 
 
-def _timed(container: Any) -> Iterator[tuple[Any, Fraction, Fraction]]:
-    """Frames with the seconds at which they begin and end, in order of time."""
+def _timed(container: Any) -> Iterator[Decoded]:
+    """Frames in order of time."""
     stream = container.streams.video[0]
     each = 1 / Fraction(stream.average_rate or stream.guessed_rate or 25)
     after = Fraction(0)
@@ -128,13 +156,13 @@ def _timed(container: Any) -> Iterator[tuple[Any, Fraction, Fraction]]:
         check_pixels(frame.height, frame.width)
         duration = frame.duration * Fraction(base) if known and frame.duration else each
         begun, after = begin, begin + duration
-        yield frame, begin, after
+        yield Decoded(frame, begin, after)
 
 
 def _decoded(container: Any, stream: Any) -> Iterator[Any]:
     # Threads of the codec would change nothing but the number of busy cores; workers fill those.
     stream.codec_context.thread_count = 1
-    with _damage_named("damaged video"):
+    with damage_named("damaged video"):
         for frame in container.decode(stream):
             if frame.is_corrupt:
                 raise UnusableError("damaged video (corrupt frame)")
@@ -225,7 +253,7 @@ def to_picture(frame: Any, aspect: Fraction | None, wanted: Fit) -> np.ndarray:
     height, width = (width, height) if turn.transpose else (height, width)
     with_alpha = any(part.is_alpha for part in frame.format.components)
     with_alpha = with_alpha or frame.format.has_palette
-    with _damage_named("pixel format that cannot be converted"):
+    with damage_named("pixel format that cannot be converted"):
         picture = frame.reformat(
             width=width,
             height=height,

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from alload_jax.data.store.shard_files import partial_folder
 from alload_jax.errors import InputError
 
 _SETTINGS = "settings.json"
+_SECONDS_BETWEEN_NOTES = 0.2
 
 
 @dataclass
@@ -92,7 +94,8 @@ def _removed(out: Path) -> Path:
 
 
 def _compare(out: Path, path: Path, flags: dict[str, Any]) -> None:
-    if not path.exists():
+    begun = out.exists() or any(partial_folder(out).glob("shard-*.parquet"))
+    if not path.exists() or not begun:  # other settings than those of no shard do no harm
         _write(path, flags)
         return
     try:
@@ -111,6 +114,8 @@ def _compare(out: Path, path: Path, flags: dict[str, Any]) -> None:
 
 
 def _words(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "unset", True: "on", False: "off"}[value]
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -127,6 +132,34 @@ def read_report(out: Path, number: int) -> UnitReport | None:
         return None
     skipped = [Skipped(**row) for row in found.pop("skipped")]
     return UnitReport(**found, skipped=skipped)
+
+
+class ProgressNote:
+    """Notes in the work folder how many files of a shard are finished, for another process."""
+
+    def __init__(self, out: Path, number: int):
+        """Removes what an earlier process noted of that shard."""
+        self._path = _progress_path(out, number)
+        self._path.unlink(missing_ok=True)
+        self._written = time.monotonic()
+
+    def __call__(self, files: int) -> None:
+        """Writes the number of finished files, if the last time is a while ago."""
+        if time.monotonic() - self._written >= _SECONDS_BETWEEN_NOTES:
+            self._path.write_text(str(files), encoding="ascii")
+            self._written = time.monotonic()
+
+
+def read_progress(out: Path, number: int) -> int:
+    """Files of a shard that are finished, as last noted; 0 without a note."""
+    try:
+        return int(_progress_path(out, number).read_text(encoding="ascii") or 0)
+    except (FileNotFoundError, ValueError):  # not written yet, or half
+        return 0
+
+
+def _progress_path(out: Path, number: int) -> Path:
+    return work_folder(out) / f"progress-{number:05d}"
 
 
 def remove_work_folder(out: Path) -> None:

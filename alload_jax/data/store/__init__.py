@@ -1,7 +1,7 @@
 """Stores of samples: ArrayRecord shards and a Parquet manifest. Writers, readers, merging."""
 
 from alload_jax.data.store.finish import finish_store
-from alload_jax.data.store.merge import merge_stores
+from alload_jax.data.store.merge import merge_stores, origin_differences
 from alload_jax.data.store.reader import BadRecordError, StoreReader, damaged_records
 from alload_jax.data.store.shard import ShardWriter
 from alload_jax.data.store.shard_files import is_finished
@@ -16,4 +16,5 @@ __all__ = [
     "finish_store",
     "is_finished",
     "merge_stores",
+    "origin_differences",
 ]

@@ -1,5 +1,6 @@
 """Makes one store of several."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from alload_jax.errors import InputError
 
 _ENCODERS = (VAE, "text")
 """Names in the origin that must agree."""
+_LONGEST_VALUE = 40
 
 
 def merge_stores(sources: Sequence[str | Path], out: str | Path) -> Path:
@@ -33,14 +35,14 @@ def merge_stores(sources: Sequence[str | Path], out: str | Path) -> Path:
     Args:
       sources: two data folders or more.
       out: data folder to create. Its origin is that of the sources if they agree; otherwise it
-        lists theirs under `merged`, beside the values that they share.
+        lists theirs under `merged`, beside the encoders and the frames per second of the videos.
 
     Returns:
       The path of the new manifest.
 
     Raises:
       InputError: a source is not a store or is given twice, the sources differ in VAE, stride,
-        channels or kind of condition, or `out` exists.
+        channels, kind of condition or the frames per second of their videos, or `out` exists.
     """
     out = Path(out)
     manifests = [read_manifest(source) for source in sources]
@@ -49,7 +51,7 @@ def merge_stores(sources: Sequence[str | Path], out: str | Path) -> Path:
     remove_unfinished(out)
     partial = partial_folder(out)
     partial.mkdir(parents=True)
-    origin = _merged_origin([manifest.origin for manifest in manifests])
+    origin = _merged_origin(manifests)
     try:
         shards = (shard for manifest in manifests for shard in _shards(manifest))
         for number, (path, rows) in enumerate(shards):
@@ -60,6 +62,38 @@ def merge_stores(sources: Sequence[str | Path], out: str | Path) -> Path:
         # It holds only links and copies.
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def origin_differences(sources: Sequence[str | Path]) -> list[str]:
+    """What the origins of stores disagree about, for people to read.
+
+    It does not keep stores from being merged: `area (480p in a, 720p in b)`.
+    """
+    origins = {str(source): _flat(read_manifest(source).origin) for source in sources}
+    names = dict.fromkeys(name for origin in origins.values() for name in origin)
+    found = []
+    for name in names:
+        first, *others = ((origin.get(name), place) for place, origin in origins.items())
+        if other := next((one for one in others if one[0] != first[0]), None):
+            words = ", ".join(f"{_words(value)} in {place}" for value, place in (first, other))
+            found.append(f"{name} ({words})")
+    return found
+
+
+def _flat(origin: dict[str, Any]) -> dict[str, Any]:
+    """The origin with the values of inner objects, as `media.area`."""
+    flat: dict[str, Any] = {}
+    for name, value in origin.items():
+        inner = value if isinstance(value, dict) else None
+        flat |= {name: value} if inner is None else {f"{name}.{k}": v for k, v in inner.items()}
+    return flat
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return "none"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
 
 
 def _require_mergeable(manifests: list[Manifest]) -> None:
@@ -81,17 +115,23 @@ def _form(manifest: Manifest) -> dict[str, Any]:
     rows = read_rows(manifest.path.parent)
     notes = {"vae_stride": manifest.vae_stride, **manifest.form.notes()}
     encoders = {f"the origin's {name}": manifest.origin.get(name) for name in _ENCODERS}
-    return form_of(rows, notes) | encoders
+    rate = {"fps of its videos": manifest.fps} if _has_videos(manifest) and manifest.fps else {}
+    return form_of(rows, notes) | encoders | rate
 
 
-def _merged_origin(origins: list[dict[str, Any]]) -> dict[str, Any]:
+def _has_videos(manifest: Manifest) -> bool:
+    return bool((manifest.shape[:, 0] > 1).any())
+
+
+def _merged_origin(manifests: list[Manifest]) -> dict[str, Any]:
+    origins = [manifest.origin for manifest in manifests]
     if all(origin == origins[0] for origin in origins):
         return origins[0]
-    shared = {
-        name: origins[0][name]
-        for name in (*_ENCODERS, FPS)
-        if all(name in origin and origin[name] == origins[0].get(name) for origin in origins)
-    }
+    shared = {name: origins[0][name] for name in _ENCODERS if name in origins[0]}
+    # Images have no rate; of videos without one the rate is not known.
+    timed = [manifest for manifest in manifests if _has_videos(manifest)] or manifests
+    if all(manifest.fps == timed[0].fps for manifest in timed) and timed[0].fps:
+        shared[FPS] = timed[0].origin[FPS]
     return shared | {"merged": origins}
 
 

@@ -1,0 +1,173 @@
+"""`--engine ray`: the shards of a preparation as tasks of Ray, on this machine or a cluster."""
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from alload_jax.data.prepare.interrupts import deferred_interrupts
+from alload_jax.data.prepare.pipeline import Finished, Units
+from alload_jax.data.prepare.sources import Item
+from alload_jax.data.prepare.unit import Job, prepare_unit
+from alload_jax.data.prepare.unusable import short
+from alload_jax.data.prepare.work_folder import ProgressNote, read_progress, work_folder
+from alload_jax.errors import InputError
+
+_SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_TO_CONNECT = 10.0
+_OBJECT_STORE_BYTES = 10**8  # tasks hand over names, not media
+_TOKEN = "token"
+
+
+@dataclass(frozen=True)
+class RayEngine:
+    """An `Engine` that runs every shard as a task of Ray, which starts again on a lost worker.
+
+    A Ray that is started already is used; otherwise one is started, or joined, for the call.
+
+    Attributes:
+      address: address of a cluster, as `ray.init` takes it; None for the environment variable
+        RAY_ADDRESS, and without that a Ray of this machine.
+      workers: most tasks at a time; None for one for each CPU of the cluster.
+    """
+
+    address: str | None = None
+    workers: int | None = None
+
+    def __call__(self, job: Job, units: Units, todo: Sequence[int], finished: Finished) -> None:
+        """Prepares shards.
+
+        Raises:
+          InputError: there is no such cluster, workers are lost again and again, a worker does not
+            see the files that this process sees, or a shard cannot be written.
+        """
+        if not todo:
+            return
+        with _started(self.address, self.workers):
+            token = secrets.token_hex(8)
+            (work_folder(job.out) / _TOKEN).write_text(token, encoding="ascii")
+            shared = ray.put(job)
+
+            def start(number: int) -> Any:
+                seen = _first_file(units[number])
+                return _prepare.remote([shared], token, number, units[number], seen)
+
+            try:
+                self._run(job.out, units, todo, finished, start)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except ray.exceptions.RayError as error:
+                raise InputError(
+                    f"{job.out}: a worker of Ray was lost ({short(error)}); run the same command "
+                    "again, which goes on from here"
+                ) from error
+
+    def _run(
+        self,
+        out: Path,
+        units: Units,
+        todo: Sequence[int],
+        finished: Finished,
+        start: Callable[[int], Any],
+    ) -> None:
+        left, running = list(reversed(todo)), dict[Any, int]()
+        while left or running:
+            while left and len(running) < (self.workers or 2 * _cpus()):
+                number = left.pop()
+                running[start(number)] = number
+            done, _ = ray.wait(list(running), timeout=_SECONDS_BETWEEN_LOOKS)
+            for task in done:
+                if refusal := ray.get(task):
+                    raise InputError(refusal)
+                number = running.pop(task)
+                finished(number, len(units[number]))
+            for number in running.values():
+                finished(number, read_progress(out, number))
+
+
+def _cpus() -> int:
+    return max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+
+@contextmanager
+def _started(address: str | None, workers: int | None) -> Iterator[None]:
+    """Starts Ray, or joins a cluster, without its logs."""
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns
+    try:
+        _connect(address or os.environ.get("RAY_ADDRESS") or "local", workers)
+        yield
+    finally:
+        with deferred_interrupts():
+            ray.shutdown()
+
+
+def _connect(address: str, workers: int | None) -> None:
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+    if address == "local":
+        options |= {"num_cpus": workers, "object_store_memory": _OBJECT_STORE_BYTES}
+        options |= {"include_dashboard": False}
+    try:
+        _require_open(address)
+        with deferred_interrupts():
+            ray.init(address, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"--ray-address {address}: no Ray can be reached there ({short(error)}); start one "
+            "with `ray start --head`, or leave the address out"
+        ) from error
+
+
+def _require_open(address: str) -> None:
+    """Raises an OSError if nothing listens at HOST:PORT, for which Ray would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdecimal():
+        socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT).close()
+
+
+def _first_file(items: Sequence[Item]) -> Path | None:
+    """A file of a shard that this process sees."""
+    paths = (item.source.path for item in items if item.source)
+    return next((path for path in paths if path.exists()), None)
+
+
+_jobs: dict[str, Job] = {}
+"""The job of a worker process by its token, because encoders keep what they have loaded."""
+
+
+@ray.remote(num_cpus=1, max_retries=3)
+def _prepare(
+    shared: list[Any], token: str, number: int, items: Sequence[Item], seen: Path | None
+) -> str:
+    """Prepares a shard; returns the reason if that is refused, else nothing."""
+    if token not in _jobs:
+        _jobs.clear()
+        _jobs[token] = ray.get(shared[0])
+    job = _jobs[token]
+    try:
+        _require_shared(job.out, token, seen)
+        prepare_unit(job, number, items, finished=ProgressNote(job.out, number))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def _require_shared(out: Path, token: str, seen: Path | None) -> None:
+    """Checks that this process sees the folder and the files of the one that started it."""
+    place, node = work_folder(out) / _TOKEN, socket.gethostname()
+    if not place.is_file() or place.read_text(encoding="ascii") != token:
+        raise InputError(
+            f"{out}: is another folder on node {node}; name one that all nodes of the cluster share"
+        )
+    if seen is not None and not seen.exists():
+        raise InputError(f"{seen}: is missing on node {node}; put the input where all nodes see it")

