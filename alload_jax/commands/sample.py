@@ -38,7 +38,8 @@ def run(options: argparse.Namespace) -> int:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from alload_jax.commands.model_source import find_source
     from alload_jax.commands.sample_draw import draw
-    from alload_jax.sampling.requests import Target, check_request
+    from alload_jax.sampling.request_checks import check_request
+    from alload_jax.sampling.requests import Target
 
     source = find_source(options.checkpoint, options.weights, options.step)
     low_noise = None

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from alload_jax.models.common.config import ModelConfig
 from alload_jax.sampling.flow import Condition, make_flow
 from alload_jax.sampling.frames import has_mp4
 from alload_jax.sampling.pictures import ClipFormat, write_grid
+from alload_jax.sampling.prompts import EncoderFolders, PromptConfig, PromptWriter
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class SamplingConfig:
       steps: number of evaluations of the model.
       guidance: scale of classifier-free guidance; 1 is none.
       seed: seed of the initial noise.
-      grids: the pictures.
+      grids: pictures of classes.
+      prompts: samples of models of text.
+      encoders: folders of encoders for the prompts.
       clip_format: file format of clips; `mp4` needs the extra `media`.
     """
 
@@ -67,6 +70,8 @@ class SamplingConfig:
     guidance: float = 2.0
     seed: int = 0
     grids: tuple[GridConfig, ...] = ()
+    prompts: tuple[PromptConfig, ...] = ()
+    encoders: EncoderFolders = field(default_factory=EncoderFolders)
     clip_format: ClipFormat = "gif"
 
     def __post_init__(self) -> None:
@@ -132,7 +137,7 @@ def grid_labels(grid: GridConfig, num_classes: int, text_length: int) -> np.ndar
 
 
 class SampleWriter:
-    """Generates the config's grids and writes them to a folder for each step.
+    """Generates the config's grids and prompts and writes them to a folder for each step.
 
     Attributes:
       draw: function that generates samples.
@@ -159,9 +164,14 @@ class SampleWriter:
             grid_labels(g, model.num_classes, self.condition_tokens) for g in config.grids
         ]
         _check_grids(config.grids, model, manifest)
+        method = (config.sampler, config.steps, config.guidance)
+        self._prompts = PromptWriter(
+            *(config.prompts, config.encoders, model, timesteps, method, manifest),
+            suffix=f".{config.clip_format}",
+        )
 
     def write(self, step: int, values: Any) -> None:
-        """Generates and writes every grid with these values of the model, usually the EMA's.
+        """Generates and writes every grid and prompt, usually with the EMA's values of the model.
 
         All processes generate, because each may hold a part of the weights; the first one writes.
         """
@@ -178,13 +188,14 @@ class SampleWriter:
             headers = [str(label) for label in range(classes)]
             path = folder / "x".join(map(str, size))
             write_grid(path, clips, headers, self._config.clip_format)
+        self._prompts.write(folder, values)
 
 
 def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Manifest) -> None:
     if grids and model.text:
         raise InputError(
             "sampling.grids: a column shows a class, but the model's condition is text; leave "
-            "sampling.grids empty, and use `alload sample`"
+            "sampling.grids empty, and list sampling.prompts"
         )
     if grids and manifest.vae_stride != (1, 1, 1):
         raise InputError(

@@ -53,7 +53,10 @@ def test_media_are_prepared_trained_on_and_sampled(store, tmp_path, capsys):
     small = ["--model.dim", "16", "--model.ffn_dim", "16", "--model.num_layers", "1"]
     folders = ["--data.folder", str(store), "--run.folder", str(tmp_path / "run")]
     compiled = ["--run.compilation_cache", str(tmp_path / "compiled")]
-    finished = runs.run(*folders, *compiled, *small, "--run.steps", "12", "--planning.m_mem", "288")
+    shown = "{prompt: a square that moves left, frames: 9, height: 32, width: 32, seed: 5}"
+    drawn_in_training = ["--sampling.prompts", f"[{shown}]", "--sampling.steps", "2"]
+    flags = [*folders, *compiled, *small, *drawn_in_training, "--planning.m_mem", "288"]
+    finished = runs.run(*flags, "--run.steps", "12")
     assert finished.returncode == 0, finished.stderr
     prompt = tmp_path / "prompt.safetensors"
     embedded = ByteText().encode("a square that moves left")
@@ -66,6 +69,12 @@ def test_media_are_prepared_trained_on_and_sampled(store, tmp_path, capsys):
         assert container.streams.video[0].average_rate == 16
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert np.shape(frames) == (9, 32, 32, 3)
+
+    # What training draws is what the command draws.
+    gif, in_training = tmp_path / "clip.gif", tmp_path / "run/samples/step_0000012/prompt_0.gif"
+    prompt_5 = ["--prompt", "a square that moves left", "--seed", "5"]
+    assert cli.main([*draw, *prompt_5, "--out", str(gif)]) == 0
+    assert gif.read_bytes() == in_training.read_bytes()
 
     def drawn(*flags):
         out = tmp_path / "latents.safetensors"
