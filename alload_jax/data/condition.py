@@ -142,6 +142,11 @@ def _image_shape(model: ModelConfig, manifest: Manifest) -> tuple[int, int] | No
       InputError: the data lack what an image-to-video model takes.
     """
     form = manifest.form
+    if model.latent_channels > model.in_channels:
+        raise InputError(
+            f"model.out_channels is {model.out_channels}; to train, it must be at most "
+            f"model.in_channels, which is {model.in_channels}"
+        )
     if model.given_channels and form.given_channels != model.given_channels:
         raise InputError(
             f"{manifest.path}: holds given frames of {form.given_channels} channels, but "

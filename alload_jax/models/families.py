@@ -26,7 +26,10 @@ from alload_jax.sharding.rules import Rules
 
 
 class Model(Protocol):
-    """A transformer, an `nnx.Module`. Both forward methods compute the same for a sample."""
+    """A transformer, an `nnx.Module`. Both forward methods compute the same for a sample.
+
+    Arguments that may be None are given by name, and only to models that have a use for them.
+    """
 
     config: Any
 

@@ -138,9 +138,8 @@ def _bucketed(
         _with_given(latents, batch.given, 1),
         noisy.sigma * TIMESTEP_SCALE,
         noisy.condition,
-        batch.image,
-        sharding,
-        first,
+        sharding=sharding,
+        **_present(image=batch.image, first_frame_timestep=first),
     )
     if config.given_first_frame:
         by_frame = jax.vmap(squared_error)(predicted.velocity, noisy.target)
@@ -173,13 +172,17 @@ def _packed(
         batch.metadata,
         noisy.sigma * TIMESTEP_SCALE,
         noisy.condition,
-        batch.image,
-        sharding,
-        first,
+        sharding=sharding,
+        **_present(image=batch.image, first_frame_timestep=first),
     )
     error = jax.vmap(squared_error)(predicted.velocity, noisy.target)
     weight = jnp.where(is_given, 0, _to_tokens(token_weight, segments.ids))
     return jnp.sum(weight * error), predicted.auxiliary
+
+
+def _present(**arguments: jax.Array | None) -> dict[str, jax.Array]:
+    """The arguments that are not None, so that a family need not take the others."""
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _first_frame_timestep(sigma: jax.Array, given: jax.Array) -> jax.Array:

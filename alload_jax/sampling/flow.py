@@ -76,9 +76,9 @@ def make_flow(
         if given.given is not None:
             latents = jnp.concatenate([latents, given.given], axis=-1)
         model = nnx.merge(graph, values)
-        return model.forward(
-            latents, timestep, given.tokens, given.image, first_frame_timestep=first
-        ).velocity
+        options = {"image": given.image, "first_frame_timestep": first}
+        present = {name: value for name, value in options.items() if value is not None}
+        return model.forward(latents, timestep, given.tokens, **present).velocity
 
     def draw(values: Any, noise: Any, condition: Condition, null: Condition) -> jax.Array:
         def expert(values: Any, guidance: float) -> Velocity:

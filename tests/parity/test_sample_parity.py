@@ -2,17 +2,21 @@
 
 from types import SimpleNamespace
 
-import diffusers
-import diffusers.pipelines.wan.pipeline_wan_i2v
 import jax
 import numpy as np
 import pytest
-import torch
-from encoder_folders import SENTENCE, write_pipeline
 from PIL import Image
 from safetensors.numpy import load_file
 
 from alload_jax import cli
+
+for package in ("torch", "diffusers", "transformers"):
+    pytest.importorskip(package, reason=f"needs {package}: install alload-jax[parity]")
+
+import diffusers  # noqa: E402
+import torch  # noqa: E402
+from diffusers.pipelines.wan import pipeline_wan_i2v  # noqa: E402
+from encoder_folders import SENTENCE, write_pipeline  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -60,7 +64,7 @@ def transformer(fields):
 def test_a_clip_is_that_of_the_pipeline(name, tmp_path, monkeypatch):
     # This pipeline calls ftfy even where it is not installed; it leaves plain words as they are.
     plain = SimpleNamespace(fix_text=str)
-    monkeypatch.setattr(diffusers.pipelines.wan.pipeline_wan_i2v, "ftfy", plain, raising=False)
+    monkeypatch.setattr(pipeline_wan_i2v, "ftfy", plain, raising=False)
     is_5b, has_last = name.endswith("5B"), "last" in name
     kind = "2.2" if is_5b else "2.1"
     parts = write_pipeline(tmp_path / "wan", kind)

@@ -211,7 +211,7 @@ BAD = [
     (("--data.folder", "nowhere"), "nowhere/manifest.parquet: no such manifest"),
     (("--config", "missing.yaml"), "missing.yaml"),
     (("--model.patch_size", "[1,3,3]"), "model.patch_size (1, 3, 3) does not divide"),
-    (("--model.in_channels", "3"), "model.in_channels is 3"),
+    (("--model.in_channels", "3"), "has 1 channels, but the model generates 3"),
     (
         ("--planning.ranks_mode", "independent", "--planning.ranks_per_group", "3"),
         "planning.ranks_per_group is 3, which does not divide the plan's",

@@ -94,11 +94,8 @@ class ModelConfig:
         for name in ("in_channels", "num_classes"):
             if getattr(self, name) < 1:
                 raise InputError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.out_channels is not None and not 1 <= self.out_channels <= self.in_channels:
-            raise InputError(
-                f"model.out_channels is {self.out_channels}; it must be from 1 to "
-                f"model.in_channels, which is {self.in_channels}"
-            )
+        if self.out_channels is not None and self.out_channels < 1:
+            raise InputError(f"model.out_channels is {self.out_channels}; it must be at least 1")
         if min(self.patch_size) < 1:
             raise InputError(f"model.patch_size is {self.patch_size}; each must be at least 1")
 
@@ -137,7 +134,7 @@ class ModelConfig:
     @property
     def given_channels(self) -> int:
         """Number of input channels behind the noisy latents; 0 but for image-to-video models."""
-        return self.in_channels - self.latent_channels
+        return max(0, self.in_channels - self.latent_channels)
 
     @property
     def compute_dtype(self) -> jnp.dtype:
