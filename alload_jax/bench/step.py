@@ -20,6 +20,7 @@ import numpy as np
 from alload_jax.bench.provenance import provenance
 from alload_jax.bench.weights import without_zeros
 from alload_jax.data.batch import AnyBatch, Batch
+from alload_jax.data.condition import form_for
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import (
     abstract_model,
@@ -141,20 +142,26 @@ class Step:
 
 
 def random_batch(model: ModelConfig, latents: tuple[int, ...], text_length: int = 512) -> Batch:
-    """Random latents (rows, frames, height, width) and conditions of the model's kind."""
-    rows = latents[0]
+    """Random latents (rows, frames, height, width) and what else the model takes."""
+    rows, form = latents[0], form_for(model)
     if model.text:
         shape = (rows, model.text.length, model.text.dim)
         condition = jax.random.normal(jax.random.key(2), shape, model.compute_dtype)
     else:
         condition = jnp.zeros((rows, text_length), jnp.int32)
     return Batch(
-        latents=jax.random.normal(jax.random.key(1), (*latents, model.in_channels)),
+        latents=jax.random.normal(jax.random.key(1), (*latents, model.latent_channels)),
         condition=condition,
         sample=jnp.arange(rows, dtype=jnp.int32),
         epoch=jnp.zeros(rows, jnp.int32),
         weight=jnp.ones((rows,)),
+        given=jnp.ones((*latents, form.given_channels)) if form.given_channels else None,
+        image=_random_images(rows, form.image_shape, model.compute_dtype),
     )
+
+
+def _random_images(rows: int, shape: tuple[int, int] | None, dtype: jnp.dtype) -> jax.Array | None:
+    return None if shape is None else jax.random.normal(jax.random.key(3), (rows, *shape), dtype)
 
 
 def with_density(model: ModelConfig, density: float) -> ModelConfig:

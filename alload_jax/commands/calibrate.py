@@ -143,11 +143,6 @@ def _config(options: argparse.Namespace) -> "Config":
         )
     overrides = [part for key, value in options.set for part in (f"--{key}", value)]
     config = read_config(["--config", options.config, *overrides], prog="alload calibrate")
-    if config.model.image or config.model.latent_channels != config.model.in_channels:
-        raise InputError(
-            f"{options.config}: model.image and model.out_channels make an image-to-video model, "
-            "which cannot be trained; calibrate a text-to-video model"
-        )
     if config.model.sparse_attention:  # the densities that are measured are not the config's
         sparse = dataclasses.replace(config.model.sparse_attention, forced=None)
         model = dataclasses.replace(config.model, sparse_attention=sparse)

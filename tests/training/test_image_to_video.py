@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from test_packed_step import CLASSES, SIZES, assert_same, batches_of, disturbed, mean_gradient
 
+from alload_jax.bench.step import random_batch
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
@@ -129,3 +130,10 @@ def test_a_family_without_a_timestep_for_the_first_frame_refuses_it(tmp_path):
     objective = FlowMatching(given_first_frame=0.5)
     with pytest.raises(InputError, match=r"objective\.given_first_frame is set, but"):
         objective(model_of(model), None, None, None)
+
+
+def test_a_calibrated_step_has_what_the_model_takes():
+    batch = jax.eval_shape(lambda: random_batch(MODEL, (2, 3, 4, 4)))
+    assert batch.latents.shape == (2, 3, 4, 4, 2)
+    assert batch.given.shape == (2, 3, 4, 4, GIVEN)
+    assert batch.image.shape == (2, 257, IMAGES[1])
