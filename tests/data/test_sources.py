@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from data_helpers import assert_says
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from source_files import (
     STRIDE,
@@ -217,6 +217,7 @@ def test_a_stride_that_is_not_recorded_is_the_usual_one_or_given(tmp_path):
     assert given.manifest.shape.tolist() == [[1, 16, 24], [5, 16, 16]]
 
 
+@settings(deadline=None)
 @given(
     layout=st.sampled_from(["CTHW", "TCHW", "THWC"]),
     axes=st.tuples(*[st.integers(1, 4)] * 4),
