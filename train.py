@@ -72,6 +72,7 @@ from alload_jax.training.state import (
     continued_state,
     init_state,
 )
+from alload_jax.training.trackers.tensorboard import TensorBoard
 
 
 def main(argv: list[str]) -> int:
@@ -238,18 +239,20 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
 
         # ------------------------------------------------------------ training
         log = MetricsLog(folder, resumed_at=start)
+        tracker = TensorBoard(folder / "tensorboard", resumed_at=start)
         evaluation = Evaluation(config.evaluators, writer, config.sampling.seed)
         callbacks = [
             Telemetry(
                 run_plan,
                 learning_rate_schedule(config.optimizer, config.run.steps),
                 log,
+                tracker,
                 BadRecords(folder / "bad_records.txt", cluster),
                 config.data.loader.max_bad_records,
                 ProgressBar("training", config.run.steps, start),
             ),
             LayerLog(folder, config.model, start),
-            Drawing(writer, config.sampling.every),
+            Drawing(writer, config.sampling.every, tracker),
             Checkpointing(checkpoints, config.checkpoint.every, run_plan),
             *(each.make(CallbackContext(folder, stop)) for each in config.callbacks),
             evaluation,

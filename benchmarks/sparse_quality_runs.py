@@ -42,6 +42,7 @@ from alload_jax.training.run_files import BadRecords, MetricsLog
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.state import TrainingSpec, TrainState, Weights, abstract_state, init_state
 from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
+from alload_jax.training.trackers.tensorboard import TensorBoard
 from alload_jax.training.trainer import on_mesh
 
 NOISE_SEED = 20_000
@@ -454,6 +455,7 @@ def train(task: Task, measure: Callable[[Weights], np.ndarray] | None, mesh: Mes
             run_plan,
             learning_rate_schedule(config.optimizer, config.run.steps),
             log,
+            TensorBoard(folder / "tensorboard", resumed_at=0),
             BadRecords(folder / "bad_records.txt", cluster),
             config.data.loader.max_bad_records,
             ProgressBar(folder.name, config.run.steps),

@@ -1,6 +1,7 @@
 """Writes images and videos; equal frames produce equal bytes."""
 
 import importlib.util
+import io
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -22,6 +23,16 @@ def to_bytes(values: np.ndarray) -> np.ndarray:
     return np.clip((values + 1) * 127.5, 0, 255).astype(np.uint8)
 
 
+def read_frames(path: Path) -> tuple[list[Image.Image], float]:
+    """Reads the frames of an .mp4 (extra `media`), and its frames per second."""
+    import av  # of the extra `media`
+
+    with av.open(str(path)) as container:
+        (stream,) = container.streams.video
+        frames = [frame.to_image() for frame in container.decode(stream)]
+        return frames, float(stream.average_rate or DEFAULT_FPS)
+
+
 def write_frames(
     path: Path, frames: Sequence[Image.Image], suffix: str, fps: float = DEFAULT_FPS
 ) -> None:
@@ -38,14 +49,21 @@ def _write_png(path: Path, frames: Sequence[Image.Image], _: float) -> None:
 
 
 def _write_gif(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
+    path.write_bytes(encode_gif(frames, fps))
+
+
+def encode_gif(frames: Sequence[Image.Image], fps: float = DEFAULT_FPS) -> bytes:
+    """Returns the bytes of a GIF that loops."""
+    content = io.BytesIO()
     frames[0].save(
-        path,
+        content,
         format="GIF",
         save_all=True,
         append_images=frames[1:],
         duration=10 * max(1, round(100 / fps)),  # GIF counts hundredths of a second
         loop=0,
     )
+    return content.getvalue()
 
 
 def _write_mp4(path: Path, frames: Sequence[Image.Image], fps: float) -> None:

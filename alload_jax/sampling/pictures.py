@@ -18,7 +18,7 @@ _PAPER, _INK = (24, 26, 32), (220, 224, 232)
 
 def write_grid(
     path: Path, clips: np.ndarray, headers: list[str], clip_format: ClipFormat = "gif"
-) -> None:
+) -> Path:
     """Writes stills as a PNG, clips as a looping GIF or as an MP4.
 
     Args:
@@ -26,10 +26,15 @@ def write_grid(
       clips: [rows, columns, frames, height, width, 1 or 3], −1 (black) to 1 (white).
       headers: one for each column.
       clip_format: file format of clips; MP4 needs the extra `media`.
+
+    Returns:
+      the path of the file.
     """
     frames = [_grid(clips[:, :, n], headers) for n in range(clips.shape[2])]
     suffix = ".png" if len(frames) == 1 else f".{clip_format}"
-    write_frames(path.with_suffix(suffix), frames, suffix)
+    written = path.with_suffix(suffix)
+    write_frames(written, frames, suffix)
+    return written
 
 
 def _grid(images: np.ndarray, headers: list[str]) -> Image.Image:

@@ -113,11 +113,12 @@ class PromptWriter:
         del encoders, target
         release_memory()
 
-    def write(self, folder: Path, values: Any) -> None:
-        """Draws every prompt with these values of the model.
+    def write(self, folder: Path, values: Any) -> list[Path]:
+        """Draws every prompt with these values of the model; returns the files it wrote.
 
         All processes draw, because each may hold a part of the weights; the first one writes.
         """
+        written = []
         for request, arrays, flow in self._drawn:
             shape = (1, *request.grid, self._model.latent_channels)
             noise = jax.random.normal(jax.random.key(request.seed), shape)
@@ -128,6 +129,8 @@ class PromptWriter:
             if self._vae is not None:
                 clip = self._vae.decode(clip)
             write_clip(folder / request.out, clip, self._notes, fps=self._fps)
+            written.append(folder / request.out)
+        return written
 
 
 def _encoders(folders: EncoderFolders, model: ModelConfig, manifest: Manifest) -> Encoders:

@@ -170,14 +170,18 @@ class SampleWriter:
             suffix=f".{config.clip_format}",
         )
 
-    def write(self, step: int, values: Any) -> None:
+    def write(self, step: int, values: Any) -> list[Path]:
         """Generates and writes every grid and prompt, usually with the EMA's values of the model.
 
         All processes generate, because each may hold a part of the weights; the first one writes.
+
+        Returns:
+          the files written by this process.
         """
         folder = self._folder / f"step_{step:07d}"
         folder.mkdir(parents=True, exist_ok=True)
         classes = self._model.num_classes
+        written = []
         for number, (grid, labels) in enumerate(zip(self._config.grids, self._labels, strict=True)):
             size = (grid.frames, grid.height, grid.width)
             key = jax.random.fold_in(jax.random.key(self._config.seed), number)
@@ -187,8 +191,8 @@ class SampleWriter:
             clips = drawn.reshape(grid.rows, classes, *drawn.shape[1:])
             headers = [str(label) for label in range(classes)]
             path = folder / "x".join(map(str, size))
-            write_grid(path, clips, headers, self._config.clip_format)
-        self._prompts.write(folder, values)
+            written.append(write_grid(path, clips, headers, self._config.clip_format))
+        return written + self._prompts.write(folder, values)
 
 
 def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Manifest) -> None:

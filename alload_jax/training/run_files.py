@@ -20,37 +20,28 @@ PACKAGES = ("alload-jax", "jax", "jaxlib", "flax", "optax", "grain", "orbax-chec
 
 
 class MetricsLog:
-    """metrics.jsonl with one line per step, and the same values as TensorBoard events.
+    """metrics.jsonl with one line per step.
 
     Lines of steps after `resumed_at` come from a run that was interrupted after its last
     checkpoint; they are removed, because the resumed run computes the same values again.
     """
 
     def __init__(self, folder: Path, resumed_at: int):
-        from tensorboardX import SummaryWriter  # slow to import where PyTorch is installed
-
         path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(path) if row["step"] <= resumed_at]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.folder = folder
         self._file = writable(path).open("a", buffering=1)
-        self._events = SummaryWriter(
-            str(folder / "tensorboard"), purge_step=resumed_at + 1, write_to_disk=first_process()
-        )
         self.rows: list[dict[str, Any]] = kept
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a step's metrics; `row["step"]` counts from 1."""
         self._file.write(json.dumps(row) + "\n")
         self.rows.append(row)
-        for name, value in row.items():
-            if name != "step" and isinstance(value, int | float):
-                self._events.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Flushes and closes the files."""
+        """Closes the file."""
         self._file.close()
-        self._events.close()
 
 
 class BadRecords:

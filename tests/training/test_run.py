@@ -42,7 +42,9 @@ def test_a_run_writes_all_documented_files(unbroken):
         assert row["step_seconds"] > row["input_wait_seconds"] >= 0
         assert row["predicted_cost"] > 0
     assert (folder / "samples" / "step_0000014" / "1x8x8.png").stat().st_size > 0
-    assert list((folder / "tensorboard").glob("events*"))
+    events = b"".join(path.read_bytes() for path in (folder / "tensorboard").glob("events*"))
+    assert b"tokens_per_second" in events
+    assert b"samples/1x8x8" in events
     environment = json.loads((folder / "environment.json").read_text())
     assert environment[0]["versions"]["jax"]
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["dim"] == 16

@@ -2,14 +2,15 @@
 
 from alload_jax.sampling.samples import SampleWriter
 from alload_jax.training.callbacks.callback import Callback, Run
+from alload_jax.training.trackers.tracker import Tracker
 
 
 class Drawing(Callback):
-    """Generates the config's grids with the moving average of the weights."""
+    """Generates the config's grids and prompts with the moving average of the weights."""
 
-    def __init__(self, writer: SampleWriter, every: int | None):
+    def __init__(self, writer: SampleWriter, every: int | None, tracker: Tracker):
         """Generates every `every` steps and at the end; None for only at the end."""
-        self._writer, self._every = writer, every
+        self._writer, self._every, self._tracker = writer, every, tracker
 
     def due(self, run: Run) -> bool:
         """See `Callback.due`."""
@@ -17,8 +18,10 @@ class Drawing(Callback):
 
     def act(self, run: Run) -> None:
         """See `Callback.act`."""
-        self._writer.write(run.done, run.state.averaged_weights.merged())
+        for path in self._writer.write(run.done, run.state.averaged_weights.merged()):
+            self._tracker.show(run.done, f"samples/{path.stem}", path)
 
     def on_finish(self, run: Run) -> None:
         """See `Callback.on_finish`."""
         self.act(run)
+        self._tracker.close()

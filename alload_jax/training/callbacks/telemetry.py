@@ -14,6 +14,7 @@ from alload_jax.training.callbacks.callback import Callback, Run
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import BadRecords, MetricsLog, write_json
 from alload_jax.training.run_plan import RunPlan
+from alload_jax.training.trackers.tracker import Tracker
 
 _SMOOTHING = 0.95
 
@@ -38,6 +39,7 @@ class Telemetry(Callback):
         plan: RunPlan,
         learning_rate: optax.Schedule,
         log: MetricsLog,
+        tracker: Tracker,
         bad_records: BadRecords,
         max_bad_records: int,
         bar: ProgressBar,
@@ -48,13 +50,14 @@ class Telemetry(Callback):
           plan: the plan of the run, which is told the steps' times.
           learning_rate: schedule of the learning rate.
           log: log of the metrics.
+          tracker: shows the metrics and the tokens per second of each step.
           bad_records: log of damaged records.
           max_bad_records: number of damaged records to skip before the run stops.
           bar: progress bar.
         """
         self._plan = plan
         self._learning_rate = learning_rate
-        self._log, self._bar = log, bar
+        self._log, self._tracker, self._bar = log, tracker, bar
         self._bad_records, self._max_bad_records = bad_records, max_bad_records
         self._in_flight: _Dispatched | None = None
         self._settled_at = self._waited = 0.0
@@ -101,6 +104,7 @@ class Telemetry(Callback):
     def close(self) -> None:
         """See `Callback.close`."""
         self._log.close()
+        self._tracker.close()
         self._bar.stop()
 
     def _restart_clock(self) -> None:
@@ -126,8 +130,9 @@ class Telemetry(Callback):
         drift = self._plan.drift(step.number, planned.cost_terms, seconds - waited)
         self._plan.observe(step.number, values)
         trained = planned.samples - len(step.problems)
-        self._log.write(
-            {"step": step.number + 1, "epoch": step.epoch}
+        speed = planned.tokens / seconds
+        row = (
+            {"epoch": step.epoch}
             | values
             | planned._asdict()
             | {
@@ -139,7 +144,10 @@ class Telemetry(Callback):
                 "skipped": len(step.problems),
             }
         )
-        self._show(values["loss"], planned.tokens / seconds)
+        self._log.write({"step": step.number + 1} | row)
+        figures = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        self._tracker.log(step.number + 1, figures | {"tokens_per_second": speed})
+        self._show(values["loss"], speed)
 
     def _show(self, loss: float, tokens_per_second: float) -> None:
         self._loss = _smoothed(self._loss, loss)

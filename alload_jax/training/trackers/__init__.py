@@ -1,0 +1,1 @@
+"""Trackers: where the figures and pictures of a run are shown."""
