@@ -29,6 +29,7 @@ from alload_jax.data.collation import collation_for
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.datasets.dataset import prepare_dataset
 from alload_jax.data.manifest import Manifest
+from alload_jax.data.patient_reading import PatientReader
 from alload_jax.data.placement import place_ahead
 from alload_jax.data.sources.opening import open_source
 from alload_jax.distributed.cluster import Cluster
@@ -156,7 +157,7 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     run_plan = RunPlan(plan, config.planning, cluster, costs, config.model)
     collation = collation_for(plan, manifest, config.model, conditions_for(config.model, manifest))
     ranks = local_plan_ranks(mesh, plan.topology.ranks, config.planning.context_value)
-    collator = Collator(source, ranks, collation, plan.group_ranks)
+    collator = Collator(PatientReader(source), ranks, collation, plan.group_ranks)
     groups = group_meshes(mesh, plan)
     writer = SampleWriter(
         folder / "samples", config.model, config.objective.timesteps, config.sampling, manifest

@@ -9,7 +9,7 @@ import numpy as np
 
 from alload_jax.data.batch import AnyBatch
 from alload_jax.data.collation import Collation
-from alload_jax.data.sources.source import SampleSource
+from alload_jax.data.sources.source import SampleReader
 from alload_jax.data.store import BadRecordError
 from alload_jax.planning.plan import MicroBatch, Step
 
@@ -43,7 +43,7 @@ class Collator:
       group_ranks: number of ranks per shape group; None for all ranks.
     """
 
-    reader: SampleSource
+    reader: SampleReader
     ranks: frozenset[int]
     collation: Collation
     group_ranks: int | None = None

@@ -1,6 +1,7 @@
 """The manifest: a Parquet row per sample, beside the shards that hold the samples."""
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -39,6 +40,8 @@ SCHEMA = pa.schema(
 """The columns that every manifest has."""
 ROW_SCHEMA = SCHEMA.append(pa.field(CAPTION, pa.string()))
 """The columns that are written."""
+_LARGEST_SIZE = 2**16
+"""Most frames, rows or columns of pixels, channels, and tokens of text of a sample."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     table = _read_columns(path, SCHEMA.names)
     notes = manifest_metadata(path)
     _check_format(path, table, notes)
+    _check_notes(path, notes)
+    _check_rows(path, table, notes["shard_bytes"])
     _check_shards(path.parent, notes["shard_bytes"])
     column = {name: table[name].to_numpy() for name in SCHEMA.names}
     return Manifest(
@@ -233,11 +238,64 @@ def _check_format(
     if not len(table) and not may_be_empty:
         raise InputError(f"{path}: the manifest has no rows; it needs at least one sample")
     for name in SCHEMA.names:
+        if table[name].null_count:
+            raise InputError(f"{path}: column {name} has rows without a value; {remedy}")
         found = table.schema.field(name).type
         fits = pa.types.is_string if name == "shard" else pa.types.is_integer
         if not fits(found):
             raise InputError(
                 f"{path}: column {name} holds {found}, not {SCHEMA.field(name).type}; {remedy}"
+            )
+
+
+def _check_notes(path: Path, notes: dict[str, Any]) -> None:
+    """Refuses notes of other types than the writer's, and sizes that no sample has."""
+
+    def sizes(value: Any, count: int) -> bool:
+        return isinstance(value, list) and len(value) == count and all(map(_is_size, value))
+
+    optional = {name: notes.get(name) for name in ("text_dim", "given_channels", "image_shape")}
+    fits = {
+        "vae_stride": sizes(notes["vae_stride"], 3),
+        "shard_bytes": isinstance(notes["shard_bytes"], dict)
+        and all(type(size) is int for size in notes["shard_bytes"].values()),
+        "origin": isinstance(notes["origin"], dict),
+        "text_dim": optional["text_dim"] is None or _is_size(optional["text_dim"]),
+        "given_channels": not optional["given_channels"] or _is_size(optional["given_channels"]),
+        "image_shape": not optional["image_shape"] or sizes(optional["image_shape"], 2),
+    }
+    for name in (name for name, good in fits.items() if not good):
+        raise InputError(
+            f"{path}: its note {name} is {reprlib.repr(notes[name])}, which no writer of this "
+            "project writes; prepare the data again"
+        )
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= _LARGEST_SIZE
+
+
+def _check_rows(path: Path, table: pa.Table, shard_bytes: dict[str, int]) -> None:
+    """Refuses shards that are no files of the folder itself, and sizes that no sample has."""
+    for name in (*shard_bytes, *table["shard"].unique().to_pylist()):
+        if name in ("", "..") or Path(name).name != name or "\0" in name:
+            raise InputError(
+                f"{path}: shard {name!r} is not the name of a file beside the manifest; "
+                "prepare the data again"
+            )
+        if name not in shard_bytes:
+            raise InputError(
+                f"{path}: its note shard_bytes lacks the shard {name!r}; prepare the data again"
+            )
+    least = {"index": 0, "frames": 1, "height": 1, "width": 1, "channels": 1, "text_length": 0}
+    for name, lowest in least.items():
+        values = table[name].to_numpy()
+        highest = np.iinfo(np.int64).max if name == "index" else _LARGEST_SIZE
+        wrong = np.flatnonzero((values < lowest) | (values > highest))
+        if wrong.size:
+            raise InputError(
+                f"{path}: row {wrong[0]} has {name} {values[wrong[0]]}; it must be from {lowest} "
+                f"to {highest:,}, prepare the data again"
             )
 
 

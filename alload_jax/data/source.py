@@ -1,6 +1,5 @@
 """The plan as a Grain data source, and the loader that reads ahead of training."""
 
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,6 +9,7 @@ import grain
 from absl import flags
 
 from alload_jax.data.collate import HostStep
+from alload_jax.data.processes import follow_parent
 from alload_jax.errors import InputError
 from alload_jax.planning.plan import Plan, Step
 
@@ -66,10 +66,10 @@ class PlanSource:
         )
 
 
-def _ignore_sigint(worker: int, workers: int) -> None:
-    """Ignores SIGINT, which a terminal also sends to workers: the run ends them after saving."""
+def _start_worker(worker: int, workers: int) -> None:
+    """Leaves Ctrl-C to the run, which ends workers after saving; they also end if it is killed."""
     del worker, workers
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    follow_parent()
 
 
 class StepLoader:
@@ -91,7 +91,7 @@ class StepLoader:
                 grain.MultiprocessingOptions(
                     num_workers=config.processes, per_worker_buffer_size=config.read_ahead
                 ),
-                worker_init_fn=_ignore_sigint,
+                worker_init_fn=_start_worker,
             )
         self._iterator: Any = iter(dataset)
 

@@ -63,9 +63,15 @@ def summarise(
 
 
 def read_summary(folder: Path, steps: int) -> dict[str, Any] | None:
-    """The summary of a run that finished after `steps` steps; None if there is none."""
+    """The summary of a run that finished after `steps` steps; None if there is none.
+
+    Raises:
+      InputError: the file is not a JSON object.
+    """
     summary = read_json(folder / "summary.json")
-    return summary if summary and summary["steps"] == steps else None
+    if summary is not None and not isinstance(summary, dict):
+        raise InputError(f"{folder / 'summary.json'}: is not a JSON object; remove it")
+    return summary if summary and summary.get("steps") == steps else None
 
 
 def print_summary(summary: dict[str, Any], folder: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,7 @@ class BadRecords:
 
     def __init__(self, path: Path, cluster: Cluster):
         self._path = path
-        self._known = set(
-            cluster.broadcast(lambda: path.read_text().splitlines() if path.exists() else [])
-        )
+        self._known = set(cluster.broadcast(partial(_lines, path)))
 
     def __len__(self) -> int:
         return len(self._known)
@@ -65,6 +64,18 @@ class BadRecords:
                 file.writelines(f"{problem}\n" for problem in new)
         return new
 
+    def others(self, problems: tuple[str, ...]) -> str:
+        """Says where the records are that were met before these; empty if there are none."""
+        count = len(self._known.difference(problems))
+        if not count:
+            return ""
+        listed = f"{count} others are" if count > 1 else "another is"
+        return f" ({listed} in {self._path}; delete it where they are restored)"
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Reads the lines of a metrics.jsonl without an incomplete last line.
@@ -75,7 +86,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found = []
-    for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
+    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
         if not line:
             continue
         try:

@@ -188,6 +188,70 @@ def test_a_column_of_words_is_refused(store, samples, name):
     refused(store)
 
 
+@pytest.mark.parametrize("name", ["shard", "index", "frames", "text_length", "checksum"])
+def test_rows_without_a_value_are_refused(store, samples, name):
+    def without(table):
+        values = table[name].to_pylist()
+        place = table.column_names.index(name)
+        field = table.schema.field(name)
+        return table.set_column(place, field, pa.array([None, *values[1:]], field.type))
+
+    change_manifest(store, without)
+    refused(store, name, "without a value")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("text_length", 2**31 - 1),
+        ("text_length", 10**6),
+        ("text_length", -1),
+        ("frames", 0),
+        ("height", -8),
+        ("width", 2**31 - 1),
+        ("channels", 0),
+        ("index", -1),
+    ],
+)
+def test_sizes_that_no_sample_has_are_refused_before_memory_is_taken(store, samples, name, value):
+    change_manifest(store, set_column(name, [value] * len(samples)))
+    refused(store, f"row 0 has {name} {value}", "prepare the data again")
+
+
+@pytest.mark.parametrize("name", ["../outside.arrayrecord", "/etc/passwd", "", "a/b", "..", "a\0"])
+def test_shards_outside_the_folder_are_refused(store, samples, name):
+    (store.parent / "outside.arrayrecord").write_bytes(b"x")
+    change_manifest(store, set_column("shard", [name] * len(samples)))
+    refused(store, "not the name of a file beside the manifest")
+    edit_notes(store, lambda notes: notes["shard_bytes"].update({name: 1}))
+    refused(store, "not the name of a file beside the manifest")
+
+
+def test_a_shard_that_the_notes_lack_is_refused(store, samples):
+    change_manifest(store, set_column("shard", ["other.arrayrecord"] * len(samples)))
+    refused(store, "lacks the shard 'other.arrayrecord'")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vae_stride", [1, 1]),
+        ("vae_stride", [1, 0, 1]),
+        ("vae_stride", "111"),
+        ("shard_bytes", ["a"]),
+        ("shard_bytes", {"a": "b"}),
+        ("origin", 3),
+        ("text_dim", 10**9),
+        ("text_dim", "wide"),
+        ("given_channels", -2),
+        ("image_shape", [257]),
+    ],
+)
+def test_notes_of_other_types_are_refused(store, name, value):
+    edit_notes(store, lambda notes: notes.update({name: value}))
+    refused(store, f"note {name}", "prepare the data again")
+
+
 def test_a_missing_shard_is_named(store):
     shard = sorted(store.glob("*.arrayrecord"))[1]
     shard.unlink()

@@ -3,6 +3,9 @@
 import json
 import shutil
 import signal
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -293,6 +296,34 @@ def test_a_damaged_record_can_be_skipped_in_every_epoch(runs):
     assert epochs == [20, 20]
     assert finished.stdout.count("skipped:") == 1
     assert len((runs.folder / "run" / "bad_records.txt").read_text().splitlines()) == 1
+
+
+def descendants(pid):
+    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    children = [int(child) for found in lists for child in found.split()]
+    return children + [each for child in children for each in descendants(child)]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_killed_run_leaves_no_process_behind(runs):
+    run = runs.start("--run.steps", "1000000", "--data.loader.processes", "2")
+    wait_until((runs.folder / "run" / "checkpoints" / "5").exists, run)
+    left = descendants(run.pid)
+    assert len(left) >= 2
+    run.kill()
+    run.communicate()
+    end = time.monotonic() + 60
+    while any(map(alive, left)):
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import numpy as np
 from alload_jax.data.prepare.encoders import TextEncoder, VaeEncoder
 from alload_jax.data.prepare.given_frames import Given, GivenFrames
 from alload_jax.data.prepare.interrupts import deferred_interrupts
-from alload_jax.data.prepare.processes import follow_parent
+from alload_jax.data.processes import follow_parent
 from alload_jax.encoders.devices import device_count
 from alload_jax.errors import InputError
 

@@ -9,8 +9,8 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.registry import Registry
 
 
-class SampleSource(Protocol):
-    """Random access to samples. It is thread-safe, and pickles for the loader's processes."""
+class SampleReader(Protocol):
+    """Reads samples by number. It is thread-safe, and pickles for the loader's processes."""
 
     @property
     def manifest(self) -> Manifest:
@@ -24,6 +24,10 @@ class SampleSource(Protocol):
           BadRecordError: the sample is missing, damaged, or not as the manifest says.
         """
         ...
+
+
+class SampleSource(SampleReader, Protocol):
+    """Random access to samples, and what is known of them."""
 
     def captions(self, samples: Sequence[int]) -> list[str | None]:
         """Returns the captions of these samples; None where there is none that can be read."""

@@ -40,7 +40,7 @@ class StoreReader:
         """Reads the arrays of a sample and checks them against the manifest row.
 
         Raises:
-          BadRecordError: the record is missing, damaged or of another shape.
+          BadRecordError: the record is missing, damaged, of another shape or not finite.
         """
         shard, index = self.manifest.shard[sample], int(self.manifest.index[sample])
         place = f"{self.manifest.path.parent / shard}: record {index} (sample {sample})"
@@ -58,7 +58,7 @@ class StoreReader:
             arrays = records.decode(data)
         except ValueError as error:
             raise BadRecordError(f"{place} cannot be decoded: {error}") from error
-        self._check_shapes(arrays, sample, place)
+        self._check_arrays(arrays, sample, place)
         return arrays
 
     def captions(self, samples: Sequence[int]) -> list[str | None]:
@@ -84,7 +84,7 @@ class StoreReader:
             self._readers[shard] = array_record_module.ArrayRecordReader(path)
         return self._readers[shard]
 
-    def _check_shapes(self, arrays: dict[str, np.ndarray], sample: int, place: str) -> None:
+    def _check_arrays(self, arrays: dict[str, np.ndarray], sample: int, place: str) -> None:
         latents = self.manifest.latent_shape(tuple(self.manifest.shape[sample]))
         length = int(self.manifest.text_length[sample])
         shapes = self.manifest.form.shapes(latents, length)
@@ -94,6 +94,8 @@ class StoreReader:
                 raise BadRecordError(
                     f"{place} holds {name} of shape {found}; the manifest says {shape}"
                 )
+            if not np.isfinite(arrays[name]).all():
+                raise BadRecordError(f"{place} holds {name} with NaN or infinite values")
 
 
 def damaged_records(source: SampleSource) -> Iterator[str]:

@@ -73,11 +73,11 @@ class Telemetry(Callback):
         self._waited += step.wait_seconds
         for problem in self._bad_records.add(step.problems):
             self._bar.say(f"skipped: {problem}")
-        if len(self._bad_records) > self._max_bad_records:
-            before = f"{len(self._bad_records)} damaged records were found before this start"
+        if step.problems and len(self._bad_records) > self._max_bad_records:
             run.refuse(
-                f"{(before, *step.problems)[-1]}; restore the record, or allow more than "
+                f"{step.problems[-1]}; restore the record, or allow more than "
                 f"data.loader.max_bad_records = {self._max_bad_records} to be skipped"
+                f"{self._bad_records.others(step.problems)}"
             )
 
     def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
