@@ -132,9 +132,12 @@ def main() -> None:
         duration=_MILLISECONDS,
         loop=0,
     )
-    report = {caption: other for caption, (other, _) in found.items()}
-    (folder / "footage.json").write_text(json.dumps({"nearest": report}, indent=1))
-    print(json.dumps({"nearest": report}))
+    report = {
+        caption: {"nearest": found[caption][0], "colour": clip.mean((0, 1, 2)).tolist()}
+        for caption, clip in drawn.items()
+    }
+    (folder / "footage.json").write_text(json.dumps(report, indent=1))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":
