@@ -28,6 +28,7 @@ from alload_jax.data.collate import Collator
 from alload_jax.data.collation import collation_for
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.datasets.dataset import prepare_dataset
+from alload_jax.data.exclusion import exclusion_identity, read_excluded
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.patient_reading import PatientReader
 from alload_jax.data.placement import place_ahead
@@ -154,10 +155,13 @@ def prepare(config: Config, cluster: Cluster) -> Work:
         "give all processes the same data folder, code and packages",
     )
     cluster.require_shared("run.folder", folder)
-    run_plan = RunPlan(plan, config.planning, cluster, costs, config.model)
+    excluded = read_excluded(config.data.exclude, len(manifest))
+    same = exclusion_identity(excluded)
+    cluster.require_same(same, "give all processes the same file of samples")
+    run_plan = RunPlan(plan, config.planning, cluster, costs, config.model, excluded)
     collation = collation_for(plan, manifest, config.model, conditions_for(config.model, manifest))
     ranks = local_plan_ranks(mesh, plan.topology.ranks, config.planning.context_value)
-    collator = Collator(PatientReader(source), ranks, collation, plan.group_ranks)
+    collator = Collator(PatientReader(source), ranks, collation, plan.group_ranks, excluded)
     groups = group_meshes(mesh, plan)
     writer = SampleWriter(
         folder / "samples", config.model, config.objective.timesteps, config.sampling, manifest
@@ -218,6 +222,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
                 config.run.steps,
                 start,
                 source,
+                len(collator.excluded),
             ),
             changed_settings(before, values_of(config)),
         )

@@ -78,12 +78,15 @@ class DataConfig:
         the folder say.
       dataset: data set that is written to the folder if it does not exist; `name: digits` selects
         moving digits.
+      exclude: text file of the numbers of samples to leave out, one per line; the others keep their
+        places in the plan. Null for none.
       loader: settings for reading samples.
     """
 
     folder: str
     source: SourceConfig | None = None
     dataset: Dataset | None = None
+    exclude: str | None = None
     loader: LoaderConfig = field(default_factory=LoaderConfig)
 
     def __post_init__(self) -> None:

@@ -41,12 +41,14 @@ class Collator:
       ranks: ranks of the plan that belong to this process; only their records are read.
       collation: collation of the plan's micro-batches.
       group_ranks: number of ranks per shape group; None for all ranks.
+      excluded: samples that are not read and get weight 0.
     """
 
     reader: SampleReader
     ranks: frozenset[int]
     collation: Collation
     group_ranks: int | None = None
+    excluded: frozenset[int] = frozenset()
 
     def __call__(self, step: Step) -> HostStep:
         """Reads the step's records. Damaged records get weight 0 and are reported."""
@@ -67,6 +69,8 @@ class Collator:
         """Builds one micro-batch from the parts of the ranks, in the order of the ranks."""
         batch = self.collation.empty(parts, epoch)
         for sample, place in self.collation.places(parts):
+            if sample in self.excluded:
+                continue
             try:
                 arrays = self.reader.read(sample)
                 condition = self._condition(arrays, sample)

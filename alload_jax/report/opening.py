@@ -28,6 +28,7 @@ class Opening(NamedTuple):
       steps: optimizer steps of the run.
       start: steps done already.
       weights: where the weights come from.
+      excluded: number of samples that are left out.
     """
 
     plan: Plan
@@ -37,6 +38,7 @@ class Opening(NamedTuple):
     steps: int
     start: int
     weights: str
+    excluded: int = 0
 
 
 def show_opening(opening: Opening, changed: str) -> None:
@@ -55,9 +57,10 @@ def opening_lines(opening: Opening) -> tuple[list[str], list[str]]:
     found = plan_metrics(plan.epoch(0), seq_len, opening.cost_model, opening.m_mem)
     epochs = opening.steps / found.steps
     lengths = f"{seq_len.min():,} to {seq_len.max():,} tokens"
+    left_out = f" ({opening.excluded:,} left out)" if opening.excluded else ""
     lines = [
-        f"data: {len(seq_len):,} samples of {lengths}; an epoch has {found.steps:,} steps, the run "
-        f"{opening.steps:,} ({epochs:,.1f} epochs)",
+        f"data: {len(seq_len):,} samples{left_out} of {lengths}; an epoch has {found.steps:,} "
+        f"steps, the run {opening.steps:,} ({epochs:,.1f} epochs)",
         f"steps: {found.samples / found.steps:,.1f} samples on {_ranks(plan)} by {opening.policy}, "
         f"{_fill(found, opening.m_mem)}; programs to compile: {found.buckets}",
         *_predicted(found, opening),

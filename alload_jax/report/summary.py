@@ -33,7 +33,7 @@ def summarise(
     Returns:
       The figures by name. `loss_first` and `loss_last` are means over the samples of the first and
       last 50 steps; `imbalance` and `padding` are means over steps; `tokens_per_second` excludes
-      padding.
+      padding. `updates_skipped` counts those of `optimizer.skip_above`, where it is set.
 
     Raises:
       InputError: there are no rows.
@@ -57,9 +57,15 @@ def summarise(
         "padding": float(column["padding"].mean()),
         "input_wait_share": float(column["input_wait_seconds"].sum() / train_seconds),
         "records_skipped": int(column["skipped"].sum()),
+        **_updates_skipped(rows),
         "train_seconds": float(train_seconds),
         "seconds": seconds,
     }
+
+
+def _updates_skipped(rows: list[dict[str, Any]]) -> dict[str, int]:
+    counts = [int(row["update_skipped"]) for row in rows if "update_skipped" in row]
+    return {"updates_skipped": sum(counts)} if counts else {}
 
 
 def read_summary(folder: Path, steps: int) -> dict[str, Any] | None:

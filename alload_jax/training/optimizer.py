@@ -11,6 +11,7 @@ import optax
 from alload_jax.errors import InputError
 from alload_jax.sharding.rules import path_name
 from alload_jax.training.parameters import check_patterns, matches, require_match
+from alload_jax.training.spikes import skip_spikes
 
 _MAIN = "main"
 """Label of parameters that belong to no group."""
@@ -56,6 +57,8 @@ class OptimizerConfig:
       final_fraction: learning rate at the last step, as a fraction of the peak.
       beta1, beta2, eps, weight_decay: AdamW's parameters; only matrices decay.
       clip_norm: maximum global norm of the gradient.
+      skip_above: skip updates whose gradient norm is more than this many times the running mean of
+        the norms before; null for none.
       ema_decay: decay of the moving average; the decay is at most (1 + step) / (10 + step).
       groups: parameters with a separate optimizer.
     """
@@ -68,6 +71,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.01
     clip_norm: float = 1.0
+    skip_above: float | None = None
     ema_decay: float = 0.999
     groups: tuple[OptimizerGroup, ...] = ()
 
@@ -82,14 +86,19 @@ class OptimizerConfig:
         for name in ("weight_decay", "final_fraction"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"optimizer.{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.skip_above is not None and not self.skip_above > 1:
+            raise InputError(
+                f"optimizer.skip_above is {self.skip_above}; it must be above 1, such as 5, or null"
+            )
         if self.warmup_steps < 0:
             raise InputError(f"optimizer.warmup_steps is {self.warmup_steps}; it must be 0 or more")
         for group in self.groups:
             group.filled(self)  # checks its values
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint's arrays depend on, as JSON values; empty without groups."""
-        return _group_identity(self.groups)
+        """What a checkpoint's arrays depend on, as JSON values; empty where all is usual."""
+        spikes = {} if self.skip_above is None else {"skip_above": "set"}
+        return _group_identity(self.groups) | spikes
 
 
 def _group_identity(groups: Sequence[OptimizerGroup]) -> dict[str, Any]:
@@ -110,10 +119,15 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """Builds clipping and AdamW with a schedule over `steps`, separately for each group.
 
+    With `skip_above`, the norm of all groups together decides whether an update is skipped.
+
     The optimizer's `init` raises InputError if a group's pattern matches no parameter.
     """
-    if not config.groups:
-        return _clipped_adamw(config, steps)
+    optimizer = _grouped(config, steps) if config.groups else _clipped_adamw(config, steps)
+    return optimizer if config.skip_above is None else skip_spikes(optimizer, config.skip_above)
+
+
+def _grouped(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     transforms = {_MAIN: _clipped_adamw(config, steps)}
     for number, group in enumerate(config.groups):
         transforms[str(number)] = _clipped_adamw(group.filled(config), steps)

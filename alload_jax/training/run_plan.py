@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from alload_jax.data.collate import HostStep
+from alload_jax.data.exclusion import count_excluded
 from alload_jax.data.source import LoaderConfig, PlanSource, StepLoader
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
@@ -45,6 +46,7 @@ class RunPlan:
         cluster: Cluster,
         costs: CostFile | None = None,
         model: ModelConfig | None = None,
+        excluded: frozenset[int] = frozenset(),
     ):
         """Follows `plan`, which `planning` describes.
 
@@ -54,6 +56,7 @@ class RunPlan:
           cluster: the processes of the run.
           costs: the cost model of the plan (`run_costs`); None for the file that `planning` names.
           model: the model that is trained; None for one whose layers are always dense.
+          excluded: samples that are left out; they cost time and count in no figure.
 
         Raises:
           InputError: the plan is to be recalibrated, but its cost model predicts no seconds.
@@ -62,7 +65,7 @@ class RunPlan:
         self._every_epoch = planning.recalibrate == "epoch"
         self._predictor = planning.predictor(costs)
         self._seconds_per_split_token = planning.seconds_per_split_token(costs)
-        self._cluster = cluster
+        self._cluster, self._excluded = cluster, excluded
         self._decided = 0  # the last epoch whose cost model is settled
         self._sparse = model.sparse_attention if model else None
         # The layers that steps begin with, for the last steps.
@@ -104,7 +107,8 @@ class RunPlan:
             model = model.at(layers)
         terms_of = SparseCost(0.0, 0.0, 0.0, layers=layers) if layers else SQUARES
         split = self._seconds_per_split_token
-        return step_metrics(step, self.plan, model, split, terms_of)
+        found = step_metrics(step, self.plan, model, split, terms_of)
+        return found._replace(samples=found.samples - count_excluded(step, self._excluded))
 
     def drift(self, number: int, cost_terms: tuple[float, ...], seconds: float) -> float | None:
         """Adds the time of a step.

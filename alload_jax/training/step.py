@@ -21,6 +21,7 @@ from alload_jax.models.families import abstract_model, family_of
 from alload_jax.sharding.mesh import batch_sharding, replicated
 from alload_jax.sharding.rules import zero_shardings
 from alload_jax.training.optimizer import update_ema
+from alload_jax.training.spikes import skipped_updates
 from alload_jax.training.state import TrainingSpec, TrainState, Weights, state_shardings
 
 
@@ -117,6 +118,9 @@ def apply_gradients(
     )
     metrics = {"loss": accumulator.loss * mean, "grad_norm": optax.tree.norm(grads)}
     metrics |= family.step_metrics(spec.model, variables, auxiliary)
+    before, now = skipped_updates(state.opt_state), skipped_updates(opt_state)
+    if before is not None and now is not None:
+        metrics["update_skipped"] = now - before
     shardings = state_shardings(after, mesh, spec.rules)
     return jax.lax.with_sharding_constraint(after, shardings), metrics
 

@@ -204,3 +204,23 @@ def test_a_real_damaged_record_is_skipped_and_named(store):
     assert "sample 5" in problem
     weights = [batch.weight.sum() for step in steps for batch in step.batches]
     assert sum(weights) == len(manifest) - 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases(), st.data())
+def test_a_sample_that_is_left_out_changes_its_own_rows_alone(case, data):
+    ranks = all_ranks(case)
+    samples = range(len(case.manifest))
+    excluded = data.draw(st.frozensets(st.sampled_from(samples), min_size=1))
+    spy = SpyReader(case.manifest)
+    whole = collator(SpyReader(case.manifest), ranks)
+    part = dataclasses.replace(collator(spy, ranks), excluded=excluded)
+    for step in case.epoch_steps():
+        found, expected = part(step), whole(step)
+        assert found.problems == ()
+        for ours, theirs in zip(found.batches, expected.batches, strict=True):
+            out = np.isin(theirs.sample, list(excluded))
+            assert not ours.weight[out].any()
+            for mine, all_of_it in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+                np.testing.assert_array_equal(mine[~out], all_of_it[~out])
+    assert not excluded & set(spy.reads)

@@ -296,6 +296,26 @@ def test_a_damaged_record_can_be_skipped_in_every_epoch(runs):
     assert epochs == [20, 20]
     assert finished.stdout.count("skipped:") == 1
     assert len((runs.folder / "run" / "bad_records.txt").read_text().splitlines()) == 1
+    (runs.folder / "bad.txt").write_text("# not a digit\n12\n")
+    left_out = runs.run("--run.folder", "left out", "--data.exclude", "bad.txt")
+    assert left_out.returncode == 0, left_out.stderr
+    assert "samples (1 left out) of" in left_out.stdout
+    assert computed(runs.metrics("left out")) == computed(rows)
+
+
+@pytest.mark.slow
+def test_updates_of_large_gradients_are_skipped_and_counted(runs):
+    finished = runs.run("--optimizer.skip_above", "1.05", "--run.steps", "40")
+    assert finished.returncode == 0, finished.stderr
+    skipped = [row["update_skipped"] for row in runs.metrics()]
+    assert not any(skipped[:20])
+    assert any(skipped[20:])
+    assert finished.stdout.count("update skipped, gradient norm") == sum(skipped)
+    summary = json.loads((runs.folder / "run" / "summary.json").read_text())
+    assert summary["updates_skipped"] == sum(skipped)
+    refused = runs.run("--run.steps", "41")
+    assert refused.returncode == 2
+    assert "checkpoint of another optimizer: skip_above was 'set' and is now None" in refused.stderr
 
 
 def descendants(pid):

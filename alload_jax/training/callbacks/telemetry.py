@@ -127,6 +127,12 @@ class Telemetry(Callback):
         if not all(math.isfinite(value) for value in values.values()):
             self._stop_at(step.number, values)
         planned = self._plan.metrics(step.number)
+        if values.get("update_skipped"):
+            norm = values["grad_norm"]
+            self._bar.say(
+                f"step {step.number + 1}: update skipped, gradient norm {norm:.3g} is more than "
+                "optimizer.skip_above times the mean"
+            )
         drift = self._plan.drift(step.number, planned.cost_terms, seconds - waited)
         self._plan.observe(step.number, values)
         trained = planned.samples - len(step.problems)
@@ -166,8 +172,8 @@ class Telemetry(Callback):
         write_json(path, content)
         raise InputError(
             f"step {number + 1}: loss {values['loss']}, gradient norm {values['grad_norm']}; its "
-            f"samples are in {path}. Lower optimizer.learning_rate or remove bad samples; the "
-            "last checkpoint is unchanged"
+            f"samples are in {path}. Lower optimizer.learning_rate, or list bad samples in a file "
+            "and name it as data.exclude; the last checkpoint is unchanged"
         )
 
 

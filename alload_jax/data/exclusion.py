@@ -1,0 +1,56 @@
+"""Samples that a run leaves out, without a change to the place of the others."""
+
+from pathlib import Path
+
+import numpy as np
+
+from alload_jax.errors import InputError
+from alload_jax.planning.digest import digest
+from alload_jax.planning.plan import Step
+
+
+def read_excluded(path: str | Path | None, samples: int) -> frozenset[int]:
+    """Reads the numbers of samples, one per line; what follows `#` is a comment.
+
+    Args:
+      path: the file; None for no samples.
+      samples: number of samples of the data.
+
+    Raises:
+      InputError: the file cannot be read, a line is no number of a sample, or no sample is left.
+    """
+    if path is None:
+        return frozenset()
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise InputError(
+            f"data.exclude: {path} cannot be read ({reason}); name a text file"
+        ) from error
+    found = set()
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        if not (text.isascii() and text.isdigit() and int(text) < samples):
+            raise InputError(
+                f"data.exclude: line {number} of {path} is {text[:40]!r}; give a sample's number, "
+                f"from 0 to {samples - 1}"
+            )
+        found.add(int(text))
+    if len(found) == samples:
+        raise InputError(f"data.exclude: {path} names all {samples} samples; remove some lines")
+    return frozenset(found)
+
+
+def exclusion_identity(excluded: frozenset[int]) -> dict[str, str]:
+    """What tells these samples from others, as JSON values."""
+    return {"data.exclude": digest(np.asarray(sorted(excluded), np.int64))}
+
+
+def count_excluded(step: Step, excluded: frozenset[int]) -> int:
+    """Returns how many samples of a step are left out."""
+    if not excluded:
+        return 0
+    return len({sample for part in step.micro_batches for sample in part.samples} & excluded)
