@@ -36,6 +36,7 @@ from alload_jax.data.sources.opening import open_source
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.distributed.consensus import Consensus
 from alload_jax.distributed.initialize import initialize
+from alload_jax.encoders.devices import share_memory
 from alload_jax.errors import InputError, run_command
 from alload_jax.models.weights import initial_weights
 from alload_jax.planning.cost import CostFile
@@ -56,6 +57,7 @@ from alload_jax.training.loop import Loop
 from alload_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from alload_jax.training.plan_costs import run_costs
 from alload_jax.training.progress import ProgressBar
+from alload_jax.training.quiet_threads import hush_threads, leave
 from alload_jax.training.resume import after_loss, resume_command
 from alload_jax.training.run_files import (
     BadRecords,
@@ -81,6 +83,8 @@ def main(argv: list[str]) -> int:
     """Runs the training that the command line asks for; returns the exit status."""
     set_xla_flags()
     config = read_config(argv)
+    if config.sampling.encoders.vae:  # it decodes samples beside the model
+        share_memory()
     with initialize(config.cluster) as cluster:
         config = with_policy(config)
         work = prepare(config, cluster)
@@ -90,7 +94,8 @@ def main(argv: list[str]) -> int:
 
 def entry() -> None:
     """Runs `main` as a program: errors that a user can cause are one line and status 2."""
-    sys.exit(run_command(main, sys.argv[1:]))
+    hush_threads()
+    leave(run_command(main, sys.argv[1:]))
 
 
 class Work(NamedTuple):
@@ -164,7 +169,12 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     collator = Collator(PatientReader(source), ranks, collation, plan.group_ranks, excluded)
     groups = group_meshes(mesh, plan)
     writer = SampleWriter(
-        folder / "samples", config.model, config.objective.timesteps, config.sampling, manifest
+        folder / "samples",
+        config.model,
+        config.objective.timesteps,
+        config.sampling,
+        manifest,
+        trained_null=getattr(config.objective, "condition_dropout", 0.0) > 0,
     )
     for evaluator in config.evaluators:
         evaluator.check(config.model, manifest)
@@ -258,8 +268,8 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
                 ProgressBar("training", config.run.steps, start),
             ),
             LayerLog(folder, config.model, start),
-            Drawing(writer, config.sampling.every, tracker),
             Checkpointing(checkpoints, config.checkpoint.every, run_plan),
+            Drawing(writer, config.sampling.every, tracker),
             *(each.make(CallbackContext(folder, stop)) for each in config.callbacks),
             evaluation,
         ]

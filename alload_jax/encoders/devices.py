@@ -67,6 +67,11 @@ def inference() -> Iterator[None]:
         yield
 
 
+def share_memory() -> None:
+    """Leaves GPU memory to encoders that JAX would take at its start; call it before JAX starts."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
 def release_memory() -> None:
     """Gives the GPU memory of encoders that are no longer used back, for JAX to take."""
     gc.collect()

@@ -32,8 +32,9 @@ def summarise(
 
     Returns:
       The figures by name. `loss_first` and `loss_last` are means over the samples of the first and
-      last 50 steps; `imbalance` and `padding` are means over steps; `tokens_per_second` excludes
-      padding. `updates_skipped` counts those of `optimizer.skip_above`, where it is set.
+      last 50 steps, or of the halves of a shorter run; `imbalance` and `padding` are means over
+      steps; `tokens_per_second` excludes padding. `updates_skipped` counts those of
+      `optimizer.skip_above`, where it is set.
 
     Raises:
       InputError: there are no rows.
@@ -43,11 +44,12 @@ def summarise(
     column = {name: np.asarray([row[name] for row in rows], np.float64) for name in rows[0]}
     train_seconds = column["step_seconds"].sum()
     memory = {} if peak_memory is None else {"peak_memory_bytes": peak_memory}
+    window = max(1, min(_LOSS_WINDOW, len(rows) // 2))
     return {
         **figures,
         **memory,
-        "loss_first": _mean_loss(column, slice(None, _LOSS_WINDOW)),
-        "loss_last": _mean_loss(column, slice(-_LOSS_WINDOW, None)),
+        "loss_first": _mean_loss(column, slice(None, window)),
+        "loss_last": _mean_loss(column, slice(-window, None)),
         "steps": steps,
         "samples_seen": int(column["samples"].sum()),
         "tokens_seen": int(column["tokens"].sum()),
@@ -88,7 +90,9 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     for name, value in summary.items():
         table.add_row(name.replace("_", " "), _readable(name, value))
     Console(soft_wrap=True).print(table)
-    print(f"pictures: {folder / 'samples'}   figures: {folder / 'summary.json'}")
+    drawn = any(path.is_file() for path in (folder / "samples").rglob("*"))
+    pictures = f"pictures: {folder / 'samples'}   " if drawn else ""
+    print(f"{pictures}figures: {folder / 'summary.json'}")
 
 
 def _readable(name: str, value: float) -> str:

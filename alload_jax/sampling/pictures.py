@@ -16,25 +16,21 @@ _HEADER = 30
 _PAPER, _INK = (24, 26, 32), (220, 224, 232)
 
 
-def write_grid(
-    path: Path, clips: np.ndarray, headers: list[str], clip_format: ClipFormat = "gif"
-) -> Path:
+def grid_path(path: Path, clips: np.ndarray, clip_format: ClipFormat) -> Path:
+    """Adds the suffix of a grid's file: PNG for stills, else `clip_format`."""
+    return path.with_suffix(".png" if clips.shape[2] == 1 else f".{clip_format}")
+
+
+def write_grid(path: Path, clips: np.ndarray, headers: list[str]) -> None:
     """Writes stills as a PNG, clips as a looping GIF or as an MP4.
 
     Args:
-      path: path without suffix.
+      path: path with one of these suffixes; MP4 needs the extra `media`.
       clips: [rows, columns, frames, height, width, 1 or 3], −1 (black) to 1 (white).
       headers: one for each column.
-      clip_format: file format of clips; MP4 needs the extra `media`.
-
-    Returns:
-      the path of the file.
     """
     frames = [_grid(clips[:, :, n], headers) for n in range(clips.shape[2])]
-    suffix = ".png" if len(frames) == 1 else f".{clip_format}"
-    written = path.with_suffix(suffix)
-    write_frames(written, frames, suffix)
-    return written
+    write_frames(path, frames, path.suffix)
 
 
 def _grid(images: np.ndarray, headers: list[str]) -> Image.Image:

@@ -1,7 +1,7 @@
 """Draws prompts during training and writes them as videos, decoded where there is a VAE."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.diffusion.schedules import Sampler, noise_levels
 from alload_jax.diffusion.timesteps import TimestepConfig, shift_of
 from alload_jax.distributed.cluster import first_process
-from alload_jax.encoders.devices import release_memory
 from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import family_of
 from alload_jax.sampling.clips import LATENTS, write_clip
 from alload_jax.sampling.conditions import RequestArrays, arrays_of, stacked
 from alload_jax.sampling.encoders import Encoders, find_encoders
@@ -82,6 +82,7 @@ class PromptWriter:
         method: tuple[Sampler, int, float],
         manifest: Manifest,
         suffix: str,
+        trained_null: bool,
     ):
         """Checks and encodes the prompts; weights of text encoders are freed again.
 
@@ -93,15 +94,18 @@ class PromptWriter:
           method: sampler, number of evaluations, scale of guidance.
           manifest: the training data.
           suffix: suffix of the files of clips, such as `.gif`.
+          trained_null: see `Target`.
 
         Raises:
           InputError: a prompt cannot be encoded or drawn.
         """
-        self._model, self._fps = model, manifest.fps
+        self._model = model
+        self._fps = manifest.fps or family_of(model).sampling_defaults(model).fps
         sampler, steps, guidance = method
         self._notes = {"steps": steps, "sampler": sampler, "guidance": guidance}
         encoders = _encoders(folders, model, manifest) if prompts else Encoders()
-        target = Target(model, manifest.vae_stride, manifest.longest_text(), 1, encoders)
+        length = manifest.longest_text()
+        target = Target(model, manifest.vae_stride, length, 1, encoders, trained_null)
         self._drawn = []
         for number, prompt in enumerate(prompts):
             request = _request(number, prompt, target, suffix)
@@ -110,27 +114,23 @@ class PromptWriter:
             flow = jax.jit(make_flow(model, sampler, sigmas, guidance))
             self._drawn.append(_Drawn(request, arrays_of(request, model, encoders), flow))
         self._vae = encoders.vae
-        del encoders, target
-        release_memory()
+        encoders.unload()
 
-    def write(self, folder: Path, values: Any) -> list[Path]:
-        """Draws every prompt with these values of the model; returns the files it wrote.
+    def write(self, folder: Path, values: Any) -> Iterator[Path]:
+        """Draws every prompt with these values of the model; yields each file.
 
         All processes draw, because each may hold a part of the weights; the first one writes.
         """
-        written = []
         for request, arrays, flow in self._drawn:
             shape = (1, *request.grid, self._model.latent_channels)
             noise = jax.random.normal(jax.random.key(request.seed), shape)
             drawn = flow(values, noise, *jax.tree.map(jnp.asarray, stacked([arrays])))
             (clip,) = np.asarray(process_allgather(drawn, tiled=True))
-            if not first_process():
-                continue
-            if self._vae is not None:
-                clip = self._vae.decode(clip)
-            write_clip(folder / request.out, clip, self._notes, fps=self._fps)
-            written.append(folder / request.out)
-        return written
+            if first_process():
+                if self._vae is not None:
+                    clip = self._vae.decode(clip)
+                write_clip(folder / request.out, clip, self._notes, fps=self._fps)
+            yield folder / request.out
 
 
 def _encoders(folders: EncoderFolders, model: ModelConfig, manifest: Manifest) -> Encoders:

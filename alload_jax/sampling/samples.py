@@ -1,7 +1,7 @@
 """Generates samples and writes them as pictures."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.sampling.flow import Condition, make_flow
 from alload_jax.sampling.frames import has_mp4
-from alload_jax.sampling.pictures import ClipFormat, write_grid
+from alload_jax.sampling.pictures import ClipFormat, grid_path, write_grid
 from alload_jax.sampling.prompts import EncoderFolders, PromptConfig, PromptWriter
 
 
@@ -151,8 +151,17 @@ class SampleWriter:
         timesteps: TimestepConfig,
         config: SamplingConfig,
         manifest: Manifest,
+        trained_null: bool = True,
     ):
         """Checks that the grids can be generated.
+
+        Args:
+          folder: for the files of all steps.
+          model: config of the model.
+          timesteps: distribution of noise levels in training.
+          config: what to generate.
+          manifest: the training data.
+          trained_null: whether the model is trained with the null condition, which guidance needs.
 
         Raises:
           InputError: a grid has labels or sizes that the model or the data do not support.
@@ -168,31 +177,39 @@ class SampleWriter:
         self._prompts = PromptWriter(
             *(config.prompts, config.encoders, model, timesteps, method, manifest),
             suffix=f".{config.clip_format}",
+            trained_null=trained_null,
         )
 
-    def write(self, step: int, values: Any) -> list[Path]:
+    @property
+    def count(self) -> int:
+        """Number of files of each step."""
+        return len(self._config.grids) + len(self._config.prompts)
+
+    def write(self, step: int, values: Any) -> Iterator[Path]:
         """Generates and writes every grid and prompt, usually with the EMA's values of the model.
 
         All processes generate, because each may hold a part of the weights; the first one writes.
 
-        Returns:
-          the files written by this process.
+        Yields:
+          each file, after it is written.
+
+        Raises:
+          InputError: a sample is not finite, or a file cannot be written.
         """
         folder = self._folder / f"step_{step:07d}"
         folder.mkdir(parents=True, exist_ok=True)
         classes = self._model.num_classes
-        written = []
         for number, (grid, labels) in enumerate(zip(self._config.grids, self._labels, strict=True)):
             size = (grid.frames, grid.height, grid.width)
             key = jax.random.fold_in(jax.random.key(self._config.seed), number)
             drawn = self.draw(values, key, labels, size)
-            if not first_process():
-                continue
             clips = drawn.reshape(grid.rows, classes, *drawn.shape[1:])
             headers = [str(label) for label in range(classes)]
-            path = folder / "x".join(map(str, size))
-            written.append(write_grid(path, clips, headers, self._config.clip_format))
-        return written + self._prompts.write(folder, values)
+            path = grid_path(folder / "x".join(map(str, size)), clips, self._config.clip_format)
+            if first_process():
+                write_grid(path, clips, headers)
+            yield path
+        yield from self._prompts.write(folder, values)
 
 
 def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Manifest) -> None:

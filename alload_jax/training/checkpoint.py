@@ -1,6 +1,7 @@
 """Checkpoints with Orbax, written atomically in the background."""
 
 import itertools
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,15 @@ _DATA = "data"
 """The part of the identity that says which samples a run is trained on."""
 _RECALIBRATION = "recalibration"
 """The checkpoint's part that only recalibrated plans have."""
+_COMMUNICATION = re.compile(
+    "Gloo|NCCL|coordination service|Connection (?:reset|closed|refused)|DEADLINE_EXCEEDED|"
+    "UNAVAILABLE|[Bb]arrier",
+)
+"""Words of errors that say nothing about files."""
+_OS_REASONS = re.compile(
+    "No space left on device|Disk quota exceeded|File too large|Read-only file system|"
+    "Permission denied|Input/output error|Stale file handle|Transport endpoint is not connected"
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,7 @@ class Checkpoints:
         """
         self.folder = Path(folder).absolute()
         self._identity, self._defaults = identity, defaults or {}
+        self._last_begun = 0
         options = ocp.CheckpointManagerOptions(
             max_to_keep=config.keep,
             keep_period=config.keep_every,
@@ -89,7 +100,8 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
-        self.close()
+        if kind is None or issubclass(kind, Exception):
+            self.close()  # else the user wants to end at once
 
     def latest(self) -> int | None:
         """Returns the step of the newest complete checkpoint; None if there is none."""
@@ -193,18 +205,57 @@ class Checkpoints:
         """
         if step in self._manager.all_steps():
             return
+        self._last_begun = step
         items: dict[str, Any] = {
             "state": ocp.args.StandardSave(_stored(state)),
             "identity": ocp.args.JsonSave(self._identity),
         }
         if recalibration is not None:
             items[_RECALIBRATION] = ocp.args.JsonSave(recalibration)
-        self._manager.save(step, args=ocp.args.Composite(**items))
+        with self._errors_of_writing():
+            self._manager.save(step, args=ocp.args.Composite(**items))
+
+    def check_writing(self) -> None:
+        """Checks whether writing in the background has failed, without waiting.
+
+        Raises:
+          InputError: a checkpoint could not be written.
+        """
+        with self._errors_of_writing():
+            self._manager.check_for_errors()
+
+    def wait(self) -> None:
+        """Waits until all checkpoints are on disk.
+
+        Raises:
+          InputError: a checkpoint could not be written.
+        """
+        with self._errors_of_writing():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits until all checkpoints are on disk."""
-        self._manager.wait_until_finished()
+        """Waits until all checkpoints are on disk, and ends their threads.
+
+        Raises:
+          InputError: a checkpoint could not be written.
+        """
+        self.wait()
         self._manager.close()
+
+    @contextmanager
+    def _errors_of_writing(self) -> Iterator[None]:
+        """Converts errors of Orbax to InputErrors; Orbax also raises plain Exceptions."""
+        try:
+            yield
+        except InputError:
+            raise
+        except Exception as error:
+            whole = self._manager.latest_step()
+            left = "none is whole" if whole is None else f"the newest whole one is {whole}"
+            raise InputError(
+                f"{self.folder / str(self._last_begun)}: this checkpoint cannot be written "
+                f"({_reason_of_storage(error)}), {left}; make room and run the same command again"
+            ) from error
 
     def _check_identity(self, step: int, found: dict[str, Any]) -> None:
         if isinstance(found.get("plan"), dict):
@@ -220,6 +271,12 @@ class Checkpoints:
                     f"{place}: checkpoint of another {name}: "
                     f"{difference(theirs, ours, self._defaults)}; {_remedy(theirs, ours)}"
                 )
+
+
+def _reason_of_storage(error: Exception) -> str:
+    """What the operating system said, out of the lines of Orbax and TensorStore."""
+    found = _OS_REASONS.search(str(error))
+    return found[0] if found else (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _free(path: Path) -> Path:
@@ -266,6 +323,11 @@ def as_input_error(place: Path, remedy: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if _COMMUNICATION.search(str(error)):
+            raise InputError(
+                f"{place}: the processes lost each other while they read it ({reason}); start all "
+                "processes again"
+            ) from error
         raise InputError(f"{place}: this checkpoint cannot be read ({reason}); {remedy}") from error
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -36,13 +37,24 @@ class MetricsLog:
         self.rows: list[dict[str, Any]] = kept
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends a step's metrics; `row["step"]` counts from 1."""
-        self._file.write(json.dumps(row) + "\n")
+        """Appends a step's metrics; `row["step"]` counts from 1.
+
+        Raises:
+          InputError: the disk is full.
+        """
+        try:
+            self._file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise InputError(
+                f"{self.folder / 'metrics.jsonl'}: cannot be written ({error.strerror}); make room "
+                "and run the same command again"
+            ) from error
         self.rows.append(row)
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        with suppress(OSError):  # a full disk, which `write` has told
+            self._file.close()
 
 
 class BadRecords:

@@ -163,7 +163,7 @@ def test_user_errors_end_the_command_in_one_line(tmp_path):
 def test_every_case_runs_on_two_devices(tmp_path):
     out = tmp_path / "balance.json"
     command = [sys.executable, "-m", "alload_jax.cli", "bench", "balance", "--model", "tiny"]
-    command += ["--longest", "1100", "--m-mem", "1200", "--samples", "60", "--steps", "2"]
+    command += ["--longest", "520", "--m-mem", "560", "--samples", "60", "--steps", "2"]
     command += ["--one-aspect", "--cost-model", str(COSTS), "--out", str(out)]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT)}
     subprocess.run(command, env=os.environ | flags, check=True, timeout=900)

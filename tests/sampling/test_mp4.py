@@ -10,7 +10,7 @@ from alload_jax.sampling.pictures import write_grid
 def test_a_clip_becomes_an_mp4_with_its_frames(tmp_path):
     clips = np.random.default_rng(0).uniform(-1, 1, (2, 3, 5, 8, 8, 1)).astype(np.float32)
     clips[:, :, 3:] = 1.0
-    write_grid(tmp_path / "clip", clips, ["0", "1", "2"], "mp4")
+    write_grid(tmp_path / "clip.mp4", clips, ["0", "1", "2"])
     with av.open(str(tmp_path / "clip.mp4")) as container:
         frames = [frame.to_ndarray(format="gray") for frame in container.decode(video=0)]
     assert len(frames) == 5

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageSequence
 
-from alload_jax.sampling.pictures import write_grid
+from alload_jax.sampling.pictures import grid_path, write_grid
 
 WHITE = (255, 255, 255)
 
@@ -18,7 +18,7 @@ def clips_of(value, rows=2, columns=3, frames=1, height=8, width=8, channels=1):
 
 def written(folder, clips, headers=None):
     headers = [str(n) for n in range(clips.shape[1])] if headers is None else headers
-    write_grid(folder / "grid", clips, headers)
+    write_grid(grid_path(folder / "grid", clips, "gif"), clips, headers)
     (path,) = folder.iterdir()
     return Image.open(path)
 

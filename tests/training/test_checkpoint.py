@@ -12,7 +12,7 @@ from alload_jax.errors import InputError
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
+from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints, as_input_error
 from alload_jax.training.checksums import CHECKSUMS_NAME, damage
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ALL_TRAINED
@@ -230,3 +230,25 @@ def test_what_orbax_raises_is_an_input_error(tmp_path, made, monkeypatch):
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
     with pytest.raises(InputError, match=r"cannot be read \(bare\); choose"):
         restore_weights(tmp_path, 1, MODEL, ALL_TRAINED, one_device_mesh())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "FAILED_PRECONDITION: Gloo AllGather failed: Connection closed by peer",
+        "NCCL operation failed",
+        "DEADLINE_EXCEEDED: Barrier timed out",
+    ],
+)
+def test_lost_processes_are_not_told_as_damage(tmp_path, words):
+    lost = pytest.raises(InputError, match="lost each other while they read it")
+    with lost as error, as_input_error(tmp_path, "move it away"):
+        raise RuntimeError(words)
+    assert words in str(error.value)
+    assert "move it away" not in str(error.value)
+
+
+def test_other_errors_are_told_as_damage(tmp_path):
+    damaged = pytest.raises(InputError, match=r"cannot be read \(bad magic\); move it away")
+    with damaged, as_input_error(tmp_path, "move it away"):
+        raise RuntimeError("bad magic")

@@ -96,18 +96,17 @@ def test_the_same_command_after_the_end_shows_the_summary_again(unbroken):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_run_continues_bit_for_bit(runs, number, default_signals):
+def test_a_signal_saves_and_the_run_continues_bit_for_bit(runs, default_signals):
     # A cosine that ends where it starts: the learning rate does not depend on the run's length.
     constant = ("--optimizer.final_fraction", "1.0")
     status = ("--run.status_when_stopped", "75")
     process = runs.start("--run.steps", "4000", *status, *constant)
     metrics = runs.folder / "run" / "metrics.jsonl"
     wait_until(lambda: lines_of(metrics) >= 3, process)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 75, err
-    assert f"{number.name}: saved step" in out
+    assert "SIGTERM: saved step" in out
     stopped = len(runs.metrics())
     assert f"--config {runs.folder}/run/config.yaml" in out
     assert (runs.folder / "run" / "checkpoints" / str(stopped)).exists()

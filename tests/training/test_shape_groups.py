@@ -55,10 +55,9 @@ MORE_MESHES = {
 }
 
 
-FIRST, SECOND = MESHES
-
-
-@pytest.fixture(scope="module", params=[FIRST, pytest.param(SECOND, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
+)
 def trained(request, manifest):
     """A trainer of a plan of four groups, with its inputs and results."""
     axes, ranks_per_group = MESHES[request.param]

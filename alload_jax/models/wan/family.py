@@ -21,7 +21,8 @@ from alload_jax.models.wan.transformer import WanTransformer, packing_unsupporte
 _VAE_STRIDES = {1: (1, 1, 1), 3: (1, 1, 1), 48: (4, 16, 16)}
 """VAE strides by number of channels: pixels, and Wan 2.2's VAE; others are of Wan 2.1's VAE."""
 _FPS = {48: 24.0}
-"""Frames per second of Wan 2.2's 5B model by its number of channels; of the others it is 16."""
+"""Frames per second of Wan 2.2's 5B model by its number of channels; of the others of latents it is
+16."""
 
 
 class WanFamily(Family):
@@ -76,7 +77,8 @@ class WanFamily(Family):
     def sampling_defaults(self, config: WanConfig) -> SamplingDefaults:
         """See `Family.sampling_defaults`; guidance and shift are those recommended for 720p."""
         stride = _VAE_STRIDES.get(config.latent_channels, (4, 8, 8))
-        return SamplingDefaults(5.0, 5.0, stride, _FPS.get(config.latent_channels, 16.0))
+        fps = None if stride == (1, 1, 1) else _FPS.get(config.latent_channels, 16.0)
+        return SamplingDefaults(5.0, 5.0, stride, fps)
 
     def tensors(self, config: WanConfig, naming: Naming) -> list[Tensor]:
         """See `Family.tensors`."""

@@ -1,7 +1,12 @@
 """Generates samples during training and at the end."""
 
+import sys
+from collections.abc import Callable
+
+from alload_jax.errors import InputError
 from alload_jax.sampling.samples import SampleWriter
 from alload_jax.training.callbacks.callback import Callback, Run
+from alload_jax.training.progress import ProgressBar
 from alload_jax.training.trackers.tracker import Tracker
 
 
@@ -18,10 +23,18 @@ class Drawing(Callback):
 
     def act(self, run: Run) -> None:
         """See `Callback.act`."""
-        for path in self._writer.write(run.done, run.state.averaged_weights.merged()):
-            self._tracker.show(run.done, f"samples/{path.stem}", path)
+        self._draw(run, lambda name: None)
 
     def on_finish(self, run: Run) -> None:
         """See `Callback.on_finish`."""
-        self.act(run)
+        with ProgressBar("drawing", self._writer.count) as bar:
+            self._draw(run, bar.advance)
         self._tracker.close()
+
+    def _draw(self, run: Run, on_picture: Callable[[str], None]) -> None:
+        try:
+            for path in self._writer.write(run.done, run.state.averaged_weights.merged()):
+                self._tracker.show(run.done, f"samples/{path.stem}", path)
+                on_picture(path.name)
+        except InputError as error:  # training is worth more than a picture of it
+            print(f"warning: samples of step {run.done}: {error}", file=sys.stderr, flush=True)

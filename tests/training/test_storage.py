@@ -1,0 +1,59 @@
+"""Runs whose storage fails."""
+
+import signal
+import subprocess
+import time
+
+import pytest
+from training_runs import Runs, errors, wait_until
+
+NO_PICTURES = ("--sampling.grids", "[]")
+
+
+@pytest.fixture
+def runs(tmp_path, digits_folder):
+    return Runs(tmp_path, digits_folder)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 400 kB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a file system")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line_and_whole_checkpoints_stay(runs, small_disk):
+    flags = ("--run.folder", str(small_disk / "run"), "--run.steps", "200", *NO_PICTURES)
+    stopped = runs.run(*flags, "--checkpoint.every", "2", "--checkpoint.keep", "100")
+    assert stopped.returncode == 2
+    (line,) = errors(stopped.stderr)
+    assert "cannot be written (" in line
+    assert "make room and run the same command again" in line
+    subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
+    continued = runs.run(*flags, "--checkpoint.every", "100")
+    assert continued.returncode == 0, continued.stderr
+    assert "weights: checkpoint of step" in continued.stdout
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once_and_quietly(runs, default_signals):
+    run = runs.start("--run.steps", "100000", "--checkpoint.every", "1", *NO_PICTURES)
+    wait_until((runs.folder / "run" / "checkpoints" / "5").exists, run)
+    for _ in range(2):
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    out, err = run.communicate(timeout=60)
+    assert "SIGINT: finishing and saving; repeat the signal to quit immediately" in out
+    assert run.returncode == 130
+    assert errors(err) == ["interrupted"]
+    begun = [int(path.name) for path in (runs.folder / "run" / "checkpoints").glob("[0-9]*")
+             if path.name.isdigit()]  # fmt: skip
+    steps = str(max(begun) + 5)
+    continued = runs.run("--run.steps", steps, "--checkpoint.every", "100", *NO_PICTURES)
+    assert continued.returncode == 0, continued.stderr
