@@ -71,7 +71,7 @@ def parse_config(
     for section in {key.partition(".")[0] for key in kinds if "." in key}:
         values[section] = _plain_section(values[section])
     for key, registry in lists.items():
-        values[key] = tuple(_build_named(key, item, registry) for item in values[key])
+        values[key] = tuple(build_named(key, item, registry) for item in values[key])
     return values
 
 
@@ -145,7 +145,7 @@ def _plain_section(section: Any) -> Any:
     return kind(**{each.name: getattr(section, each.name) for each in dataclasses.fields(kind)})
 
 
-def _build_named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
+def build_named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
     """Builds one item of a list of configs with names from its values."""
     if not isinstance(item, dict) or "name" not in item:
         raise InputError(f"{key}: {item!r} has no name; choose one of {_known_names(registry)}")
@@ -216,6 +216,8 @@ class _Parser(ArgumentParser):
         text = text.replace("Parser key", "key")
         if self.place:
             return f"{self.place}: {text}"
+        if (needed := re.search(r"arguments? (?:is|are) required: (\w+)$", text)) and files:
+            return f"an item of a list on the command line lacks {needed[1]}; add it"
         if "required" in text:
             return f"{text}; give --config FILE, such as configs/digits.yaml"
         flags = (part[2:].split("=")[0] for part in self.command_line if part.startswith("--"))

@@ -18,6 +18,7 @@ from PIL import Image
 from alload_jax.data.manifest import Manifest, read_captions, read_manifest
 from alload_jax.data.prepare.byte_text import ByteText
 from alload_jax.data.store import StoreReader
+from alload_jax.sampling.frames import to_bytes
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "footage.yaml"
@@ -102,8 +103,7 @@ def side_by_side(pairs: list[tuple[np.ndarray, np.ndarray]]) -> list[Image.Image
     columns = [np.concatenate([_padded(above), _padded(below)], axis=1) for above, below in pairs]
     length = max(len(column) for column in columns)
     whole = [np.resize(column, (length, *column.shape[1:])) for column in columns]
-    levels = np.clip((np.concatenate(whole, axis=2) + 1) * 127.5, 0, 255).astype(np.uint8)
-    return [Image.fromarray(frame) for frame in levels]
+    return [Image.fromarray(frame) for frame in to_bytes(np.concatenate(whole, axis=2))]
 
 
 def _padded(clip: np.ndarray) -> np.ndarray:

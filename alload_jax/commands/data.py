@@ -10,10 +10,11 @@ from alload_jax.commands.bench_output import require_place
 from alload_jax.commands.data_tables import bucket_table, store_table
 from alload_jax.commands.flags import triple
 from alload_jax.commands.source_config import source_config
+from alload_jax.data.manifest import Manifest
 from alload_jax.data.sources.opening import open_source
 from alload_jax.data.sources.source import SampleSource
 from alload_jax.errors import InputError
-from alload_jax.planning.geometry import Geometry
+from alload_jax.planning.geometry import PIXEL_PATCH, Geometry, Triple
 
 HELP = "Show, check or merge data folders."
 
@@ -37,9 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("words", nargs="+", metavar="STORE", help="a data folder; or merge and the folders")
     add("--config", metavar="FILE", help="training config whose data.source says how to read it")
-    add("--patch-size", type=triple, help="latents per token; default 1,2,2")
+    add("--patch-size", type=triple, help="latents per token; default 1,2,2, and "
+        "1,16,16 for pixels")  # fmt: skip
     add("--check", action="store_true", help="read every record; status 1 if one is damaged")
     add("--sheet", metavar="FILE", help="PNG of samples from the whole folder, with captions")
+    add("--force", action="store_true", help="replace a sheet that exists")
     add("--samples", type=int, help="samples on the sheet; default 16")
     add("--out", metavar="FOLDER", help="with merge: data folder to write; must not exist")
 
@@ -80,7 +83,7 @@ def _show(options: argparse.Namespace) -> int:
     samples = _sheet_samples(options)
     source = open_source(options.words[0], source_config(options.config, "alload data"))
     manifest = source.manifest
-    patch_size = options.patch_size or Geometry().patch_size
+    patch_size = options.patch_size or _usual_patch(manifest)
     console = Console(soft_wrap=True, width=_WIDTH)
     console.print(store_table(manifest, patch_size))
     console.print(bucket_table(manifest, patch_size))
@@ -93,6 +96,12 @@ def _show(options: argparse.Namespace) -> int:
     return _check(source) if options.check else 0
 
 
+def _usual_patch(manifest: Manifest) -> Triple:
+    """The patch size of Wan's models for latents, and that of `alload prepare media` for pixels."""
+    whole = not (manifest.shape[:, 1:] % PIXEL_PATCH[1:]).any()
+    return PIXEL_PATCH if manifest.vae_stride == (1, 1, 1) and whole else Geometry().patch_size
+
+
 def _sheet_samples(options: argparse.Namespace) -> int:
     if options.samples is not None and not options.sheet:
         raise InputError("alload data: --samples needs --sheet FILE; add it")
@@ -103,6 +112,11 @@ def _sheet_samples(options: argparse.Namespace) -> int:
         if Path(options.sheet).suffix.lower() != ".png":
             raise InputError(f"alload data: --sheet {options.sheet}: is not named .png; rename it")
         require_place("alload data", "--sheet", Path(options.sheet))
+        if Path(options.sheet).exists() and not options.force:
+            raise InputError(
+                f"alload data: --sheet {options.sheet}: exists already; give --force to replace "
+                "it, or name another file"
+            )
     return samples
 
 

@@ -95,8 +95,17 @@ class RunSource:
         return self.config.given_channels > 0 or share > 0
 
     def fps(self) -> float | None:
-        """Frames per second of the training data; None if they are not known."""
-        return fps_of(self.origin())
+        """Frames per second of the training data, else of the family; None if not known."""
+        return fps_of(self.origin()) or family_of(self.config).sampling_defaults(self.config).fps
+
+    def trained_null(self) -> bool:
+        """Whether the model was trained with zeros for its condition, as guidance needs them."""
+        return getattr(self.run.objective, "condition_dropout", 0.0) > 0
+
+    def noise_levels(self) -> tuple[float, float]:
+        """The noise levels that the model was trained on."""
+        timesteps = self.run.objective.timesteps
+        return timesteps.lowest, timesteps.highest
 
     def text_length(self) -> int | None:
         """Condition tokens of a sample; None if data.json and the data's manifest are missing."""
@@ -178,8 +187,16 @@ class FolderSource:
         return True
 
     def fps(self) -> float | None:
-        """Frames per second of the model's training data; None if they are not known."""
+        """Frames per second of the model's family; None if they are not known."""
         return self._defaults.fps
+
+    def trained_null(self) -> bool:
+        """False: Wan's models were trained with the embeddings of an empty text."""
+        return False
+
+    def noise_levels(self) -> tuple[float, float]:
+        """All: those of released weights are not known."""
+        return 0.0, 1.0
 
     def text_length(self) -> None:
         """None: texts are padded to the model's text length."""

@@ -23,6 +23,8 @@ HELP = "Images and videos with captions: a folder, a table or WebDataset shards.
 
 _REASONS = 8
 """Most reasons for skipped files that the summary lists."""
+_PARQUET = b"PAR1"
+"""First bytes of a Parquet file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prepares the folder and prints a summary."""
     _require("av", "prepare", "alload prepare media")
-    from alload_jax.data.prepare.inputs import find_items
+    from alload_jax.data.prepare.inputs import count_ignored, find_items
     from alload_jax.data.prepare.pipeline import prepare_media
     from alload_jax.training.progress import ProgressBar
 
@@ -82,6 +84,11 @@ def run(options: argparse.Namespace) -> int:
     out = Path(options.out).absolute()
     with ProgressBar("prepare: file", total=len(items)) as bar, _interruptible():
         bar.say(f"{options.input}: {len(items):,} files")
+        if ignored := count_ignored(Path(options.input), items):
+            bar.say(
+                f"note: {ignored:,} other images and videos in the folder are not read, because it "
+                "holds a table or .tar files"
+            )
         report = prepare_media(
             items,
             out,
@@ -118,7 +125,13 @@ def _check_places(options: argparse.Namespace) -> None:
             "input; name a folder elsewhere"
         )
     if options.report:
-        require_place("alload prepare media", "--report", Path(options.report))
+        report = Path(options.report)
+        require_place("alload prepare media", "--report", report)
+        if report.is_file() and report.read_bytes()[: len(_PARQUET)] not in (_PARQUET, b""):
+            raise InputError(
+                f"alload prepare media: --report {report}: is another file, which would be lost; "
+                "name a new one"
+            )
 
 
 def _engine(options: argparse.Namespace) -> "Engine | None":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from alload_jax.commands.sample_flags import LARGEST, add_arguments, check_numbers
 from alload_jax.diffusion.schedules import noise_levels
+from alload_jax.encoders.devices import share_memory
 from alload_jax.errors import InputError
 
 if TYPE_CHECKING:  # these modules import JAX, which only `run` needs
@@ -34,8 +35,7 @@ def run(options: argparse.Namespace) -> int:
     """Checks all requests, reads the weights, draws and writes."""
     check_numbers(options)
     if options.text_encoder or options.vae or options.image_encoder:
-        # Before JAX starts: the encoders need a part of the GPU's memory.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        share_memory()
     from alload_jax.commands.model_source import find_source
     from alload_jax.commands.sample_draw import draw
     from alload_jax.sampling.request_checks import check_request
@@ -49,12 +49,14 @@ def run(options: argparse.Namespace) -> int:
     encoders = _encoders(options, source)
     stride, length = _data(options, source, encoders)
     raw = _raw_requests(options)
-    target = Target(source.config, stride, length, options.zoom, encoders)
+    target = Target(
+        source.config, stride, length, options.zoom, encoders, trained_null=source.trained_null()
+    )
     requests = [check_request(one, target) for one in raw]
     _check_outs(raw, options.force)
     drawing = _drawing(options, source)
-    if drawing.guidance == 1 and any(request.negative for request in requests):
-        print("note: negative embeddings have no effect at --guidance 1", file=sys.stderr)
+    _note_guidance(requests, raw, drawing.guidance, source)
+    _note_noise_levels(options, source, low_noise)
     if any(request.first for request in requests) and not source.trained_with_given_frames():
         print(
             "note: the run was not trained with a first frame (objective.given_first_frame is 0), "
@@ -65,6 +67,45 @@ def run(options: argparse.Namespace) -> int:
         print("note: --dense-attention has no effect: the model is dense", file=sys.stderr)
     draw(_groups(requests, options, source), drawing, (source, low_noise), encoders)
     return 0
+
+
+def _note_guidance(
+    requests: "list[Request]",
+    raw: "list[RawRequest]",
+    guidance: float,
+    source: "RunSource | FolderSource",
+) -> None:
+    given = any("negative_prompt" in one.values or "negative_embeds" in one.values for one in raw)
+    if guidance == 1 and given:
+        print("note: negative embeddings have no effect at --guidance 1", file=sys.stderr)
+    zeros = source.config.text and any(request.negative is None for request in requests)
+    if guidance != 1 and zeros and not source.trained_null():
+        print(
+            "note: guidance leads away from zeros, on which the model was not trained; give "
+            "--negative-embeds, or --text-encoder for an empty text",
+            file=sys.stderr,
+        )
+
+
+def _note_noise_levels(
+    options: argparse.Namespace,
+    source: "RunSource | FolderSource",
+    low_noise: "RunSource | FolderSource | None",
+) -> None:
+    """Says where a model is used at noise levels on which it was not trained."""
+    boundary = 0.0 if options.boundary is None else options.boundary
+    used = [("--checkpoint", options.checkpoint, source, (boundary, 1.0))]
+    if low_noise is not None:
+        flag = "--low-noise-checkpoint"
+        used.append((flag, options.low_noise_checkpoint, low_noise, (0.0, boundary)))
+    for flag, place, model, (lowest, highest) in used:
+        trained = model.noise_levels()
+        if lowest < trained[0] or highest > trained[1]:
+            print(
+                f"note: {flag} {place} was trained on noise levels {trained[0]:g} to "
+                f"{trained[1]:g}, and draws from {highest:g} to {lowest:g}",
+                file=sys.stderr,
+            )
 
 
 def _encoders(options: argparse.Namespace, source: "RunSource | FolderSource") -> "Encoders":
@@ -133,7 +174,13 @@ def _data(
 
     length, guesses = source.text_length(), []
     stride = encoders.vae.stride if encoders.vae else source.vae_stride()
-    if (stride := _stride(options.vae_stride) or stride) is None:
+    given = _stride(options.vae_stride)
+    if given and encoders.vae and given != encoders.vae.stride:
+        raise InputError(
+            f"alload sample: --vae-stride is {' '.join(map(str, given))}, but that of --vae "
+            f"{options.vae} is {' '.join(map(str, encoders.vae.stride))}; leave --vae-stride out"
+        )
+    if (stride := given or stride) is None:
         stride = family_of(source.config).sampling_defaults(source.config).vae_stride
         guesses = [f"a VAE stride of {' '.join(map(str, stride))} is guessed; --vae-stride sets it"]
     if length is None and source.config.text is None:

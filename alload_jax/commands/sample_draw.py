@@ -11,7 +11,6 @@ import numpy as np
 
 from alload_jax.commands.model_source import FolderSource, RunSource
 from alload_jax.diffusion.schedules import Sampler
-from alload_jax.encoders.devices import release_memory
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.sampling import flow
@@ -82,9 +81,7 @@ def draw(
         for group in groups
         for request in group.requests
     }
-    # Weights of text encoders are as large as the model's; only the VAE is used from here on.
-    encoders = Encoders(vae=encoders.vae)
-    release_memory()
+    encoders.unload()  # only the VAE is used from here on
     mesh = one_device_mesh()
     values = [source.values(mesh) for source in sources if source is not None]
     failed: list[str] = []

@@ -48,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "padded, so that a sample depends only on its seed and this number")  # fmt: skip
     add("--zoom", type=int, default=1, help="factor by which pictures are enlarged; default 1")
     add("--out", help="file to write: x.png (one frame), x.gif, x.mp4, or x.safetensors (latents)")
-    add("--fps", type=float, help="frames per second of GIF and MP4; default: the data's, else 9")
+    add("--fps", type=float, help="frames per second of GIF and MP4; default: the data's, "
+        "else those of the model's family, else 9")  # fmt: skip
     add("--force", action="store_true", help="replace files that exist")
 
 
@@ -61,7 +62,8 @@ def _add_conditions(parser: argparse.ArgumentParser) -> None:
         help="safetensors with `text` [L, width]; padded with zeros")  # fmt: skip
     what.add_argument("--list", metavar="FILE", help=_LIST)
     parser.add_argument("--negative-prompt", metavar="WORDS",
-        help="what guidance leads away from; default zeros")  # fmt: skip
+        help="what guidance leads away from; default: an empty text, or zeros where the run was "
+        "trained with them")  # fmt: skip
     parser.add_argument("--negative-embeds", metavar="FILE",
         help="the same as embeddings")  # fmt: skip
     parser.add_argument("--image-embeds", metavar="FILE",

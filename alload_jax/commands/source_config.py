@@ -5,14 +5,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 
-from alload_jax.data.sources.source import SourceConfig
+from alload_jax.config_files import read_yaml
+from alload_jax.config_parser import build_named
+from alload_jax.data.sources.source import SOURCES, SourceConfig
 
 
 def source_config(path: str | None, prog: str) -> SourceConfig | None:
     """Returns `data.source` of a config; None without a config, or if the files say it.
 
     Args:
-      path: a training config.
+      path: a training config, of which only this section is read.
       prog: name of the command, for messages.
 
     Raises:
@@ -20,10 +22,12 @@ def source_config(path: str | None, prog: str) -> SourceConfig | None:
     """
     if path is None:
         return None
-    # Imported here because a training config needs JAX, which takes a second to import.
-    from alload_jax.config import read_config
-
-    return read_config(["--config", path], prog=prog).data.source
+    section = read_yaml(path).get("data")
+    named = section.get("source") if isinstance(section, dict) else None
+    if named is None:
+        return None
+    found: SourceConfig = build_named(f"{prog}: {path}: data.source", named, SOURCES)
+    return found
 
 
 def holds_samples(place: str) -> bool:

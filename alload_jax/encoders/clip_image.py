@@ -83,6 +83,10 @@ class ClipImage:
             found = model(pixels.to(self._device, model.dtype), output_hidden_states=True)
             return np.asarray(found.hidden_states[-2][0].float().cpu().numpy())
 
+    def unload(self) -> None:
+        """Frees the weights; the next call of `encode` loads them again."""
+        self.__dict__.pop("_model", None)
+
     @cached_property
     def _device(self) -> Any:
         return choose_device(self._asked[0])

@@ -114,6 +114,10 @@ class Umt5Text:
         """
         return [self._encode(clean_prompt(text)) for text in texts]
 
+    def unload(self) -> None:
+        """Frees the weights; the next call of `encode` loads them again."""
+        self.__dict__.pop("_model", None)
+
     def _encode(self, text: str) -> np.ndarray:
         model, device = self._model, self._device
         # Padded to the full length like the text that Wan was trained on.

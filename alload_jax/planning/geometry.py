@@ -7,6 +7,8 @@ import numpy as np
 from alload_jax.errors import InputError
 
 Triple = tuple[int, int, int]
+PIXEL_PATCH: Triple = (1, 16, 16)
+"""The patch size with which tokens of pixels are counted where no model is named."""
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,10 @@ def write_clip(
       KeyError: the format is unknown; see `check_format`.
     """
     if not np.isfinite(clip).all():
-        raise InputError(f"{path}: the generated sample is not finite; choose another checkpoint")
+        raise InputError(
+            f"{path}: the generated sample is not finite; choose another checkpoint, or a guidance "
+            "closer to 1"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_atomically(path, clip, notes, zoom, fps or DEFAULT_FPS)

@@ -11,6 +11,7 @@ from alload_jax.data.manifest import VAE
 from alload_jax.data.prepare.byte_text import ByteText
 from alload_jax.data.prepare.captions import clean
 from alload_jax.encoders.clip_image import ClipImage
+from alload_jax.encoders.devices import release_memory
 from alload_jax.encoders.umt5 import Umt5Text
 from alload_jax.encoders.wan_vae import WanVae
 from alload_jax.errors import InputError
@@ -42,6 +43,13 @@ class Encoders:
             return self.text.encode(clean(words)).astype(np.float32)
         (found,) = self.text.encode([words])
         return found
+
+    def unload(self) -> None:
+        """Frees the weights of text and image encoders, which are as large as the model's."""
+        for encoder in (self.text, self.image):
+            if isinstance(encoder, Umt5Text | ClipImage):
+                encoder.unload()
+        release_memory()
 
 
 def find_encoders(

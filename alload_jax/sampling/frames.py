@@ -20,7 +20,7 @@ def has_mp4() -> bool:
 
 def to_bytes(values: np.ndarray) -> np.ndarray:
     """Converts values from −1 (black) to 1 (white) to uint8 of the same shape."""
-    return np.clip((values + 1) * 127.5, 0, 255).astype(np.uint8)
+    return np.rint(np.clip((values + 1) * 127.5, 0, 255)).astype(np.uint8)
 
 
 def read_frames(path: Path) -> tuple[list[Image.Image], float]:

@@ -3,16 +3,16 @@
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from alload_jax.data.prepare.buckets import Bucket, Fit, covering
-from alload_jax.data.prepare.images import check_pixels, cut, to_rgb
+from alload_jax.data.prepare.images import decode_image
+from alload_jax.data.prepare.sources import Source
 from alload_jax.data.prepare.unusable import UnusableError
 from alload_jax.errors import InputError
 
 
 def read_picture(path: Path, height: int, width: int) -> np.ndarray:
-    """Reads an image, resized and cut around its centre to a size, as preparation does.
+    """Reads an image, turned, resized and cut around its centre to a size, as preparation does.
 
     Returns:
       [height, width, 3] uint8.
@@ -20,17 +20,18 @@ def read_picture(path: Path, height: int, width: int) -> np.ndarray:
     Raises:
       InputError: the file is missing or no image.
     """
-    try:
-        with Image.open(path) as stored:
-            check_pixels(stored.height, stored.width)
-            image = to_rgb(stored)
-    except (OSError, SyntaxError, ValueError, UnusableError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise InputError(f"{path}: cannot be read as an image ({reason}); name another") from error
     bucket = Bucket(height, width)
-    wanted = Fit(bucket, covering(bucket, image.height, image.width))
-    resized = image.resize(wanted.resized[::-1], Image.Resampling.LANCZOS)
-    return cut(np.asarray(resized), wanted)
+
+    def fit(rows: int, columns: int) -> Fit:
+        return Fit(bucket, covering(bucket, rows, columns))
+
+    try:
+        size = path.stat().st_size
+        (picture,) = decode_image(Source(path, 0, size), fit)
+    except (OSError, UnusableError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"{path}: cannot be read as an image ({reason}); name another") from error
+    return picture
 
 
 def as_latent(picture: np.ndarray, channels: int) -> np.ndarray:

@@ -109,7 +109,8 @@ def _text(raw: RawRequest, words_key: str, key: str, target: Target) -> Path | s
                 f"{raw.place(words_key)} is not given; the model's condition is text: give a "
                 f"prompt, or {key}"
             )
-        return None
+        empty = text and not target.trained_null and target.encoders.text is not None
+        return "" if empty else None
     given = key if words is None else words_key
     if text is None:
         raise InputError(
@@ -148,6 +149,8 @@ def _image_tokens(raw: RawRequest, target: Target) -> int:
             f"{place} is not given; the model takes [N, {model.image.dim}] of them: give them, or "
             "--image with --image-encoder"
         )
+    if "image" in raw.values and target.encoders.image is not None:
+        raise InputError(f"{place} is given beside --image with --image-encoder; leave one out")
     tokens = _tokens(raw, "image_embeds", "image", model.image.dim)
     if model.image.positions not in (None, tokens):
         raise InputError(

@@ -28,6 +28,8 @@ class Target(NamedTuple):
       text_length: number of classes per sample; None for the number in the request.
       zoom: scale factor of pictures.
       encoders: the encoders that there are.
+      trained_null: whether guidance without a negative prompt leads away from zeros, on which the
+        model was trained; else from the embeddings of an empty text, where there is an encoder.
     """
 
     model: ModelConfig
@@ -35,6 +37,7 @@ class Target(NamedTuple):
     text_length: int | None
     zoom: int
     encoders: Encoders = Encoders()
+    trained_null: bool = True
 
     @property
     def picture_channels(self) -> int | None:
@@ -117,7 +120,7 @@ def read_list(path: Path, defaults: Mapping[str, Any]) -> list[RawRequest]:
       InputError: the list is invalid; the message names file, line and key.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         place = f"alload sample: --list: {path}"
         raise InputError(f"{place}: {error.strerror}; name a file of JSON lines") from error

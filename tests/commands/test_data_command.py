@@ -56,16 +56,16 @@ def test_a_store_is_shown(alload, tmp_path):
         ("images", "1"),
         ("videos", "3"),
         ("video", "0.001 hours: 19 frames at 8 fps"),
-        ("tokens", "1,920 with patch size 1,2,2"),
+        ("tokens", "30 with patch size 1,16,16"),
         ("condition", "text of width 8"),
         ("condition tokens of a sample", "1 to 4, median 2"),
         ("channels", "3"),
         ("VAE stride", "1,1,1"),
         ("shards", "2"),
         ("origin: made", '["[red]", {"by": 1}]'),
-        ("5×16×32", "2", "640", "1,280", "66.7%"),
-        ("9×16×16", "1", "576", "576", "30.0%"),
-        ("1×16×16", "1", "64", "64", "3.3%"),
+        ("5×16×32", "2", "10", "20", "66.7%"),
+        ("9×16×16", "1", "9", "9", "30.0%"),
+        ("1×16×16", "1", "1", "1", "3.3%"),
     ]:
         assert row in rows
     size = sum(read_manifest(tmp_path / "store").shard_bytes.values())
@@ -116,7 +116,10 @@ def test_the_sheet_is_a_picture(alload, tmp_path, channels, stride):
     assert pixels.shape[1] == 1200
     assert len(np.unique(pixels)) > 20
     first = (tmp_path / "sheet.png").read_bytes()
-    alload("store", "--sheet", "sheet.png", "--samples", 3)
+    status, _, err = alload("store", "--sheet", "sheet.png", "--samples", 4)
+    assert (status, "exists already; give --force" in err) == (2, True)
+    assert (tmp_path / "sheet.png").read_bytes() == first
+    alload("store", "--sheet", "sheet.png", "--samples", 3, "--force")
     assert (tmp_path / "sheet.png").read_bytes() == first
 
 

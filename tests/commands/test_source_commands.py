@@ -99,3 +99,16 @@ def test_plan_refuses_a_stride_for_latents(alload):
     status, _, err = alload("plan", "--manifest", "musubi", "--vae-stride", "4,8,8")
     assert status == 2
     assert "--vae-stride does not apply" in err
+
+
+def test_only_the_section_of_the_source_is_read(alload, tmp_path):
+    path = tmp_path / "source.yaml"
+    source = {"name": "parquet", "normalize": "none"}
+    path.write_text(yaml.safe_dump({"data": {"source": source}, "other": 1}))
+    status, out, err = alload("data", "fastvideo", "--config", "source.yaml")
+    assert (status, err) == (0, "")
+    assert "text of width 6" in out
+    path.write_text(yaml.safe_dump({"data": {"source": source | {"normal": 1}}}))
+    status, _, err = alload("data", "fastvideo", "--config", "source.yaml")
+    assert status == 2
+    assert "source.yaml: data.source: parquet: key normal is unknown" in err

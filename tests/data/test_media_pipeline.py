@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from alload_jax.data.prepare.buckets import AREA_CLASSES, buckets_of, parse_area
 from alload_jax.data.prepare.clips import clip_lengths
 from alload_jax.data.prepare.encoders import VAE_ENCODERS
 from alload_jax.data.prepare.pixels import Pixels
+from alload_jax.data.prepare.work_folder import claimed, join_workers
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.workloads import AREAS
 
@@ -224,6 +226,20 @@ def test_two_runs_do_not_share_a_folder(media, tmp_path):
     assert refusals
 
 
+def test_a_new_run_waits_for_the_workers_of_a_killed_one(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with claimed(out, {}):
+        old = join_workers(out)
+    ends = threading.Timer(1.0, old.close)
+    began = time.monotonic()
+    ends.start()
+    with claimed(out, {}):
+        assert time.monotonic() - began > 0.9
+    monkeypatch.setattr("alload_jax.data.prepare.work_folder._SECONDS_FOR_WORKERS", 0.2)
+    with join_workers(out), pytest.raises(InputError, match="an earlier command still write"):
+        claimed(out, {}).__enter__()
+
+
 # ---------------------------------------------------------------- progress
 
 
@@ -345,6 +361,7 @@ def test_places_that_make_no_sense_are_refused(media, tmp_path, alload):
     for flags, named in (
         (["--out", media / "out"], "lies in the input folder"),
         (["--out", tmp_path / "out", "--report", tmp_path / "none" / "list"], "--report"),
+        (["--out", tmp_path / "out", "--report", media / "clip 0.txt"], "would be lost"),
     ):
         status, _, err = alload("prepare", "media", media, *flags, *FLAGS)
         assert (status, err.count("\n")) == (2, 1)
@@ -355,7 +372,7 @@ def test_places_that_make_no_sense_are_refused(media, tmp_path, alload):
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("times", [1, 3])
-def test_ctrl_c_gives_one_line(media, whole, tmp_path, workers, times):
+def test_ctrl_c_gives_one_line(media, whole, tmp_path, workers, times, default_signals):
     environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     begun = subprocess.Popen(

@@ -418,3 +418,27 @@ def test_values_that_are_not_finite_are_damage(tmp_path, monkeypatch, value):
     reader.read(0)
     with pytest.raises(BadRecordError, match="holds latents with NaN or infinite values"):
         reader.read(1)
+
+
+@pytest.mark.parametrize(
+    ("condition", "caption", "words"),
+    [
+        ([3, 2**40], None, f"a label is {2**40}"),
+        ([2**31], None, f"a label is {2**31}"),
+        ([0, -1], None, "a label is -1"),
+        ([0], float("nan"), "caption is nan; give text"),
+        ([0], 3, "caption is 3; give text"),
+    ],
+)
+def test_labels_and_captions_of_other_kinds_are_refused_when_they_are_added(
+    tmp_path, condition, caption, words
+):
+    latents = np.zeros((1, 4, 4, 3), np.float32)
+    with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)) as writer:
+        writer.add(latents, np.array([2**31 - 1]), (1, 4, 4), "one")
+        with pytest.raises(ValueError, match="sample 1: ") as error:
+            writer.add(latents, np.array(condition), (1, 4, 4), caption)
+        writer.add(latents, np.array([5], np.uint8), (1, 4, 4))
+    assert words in str(error.value)
+    reader = StoreReader(read_manifest(tmp_path / "store"))
+    assert [reader.read(n)["labels"].tolist() for n in range(2)] == [[2**31 - 1], [5]]

@@ -9,6 +9,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from alload_jax import cli
+from alload_jax.errors import InputError
 
 for package in ("torch", "diffusers", "transformers"):
     pytest.importorskip(package, reason=f"needs {package}: install alload-jax[parity]")
@@ -67,6 +68,7 @@ def test_a_clip_is_that_of_the_pipeline(name, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline_wan_i2v, "ftfy", plain, raising=False)
     is_5b, has_last = name.endswith("5B"), "last" in name
     kind = "2.2" if is_5b else "2.1"
+    negative = "blue" if is_5b else None  # without one, guidance leads away from an empty text
     parts = write_pipeline(tmp_path / "wan", kind)
     model = transformer(MODELS[name])
     model.save_pretrained(tmp_path / "wan" / "transformer")
@@ -97,7 +99,7 @@ def test_a_clip_is_that_of_the_pipeline(name, tmp_path, monkeypatch):
         image=pictures[0],
         last_image=pictures[1] if has_last else None,
         prompt=SENTENCE,
-        negative_prompt="blue",
+        negative_prompt=negative,
         height=HEIGHT,
         width=WIDTH,
         num_frames=FRAMES,
@@ -110,7 +112,8 @@ def test_a_clip_is_that_of_the_pipeline(name, tmp_path, monkeypatch):
 
     folder = str(tmp_path / "wan")
     command = ["sample", "--checkpoint", f"{folder}/transformer", "--prompt", SENTENCE]
-    command += ["--negative-prompt", "blue", "--text-encoder", folder, "--vae", folder]
+    command += ["--negative-prompt", negative] if negative else []
+    command += ["--text-encoder", folder, "--vae", folder]
     command += ["--image", str(tmp_path / "0.png"), "--steps", str(STEPS), "--guidance", "2"]
     command += ["--last-image", str(tmp_path / "1.png")] if has_last else []
     command += ["--image-encoder", folder] if embeds_image else []
@@ -121,6 +124,10 @@ def test_a_clip_is_that_of_the_pipeline(name, tmp_path, monkeypatch):
     found = load_file(out)["latents"]
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
     assert np.abs(noise - expected).mean() > 0.1
+
+    contrary = [*command, "--vae-stride", "1", "1", "1", "--out", str(tmp_path / "x.gif")]
+    with pytest.raises(InputError, match=f"that of --vae {folder} is"):
+        cli.main(contrary)
 
     decoded = tmp_path / "clip.gif"
     assert cli.main([*command, "--out", str(decoded)]) == 0

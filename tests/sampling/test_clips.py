@@ -9,6 +9,7 @@ from PIL import Image
 from alload_jax.errors import InputError
 from alload_jax.sampling import clips
 from alload_jax.sampling.clips import check_format, write_clip
+from alload_jax.sampling.frames import to_bytes
 
 
 def clip(frames=3, height=4, width=6, channels=1):
@@ -111,3 +112,10 @@ def test_mp4_without_its_package_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(clips, "has_mp4", lambda: False)
     with pytest.raises(InputError, match=r"install alload-jax\[media\], or choose .gif"):
         check_format("--out", tmp_path / "x.mp4", (2, 8, 8), 1)
+
+
+def test_the_levels_of_a_store_of_pixels_come_back():
+    levels = np.arange(256)
+    for dtype in (np.float16, np.float32):
+        stored = (levels / 127.5 - 1).astype(dtype)
+        assert to_bytes(stored.astype(np.float32)).tolist() == levels.tolist()

@@ -6,6 +6,7 @@ import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from training_runs import Runs
 
 from alload_jax import cli
+from alload_jax.commands import sample as sample_command
 from alload_jax.config import Config, DataConfig, RunConfig, write_config
 from alload_jax.data.manifest import read_manifest
 from alload_jax.diffusion.flow import TIMESTEP_SCALE
@@ -623,7 +625,40 @@ def test_a_note_says_that_guidance_1_needs_no_negative(text_run, tmp_path, monke
     assert "a VAE stride of 4 8 8 is guessed; --vae-stride sets it\n" in note
 
 
-@pytest.mark.parametrize(("channels", "stride"), [(1, 1), (3, 1), (16, 8), (48, 16)])
-def test_the_vae_is_guessed_from_the_channels(channels, stride):
+def test_notes_say_where_a_model_is_used_as_it_was_not_trained(capsys):
+    def expert(lowest, highest):
+        return SimpleNamespace(
+            noise_levels=lambda: (lowest, highest),
+            trained_null=lambda: False,
+            config=SimpleNamespace(text=TextConfig(6, 4)),
+        )
+
+    def notes_of(boundary, high, low):
+        options = SimpleNamespace(checkpoint="a", low_noise_checkpoint="b", boundary=boundary)
+        sample_command._note_noise_levels(options, high, low)
+        return capsys.readouterr().err.splitlines()
+
+    high, low = expert(0.875, 1), expert(0, 0.875)
+    assert notes_of(0.875, high, low) == []
+    assert notes_of(None, expert(0, 1), None) == []
+    (alone,) = notes_of(None, high, None)
+    assert "--checkpoint a was trained on noise levels 0.875 to 1, and draws from 1 to 0" in alone
+    assert len(notes_of(0.875, low, high)) == 2
+    (moved,) = notes_of(0.9, high, low)
+    assert "--low-noise-checkpoint b was trained on noise levels 0 to 0.875" in moved
+
+    request, raw = SimpleNamespace(negative=None), SimpleNamespace(values={})
+    sample_command._note_guidance([request], [raw], 5.0, low)
+    assert "guidance leads away from zeros" in capsys.readouterr().err
+    sample_command._note_guidance([request], [raw], 1.0, low)
+    sample_command._note_guidance([SimpleNamespace(negative="")], [raw], 5.0, low)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("channels", "stride", "fps"), [(1, 1, None), (3, 1, None), (16, 8, 16), (48, 16, 24)]
+)
+def test_the_vae_and_the_frames_per_second_are_guessed_from_the_channels(channels, stride, fps):
     config = WanConfig(in_channels=channels)
-    assert family_of(config).sampling_defaults(config).vae_stride[1:] == (stride, stride)
+    defaults = family_of(config).sampling_defaults(config)
+    assert (defaults.vae_stride[1:], defaults.fps) == ((stride, stride), fps)

@@ -1,5 +1,6 @@
 """Captions: found under the names that people use, and cleaned."""
 
+import codecs
 import json
 import math
 import unicodedata
@@ -50,9 +51,9 @@ def parse_sidecar(data: bytes, suffix: str, column: str | None) -> str | None:
     """The caption in the bytes of a .txt, .caption or .json file.
 
     Raises:
-      UnusableError: the JSON is not valid.
+      UnusableError: the bytes are no text, or the JSON is not valid.
     """
-    text = data.decode("utf-8-sig", "replace")
+    text = _decoded(data)
     if suffix != ".json":
         return text
     try:
@@ -63,6 +64,16 @@ def parse_sidecar(data: bytes, suffix: str, column: str | None) -> str | None:
         name = find_column((str(key) for key in found), CAPTION_COLUMNS, column)
         return None if name is None else as_caption(found[name])
     return as_caption(found)
+
+
+def _decoded(data: bytes) -> str:
+    """Text in UTF-8, or in UTF-16 with a mark as Windows writes it, without a character cut off."""
+    marked = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    decoder = codecs.getincrementaldecoder("utf-16" if marked else "utf-8-sig")()
+    try:
+        return decoder.decode(data, final=len(data) < LONGEST_FILE)
+    except UnicodeDecodeError as error:
+        raise UnusableError("its caption is not UTF-8; save it as UTF-8") from error
 
 
 def clean(caption: str) -> str:

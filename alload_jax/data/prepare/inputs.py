@@ -1,5 +1,6 @@
 """Finds the images and videos of an input, in an order that depends only on their names."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from alload_jax.data.prepare.folder_inputs import folder_items
@@ -43,6 +44,15 @@ def find_items(
     if not items:
         raise InputError(f"{place}: has no images or videos; name a folder that has some")
     return items
+
+
+def count_ignored(place: Path, items: Sequence[Item]) -> int:
+    """The number of media in a folder that its table, or its .tar files, leave out."""
+    if not place.is_dir():
+        return 0
+    used = {item.source.path for item in items if item.source}
+    there = (item.source for item in folder_items(place, None))
+    return sum(source is not None and source.path not in used for source in there)
 
 
 def _of_folder(place: Path, path_column: str | None, caption_column: str | None) -> list[Item]:

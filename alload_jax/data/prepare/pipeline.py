@@ -27,6 +27,7 @@ from alload_jax.data.prepare.work_folder import (
     Skipped,
     UnitReport,
     claimed,
+    join_workers,
     read_progress,
     read_report,
     remove_all,
@@ -186,7 +187,7 @@ _state: dict[str, Any] = {}
 
 
 def _start_worker(jobs: list[Job], stop: Any) -> None:
-    _state.update(jobs=jobs, stop=stop)
+    _state.update(jobs=jobs, stop=stop, mark=join_workers(jobs[0].out))
     threading.Thread(target=_end_in_time, args=(stop,), daemon=True).start()
 
 

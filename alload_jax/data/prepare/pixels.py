@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from alload_jax.data.prepare.encoders import EncoderOptions
-from alload_jax.planning.geometry import Triple
+from alload_jax.planning.geometry import PIXEL_PATCH, Triple
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Pixels:
 
     has_weights: ClassVar[bool] = False
     stride: Triple = (1, 1, 1)
-    patch_size: Triple = (1, 16, 16)
+    patch_size: Triple = PIXEL_PATCH
 
     @classmethod
     def make(cls, _: EncoderOptions) -> Self:

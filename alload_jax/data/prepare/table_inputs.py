@@ -68,7 +68,13 @@ def _csv_rows(table: Path, _: set[str | None]) -> Iterator[_Row]:
     before = csv.field_size_limit(_LONGEST_FIELD)
     try:
         with table.open(encoding="utf-8-sig", newline="") as file:
-            for row in csv.DictReader(file):
+            reader = csv.DictReader(file)
+            for row in reader:
+                if None in row:
+                    raise InputError(
+                        f"{table}: line {reader.line_num} has more fields than the header; put "
+                        'values with commas in quotes, such as "a red flower, close up"'
+                    )
                 yield {name: value for name, value in row.items() if name}
     finally:
         csv.field_size_limit(before)

@@ -9,13 +9,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from alload_jax.data.store.shard_files import partial_folder
 from alload_jax.errors import InputError
 
 _SETTINGS = "settings.json"
+_WORKERS = "workers"
+"""Locked by the processes that write shards."""
 _SECONDS_BETWEEN_NOTES = 0.2
+_SECONDS_FOR_WORKERS = 60
 
 
 @dataclass
@@ -78,8 +81,33 @@ def claimed(out: Path, flags: dict[str, Any]) -> Iterator[None]:
             raise InputError(
                 f"{out}: another process is preparing it; wait for it, or name another folder"
             ) from error
+        _await_workers(out)
         _compare(out, folder / _SETTINGS, json.loads(json.dumps(flags)))
         yield
+
+
+def join_workers(out: Path) -> IO[str]:
+    """Marks this process as one that writes shards of `out`, as long as the file is open."""
+    mark = (work_folder(out) / _WORKERS).open("w")
+    fcntl.flock(mark, fcntl.LOCK_SH)
+    return mark
+
+
+def _await_workers(out: Path) -> None:
+    """Waits until the workers of a process that was killed have ended."""
+    end = time.monotonic() + _SECONDS_FOR_WORKERS
+    with (work_folder(out) / _WORKERS).open("w") as mark:
+        while True:
+            try:
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if time.monotonic() > end:
+                    raise InputError(
+                        f"{out}: processes of an earlier command still write to it; end them, or "
+                        "name another folder"
+                    ) from error
+            time.sleep(0.1)
 
 
 def _require_no_other(out: Path, folder: Path) -> None:

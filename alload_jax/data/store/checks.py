@@ -11,6 +11,7 @@ from alload_jax.planning.geometry import Geometry, Triple
 
 _MOST_CHANNELS = 48
 """Of the VAEs that are in use; an axis of up to this length may be that of channels."""
+_LARGEST_LABEL = 2**31 - 1
 
 
 class SampleChecks:
@@ -45,6 +46,7 @@ class SampleChecks:
         latents: np.ndarray,
         condition: np.ndarray,
         size: Triple,
+        caption: str | None = None,
         given: np.ndarray | None = None,
         image: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
@@ -54,6 +56,10 @@ class SampleChecks:
           ValueError: the sample is refused; the message names it.
         """
         place = f"{self._where}sample {self.number}"
+        if caption is not None and not isinstance(caption, str):
+            raise ValueError(
+                f"{place}: caption is {caption!r}; give text, or None where there is none"
+            )
         latents, condition = np.asarray(latents), np.asarray(condition)
         self._check_shape(latents, size, place)
         if not is_float(latents):
@@ -115,6 +121,11 @@ def _checked_condition(condition: np.ndarray, place: str) -> np.ndarray:
         )
     if condition.ndim == 1 and len(condition) and dtype.kind not in "iu":
         raise ValueError(f"{place}: labels are {dtype}; they must be whole numbers")
+    if condition.ndim == 1 and len(condition):
+        lowest, highest = int(condition.min()), int(condition.max())
+        if lowest < 0 or highest > _LARGEST_LABEL:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"{place}: a label is {wrong}; labels are from 0 to {_LARGEST_LABEL}")
     if condition.ndim == 2 and not is_float(condition):
         raise ValueError(f"{place}: text is {dtype}; embeddings must be floats")
     return condition.astype(np.int32) if condition.ndim == 1 else condition

@@ -106,7 +106,7 @@ class ShardWriter:
         image: np.ndarray | None = None,
     ) -> None:
         """Appends a sample; arguments and errors as `StoreWriter.add`'s."""
-        arrays = self._checks.check(latents, condition, size, given, image)
+        arrays = self._checks.check(latents, condition, size, caption, given, image)
         latents = arrays[records.LATENTS]
         data = records.encode(arrays)
         frames, height, width = (int(value) for value in size)

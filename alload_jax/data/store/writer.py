@@ -125,8 +125,9 @@ class StoreWriter:
 
         Raises:
           ValueError: the shape of the latents does not match `size` and the VAE's stride, the
-            channels or the kind of condition differ from the previous samples, or a value is
-            an integer, NaN or infinite. The sample is left out; the writer can go on.
+            channels or the kind of condition differ from the previous samples, a value is an
+            integer, NaN or infinite, a class is negative, or the caption is no text. The sample is
+            left out; the writer can go on.
           OSError: the disk is full.
         """
         if self._shard is None:
