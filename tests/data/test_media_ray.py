@@ -86,7 +86,7 @@ def test_ray_writes_the_same_bytes_as_one_process(media, tmp_path):
 
 
 @pytest.mark.parametrize("ends", ["worker lost", "interrupted", "killed"])
-def test_whatever_is_lost_the_bytes_are_the_same(long_media, tmp_path, ends):
+def test_whatever_is_lost_the_bytes_are_the_same(long_media, tmp_path, ends, default_signals):
     flags = ("--workers", "1")
     begun = start(long_media, tmp_path / "ray", *flags)
     partial = tmp_path / "ray.partial"
