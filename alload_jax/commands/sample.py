@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     )
     requests = [check_request(one, target) for one in raw]
     _check_outs(raw, options.force)
-    drawing = _drawing(options, source)
+    drawing, groups = _drawing(options, source), _groups(requests, options, source)
     _note_guidance(requests, raw, drawing.guidance, source)
     _note_noise_levels(options, source, low_noise)
     if any(request.first for request in requests) and not source.trained_with_given_frames():
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.dense_attention and source.config.sparse_attention is None:
         print("note: --dense-attention has no effect: the model is dense", file=sys.stderr)
-    draw(_groups(requests, options, source), drawing, (source, low_noise), encoders)
+    draw(groups, drawing, (source, low_noise), encoders)
     return 0
 
 
