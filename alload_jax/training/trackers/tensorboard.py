@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,8 @@ class TensorBoard:
     def close(self) -> None:
         """See `Tracker.close`."""
         if self._writer is not None:
-            self._writer.close()
+            with suppress(OSError):  # a full disk must not end a run here: metrics.jsonl says it
+                self._writer.close()
             self._writer = None
 
     def _opened(self) -> "SummaryWriter":
@@ -65,7 +67,10 @@ class TensorBoard:
 
             suffix = f".{self._files}"  # names of files hold whole seconds
             self._writer = SummaryWriter(
-                str(self._folder), purge_step=self._purge, filename_suffix=suffix
+                str(self._folder),
+                purge_step=self._purge,
+                max_queue=0,  # without a limit: a thread that has failed takes nothing from it
+                filename_suffix=suffix,
             )
             self._purge, self._files = None, self._files + 1
         return self._writer
