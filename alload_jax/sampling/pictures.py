@@ -1,7 +1,8 @@
 """Writes grids of stills and clips as PNG, GIF or MP4."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -14,6 +15,18 @@ _TARGET_WIDTH = 900
 _GAP = 4
 _HEADER = 30
 _PAPER, _INK = (24, 26, 32), (220, 224, 232)
+
+
+class Picture(NamedTuple):
+    """A picture or clip that is drawn but not written.
+
+    Attributes:
+      path: its file.
+      write: writes it; raises InputError or OSError if that fails.
+    """
+
+    path: Path
+    write: Callable[[], None]
 
 
 def grid_path(path: Path, clips: np.ndarray, clip_format: ClipFormat) -> Path:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,13 +15,13 @@ from jax.experimental.multihost_utils import process_allgather
 from alload_jax.data.manifest import Manifest
 from alload_jax.diffusion.schedules import Sampler, noise_levels
 from alload_jax.diffusion.timesteps import TimestepConfig, shift_of
-from alload_jax.distributed.cluster import first_process
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import family_of
 from alload_jax.sampling.clips import LATENTS, write_clip
 from alload_jax.sampling.conditions import RequestArrays, arrays_of, stacked
 from alload_jax.sampling.encoders import Encoders, find_encoders
 from alload_jax.sampling.flow import make_flow
+from alload_jax.sampling.pictures import Picture
 from alload_jax.sampling.request_checks import check_request
 from alload_jax.sampling.requests import RawRequest, Request, Target
 
@@ -116,21 +117,20 @@ class PromptWriter:
         self._vae = encoders.vae
         encoders.unload()
 
-    def write(self, folder: Path, values: Any) -> Iterator[Path]:
-        """Draws every prompt with these values of the model; yields each file.
-
-        All processes draw, because each may hold a part of the weights; the first one writes.
-        """
+    def pictures(self, folder: Path, values: Any) -> Iterator[Picture]:
+        """Draws every prompt with these values of the model; see `SampleWriter.pictures`."""
         for request, arrays, flow in self._drawn:
             shape = (1, *request.grid, self._model.latent_channels)
             noise = jax.random.normal(jax.random.key(request.seed), shape)
             drawn = flow(values, noise, *jax.tree.map(jnp.asarray, stacked([arrays])))
             (clip,) = np.asarray(process_allgather(drawn, tiled=True))
-            if first_process():
-                if self._vae is not None:
-                    clip = self._vae.decode(clip)
-                write_clip(folder / request.out, clip, self._notes, fps=self._fps)
-            yield folder / request.out
+            path = folder / request.out
+            yield Picture(path, partial(self._write, path, clip))
+
+    def _write(self, path: Path, clip: np.ndarray) -> None:
+        if self._vae is not None:
+            clip = self._vae.decode(clip)
+        write_clip(path, clip, self._notes, fps=self._fps)
 
 
 def _encoders(folders: EncoderFolders, model: ModelConfig, manifest: Manifest) -> Encoders:

@@ -15,12 +15,11 @@ from jax.experimental.multihost_utils import process_allgather
 from alload_jax.data.manifest import Manifest
 from alload_jax.diffusion.schedules import Sampler, noise_levels
 from alload_jax.diffusion.timesteps import TimestepConfig, shift_of
-from alload_jax.distributed.cluster import first_process
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.sampling.flow import Condition, make_flow
 from alload_jax.sampling.frames import has_mp4
-from alload_jax.sampling.pictures import ClipFormat, grid_path, write_grid
+from alload_jax.sampling.pictures import ClipFormat, Picture, grid_path, write_grid
 from alload_jax.sampling.prompts import EncoderFolders, PromptConfig, PromptWriter
 
 
@@ -185,16 +184,14 @@ class SampleWriter:
         """Number of files of each step."""
         return len(self._config.grids) + len(self._config.prompts)
 
-    def write(self, step: int, values: Any) -> Iterator[Path]:
-        """Generates and writes every grid and prompt, usually with the EMA's values of the model.
+    def pictures(self, step: int, values: Any) -> Iterator[Picture]:
+        """Generates every grid and prompt, usually with the EMA's values of the model.
 
-        All processes generate, because each may hold a part of the weights; the first one writes.
+        A collective operation, because each process may hold a part of the weights: go on to the
+        end in all of them, also where a picture cannot be written.
 
         Yields:
-          each file, after it is written.
-
-        Raises:
-          InputError: a sample is not finite, or a file cannot be written.
+          each picture, for the first process to write.
         """
         folder = self._folder / f"step_{step:07d}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -206,10 +203,8 @@ class SampleWriter:
             clips = drawn.reshape(grid.rows, classes, *drawn.shape[1:])
             headers = [str(label) for label in range(classes)]
             path = grid_path(folder / "x".join(map(str, size)), clips, self._config.clip_format)
-            if first_process():
-                write_grid(path, clips, headers)
-            yield path
-        yield from self._prompts.write(folder, values)
+            yield Picture(path, partial(write_grid, path, clips, headers))
+        yield from self._prompts.pictures(folder, values)
 
 
 def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Manifest) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from alload_jax.errors import InputError
+from alload_jax.sampling.pictures import Picture
 from alload_jax.training.callbacks.drawing import Drawing
 
 RUN = SimpleNamespace(
@@ -24,7 +25,8 @@ class Tracker:
 
 def test_what_was_drawn_is_shown():
     tracker, paths = Tracker(), [Path("a/1x8x8.png"), Path("a/prompt_0.gif")]
-    writer = SimpleNamespace(write=lambda step, values: iter(paths), count=2)
+    pictures = [Picture(path, lambda: None) for path in paths]
+    writer = SimpleNamespace(pictures=lambda step, values: iter(pictures), count=2)
     drawing = Drawing(writer, 2, tracker)
     assert drawing.due(RUN)
     drawing.act(RUN)
@@ -33,17 +35,28 @@ def test_what_was_drawn_is_shown():
     assert tracker.shown == [*expected, *expected, "closed"]
 
 
-def test_a_picture_that_cannot_be_drawn_does_not_end_the_run(capsys):
-    def write(step, values):
-        yield Path("1x8x8.png")
+def test_a_picture_that_cannot_be_written_ends_neither_the_run_nor_the_drawing(capsys):
+    def fails():
         raise InputError("prompt_0.gif: the generated sample is not finite")
 
+    def full():
+        raise OSError(28, "No space left on device", "1x8x8.png")
+
+    names = {"prompt_0.gif": fails, "1x8x8.png": full, "prompt_1.gif": lambda: None}
+    drawn = []
+
+    def pictures(step, values):  # other processes draw to the end as well
+        for name, write in names.items():
+            drawn.append(name)
+            yield Picture(Path(name), write)
+
     tracker = Tracker()
-    drawing = Drawing(SimpleNamespace(write=write, count=2), 2, tracker)
-    drawing.act(RUN)
-    drawing.on_finish(RUN)
+    Drawing(SimpleNamespace(pictures=pictures, count=3), 2, tracker).on_finish(RUN)
+    assert drawn == list(names)
     warned = capsys.readouterr().err.splitlines()
-    line = "warning: samples of step 4: prompt_0.gif: the generated sample is not finite"
-    assert warned == [line, line]
-    first = (4, "samples/1x8x8", Path("1x8x8.png"))
-    assert tracker.shown == [first, first, "closed"]
+    assert warned[0] == (
+        "warning: samples of step 4: prompt_0.gif: the generated sample is not finite"
+    )
+    assert "1x8x8.png: No space left on device" in warned[1]
+    assert len(warned) == 2
+    assert tracker.shown == [(4, "samples/prompt_1", Path("prompt_1.gif")), "closed"]

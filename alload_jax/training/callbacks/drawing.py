@@ -3,7 +3,9 @@
 import sys
 from collections.abc import Callable
 
-from alload_jax.errors import InputError
+from alload_jax.distributed.cluster import first_process
+from alload_jax.errors import InputError, reason_of
+from alload_jax.sampling.pictures import Picture
 from alload_jax.sampling.samples import SampleWriter
 from alload_jax.training.callbacks.callback import Callback, Run
 from alload_jax.training.progress import ProgressBar
@@ -32,9 +34,16 @@ class Drawing(Callback):
         self._tracker.close()
 
     def _draw(self, run: Run, on_picture: Callable[[str], None]) -> None:
+        """Draws in all processes, to the end, and writes in the first one."""
+        for picture in self._writer.pictures(run.done, run.state.averaged_weights.merged()):
+            if first_process():
+                self._write(run.done, picture)
+            on_picture(picture.path.name)
+
+    def _write(self, step: int, picture: Picture) -> None:
         try:
-            for path in self._writer.write(run.done, run.state.averaged_weights.merged()):
-                self._tracker.show(run.done, f"samples/{path.stem}", path)
-                on_picture(path.name)
-        except InputError as error:  # training is worth more than a picture of it
-            print(f"warning: samples of step {run.done}: {error}", file=sys.stderr, flush=True)
+            picture.write()
+            self._tracker.show(step, f"samples/{picture.path.stem}", picture.path)
+        except (InputError, OSError) as error:  # training is worth more than a picture of it
+            reason = reason_of(error)
+            print(f"warning: samples of step {step}: {reason}", file=sys.stderr, flush=True)
