@@ -8,6 +8,8 @@ from alload_jax.errors import InputError
 from alload_jax.planning.digest import digest
 from alload_jax.planning.plan import Step
 
+_MOST_DIGITS = 20
+
 
 def read_excluded(path: str | Path | None, samples: int) -> frozenset[int]:
     """Reads the numbers of samples, one per line; what follows `#` is a comment.
@@ -33,7 +35,9 @@ def read_excluded(path: str | Path | None, samples: int) -> frozenset[int]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        if not (text.isascii() and text.isdigit() and int(text) < samples):
+        # Python refuses to parse thousands of digits.
+        is_number = text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS
+        if not (is_number and int(text) < samples):
             raise InputError(
                 f"data.exclude: line {number} of {path} is {text[:40]!r}; give a sample's number, "
                 f"from 0 to {samples - 1}"

@@ -26,7 +26,7 @@ _RECALIBRATION = "recalibration"
 """The checkpoint's part that only recalibrated plans have."""
 _COMMUNICATION = re.compile(
     "Gloo|NCCL|coordination service|Connection (?:reset|closed|refused)|DEADLINE_EXCEEDED|"
-    "UNAVAILABLE|[Bb]arrier",
+    "UNAVAILABLE|Barrier timed out",
 )
 """Words of errors that say nothing about files."""
 _OS_REASONS = re.compile(
