@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from alload_jax.errors import InputError
+from alload_jax.models.common.lora import DOWN, UP
 from alload_jax.sharding.rules import path_name
 from alload_jax.training.parameters import check_patterns, matches, require_match
 from alload_jax.training.spikes import skip_spikes
 
+_MATRICES = ("kernel", DOWN, UP)
 _MAIN = "main"
 """Label of parameters that belong to no group."""
 
@@ -183,5 +185,5 @@ def update_ema(ema: Any, params: Any, step: jax.Array, decay: float) -> Any:
 def _decays(params: Any) -> Any:
     """Marks the matrices, which decay; biases, norms, embeddings and modulation do not."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: path_name(path).endswith("kernel"), params
+        lambda path, _: path_name(path).endswith(_MATRICES), params
     )
