@@ -269,7 +269,14 @@ def find_run(
     if not file.is_file():
         raise InputError(f"{place}: is not a run folder of train.py (no config.yaml); name one")
     config = read_config(["--config", str(file)], prog="alload")
-    return RunSource(place, config, find_step(place / "checkpoints", step), weights or "ema")
+    averaged = config.optimizer.ema_decay is not None
+    if weights == "ema" and not averaged:
+        raise InputError(
+            f"{place}: the run keeps no moving average (optimizer.ema_decay is null), so --weights "
+            "ema does not apply; leave it out"
+        )
+    kind: WeightsKind = weights or ("ema" if averaged else "raw")
+    return RunSource(place, config, find_step(place / "checkpoints", step), kind)
 
 
 def completed(

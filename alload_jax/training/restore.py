@@ -29,6 +29,7 @@ from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.base import BASE, Base
 from alload_jax.training.checkpoint import as_input_error, difference
 from alload_jax.training.checksums import damage
+from alload_jax.training.optimizer import NO_AVERAGE
 from alload_jax.training.parameters import (
     ParametersConfig,
     cast_frozen,
@@ -220,7 +221,7 @@ def _of_run(
     mesh: Mesh,
     wanted: Callable[[str], bool],
 ) -> Any:
-    """Reads the averaged weights of the newest checkpoint of another run.
+    """Reads the averaged weights, or else the latest, of the newest checkpoint of another run.
 
     Its adapters are kept where this run has the same, else merged. The embedding of classes begins
     anew where their number differs.
@@ -228,10 +229,11 @@ def _of_run(
     folder = run / CHECKPOINTS
     step = find_step(folder)
     identity = read_identity(folder.absolute() / str(step))
+    kind: WeightsKind = "raw" if NO_AVERAGE in (identity.get("optimizer") or {}) else "ema"
     theirs = config_from_fields(identity["model"])
     require_same_architecture(config, theirs, run)
     of_run = ParametersConfig(**_tuples(identity.get("parameters") or {}))
-    found = restore_weights(folder, step, theirs, of_run, mesh)
+    found = restore_weights(folder, step, theirs, of_run, mesh, kind)
     params = merge_parameters(found.params, readable(found.frozen))
     if theirs.lora is not None and not same_adapters(theirs, config):
         params = merge_adapters(params, theirs.lora)

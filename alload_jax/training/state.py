@@ -32,14 +32,14 @@ class TrainingSpec(NamedTuple):
       model: config of the model.
       objective: training objective.
       optimizer: optimizer of the trained parameters.
-      ema_decay: decay of their moving average.
+      ema_decay: decay of their moving average; None for no average.
       parameters: which parameters are trained.
     """
 
     model: ModelConfig
     objective: Objective
     optimizer: optax.GradientTransformation
-    ema_decay: float
+    ema_decay: float | None
     parameters: ParametersConfig = ALL_TRAINED
 
     @property
@@ -74,7 +74,7 @@ class TrainState(NamedTuple):
       step: int32 scalar, number of optimizer steps done and position in the plan.
       key: [2] uint32, random key data from which the noise of every sample derives.
       params: trained parameters, nested dict of float32 arrays.
-      ema: moving average of `params`, with the same structure.
+      ema: moving average of `params`, with the same structure; empty for none.
       opt_state: state of the optimizer.
       frozen: frozen parameters, nested dict; empty if all are trained.
       variables: the model's other variables, updated in every step; often empty.
@@ -95,8 +95,11 @@ class TrainState(NamedTuple):
 
     @property
     def averaged_weights(self) -> Weights:
-        """The model's values for sampling, with the moving average of the trained parameters."""
-        return Weights(self.ema, self.frozen, self.variables)
+        """The model's values for sampling, with the moving average of the trained parameters.
+
+        Without an average these are the trained parameters themselves.
+        """
+        return self.weights._replace(params=self.ema) if self.ema else self.weights
 
 
 def init_state(spec: TrainingSpec, mesh: Mesh, seed: int, params: Any = None) -> TrainState:
@@ -173,7 +176,7 @@ def _make_state(spec: TrainingSpec, seed: int) -> Callable[..., TrainState]:
             step=jnp.zeros((), jnp.int32),
             key=jax.random.key_data(noise),
             params=weights.params,
-            ema=jax.tree.map(jnp.copy, weights.params),
+            ema={} if spec.ema_decay is None else jax.tree.map(jnp.copy, weights.params),
             opt_state=spec.optimizer.init(weights.params),
             frozen=weights.frozen,
             variables=weights.variables,

@@ -18,6 +18,7 @@ from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.models.common.stored import quantise
 from alload_jax.models.families import read_model_config
+from alload_jax.models.lora_files import read_lora
 from alload_jax.models.weights import load_weights
 from alload_jax.training.restore import one_device_mesh
 
@@ -221,3 +222,21 @@ def test_a_run_is_a_place_of_initial_weights(train):
     shutil.rmtree(other / "checkpoints" / "1")
     with pytest.raises(InputError, match="weights of another architecture"):
         train(folder="wrong", **changes, model={"num_layers": 3, "lora": None})
+
+
+@pytest.mark.slow
+def test_a_run_without_a_moving_average_samples_from_its_weights(train):
+    average = {"optimizer": {"ema_decay": None}}
+    folder = train(**average)
+    assert "'ema'" not in (folder / "checkpoints" / "4" / "state" / "_METADATA").read_text()
+    assert metrics(folder) == metrics(train(folder="averaged"))
+    assert alload(["lora", "export", "--checkpoint", str(folder), "--out", "x.safetensors"]) == 0
+    adapters = read_lora("x.safetensors", find_run(folder).config).adapters
+    up = values_of(folder)["blocks/self_attention/query/lora_up"]
+    np.testing.assert_array_equal(adapters["blocks/self_attention/query/kernel", 1].up, up[1])
+    with pytest.raises(InputError, match="keeps no moving average"):
+        find_run(folder, "ema")
+    with pytest.raises(InputError, match="checkpoint of another optimizer: without_ema was True"):
+        train()
+    train("--run.steps", "6", **average)
+    train(folder="next", run={"initial_weights": str(folder), "steps": 1}, **average)
