@@ -65,6 +65,7 @@ class _Recomputed:
 
 _RECOMPUTED = {
     "full": _Recomputed(True, True, True),
+    "offload": _Recomputed(True, True, True),
     "attention": _Recomputed(True, False, True),
     "matmuls_and_attention": _Recomputed(False, False, True),
     "none": _Recomputed(False, False, False),
