@@ -54,6 +54,7 @@ from alload_jax.training.callbacks.telemetry import Telemetry
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.loop import Loop
 from alload_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from alload_jax.training.parameters import describe_trained
 from alload_jax.training.plan_costs import run_costs
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.quiet_threads import hush_threads, leave
@@ -213,6 +214,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
         else:
             source = config.run.initial_weights or f"new, drawn with run.seed {config.run.seed}"
             state = new_state(spec, mesh, origin, checkpoints)
+        trained = describe_trained(state.params, state.frozen, config.parameters)
         trainer = make_trainer(spec, mesh, state, work.groups)
 
         # ------------------------------------------------------------ run folder
@@ -225,7 +227,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
                 config.planning.predictor(work.costs),
                 config.run.steps,
                 start,
-                source,
+                f"{source}; {trained}" if trained else source,
                 len(collator.excluded),
             ),
             changed_settings(before, values_of(config)),
