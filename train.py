@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from alload_jax.config import (
     Config,
     read_config,
+    run_steps,
     use_compilation_cache,
     values_in,
     values_of,
@@ -185,10 +186,11 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
     plan, collation = run_plan.plan, collator.collation
 
     # ---------------------------------------------------------------- state, new or restored
+    total = run_steps(config.run, plan)
     spec = TrainingSpec(
         config.model,
         config.objective,
-        make_optimizer(config.optimizer, config.run.steps),
+        make_optimizer(config.optimizer, total),
         config.optimizer.ema_decay,
         config.parameters,
     )
@@ -204,7 +206,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
         if start:
             checkpoints.check(start)
         summary = cluster.broadcast(partial(read_summary, folder, start))
-        if summary and start >= config.run.steps:
+        if summary and start >= total:
             print_summary(summary, folder)
             return 0
         if start:
@@ -225,7 +227,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
                 config.planning.policy,
                 config.planning.tokens_bound(work.costs),
                 config.planning.predictor(work.costs),
-                config.run.steps,
+                total,
                 start,
                 f"{source}; {trained}" if trained else source,
                 len(collator.excluded),
@@ -242,7 +244,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
         append_environment(folder / "environment.json", argv, start)
 
         # ------------------------------------------------------------ compilation
-        missing = collation.shapes(plan) if start < config.run.steps else []
+        missing = collation.shapes(plan) if start < total else []
         with ProgressBar("compiling", len(missing)) as bar:
             for shape in trainer.compile(missing):
                 bar.advance(describe(shape))
@@ -256,12 +258,12 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
         callbacks = [
             Telemetry(
                 run_plan,
-                learning_rate_schedule(config.optimizer, config.run.steps),
+                learning_rate_schedule(config.optimizer, total),
                 log,
                 tracker,
                 BadRecords(folder / "bad_records.txt", cluster),
                 config.data.loader.max_bad_records,
-                ProgressBar("training", config.run.steps, start),
+                ProgressBar("training", total, start),
             ),
             LayerLog(folder, config.model, start),
             Checkpointing(checkpoints, config.checkpoint.every, run_plan),
@@ -269,9 +271,9 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
             *(each.make(CallbackContext(folder, stop)) for each in config.callbacks),
             evaluation,
         ]
-        loop = Loop(trainer, start, config.run.steps, callbacks)
+        loop = Loop(trainer, start, total, callbacks)
         consensus = Consensus(cluster, mesh, lambda: stop.number)
-        stop_at = start if consensus.signal() else config.run.steps
+        stop_at = start if consensus.signal() else total
         with closing(run_plan.steps(start, stop_at, collator, config.data.loader)) as steps:
             loop.run(place_ahead(steps, mesh, groups=work.groups, consensus=consensus))
         stopped_by = consensus.signal()
@@ -279,7 +281,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
         raise InputError(f"{loop.refusal} (saved at step {loop.done})")
     if stopped_by:
         command = resume_command(folder, config.cluster)
-        done = f"saved step {loop.done} of {config.run.steps}"
+        done = f"saved step {loop.done} of {total}"
         print(f"{stop_name(stopped_by)}: {done}; continue with: {command}")
         return config.run.status_when_stopped
 
