@@ -255,6 +255,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
         log = MetricsLog(folder, resumed_at=start)
         tracker = TensorBoard(folder / "tensorboard", resumed_at=start)
         evaluation = Evaluation(config.evaluators, writer, config.sampling.seed)
+        checkpointing = Checkpointing(checkpoints, config.checkpoint, run_plan)
         callbacks = [
             Telemetry(
                 run_plan,
@@ -266,13 +267,13 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
                 ProgressBar("training", total, start),
             ),
             LayerLog(folder, config.model, start),
-            Checkpointing(checkpoints, config.checkpoint.every, run_plan),
+            checkpointing,
             Drawing(writer, config.sampling.every, tracker),
             *(each.make(CallbackContext(folder, stop)) for each in config.callbacks),
             evaluation,
         ]
         loop = Loop(trainer, start, total, callbacks)
-        consensus = Consensus(cluster, mesh, lambda: stop.number)
+        consensus = Consensus(cluster, mesh, lambda: stop.number, checkpointing.wants_save)
         stop_at = start if consensus.signal() else total
         with closing(run_plan.steps(start, stop_at, collator, config.data.loader)) as steps:
             loop.run(place_ahead(steps, mesh, groups=work.groups, consensus=consensus))

@@ -1,6 +1,7 @@
 """Checkpoints with Orbax, written atomically in the background."""
 
 import itertools
+import math
 import re
 import shutil
 import sys
@@ -41,12 +42,16 @@ class CheckpointConfig:
     """When checkpoints are saved and which are kept.
 
     Attributes:
-      every: number of optimizer steps between checkpoints; the last step is always saved.
+      every: number of optimizer steps between checkpoints; the last step is always saved. Null for
+        no such interval.
+      minutes: also save when this many minutes have passed since the last checkpoint; null for no
+        such interval.
       keep: number of newest checkpoints to keep.
       keep_every: also keep checkpoints whose step is a multiple of this; null for none.
     """
 
-    every: int = 500
+    every: int | None = 500
+    minutes: float | None = None
     keep: int = 2
     keep_every: int | None = None
 
@@ -55,6 +60,8 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"checkpoint.{name} is {value}; it must be at least 1")
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise InputError(f"checkpoint.minutes is {self.minutes}; it must be a number above 0")
 
 
 class Checkpoints:
