@@ -46,12 +46,14 @@ from alload_jax.sampling.samples import SampleWriter
 from alload_jax.sharding.groups import group_meshes, plan_on
 from alload_jax.sharding.mesh import local_plan_ranks, make_mesh
 from alload_jax.sharding.xla_flags import set_xla_flags
+from alload_jax.training.best import BestCheckpoints
 from alload_jax.training.callbacks.callback import CallbackContext
 from alload_jax.training.callbacks.checkpointing import Checkpointing
 from alload_jax.training.callbacks.drawing import Drawing
 from alload_jax.training.callbacks.evaluation import Evaluation
 from alload_jax.training.callbacks.layer_log import LayerLog
 from alload_jax.training.callbacks.telemetry import Telemetry
+from alload_jax.training.callbacks.validating import Validating
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.loop import Loop
 from alload_jax.training.optimizer import learning_rate_schedule, make_optimizer
@@ -74,6 +76,8 @@ from alload_jax.training.signals import StopRequest, stop_name
 from alload_jax.training.start import Origin, new_state, state_of_checkpoint
 from alload_jax.training.state import TrainingSpec
 from alload_jax.training.trackers.tensorboard import TensorBoard
+from alload_jax.training.validation.held_out import HeldOut, split_data
+from alload_jax.training.validation.validator import Validator
 
 
 def main(argv: list[str]) -> int:
@@ -107,6 +111,7 @@ class Work(NamedTuple):
       run_plan: the plan.
       collator: reads and collates its steps.
       writer: draws samples.
+      held_out: samples of the validation; None without one.
       identity: what a checkpoint of the run belongs to.
     """
 
@@ -118,6 +123,7 @@ class Work(NamedTuple):
     run_plan: RunPlan
     collator: Collator
     writer: SampleWriter
+    held_out: HeldOut | None
     identity: dict[str, Any]
 
 
@@ -136,15 +142,26 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     source.require_settings()
     manifest = source.manifest
     manifest.require(config.model.latent_channels, config.model.patch_size)
-    samples = manifest.samples(config.model.patch_size)
+    excluded = read_excluded(config.data.exclude, len(manifest))
+    cluster.require_same(
+        exclusion_identity(excluded), "give all processes the same file of samples"
+    )
+    data = split_data(config.validation, source, config.data.source, excluded)
+    conditions = conditions_for(config.model, manifest)
+    held_out = None
+    if data.held_out:
+        held_out = HeldOut.of(data.held_out, config.model, conditions, manifest)
     mesh = make_mesh(config.mesh)
     config.planning.refuse_foreign_costs(
         config.model.step_fields() | {"parameters": config.parameters.identity()},
         mesh.devices.flat[0].device_kind,
     )
     costs = run_costs(config.model, config.planning)
+    trained = data.training.manifest
+    samples = trained.samples(config.model.patch_size)
     plan = plan_on(mesh, config.planning, samples, config.run.seed, costs)
     identity = {
+        "validation": config.validation.identity(),
         "model": config.model.architecture(),
         "plan": plan.identity(),
         "parameters": config.parameters.identity(),
@@ -153,17 +170,18 @@ def prepare(config: Config, cluster: Cluster) -> Work:
         "data": manifest.identity(),
     }
     cluster.require_same(
-        identity["plan"] | identity["data"],
+        identity["plan"] | identity["data"] | (held_out.identity() if held_out else {}),
         "give all processes the same data folder, code and packages",
     )
     cluster.require_shared("run.folder", folder)
-    excluded = read_excluded(config.data.exclude, len(manifest))
-    same = exclusion_identity(excluded)
-    cluster.require_same(same, "give all processes the same file of samples")
-    run_plan = RunPlan(plan, config.planning, cluster, costs, config.model, excluded)
-    collation = collation_for(plan, manifest, config.model, conditions_for(config.model, manifest))
+    run_plan = RunPlan(
+        *(plan, config.planning, cluster, costs, config.model, data.excluded),
+        number=trained.number,
+    )
+    collation = collation_for(plan, trained, config.model, conditions)
     ranks = local_plan_ranks(mesh, plan.topology.ranks, config.planning.context_value)
-    collator = Collator(PatientReader(source), ranks, collation, plan.group_ranks, excluded)
+    reader = PatientReader(data.training)
+    collator = Collator(reader, ranks, collation, plan.group_ranks, data.excluded)
     groups = group_meshes(mesh, plan)
     writer = SampleWriter(
         folder / "samples",
@@ -175,7 +193,9 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     )
     for evaluator in config.evaluators:
         evaluator.check(config.model, manifest)
-    return Work(began, manifest, mesh, groups, costs, run_plan, collator, writer, identity)
+    return Work(
+        *(began, manifest, mesh, groups, costs, run_plan, collator, writer, held_out, identity)
+    )
 
 
 def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
@@ -195,6 +215,10 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
         config.parameters,
     )
     origin = Origin(config.run.seed, config.run.initial_weights, config.run.initial_lora)
+    tokens = config.planning.tokens_bound(work.costs)
+    validator = None
+    if work.held_out:
+        validator = Validator(config.validation, spec, mesh, work.held_out, tokens)
     with (
         Checkpoints(
             folder / "checkpoints", config.checkpoint, work.identity, config.model.later_fields
@@ -225,12 +249,13 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
             Opening(
                 plan,
                 config.planning.policy,
-                config.planning.tokens_bound(work.costs),
+                tokens,
                 config.planning.predictor(work.costs),
                 total,
                 start,
                 f"{source}; {trained}" if trained else source,
                 len(collator.excluded),
+                validator.told() if validator else "",
             ),
             changed_settings(before, values_of(config)),
         )
@@ -250,12 +275,25 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
                 bar.advance(describe(shape))
                 if stop:
                     break
+        if validator and missing and not stop:
+            with ProgressBar("compiling validation", len(validator.classes)) as bar:
+                for name in validator.compile(state):
+                    bar.advance(name)
+                    if stop:
+                        break
 
         # ------------------------------------------------------------ training
         log = MetricsLog(folder, resumed_at=start)
         tracker = TensorBoard(folder / "tensorboard", resumed_at=start)
         evaluation = Evaluation(config.evaluators, writer, config.sampling.seed)
+        bar = ProgressBar("training", total, start)
         checkpointing = Checkpointing(checkpoints, config.checkpoint, run_plan)
+        best = BestCheckpoints(folder, config.checkpoint.keep_best, checkpoints, cluster)
+        validating = []
+        if validator:
+            when = config.validation.every
+            shown = (log, tracker, bar.say)
+            validating = [Validating(validator, when, *shown, best, checkpointing.save)]
         callbacks = [
             Telemetry(
                 run_plan,
@@ -264,9 +302,10 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
                 tracker,
                 BadRecords(folder / "bad_records.txt", cluster),
                 config.data.loader.max_bad_records,
-                ProgressBar("training", total, start),
+                bar,
             ),
             LayerLog(folder, config.model, start),
+            *validating,
             checkpointing,
             Drawing(writer, config.sampling.every, tracker),
             *(each.make(CallbackContext(folder, stop)) for each in config.callbacks),
@@ -289,7 +328,8 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
     # ---------------------------------------------------------------- samples and summary
     loop.finish()
     seconds = time.monotonic() - work.began
-    summary = summarise(log.rows, loop.done, evaluation.figures, peak_memory(), seconds)
+    figures = evaluation.figures | (validating[0].figures() if validating else {})
+    summary = summarise(log.rows, loop.done, figures, peak_memory(), seconds)
     write_json(folder / "summary.json", summary)
     print_summary(summary, folder)
     return 0

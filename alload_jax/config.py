@@ -34,6 +34,7 @@ from alload_jax.training.checkpoint import CheckpointConfig
 from alload_jax.training.optimizer import OptimizerConfig, OptimizerGroup, group_of
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.run_files import write_atomically
+from alload_jax.training.validation.config import ValidationConfig
 
 _DEFAULT_STEPS = 1000
 
@@ -148,6 +149,7 @@ class Config:
       mesh: mesh of devices.
       cluster: processes, if there are several.
       checkpoint: when checkpoints are saved and which are kept.
+      validation: held-out samples on which the loss is measured, and when.
       sampling: which samples are generated, and when.
       evaluators: metrics of generated samples at the end; `name` selects each.
       callbacks: additional callbacks during training; `name` selects each.
@@ -163,6 +165,7 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     evaluators: tuple[Evaluator, ...] = ()
     callbacks: tuple[CallbackConfig, ...] = ()
@@ -171,6 +174,11 @@ class Config:
         object.__setattr__(self, "parameters", self._completed_parameters())
         self._check_lora()
         self._complete_optimizer()
+        if self.checkpoint.keep_best and not self.validation.enabled:
+            raise InputError(
+                f"checkpoint.keep_best is {self.checkpoint.keep_best}, but nothing is validated; "
+                "give validation.share or validation.folder"
+            )
         if self.run.epochs is not None and self.planning.recalibrate:
             raise InputError(
                 f"run.epochs is {self.run.epochs}, but with planning.recalibrate the length of "
@@ -234,6 +242,7 @@ _PARTS = (
     Part("objective", "name", DEFAULT_OBJECTIVE, OBJECTIVES.get),
     Part("data.source", "name", None, SOURCES.get),
     Part("data.dataset", "name", None, DATASETS.get),
+    Part("validation.source", "name", None, SOURCES.get),
 )
 """The parts whose fields depend on a name."""
 
