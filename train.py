@@ -307,7 +307,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
             LayerLog(folder, config.model, start),
             *validating,
             checkpointing,
-            Drawing(writer, config.sampling.every, tracker),
+            Drawing(writer, config.sampling.every, tracker, writer.progress(start)),
             *(each.make(CallbackContext(folder, stop)) for each in config.callbacks),
             evaluation,
         ]

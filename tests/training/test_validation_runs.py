@@ -69,6 +69,12 @@ def validations(folder):
     return [row for row in rows_of(folder) if "validation/loss" in row]
 
 
+def assert_close(some, others):
+    for ours, theirs in zip(some, others, strict=True):
+        assert ours.pop("validation/set") == theirs.pop("validation/set")
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
 def checkpoints(folder):
     return sorted(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
 
@@ -154,9 +160,7 @@ def test_validation_on_other_data_changes_no_step(train, tmp_path, capsys):
 def test_equal_losses_on_more_devices(train):
     one = validations(train(*SHARE, *EVERY, folder="one"))
     two = validations(train(*SHARE, *EVERY, folder="two", devices=2))
-    assert [row.pop("validation/set") for row in one] == [row.pop("validation/set") for row in two]
-    for ours, theirs in zip(one, two, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
+    assert_close(one, two)
 
 
 @pytest.mark.slow
@@ -165,8 +169,7 @@ def test_packed_rows_are_validated_by_the_same_errors(train):
     still = ("--optimizer.learning_rate", "1e-12", "--validation.every", "null", "--run.steps", "2")
     packed = train(*SHARE, *still, "--planning.policy", "balanced", folder="packed")
     bucketed = train(*SHARE, *still, folder="bucketed")
-    (ours,), (theirs,) = validations(packed), validations(bucketed)
-    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert_close(validations(packed), validations(bucketed))
 
 
 @pytest.mark.slow
@@ -179,8 +182,7 @@ def test_two_processes_measure_what_one_does(runs):
     assert all(not err or "warning" in err for _, err in together)
     alone = runs.run(*flags, "--run.folder", "alone")
     assert alone.returncode == 0, alone.stderr
-    for ours, theirs in zip(validations(folder), validations(runs.folder / "alone"), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
+    assert_close(validations(folder), validations(runs.folder / "alone"))
     assert len(best_of(folder)) == 1
 
 
