@@ -54,6 +54,7 @@ from alload_jax.training.callbacks.evaluation import Evaluation
 from alload_jax.training.callbacks.layer_log import LayerLog
 from alload_jax.training.callbacks.telemetry import Telemetry
 from alload_jax.training.callbacks.validating import Validating
+from alload_jax.training.callbacks.watchdog import Watchdog
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.loop import Loop
 from alload_jax.training.optimizer import learning_rate_schedule, make_optimizer
@@ -61,7 +62,7 @@ from alload_jax.training.parameters import describe_trained
 from alload_jax.training.plan_costs import run_costs
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.quiet_threads import hush_threads, leave
-from alload_jax.training.resume import after_loss, resume_command
+from alload_jax.training.resume import after_loss, continue_with
 from alload_jax.training.run_files import (
     BadRecords,
     MetricsLog,
@@ -219,11 +220,14 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
     validator = None
     if work.held_out:
         validator = Validator(config.validation, spec, mesh, work.held_out, tokens)
+    stop = StopRequest()
+    remedy = partial(continue_with, folder, config.cluster)
     with (
+        Watchdog(config.watchdog, folder, cluster, stop, remedy) as watchdog,
         Checkpoints(
             folder / "checkpoints", config.checkpoint, work.identity, config.model.later_fields
         ) as checkpoints,
-        StopRequest() as stop,
+        stop,
         cluster.report_failures(),
     ):
         start = checkpoints.continue_from(cluster)
@@ -295,6 +299,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
             shown = (log, tracker, bar.say)
             validating = [Validating(validator, when, *shown, best, checkpointing.save)]
         callbacks = [
+            watchdog,
             Telemetry(
                 run_plan,
                 learning_rate_schedule(config.optimizer, total),
@@ -320,9 +325,8 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
     if loop.refusal:
         raise InputError(f"{loop.refusal} (saved at step {loop.done})")
     if stopped_by:
-        command = resume_command(folder, config.cluster)
         done = f"saved step {loop.done} of {total}"
-        print(f"{stop_name(stopped_by)}: {done}; continue with: {command}")
+        print(f"{stop_name(stopped_by)}: {done}; {continue_with(folder, config.cluster)}")
         return config.run.status_when_stopped
 
     # ---------------------------------------------------------------- samples and summary

@@ -30,6 +30,7 @@ from alload_jax.sampling.evaluators.evaluator import EVALUATORS, Evaluator
 from alload_jax.sampling.samples import SamplingConfig
 from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training.callbacks.callback import CALLBACKS, CallbackConfig
+from alload_jax.training.callbacks.watchdog import WatchdogConfig
 from alload_jax.training.checkpoint import CheckpointConfig
 from alload_jax.training.optimizer import OptimizerConfig, OptimizerGroup, group_of
 from alload_jax.training.parameters import ParametersConfig
@@ -153,6 +154,7 @@ class Config:
       sampling: which samples are generated, and when.
       evaluators: metrics of generated samples at the end; `name` selects each.
       callbacks: additional callbacks during training; `name` selects each.
+      watchdog: how long a run may make no progress.
     """
 
     run: RunConfig
@@ -169,6 +171,7 @@ class Config:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     evaluators: tuple[Evaluator, ...] = ()
     callbacks: tuple[CallbackConfig, ...] = ()
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", self._completed_parameters())

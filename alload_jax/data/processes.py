@@ -3,7 +3,18 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+
+
+def hush_resource_tracker() -> None:
+    """Keeps Python's helper from printing that it cleans up after a run that ended at once.
+
+    To call before the first worker starts: the helper gets the options for warnings.
+    """
+    option = "ignore:resource_tracker:UserWarning"
+    if option not in sys.warnoptions:
+        sys.warnoptions.append(option)
 
 
 def follow_parent() -> None:

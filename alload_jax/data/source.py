@@ -9,7 +9,7 @@ import grain
 from absl import flags
 
 from alload_jax.data.collate import HostStep
-from alload_jax.data.processes import follow_parent
+from alload_jax.data.processes import follow_parent, hush_resource_tracker
 from alload_jax.errors import InputError
 from alload_jax.planning.plan import Plan, Step
 
@@ -83,6 +83,7 @@ class StepLoader:
         )
         dataset = grain.MapDataset.source(source).map(collate).to_iter_dataset(reading)
         if config.processes:
+            hush_resource_tracker()
             if (
                 not flags.FLAGS.is_parsed()
             ):  # Grain's workers need absl's flags, which nothing else parses

@@ -38,12 +38,13 @@ class Cluster:
 
     Attributes:
       num_processes: number of processes of the run.
+      process_id: number of this one.
     """
 
     def __init__(self, process: ProcessInfo | None = None, lost_after: float = 30.0):
         """Call it after `connect`; without `process` there is a single process."""
         self.num_processes = process.num_processes if process else 1
-        self._process_id = process.process_id if process else 0
+        self.process_id = process.process_id if process else 0
         self._store: KeyValueStore | None = None
         self._heartbeat: Heartbeat | None = None
         if process:
@@ -89,6 +90,23 @@ class Cluster:
         if self._heartbeat:
             self._heartbeat.step = step
 
+    def set_waiting(self, what: str) -> None:
+        """Sets what this process waits for unusually long, apart from the others; "" for none."""
+        if self._heartbeat:
+            self._heartbeat.waiting = what
+
+    def held_up_by(self) -> str:
+        """Names the processes that hold this one up; empty if none is known to."""
+        return self._heartbeat.held_up_by() if self._heartbeat else ""
+
+    def give_up(self, reason: str) -> None:
+        """Tells the other processes that this one is about to end, for a reason in one line.
+
+        If one of them holds this one up, it is given the time to say so first.
+        """
+        if self._heartbeat:
+            self._heartbeat.give_up(reason)
+
     def broadcast(self, compute: Callable[[], T]) -> T:
         """Calls `compute` in process 0 and returns its result in all processes.
 
@@ -98,7 +116,7 @@ class Cluster:
             return compute()
         self._calls += 1
         key = f"broadcast/{self._calls}"
-        if self._process_id == 0:
+        if self.process_id == 0:
             self._store.put(key, json.dumps(compute()))
         return json.loads(self._store.wait_for(key))
 
@@ -111,7 +129,7 @@ class Cluster:
             return [value]
         self._calls += 1
         prefix = f"all_gather/{self._calls}"
-        self._store.put(f"{prefix}/{self._process_id}", json.dumps(value))
+        self._store.put(f"{prefix}/{self.process_id}", json.dumps(value))
         keys = [f"{prefix}/{process}" for process in range(self.num_processes)]
         return [json.loads(self._store.wait_for(key)) for key in keys]
 
@@ -156,7 +174,7 @@ class Cluster:
             return
         marker = folder / self.broadcast(partial(_create_marker, folder))
         visible = self.all_gather(_becomes_visible(marker))
-        if self._process_id == 0:
+        if self.process_id == 0:
             marker.unlink()
         if False in visible:
             raise InputError(
@@ -168,7 +186,7 @@ class Cluster:
     def publish_problems(self, step: int, problems: tuple[str, ...]) -> None:
         """Stores the damaged records that this process has read for a step, for `all_problems`."""
         if self._store and problems:
-            self._store.put(f"problems/{step}/{self._process_id}", json.dumps(problems))
+            self._store.put(f"problems/{step}/{self.process_id}", json.dumps(problems))
 
     def all_problems(self, step: int) -> tuple[str, ...]:
         """Returns what all processes have published for a step, by process, each text once."""

@@ -3,6 +3,7 @@
 Without it the remaining processes would wait in their next collective: on GPUs forever.
 """
 
+import dataclasses
 import json
 import os
 import socket
@@ -33,12 +34,37 @@ class Message:
       state: `running`; `unconfirmed`: it has an error that another process's loss may have caused;
         `failed`: the error is its own; `exited`.
       reason: of the error, in one line.
+      step: the step that the process is at, from 1; 0 before the first.
+      waiting: what it has waited for unusually long, apart from the other processes.
     """
 
     host: str
     sequence: int = 0
     state: Literal["running", "unconfirmed", "failed", "exited"] = "running"
     reason: str = ""
+    step: int = 0
+    waiting: str = ""
+
+
+_STATES = ("running", "unconfirmed", "failed", "exited")
+_LONGEST_MESSAGE = 10_000
+
+
+def parse_message(text: str) -> Message | None:
+    """Reads a message of another process; None if it is malformed."""
+    try:
+        fields = json.loads(text) if len(text) <= _LONGEST_MESSAGE else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    known = {each.name: fields[each.name] for each in dataclasses.fields(Message)
+             if each.name in fields}  # fmt: skip
+    kinds = {"host": str, "sequence": int, "state": str, "reason": str, "step": int, "waiting": str}
+    typed = all(type(value) is kinds[name] for name, value in known.items())
+    if not typed or "host" not in known or known.get("state", "running") not in _STATES:
+        return None
+    return Message(**known)
 
 
 @dataclass
@@ -61,12 +87,13 @@ class Heartbeat:
 
     Attributes:
       step: the current step, from 1; 0 before the first.
+      waiting: what this process has waited for unusually long, apart from the other processes.
       remedy: returns the advice to print when a process is lost.
     """
 
     def __init__(self, store: KeyValueStore, process: ProcessInfo, lost_after: float):
         """Starts both threads; a process counts as lost after `lost_after` seconds of silence."""
-        self.step = 0
+        self.step, self.waiting = 0, ""
         self.remedy: Callable[[], str] = lambda: "start all processes again"
         self._store, self._process, self._lost_after = store, process, lost_after
         self._interval = min(2.0, lost_after / 8)
@@ -118,6 +145,28 @@ class Heartbeat:
         sys.stderr.flush()
         os._exit(status)
 
+    def held_up_by(self) -> str:
+        """Names the other processes that hold this one up; "" if none is known to."""
+        found = []
+        for number, received in self._received.items():
+            message = received.message
+            if number != self._process.process_id and (
+                message.step < self.step or (message.waiting and not self.waiting)
+            ):
+                waits = f", and waits {message.waiting}" if message.waiting else ""
+                found.append(f"{self._describe(number)} is at step {message.step}{waits}")
+        return ", ".join(found)
+
+    def give_up(self, reason: str) -> None:
+        """Reports that this process ends for a reason; first lets one that holds it up say so.
+
+        If another process has failed, the check ends this one meanwhile with its reason.
+        """
+        if self.held_up_by():
+            time.sleep(2 * _GRACE + 2 * self._interval)
+        self._message.state, self._message.reason = "failed", reason
+        self._exchange()
+
     def _wait_for_others(self, condition: Callable[[Message], bool], seconds: float) -> None:
         """Waits until the condition holds for all other processes, at most for some seconds."""
         end = time.monotonic() + seconds
@@ -134,6 +183,7 @@ class Heartbeat:
         """Publishes this process's message and reads those of all processes."""
         try:
             self._message.sequence += 1
+            self._message.step, self._message.waiting = self.step, self.waiting
             own = json.dumps(asdict(self._message))
             self._store.put(f"heartbeat/{self._process.process_id}", own)
             texts = self._store.get_prefix("heartbeat")
@@ -141,9 +191,11 @@ class Heartbeat:
             return  # the store does not answer; the check measures for how long
         self._store_answered_at = time.monotonic()
         for number, text in texts.items():
-            if int(number) not in self._received:
+            if not number.isdecimal() or int(number) not in self._received:
                 continue  # started with a larger cluster.processes; Cluster.require_same reports it
-            received, message = self._received[int(number)], Message(**json.loads(text))
+            received, message = self._received[int(number)], parse_message(text)
+            if message is None:
+                continue  # not of this program; silence will tell
             if message.sequence != received.message.sequence:
                 received.message, received.at = message, self._store_answered_at
             if message.state in ("failed", "exited") and received.failed_at is None:

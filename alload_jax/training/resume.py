@@ -19,6 +19,11 @@ def resume_command(folder: Path, cluster: ClusterConfig) -> str:
     )
 
 
+def continue_with(folder: Path, cluster: ClusterConfig) -> str:
+    """Returns how to resume a run that has stopped."""
+    return f"continue with: {resume_command(folder, cluster)}"
+
+
 def after_loss(folder: Path, cluster: ClusterConfig) -> str:
     """Returns what to do after a process is lost, and the step that the run resumes from."""
     if not (folder / "config.yaml").exists():

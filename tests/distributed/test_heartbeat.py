@@ -8,7 +8,7 @@ import pytest
 
 from alload_jax.distributed import heartbeat as heartbeat_module
 from alload_jax.distributed.coordination import ProcessInfo
-from alload_jax.distributed.heartbeat import Heartbeat
+from alload_jax.distributed.heartbeat import Heartbeat, Message, parse_message
 from alload_jax.errors import InputError
 
 LOST_AFTER = 30.0
@@ -192,3 +192,64 @@ def test_process_0_exits_last(monkeypatch):
     cluster.heartbeat.exit_process(3)
     assert statuses == [3]
     assert cluster.now - begin <= INTERVAL
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "{",
+        '{"host": 1}',
+        '{"sequence": 3}',
+        '{"host": "h2", "sequence": "3"}',
+        '{"host": "h2", "sequence": true}',
+        '{"host": "h2", "state": "gone"}',
+        '{"host": "' + "x" * 20_000 + '"}',
+        "[" * 100_000,
+    ],
+)
+def test_a_malformed_message_ends_nothing(cluster, text):
+    assert parse_message(text) is None
+    cluster.advance(LOST_AFTER)
+    cluster.store.texts |= {"2": text, "x": text, "99": text}
+    cluster.heartbeat._exchange()
+    assert cluster.failure(INTERVAL) == ""
+
+
+def test_fields_of_later_versions_are_passed_over():
+    message = parse_message('{"host": "h2", "sequence": 3, "mood": {"good": 1}}')
+    assert message == Message("h2", 3)
+
+
+def test_the_processes_that_hold_this_one_up_are_named(cluster):
+    cluster.heartbeat.step = 7
+    cluster.others[0]["step"], cluster.others[2]["step"] = 7, 6
+    cluster.advance(INTERVAL)
+    assert cluster.heartbeat.held_up_by() == "process 2 of 3 (h2) is at step 6"
+    cluster.others[2] |= {"step": 7, "waiting": "for its data"}
+    cluster.advance(INTERVAL)
+    words = "process 2 of 3 (h2) is at step 7, and waits for its data"
+    assert cluster.heartbeat.held_up_by() == words
+    cluster.heartbeat.waiting = "for its data"
+    assert cluster.heartbeat.held_up_by() == ""
+    cluster.others[2]["waiting"] = cluster.heartbeat.waiting = ""
+    cluster.advance(INTERVAL)
+    assert cluster.heartbeat.held_up_by() == ""
+
+
+def test_a_process_that_gives_up_lets_one_that_holds_it_up_say_so_first(cluster):
+    cluster.heartbeat.step = 7
+    cluster.others[0]["step"], cluster.others[2]["step"] = 7, 6
+    cluster.advance(INTERVAL)
+    began = cluster.now
+    cluster.heartbeat.give_up("no progress")
+    assert cluster.now - began > heartbeat_module._GRACE
+    own = parse_message(cluster.store.texts["1"])
+    assert (own.state, own.reason, own.step) == ("failed", "no progress", 7)
+    cluster.others[2]["step"] = 7
+    cluster.advance(INTERVAL)
+    began = cluster.now
+    cluster.heartbeat.give_up("no progress")
+    assert cluster.now == began

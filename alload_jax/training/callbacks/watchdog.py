@@ -1,0 +1,202 @@
+"""Ends a run that makes no progress, and says what it waits for."""
+
+import faulthandler
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import jax
+
+from alload_jax.data.placement import PlacedStep
+from alload_jax.distributed.cluster import Cluster
+from alload_jax.errors import InputError
+from alload_jax.training.callbacks.callback import Callback, Run
+from alload_jax.training.signals import StopRequest, stop_name
+from alload_jax.training.waiting import FOR_OTHERS, waiting_for
+
+_RECENT_STEPS = 33
+_WARN_AT = 0.25
+"""Share of the time until the end after which a warning says what the run waits for."""
+_STOP_SECONDS, _STOP_STEPS = 60.0, 3.0
+"""How long a run that is asked to stop may make no progress: seconds, or usual steps."""
+_SUSPENDED = 5.0
+"""Factor of the interval of checks beyond which the process itself was suspended."""
+
+
+@dataclass(frozen=True)
+class WatchdogConfig:
+    """How long a run may make no progress before it is ended.
+
+    Attributes:
+      step_factor: a step may take this many times the median of the steps before; null for no
+        watchdog.
+      step_seconds: a step may always take this many seconds, the first one included.
+      pause_seconds: work between steps may take this many seconds: saving, validating, drawing.
+    """
+
+    step_factor: float | None = 20.0
+    step_seconds: float = 600.0
+    pause_seconds: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for name in ("step_factor", "step_seconds", "pause_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InputError(f"watchdog.{name} is {value}; it must be above 0")
+
+
+class Watchdog(Callback):
+    """A thread that watches the loop from its first step until the run is saved.
+
+    Use it in a `with` statement around the loop and what saves the run.
+    """
+
+    def __init__(
+        self,
+        config: WatchdogConfig,
+        folder: Path,
+        cluster: Cluster,
+        stop: StopRequest,
+        remedy: Callable[[], str],
+        clock: Callable[[], float] = time.monotonic,
+        end: Callable[[int], None] = os._exit,
+    ):
+        """Watches the thread that creates it.
+
+        Args:
+          config: how long it waits.
+          folder: folder of the run, for the stacks of all threads.
+          cluster: the processes, which learn that this one has failed.
+          stop: whether the run is asked to stop.
+          remedy: returns how to continue the run.
+          clock: seconds.
+          end: ends the process with a status.
+        """
+        self._config, self._folder, self._cluster = config, folder, cluster
+        self._stop, self._remedy, self._clock, self._end = stop, remedy, clock, end
+        self._watched = threading.get_ident()
+        self._seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._step, self._since, self._pausing, self._warned = 0, clock(), True, False
+        self._closed = threading.Event()
+        limits = (config.step_seconds, config.pause_seconds, _STOP_SECONDS)
+        self._interval = min(limits) / 60
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self._closed.set()
+
+    def on_start(self, run: Run) -> None:
+        """See `Callback.on_start`."""
+        self._step, self._pausing = run.done, False
+        self._progress()
+        if self._config.step_factor is not None:
+            self._thread = threading.Thread(target=self._loop, daemon=True, name="watchdog")
+            self._thread.start()
+
+    def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+        """See `Callback.on_step_end`."""
+        self._seconds.append(self._clock() - self._since)
+        self._step = run.done
+        self._progress()
+
+    def on_pause(self, run: Run) -> None:
+        """See `Callback.on_pause`."""
+        self._pausing = True
+        self._progress()
+
+    def on_resume(self, run: Run) -> None:
+        """See `Callback.on_resume`."""
+        self._pausing = False
+        self._progress()
+
+    def on_stop(self, run: Run) -> None:
+        """See `Callback.on_stop`; saving counts as a pause."""
+        self.on_pause(run)
+
+    def on_finish(self, run: Run) -> None:
+        """See `Callback.on_finish`."""
+        self._progress()
+
+    def _progress(self) -> None:
+        self._since, self._warned = self._clock(), False
+        self._cluster.set_waiting("")
+
+    def limit(self) -> float:
+        """Seconds without progress after which the run is ended."""
+        usual = statistics.median(self._seconds) if self._seconds else 0.0
+        steps = max(self._config.step_seconds, (self._config.step_factor or 0.0) * usual)
+        seconds = max(steps, self._config.pause_seconds) if self._pausing else steps
+        if self._stop:
+            return min(seconds, max(_STOP_SECONDS, _STOP_STEPS * usual))
+        return seconds
+
+    def _loop(self) -> None:
+        last = self._clock()
+        while not self._closed.wait(self._interval):
+            passed, last = self._clock() - last, self._clock()
+            if passed > _SUSPENDED * self._interval:  # nothing could progress meanwhile
+                self._since += passed
+            self.check()
+
+    def check(self) -> None:
+        """Warns, or ends the process, if the run has made no progress for too long."""
+        waited, limit = self._clock() - self._since, self.limit()
+        if waited > limit:
+            self._give_up(waited)
+        elif waited > _WARN_AT * limit and not self._warned:
+            self._warned = True
+            _say(f"warning: {self._stall(waited)}; the run ends after {limit:.0f} s")
+
+    def _stall(self, waited: float) -> str:
+        words = self._waiting()
+        self._cluster.set_waiting("" if words == FOR_OTHERS else words)
+        usual = ""
+        if self._seconds and not self._pausing:
+            usual = f" (usually {statistics.median(self._seconds):.3g} s)"
+        others = self._cluster.held_up_by()
+        return (
+            f"no progress for {waited:.0f} s{usual} after step {self._step}: it waits {words}"
+            f"{others and f'; {others}'}"
+        )
+
+    def _waiting(self) -> str:
+        return waiting_for(sys._current_frames().get(self._watched))
+
+    def _give_up(self, waited: float) -> None:
+        reason = self._stall(waited)
+        if self._stop:
+            reason = f"{stop_name(self._stop.number)}: the run cannot save: {reason}"
+        try:
+            path = self._folder / stacks_name(self._cluster.process_id)
+            with path.open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+            reason += f"; the stacks of all threads are in {path}"
+        except OSError as error:  # a storage that does not answer may be what is waited for
+            reason += f"; the stacks cannot be written ({error.strerror})"
+        try:
+            self._cluster.give_up(reason)
+            _say(f"error: {reason}; {self._remedy()}")
+        finally:
+            self._end(1)
+
+
+def stacks_name(process: int) -> str:
+    """Name of the file in the run folder with the stacks of a stalled process's threads."""
+    return f"stalled-{process}.txt" if process else "stalled.txt"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,38 @@
+"""Says what a thread waits for, by the functions that it is in."""
+
+from pathlib import PurePath
+from types import FrameType
+
+FOR_OTHERS = "for the other processes"
+_WAITS = (
+    ("distributed/consensus.py", "", FOR_OTHERS),
+    ("distributed/key_value_store.py", "wait_for", FOR_OTHERS),
+    ("data/source.py", "", "for the loader to read its samples"),
+    ("training/run_plan.py", "steps", "for the loader to read its samples"),
+    ("training/checkpoint.py", "", "for a checkpoint to be written"),
+    ("training/callbacks/drawing.py", "", "for samples to be drawn"),
+    ("training/callbacks/validating.py", "", "for the validation"),
+    ("training/callbacks/evaluation.py", "", "for samples to be measured"),
+    ("training/callbacks/telemetry.py", "settle", "for the devices to finish the step before"),
+    ("training/trainer.py", "", "for the devices to take a step"),
+    ("training/shape_groups.py", "", "for the devices to take a step"),
+)
+"""(file, function, words); an empty function stands for all of the file."""
+
+
+def waiting_for(frame: FrameType | None) -> str:
+    """Returns what a thread waits for, such as `for a checkpoint to be written`.
+
+    Args:
+      frame: the innermost frame of the thread.
+    """
+    innermost = ""
+    while frame is not None:
+        path, name = PurePath(frame.f_code.co_filename).as_posix(), frame.f_code.co_name
+        for file, function, words in _WAITS:
+            if path.endswith(f"alload_jax/{file}") and function in ("", name):
+                return words
+        if not innermost or ("/alload_jax/" in path and "/alload_jax/" not in innermost):
+            innermost = f"{path}:{name}"
+        frame = frame.f_back
+    return f"in {innermost}"

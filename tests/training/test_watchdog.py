@@ -1,0 +1,258 @@
+"""A run that makes no progress says what it waits for, and ends."""
+
+import ast
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from training_runs import errors, lines_of, wait_until
+
+from alload_jax.distributed.cluster import Cluster
+from alload_jax.errors import InputError
+from alload_jax.training import waiting
+from alload_jax.training.callbacks.watchdog import Watchdog, WatchdogConfig, stacks_name
+from alload_jax.training.signals import StopRequest
+from alload_jax.training.waiting import waiting_for
+
+ROOT = Path(__file__).parents[2]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Loop:
+    done, total, signal = 0, 100, 0
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """A watchdog without its thread: the test sets the time and calls `check`."""
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    clock, ended = Clock(), []
+
+    def make(**config):
+        dog = Watchdog(
+            WatchdogConfig(**config),
+            tmp_path,
+            Cluster(),
+            StopRequest(),
+            lambda: "continue with: train",
+            clock,
+            ended.append,
+        )
+        dog.on_start(Loop())
+        return dog, clock, ended
+
+    return make
+
+
+def steps(dog, clock, seconds):
+    run = Loop()
+    for n, each in enumerate(seconds):
+        clock.now += each
+        run.done = n + 1
+        dog.on_step_end(run, None, {})
+
+
+@given(
+    st.lists(st.floats(0.01, 500), min_size=1, max_size=60),
+    st.floats(1.5, 50),
+    st.floats(1, 1000),
+)
+def test_a_step_may_take_a_multiple_of_the_median_of_recent_ones(seconds, factor, least):
+    clock = Clock()
+    config = WatchdogConfig(step_factor=factor, step_seconds=least)
+    dog = Watchdog(config, Path(), Cluster(), StopRequest(), str, clock)
+    dog._pausing = False
+    dog._progress()
+    steps(dog, clock, seconds)
+    recent = sorted(seconds[-33:])
+    half = len(recent) // 2
+    median = recent[half] if len(recent) % 2 else (recent[half - 1] + recent[half]) / 2
+    assert dog.limit() == pytest.approx(max(least, factor * median), rel=1e-6)
+
+
+def test_it_warns_once_and_then_ends_the_run(watched, tmp_path, capsys):
+    dog, clock, ended = watched(step_seconds=40.0, step_factor=10.0)
+    steps(dog, clock, [2.0, 2.0, 3.0])
+    clock.now += 9
+    dog.check()
+    assert capsys.readouterr().err == ""
+    clock.now += 2
+    dog.check()
+    clock.now += 1
+    dog.check()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: no progress for 11 s (usually 2 s) after step 3: it waits in")
+    assert line.endswith("the run ends after 40 s")
+    assert not ended
+    clock.now += 29
+    dog.check()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: no progress for 41 s")
+    assert line.endswith("continue with: train")
+    assert ended == [1]
+    assert "test_watchdog.py" in (tmp_path / stacks_name(0)).read_text()
+
+
+def test_progress_and_pauses_are_no_stalls(watched, capsys):
+    dog, clock, ended = watched(step_seconds=10.0, step_factor=5.0, pause_seconds=1000.0)
+    steps(dog, clock, [1.0] * 5)
+    dog.on_pause(Loop())
+    clock.now += 200
+    dog.check()
+    dog.on_resume(Loop())
+    clock.now += 2
+    dog.check()
+    steps(dog, clock, [8.0, 8.0])
+    dog.check()
+    assert not ended
+    assert capsys.readouterr().err == ""
+    dog.on_stop(Loop())
+    clock.now += 1001
+    dog.check()
+    assert ended == [1]
+
+
+def test_a_run_that_is_asked_to_stop_and_cannot_ends_sooner(watched, capsys):
+    dog, clock, ended = watched(step_seconds=600.0)
+    steps(dog, clock, [1.0])
+    dog._stop.request(signal.SIGTERM)
+    clock.now += 61
+    dog.check()
+    assert ended == [1]
+    assert "error: SIGTERM: the run cannot save: no progress for 61 s" in capsys.readouterr().err
+
+
+def test_a_suspended_process_does_not_count_the_time(tmp_path):
+    """Ctrl-Z and fg, or a laptop that slept."""
+    clock, ended = Clock(), []
+    config = WatchdogConfig(step_seconds=3.0, step_factor=1.0)
+    dog = Watchdog(config, tmp_path, Cluster(), StopRequest(), str, clock, ended.append)
+    dog.on_start(Loop())
+    try:
+        time.sleep(0.2)
+        clock.now += 1000.0
+        time.sleep(0.3)
+        assert not ended
+        for _ in range(200):
+            clock.now += 0.05
+            time.sleep(0.01)
+            if ended:
+                break
+        assert ended
+    finally:
+        dog.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("name", ["step_factor", "step_seconds", "pause_seconds"])
+def test_times_must_be_positive(name):
+    with pytest.raises(InputError, match=rf"watchdog.{name} is -1"):
+        WatchdogConfig(**{name: -1.0})
+
+
+def test_the_places_that_are_named_exist():
+    for file, function, _ in waiting._WAITS:
+        tree = ast.parse((ROOT / "alload_jax" / file).read_text())
+        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert function in names | {""}
+
+
+def test_waiting_is_named_by_the_innermost_place_that_is_known():
+    assert waiting_for(sys._getframe()).endswith(
+        "test_watchdog.py:test_waiting_is_named_by_the_innermost_place_that_is_known"
+    )
+    started, done = threading.Event(), threading.Event()
+
+    class Blocking:
+        def check_for_errors(self):
+            started.set()
+            done.wait()
+
+    from alload_jax.training.checkpoint import Checkpoints
+
+    stuck = Checkpoints.__new__(Checkpoints)
+    stuck._manager = Blocking()
+    thread = threading.Thread(target=stuck.check_writing)
+    thread.start()
+    started.wait()
+    words = waiting_for(sys._current_frames()[thread.ident])
+    done.set()
+    thread.join()
+    assert words == "for a checkpoint to be written"
+
+
+@pytest.mark.slow
+def test_a_stopped_loader_worker_is_found(runs):
+    """So is a read that never returns, as on a dead mount."""
+    process = runs.start(
+        *("--data.loader.processes", "1", "--watchdog.step_seconds", "8", "--run.steps", "100000")
+    )
+    wait_until(lambda: lines_of(runs.folder / "run" / "metrics.jsonl") > 2, process)
+    workers = workers_of(process.pid)
+    assert workers
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    (err,) = ends_of([process], workers)
+    assert process.returncode == 1
+    (line,) = [line for line in errors(err) if line.startswith("error: ")]
+    assert "it waits for the loader to read its samples" in line
+    assert "continue with: python " in line
+    assert "Thread" in (runs.folder / "run" / stacks_name(0)).read_text()
+    # The run's folder is free, and its newest checkpoint whole.
+    again = runs.run("--run.steps", str(lines_of(runs.folder / "run" / "metrics.jsonl") + 1))
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.slow
+def test_processes_that_wait_for_a_stalled_one_name_it(runs):
+    """The loader of one of two processes stops; the other waits in a collective."""
+    flags = ("--data.loader.processes", "1", "--watchdog.step_seconds", "10")
+    both = runs.start_together(2, *flags, "--run.steps", "100000")
+    metrics = runs.folder / "run" / "metrics.jsonl"
+    wait_until(lambda: lines_of(metrics) > 2, both[0])
+    workers = workers_of(both[1].pid)
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    texts = ends_of(both, workers)
+    assert [process.returncode for process in both] == [1, 1]
+    assert "it waits for the loader to read its samples" in texts[1]
+    assert "process 1 of 2" in texts[0], "\n".join(texts)
+
+
+def ends_of(processes, stopped):
+    """What processes say on stderr until they end; stopped ones, which hold it open, are killed."""
+    try:
+        for process in processes:
+            process.wait(timeout=100)
+    finally:
+        for each in (*stopped, *(process.pid for process in processes)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+    return [process.communicate()[1] for process in processes]
+
+
+def workers_of(pid):
+    """Processes that a run has started, and theirs, but for helpers of Python."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (folder / "cmdline").read_text()
+            if parent == pid:
+                found += [] if "resource_tracker" in words else [int(folder.name)]
+                found += workers_of(int(folder.name))
+    return found
