@@ -120,6 +120,9 @@ def split_data(
 
 def _opened(config: ValidationConfig, read_by: SourceConfig | None) -> SampleSource:
     assert config.folder is not None
-    source = open_source(config.folder, config.source or read_by)
-    source.require_settings()
+    try:
+        source = open_source(config.folder, config.source or read_by)
+        source.require_settings()
+    except InputError as error:
+        raise InputError(f"validation.folder: {error}") from error
     return source
