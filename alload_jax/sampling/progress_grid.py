@@ -200,7 +200,8 @@ def _page(
             if cell is None:
                 draw.rectangle((left, top, left + width - 1, top + height - 1), fill=_EMPTY)
             else:
-                page.paste(cell, (left + (width - cell.width) // 2, top))
+                inset = ((width - cell.width) // 2, (height - cell.height) // 2)
+                page.paste(cell, (left + inset[0], top + inset[1]))
         top += height + _GAP
     return page
 

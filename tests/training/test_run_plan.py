@@ -312,3 +312,24 @@ def test_sparse_models_are_planned_by_arithmetic_without_a_cost_model():
     assert run_costs(WanConfig(dim=32, num_heads=2), planning) == CostFile()
     # Its steps are fitted like others, whatever their device's speed.
     sparse_run(PlanningConfig("sorted", m_mem=90_000, recalibrate="epoch"), model)
+
+
+@pytest.mark.parametrize("policy", ["balanced", "equal_tokens"])
+def test_the_samples_of_a_step_are_named_as_in_the_data_folder(policy):
+    splits = {"context": 2, "split_above": 0.0} if policy == "balanced" else {}
+    planning = PlanningConfig(policy=policy, m_mem=90_000, **splits)
+    plan = make_plan(planning, make_workload("long-video-V60", 60), 2, 0)
+    run = RunPlan(plan, planning, Cluster(), number=lambda sample: 1000 + sample)
+    for number in range(plan.steps_per_epoch):
+        content, step = run.content(number), plan.step(number)
+        json.dumps(content)  # which takes only what is no number of NumPy
+        for found, part in zip(content, step.micro_batches, strict=True):
+            assert found["samples"] == [1000 + sample for sample in part.samples]
+            if part.row_plan:
+                expected = [1000 + sample for sample in part.row_plan.split_samples]
+                assert found["row_plan"]["split_samples"] == expected
+            expected = dataclasses.asdict(part) | {"samples": found["samples"]}
+            assert found | {"row_plan": 0} == expected | {"row_plan": 0}
+    steps = map(plan.step, range(plan.steps_per_epoch))
+    rows = [part.row_plan for step in steps for part in step.micro_batches]
+    assert policy != "balanced" or any(row.split_samples for row in rows)

@@ -164,6 +164,14 @@ def test_equal_losses_on_more_devices(train):
 
 
 @pytest.mark.slow
+def test_independent_ranks_are_validated_on_all_devices(train):
+    flags = (*SHARE, *EVERY, "--planning.ranks_mode", "independent")
+    one = train(*flags, "--planning.ranks_per_group", "1", folder="one")
+    two = train(*flags, folder="two", devices=2)
+    assert_close(validations(one), validations(two))
+
+
+@pytest.mark.slow
 def test_packed_rows_are_validated_by_the_same_errors(train):
     """The same weights: those before the first step, as the average is hardly moved."""
     still = ("--optimizer.learning_rate", "1e-12", "--validation.every", "null", "--run.steps", "2")
