@@ -69,6 +69,10 @@ class BucketedCollation:
             for row, sample in enumerate(part.samples, start=first_row):
                 yield sample, row
 
+    def epoch_of(self, batch: Batch, place: int) -> int:
+        """See `Collation.epoch_of`."""
+        return int(batch.epoch[place])
+
     def put(
         self, batch: Batch, place: int, sample: int, arrays: Arrays, condition: np.ndarray
     ) -> None:

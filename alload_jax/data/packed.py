@@ -190,6 +190,10 @@ class PackedCollation:
             ):
                 yield sample, Place(row, slot, offset, first, tokens)
 
+    def epoch_of(self, batch: PackedBatch, place: Place) -> int:
+        """See `Collation.epoch_of`."""
+        return int(batch.epoch[place.row, place.slot])
+
     def put(
         self,
         batch: PackedBatch,
