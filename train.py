@@ -30,9 +30,11 @@ from alload_jax.data.condition import conditions_for
 from alload_jax.data.datasets.dataset import prepare_dataset
 from alload_jax.data.exclusion import exclusion_identity, read_excluded
 from alload_jax.data.manifest import Manifest
+from alload_jax.data.manifest_columns import read_paths
 from alload_jax.data.patient_reading import PatientReader
 from alload_jax.data.placement import place_ahead
 from alload_jax.data.sources.opening import open_source
+from alload_jax.data.weights import weights_identity, with_weights
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.distributed.consensus import Consensus
 from alload_jax.distributed.initialize import initialize
@@ -139,7 +141,9 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     source.require_settings()
     manifest = source.manifest
     manifest.require(config.model.latent_channels, config.model.patch_size)
-    samples = manifest.samples(config.model.patch_size)
+    samples = with_weights(
+        manifest.samples(config.model.patch_size), config.data.weights, read_paths(manifest)
+    )
     mesh = make_mesh(config.mesh)
     config.planning.refuse_foreign_costs(
         config.model.step_fields() | {"parameters": config.parameters.identity()},
@@ -149,6 +153,7 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     plan = plan_on(mesh, config.planning, samples, config.run.seed, costs)
     identity = {
         "model": config.model.architecture(),
+        "mixture": weights_identity(config.data.weights),
         "plan": plan.identity(),
         "parameters": config.parameters.identity(),
         "optimizer": config.optimizer.identity(),
@@ -166,7 +171,8 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     run_plan = RunPlan(plan, config.planning, cluster, costs, config.model, excluded)
     collation = collation_for(plan, manifest, config.model, conditions_for(config.model, manifest))
     ranks = local_plan_ranks(mesh, plan.topology.ranks, config.planning.context_value)
-    collator = Collator(PatientReader(source), ranks, collation, plan.group_ranks, excluded)
+    reader, seed = PatientReader(source), config.run.seed
+    collator = Collator(reader, ranks, collation, plan.group_ranks, excluded, seed)
     groups = group_meshes(mesh, plan)
     writer = SampleWriter(
         folder / "samples",

@@ -158,12 +158,25 @@ def read_samples(path: str | Path, geometry: Geometry) -> Samples:
     return samples_from_columns(columns, geometry, str(path))
 
 
+def read_sample_paths(path: str | Path) -> np.ndarray | None:
+    """Reads the column `path` of a Parquet or CSV manifest: [N] str; None if there is none.
+
+    Raises:
+      InputError: the file is missing or unreadable.
+    """
+    table = _read_table(Path(path), (_PATH,))
+    if _PATH not in table.column_names:
+        return None
+    return np.asarray([value or "" for value in table[_PATH].to_pylist()], object)
+
+
+_PATH = "path"
 _LARGEST = 10**9
 _COLUMNS = ("frames", "height", "width", "seq_len")
 
 
-def _read_table(path: Path) -> pa.Table:
-    """The columns that planning uses; all columns if these do not suffice, for the message."""
+def _read_table(path: Path, wanted: tuple[str, ...] = _COLUMNS) -> pa.Table:
+    """The columns that are wanted; all columns if planning cannot use them, for the message."""
     if not path.is_file():
         raise InputError(f"{path}: no such manifest; give the path of a .parquet or .csv file")
     try:
@@ -172,7 +185,7 @@ def _read_table(path: Path) -> pa.Table:
         else:
             names = pyarrow.parquet.read_schema(path).names
             usable = {"frames", "height", "width"} <= set(names) or "seq_len" in names
-            known = [name for name in names if name in _COLUMNS]
+            known = [name for name in names if name in wanted]
             table = pyarrow.parquet.read_table(path, columns=known if usable else None)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
