@@ -40,7 +40,6 @@ from alload_jax.distributed.consensus import Consensus
 from alload_jax.distributed.initialize import initialize
 from alload_jax.encoders.devices import share_memory
 from alload_jax.errors import InputError, run_command
-from alload_jax.models.weights import initial_weights
 from alload_jax.planning.cost import CostFile
 from alload_jax.report.opening import Opening, changed_settings, show_opening
 from alload_jax.report.summary import print_summary, read_summary, summarise
@@ -72,12 +71,8 @@ from alload_jax.training.run_lock import locked
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.shape_groups import make_trainer
 from alload_jax.training.signals import StopRequest, stop_name
-from alload_jax.training.state import (
-    TrainingSpec,
-    abstract_state,
-    continued_state,
-    init_state,
-)
+from alload_jax.training.start import Origin, new_state, state_of_checkpoint
+from alload_jax.training.state import TrainingSpec
 from alload_jax.training.trackers.tensorboard import TensorBoard
 
 
@@ -202,6 +197,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
         config.optimizer.ema_decay,
         config.parameters,
     )
+    origin = Origin(config.run.seed, config.run.initial_weights, config.run.initial_lora)
     with (
         Checkpoints(
             folder / "checkpoints", config.checkpoint, work.identity, config.model.later_fields
@@ -218,13 +214,11 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
             return 0
         if start:
             source = f"checkpoint of step {start} in {folder}"
-            state = checkpoints.restore(start, abstract_state(spec, mesh, config.run.seed))
-            state = continued_state(spec, state)
+            state = state_of_checkpoint(spec, mesh, origin, checkpoints, start)
             run_plan.restore(checkpoints.restore_recalibration(start))
         else:
             source = config.run.initial_weights or f"new, drawn with run.seed {config.run.seed}"
-            weights = initial_weights(config.run.initial_weights, config.model, mesh)
-            state = init_state(spec, mesh, config.run.seed, weights)
+            state = new_state(spec, mesh, origin, checkpoints)
         trainer = make_trainer(spec, mesh, state, work.groups)
 
         # ------------------------------------------------------------ run folder

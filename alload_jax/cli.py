@@ -11,6 +11,7 @@ from alload_jax.commands import (
     calibrate,
     data,
     export,
+    lora,
     parameters,
     plan,
     prepare,
@@ -44,7 +45,18 @@ def main(argv: Sequence[str]) -> int:
         description="Plan, prepare and measure the training of video DiTs, and sample from them.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (plan, calibrate, prepare, data, parameters, sample, export, report, bench):
+    for command in (
+        plan,
+        calibrate,
+        prepare,
+        data,
+        parameters,
+        sample,
+        export,
+        lora,
+        report,
+        bench,
+    ):
         name = command.__name__.rsplit(".", 1)[-1]
         sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(sub)

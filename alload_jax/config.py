@@ -45,7 +45,10 @@ class RunConfig:
       steps: number of optimizer steps.
       seed: seed of weights, noise and the order of samples.
       initial_weights: weights to start from: a `transformer/` folder of diffusers, a folder of
-        Wan's repository, or one safetensors file of either; null for random weights.
+        Wan's repository, one safetensors file of either, or the folder of another run, whose
+        averaged weights are taken; null for random weights.
+      initial_lora: file of adapters to start from, for a model with `model.lora`; null for new
+        ones.
       compilation_cache: folder that keeps compiled programs between runs; null for none.
       status_when_stopped: exit status after a signal, when everything is saved; with a status that
         is not 0, a scheduler restarts the run.
@@ -55,6 +58,7 @@ class RunConfig:
     steps: int = 1000
     seed: int = 0
     initial_weights: str | None = None
+    initial_lora: str | None = None
     compilation_cache: str | None = None
     status_when_stopped: int = 0
 
@@ -144,6 +148,8 @@ class Config:
     callbacks: tuple[CallbackConfig, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", self._completed_parameters())
+        self._check_lora()
         self._complete_optimizer()
         self.model.require_divisible(self.mesh.context * self.mesh.tensor)
         if self.planning.context == "auto":
@@ -156,6 +162,21 @@ class Config:
                 f"planning.context is {self.planning.context}, but mesh.context is "
                 f"{self.mesh.context}; set only mesh.context, which applies to both"
             )
+
+    def _check_lora(self) -> None:
+        if self.run.initial_lora is not None and self.model.lora is None:
+            raise InputError(
+                f"run.initial_lora is {self.run.initial_lora}, but model.lora is null; set "
+                "model.lora.rank to that of the file"
+            )
+
+    def _completed_parameters(self) -> ParametersConfig:
+        """What is trained where there are adapters: they, and predictors of sparse attention."""
+        if self.model.lora is None:
+            return self.parameters
+        sparse = self.model.sparse_attention
+        predicts = sparse is not None and sparse.selector == "predictor"
+        return self.parameters.with_lora((PREDICTOR_PATTERN,) if predicts else ())
 
     def _complete_optimizer(self) -> None:
         """Gives the predictors of sparse attention an optimizer of their own, if they have none."""

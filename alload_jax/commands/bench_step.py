@@ -30,7 +30,7 @@ from alload_jax.planning.architectures.registry import from_fields
 HELP = "Training steps of a Wan-shaped model: by what the backward pass keeps, or by policy."
 
 _WIDTH = 150
-_POLICIES = ("full", "attention", "matmuls_and_attention", "none")
+_POLICIES = ("full", "offload", "attention", "matmuls_and_attention", "none")
 """As in `model.remat`, whose module would import JAX."""
 
 Case = tuple[str, str | Path, dict[str, Any]]

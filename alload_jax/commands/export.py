@@ -15,6 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, help="folder to write; must be empty or not exist")
     add("--weights", choices=["ema", "raw"], help="which weights of the run; default ema")
     add("--step", type=int, help="step of the checkpoint; default the newest")
+    add("--base", metavar="DIR", help="weights that a run of adapters was trained on; default: "
+        "where they were in training")  # fmt: skip
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
 
 
@@ -23,23 +25,32 @@ def run(options: argparse.Namespace) -> int:
     # Imported here because JAX takes a second to import.
     from alload_jax.commands.model_source import find_run
     from alload_jax.models.families import family_of, parameter_count
+    from alload_jax.models.lora_merge import merge_adapters
     from alload_jax.models.weights import require_free, save_weights
     from alload_jax.training.restore import one_device_mesh
 
-    source = find_run(options.checkpoint, options.weights, options.step)
+    source = dataclasses.replace(
+        find_run(options.checkpoint, options.weights, options.step), base=options.base
+    )
     fields = family_of(source.config).export_fields(
         source.config
     )  # raises InputError if unsupported
     require_free(Path(options.out))
-    save_weights(options.out, source.values(one_device_mesh()), source.config, options.dtype)
+    values = source.values(one_device_mesh())
+    if source.config.lora is not None:
+        values = merge_adapters(values, source.config.lora)
+    save_weights(options.out, values, source.config, options.dtype)
     text = source.config.text
     length = f" and pad texts to {text.length} tokens (max_sequence_length)" if text else ""
-    written = dataclasses.replace(source.config, sparse_attention=None)
+    written = dataclasses.replace(source.config, sparse_attention=None, lora=None)
     print(
         f"{options.out}: {parameter_count(written):,} parameters of step {source.step}, "
         f"{options.dtype}; load it with {fields['_class_name']}.from_pretrained({options.out!r})"
         f"{length}"
     )
+    if source.config.lora is not None:
+        print("note: the adapters are merged into the weights; `alload lora export` writes them "
+              "alone", file=sys.stderr)  # fmt: skip
     if source.config.sparse_attention is not None:
         print("note: others compute all self-attention densely; see the difference with "
               "`alload sample --dense-attention`", file=sys.stderr)  # fmt: skip

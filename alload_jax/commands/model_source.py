@@ -1,6 +1,6 @@
 """Sources of a model for `--checkpoint`: a run folder of train.py, or a folder of weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from jax.sharding import Mesh
 
+from alload_jax.commands.lora_flags import ScaledLora, with_loras
 from alload_jax.config import Config, read_config
 from alload_jax.data.manifest import MANIFEST_NAME, fps_of, manifest_metadata
 from alload_jax.diffusion.schedules import Sampler
@@ -17,7 +18,7 @@ from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import SamplingDefaults, family_of, initial_variables
 from alload_jax.models.weights import load_weights, read_transformer
 from alload_jax.planning.geometry import Triple
-from alload_jax.training.restore import WeightsKind, find_step, restore_weights
+from alload_jax.training.restore import WeightsKind, find_step, restore_trained, restore_weights
 from alload_jax.training.run_files import read_json
 from alload_jax.training.state import Weights
 
@@ -34,12 +35,17 @@ class RunSource:
       run: config of the run.
       step: step of the checkpoint.
       weights: the weights to use, "ema" or "raw".
+      base: where frozen parameters are that the run's checkpoints leave out; None for where they
+        were in training.
+      loras: files of adapters to add.
     """
 
     folder: Path
     run: Config
     step: int
     weights: WeightsKind
+    base: str | None = None
+    loras: tuple[ScaledLora, ...] = ()
 
     @property
     def config(self) -> ModelConfig:
@@ -68,9 +74,20 @@ class RunSource:
         """
         folder = self.folder / "checkpoints"
         weights = restore_weights(
+            folder, self.step, self.config, self.run.parameters, mesh, self.weights, self.base
+        )
+        return with_loras(weights.merged(), self.loras)
+
+    def trained(self, mesh: Mesh) -> Any:
+        """Reads the trained parameters alone onto the mesh.
+
+        Raises:
+          InputError: the checkpoint is damaged or belongs to another model.
+        """
+        folder = self.folder / "checkpoints"
+        return restore_trained(
             folder, self.step, self.config, self.run.parameters, mesh, self.weights
         )
-        return weights.merged()
 
     @property
     def manifest(self) -> Path:
@@ -142,10 +159,12 @@ class FolderSource:
     Attributes:
       folder: the folder of the weights.
       config: the model's config.
+      loras: files of adapters to add.
     """
 
     folder: Path
     config: ModelConfig
+    loras: tuple[ScaledLora, ...] = ()
 
     @property
     def _defaults(self) -> SamplingDefaults:
@@ -172,7 +191,8 @@ class FolderSource:
           InputError: files are missing or damaged, or their tensors do not match config.json.
         """
         params = load_weights(self.folder, self.config, mesh)
-        return Weights(params, {}, initial_variables(self.config)).merged()
+        merged = Weights(params, {}, initial_variables(self.config)).merged()
+        return with_loras(merged, self.loras)
 
     def vae_stride(self) -> Triple:
         """The stride of the VAE with the model's number of channels."""
@@ -249,4 +269,29 @@ def find_run(
     if not file.is_file():
         raise InputError(f"{place}: is not a run folder of train.py (no config.yaml); name one")
     config = read_config(["--config", str(file)], prog="alload")
-    return RunSource(place, config, find_step(place / "checkpoints", step), weights or "ema")
+    averaged = config.optimizer.ema_decay is not None
+    if weights == "ema" and not averaged:
+        raise InputError(
+            f"{place}: the run keeps no moving average (optimizer.ema_decay is null), so --weights "
+            "ema does not apply; leave it out"
+        )
+    kind: WeightsKind = weights or ("ema" if averaged else "raw")
+    return RunSource(place, config, find_step(place / "checkpoints", step), kind)
+
+
+def completed(
+    source: RunSource | FolderSource, base: str | None, loras: tuple[ScaledLora, ...]
+) -> RunSource | FolderSource:
+    """Returns a source with the place of its frozen parameters and with files of adapters.
+
+    Raises:
+      InputError: `base` is given for a folder that is not a run.
+    """
+    if isinstance(source, RunSource):
+        return replace(source, base=base, loras=loras)
+    if base is not None:
+        raise InputError(
+            f"{source.folder}: is not a run folder of train.py, so --base {base} does not apply; "
+            "leave it out"
+        )
+    return replace(source, loras=loras)

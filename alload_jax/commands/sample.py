@@ -36,15 +36,19 @@ def run(options: argparse.Namespace) -> int:
     check_numbers(options)
     if options.text_encoder or options.vae or options.image_encoder:
         share_memory()
-    from alload_jax.commands.model_source import find_source
+    from alload_jax.commands.lora_flags import read_loras
+    from alload_jax.commands.model_source import completed, find_source
     from alload_jax.commands.sample_draw import draw
     from alload_jax.sampling.request_checks import check_request
     from alload_jax.sampling.requests import Target
 
     source = find_source(options.checkpoint, options.weights, options.step)
+    source = completed(source, options.base, read_loras("--lora", options.lora, source.config))
     low_noise = None
     if options.low_noise_checkpoint:
         low_noise = find_source(options.low_noise_checkpoint, options.weights)
+        added = read_loras("--low-noise-lora", options.low_noise_lora, low_noise.config)
+        low_noise = completed(low_noise, options.base, added)
         _require_same_model(options, source, low_noise)
     encoders = _encoders(options, source)
     stride, length = _data(options, source, encoders)

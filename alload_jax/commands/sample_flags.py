@@ -22,6 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", required=True, help="run folder, or transformer folder of diffusers")
     add("--weights", choices=["ema", "raw"], help="which weights of a run; default ema")
     add("--step", type=int, help="step of a run's checkpoint; default the newest")
+    add("--base", metavar="DIR", help="weights that a run of adapters was trained on; default: "
+        "where they were in training")  # fmt: skip
+    add("--lora", metavar="FILE[:SCALE]", nargs="+", default=[], help="LoRA files to add, with "
+        "factors; default 1")  # fmt: skip
     _add_conditions(parser)
     _add_encoders(parser)
     _add_low_noise(parser)
@@ -88,6 +92,8 @@ def _add_low_noise(parser: argparse.ArgumentParser) -> None:
         "models: it takes the lower noise levels")  # fmt: skip
     add("--boundary", type=float, help="noise level below which it does, from 0 to 1; Wan 2.2 uses "
         "0.875 for text-to-video, 0.9 for image-to-video")  # fmt: skip
+    add("--low-noise-lora", metavar="FILE[:SCALE]", nargs="+", default=[], help="LoRA files to add "
+        "to it")  # fmt: skip
     add("--low-noise-guidance", type=float, help="its guidance; default: that of the first")
 
 
@@ -112,6 +118,10 @@ def check_numbers(options: argparse.Namespace) -> None:
     if (options.boundary is None) != (options.low_noise_checkpoint is None):
         raise InputError(
             "alload sample: --boundary and --low-noise-checkpoint go together; give both or neither"
+        )
+    if options.low_noise_lora and options.low_noise_checkpoint is None:
+        raise InputError(
+            "alload sample: --low-noise-lora goes with --low-noise-checkpoint; leave it out"
         )
     if options.boundary is not None and not 0 < options.boundary < 1:
         raise InputError(

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, ModelConfig, TextConfig
+from alload_jax.models.common.lora import DropoutKey, LoraConfig, add_lora
 from alload_jax.models.common.named_tensors import Naming, Tensor
 from alload_jax.models.common.output import Output
 from alload_jax.models.common.segments import PackedMetadata
@@ -117,6 +118,7 @@ class Family(Protocol):
       folder_classes: values of `_class_name` in config.json that the family can read.
       ignored_tensors: substrings of the names of checkpoint tensors that the model does not use.
       has_first_frame_timestep: whether the first latent frame may have a timestep of its own.
+      lora_targets: patterns for the names of linear layers that adapters have by default.
     """
 
     name: str
@@ -125,6 +127,7 @@ class Family(Protocol):
     folder_classes: tuple[str, ...] = ()
     ignored_tensors: tuple[str, ...] = ()
     has_first_frame_timestep: bool = False
+    lora_targets: tuple[str, ...] = ("^blocks/",)
 
     def build(self, config: Any, rngs: nnx.Rngs) -> Any:
         """Builds the model, a `Model`, with parameters drawn from `rngs` as float32 `nnx.Param`s.
@@ -219,9 +222,19 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES.get(config.family)
 
 
-def build_model(config: ModelConfig, rngs: nnx.Rngs) -> Any:
-    """Builds the model of a config, a `Model`."""
-    return family_of(config).build(config, rngs)
+def build_model(config: ModelConfig, rngs: nnx.Rngs, *, training: bool = False) -> Any:
+    """Builds the model of a config, a `Model`, with its adapters.
+
+    Args:
+      config: the model's config.
+      rngs: draws the parameters; those of a model with adapters are the same as without.
+      training: whether the model has `DropoutKey`s, which a step of training has to set.
+    """
+    family = family_of(config)
+    model = family.build(config, rngs)
+    if config.lora is not None:
+        add_lora(model, config.lora, family.lora_targets, training=training, rngs=rngs)
+    return model
 
 
 class ModelParts(NamedTuple):
@@ -242,6 +255,18 @@ class ModelParts(NamedTuple):
 def abstract_model(config: ModelConfig) -> ModelParts:
     """Returns a model's structure with shapes and dtypes in place of values."""
     return split_model(nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0))))
+
+
+def training_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Any]:
+    """Returns the structure of a model in training, and the shapes of its `DropoutKey`s.
+
+    Returns:
+      `nnx.merge(graph, values)` returns the model, where `values` holds parameters, variables and
+      keys; the shapes are a nested dict, empty where nothing is dropped.
+    """
+    model = nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0), training=True))
+    graph, *states = nnx.split(model, DropoutKey, ...)
+    return graph, nnx.to_pure_dict(states[0])
 
 
 def split_model(model: Any) -> ModelParts:
@@ -269,7 +294,12 @@ def config_from_fields(fields: Mapping[str, Any]) -> ModelConfig:
     """
     config = FAMILIES.get(fields.get("family", DEFAULT_FAMILY)).config
     values = dict(fields)
-    kinds = {"text": TextConfig, "image": ImageConfig, "sparse_attention": SparseAttentionConfig}
+    kinds = {
+        "text": TextConfig,
+        "image": ImageConfig,
+        "sparse_attention": SparseAttentionConfig,
+        "lora": LoraConfig,
+    }
     for name, kind in kinds.items():
         if values.get(name):
             values[name] = kind(**values[name])

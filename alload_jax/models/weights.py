@@ -4,33 +4,41 @@ import dataclasses
 import json
 import math
 import tempfile
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig, TextConfig
 from alload_jax.models.common.named_tensors import Tensor
-from alload_jax.models.common.safetensor_files import INDEX, STEM, Checkpoint
-from alload_jax.models.families import abstract_model, family_of, read_model_config
-from alload_jax.sharding.rules import tree_shardings
+from alload_jax.models.common.safetensor_files import INDEX, STEM, Checkpoint, WeightsDtype
+from alload_jax.models.common.stored import DtypeOf, StoredDtype
+from alload_jax.models.families import family_of, read_model_config
+from alload_jax.models.placing import places_of, set_layer
 
 _TEXT_LENGTH = "alload_text_length"
 """Metadata key of exports: the number of tokens to which training padded the texts."""
 
-WeightsDtype = Literal["float32", "bfloat16"]
+
+def _all_float32(_: str) -> StoredDtype:
+    return "float32"
 
 
-def load_weights(place: str | Path, config: ModelConfig, mesh: Mesh) -> Any:
+def load_weights(
+    place: str | Path,
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype_of: DtypeOf = _all_float32,
+    only: Callable[[str], bool] = lambda _: True,
+) -> Any:
     """Reads parameters onto the mesh; host memory holds at most one tensor at a time.
 
     Args:
@@ -38,9 +46,11 @@ def load_weights(place: str | Path, config: ModelConfig, mesh: Mesh) -> Any:
         one safetensors file of either.
       config: config of the model.
       mesh: mesh on which the parameters are placed.
+      dtype_of: dtype in which a parameter is stored, by its name.
+      only: whether a parameter is wanted, by its name.
 
     Returns:
-      Nested dict of float32 arrays, as `nnx.to_pure_dict` returns them.
+      Nested dict of arrays as `stored_tree` returns it.
 
     Raises:
       InputError: files are missing, damaged or pickled, or their tensors do not fit the model; the
@@ -50,35 +60,21 @@ def load_weights(place: str | Path, config: ModelConfig, mesh: Mesh) -> Any:
         family = family_of(config)
         wanted = family.tensors(config, family.naming_of(set(checkpoint.keys)))
         _check_keys(checkpoint, wanted, family.ignored_tensors)
-        abstract = abstract_model(config).params
-        shapes = flatten_dict(abstract, sep="/")
-        shardings = flatten_dict(tree_shardings(abstract, mesh, family.partition_rules), sep="/")
-        params: dict[str, jax.Array] = {}
+        places = places_of(config, mesh, dtype_of)
+        params: dict[str, Any] = {}
         for tensor in wanted:
+            if not only(tensor.path):
+                continue
             value = tensor.to_ours(checkpoint.read(tensor.key))
-            sharding = shardings[tensor.path]
+            place_of = places[tensor.path]
             if tensor.layer is None:
-                params[tensor.path] = _place_tensor(value, sharding)
+                params[tensor.path] = place_of.whole(value)
                 continue
             if tensor.path not in params:
-                params[tensor.path] = _zeros(shapes[tensor.path].shape, sharding)
-            layer = _place_tensor(value, _layer_sharding(sharding))
-            params[tensor.path] = _set_layer(params[tensor.path], layer, tensor.layer)
+                params[tensor.path] = place_of.zeros()
+            layer = place_of.layer(value)
+            params[tensor.path] = set_layer(params[tensor.path], layer, tensor.layer)
         return unflatten_dict(params, sep="/")
-
-
-def initial_weights(place: str | None, config: ModelConfig, mesh: Mesh) -> Any:
-    """Loads the weights that a run starts from; None if `place` is None.
-
-    Raises:
-      InputError: as in `load_weights`, or config.json in `place` describes another architecture.
-    """
-    if place is None:
-        return None
-    described = Path(place) / "config.json"
-    if described.is_file():
-        require_same_architecture(config, read_model_config(described), Path(place))
-    return load_weights(place, config, mesh)
 
 
 def read_transformer(folder: Path) -> ModelConfig:
@@ -109,7 +105,8 @@ def require_same_architecture(ours: ModelConfig, theirs: ModelConfig, place: Pat
     expected, found = ours.architecture(), theirs.architecture()
     for fields in (expected, found):
         fields.pop("num_classes")
-        fields.pop("sparse_attention", None)  # its parameters begin anew
+        for begins_anew in ("sparse_attention", "lora"):
+            fields.pop(begins_anew, None)
         if fields.get("out_channels") == fields["in_channels"]:
             fields.pop("out_channels")
     wrong = [
@@ -213,26 +210,6 @@ def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor], ignored: tuple[str
             f"{checkpoint.place}: does not fit the model: {'; '.join(problems)}; "
             "name a complete checkpoint of the model's architecture"
         )
-
-
-def _place_tensor(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Places a tensor as float32; each device receives only its shard."""
-    return jax.make_array_from_callback(
-        value.shape, sharding, lambda index: np.asarray(value[index], np.float32)
-    )
-
-
-def _zeros(shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=sharding)()
-
-
-def _layer_sharding(sharding: NamedSharding) -> NamedSharding:
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-
-
-@partial(jax.jit, donate_argnums=0)
-def _set_layer(stack: jax.Array, layer: jax.Array, index: int) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
 
 
 def _to_checkpoint_layout(tensor: Tensor, array: jax.Array) -> np.ndarray:

@@ -21,7 +21,7 @@ STATE_BYTES = 20
 """Per trained parameter: float32 weights, Adam's two moments, EMA, accumulated gradients."""
 GRADIENT_BYTES = 4
 """Per trained parameter: the gradient of a micro-batch, before it is accumulated."""
-FROZEN_BYTES = {"float32": 4, "bfloat16": 2}
+FROZEN_BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
 """Per frozen parameter, which has neither gradient nor moments nor EMA, by its dtype."""
 
 LENGTHS = np.unique(np.geomspace(256, 80_000, 24).astype(int))
@@ -65,6 +65,7 @@ class _Recomputed:
 
 _RECOMPUTED = {
     "full": _Recomputed(True, True, True),
+    "offload": _Recomputed(True, True, True),
     "attention": _Recomputed(True, False, True),
     "matmuls_and_attention": _Recomputed(False, False, True),
     "none": _Recomputed(False, False, False),

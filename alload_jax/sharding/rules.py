@@ -67,8 +67,9 @@ def _split_further(
 
 
 def _first_match(name: str, rules: Rules) -> PartitionSpec:
+    array = name.removesuffix("/values")  # of a kernel with values and scale
     for pattern, spec in rules:
-        if re.search(pattern, name):
+        if re.search(pattern, array):
             return spec
     raise ValueError(f"no partition rule matches {name}; end the rules with one for '.'")
 

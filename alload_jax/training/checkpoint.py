@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
 from alload_jax.planning.plan import current_identity
+from alload_jax.training.base import BASE, Base
 from alload_jax.training.checksums import damage, write_checksums
 from alload_jax.training.state import TrainState
 
@@ -60,6 +61,10 @@ class Checkpoints:
     """The checkpoints of a run folder; a crash during writing keeps the earlier checkpoints.
 
     Close it or use a `with` statement, which waits until writing has finished, also after an error.
+
+    Attributes:
+      folder: folder of the checkpoints.
+      base: the frozen parameters that checkpoints leave out; None to store all.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class Checkpoints:
         """
         self.folder = Path(folder).absolute()
         self._identity, self._defaults = identity, defaults or {}
+        self.base: Base | None = None
         self._last_begun = 0
         options = ocp.CheckpointManagerOptions(
             max_to_keep=config.keep,
@@ -166,7 +172,7 @@ class Checkpoints:
         self._check_identity(step, found)
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """Reads a checkpoint with the shardings of `like`.
+        """Reads a checkpoint with the shardings of `like`, which is `bare` where it has a base.
 
         Raises:
           InputError: the checkpoint is damaged or belongs to another model or plan.
@@ -207,9 +213,11 @@ class Checkpoints:
             return
         self._last_begun = step
         items: dict[str, Any] = {
-            "state": ocp.args.StandardSave(_stored(state)),
+            "state": ocp.args.StandardSave(_stored(state if self.base is None else bare(state))),
             "identity": ocp.args.JsonSave(self._identity),
         }
+        if self.base is not None:
+            items[BASE] = ocp.args.JsonSave(self.base._asdict())
         if recalibration is not None:
             items[_RECALIBRATION] = ocp.args.JsonSave(recalibration)
         with self._errors_of_writing():
@@ -297,6 +305,11 @@ def _check_data(place: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> No
         f"{place}: the run was trained on {what}; give data.folder as it was, or begin a run with "
         "another run.folder (its run.initial_weights can be an export of this one)"
     )
+
+
+def bare(state: TrainState) -> TrainState:
+    """A state without its frozen parameters."""
+    return state._replace(frozen={})
 
 
 def _stored(state: TrainState) -> dict[str, Any]:

@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import optax
 
 from alload_jax.errors import InputError
+from alload_jax.models.common.lora import DOWN, UP
 from alload_jax.sharding.rules import path_name
 from alload_jax.training.parameters import check_patterns, matches, require_match
 from alload_jax.training.spikes import skip_spikes
 
+NO_AVERAGE = "without_ema"
+"""Part of the identity of an optimizer that keeps no moving average."""
+_MATRICES = ("kernel", DOWN, UP)
 _MAIN = "main"
 """Label of parameters that belong to no group."""
 
@@ -59,7 +63,8 @@ class OptimizerConfig:
       clip_norm: maximum global norm of the gradient.
       skip_above: skip updates whose gradient norm is more than this many times the running mean of
         the norms before; null for none.
-      ema_decay: decay of the moving average; the decay is at most (1 + step) / (10 + step).
+      ema_decay: decay of the moving average; the decay is at most (1 + step) / (10 + step). null
+        for no moving average, which saves 4 bytes per trained parameter.
       groups: parameters with a separate optimizer.
     """
 
@@ -72,7 +77,7 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     skip_above: float | None = None
-    ema_decay: float = 0.999
+    ema_decay: float | None = 0.999
     groups: tuple[OptimizerGroup, ...] = ()
 
     def __post_init__(self) -> None:
@@ -80,8 +85,8 @@ class OptimizerConfig:
             if not getattr(self, name) > 0:
                 raise InputError(f"optimizer.{name} is {getattr(self, name)}; it must be above 0")
         for name in ("beta1", "beta2", "ema_decay"):
-            if not 0 <= getattr(self, name) < 1:
-                value = getattr(self, name)
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
                 raise InputError(f"optimizer.{name} is {value}; it must be from 0 to below 1")
         for name in ("weight_decay", "final_fraction"):
             if not getattr(self, name) >= 0:
@@ -98,7 +103,8 @@ class OptimizerConfig:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint's arrays depend on, as JSON values; empty where all is usual."""
         spikes = {} if self.skip_above is None else {"skip_above": "set"}
-        return _group_identity(self.groups) | spikes
+        average = {NO_AVERAGE: True} if self.ema_decay is None else {}
+        return _group_identity(self.groups) | spikes | average
 
 
 def _group_identity(groups: Sequence[OptimizerGroup]) -> dict[str, Any]:
@@ -173,8 +179,13 @@ def _labels(params: Any, groups: tuple[OptimizerGroup, ...]) -> Any:
     return jax.tree_util.tree_map_with_path(label, params)
 
 
-def update_ema(ema: Any, params: Any, step: jax.Array, decay: float) -> Any:
-    """Updates the moving average with the parameters; `step` counts updates from 0."""
+def update_ema(ema: Any, params: Any, step: jax.Array, decay: float | None) -> Any:
+    """Updates the moving average with the parameters; `step` counts updates from 0.
+
+    Without a decay there is no average, an empty dict.
+    """
+    if decay is None:
+        return ema
     count = step.astype(jnp.float32)
     rate = 1 - jnp.minimum(decay, (1 + count) / (10 + count))
     return jax.tree.map(lambda old, new: old + rate * (new - old), ema, params)
@@ -183,5 +194,5 @@ def update_ema(ema: Any, params: Any, step: jax.Array, decay: float) -> Any:
 def _decays(params: Any) -> Any:
     """Marks the matrices, which decay; biases, norms, embeddings and modulation do not."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: path_name(path).endswith("kernel"), params
+        lambda path, _: path_name(path).endswith(_MATRICES), params
     )

@@ -2,14 +2,15 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from alload_jax.errors import InputError
+from alload_jax.models.common.lora import LORA_PATTERN
+from alload_jax.models.common.stored import StoredDtype, stored_tree
 from alload_jax.planning.analytic import Trained
 
 
@@ -35,12 +36,15 @@ class ParametersConfig:
     Attributes:
       trained: patterns of trained parameters.
       frozen: patterns of frozen parameters, which take precedence over `trained`.
-      frozen_dtype: dtype of frozen parameters.
+      frozen_dtype: dtype of frozen parameters; `auto` is bfloat16 with adapters (`model.lora`),
+        else float32. With `float8`, the kernels of the blocks have 8 bits per number and a scale
+        for each output, and each layer reads them when it is computed; other frozen parameters are
+        bfloat16.
     """
 
     trained: tuple[str, ...] = (".",)
     frozen: tuple[str, ...] = ()
-    frozen_dtype: Literal["float32", "bfloat16"] = "float32"
+    frozen_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
 
     def __post_init__(self) -> None:
         for key in ("trained", "frozen"):
@@ -57,8 +61,27 @@ class ParametersConfig:
         return {
             "trained": list(self.trained),
             "frozen": list(self.frozen),
-            "frozen_dtype": self.frozen_dtype,
+            "frozen_dtype": self.stored_dtype,
         }
+
+    @property
+    def stored_dtype(self) -> StoredDtype:
+        """The dtype of frozen parameters."""
+        return "float32" if self.frozen_dtype == "auto" else self.frozen_dtype
+
+    def dtype_of(self, name: str) -> StoredDtype:
+        """Returns the dtype in which the parameter of a name is stored."""
+        return "float32" if self.trains(name) else self.stored_dtype
+
+    def with_lora(self, others: tuple[str, ...] = ()) -> "ParametersConfig":
+        """Completes the settings of a model with adapters.
+
+        Args:
+          others: patterns of what is trained beside them by default.
+        """
+        trained = (LORA_PATTERN, *others) if self.trained == (".",) else self.trained
+        dtype = "bfloat16" if self.frozen_dtype == "auto" else self.frozen_dtype
+        return replace(self, trained=trained, frozen_dtype=dtype)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -114,8 +137,7 @@ def merge_parameters(trained: Any, frozen: Any) -> Any:
 
 def cast_frozen(frozen: Any, config: ParametersConfig) -> Any:
     """Casts frozen parameters to the dtype of the config."""
-    dtype = jnp.dtype(config.frozen_dtype)
-    return jax.tree.map(lambda value: value.astype(dtype), frozen)
+    return stored_tree(frozen, lambda _: config.stored_dtype)
 
 
 def trained_of(params: Any, config: ParametersConfig) -> Trained:
@@ -127,4 +149,4 @@ def trained_of(params: Any, config: ParametersConfig) -> Trained:
     """
     trained, _ = split_parameters(params, config)
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
-    return Trained(count, config.frozen_dtype)
+    return Trained(count, config.stored_dtype)

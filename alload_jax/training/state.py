@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.stored import readable
 from alload_jax.models.families import build_model, family_of, split_model
 from alload_jax.objectives.objective import Objective
 from alload_jax.sharding.mesh import replicated
@@ -30,14 +32,14 @@ class TrainingSpec(NamedTuple):
       model: config of the model.
       objective: training objective.
       optimizer: optimizer of the trained parameters.
-      ema_decay: decay of their moving average.
+      ema_decay: decay of their moving average; None for no average.
       parameters: which parameters are trained.
     """
 
     model: ModelConfig
     objective: Objective
     optimizer: optax.GradientTransformation
-    ema_decay: float
+    ema_decay: float | None
     parameters: ParametersConfig = ALL_TRAINED
 
     @property
@@ -51,7 +53,7 @@ class Weights(NamedTuple):
 
     Attributes:
       params: trained parameters, nested dict of float32 arrays.
-      frozen: frozen parameters, nested dict; empty if all are trained.
+      frozen: frozen parameters as they are stored, nested dict; empty if all are trained.
       variables: the model's other variables, such as running statistics; often empty.
     """
 
@@ -61,7 +63,8 @@ class Weights(NamedTuple):
 
     def merged(self) -> Any:
         """Returns all values as one nested dict for `nnx.merge`."""
-        return merge_parameters(merge_parameters(self.params, self.frozen), self.variables)
+        frozen = readable(self.frozen)
+        return merge_parameters(merge_parameters(self.params, frozen), self.variables)
 
 
 class TrainState(NamedTuple):
@@ -71,7 +74,7 @@ class TrainState(NamedTuple):
       step: int32 scalar, number of optimizer steps done and position in the plan.
       key: [2] uint32, random key data from which the noise of every sample derives.
       params: trained parameters, nested dict of float32 arrays.
-      ema: moving average of `params`, with the same structure.
+      ema: moving average of `params`, with the same structure; empty for none.
       opt_state: state of the optimizer.
       frozen: frozen parameters, nested dict; empty if all are trained.
       variables: the model's other variables, updated in every step; often empty.
@@ -92,8 +95,11 @@ class TrainState(NamedTuple):
 
     @property
     def averaged_weights(self) -> Weights:
-        """The model's values for sampling, with the moving average of the trained parameters."""
-        return Weights(self.ema, self.frozen, self.variables)
+        """The model's values for sampling, with the moving average of the trained parameters.
+
+        Without an average these are the trained parameters themselves.
+        """
+        return self.weights._replace(params=self.ema) if self.ema else self.weights
 
 
 def init_state(spec: TrainingSpec, mesh: Mesh, seed: int, params: Any = None) -> TrainState:
@@ -103,14 +109,26 @@ def init_state(spec: TrainingSpec, mesh: Mesh, seed: int, params: Any = None) ->
       spec: the model and the optimizer.
       mesh: mesh on which the state is placed.
       seed: seed of weights and noise.
-      params: initial values, on the mesh, which are donated; what it lacks, or None for all, gets
-        random values.
+      params: initial values, on the mesh and stored as in the state, which are donated; what it
+        lacks, or None for all, gets random values.
 
     Raises:
       InputError: a parameter is not divisible by the mesh, or a pattern matches no parameter.
     """
     make = _make_state(spec, seed)
     shardings = state_shardings(jax.eval_shape(make), mesh, spec.rules)
+    return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
+
+
+def initial_frozen(
+    model: ModelConfig, parameters: ParametersConfig, mesh: Mesh, seed: int, params: Any
+) -> Any:
+    """Creates the frozen parameters alone of `init_state`, with the same arguments."""
+
+    def make(given: Any = None) -> Any:
+        return _initial_weights(model, parameters, seed, given).frozen
+
+    shardings = tree_shardings(jax.eval_shape(make), mesh, family_of(model).partition_rules)
     return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
 
 
@@ -152,22 +170,38 @@ def weights_shardings(weights: Weights, mesh: Mesh, rules: Rules) -> Weights:
 
 def _make_state(spec: TrainingSpec, seed: int) -> Callable[..., TrainState]:
     def make(params: Any = None) -> TrainState:
-        weights, noise = jax.random.split(jax.random.key(seed))
-        drawn = split_model(build_model(spec.model, nnx.Rngs(weights)))
-        # Released weights lack what this project adds, such as predictors of sparse attention.
-        params = drawn.params if params is None else merge_parameters(drawn.params, params)
-        trained, frozen = split_parameters(params, spec.parameters)
+        weights = _initial_weights(spec.model, spec.parameters, seed, params)
+        _, noise = jax.random.split(jax.random.key(seed))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             key=jax.random.key_data(noise),
-            params=trained,
-            ema=jax.tree.map(jnp.copy, trained),
-            opt_state=spec.optimizer.init(trained),
-            frozen=cast_frozen(frozen, spec.parameters),
-            variables=drawn.variables,
+            params=weights.params,
+            ema={} if spec.ema_decay is None else jax.tree.map(jnp.copy, weights.params),
+            opt_state=spec.optimizer.init(weights.params),
+            frozen=weights.frozen,
+            variables=weights.variables,
         )
 
     return make
+
+
+def _initial_weights(
+    model: ModelConfig, parameters: ParametersConfig, seed: int, given: Any
+) -> Weights:
+    """Draws the values of a new model, but for those given."""
+    key, _ = jax.random.split(jax.random.key(seed))
+    drawn = split_model(build_model(model, nnx.Rngs(key)))
+    trained, frozen = split_parameters(drawn.params, parameters)
+    # Released weights lack what this project adds, such as predictors of sparse attention.
+    frozen = _replaced(cast_frozen(frozen, parameters), given)
+    return Weights(_replaced(trained, given), frozen, drawn.variables)
+
+
+def _replaced(drawn: Any, given: Any) -> Any:
+    """Takes from `given`, a nested dict or None, what it has of `drawn`."""
+    flat = flatten_dict(drawn)
+    found = flatten_dict(given or {})
+    return unflatten_dict({path: found.get(path, value) for path, value in flat.items()})
 
 
 def continued_state(spec: TrainingSpec, state: TrainState) -> TrainState:

@@ -16,11 +16,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from alload_jax.data.batch import AnyBatch
+from alload_jax.models.common.lora import dropout_keys
 from alload_jax.models.common.output import Auxiliary
-from alload_jax.models.families import abstract_model, family_of
+from alload_jax.models.families import family_of, training_graph
 from alload_jax.sharding.mesh import batch_sharding, replicated
 from alload_jax.sharding.rules import zero_shardings
 from alload_jax.training.optimizer import update_ema
+from alload_jax.training.parameters import merge_parameters
 from alload_jax.training.spikes import skipped_updates
 from alload_jax.training.state import TrainingSpec, TrainState, Weights, state_shardings
 
@@ -175,11 +177,23 @@ def accumulator_shardings(
 
 def _make_sums(spec: TrainingSpec, mesh: Mesh) -> Callable[..., Any]:
     """Builds (trained parameters, weights, batch, key) → minimised sum, all sums."""
-    graph = abstract_model(spec.model).graph
+    graph, dropout = training_graph(spec.model)
 
     def sums_of(params: Any, weights: Weights, batch: AnyBatch, key: jax.Array) -> Any:
-        model = nnx.merge(graph, weights._replace(params=params).merged())
+        values = weights._replace(params=params).merged()
+        if dropout:
+            values = merge_parameters(values, dropout_keys(dropout, _key_of_batch(key, batch)))
+        model = nnx.merge(graph, values)
         sums = spec.objective(model, batch, key, batch_sharding(mesh))
         return sums.minimised, sums
 
     return sums_of
+
+
+def _key_of_batch(key: jax.Array, batch: AnyBatch) -> jax.Array:
+    """A key that depends on a micro-batch's samples and their epochs alone."""
+    epoch, sample = (part.astype(jnp.uint32) for part in (batch.epoch, batch.sample))
+    place = epoch * jnp.uint32(0x9E3779B1) + sample
+    # Mixed, so that sums differ where sets of samples do.
+    mixed = (place ^ (place >> 15)) * jnp.uint32(0x85EBCA6B)
+    return jax.random.fold_in(key, jnp.sum(mixed, dtype=jnp.uint32))

@@ -209,7 +209,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_samples(runs):
 BAD = [
     (("--optimizer.learning_rat", "1"), "did you mean optimizer.learning_rate?"),
     (("--model.dim", "wide"), "model.dim"),
-    (("--model.remat", "foo"), "expected one of ['none', 'full', 'attention'"),
+    (("--model.remat", "foo"), "expected one of ['none', 'full', 'offload'"),
     (("--planning.m_mem", "10"), "m_mem is 10 tokens, shorter than sample"),
     (("--mesh.fsdp", "3"), "fsdp 3, context 1, tensor 1) does not fit"),
     (("--data.folder", "nowhere"), "nowhere/manifest.parquet: no such manifest"),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.attention import AttentionImplementation
+from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.common.remat import RematPolicy
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 
@@ -70,6 +71,8 @@ class ModelConfig:
       attention: implementation of attention; `auto` is cuDNN where it can run.
       remat: activations that blocks keep for the backward pass.
       sparse_attention: self-attention that becomes sparse; null for dense.
+      lora: adapters, which are then what is trained unless `parameters` says otherwise; null for
+        none.
     """
 
     family: str = ""
@@ -83,6 +86,7 @@ class ModelConfig:
     attention: AttentionImplementation = "auto"
     remat: RematPolicy = "none"
     sparse_attention: SparseAttentionConfig | None = None
+    lora: LoraConfig | None = None
 
     arithmetic_fields: ClassVar[tuple[str, ...]] = ("dtype", "attention", "remat")
     """Fields that do not affect the parameters."""
@@ -113,6 +117,8 @@ class ModelConfig:
         fields = {k: v for k, v in asdict(self).items() if k not in self.arithmetic_fields}
         if self.sparse_attention is not None:
             fields["sparse_attention"] = self.sparse_attention.identity()
+        if fields.pop("lora") is not None and self.lora is not None:
+            fields["lora"] = self.lora.identity()
         later = self.later_fields
         fields = {k: v for k, v in fields.items() if k not in later or v != later[k]}
         return fields | {"patch_size": list(self.patch_size)}

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-RematPolicy = Literal["none", "full", "attention", "matmuls_and_attention"]
-"""`none` keeps all activations; `full` keeps only the block's input; `attention` keeps attention
-outputs; `matmuls_and_attention` keeps those and the outputs of matrix products."""
+RematPolicy = Literal["none", "full", "offload", "attention", "matmuls_and_attention"]
+"""`none` keeps all activations; `full` keeps only the block's input; `offload` keeps it in the
+host's memory; `attention` keeps attention outputs; `matmuls_and_attention` keeps those and the
+outputs of matrix products."""
 
 ATTENTION_OUTPUT = "attention_output"
 """Name by which policies find attention outputs that are not from JAX's fused attention."""
@@ -16,6 +18,7 @@ BLOCK_LISTS = "attention_block_lists"
 """Name of the blocks that sparse attention has chosen, which every policy keeps: computed again,
 rounding could choose others."""
 
+_BLOCK_INPUT = "block_input"
 _policies = jax.checkpoint_policies
 
 
@@ -29,6 +32,12 @@ _KEEP_ATTENTION = _policies.save_from_both_policies(
 )
 _POLICIES = {
     "full": _policies.save_only_these_names(BLOCK_LISTS),
+    "offload": _policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[BLOCK_LISTS],
+        names_which_can_be_offloaded=[_BLOCK_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
     "attention": _KEEP_ATTENTION,
     "matmuls_and_attention": _policies.save_from_both_policies(
         _KEEP_ATTENTION, _policies.dots_with_no_batch_dims_saveable
@@ -37,7 +46,21 @@ _POLICIES = {
 
 
 def rematerialise(function: Callable, policy: RematPolicy) -> Callable:
-    """Wraps a function (usually the body of a scan) in `jax.checkpoint` with the given policy."""
+    """Wraps a function (usually the body of a scan) in `jax.checkpoint` with the given policy.
+
+    The function's first argument is the block's input, an array.
+    """
     if policy == "none":
         return function
+    if policy == "offload":
+        function = _with_named_input(function)
     return jax.checkpoint(function, policy=_POLICIES[policy], prevent_cse=False)
+
+
+def _with_named_input(function: Callable) -> Callable:
+    """Recomputation begins at the named input, so that the input itself is not kept."""
+
+    def named(x: jax.Array, *others: Any) -> Any:
+        return function(checkpoint_name(x, _BLOCK_INPUT), *others)
+
+    return named

@@ -3,13 +3,16 @@
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 
 from alload_jax.errors import InputError
+
+WeightsDtype = Literal["float32", "bfloat16"]
+"""Dtypes in which weights are written."""
 
 STEM = "diffusion_pytorch_model"
 INDEX = f"{STEM}.safetensors.index.json"

@@ -35,6 +35,7 @@ class WanFamily(Family):
     # Some released files contain this tensor, which no model uses; diffusers ignores it too.
     ignored_tensors = ("norm_added_q",)
     has_first_frame_timestep = True
+    lora_targets = ("^blocks/(self_attention|cross_attention|feed_forward)/",)
 
     def build(self, config: WanConfig, rngs: nnx.Rngs) -> WanTransformer:
         """See `Family.build`."""

@@ -28,6 +28,7 @@ _WORKING_SET = (19, 4)
 """Peak number of live tensors of S × dim and S × ffn_dim in the backward pass of one block."""
 _KEPT = {
     "full": (1, 0),
+    "offload": (0, 0),  # in the host's memory
     # Both attentions' outputs are kept twice: under their names, and as outputs of cuDNN.
     "attention": (1 + 4, 0),
     # Besides: query, key, value, out; cross-attention's query and out; both feed-forward layers.

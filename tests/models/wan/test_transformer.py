@@ -162,7 +162,7 @@ def test_equals_the_float64_oracle_at_any_size(config, size):
     "remat",
     [
         "matmuls_and_attention",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("full", "attention")),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("full", "offload", "attention")),
     ],
 )
 def test_rematerialisation_changes_no_gradient(remat):
@@ -196,6 +196,26 @@ def test_rematerialisation_keeps_less_the_more_it_recomputes():
     kept = [residual_bytes(r) for r in ("full", "attention", "matmuls_and_attention", "none")]
     assert kept == sorted(kept)
     assert len(set(kept)) == 4
+
+
+def test_offloading_moves_the_inputs_of_blocks_alone_to_the_host():
+    def moved(remat):
+        config = WanConfig(**{**vars(CONFIG), "remat": remat})
+        graph, params = randomised(config)
+        arguments = inputs(config, 2, (4, 8, 8))
+
+        def total(params):
+            return jnp.sum(nnx.merge(graph, params)(*arguments) ** 2)
+
+        lowered = jax.jit(jax.grad(total)).trace(params).lower(lowering_platforms=("cuda",))
+        text = lowered.as_text()
+        to_host = [line for line in text.splitlines() if 'xla_buffer_placement = "pinned' in line]
+        return {line.rpartition("-> ")[2] for line in to_host}
+
+    assert not moved("full")
+    [shape] = moved("offload")
+    rows, tokens = 2, 4 * 4 * 4
+    assert shape.startswith(f"tensor<{rows}x{tokens}x{CONFIG.dim}x")
 
 
 def test_a_fresh_model_predicts_zero():

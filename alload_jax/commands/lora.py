@@ -1,0 +1,151 @@
+"""`alload lora`: writes a run's adapters as a file, converts files, merges them into weights."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # these modules import JAX, which takes a second
+    from alload_jax.models.common.config import ModelConfig
+    from alload_jax.models.lora_files import Adapter, Target
+
+HELP = "Write the adapters (LoRA) of a run, convert files of adapters, merge them into weights."
+
+_KEYS = ("diffusers", "original")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the commands below this one and their flags."""
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    _add_export(actions)
+    _add_convert(actions)
+    _add_merge(actions)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the action that was chosen."""
+    return options.action(options)
+
+
+def _add(actions: "argparse._SubParsersAction", name: str, words: str) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, help=words, description=words)
+    parser.set_defaults(parser=parser)
+    return parser
+
+
+def _add_export(actions: "argparse._SubParsersAction") -> None:
+    parser = _add(actions, "export", "Write the adapters of a run as a safetensors file.")
+    add = parser.add_argument
+    add("--checkpoint", required=True, help="run folder of a model with adapters (model.lora)")
+    add("--weights", choices=["ema", "raw"], help="which weights of the run; default ema")
+    add("--step", type=int, help="step of the checkpoint; default the newest")
+    _add_output(parser)
+    parser.set_defaults(action=_export)
+
+
+def _add_convert(actions: "argparse._SubParsersAction") -> None:
+    parser = _add(actions, "convert", "Write a file of adapters with other keys.")
+    add = parser.add_argument
+    add("file", help="file of adapters of diffusers, PEFT, ComfyUI or musubi-tuner")
+    add("--model", required=True, help="transformer folder of the model; config.json is enough")
+    _add_output(parser)
+    parser.set_defaults(action=_convert)
+
+
+def _add_merge(actions: "argparse._SubParsersAction") -> None:
+    parser = _add(actions, "merge", "Add files of adapters to weights, for diffusers.")
+    add = parser.add_argument
+    add("--model", required=True, help="transformer folder of diffusers, or run folder")
+    add("--lora", required=True, metavar="FILE[:SCALE]", nargs="+", help="files, with factors; "
+        "default 1")  # fmt: skip
+    add("--out", required=True, help="folder to write; must be empty or not exist")
+    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default bfloat16")
+    parser.set_defaults(action=_merge)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--out", required=True, metavar="FILE", help="safetensors file to write")
+    add("--keys", choices=_KEYS, default="diffusers", help="keys of diffusers and PEFT (default), "
+        "or of the original repository and ComfyUI")  # fmt: skip
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
+    add("--force", action="store_true", help="replace a file that exists")
+
+
+def _export(options: argparse.Namespace) -> int:
+    # Imported here because JAX takes a second to import.
+    from alload_jax.commands.model_source import find_run
+    from alload_jax.errors import InputError
+    from alload_jax.models.lora_merge import adapters_of
+    from alload_jax.training.restore import one_device_mesh
+
+    source = find_run(options.checkpoint, options.weights, options.step)
+    if source.config.lora is None:
+        raise InputError(
+            f"{options.checkpoint}: the run has no adapters (model.lora is null); `alload export` "
+            "writes its weights"
+        )
+    params = source.trained(one_device_mesh())
+    adapters = adapters_of(params, source.config.lora)
+    return _write(options, adapters, source.config, f"step {source.step}")
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from alload_jax.errors import InputError
+    from alload_jax.models.families import read_model_config
+    from alload_jax.models.lora_files import read_lora
+
+    config = read_model_config(Path(options.model) / "config.json")
+    lora = read_lora(options.file, config)
+    if lora.differences:
+        raise InputError(
+            f"{lora.place}: also changes weights and biases (diff, diff_b), which the keys of "
+            "others lack; merge it into weights with `alload lora merge`"
+        )
+    return _write(options, lora.adapters, config, str(lora.place))
+
+
+def _write(
+    options: argparse.Namespace,
+    adapters: "dict[Target, Adapter]",
+    config: "ModelConfig",
+    source: str,
+) -> int:
+    from pathlib import Path
+
+    from alload_jax.models.lora_export import write_lora
+
+    tensors = write_lora(
+        Path(options.out), adapters, config, options.keys, options.dtype, options.force
+    )
+    ranks = sorted({adapter.rank for adapter in adapters.values()})
+    print(
+        f"{options.out}: {len(adapters)} adapters of rank {', '.join(map(str, ranks))} from "
+        f"{source}, {tensors} tensors, keys of {options.keys}, {options.dtype}"
+    )
+    return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from alload_jax.commands.lora_flags import read_loras
+    from alload_jax.commands.model_source import completed, find_source
+    from alload_jax.models.families import family_of
+    from alload_jax.models.lora_merge import merge_adapters
+    from alload_jax.models.weights import require_free, save_weights
+    from alload_jax.training.restore import one_device_mesh
+
+    source = find_source(options.model)
+    loras = read_loras("--lora", options.lora, source.config)
+    fields = family_of(source.config).export_fields(source.config)
+    require_free(Path(options.out))
+    values = completed(source, None, loras).values(one_device_mesh())
+    if source.config.lora is not None:
+        values = merge_adapters(values, source.config.lora)
+    save_weights(options.out, values, source.config, options.dtype)
+    print(
+        f"{options.out}: {options.model} with {', '.join(options.lora)}, {options.dtype}; load it "
+        f"with {fields['_class_name']}.from_pretrained({options.out!r})"
+    )
+    return 0

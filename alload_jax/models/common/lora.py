@@ -1,0 +1,171 @@
+"""Low-rank adapters of linear layers (LoRA, arXiv 2106.09685)."""
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from alload_jax.errors import InputError
+
+DOWN, UP = "lora_down", "lora_up"
+"""Names of an adapter's matrices, beside the layer's `kernel`: [in, rank] and [rank, out]."""
+LORA_PATTERN = f"/({DOWN}|{UP})$"
+"""Matches the parameters of adapters of every family."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters: y = x·kernel + bias + (alpha / rank)·dropout(x)·lora_down·lora_up.
+
+    Attributes:
+      rank: rank of the adapters.
+      alpha: scale of the adapters, divided by the rank; null for the rank.
+      targets: regular expressions for names of linear layers, such as `self_attention/`; empty for
+        the family's default, all in attention and feed-forward of the blocks.
+      dropout: share of the adapters' inputs that is zero in training; the rest is scaled up.
+    """
+
+    rank: int = 16
+    alpha: float | None = None
+    targets: tuple[str, ...] = ()
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise InputError(f"model.lora.rank is {self.rank}; it must be at least 1")
+        if self.alpha is not None and not 0 < self.alpha < math.inf:
+            raise InputError(f"model.lora.alpha is {self.alpha}; it must be above 0, or null")
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"model.lora.dropout is {self.dropout}; it must be from 0 to below 1")
+        for pattern in self.targets:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise InputError(
+                    f"model.lora.targets: {pattern!r} is not a regular expression ({error}); fix it"
+                ) from error
+
+    def identity(self) -> dict[str, Any]:
+        """Returns the fields that determine the parameters and their meaning, as JSON values."""
+        return {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)}
+
+    @property
+    def scale(self) -> float:
+        """The factor of lora_down·lora_up, alpha / rank."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+class DropoutKey(nnx.Variable):
+    """Key data of an adapter's dropout, [2] uint32; every step of training sets it."""
+
+
+class LoraLinear(nnx.Linear):
+    """A linear layer with an adapter; see `LoraConfig`."""
+
+    def __init__(self, base: nnx.Linear, config: LoraConfig, *, training: bool, rngs: nnx.Rngs):
+        """Takes over `base`, whose parameters may be stacked over layers, [..., in, out].
+
+        The adapter begins as in PEFT: lora_down uniform in ±1/√in, lora_up zero.
+        """
+        super().__init__(
+            base.in_features,
+            base.out_features,
+            use_bias=base.use_bias,
+            dtype=base.dtype,
+            rngs=nnx.Rngs(0),
+        )
+        self.kernel, self.bias = base.kernel, base.bias
+        *layers, inputs, outputs = base.kernel.shape
+        bound = 1 / math.sqrt(inputs)
+        shape = (*layers, inputs, config.rank)
+        down = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+        self.lora_down = nnx.Param(down)
+        self.lora_up = nnx.Param(jnp.zeros((*layers, config.rank, outputs), jnp.float32))
+        self.scale, self.rate = config.scale, config.dropout
+        with_dropout = training and config.dropout > 0
+        self.dropout_key = (
+            DropoutKey(jnp.zeros((*layers, 2), jnp.uint32)) if with_dropout else nnx.data(None)
+        )
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """[..., in] → [..., out]."""
+        down, up = self.lora_down[...], self.lora_up[...]
+        x, down, up = self.promote_dtype((inputs, down, up), dtype=self.dtype)
+        if self.dropout_key is not None:
+            key = jax.random.wrap_key_data(self.dropout_key[...])
+            kept = jax.random.bernoulli(key, 1 - self.rate, x.shape)
+            x = jnp.where(kept, x / (1 - self.rate), 0)
+        return super().__call__(inputs, out_sharding) + (x @ down) @ (self.scale * up)
+
+
+def add_lora(
+    model: nnx.Module,
+    config: LoraConfig,
+    default_targets: tuple[str, ...],
+    *,
+    training: bool,
+    rngs: nnx.Rngs,
+) -> None:
+    """Gives adapters to the linear layers of a model that the config targets.
+
+    Args:
+      model: any model; its layers may be stacked.
+      config: the adapters.
+      default_targets: what an empty `config.targets` means.
+      training: whether the model is trained, which dropout needs to know.
+      rngs: draws the adapters.
+
+    Raises:
+      InputError: a pattern matches no linear layer.
+    """
+    linears = {
+        "/".join(map(str, path)): path
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, nnx.Linear)
+    }
+    targets = config.targets or default_targets
+    for pattern in targets:
+        if not any(re.search(pattern, name) for name in linears):
+            examples = ", ".join(sorted(linears)[:3])
+            raise InputError(
+                f"model.lora.targets: {pattern!r} matches no linear layer; names are, for example, "
+                f"{examples} (`alload parameters --config FILE` lists them all as NAME/kernel)"
+            )
+    for name in sorted(linears):
+        if any(re.search(pattern, name) for pattern in targets):
+            *parents, last = linears[name]
+            parent: Any = functools.reduce(_part, parents, model)
+            adapted = LoraLinear(_part(parent, last), config, training=training, rngs=rngs)
+            if isinstance(last, int):
+                parent[last] = adapted
+            else:
+                setattr(parent, str(last), adapted)
+
+
+def _part(module: Any, name: Any) -> Any:
+    """The part of a module or of a list of modules."""
+    return module[name] if isinstance(name, int) else getattr(module, name)
+
+
+def dropout_keys(shapes: Any, key: jax.Array) -> Any:
+    """Draws the key of every adapter's dropout.
+
+    Args:
+      shapes: nested dict of the shapes of a model's `DropoutKey`s, each [..., 2] uint32.
+      key: a random key, different for every micro-batch.
+
+    Returns:
+      Nested dict of arrays like `shapes`.
+    """
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(key, len(leaves))
+    drawn = [
+        jax.random.key_data(jax.random.split(one, leaf.shape[:-1]))
+        for one, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, drawn)

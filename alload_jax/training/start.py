@@ -1,0 +1,82 @@
+"""The state with which a run begins or continues."""
+
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from alload_jax.errors import InputError
+from alload_jax.models.lora_files import read_lora
+from alload_jax.models.lora_merge import given_adapters
+from alload_jax.training.base import Base, checksum
+from alload_jax.training.checkpoint import Checkpoints, bare
+from alload_jax.training.parameters import merge_parameters
+from alload_jax.training.restore import given_parameters, read_base, restore_frozen
+from alload_jax.training.state import (
+    TrainingSpec,
+    TrainState,
+    abstract_state,
+    continued_state,
+    init_state,
+)
+
+
+class Origin(NamedTuple):
+    """Where new weights are from; fields as in `RunConfig`.
+
+    Attributes:
+      seed: seed of random weights.
+      initial_weights: weights in a folder or file, or a run; None for random ones.
+      initial_lora: file of adapters; None for new ones.
+    """
+
+    seed: int
+    initial_weights: str | None
+    initial_lora: str | None = None
+
+
+def new_state(
+    spec: TrainingSpec, mesh: Mesh, origin: Origin, checkpoints: Checkpoints
+) -> TrainState:
+    """Creates the state of a new run, and tells `checkpoints` what they can leave out.
+
+    Raises:
+      InputError: the weights cannot be read or do not fit the model.
+    """
+    place = origin.initial_weights
+    given = None
+    if place is not None:
+        given = given_parameters(place, spec.model, spec.parameters, mesh)
+    if origin.initial_lora is not None:
+        adapters = given_adapters(read_lora(origin.initial_lora, spec.model), spec.model)
+        given = merge_parameters(given or {}, adapters)
+    state = init_state(spec, mesh, origin.seed, given)
+    if place is not None and jax.tree.leaves(state.frozen):
+        checkpoints.base = Base(place, origin.seed, checksum(state.frozen))
+    return state
+
+
+def state_of_checkpoint(
+    spec: TrainingSpec, mesh: Mesh, origin: Origin, checkpoints: Checkpoints, step: int
+) -> TrainState:
+    """Reads the state of a checkpoint; frozen parameters that it leaves out are read again.
+
+    Raises:
+      InputError: the checkpoint is damaged or belongs to another run, or the frozen parameters are
+        not those that the run was trained on.
+    """
+    checkpoints.check(step)
+    base = read_base(checkpoints.folder / str(step))
+    like = abstract_state(spec, mesh, origin.seed)
+    if base is None:
+        return continued_state(spec, checkpoints.restore(step, like))
+    if origin.initial_weights is None:
+        raise InputError(
+            f"run.initial_weights is null, but the run was trained on {base.weights}, which its "
+            "checkpoints leave out; name that folder"
+        )
+    base = base._replace(weights=origin.initial_weights)
+    state = checkpoints.restore(step, bare(like))
+    frozen = restore_frozen(base, spec.model, spec.parameters, mesh)
+    checkpoints.base = base
+    return continued_state(spec, state._replace(frozen=frozen))

@@ -1,0 +1,309 @@
+"""Adapters of linear layers, and how frozen parameters are stored."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alload_jax.errors import InputError
+from alload_jax.models.common.config import TextConfig
+from alload_jax.models.common.lora import LORA_PATTERN, LoraConfig, dropout_keys
+from alload_jax.models.common.stored import Float8Kernel, quantise, readable, stored_tree
+from alload_jax.models.families import abstract_model, build_model, split_model, training_graph
+from alload_jax.models.lora_export import write_lora
+from alload_jax.models.lora_files import Adapter, Target, read_lora
+from alload_jax.models.lora_merge import adapters_of, given_adapters, merge_adapters, merge_file
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.training.base import checksum
+
+PLAIN = WanConfig(
+    dim=16,
+    ffn_dim=24,
+    num_heads=2,
+    num_layers=3,
+    in_channels=2,
+    freq_dim=8,
+    text=TextConfig(6, 4),
+    dtype="float32",
+)
+
+
+def with_lora(**fields):
+    return dataclasses.replace(PLAIN, lora=LoraConfig(**fields))
+
+
+def random_params(config, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = abstract_model(config).params
+    return jax.tree.map(lambda leaf: rng.normal(0, 0.2, leaf.shape).astype(np.float32), shapes)
+
+
+def output(config, params):
+    rng = np.random.default_rng(1)
+    latents = rng.normal(size=(2, 1, 4, 4, 2)).astype(np.float32)
+    text = rng.normal(size=(2, 4, 6)).astype(np.float32)
+    time = np.asarray([3.5, 990.0], np.float32)
+    run = jax.jit(lambda p: nnx.merge(abstract_model(config).graph, p)(latents, time, text))
+    return np.asarray(run(params))
+
+
+def test_a_new_model_with_adapters_has_the_weights_and_outputs_of_one_without():
+    plain = split_model(build_model(PLAIN, nnx.Rngs(3))).params
+    config = with_lora(rank=5)
+    adapted = split_model(build_model(config, nnx.Rngs(3))).params
+    ours, base = flatten_dict(adapted, sep="/"), flatten_dict(plain, sep="/")
+    for name, value in base.items():
+        np.testing.assert_array_equal(ours[name], value)
+    new = ours.keys() - base.keys()
+    assert len(new) == 2 * 10  # query, key, value and out twice, and two of the feed-forward layer
+    for name in new:
+        assert bool(jnp.any(ours[name] != 0)) == name.endswith("lora_down")
+    np.testing.assert_array_equal(output(config, adapted), output(PLAIN, plain))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank": 4},
+        {"rank": 2, "alpha": 5.0, "targets": ("self_attention/query$", "patch_embedding", "head")},
+    ],
+)
+def test_the_output_is_that_of_merged_kernels(fields):
+    config = with_lora(**fields)
+    params = random_params(config)
+    expected = {}
+    flat = {k: np.asarray(v, np.float64) for k, v in flatten_dict(params, sep="/").items()}
+    for name, value in flat.items():
+        if "lora_" in name:
+            continue
+        layer = name.removesuffix("kernel")
+        if f"{layer}lora_down" in flat and name.endswith("kernel"):
+            scale = (config.lora.alpha or config.lora.rank) / config.lora.rank
+            value = value + scale * flat[f"{layer}lora_down"] @ flat[f"{layer}lora_up"]
+        expected[name] = value.astype(np.float32)
+    expected = unflatten_dict(expected, sep="/")
+    found = merge_adapters(params, config.lora)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+    np.testing.assert_allclose(output(config, params), output(PLAIN, expected), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rank": 0}, r"model.lora.rank is 0"),
+        ({"alpha": -1.0}, r"model.lora.alpha is -1.0"),
+        ({"dropout": 1.0}, r"model.lora.dropout is 1.0"),
+        ({"targets": ("(",)}, "is not a regular expression"),
+    ],
+)
+def test_wrong_settings_are_refused(fields, words):
+    with pytest.raises(InputError, match=words):
+        LoraConfig(**fields)
+
+
+def test_a_pattern_that_matches_no_layer_is_refused_with_names():
+    with pytest.raises(InputError, match=r"'to_q' matches no linear layer; names are.*blocks/"):
+        abstract_model(with_lora(targets=("to_q",)))
+
+
+def test_dropout_differs_by_layer_and_batch_and_keeps_the_mean():
+    config = with_lora(rank=4, dropout=0.4, targets=("feed_forward/hidden",))
+    graph, shapes = training_graph(config)
+    params = random_params(config)
+    drawn = [dropout_keys(shapes, jax.random.key(n)) for n in range(300)]
+    layers = np.asarray(flatten_dict(drawn[0], sep="/")["blocks/feed_forward/hidden/dropout_key"])
+    assert len({tuple(layer) for layer in layers}) == 3
+    x = jnp.ones((8, 16))
+
+    def apply(keys):
+        values = unflatten_dict(flatten_dict(params) | flatten_dict(keys))
+        blocks, state = nnx.split(nnx.merge(graph, values).blocks)
+        first = nnx.merge(blocks, jax.tree.map(lambda part: part[0], state))
+        return first.feed_forward.hidden(x)
+
+    run = jax.jit(apply)
+    found = np.stack([run(keys) for keys in drawn])
+    assert not np.array_equal(found[0], found[1])
+    np.testing.assert_array_equal(run(drawn[0]), found[0])
+    flat = flatten_dict(params, sep="/")
+    name = "blocks/feed_forward/hidden"
+    kernel, bias = flat[f"{name}/kernel"][0], flat[f"{name}/bias"][0]
+    exact = x @ (kernel + flat[f"{name}/lora_down"][0] @ flat[f"{name}/lora_up"][0]) + bias
+    spread = found.std(axis=(0, 1)) / np.sqrt(found.shape[0] * found.shape[1])
+    assert np.all(np.abs(found.mean(axis=(0, 1)) - exact[0]) < 5 * spread + 1e-6)
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("keys", ["diffusers", "original"])
+@pytest.mark.parametrize("fields", [{"rank": 3}, {"rank": 2, "alpha": 5.0, "targets": ("key$",)}])
+def test_a_file_comes_back_as_it_was(fields, keys, tmp_path):
+    config = with_lora(**fields)
+    params = random_params(config)
+    adapters = adapters_of(params, config.lora)
+    file = tmp_path / "x.safetensors"
+    assert write_lora(file, adapters, config, keys) == (3 if keys == "original" else 2) * len(
+        adapters
+    )
+    found = read_lora(file, PLAIN).adapters
+    assert found.keys() == adapters.keys()
+    for target, adapter in adapters.items():
+        theirs = found[target]
+        np.testing.assert_allclose(
+            theirs.scale * theirs.down @ theirs.up,
+            adapter.scale * adapter.down @ adapter.up,
+            rtol=1e-5,
+            atol=1e-6,
+        )
+    merged = merge_adapters(params, config.lora)
+    base = {k: v for k, v in flatten_dict(params).items() if not k[-1].startswith("lora_")}
+    again = merge_file(unflatten_dict(base), read_lora(file, PLAIN))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), again, merged)
+    back = flatten_dict(given_adapters(read_lora(file, config), config), sep="/")
+    for name, value in flatten_dict(params, sep="/").items():
+        if "lora_down" in name:
+            up = name.replace("down", "up")
+            product = value @ flatten_dict(params, sep="/")[up]
+            np.testing.assert_allclose(back[name] @ back[up], product, rtol=1e-4, atol=1e-6)
+
+
+def test_differences_of_weights_and_biases_are_merged(tmp_path):
+    rng = np.random.default_rng(0)
+    values = {
+        "diffusion_model.blocks.1.self_attn.q.diff": rng.normal(size=(16, 16)),
+        "diffusion_model.blocks.1.self_attn.q.diff_b": rng.normal(size=16),
+        "diffusion_model.blocks.2.norm3.diff": rng.normal(size=16),
+    }
+    file = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file({k: v.astype(np.float32) for k, v in values.items()}, file)
+    params = random_params(PLAIN)
+    found = merge_file(params, read_lora(file, PLAIN), 0.5)
+    query = found["blocks"]["self_attention"]["query"]
+    changes = dict(zip(("q", "b", "n"), values.values(), strict=True))
+    for name, change in (("kernel", changes["q"].T), ("bias", changes["b"])):
+        before = params["blocks"]["self_attention"]["query"][name]
+        np.testing.assert_allclose(query[name][1] - before[1], 0.5 * change, atol=1e-6)
+        np.testing.assert_array_equal(query[name][2], before[2])
+    norm = found["blocks"]["cross_norm"]["scale"][2] - params["blocks"]["cross_norm"]["scale"][2]
+    np.testing.assert_allclose(norm, 0.5 * changes["n"], atol=1e-6)
+    with pytest.raises(InputError, match="which are no adapters; merge it"):
+        given_adapters(read_lora(file, with_lora()), with_lora())
+
+
+ZEROS = np.zeros((2, 16), np.float32)
+PAIR = {
+    "transformer.blocks.0.attn1.to_q.lora_A.weight": ZEROS,
+    "transformer.blocks.0.attn1.to_q.lora_B.weight": ZEROS.T.copy(),
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({}, "holds no tensors"),
+        ({"transformer.blocks.0.attn1.to_q.lora_A.weight": ZEROS}, "only one of the two"),
+        ({k.replace("blocks.0", "blocks.9"): v for k, v in PAIR.items()}, "has no weight in the"),
+        (PAIR | {"transformer.blocks.0.attn1.to_q.dora_scale": ZEROS}, "of no known kind"),
+        ({k: np.zeros((2, 2), np.float32) for k in PAIR}, r"shape \(2, 2\), not \(2, 16\)"),
+        (PAIR | {"transformer.blocks.0.attn1.to_q.alpha": np.float32([np.nan])}, "alpha of"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused_in_one_line(content, words, tmp_path):
+    file = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file(content, file)
+    with pytest.raises(InputError, match=words) as error:
+        read_lora(file, PLAIN)
+    assert "\n" not in str(error.value)
+    assert str(file) in str(error.value)
+
+
+def test_adapters_that_a_model_lacks_or_of_another_rank_are_refused(tmp_path):
+    file = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file(PAIR, file)
+    with pytest.raises(InputError, match=r"model\.lora\.rank is 4; set it to 2"):
+        given_adapters(read_lora(file, PLAIN), with_lora(rank=4))
+    config = with_lora(rank=2, targets=("feed_forward",))
+    with pytest.raises(InputError, match=r"self_attention/query, which model\.lora.targets leaves"):
+        given_adapters(read_lora(file, PLAIN), config)
+    # Layers that the file lacks can still learn.
+    found = given_adapters(read_lora(file, PLAIN), with_lora(rank=2))
+    query = found["blocks"]["self_attention"]["query"]
+    assert (query["lora_down"][1:] != 0).all()
+    assert not query["lora_up"].any()
+
+
+def test_layers_without_a_released_name_cannot_be_written(tmp_path):
+    adapters = {Target("other/kernel", None): Adapter(ZEROS.T, ZEROS, 1.0)}
+    with pytest.raises(InputError, match="lack that layer"):
+        write_lora(tmp_path / "x.safetensors", adapters, PLAIN, "diffusers")
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- frozen parameters
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.floats(1e-20, 1e20))
+def test_float8_errs_by_at_most_a_sixteenth_of_a_number(seed, size):
+    rng = np.random.default_rng(seed)
+    kernel = (size * rng.standard_t(2, size=(2, 9, 5))).astype(np.float32)
+    kernel[0, :, 3] = 0
+    stored = quantise(jnp.asarray(kernel))
+    assert stored["values"].dtype == ml_dtypes.float8_e4m3fn
+    found = np.asarray(Float8Kernel(**stored)[...], np.float64)
+    exact = kernel.astype(np.float64)
+    largest = np.abs(exact).max(axis=1, keepdims=True)
+    # Three bits of mantissa; below 2⁻⁶ of the scale numbers are 2⁻⁹ apart.
+    assert np.all(np.abs(found - exact) <= np.maximum(np.abs(exact) / 16, largest / 448 / 1023))
+    assert not found[0, :, 3].any()
+
+
+def test_only_the_kernels_of_blocks_are_float8_and_the_model_reads_them():
+    params = random_params(PLAIN)
+    stored = stored_tree(params, lambda _: "float8")
+    flat = flatten_dict(stored, sep="/")
+    eight = {name for name, value in flat.items() if value.dtype == ml_dtypes.float8_e4m3fn}
+    kernels = {k for k in flatten_dict(params, sep="/") if k.startswith("blocks") and "kernel" in k}
+    assert {name.removesuffix("/values") for name in eight} == kernels
+    dense = jax.tree.map(
+        lambda value: value[...].astype(jnp.float32),
+        readable(stored),
+        is_leaf=lambda part: isinstance(part, Float8Kernel),
+    )
+    found, expected = output(PLAIN, readable(stored)), output(PLAIN, dense)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    exact = output(PLAIN, params)
+    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    assert 1e-4 < error < 0.1
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"]))
+def test_the_checksum_sees_every_bit_and_place(seed, dtype):
+    rng = np.random.default_rng(seed)
+    value = rng.normal(size=(4, 6)).astype(getattr(ml_dtypes, dtype, np.float32))
+    before = checksum({"a": jnp.asarray(value)})
+    assert checksum({"a": jnp.asarray(value.copy())}) == before
+    changed = value.copy()
+    bits = changed.view(f"uint{8 * value.itemsize}")
+    row, column, bit = rng.integers(4), rng.integers(6), rng.integers(8 * value.itemsize)
+    bits[row, column] ^= bits.dtype.type(1 << bit)
+    assert checksum({"a": jnp.asarray(changed)}) != before
+    assert checksum({"a": jnp.asarray(value[::-1].copy())}) != before
+    assert checksum({"a": jnp.asarray(value.reshape(6, 4))}) == before  # alike in memory
+
+
+def test_the_pattern_of_what_is_trained_matches_adapters_alone():
+    import re
+
+    names = flatten_dict(abstract_model(with_lora()).params, sep="/")
+    assert {bool(re.search(LORA_PATTERN, n)) == ("lora_" in n) for n in names} == {True}

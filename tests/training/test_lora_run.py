@@ -1,0 +1,242 @@
+"""Runs of train.py that train adapters beside frozen weights in a folder."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import yaml
+from flax.traverse_util import flatten_dict
+from training_runs import ROOT
+
+from alload_jax.cli import main as alload
+from alload_jax.commands.model_source import find_run
+from alload_jax.data.store import StoreWriter
+from alload_jax.errors import InputError
+from alload_jax.models.common.stored import quantise
+from alload_jax.models.families import read_model_config
+from alload_jax.models.lora_files import read_lora
+from alload_jax.models.weights import load_weights
+from alload_jax.training.restore import one_device_mesh
+
+WEIGHTS = ROOT / "tests" / "golden" / "wan" / "t2v" / "transformer"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora") / "data"
+    rng = np.random.default_rng(0)
+    with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
+        for n in range(12):
+            text = rng.normal(size=(n % 7 + 1, 10)).astype(np.float32)
+            writer.add(rng.normal(size=(1, 4, 4, 4)).astype(np.float32), text, (1, 4, 4))
+    return folder
+
+
+@pytest.fixture
+def train(tmp_path, data, monkeypatch):
+    """Runs train.py in this process; changes are sections of the config."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    import train as program
+
+    def run(*flags, folder="run", **changes):
+        shape = {"dim": 24, "ffn_dim": 40, "num_heads": 2, "num_layers": 2, "in_channels": 4}
+        text = {"dim": 10, "length": 7}
+        config = {
+            "run": {"folder": folder, "steps": 4, "initial_weights": str(WEIGHTS)},
+            "data": {"folder": str(data)},
+            "planning": {"policy": "equal_tokens", "m_mem": 16},
+            "model": shape | {"freq_dim": 16, "text": text, "lora": {"rank": 4}},
+            "optimizer": {"learning_rate": 0.01, "warmup_steps": 0},
+            "checkpoint": {"every": 2},
+        }
+        for section, values in changes.items():
+            config[section] = config.get(section, {}) | values
+        Path("config.yaml").write_text(yaml.safe_dump(config))
+        assert program.main(["--config", "config.yaml", *flags]) == 0
+        return tmp_path / folder
+
+    return run
+
+
+def metrics(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [(row["loss"], row["grad_norm"]) for row in map(json.loads, lines)]
+
+
+def values_of(folder, weights="raw"):
+    values = find_run(folder, weights).values(one_device_mesh())
+    return {name: jax.tree.map(np.asarray, part) for name, part in flatten(values).items()}
+
+
+def flatten(tree):
+    return flatten_dict(tree, sep="/")
+
+
+def released():
+    config = read_model_config(WEIGHTS / "config.json")
+    return flatten(load_weights(WEIGHTS, config, one_device_mesh()))
+
+
+def test_adapters_are_trained_beside_weights_that_checkpoints_leave_out(train):
+    folder = train()
+    found = values_of(folder)
+    for name, value in released().items():
+        np.testing.assert_array_equal(found[name], np.asarray(value.astype("bfloat16")))
+    assert all(found[name].any() for name in found if name.endswith("lora_up"))
+    stored = (folder / "checkpoints" / "4" / "state" / "_METADATA").read_text()
+    assert "lora_down" in stored
+    assert "frozen" not in stored
+    assert "kernel" not in stored
+
+
+@pytest.mark.slow
+def test_a_continued_run_is_the_run_that_was_never_stopped(train):
+    folder = train()
+    longer = train(folder="longer", run={"steps": 4})
+    shutil.rmtree(longer / "checkpoints" / "4")
+    (longer / "summary.json").unlink()
+    train(folder="longer")
+    assert metrics(longer) == metrics(folder)
+    again = values_of(longer)
+    for name, value in values_of(folder).items():
+        np.testing.assert_array_equal(again[name], value)
+
+
+@pytest.mark.slow
+def test_other_frozen_weights_than_the_runs_are_refused(train, tmp_path):
+    other = tmp_path / "weights"
+    shutil.copytree(WEIGHTS, other)
+    train(run={"initial_weights": str(other), "steps": 2})
+    file = other / "diffusion_pytorch_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 0x40
+    file.write_bytes(content)
+    with pytest.raises(InputError, match="these are other weights than those that the run was"):
+        train(run={"initial_weights": str(other)})
+    with pytest.raises(InputError, match="initial_weights is null, but the run was trained on"):
+        train(run={"initial_weights": None})
+    with pytest.raises(InputError, match="checkpoint of another model: lora"):
+        train(model={"lora": {"rank": 8}})
+
+
+@pytest.mark.slow
+def test_float8_with_dropout_is_exact_on_resume(train):
+    changes = {
+        "model": {"lora": {"rank": 4, "dropout": 0.3}},
+        "parameters": {"frozen_dtype": "float8"},
+    }
+    folder = train(**changes)
+    config = find_run(folder).config
+    kernel = released()["blocks/feed_forward/hidden/kernel"]
+    found = find_run(folder).values(one_device_mesh())["blocks"]["feed_forward"]["hidden"]
+    for name, value in quantise(kernel).items():
+        np.testing.assert_array_equal(getattr(found["kernel"], name), value)
+    assert config.lora.dropout == 0.3
+    longer = train(folder="longer", **changes)
+    shutil.rmtree(longer / "checkpoints" / "4")
+    (longer / "summary.json").unlink()
+    train(folder="longer", **changes)
+    assert metrics(longer) == metrics(folder)
+    none = train(folder="none", parameters={"frozen_dtype": "float8"})
+    assert metrics(none) != metrics(folder)
+
+
+@pytest.mark.slow
+def test_random_weights_are_stored_because_no_folder_has_them(train):
+    folder = train(run={"initial_weights": None})
+    assert "frozen" in (folder / "checkpoints" / "4" / "state" / "_METADATA").read_text()
+    before = metrics(folder)
+    train("--run.steps", "6", run={"initial_weights": None})
+    assert metrics(folder)[:4] == before
+
+
+@pytest.mark.slow
+def test_adapters_are_exported_merged_sampled_and_trained_further(train, tmp_path, capsys):
+    folder = train()
+    assert alload(["lora", "export", "--checkpoint", str(folder), "--out", "x.safetensors"]) == 0
+    keys = ["--keys", "original", "--out", "y.safetensors"]
+    assert alload(["lora", "convert", "x.safetensors", "--model", str(WEIGHTS), *keys]) == 0
+    assert alload(["export", "--checkpoint", str(folder), "--out", "full"]) == 0
+    merge = ["lora", "merge", "--model", str(WEIGHTS), "--lora", "y.safetensors:1.0"]
+    assert alload([*merge, "--out", "merged", "--dtype", "float32"]) == 0
+    assert "20 adapters of rank 4 from step 4, 40 tensors" in capsys.readouterr().out
+
+    rng = np.random.default_rng(0)
+    text = rng.normal(size=(7, 10)).astype(np.float32)
+    safetensors.numpy.save_file({"text": text}, "text.safetensors")
+    shape = ["--frames", "1", "--height", "4", "--width", "4", "--vae-stride", "1", "1", "1"]
+    same = ["--prompt-embeds", "text.safetensors", "--guidance", "1", "--steps", "3", *shape]
+    same += ["--sampler", "euler", "--shift", "1", "--dtype", "float32"]
+
+    def drawn(name, *source):
+        assert alload(["sample", *source, *same, "--out", f"{name}.safetensors"]) == 0
+        return safetensors.numpy.load_file(f"{name}.safetensors")["latents"]
+
+    run = drawn("a", "--checkpoint", str(folder))
+    added = drawn("b", "--checkpoint", str(WEIGHTS), "--lora", "y.safetensors")
+    merged = drawn("c", "--checkpoint", "merged")
+    plain = drawn("d", "--checkpoint", str(WEIGHTS))
+    halves = ["--lora", "x.safetensors:0.25", "y.safetensors:0.75"]
+    twice = drawn("e", "--checkpoint", str(WEIGHTS), *halves)
+    np.testing.assert_allclose(added, merged, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(added, twice, rtol=1e-4, atol=1e-5)
+    assert np.abs(added - plain).max() > 1e-2
+    # Exported weights are those of the run, rounded to bfloat16; released ones have longer texts.
+    np.testing.assert_allclose(run, drawn("f", "--checkpoint", "full"), rtol=1e-3, atol=1e-4)
+
+    first = values_of(folder, "ema")
+    rate = {"learning_rate": 1e-12}
+    further = train(
+        folder="same", run={"initial_lora": "x.safetensors", "steps": 1}, optimizer=rate
+    )
+    for name, value in values_of(further).items():
+        np.testing.assert_allclose(value, first[name], atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_is_a_place_of_initial_weights(train):
+    folder = train()
+    rate = {"learning_rate": 1e-12}
+    # The same adapters go on; others begin beside weights that hold them.
+    first = values_of(folder, "ema")
+    same = train(folder="same", run={"initial_weights": str(folder), "steps": 1}, optimizer=rate)
+    for name, value in values_of(same).items():
+        np.testing.assert_allclose(value, first[name], atol=1e-6)
+    changes = {"run": {"initial_weights": str(folder), "steps": 1}, "optimizer": rate}
+    full = train(folder="full", **changes, model={"lora": None})
+    merged = values_of(full)
+    assert not any("lora" in name for name in merged)
+    down, up = (first[f"blocks/self_attention/query/lora_{part}"] for part in ("down", "up"))
+    kernel = first["blocks/self_attention/query/kernel"].astype(np.float32) + down @ up
+    np.testing.assert_allclose(
+        merged["blocks/self_attention/query/kernel"], kernel, rtol=1e-5, atol=1e-6
+    )
+    # Nothing is left to read again: the merged weights are trained, and stored.
+    assert "kernel" in (full / "checkpoints" / "1" / "state" / "_METADATA").read_text()
+    other = train(folder="other", **changes, model={"lora": {"rank": 2}})
+    shutil.rmtree(other / "checkpoints" / "1")
+    with pytest.raises(InputError, match="weights of another architecture"):
+        train(folder="wrong", **changes, model={"num_layers": 3, "lora": None})
+
+
+@pytest.mark.slow
+def test_a_run_without_a_moving_average_samples_from_its_weights(train):
+    average = {"optimizer": {"ema_decay": None}}
+    folder = train(**average)
+    assert "'ema'" not in (folder / "checkpoints" / "4" / "state" / "_METADATA").read_text()
+    assert metrics(folder) == metrics(train(folder="averaged"))
+    assert alload(["lora", "export", "--checkpoint", str(folder), "--out", "x.safetensors"]) == 0
+    adapters = read_lora("x.safetensors", find_run(folder).config).adapters
+    up = values_of(folder)["blocks/self_attention/query/lora_up"]
+    np.testing.assert_array_equal(adapters["blocks/self_attention/query/kernel", 1].up, up[1])
+    with pytest.raises(InputError, match="keeps no moving average"):
+        find_run(folder, "ema")
+    with pytest.raises(InputError, match="checkpoint of another optimizer: without_ema was True"):
+        train()
+    train("--run.steps", "6", **average)
+    train(folder="next", run={"initial_weights": str(folder), "steps": 1}, **average)
