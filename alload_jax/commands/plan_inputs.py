@@ -88,6 +88,8 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     samples, data, paths = _samples(options, base.patch_size)
     weights = _weights(options) or (base.weights if options.manifest else ())
     shares = source_shares(samples, weights, paths) if weights else []
+    if shares:
+        data += f", {sum(each.epoch_samples for each in shares):,.10g} an epoch by weights"
     samples = with_weights(samples, weights, paths)
     policies = candidates(fields.get("policy", AUTO))
     if fields.get("m_mem") is None and any("m_mem" in each.required for each in policies):

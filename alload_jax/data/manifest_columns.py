@@ -20,6 +20,8 @@ def read_paths(manifest: Manifest) -> np.ndarray | None:
     table = read_columns(manifest.path, ["shard", "index", PATH])
     if PATH not in table.column_names:
         return None
+    if len(table) == len(manifest):
+        return np.asarray(table[PATH].fill_null("").to_numpy())
     columns = (table[name].to_pylist() for name in ("shard", "index", PATH))
     path_of = {(shard, index): path or "" for shard, index, path in zip(*columns, strict=True)}
     places = zip(manifest.shard.tolist(), manifest.index.tolist(), strict=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from media_helpers import SMALL, moving_frames, prepare, rows, skipped, write_video
+from media_helpers import SMALL, contents, moving_frames, prepare, rows, skipped, write_video
 from PIL import Image
 
 from alload_jax.data.manifest import read_manifest
@@ -20,7 +20,7 @@ from alload_jax.data.prepare.inputs import count_ignored, find_items
 from alload_jax.data.prepare.pipeline import prepare_media
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.sample_texts import texts_of
-from alload_jax.data.store import StoreReader
+from alload_jax.data.store import StoreReader, is_finished
 from alload_jax.errors import InputError
 
 
@@ -471,3 +471,26 @@ def test_a_store_of_several_captions_has_all_texts_and_paths(media, tmp_path):
     assert "captions" not in manifest.origin["media"]
     assert rows(tmp_path / "one" / "manifest.parquet")[0]["caption"] == "a cat a small cat"
     assert caption_counts(manifest).tolist() == [1, 1]
+
+
+def test_a_preparation_goes_on_with_its_captions_only(media, tmp_path):
+    for number in range(5):
+        picture(media / f"{number}.png")
+        (media / f"{number}.txt").write_text("a cat\na pet" if number else "a cat")
+
+    def stop(_, before):
+        if not before and is_finished(tmp_path / "cut", 0):
+            raise KeyboardInterrupt
+
+    every = find_items(media, every_caption=True)
+    settings = MediaSettings(**SMALL, captions="all")
+    with pytest.raises(KeyboardInterrupt):
+        prepare_media(every, tmp_path / "cut", settings, on_files=stop)
+    with pytest.raises(InputError, match="--captions all, not unset"):
+        prepare_media(find_items(media), tmp_path / "cut", MediaSettings(**SMALL))
+    prepare_media(every, tmp_path / "cut", settings)
+    prepare_media(every, tmp_path / "whole", settings, workers=2)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    prepare_media(find_items(media), tmp_path / "one", MediaSettings(**SMALL))
+    shards = [contents(tmp_path / name)["shard-00000.arrayrecord"] for name in ("one", "cut")]
+    assert shards[0] != shards[1]

@@ -1,5 +1,6 @@
 """Samples with several texts: stored, merged, and one of them taken in each epoch."""
 
+import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -61,6 +62,8 @@ def test_all_texts_come_back(tmp_path, kind):
     assert manifest.text_length.tolist() == [1, 3, 2]
     assert caption_counts(manifest).tolist() == [1, 3, 2]
     assert read_paths(manifest).tolist() == ["a/1", "a/2", ""]
+    some = dataclasses.replace(manifest, shard=manifest.shard[1:], index=manifest.index[1:])
+    assert read_paths(some).tolist() == ["a/2", ""]
     reader = StoreReader(manifest)
     for number, texts in enumerate(MANY):
         found = texts_of(reader.read(number))
