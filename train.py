@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from alload_jax.config import (
     Config,
     read_config,
+    run_steps,
     use_compilation_cache,
     values_in,
     values_of,
@@ -47,15 +48,18 @@ from alload_jax.sampling.samples import SampleWriter
 from alload_jax.sharding.groups import group_meshes, plan_on
 from alload_jax.sharding.mesh import local_plan_ranks, make_mesh
 from alload_jax.sharding.xla_flags import set_xla_flags
+from alload_jax.training.best import BestCheckpoints
 from alload_jax.training.callbacks.callback import CallbackContext
 from alload_jax.training.callbacks.checkpointing import Checkpointing
 from alload_jax.training.callbacks.drawing import Drawing
 from alload_jax.training.callbacks.evaluation import Evaluation
 from alload_jax.training.callbacks.layer_log import LayerLog
 from alload_jax.training.callbacks.telemetry import Telemetry
+from alload_jax.training.callbacks.validating import Validating
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.loop import Loop
 from alload_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from alload_jax.training.parameters import describe_trained
 from alload_jax.training.plan_costs import run_costs
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.quiet_threads import hush_threads, leave
@@ -74,6 +78,8 @@ from alload_jax.training.signals import StopRequest, stop_name
 from alload_jax.training.start import Origin, new_state, state_of_checkpoint
 from alload_jax.training.state import TrainingSpec
 from alload_jax.training.trackers.tensorboard import TensorBoard
+from alload_jax.training.validation.held_out import HeldOut, split_data
+from alload_jax.training.validation.validator import Validator
 
 
 def main(argv: list[str]) -> int:
@@ -107,6 +113,7 @@ class Work(NamedTuple):
       run_plan: the plan.
       collator: reads and collates its steps.
       writer: draws samples.
+      held_out: samples of the validation; None without one.
       identity: what a checkpoint of the run belongs to.
     """
 
@@ -118,6 +125,7 @@ class Work(NamedTuple):
     run_plan: RunPlan
     collator: Collator
     writer: SampleWriter
+    held_out: HeldOut | None
     identity: dict[str, Any]
 
 
@@ -136,17 +144,28 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     source.require_settings()
     manifest = source.manifest
     manifest.require(config.model.latent_channels, config.model.patch_size)
-    samples = with_weights(
-        manifest.samples(config.model.patch_size), config.data.weights, read_paths(manifest)
+    excluded = read_excluded(config.data.exclude, len(manifest))
+    cluster.require_same(
+        exclusion_identity(excluded), "give all processes the same file of samples"
     )
+    data = split_data(config.validation, source, config.data.source, excluded)
+    conditions = conditions_for(config.model, manifest)
+    held_out = None
+    if data.held_out:
+        held_out = HeldOut.of(data.held_out, config.model, conditions, manifest)
     mesh = make_mesh(config.mesh)
     config.planning.refuse_foreign_costs(
         config.model.step_fields() | {"parameters": config.parameters.identity()},
         mesh.devices.flat[0].device_kind,
     )
     costs = run_costs(config.model, config.planning)
+    trained = data.training.manifest
+    samples = with_weights(
+        trained.samples(config.model.patch_size), config.data.weights, read_paths(trained)
+    )
     plan = plan_on(mesh, config.planning, samples, config.run.seed, costs)
     identity = {
+        "validation": config.validation.identity(),
         "model": config.model.architecture(),
         "mixture": weights_identity(config.data.weights),
         "plan": plan.identity(),
@@ -156,18 +175,18 @@ def prepare(config: Config, cluster: Cluster) -> Work:
         "data": manifest.identity(),
     }
     cluster.require_same(
-        identity["plan"] | identity["data"],
+        identity["plan"] | identity["data"] | (held_out.identity() if held_out else {}),
         "give all processes the same data folder, code and packages",
     )
     cluster.require_shared("run.folder", folder)
-    excluded = read_excluded(config.data.exclude, len(manifest))
-    same = exclusion_identity(excluded)
-    cluster.require_same(same, "give all processes the same file of samples")
-    run_plan = RunPlan(plan, config.planning, cluster, costs, config.model, excluded)
-    collation = collation_for(plan, manifest, config.model, conditions_for(config.model, manifest))
+    run_plan = RunPlan(
+        *(plan, config.planning, cluster, costs, config.model, data.excluded),
+        number=trained.number,
+    )
+    collation = collation_for(plan, trained, config.model, conditions)
     ranks = local_plan_ranks(mesh, plan.topology.ranks, config.planning.context_value)
-    reader, seed = PatientReader(source), config.run.seed
-    collator = Collator(reader, ranks, collation, plan.group_ranks, excluded, seed)
+    reader, seed = PatientReader(data.training), config.run.seed
+    collator = Collator(reader, ranks, collation, plan.group_ranks, data.excluded, seed)
     groups = group_meshes(mesh, plan)
     writer = SampleWriter(
         folder / "samples",
@@ -179,7 +198,9 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     )
     for evaluator in config.evaluators:
         evaluator.check(config.model, manifest)
-    return Work(began, manifest, mesh, groups, costs, run_plan, collator, writer, identity)
+    return Work(
+        *(began, manifest, mesh, groups, costs, run_plan, collator, writer, held_out, identity)
+    )
 
 
 def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
@@ -190,14 +211,19 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
     plan, collation = run_plan.plan, collator.collation
 
     # ---------------------------------------------------------------- state, new or restored
+    total = run_steps(config.run, plan)
     spec = TrainingSpec(
         config.model,
         config.objective,
-        make_optimizer(config.optimizer, config.run.steps),
+        make_optimizer(config.optimizer, total),
         config.optimizer.ema_decay,
         config.parameters,
     )
     origin = Origin(config.run.seed, config.run.initial_weights, config.run.initial_lora)
+    tokens = config.planning.tokens_bound(work.costs)
+    validator = None
+    if work.held_out:
+        validator = Validator(config.validation, spec, mesh, work.held_out, tokens)
     with (
         Checkpoints(
             folder / "checkpoints", config.checkpoint, work.identity, config.model.later_fields
@@ -209,7 +235,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
         if start:
             checkpoints.check(start)
         summary = cluster.broadcast(partial(read_summary, folder, start))
-        if summary and start >= config.run.steps:
+        if summary and start >= total:
             print_summary(summary, folder)
             return 0
         if start:
@@ -219,6 +245,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
         else:
             source = config.run.initial_weights or f"new, drawn with run.seed {config.run.seed}"
             state = new_state(spec, mesh, origin, checkpoints)
+        trained = describe_trained(state.params, state.frozen, config.parameters)
         trainer = make_trainer(spec, mesh, state, work.groups)
 
         # ------------------------------------------------------------ run folder
@@ -227,12 +254,13 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
             Opening(
                 plan,
                 config.planning.policy,
-                config.planning.tokens_bound(work.costs),
+                tokens,
                 config.planning.predictor(work.costs),
-                config.run.steps,
+                total,
                 start,
-                source,
+                f"{source}; {trained}" if trained else source,
                 len(collator.excluded),
+                validator.told() if validator else "",
             ),
             changed_settings(before, values_of(config)),
         )
@@ -246,36 +274,51 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
         append_environment(folder / "environment.json", argv, start)
 
         # ------------------------------------------------------------ compilation
-        missing = collation.shapes(plan) if start < config.run.steps else []
+        missing = collation.shapes(plan) if start < total else []
         with ProgressBar("compiling", len(missing)) as bar:
             for shape in trainer.compile(missing):
                 bar.advance(describe(shape))
                 if stop:
                     break
+        if validator and missing and not stop:
+            with ProgressBar("compiling validation", len(validator.classes)) as bar:
+                for name in validator.compile(state):
+                    bar.advance(name)
+                    if stop:
+                        break
 
         # ------------------------------------------------------------ training
         log = MetricsLog(folder, resumed_at=start)
         tracker = TensorBoard(folder / "tensorboard", resumed_at=start)
         evaluation = Evaluation(config.evaluators, writer, config.sampling.seed)
+        bar = ProgressBar("training", total, start)
+        checkpointing = Checkpointing(checkpoints, config.checkpoint, run_plan)
+        best = BestCheckpoints(folder, config.checkpoint.keep_best, checkpoints, cluster)
+        validating = []
+        if validator:
+            when = config.validation.every
+            shown = (log, tracker, bar.say)
+            validating = [Validating(validator, when, *shown, best, checkpointing.save)]
         callbacks = [
             Telemetry(
                 run_plan,
-                learning_rate_schedule(config.optimizer, config.run.steps),
+                learning_rate_schedule(config.optimizer, total),
                 log,
                 tracker,
                 BadRecords(folder / "bad_records.txt", cluster),
                 config.data.loader.max_bad_records,
-                ProgressBar("training", config.run.steps, start),
+                bar,
             ),
             LayerLog(folder, config.model, start),
-            Checkpointing(checkpoints, config.checkpoint.every, run_plan),
-            Drawing(writer, config.sampling.every, tracker),
+            *validating,
+            checkpointing,
+            Drawing(writer, config.sampling.every, tracker, writer.progress(start)),
             *(each.make(CallbackContext(folder, stop)) for each in config.callbacks),
             evaluation,
         ]
-        loop = Loop(trainer, start, config.run.steps, callbacks)
-        consensus = Consensus(cluster, mesh, lambda: stop.number)
-        stop_at = start if consensus.signal() else config.run.steps
+        loop = Loop(trainer, start, total, callbacks)
+        consensus = Consensus(cluster, mesh, lambda: stop.number, checkpointing.wants_save)
+        stop_at = start if consensus.signal() else total
         with closing(run_plan.steps(start, stop_at, collator, config.data.loader)) as steps:
             loop.run(place_ahead(steps, mesh, groups=work.groups, consensus=consensus))
         stopped_by = consensus.signal()
@@ -283,14 +326,15 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
         raise InputError(f"{loop.refusal} (saved at step {loop.done})")
     if stopped_by:
         command = resume_command(folder, config.cluster)
-        done = f"saved step {loop.done} of {config.run.steps}"
+        done = f"saved step {loop.done} of {total}"
         print(f"{stop_name(stopped_by)}: {done}; continue with: {command}")
         return config.run.status_when_stopped
 
     # ---------------------------------------------------------------- samples and summary
     loop.finish()
     seconds = time.monotonic() - work.began
-    summary = summarise(log.rows, loop.done, evaluation.figures, peak_memory(), seconds)
+    figures = evaluation.figures | (validating[0].figures() if validating else {})
+    summary = summarise(log.rows, loop.done, figures, peak_memory(), seconds)
     write_json(folder / "summary.json", summary)
     print_summary(summary, folder)
     return 0

@@ -24,6 +24,7 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import DEFAULT_FAMILY, FAMILIES, family_of
 from alload_jax.objectives.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
+from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.registry import AUTO
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling.evaluators.evaluator import EVALUATORS, Evaluator
@@ -34,6 +35,9 @@ from alload_jax.training.checkpoint import CheckpointConfig
 from alload_jax.training.optimizer import OptimizerConfig, OptimizerGroup, group_of
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.run_files import write_atomically
+from alload_jax.training.validation.config import ValidationConfig
+
+_DEFAULT_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class RunConfig:
 
     Attributes:
       folder: output folder. If it contains a checkpoint, the run resumes from it.
-      steps: number of optimizer steps.
+      steps: number of optimizer steps; 1000 where `epochs` is not given either.
+      epochs: number of passes over the data, in place of `steps`.
       seed: seed of weights, noise and the order of samples.
       initial_weights: weights to start from: a `transformer/` folder of diffusers, a folder of
         Wan's repository, one safetensors file of either, or the folder of another run, whose
@@ -55,7 +60,8 @@ class RunConfig:
     """
 
     folder: str
-    steps: int = 1000
+    steps: int | None = None
+    epochs: int | None = None
     seed: int = 0
     initial_weights: str | None = None
     initial_lora: str | None = None
@@ -67,10 +73,29 @@ class RunConfig:
             raise InputError(
                 f"run.status_when_stopped is {self.status_when_stopped}; it must be 0 to 125"
             )
-        if self.steps < 1:
-            raise InputError(f"run.steps is {self.steps}; it must be at least 1")
+        if self.steps is not None and self.epochs is not None:
+            raise InputError(
+                f"run.steps is {self.steps} and run.epochs {self.epochs}; give one, and null for "
+                "the other"
+            )
+        for name in ("steps", "epochs"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InputError(f"run.{name} is {value}; it must be at least 1")
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "steps", _DEFAULT_STEPS)
         if self.seed < 0:
             raise InputError(f"run.seed is {self.seed}; it must be 0 or more")
+
+    @property
+    def given_steps(self) -> int:
+        """The number of steps.
+
+        Raises:
+          ValueError: it follows from `epochs` and the plan; see `run_steps`.
+        """
+        if self.steps is None:
+            raise ValueError(f"run.epochs is {self.epochs}; find the steps by run_steps")
+        return self.steps
 
 
 @dataclass(frozen=True)
@@ -128,6 +153,7 @@ class Config:
       mesh: mesh of devices.
       cluster: processes, if there are several.
       checkpoint: when checkpoints are saved and which are kept.
+      validation: held-out samples on which the loss is measured, and when.
       sampling: which samples are generated, and when.
       evaluators: metrics of generated samples at the end; `name` selects each.
       callbacks: additional callbacks during training; `name` selects each.
@@ -143,6 +169,7 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     evaluators: tuple[Evaluator, ...] = ()
     callbacks: tuple[CallbackConfig, ...] = ()
@@ -151,6 +178,16 @@ class Config:
         object.__setattr__(self, "parameters", self._completed_parameters())
         self._check_lora()
         self._complete_optimizer()
+        if self.checkpoint.keep_best and not self.validation.enabled:
+            raise InputError(
+                f"checkpoint.keep_best is {self.checkpoint.keep_best}, but nothing is validated; "
+                "give validation.share or validation.folder"
+            )
+        if self.run.epochs is not None and self.planning.recalibrate:
+            raise InputError(
+                f"run.epochs is {self.run.epochs}, but with planning.recalibrate the length of "
+                "later epochs is not known before; give run.steps, and null for run.epochs"
+            )
         self.model.require_divisible(self.mesh.context * self.mesh.tensor)
         if self.planning.context == "auto":
             raise InputError(
@@ -209,6 +246,7 @@ _PARTS = (
     Part("objective", "name", DEFAULT_OBJECTIVE, OBJECTIVES.get),
     Part("data.source", "name", None, SOURCES.get),
     Part("data.dataset", "name", None, DATASETS.get),
+    Part("validation.source", "name", None, SOURCES.get),
 )
 """The parts whose fields depend on a name."""
 
@@ -221,6 +259,13 @@ _RENAMED = {
     "sampling.digits_read": "evaluators: [{name: digit_accuracy, per_digit: ...}]",
 }
 """Keys of earlier versions and their replacements."""
+
+
+def run_steps(run: RunConfig, plan: Plan) -> int:
+    """Returns the number of optimizer steps of a run; its epochs are those of the plan."""
+    if run.epochs is not None:
+        return plan.first_step(run.epochs)
+    return run.given_steps
 
 
 def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:

@@ -107,7 +107,7 @@ def samples_of_default(steps: int | None) -> int:
     """Number of samples in the default run of the config."""
     config = digits_config(0, planning_flags("dual_constraint", 1, None))
     plan = plan_of(config)
-    return sum(step_samples(plan, number) for number in range(steps or config.run.steps))
+    return sum(step_samples(plan, number) for number in range(steps or config.run.given_steps))
 
 
 def planning_flags(policy: str, ranks: int, m_mem: int | None) -> list[str]:

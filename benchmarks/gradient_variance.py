@@ -159,7 +159,7 @@ def training_gradient(
 ) -> np.ndarray:
     """[K] float32, the gradient of a planned step as training computes it."""
     mesh = one_device_mesh()
-    optimizer = make_optimizer(config.optimizer, config.run.steps)
+    optimizer = make_optimizer(config.optimizer, config.run.given_steps)
     decay, parameters = config.optimizer.ema_decay, config.parameters
     spec = TrainingSpec(config.model, config.objective, optimizer, decay, parameters)
     collation = collation_for(plan, manifest, config.model, conditions_for(config.model, manifest))

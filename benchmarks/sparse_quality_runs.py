@@ -442,7 +442,7 @@ def train(task: Task, measure: Callable[[Weights], np.ndarray] | None, mesh: Mes
     run_plan = RunPlan(plan, config.planning, cluster)
     ranks = local_plan_ranks(mesh, plan.topology.ranks)
     collator = Collator(StoreReader(manifest), ranks, collation)
-    spec = spec_of(config, config.run.steps)
+    spec = spec_of(config, config.run.given_steps)
     state = task.programs.start(np.int32(config.run.seed), task.given)
     accumulator = zero_accumulator(
         spec, mesh, state.weights, on_mesh(collation.shapes(plan)[0], mesh)
@@ -453,18 +453,18 @@ def train(task: Task, measure: Callable[[Weights], np.ndarray] | None, mesh: Mes
     callbacks: list[Callback] = [
         Telemetry(
             run_plan,
-            learning_rate_schedule(config.optimizer, config.run.steps),
+            learning_rate_schedule(config.optimizer, config.run.given_steps),
             log,
             TensorBoard(folder / "tensorboard", resumed_at=0),
             BadRecords(folder / "bad_records.txt", cluster),
             config.data.loader.max_bad_records,
-            ProgressBar(folder.name, config.run.steps),
+            ProgressBar(folder.name, config.run.given_steps),
         ),
         LayerLog(folder, config.model, 0),
         *([held_out] if measure else []),
     ]
-    loop = Loop(runner, 0, config.run.steps, callbacks)
-    with closing(run_plan.steps(0, config.run.steps, collator, config.data.loader)) as steps:
+    loop = Loop(runner, 0, config.run.given_steps, callbacks)
+    with closing(run_plan.steps(0, config.run.given_steps, collator, config.data.loader)) as steps:
         loop.run(place_ahead(steps, mesh))
     loop.finish()
     return Result(log.rows, held_out.found, runner.choices, runner.state)

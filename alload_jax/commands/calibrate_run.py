@@ -23,7 +23,7 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
     Raises:
       InputError: the folder holds no run, or too few of its steps can be fitted.
     """
-    from alload_jax.training.run_files import read_json, read_metrics
+    from alload_jax.training.run_files import is_validation, read_json, read_metrics
 
     config = _config(folder)
     planned_by = _planned_by(folder, config)
@@ -31,7 +31,8 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
     if (config.get("model") or {}).get("sparse_attention"):
         before = with_layers(planned_by, SparseLayers()).quadratic
     try:
-        found = fit_run(read_metrics(folder / "metrics.jsonl"), before)
+        rows = read_metrics(folder / "metrics.jsonl")
+        found = fit_run([row for row in rows if not is_validation(row)], before)
     except InputError as error:
         raise InputError(f"{folder}: {error}") from error
     starts = read_json(folder / "environment.json") or [{}]

@@ -5,6 +5,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from alload_jax.commands.flags import step
+
 HELP = "Write a run's weights as a transformer folder for diffusers."
 
 
@@ -14,9 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", required=True, help="run folder of a model conditioned on text")
     add("--out", required=True, help="folder to write; must be empty or not exist")
     add("--weights", choices=["ema", "raw"], help="which weights of the run; default ema")
-    add("--step", type=int, help="step of the checkpoint; default the newest")
     add("--base", metavar="DIR", help="weights that a run of adapters was trained on; default: "
         "where they were in training")  # fmt: skip
+    add("--step", type=step, help="step of the checkpoint, or best for the lowest validation "
+        "loss; default the newest")  # fmt: skip
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
 
 

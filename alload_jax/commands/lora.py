@@ -3,6 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from alload_jax.commands.flags import step
+
 if TYPE_CHECKING:  # these modules import JAX, which takes a second
     from alload_jax.models.common.config import ModelConfig
     from alload_jax.models.lora_files import Adapter, Target
@@ -36,7 +38,8 @@ def _add_export(actions: "argparse._SubParsersAction") -> None:
     add = parser.add_argument
     add("--checkpoint", required=True, help="run folder of a model with adapters (model.lora)")
     add("--weights", choices=["ema", "raw"], help="which weights of the run; default ema")
-    add("--step", type=int, help="step of the checkpoint; default the newest")
+    add("--step", type=step, help="step of the checkpoint, or best for the lowest validation "
+        "loss; default the newest")  # fmt: skip
     _add_output(parser)
     parser.set_defaults(action=_export)
 

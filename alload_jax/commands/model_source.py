@@ -18,7 +18,13 @@ from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import SamplingDefaults, family_of, initial_variables
 from alload_jax.models.weights import load_weights, read_transformer
 from alload_jax.planning.geometry import Triple
-from alload_jax.training.restore import WeightsKind, find_step, restore_trained, restore_weights
+from alload_jax.training.restore import (
+    StepChoice,
+    WeightsKind,
+    find_step,
+    restore_trained,
+    restore_weights,
+)
 from alload_jax.training.run_files import read_json
 from alload_jax.training.state import Weights
 
@@ -224,14 +230,14 @@ class FolderSource:
 
 
 def find_source(
-    place: str | Path, weights: WeightsKind | None = None, step: int | None = None
+    place: str | Path, weights: WeightsKind | None = None, step: StepChoice = None
 ) -> RunSource | FolderSource:
     """Finds the source at a path, without reading its parameters.
 
     Args:
       place: a run folder of train.py, or a folder of config.json and safetensors.
       weights: weights of a run to use; None for its EMA.
-      step: step of a run's checkpoint; None for the newest.
+      step: step of a run's checkpoint, or `best`; None for the newest.
 
     Raises:
       InputError: the path is neither, the run lacks the checkpoint, or `weights` or `step` is given
@@ -257,7 +263,7 @@ def find_source(
 
 
 def find_run(
-    place: str | Path, weights: WeightsKind | None = None, step: int | None = None
+    place: str | Path, weights: WeightsKind | None = None, step: StepChoice = None
 ) -> RunSource:
     """Finds a run folder of train.py; arguments as `find_source`.
 

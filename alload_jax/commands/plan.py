@@ -11,6 +11,7 @@ from rich.console import Console
 
 from alload_jax.commands.flags import triple
 from alload_jax.commands.plan_inputs import PlanInputs, plan_inputs
+from alload_jax.commands.plan_memory import memory_cases, memory_table
 from alload_jax.commands.plan_tables import case_table, comparison_table, shares_table
 from alload_jax.errors import InputError
 from alload_jax.planning.advice import advice
@@ -149,11 +150,18 @@ def _add_output(group: Any) -> None:
     add("--all-reduce", type=float, default=0.0, help="seconds of all-reduce added to every step")
     add("--report", help="HTML page to write")
     add("--out", help="Parquet file of the plan to write, a row for every placed sample")
+    add(
+        "--memory",
+        action="store_true",
+        help="show the memory that a step needs and the longest clip that fits, without data",
+    )
     add("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Plans, prints the metrics and writes the requested files."""
+    if options.memory:
+        return _show_memory(options)
     _check(options)
     inputs = plan_inputs(options)
     ranks = options.ranks or _configured_ranks(options)
@@ -181,6 +189,32 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _show_memory(options: argparse.Namespace) -> int:
+    """Prints what a step needs on a device, without data."""
+    _check_margin(options)
+    if given := [
+        name
+        for name in ("manifest", "workload", "weights", "out", "report")
+        if getattr(options, name)
+    ]:
+        raise InputError(f"alload plan: --memory needs no data; leave --{given[0]} out")
+    name, cases = memory_cases(options)
+    if options.json:
+        content = {"model": name, "cases": [case.content() for case in cases]}
+        print(json.dumps(content, indent=2))
+        return 0
+    console = Console(soft_wrap=True)
+    console.width = max(console.width, _WIDTH)
+    console.print(f"predicted by arithmetic, not measured: {name}", highlight=False)
+    console.print(memory_table(cases))
+    return 0
+
+
+def _check_margin(options: argparse.Namespace) -> None:
+    if not 0 <= options.margin < 1:
+        raise InputError(f"alload plan: --margin is {options.margin}; give a share below 1")
+
+
 def _check(options: argparse.Namespace) -> None:
     for name in ("seed", "epoch", "workload_seed", "noise", "all_reduce"):
         value = getattr(options, name)
@@ -189,8 +223,7 @@ def _check(options: argparse.Namespace) -> None:
             raise InputError(f"alload plan: --{flag} is {value}; it must be a number, 0 or more")
     if options.ranks and min(options.ranks) < 1:
         raise InputError(f"alload plan: --ranks is {min(options.ranks)}; it must be at least 1")
-    if not 0 <= options.margin < 1:
-        raise InputError(f"alload plan: --margin is {options.margin}; give a share below 1")
+    _check_margin(options)
     _check_files(options)
     if options.out and (len(options.compare or []) > 1 or len(options.ranks or []) > 1):
         raise InputError("alload plan: --out writes one plan; give one policy and one --ranks")

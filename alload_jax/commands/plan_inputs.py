@@ -3,12 +3,13 @@
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from alload_jax.commands.plan_weights import described, weigh, weights_of_flags
 from alload_jax.commands.source_config import holds_samples, source_config
-from alload_jax.data.weights import SourceShare, SourceWeight, source_shares, with_weights
+from alload_jax.data.weights import SourceShare, SourceWeight
 from alload_jax.errors import InputError
 from alload_jax.planning.analytic import ALL_TRAINED, Trained, analytic_costs
 from alload_jax.planning.architectures.architecture import Architecture
@@ -21,6 +22,9 @@ from alload_jax.planning.samples import Samples, read_sample_paths, read_samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.sparse_cost import SparseLayers, with_layers
 from alload_jax.planning.workloads import make_workload
+
+if TYPE_CHECKING:  # it needs JAX, which takes a second to import
+    from alload_jax.config import Config
 
 _DEFAULT_MODEL, _DEFAULT_DEVICE, _DEFAULT_DENSITY = "wan2.1-1.3b", "h200", 0.1
 
@@ -47,6 +51,22 @@ class PlanInputs(NamedTuple):
     shares: tuple[SourceShare, ...] = ()
 
 
+class PlannedModel(NamedTuple):
+    """The model of the flags.
+
+    Attributes:
+      architecture: its shape.
+      name: its name, or the file of its config.
+      patch_size: latents per token (frames, height, width).
+      trained: which of its parameters are trained.
+    """
+
+    architecture: Architecture
+    name: str
+    patch_size: tuple[int, int, int]
+    trained: Trained
+
+
 class _Base(NamedTuple):
     """Values of a training config, or the defaults.
 
@@ -58,6 +78,7 @@ class _Base(NamedTuple):
       remat: rematerialisation policy of the model.
       packs: whether the model can train on packed rows.
       layers: the model's layers as training begins; None if all are always dense.
+      trained: which parameters are trained.
       weights: of the sources of samples.
     """
 
@@ -68,6 +89,7 @@ class _Base(NamedTuple):
     remat: str
     packs: bool
     layers: SparseLayers | None = None
+    trained: Trained = ALL_TRAINED
     weights: tuple[SourceWeight, ...] = ()
 
 
@@ -86,11 +108,9 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
         fields["policy"] = AUTO_PACKED
     costs, source = _costs_with_layers(options, fields, base)
     samples, data, paths = _samples(options, base.patch_size)
-    weights = _weights(options) or (base.weights if options.manifest else ())
-    shares = source_shares(samples, weights, paths) if weights else []
-    if shares:
-        data += f", {sum(each.epoch_samples for each in shares):,.10g} an epoch by weights"
-    samples = with_weights(samples, weights, paths)
+    weights = weights_of_flags(options) or (base.weights if options.manifest else ())
+    samples, shares = weigh(samples, weights, paths)
+    data += described(shares)
     policies = candidates(fields.get("policy", AUTO))
     if fields.get("m_mem") is None and any("m_mem" in each.required for each in policies):
         fields["m_mem"] = _m_mem(options, costs, int(samples.seq_len.min()))
@@ -98,7 +118,7 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     if options.config and base.model:
         planning.refuse_foreign_costs(base.model | {"remat": base.remat}, None)
     seed = base.seed if options.seed is None else options.seed
-    return PlanInputs(samples, data, planning, costs, source, seed, tuple(shares))
+    return PlanInputs(samples, data, planning, costs, source, seed, shares)
 
 
 def _from_config(path: str | None) -> _Base:
@@ -121,8 +141,30 @@ def _from_config(path: str | None) -> _Base:
         str(model.remat),
         packs=model.image is None and model.attention != "xla" and model.dtype != "float32",
         layers=first_layers(model),
+        trained=_trained_of(config),
         weights=config.data.weights,
     )
+
+
+def _trained_of(config: "Config") -> Trained:
+    """The trained parameters of a config; counting them needs the model's shapes."""
+    if not config.parameters.identity():
+        return ALL_TRAINED
+    from alload_jax.models.families import abstract_model
+    from alload_jax.training.parameters import trained_of
+
+    return trained_of(abstract_model(config.model).params, config.parameters)
+
+
+def architecture_of(options: argparse.Namespace) -> PlannedModel:
+    """The model of the flags, without data.
+
+    Raises:
+      InputError: the config is invalid, or its model has no cost model.
+    """
+    base = _from_config(options.config)
+    architecture, name = _architecture(options, base)
+    return PlannedModel(architecture, name, base.patch_size, _trained(options, {}, base))
 
 
 def _packs(options: argparse.Namespace, costs: CostFile) -> bool:
@@ -169,13 +211,13 @@ def _costs(
     options: argparse.Namespace, fields: dict[str, Any], base: _Base
 ) -> tuple[CostFile, str]:
     """The cost model and a description of its source."""
-    trained = _trained(options, fields)
+    trained = _trained(options, fields, base)
     if fields.get("cost_model"):
         costs = read_cost_file(fields["cost_model"])
         _refuse_other_device(options, fields, costs)
         made_on = f", {costs.origin or 'given'} for {costs.device}" if costs.device else ""
         return costs, f"{fields['cost_model']}{made_on}"
-    analytic = options.model or options.device or trained != ALL_TRAINED
+    analytic = options.model or options.device or options.trained_parameters
     if fields.get("p") and not analytic:
         return CostFile(power=PowerCost(fields["p"])), f"B·S^p with p = {fields['p']:g}, no unit"
     device = device_named(options.device or _DEFAULT_DEVICE)
@@ -194,15 +236,15 @@ def _architecture(options: argparse.Namespace, base: _Base) -> tuple[Architectur
     return from_fields(base.model), options.config
 
 
-def _trained(options: argparse.Namespace, fields: dict[str, Any]) -> Trained:
-    """The trained parameters according to the flags, which need the analytic cost model."""
+def _trained(options: argparse.Namespace, fields: dict[str, Any], base: _Base) -> Trained:
+    """The trained parameters of the flags, which need the analytic cost model, or the config."""
     if options.trained_parameters is None:
         if options.frozen_dtype is not None:
             raise InputError(
                 "alload plan: --frozen-dtype is given without --trained-parameters, so nothing is "
                 "frozen; give both"
             )
-        return ALL_TRAINED
+        return ALL_TRAINED if options.model or fields.get("cost_model") else base.trained
     if fields.get("cost_model"):
         raise InputError(
             f"alload plan: --trained-parameters changes the analytic cost model, and "
@@ -269,26 +311,6 @@ def _source_samples(options: argparse.Namespace, patch_size: tuple[int, int, int
     samples = source.manifest.samples(patch_size)
     described = f"{options.manifest}, {len(samples):,} samples"
     return samples, described, read_paths(source.manifest)
-
-
-def _weights(options: argparse.Namespace) -> tuple[SourceWeight, ...]:
-    """The flag's `PATH=WEIGHT` pairs."""
-    if options.weights and options.workload:
-        raise InputError(
-            "alload plan: --weights needs the paths of samples, which a workload has not; give "
-            "--manifest"
-        )
-    found = []
-    for word in options.weights or ():
-        path, equals, number = word.rpartition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            equals = ""
-        if not equals:
-            raise InputError(f"alload plan: --weights {word}: give PATH=WEIGHT, as portraits=3")
-        found.append(SourceWeight(path, value))
-    return tuple(found)
 
 
 def _stored_stride(manifest: str) -> tuple[int, int, int] | None:

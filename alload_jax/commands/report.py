@@ -9,17 +9,20 @@ from alload_jax.errors import InputError
 HELP = "Draw what a training run has recorded."
 
 _SPARSITY = "Draw the sparsity of each layer's attention over training."
+_VALIDATION = "Draw the validation loss of each size and noise level over training."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the reports, each a subcommand."""
     reports = parser.add_subparsers(required=True, metavar="REPORT")
-    sparsity = reports.add_parser("sparsity", help=_SPARSITY, description=_SPARSITY)
-    sparsity.add_argument(
-        "run_folder", metavar="RUN", help="folder of a run, as runs/digits_sparse"
-    )
-    sparsity.add_argument("--out", help="the PNG to write (default RUN/sparsity.png)")
-    sparsity.set_defaults(report=_report_sparsity, parser=sparsity)
+    for name, words, report, example in (
+        ("sparsity", _SPARSITY, _report_sparsity, "runs/digits_sparse"),
+        ("validation", _VALIDATION, _report_validation, "runs/digits"),
+    ):
+        each = reports.add_parser(name, help=words, description=words)
+        each.add_argument("run_folder", metavar="RUN", help=f"folder of a run, as {example}")
+        each.add_argument("--out", help=f"the PNG to write (default RUN/{name}.png)")
+        each.set_defaults(report=report, parser=each)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,11 +36,7 @@ def _report_sparsity(options: argparse.Namespace) -> int:
     from alload_jax.training.callbacks.layer_log import LAYER_LOG
     from alload_jax.training.run_files import read_metrics
 
-    folder = Path(options.run_folder)
-    if not folder.is_dir():
-        raise InputError(f"alload report sparsity: {folder}: no such folder; name a run's folder")
-    out = Path(options.out) if options.out else folder / "sparsity.png"
-    require_place("alload report sparsity", "--out", out)
+    folder, out = _places(options, "sparsity")
     rows = [row for row in read_metrics(folder / LAYER_LOG) if "sparsity" in row]
     if not rows:
         raise InputError(
@@ -51,3 +50,32 @@ def _report_sparsity(options: argparse.Namespace) -> int:
         f"step {last['step']}: {sparse} of {len(last['sparse'])} layers are sparse; written: {out}"
     )
     return 0
+
+
+def _report_validation(options: argparse.Namespace) -> int:
+    # Imported here because JAX takes a second to import.
+    from alload_jax.report.validation_picture import write_validation_picture
+    from alload_jax.training.run_files import is_validation, read_metrics
+
+    folder, out = _places(options, "validation")
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if is_validation(row)]
+    try:
+        best = write_validation_picture(out, rows, f"Validation of {folder.name}")
+    except InputError as error:
+        raise InputError(f"alload report validation: {folder}: {error}") from error
+    print(f"lowest loss at step {best} of {rows[-1]['step']}; written: {out}")
+    return 0
+
+
+def _places(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
+    """The run's folder and the file to write.
+
+    Raises:
+      InputError: there is no such folder, or the file cannot be written.
+    """
+    folder = Path(options.run_folder)
+    if not folder.is_dir():
+        raise InputError(f"alload report {name}: {folder}: no such folder; name a run's folder")
+    out = Path(options.out) if options.out else folder / f"{name}.png"
+    require_place(f"alload report {name}", "--out", out)
+    return folder, out

@@ -4,6 +4,7 @@ import argparse
 import math
 from typing import get_args
 
+from alload_jax.commands.flags import step
 from alload_jax.diffusion.schedules import Sampler
 from alload_jax.errors import InputError
 
@@ -21,11 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--checkpoint", required=True, help="run folder, or transformer folder of diffusers")
     add("--weights", choices=["ema", "raw"], help="which weights of a run; default ema")
-    add("--step", type=int, help="step of a run's checkpoint; default the newest")
     add("--base", metavar="DIR", help="weights that a run of adapters was trained on; default: "
         "where they were in training")  # fmt: skip
     add("--lora", metavar="FILE[:SCALE]", nargs="+", default=[], help="LoRA files to add, with "
         "factors; default 1")  # fmt: skip
+    add("--step", type=step, help="step of a run's checkpoint, or best for the lowest validation "
+        "loss; default the newest")  # fmt: skip
     _add_conditions(parser)
     _add_encoders(parser)
     _add_low_noise(parser)

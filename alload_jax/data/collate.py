@@ -89,5 +89,6 @@ class Collator:
         try:
             return self.collation.conditions.of(arrays)
         except ValueError as error:
-            place = f"{self.reader.manifest.path}: sample {sample}"
+            manifest = self.reader.manifest
+            place = f"{manifest.path}: sample {manifest.number(sample)}"
             raise BadRecordError(f"{place} {error}") from error

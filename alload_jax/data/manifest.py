@@ -3,7 +3,7 @@
 import json
 import reprlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ class Manifest:
       form: what the samples hold beside latents.
       shard_bytes: size of each shard in bytes.
       origin: provenance of the data, as given to the writer; `VAE` and `FPS` name parts of it.
+      tells_content: whether `checksum` tells samples of other content apart.
+      numbers: [N] int64, the samples' numbers in the whole data folder; None if these are all.
     """
 
     path: Path
@@ -80,6 +82,8 @@ class Manifest:
     form: SampleForm
     shard_bytes: dict[str, int]
     origin: dict[str, Any]
+    tells_content: bool = True
+    numbers: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -93,6 +97,17 @@ class Manifest:
         frames, height, width = self.shape.T
         columns = {"frames": frames, "height": height, "width": width}
         return samples_from_columns(columns, self.geometry(patch_size), str(self.path))
+
+    def subset(self, numbers: np.ndarray) -> "Manifest":
+        """Returns the manifest of some samples, in the order of their numbers, [K] int64."""
+        columns = ("shard", "index", "shape", "channels", "text_length", "checksum")
+        taken = {name: getattr(self, name)[numbers] for name in columns}
+        before = numbers if self.numbers is None else self.numbers[numbers]
+        return replace(self, **taken, numbers=before)
+
+    def number(self, sample: int) -> int:
+        """The number that a sample has in the whole data folder."""
+        return sample if self.numbers is None else int(self.numbers[sample])
 
     @property
     def is_store(self) -> bool:

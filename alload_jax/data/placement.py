@@ -27,6 +27,7 @@ class PlacedStep(NamedTuple):
       wait_seconds: seconds of waiting for the loader when this step was requested; the loader then
         returned the step `depth` later.
       groups: shape group of each batch.
+      save: whether a process wants a checkpoint after this step.
     """
 
     number: int
@@ -36,6 +37,7 @@ class PlacedStep(NamedTuple):
     signal: int
     wait_seconds: float
     groups: tuple[int, ...] = ()
+    save: bool = False
 
 
 def place_ahead(
@@ -66,17 +68,18 @@ def place_ahead(
         waited += time.perf_counter() - began
         if step is not None:
             meshes = [groups[n] for n in step.groups] if groups else [mesh] * len(step.batches)
-            batches = tuple(map(_place, step.batches, meshes))
+            batches = tuple(map(place_batch, step.batches, meshes))
             in_flight.append((step, batches, consensus.submit(step.number, step.problems)))
         if not in_flight:
             return
         if step is None or len(in_flight) > depth:
             due, placed, proposal = in_flight.popleft()
-            agreed = consensus.result(proposal)
-            yield PlacedStep(*due[:2], placed, *agreed, waited, due.groups)
+            problems, signal, save = consensus.result(proposal)
+            yield PlacedStep(*due[:2], placed, problems, signal, waited, due.groups, save)
             waited = 0.0
 
 
-def _place(batch: AnyBatch, mesh: Mesh) -> AnyBatch:
+def place_batch(batch: AnyBatch, mesh: Mesh) -> AnyBatch:
+    """Copies this process's rows of a batch to its devices; returns the batch of all processes."""
     sharding = batch_sharding(mesh)
     return jax.tree.map(lambda part: jax.make_array_from_process_local_data(sharding, part), batch)

@@ -90,6 +90,21 @@ class FlowMatching:
                 minimised = minimised + jnp.mean(value)
         return LossSums(minimised, loss, jnp.sum(batch.weight), sums)
 
+    def errors_at(
+        self, model: Any, batch: Batch, key: jax.Array, sigma: jax.Array, sharding: NamedSharding
+    ) -> jax.Array:
+        """See `MeasuresLevels.errors_at`; first frames are given to as many videos as in training.
+
+        Returns:
+          [B] float32, the mean squared error of each sample's velocity.
+        """
+        drawn = _draws(batch, key, self, model.config)
+        fixed = drawn._replace(
+            sigma=jnp.full_like(drawn.sigma, sigma), dropped=jnp.zeros_like(drawn.dropped)
+        )
+        noisy = _with_noise(batch, fixed, model.config)
+        return _errors(model, batch, noisy, self, sharding)[0]
+
 
 def _require_first_frame(model: ModelConfig) -> None:
     if not family_of(model).has_first_frame_timestep or model.patch_size[0] != 1:
@@ -127,6 +142,14 @@ def _bucketed(
     model: Any, batch: Batch, key: jax.Array, config: FlowMatching, sharding: NamedSharding
 ) -> tuple[jax.Array, Auxiliary]:
     noisy = noised(batch, key, config, model.config)
+    error, auxiliary = _errors(model, batch, noisy, config, sharding)
+    return jnp.sum(batch.weight * error), auxiliary
+
+
+def _errors(
+    model: Any, batch: Batch, noisy: "Noised", config: FlowMatching, sharding: NamedSharding
+) -> tuple[jax.Array, Auxiliary]:
+    """The mean squared error of each sample, [B], and auxiliary values [B, ...]."""
     latents, first = noisy.latents, None
     if config.given_first_frame:
         frames = latents.shape[1]
@@ -147,7 +170,7 @@ def _bucketed(
         error = jnp.sum(by_frame * predicts, axis=1) / jnp.sum(predicts, axis=1)
     else:
         error = squared_error(predicted.velocity, noisy.target)
-    return jnp.sum(batch.weight * error), predicted.auxiliary
+    return error, predicted.auxiliary
 
 
 def _packed(
@@ -269,10 +292,19 @@ def noised(batch: Batch, key: jax.Array, config: FlowMatching, model: ModelConfi
       config: distribution of noise levels and condition dropout.
       model: the model's config.
     """
+    return _with_noise(batch, _draws(batch, key, config, model), model)
+
+
+def _draws(batch: Batch, key: jax.Array, config: FlowMatching, model: ModelConfig) -> _Draws:
+    """The random values of each sample, each with a first axis [B]."""
+    seq_len = math.prod(batch.latents.shape[1:4]) // math.prod(model.patch_size)
+    draw = jax.vmap(lambda epoch, sample: _draw(key, epoch, sample, config, seq_len))
+    return draw(batch.epoch, batch.sample)
+
+
+def _with_noise(batch: Batch, draws: _Draws, model: ModelConfig) -> Noised:
     volume = math.prod(model.patch_size)
     seq_len = math.prod(batch.latents.shape[1:4]) // volume
-    draw = jax.vmap(lambda epoch, sample: _draw(key, epoch, sample, config, seq_len))
-    draws = draw(batch.epoch, batch.sample)
     token_noise = jax.vmap(_token_noise, in_axes=(None, 0, None))
     size = volume * batch.latents.shape[-1]
     tokens = jax.vmap(token_noise, in_axes=(0, None, None))(draws.noise, jnp.arange(seq_len), size)

@@ -1,11 +1,11 @@
 """The interface of training objectives, and a registry of objectives by name."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import NamedSharding
 
-from alload_jax.data.batch import AnyBatch
+from alload_jax.data.batch import AnyBatch, Batch
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.models.common.output import Auxiliary
 from alload_jax.registry import Registry
@@ -50,6 +50,28 @@ class Objective(Protocol):
           batch: a bucketed or packed micro-batch.
           key: the run's key; a sample's random values also depend on its epoch.
           sharding: sharding of rows over the mesh.
+        """
+        ...
+
+
+@runtime_checkable
+class MeasuresLevels(Protocol):
+    """What an objective adds so that a run can be validated: its errors at a fixed noise level."""
+
+    def errors_at(
+        self, model: Any, batch: Batch, key: jax.Array, sigma: jax.Array, sharding: NamedSharding
+    ) -> jax.Array:
+        """Computes the error of each sample at a noise level, always with its condition.
+
+        Args:
+          model: a `models.families.Model`.
+          batch: a bucketed micro-batch. Random values depend on `key`, `epoch` and `sample` alone.
+          key: of the noise.
+          sigma: float32 scalar, the noise level after any shift, 0 (data) to 1 (noise).
+          sharding: sharding of rows over the mesh.
+
+        Returns:
+          [B] float32, unweighted; any value for padding.
         """
         ...
 

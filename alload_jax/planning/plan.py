@@ -272,6 +272,15 @@ class Plan:
         epoch = bisect_right(self._starts, index, key=lambda start: start.step) - 1
         return epoch, index - self._starts[epoch].step
 
+    def first_step(self, epoch: int) -> int:
+        """The number of the first step of an epoch; earlier epochs are planned if it needs them."""
+        if self.fixed_epoch_length:
+            return epoch * self.steps_per_epoch
+        with self._planning:
+            while len(self._starts) <= epoch:
+                self._plan_epoch(len(self._starts) - 1, self._starts[-1])
+            return self._starts[epoch].step
+
     @property
     def group_ranks(self) -> int:
         """Ranks of a shape group, whose micro-batches share a shape; all in synchronous plans."""

@@ -1,17 +1,16 @@
 """A contact sheet: frames of some samples of a folder, with their captions, as one picture."""
 
-import functools
 import textwrap
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import LATENTS
 from alload_jax.data.sources.source import SampleSource
 from alload_jax.data.store import BadRecordError
+from alload_jax.sampling.fonts import label_font
 from alload_jax.sampling.frames import to_bytes
 
 _PAPER, _INK, _FAINT = (24, 26, 32), (220, 224, 232), (150, 156, 168)
@@ -113,17 +112,10 @@ def _strip(cells: list[Image.Image]) -> Image.Image:
 
 def _text(lines: list[str], colour: tuple[int, int, int]) -> Image.Image:
     page = Image.new("RGB", (_WIDTH, len(lines) * _LINE + _GAP), _PAPER)
-    draw, font = ImageDraw.Draw(page), _font()
+    draw, font = ImageDraw.Draw(page), label_font(14)
     for number, line in enumerate(lines):
         draw.text((_GAP, number * _LINE), line, fill=colour, font=font)
     return page
-
-
-@functools.cache
-def _font() -> ImageFont.FreeTypeFont:
-    # Pillow's own font lacks × and accents; Matplotlib's has Latin, Greek and Cyrillic.
-    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
-    return ImageFont.truetype(path, 14)
 
 
 def _stack(parts: list[Image.Image]) -> Image.Image:

@@ -29,6 +29,7 @@ class Opening(NamedTuple):
       start: steps done already.
       weights: where the weights come from.
       excluded: number of samples that are left out.
+      validation: what is validated and when; "" for nothing.
     """
 
     plan: Plan
@@ -39,6 +40,7 @@ class Opening(NamedTuple):
     start: int
     weights: str
     excluded: int = 0
+    validation: str = ""
 
 
 def show_opening(opening: Opening, changed: str) -> None:
@@ -67,6 +69,7 @@ def opening_lines(opening: Opening) -> tuple[list[str], list[str]]:
         f"{_fill(found, opening.m_mem)}; programs to compile: {found.buckets}",
         *_predicted(found, opening),
         f"weights: {opening.weights}",
+        *([f"validation: {opening.validation}"] if opening.validation else []),
     ]
     return lines, _warnings(found, opening)
 

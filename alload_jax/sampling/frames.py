@@ -2,8 +2,10 @@
 
 import importlib.util
 import io
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,37 @@ def read_frames(path: Path) -> tuple[list[Image.Image], float]:
         (stream,) = container.streams.video
         frames = [frame.to_image() for frame in container.decode(stream)]
         return frames, float(stream.average_rate or DEFAULT_FPS)
+
+
+def middle_frame(path: Path) -> Image.Image:
+    """Reads a picture, or the frame in the middle of a clip (.mp4 needs the extra `media`).
+
+    Raises:
+      OSError: the file is missing or damaged.
+    """
+    if path.suffix.lower() == ".mp4":
+        return _middle_of_mp4(path)
+    with Image.open(path) as picture:
+        # A GIF stores equal frames as one that lasts longer.
+        count = getattr(picture, "n_frames", 1)
+        ends = list(accumulate(_duration(picture, number) for number in range(count)))
+        picture.seek(bisect_right(ends, ends[-1] / 2) if count > 1 else 0)
+        return picture.convert("RGB")
+
+
+def _duration(picture: Image.Image, frame: int) -> float:
+    picture.seek(frame)
+    return float(picture.info.get("duration") or 1)
+
+
+def _middle_of_mp4(path: Path) -> Image.Image:
+    import av  # of the extra `media`
+
+    try:
+        frames, _ = read_frames(path)
+    except (av.FFmpegError, ValueError) as error:
+        raise OSError(f"{path}: cannot be read ({error})") from error
+    return frames[len(frames) // 2].convert("RGB")
 
 
 def write_frames(

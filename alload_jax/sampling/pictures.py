@@ -29,9 +29,9 @@ class Picture(NamedTuple):
     write: Callable[[], None]
 
 
-def grid_path(path: Path, clips: np.ndarray, clip_format: ClipFormat) -> Path:
-    """Adds the suffix of a grid's file: PNG for stills, else `clip_format`."""
-    return path.with_suffix(".png" if clips.shape[2] == 1 else f".{clip_format}")
+def clip_suffix(frames: int, clip_format: ClipFormat) -> str:
+    """The suffix of a file of so many frames: PNG for stills, else `clip_format`."""
+    return ".png" if frames == 1 else f".{clip_format}"
 
 
 def write_grid(path: Path, clips: np.ndarray, headers: list[str]) -> None:
@@ -46,10 +46,25 @@ def write_grid(path: Path, clips: np.ndarray, headers: list[str]) -> None:
     write_frames(path, frames, path.suffix)
 
 
+Box = tuple[int, int, int, int]
+"""(left, top, right, bottom) of a part of a picture, in pixels."""
+
+
+def cell_box(row: int, column: int, columns: int, height: int, width: int) -> Box:
+    """The place of a sample of height × width pixels in a grid of so many columns."""
+    zoom = _zoom(columns, width)
+    left, top = _GAP + column * (width * zoom + _GAP), _HEADER + row * (height * zoom + _GAP)
+    return (left, top, left + width * zoom, top + height * zoom)
+
+
+def _zoom(columns: int, width: int) -> int:
+    return max(1, (_TARGET_WIDTH // columns - _GAP) // width)
+
+
 def _grid(images: np.ndarray, headers: list[str]) -> Image.Image:
     """Draws [rows, columns, height, width, channels] as one picture, enlarged without blur."""
     rows, columns, height, width, channels = images.shape
-    zoom = max(1, (_TARGET_WIDTH // columns - _GAP) // width)
+    zoom = _zoom(columns, width)
     cell_height, cell_width = height * zoom + _GAP, width * zoom + _GAP
     page = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _HEADER), _PAPER)
     draw = ImageDraw.Draw(page)
@@ -63,5 +78,5 @@ def _grid(images: np.ndarray, headers: list[str]) -> Image.Image:
         for column in range(columns):
             cell = Image.fromarray(np.ascontiguousarray(pixels[row, column]))
             cell = cell.resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
-            page.paste(cell, (_GAP + column * cell_width, _HEADER + row * cell_height))
+            page.paste(cell, cell_box(row, column, columns, height, width)[:2])
     return page

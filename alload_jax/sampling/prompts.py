@@ -22,6 +22,7 @@ from alload_jax.sampling.conditions import RequestArrays, arrays_of, stacked
 from alload_jax.sampling.encoders import Encoders, find_encoders
 from alload_jax.sampling.flow import make_flow
 from alload_jax.sampling.pictures import Picture
+from alload_jax.sampling.progress_grid import Row
 from alload_jax.sampling.request_checks import check_request
 from alload_jax.sampling.requests import RawRequest, Request, Target
 
@@ -100,7 +101,7 @@ class PromptWriter:
         Raises:
           InputError: a prompt cannot be encoded or drawn.
         """
-        self._model = model
+        self._model, self._words = model, [each.prompt for each in prompts]
         self._fps = manifest.fps or family_of(model).sampling_defaults(model).fps
         sampler, steps, guidance = method
         self._notes = {"steps": steps, "sampler": sampler, "guidance": guidance}
@@ -116,6 +117,11 @@ class PromptWriter:
             self._drawn.append(_Drawn(request, arrays_of(request, model, encoders), flow))
         self._vae = encoders.vae
         encoders.unload()
+
+    def rows(self) -> tuple[Row, ...]:
+        """The prompts and their files; none for samples that are written as latents."""
+        pairs = zip(self._words, (each.request.out for each in self._drawn), strict=True)
+        return tuple(Row(words, str(out)) for words, out in pairs if out.suffix != LATENTS)
 
     def pictures(self, folder: Path, values: Any) -> Iterator[Picture]:
         """Draws every prompt with these values of the model; see `SampleWriter.pictures`."""

@@ -1,8 +1,10 @@
 """Generates samples and writes them as pictures."""
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,14 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.sampling.flow import Condition, make_flow
 from alload_jax.sampling.frames import has_mp4
-from alload_jax.sampling.pictures import ClipFormat, Picture, grid_path, write_grid
+from alload_jax.sampling.pictures import ClipFormat, Picture, cell_box, clip_suffix, write_grid
+from alload_jax.sampling.progress_grid import (
+    DrawnSteps,
+    Progress,
+    ProgressGrid,
+    Row,
+    step_folder,
+)
 from alload_jax.sampling.prompts import EncoderFolders, PromptConfig, PromptWriter
 
 
@@ -184,6 +193,27 @@ class SampleWriter:
         """Number of files of each step."""
         return len(self._config.grids) + len(self._config.prompts)
 
+    def progress(self, resumed_at: int) -> Progress:
+        """What shows the samples over the steps of a run, of which `resumed_at` are done."""
+        grids = [self._classes_over_steps(*each) for each in enumerate(self._config.grids)]
+        if rows := self._prompts.rows():
+            grids.append(ProgressGrid("progress_prompts", rows))
+        config = self._config
+        drawn = [config.seed, *map(asdict, config.grids), *map(asdict, config.prompts)]
+        digest = hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:16]
+        return Progress(self._folder, grids, DrawnSteps(self._folder, digest, resumed_at))
+
+    def _classes_over_steps(self, number: int, grid: GridConfig) -> ProgressGrid:
+        """A row for each class, with the first sample of its column."""
+        classes, name = self._model.num_classes, "x".join(map(str, _size(grid)))
+        suffix = clip_suffix(grid.frames, self._config.clip_format)
+        rows = []
+        for column in range(classes):
+            labels = [label for label in self._labels[number][column].tolist() if label < classes]
+            box = cell_box(0, column, classes, grid.height, grid.width)
+            rows.append(Row(" ".join(map(str, labels)), f"{name}{suffix}", box))
+        return ProgressGrid(f"progress_{name}", tuple(rows))
+
     def pictures(self, step: int, values: Any) -> Iterator[Picture]:
         """Generates every grid and prompt, usually with the EMA's values of the model.
 
@@ -193,18 +223,23 @@ class SampleWriter:
         Yields:
           each picture, for the first process to write.
         """
-        folder = self._folder / f"step_{step:07d}"
+        folder = step_folder(self._folder, step)
         folder.mkdir(parents=True, exist_ok=True)
         classes = self._model.num_classes
         for number, (grid, labels) in enumerate(zip(self._config.grids, self._labels, strict=True)):
-            size = (grid.frames, grid.height, grid.width)
+            size = _size(grid)
             key = jax.random.fold_in(jax.random.key(self._config.seed), number)
             drawn = self.draw(values, key, labels, size)
             clips = drawn.reshape(grid.rows, classes, *drawn.shape[1:])
             headers = [str(label) for label in range(classes)]
-            path = grid_path(folder / "x".join(map(str, size)), clips, self._config.clip_format)
+            name = "x".join(map(str, size))
+            path = folder / f"{name}{clip_suffix(grid.frames, self._config.clip_format)}"
             yield Picture(path, partial(write_grid, path, clips, headers))
         yield from self._prompts.pictures(folder, values)
+
+
+def _size(grid: GridConfig) -> tuple[int, int, int]:
+    return (grid.frames, grid.height, grid.width)
 
 
 def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Manifest) -> None:
@@ -224,7 +259,7 @@ def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Mani
             "leave sampling.grids empty"
         )
     for grid in grids:
-        size = (grid.frames, grid.height, grid.width)
+        size = _size(grid)
         if any(part % step for part, step in zip(size, model.patch_size, strict=True)):
             raise InputError(
                 f"sampling.grids: {size} is not a multiple of model.patch_size "

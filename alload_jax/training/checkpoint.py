@@ -1,10 +1,11 @@
 """Checkpoints with Orbax, written atomically in the background."""
 
 import itertools
+import math
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,20 +42,29 @@ class CheckpointConfig:
     """When checkpoints are saved and which are kept.
 
     Attributes:
-      every: number of optimizer steps between checkpoints; the last step is always saved.
+      every: number of optimizer steps between checkpoints; the last step is always saved. Null for
+        no such interval.
+      minutes: also save when this many minutes have passed since the last checkpoint; null for no
+        such interval.
       keep: number of newest checkpoints to keep.
       keep_every: also keep checkpoints whose step is a multiple of this; null for none.
+      keep_best: also save and keep this many checkpoints with the lowest validation loss; null for
+        none.
     """
 
-    every: int = 500
+    every: int | None = 500
+    minutes: float | None = None
     keep: int = 2
     keep_every: int | None = None
+    keep_best: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("every", "keep", "keep_every"):
+        for name in ("every", "keep", "keep_every", "keep_best"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"checkpoint.{name} is {value}; it must be at least 1")
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise InputError(f"checkpoint.minutes is {self.minutes}; it must be a number above 0")
 
 
 class Checkpoints:
@@ -88,9 +98,9 @@ class Checkpoints:
         self._identity, self._defaults = identity, defaults or {}
         self.base: Base | None = None
         self._last_begun = 0
+        self._chosen: frozenset[int] = frozenset()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep,
-            keep_period=config.keep_every,
+            preservation_policy=_Kept(config.keep, config.keep_every, lambda: self._chosen),
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._add_checksums),
         )
@@ -108,6 +118,17 @@ class Checkpoints:
     ) -> None:
         if kind is None or issubclass(kind, Exception):
             self.close()  # else the user wants to end at once
+
+    def steps(self) -> frozenset[int]:
+        """Returns the steps of all checkpoints, also of one that is being written."""
+        return frozenset(self._manager.all_steps())
+
+    def keep(self, steps: Collection[int]) -> None:
+        """Keeps the checkpoints of these steps from now on, and no longer those of the last call.
+
+        Others are removed when the next checkpoint has been written.
+        """
+        self._chosen = frozenset(steps)
 
     def latest(self) -> int | None:
         """Returns the step of the newest complete checkpoint; None if there is none."""
@@ -279,6 +300,23 @@ class Checkpoints:
                     f"{place}: checkpoint of another {name}: "
                     f"{difference(theirs, ours, self._defaults)}; {_remedy(theirs, ours)}"
                 )
+
+
+class _Kept:
+    """Orbax's preservation policy: the newest checkpoints, every so many steps, and chosen ones."""
+
+    def __init__(self, newest: int, every: int | None, chosen: Callable[[], frozenset[int]]):
+        self._newest, self._every, self._chosen = newest, every, chosen
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Says of each checkpoint, oldest first, whether it stays."""
+        del context
+        steps, chosen = [each.step for each in checkpoints], self._chosen()
+        newest = set(steps[-self._newest :])
+        return [
+            step in newest or step in chosen or bool(self._every and step % self._every == 0)
+            for step in steps
+        ]
 
 
 def _reason_of_storage(error: Exception) -> str:

@@ -55,6 +55,8 @@ class Loop:
         """
         try:
             self._call("on_start")
+            if self.done and not self.complete:
+                self._act([callback for callback in self._callbacks if callback.missed(self)])
             for step in steps:
                 self.signal = step.signal
                 if self.signal or not self._step(step):
@@ -83,7 +85,9 @@ class Loop:
 
     def _interrupt(self) -> None:
         """Calls `act` of the callbacks that are due, with no step in flight."""
-        due = [callback for callback in self._callbacks if callback.due(self)]
+        self._act([callback for callback in self._callbacks if callback.due(self)])
+
+    def _act(self, due: Sequence[Callback]) -> None:
         if not due:
             return
         self._call("on_pause")

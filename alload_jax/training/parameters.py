@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.lora import LORA_PATTERN
-from alload_jax.models.common.stored import StoredDtype, stored_tree
+from alload_jax.models.common.stored import SCALE, StoredDtype, stored_tree
 from alload_jax.planning.analytic import Trained
 
 
@@ -138,6 +138,16 @@ def merge_parameters(trained: Any, frozen: Any) -> Any:
 def cast_frozen(frozen: Any, config: ParametersConfig) -> Any:
     """Casts frozen parameters to the dtype of the config."""
     return stored_tree(frozen, lambda _: config.stored_dtype)
+
+
+def describe_trained(trained: Any, frozen: Any, config: ParametersConfig) -> str:
+    """Says how many parameters are trained; empty if all are."""
+    if not jax.tree.leaves(frozen):
+        return ""
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    frozen = {k: v for k, v in flatten_dict(frozen).items() if k[-2:] != ("kernel", SCALE)}
+    total = numbers + sum(leaf.size for leaf in frozen.values())
+    return f"{numbers:,} of {total:,} parameters are trained, the others are {config.stored_dtype}"
 
 
 def trained_of(params: Any, config: ParametersConfig) -> Trained:

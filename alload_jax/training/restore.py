@@ -27,6 +27,7 @@ from alload_jax.models.lora_merge import merge_adapters
 from alload_jax.models.weights import load_weights, require_same_architecture
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.base import BASE, Base
+from alload_jax.training.best import best_step
 from alload_jax.training.checkpoint import as_input_error, difference
 from alload_jax.training.checksums import damage
 from alload_jax.training.optimizer import NO_AVERAGE
@@ -44,6 +45,9 @@ CHECKPOINTS = "checkpoints"
 WeightsKind = Literal["ema", "raw"]
 """The moving average of the weights, or the latest weights."""
 
+StepChoice = int | Literal["best"] | None
+"""A step, the best one, or None for the newest."""
+
 _REMEDY = "choose another with --step"
 _FIELDS: dict[WeightsKind, str] = {"ema": "ema", "raw": "params"}
 """The corresponding fields of `TrainState`."""
@@ -54,14 +58,14 @@ def one_device_mesh() -> Mesh:
     return make_mesh(MeshConfig(), jax.local_devices()[:1])
 
 
-def find_step(folder: Path, step: int | None = None) -> int:
-    """Finds the newest complete checkpoint of a run, or that of a given step.
+def find_step(folder: Path, step: StepChoice = None) -> int:
+    """Finds the newest complete checkpoint of a run, the best, or that of a given step.
 
     It only reads, so that it does not interfere with a run that writes to the folder.
 
     Args:
       folder: folder of the checkpoints.
-      step: step of the checkpoint; None for the newest.
+      step: step of the checkpoint; None for the newest, `best` for the lowest validation loss.
 
     Raises:
       InputError: there is no such checkpoint.
@@ -72,6 +76,8 @@ def find_step(folder: Path, step: int | None = None) -> int:
             f"{folder}: holds no complete checkpoint; train until the first is saved, or name "
             "another run folder"
         )
+    if step == "best":
+        return best_step(folder.parent, steps)
     if step is not None and step not in steps:
         available = ", ".join(map(str, steps))
         raise InputError(f"{folder}: holds no checkpoint of step {step}; choose one of {available}")

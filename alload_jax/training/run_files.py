@@ -21,8 +21,21 @@ from alload_jax.errors import InputError
 PACKAGES = ("alload-jax", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
 
 
+VALIDATION = "validation/"
+"""Names of the figures of a validation begin with it."""
+
+
+def is_validation(row: dict[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl is that of a validation, not of a step."""
+    return any(name.startswith(VALIDATION) for name in row)
+
+
 class MetricsLog:
-    """metrics.jsonl with one line per step.
+    """metrics.jsonl with one line per step, and one more for each validation.
+
+    Attributes:
+      rows: lines of the steps.
+      validations: lines of the validations.
 
     Lines of steps after `resumed_at` come from a run that was interrupted after its last
     checkpoint; they are removed, because the resumed run computes the same values again.
@@ -34,10 +47,11 @@ class MetricsLog:
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.folder = folder
         self._file = writable(path).open("a", buffering=1)
-        self.rows: list[dict[str, Any]] = kept
+        self.rows: list[dict[str, Any]] = [row for row in kept if not is_validation(row)]
+        self.validations: list[dict[str, Any]] = [row for row in kept if is_validation(row)]
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends a step's metrics; `row["step"]` counts from 1.
+        """Appends the metrics of a step or of a validation; `row["step"]` counts from 1.
 
         Raises:
           InputError: the disk is full.
@@ -49,7 +63,7 @@ class MetricsLog:
                 f"{self.folder / 'metrics.jsonl'}: cannot be written ({error.strerror}); make room "
                 "and run the same command again"
             ) from error
-        self.rows.append(row)
+        (self.validations if is_validation(row) else self.rows).append(row)
 
     def close(self) -> None:
         """Closes the file."""

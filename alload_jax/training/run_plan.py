@@ -47,6 +47,7 @@ class RunPlan:
         costs: CostFile | None = None,
         model: ModelConfig | None = None,
         excluded: frozenset[int] = frozenset(),
+        number: Callable[[int], int] = int,
     ):
         """Follows `plan`, which `planning` describes.
 
@@ -57,6 +58,7 @@ class RunPlan:
           costs: the cost model of the plan (`run_costs`); None for the file that `planning` names.
           model: the model that is trained; None for one whose layers are always dense.
           excluded: samples that are left out; they cost time and count in no figure.
+          number: sample of the plan → its number in the data folder.
 
         Raises:
           InputError: the plan is to be recalibrated, but its cost model predicts no seconds.
@@ -65,7 +67,7 @@ class RunPlan:
         self._every_epoch = planning.recalibrate == "epoch"
         self._predictor = planning.predictor(costs)
         self._seconds_per_split_token = planning.seconds_per_split_token(costs)
-        self._cluster, self._excluded = cluster, excluded
+        self._cluster, self._excluded, self._number = cluster, excluded, number
         self._decided = 0  # the last epoch whose cost model is settled
         self._sparse = model.sparse_attention if model else None
         # The layers that steps begin with, for the last steps.
@@ -109,6 +111,15 @@ class RunPlan:
         split = self._seconds_per_split_token
         found = step_metrics(step, self.plan, model, split, terms_of)
         return found._replace(samples=found.samples - count_excluded(step, self._excluded))
+
+    def content(self, number: int) -> list[dict[str, Any]]:
+        """The micro-batches of a step as JSON values, with the samples' numbers in the folder."""
+        parts = [asdict(part) for part in self.plan.step(number).micro_batches]
+        for part in parts:
+            part["samples"] = [self._number(sample) for sample in part["samples"]]
+            if row := part["row_plan"]:
+                row["split_samples"] = [self._number(sample) for sample in row["split_samples"]]
+        return parts
 
     def drift(self, number: int, cost_terms: tuple[float, ...], seconds: float) -> float | None:
         """Adds the time of a step.

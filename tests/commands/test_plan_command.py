@@ -5,14 +5,18 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 
 from alload_jax import cli
+from alload_jax.config import read_config
 from alload_jax.errors import run_command
 from alload_jax.planning.cost import CostFile, MemoryModel, QuadraticCost, write_cost_file
 
+ROOT = Path(__file__).parents[2]
+SIZES = ((480, 832), (720, 1280))
 SMALL = ["--workload", "wan-480p", "--size", 2000, "--m-mem", 66_816, "--ranks", 4]
 COSTS = CostFile(
     quadratic=QuadraticCost(0.05, 1.7e-5, 1e-9, 5e-4),
@@ -356,3 +360,47 @@ def test_weights_need_paths(alload, tmp_path):
     (tmp_path / "n.csv").write_text("seq_len\n100\n")
     flags = ["--manifest", "n.csv", "--m-mem", 300, "--ranks", 1, "--weights", "a=2"]
     assert "does not record the paths" in alload(*flags)[2]
+
+
+READY = ("wan2_1_t2v_1_3b_lora", "wan2_1_t2v_14b_lora", "wan2_1_t2v_1_3b_8gpus")
+
+
+@pytest.mark.parametrize("name", READY)
+def test_ready_configs_are_planned_and_their_clips_fit(figures, name):
+    config = ROOT / "configs" / f"{name}.yaml"
+    data = ["--workload", "wan-480p", "--size", 500, "--m-mem", 36_000, "--ranks", 8]
+    assert figures("--config", config, *data)["metrics"]["utilisation"] > 0.7
+    remat = read_config(["--config", str(config)]).model.remat
+    cases = figures("--config", config, "--memory", "--device", "h100")["cases"]
+    (case,) = (case for case in cases if case["remat"] == remat)
+    assert case["m_mem"] >= 32_760
+    assert case["clips"]["480x832"] >= 81 or name.endswith("8gpus")
+
+
+def test_memory_is_what_the_cost_model_says(figures, alload):
+    frozen = ("--trained-parameters", 43_745_280, "--frozen-dtype", "bfloat16")
+    content = figures("--memory", "--memory-gb", 24, *frozen)
+    assert content["model"] == "wan2.1-1.3b"
+    by_remat = {case["remat"]: case for case in content["cases"]}
+    for case in by_remat.values():
+        for (height, width), frames in zip(SIZES, case["clips"].values(), strict=True):
+            for more, fits in ((0, True), (4, False)):
+                latents = (frames + more - 1) // 4 + 1
+                tokens = latents * (height // 16) * (width // 16)
+                needed = case["state"] + case["per_token"] * tokens
+                # The text of one sample takes less than 0.2 GB.
+                assert (needed < 0.95 * 24e9) == fits or abs(needed - 0.95 * 24e9) < 0.2e9
+    assert by_remat["offload"]["per_token"] < by_remat["full"]["per_token"]
+    eight = figures("--memory", "--memory-gb", 24, *frozen[:2], "--frozen-dtype", "float8")
+    saved = by_remat["full"]["state"] - eight["cases"][1]["state"]
+    assert saved == pytest.approx(1_418_996_800 - 43_745_280)
+    status, out, err = alload("--memory")
+    assert status == 0
+    assert "predicted by arithmetic, not measured" in out
+    assert not err
+
+
+def test_memory_takes_no_data(alload):
+    status, _, err = alload("--memory", "--workload", "wan-480p")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "--memory needs no data; leave --workload out" in err

@@ -79,7 +79,7 @@ def test_every_json_of_results_is_linked_from_the_page_of_results():
 @commands_of(r"^(\.venv/bin/)?alload ")
 def test_alload_commands_name_flags_that_exist(command, capsys):
     words = shlex.split(command)[1:]
-    subcommand = words[: 2 if words[0] in ("bench", "prepare") else 1]
+    subcommand = words[: 2 if words[0] in ("bench", "lora", "prepare") else 1]
     with pytest.raises(SystemExit) as ended:
         alload([*subcommand, "--help"])
     assert ended.value.code == 0
@@ -105,6 +105,7 @@ def test_flags_in_the_text_exist(page, capsys):
         ["prepare", "media"],
         ["sample"],
         ["export"],
+        *(["lora", action] for action in ("export", "convert", "merge")),
         *BENCHES,
     ):
         with pytest.raises(SystemExit):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageSequence
 
-from alload_jax.sampling.pictures import grid_path, write_grid
+from alload_jax.sampling.pictures import cell_box, clip_suffix, write_grid
 
 WHITE = (255, 255, 255)
 
@@ -18,7 +18,7 @@ def clips_of(value, rows=2, columns=3, frames=1, height=8, width=8, channels=1):
 
 def written(folder, clips, headers=None):
     headers = [str(n) for n in range(clips.shape[1])] if headers is None else headers
-    write_grid(grid_path(folder / "grid", clips, "gif"), clips, headers)
+    write_grid(folder / f"grid{clip_suffix(clips.shape[2], 'gif')}", clips, headers)
     (path,) = folder.iterdir()
     return Image.open(path)
 
@@ -179,3 +179,15 @@ def test_half_precision_is_good_enough(tmp_path):
     half = still(tmp_path / "half", clips).astype(int)
     single = still(tmp_path / "single", clips.astype(np.float32)).astype(int)
     assert np.abs(half - single).max() <= 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.data())
+def test_the_box_of_a_cell_is_where_it_is_drawn(rows, columns, height, width, data):
+    row, column = data.draw(st.tuples(st.integers(0, rows - 1), st.integers(0, columns - 1)))
+    with tempfile.TemporaryDirectory() as folder:
+        found = lit_cell(
+            Path(folder) / "x", row, column, rows=rows, columns=columns, height=height, width=width
+        )
+    left, top, right, bottom = cell_box(row, column, columns, height, width)
+    assert found == (top, bottom, left, right)

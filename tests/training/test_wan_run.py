@@ -1,5 +1,6 @@
 """train.py on text data, from weights in diffusers' format; and the Wan configs."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,14 +9,16 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from flax.traverse_util import flatten_dict
 from training_runs import ROOT, Runs
 
 from alload_jax.config import read_config
 from alload_jax.data.store import StoreWriter
-from alload_jax.models.families import parameter_count
+from alload_jax.models.families import abstract_model, parameter_count
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
 from alload_jax.training.optimizer import make_optimizer
+from alload_jax.training.parameters import split_parameters
 from alload_jax.training.state import TrainingSpec, abstract_state
 
 WEIGHTS = ROOT / "tests" / "golden" / "wan" / "t2v" / "transformer"
@@ -108,6 +111,43 @@ def test_wan_configs_have_the_parameters_that_diffusers_has(name, count):
     """Counts of diffusers' meta-device models; tests/parity/test_wan_parity.py checks them."""
     config = read_config(["--config", str(ROOT / "configs" / f"{name}.yaml")])
     assert parameter_count(config.model) == count
+
+
+@pytest.mark.parametrize("name", ["wan2_1_t2v_1_3b", "wan2_1_t2v_14b", "wan2_1_i2v_14b"])
+def test_configs_of_adapters_train_adapters_of_the_same_model(name):
+    full, lora = (
+        read_config(["--config", str(ROOT / "configs" / f"{name}{end}.yaml")])
+        for end in ("", "_lora")
+    )
+    assert parameter_count(dataclasses.replace(lora.model, lora=None)) == parameter_count(
+        full.model
+    )
+    trained, frozen = split_parameters(abstract_model(lora.model).params, lora.parameters)
+    layers = [path for path in flatten_dict(frozen, sep="/") if path.endswith("kernel")]
+    adapted = {path.rpartition("/")[0] for path in flatten_dict(trained, sep="/")}
+    assert adapted == {path.rpartition("/")[0] for path in layers if path.startswith("blocks/")}
+    assert lora.parameters.frozen_dtype == "bfloat16"
+
+
+@pytest.mark.slow
+def test_the_smallest_config_of_adapters_trains(wan):
+    tiny = wan.tiny()
+    config = read_config(["--config", str(ROOT / "configs" / "wan2_1_t2v_1_3b_lora.yaml")])
+    assert config.model.lora.rank == 32
+    content = yaml.safe_load((ROOT / "configs" / "wan2_1_t2v_1_3b_lora.yaml").read_text())
+    content["model"] |= tiny["model"]
+    content["run"] |= tiny["run"]
+    content["data"] = tiny["data"]
+    content["planning"] = tiny["planning"]
+    wan.config.write_text(yaml.safe_dump(content))
+    done = wan.run()
+    assert done.returncode == 0, done.stderr
+    model = read_config(["--config", str(wan.config)]).model
+    total = parameter_count(model)
+    trained = total - parameter_count(dataclasses.replace(model, lora=None))
+    words = f"{trained:,} of {total:,} parameters are trained, the others are bfloat16"
+    assert words in done.stdout
+    assert all(np.isfinite(row["loss"]) for row in wan.metrics())
 
 
 def test_wan_configs_without_data_say_what_is_missing(tmp_path):

@@ -146,4 +146,5 @@ class GrainSamples:
             form=SampleForm.of(first),
             shard_bytes={},
             origin=origin or {},
+            tells_content=False,
         )

@@ -52,6 +52,13 @@ class Callback:
         """Returns whether to call `act` after `run.done` steps; not called after the last step."""
         return False
 
+    def missed(self, run: Run) -> bool:
+        """Returns whether to call `act` before the first step of this start.
+
+        An earlier start may have ended between saving the state and acting.
+        """
+        return False
+
     def act(self, run: Run) -> None:
         """Runs slow work between two steps; its time does not count as step time."""
 

@@ -1,11 +1,13 @@
 """Generates samples during training and at the end."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from alload_jax.distributed.cluster import first_process
 from alload_jax.errors import InputError, reason_of
 from alload_jax.sampling.pictures import Picture
+from alload_jax.sampling.progress_grid import Progress
 from alload_jax.sampling.samples import SampleWriter
 from alload_jax.training.callbacks.callback import Callback, Run
 from alload_jax.training.progress import ProgressBar
@@ -15,13 +17,27 @@ from alload_jax.training.trackers.tracker import Tracker
 class Drawing(Callback):
     """Generates the config's grids and prompts with the moving average of the weights."""
 
-    def __init__(self, writer: SampleWriter, every: int | None, tracker: Tracker):
-        """Generates every `every` steps and at the end; None for only at the end."""
+    def __init__(
+        self, writer: SampleWriter, every: int | None, tracker: Tracker, progress: Progress
+    ):
+        """Generates every `every` steps and at the end; None for only at the end.
+
+        Args:
+          writer: generates.
+          every: number of steps between samples.
+          tracker: shows them.
+          progress: shows them over the steps.
+        """
         self._writer, self._every, self._tracker = writer, every, tracker
+        self._progress = progress
 
     def due(self, run: Run) -> bool:
         """See `Callback.due`."""
         return self._every is not None and run.done % self._every == 0
+
+    def missed(self, run: Run) -> bool:
+        """See `Callback.missed`."""
+        return self._writer.count > 0 and self.due(run) and run.done not in self._progress
 
     def act(self, run: Run) -> None:
         """See `Callback.act`."""
@@ -39,11 +55,23 @@ class Drawing(Callback):
             if first_process():
                 self._write(run.done, picture)
             on_picture(picture.path.name)
+        self._progress.add(run.done)
+        if first_process() and self._writer.count:
+            with _warning(run.done):
+                for path in self._progress.write():
+                    self._tracker.show(run.done, f"samples/{path.stem}", path)
 
     def _write(self, step: int, picture: Picture) -> None:
-        try:
+        with _warning(step):
             picture.write()
             self._tracker.show(step, f"samples/{picture.path.stem}", picture.path)
-        except (InputError, OSError) as error:  # training is worth more than a picture of it
-            reason = reason_of(error)
-            print(f"warning: samples of step {step}: {reason}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _warning(step: int) -> Iterator[None]:
+    """Makes an error of a file a warning: training is worth more than a picture of it."""
+    try:
+        yield
+    except (InputError, OSError) as error:
+        reason = reason_of(error)
+        print(f"warning: samples of step {step}: {reason}", file=sys.stderr, flush=True)

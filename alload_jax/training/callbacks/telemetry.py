@@ -1,6 +1,5 @@
 """Writes the metrics of each step, and stops a run if they are not finite."""
 
-import dataclasses
 import math
 import time
 from typing import NamedTuple
@@ -163,11 +162,10 @@ class Telemetry(Callback):
     def _stop_at(self, number: int, values: dict[str, float]) -> None:
         """Writes the step's samples to disk and raises InputError."""
         path = self._log.folder / "bad_step.json"
-        step = self._plan.plan.step(number)
         content = {
             "step": number + 1,
             "metrics": {name: str(value) for name, value in values.items()},
-            "micro_batches": [dataclasses.asdict(part) for part in step.micro_batches],
+            "micro_batches": self._plan.content(number),
         }
         write_json(path, content)
         raise InputError(

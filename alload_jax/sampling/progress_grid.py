@@ -1,0 +1,211 @@
+"""Pictures of the same samples over the steps of a run: a row for each, a column for each step."""
+
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from alload_jax.sampling.fonts import label_font
+from alload_jax.sampling.frames import middle_frame
+from alload_jax.sampling.pictures import Box
+
+MOST_ROWS, MOST_COLUMNS = 16, 12
+DRAWN_NAME = "drawn.json"
+"""File in the folder of the samples: the steps that were drawn, and a digest of what was."""
+
+_CELL, _GAP, _HEADER, _MARGIN = 128, 4, 26, 8
+_LETTERS, _LINES, _LINE = 26, 6, 17
+_SIZE = 13
+_PAPER, _EMPTY, _INK = (24, 26, 32), (38, 41, 50), (220, 224, 232)
+
+
+class Row(NamedTuple):
+    """A sample that is drawn at many steps.
+
+    Attributes:
+      label: what it shows, such as a class or a prompt.
+      file: name of its picture or clip in the folder of a step.
+      box: its part of the picture; None for all.
+    """
+
+    label: str
+    file: str
+    box: Box | None = None
+
+
+class ProgressGrid(NamedTuple):
+    """A picture of rows.
+
+    Attributes:
+      name: of the file, without suffix.
+      rows: at most `MOST_ROWS` of them are shown.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+
+
+class DrawnSteps:
+    """The steps at which samples were drawn, over all starts of a run.
+
+    Steps after `resumed_at` belong to an earlier start that was interrupted. They do not count
+    until they are drawn again; nor do those at which other samples were drawn.
+    """
+
+    def __init__(self, folder: Path, drawn: str, resumed_at: int):
+        """Reads what earlier starts have drawn, in runs of old versions from the folders.
+
+        Args:
+          folder: folder of the samples.
+          drawn: digest of what is drawn.
+          resumed_at: number of steps that are done.
+        """
+        self._path, self._drawn = folder / DRAWN_NAME, drawn
+        known = _read(self._path)
+        if known is None:
+            # The last one may be incomplete.
+            known = {step: drawn for step in _folders(folder) if step < resumed_at}
+        self._known = {step: what for step, what in known.items() if step <= resumed_at}
+
+    def __contains__(self, step: int) -> bool:
+        return self._known.get(step) == self._drawn
+
+    def add(self, step: int) -> None:
+        """Adds a step."""
+        self._known[step] = self._drawn
+
+    def write(self) -> None:
+        """Writes the steps to disk, atomically.
+
+        Raises:
+          OSError: they cannot be written.
+        """
+        content = [{"step": step, "drawn": what} for step, what in sorted(self._known.items())]
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        partial.write_text(json.dumps(content) + "\n")
+        partial.replace(self._path)
+
+    def columns(self) -> list[int]:
+        """The steps to show: the first, the last, and others evenly between them."""
+        steps = sorted(step for step in self._known if step in self)
+        places = np.linspace(0, len(steps) - 1, min(len(steps), MOST_COLUMNS))
+        return [steps[place] for place in places.round().astype(int).tolist()]
+
+
+class Progress:
+    """Draws progress grids from the files of the steps; each file is read once.
+
+    All processes note the steps, and only the first one writes.
+    """
+
+    def __init__(self, folder: Path, grids: Sequence[ProgressGrid], steps: DrawnSteps):
+        """Draws into `folder`, which holds a folder for each of the steps."""
+        self._folder, self._grids, self._steps = folder, grids, steps
+        self._cells: dict[tuple[int, Row], Image.Image | None] = {}
+
+    def __contains__(self, step: int) -> bool:
+        return step in self._steps
+
+    def add(self, step: int) -> None:
+        """Adds a step whose files are written."""
+        self._steps.add(step)
+        self._cells = {key: cell for key, cell in self._cells.items() if key[0] != step}
+
+    def write(self) -> Iterator[Path]:
+        """Writes the steps and all grids; yields the file of each grid.
+
+        Raises:
+          OSError: a file cannot be written.
+        """
+        self._steps.write()
+        columns = self._steps.columns()
+        for grid in self._grids:
+            rows, path = grid.rows[:MOST_ROWS], self._folder / f"{grid.name}.png"
+            cells = [[self._cell(step, row) for step in columns] for row in rows]
+            partial = path.with_name(f"{path.name}.partial")
+            _page([row.label for row in rows], columns, cells).save(partial, format="PNG")
+            partial.replace(path)
+            yield path
+
+    def _cell(self, step: int, row: Row) -> Image.Image | None:
+        """A sample at a step, of the size of a cell; None if it cannot be read."""
+        key = (step, row)
+        if key not in self._cells:
+            try:
+                picture = middle_frame(step_folder(self._folder, step) / row.file)
+                self._cells[key] = _fitted(picture.crop(row.box) if row.box else picture)
+            except OSError:  # it was not drawn, or it was removed
+                self._cells[key] = None
+        return self._cells[key]
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """The folder of the samples of a step."""
+    return folder / f"step_{step:07d}"
+
+
+def _folders(folder: Path) -> list[int]:
+    names = [path.name.removeprefix("step_") for path in folder.glob("step_*")]
+    return [int(name) for name in names if name.isascii() and name.isdecimal()]
+
+
+def _read(path: Path) -> dict[int, str] | None:
+    """The steps and digests of a file; None if there is none, or if it is damaged."""
+    try:
+        content = json.loads(path.read_text())
+        return {int(each["step"]): str(each["drawn"]) for each in content}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _fitted(picture: Image.Image) -> Image.Image:
+    """A picture that fits a cell; small ones are enlarged without blur."""
+    scale = _CELL / max(picture.size)
+    scale = float(int(scale)) if scale >= 1 else scale
+    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    return picture.resize(size, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BOX)
+
+
+def _page(
+    labels: Sequence[str], steps: Sequence[int], cells: Sequence[Sequence[Image.Image | None]]
+) -> Image.Image:
+    texts = [_lines(label) for label in labels]
+    font = label_font(_SIZE)
+    margin = 2 * _MARGIN + round(max(font.getlength(line) for text in texts for line in text))
+    width = max((cell.width for row in cells for cell in row if cell), default=_CELL)
+    width = max(width, *(round(font.getlength(f"{step:,}")) + _GAP for step in steps))
+    heights = [
+        max([_LINE * len(text), *(cell.height for cell in row if cell)])
+        for text, row in zip(texts, cells, strict=True)
+    ]
+    size = (margin + len(steps) * (width + _GAP), _HEADER + sum(heights) + _GAP * len(heights))
+    page = Image.new("RGB", size, _PAPER)
+    draw = ImageDraw.Draw(page)
+    draw.text((_MARGIN, _HEADER / 2), "step", fill=_INK, font=font, anchor="lm")
+    for column, step in enumerate(steps):
+        centre = margin + column * (width + _GAP) + width / 2
+        draw.text((centre, _HEADER / 2), f"{step:,}", fill=_INK, font=font, anchor="mm")
+    top = _HEADER
+    for text, row, height in zip(texts, cells, heights, strict=True):
+        begin = top + (height - _LINE * len(text)) / 2
+        for number, line in enumerate(text):
+            place = (_MARGIN, begin + (number + 0.5) * _LINE)
+            draw.text(place, line, fill=_INK, font=font, anchor="lm")
+        for column, cell in enumerate(row):
+            left = margin + column * (width + _GAP)
+            if cell is None:
+                draw.rectangle((left, top, left + width - 1, top + height - 1), fill=_EMPTY)
+            else:
+                page.paste(cell, (left + (width - cell.width) // 2, top))
+        top += height + _GAP
+    return page
+
+
+def _lines(label: str) -> list[str]:
+    """A label in a few lines, without characters that cannot be drawn."""
+    seen = "".join(letter if letter.isprintable() else " " for letter in label[:500])
+    return textwrap.wrap(seen, _LETTERS, max_lines=_LINES, placeholder=" …") or [""]

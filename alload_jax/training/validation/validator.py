@@ -1,0 +1,211 @@
+"""Measures a model's errors on held-out samples at fixed noise levels, on all devices."""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from alload_jax.data.batch import Batch
+from alload_jax.data.bucketed import BucketedCollation
+from alload_jax.data.collate import Collator
+from alload_jax.data.patient_reading import PatientReader
+from alload_jax.data.placement import place_batch
+from alload_jax.errors import InputError
+from alload_jax.models.families import abstract_model
+from alload_jax.objectives.objective import MeasuresLevels
+from alload_jax.planning.digest import digest
+from alload_jax.planning.plan import Step
+from alload_jax.sharding.mesh import batch_sharding, local_plan_ranks, ranks_of, replicated
+from alload_jax.training.state import TrainingSpec, TrainState, Weights
+from alload_jax.training.trainer import in_parallel, on_mesh
+from alload_jax.training.validation.batches import SizeClass, choose_samples
+from alload_jax.training.validation.config import ValidationConfig, ValidationWeights
+from alload_jax.training.validation.figures import ClassErrors
+from alload_jax.training.validation.held_out import HeldOut
+
+T = TypeVar("T")
+
+
+class Validator:
+    """Computes the error of each chosen sample at each noise level.
+
+    A sample's noise depends on the seed, its content and the level alone, so that errors are those
+    of the same noise in every step and start, and on any number of devices.
+
+    Attributes:
+      classes: the chosen samples by size.
+      levels: the noise levels.
+      measured_set: digest of what is measured.
+    """
+
+    def __init__(
+        self,
+        config: ValidationConfig,
+        spec: TrainingSpec,
+        mesh: Mesh,
+        held_out: HeldOut,
+        tokens: int | None,
+    ):
+        """Chooses the samples.
+
+        Args:
+          config: which samples and noise levels.
+          spec: the model and the objective.
+          mesh: all devices.
+          held_out: the samples.
+          tokens: most tokens of a rank's rows; None for one row at a time.
+
+        Raises:
+          InputError: the objective has no errors at fixed noise levels.
+        """
+        if not isinstance(spec.objective, MeasuresLevels):
+            name = getattr(spec.objective, "name", type(spec.objective).__name__)
+            raise InputError(
+                f"objective.name is {name}, which defines no errors at fixed noise levels "
+                "(errors_at); leave validation out, or add the method"
+            )
+        manifest, patch = held_out.source.manifest, spec.model.patch_size
+        self.levels = config.noise_levels
+        self.classes = choose_samples(manifest, patch, config.max_samples, config.max_shapes)
+        self.measured_set = _measured_set(config, self.classes, manifest.checksum)
+        self._config, self._mesh, self._tokens = config, mesh, tokens
+        self._held_out = manifest
+        self._ranks = ranks_of(mesh)
+        self._collation = BucketedCollation(manifest, held_out.conditions)
+        reader = PatientReader(held_out.source)
+        self._collate = Collator(reader, local_plan_ranks(mesh, self._ranks), self._collation)
+        self._marks = manifest.checksum.astype(np.uint32).view(np.int32)
+        self._keys = _level_keys(config.seed, self.levels, mesh)
+        self._measure: Any = make_measure(spec, mesh)
+        self._programs: dict[str, Any] = {}
+        self._told: set[str] = set()
+
+    def told(self) -> str:
+        """What is measured and when, in words."""
+        manifest, every = self._held_out, self._config.every
+        sizes = len(np.unique(manifest.shape, axis=0))
+        samples = sum(len(each.samples) for each in self.classes)
+        when = "at the end" if every is None else f"every {every:,} steps and at the end"
+        return (
+            f"{samples:,} of {len(manifest):,} held-out samples, {len(self.classes)} of {sizes} "
+            f"sizes, at {len(self.levels)} noise levels, {when}"
+        )
+
+    def compile(self, state: TrainState) -> Iterator[str]:
+        """Compiles the program of each size, which may need too much memory; yields its name."""
+        values, (sigma, key) = self._values(state), self._keys[0]
+
+        def compile_one(shape: Any) -> Any:
+            batch = on_mesh(shape, self._mesh)
+            return self._measure.lower(values, batch, key, sigma).compile()
+
+        shapes = [self._shape(each) for each in self.classes]
+        compiled = in_parallel(compile_one, shapes)
+        for each, (_, program) in zip(self.classes, compiled, strict=True):
+            self._programs[each.name] = program
+            yield each.name
+
+    def measure(self, state: TrainState) -> list[ClassErrors]:
+        """Measures the state's weights. A collective operation.
+
+        Samples that cannot be read are left out, with a warning.
+        """
+        if len(self._programs) < len(self.classes):
+            for _ in self.compile(state):
+                pass
+        values = self._values(state)
+        return [self._errors(values, each) for each in self.classes]
+
+    def _errors(self, values: Any, of_class: SizeClass) -> ClassErrors:
+        program, parts = self._programs[of_class.name], []
+        steps = of_class.steps(self._ranks, self._tokens)
+        for batch in _read_ahead(partial(self._read, step) for step in steps):
+            placed = place_batch(batch, self._mesh)
+            found = [program(values, placed, key, sigma) for sigma, key in self._keys]
+            parts.append(np.stack([np.asarray(one) for one in found]))
+        together = np.concatenate(parts, axis=2)[:, :, : len(of_class.samples)]
+        return ClassErrors(of_class.name, together[:, 0], together[0, 1] > 0)
+
+    def _read(self, step: Step) -> Batch:
+        """This process's rows; their noise is that of their content."""
+        found = self._collate(step)
+        for problem in found.problems:
+            if problem not in self._told:
+                self._told.add(problem)
+                print(f"warning: validation leaves out: {problem}", file=sys.stderr, flush=True)
+        (batch,) = found.batches
+        assert isinstance(batch, Batch)
+        return batch._replace(sample=np.where(batch.sample < 0, -1, self._marks[batch.sample]))
+
+    def _shape(self, of_class: SizeClass) -> Batch:
+        """Shapes and dtypes of a batch of all ranks."""
+        step = next(of_class.steps(self._ranks, self._tokens))
+        batch = self._collation.empty(step.micro_batches, 0)
+        return jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), batch)
+
+    def _values(self, state: TrainState) -> Any:
+        return weights_of(state, self._config.weights).merged()
+
+
+def weights_of(state: TrainState, kind: ValidationWeights) -> Weights:
+    """The weights to validate: the moving average, or the raw ones where there is none."""
+    averaged = kind == "ema" and jax.tree.leaves(state.ema)
+    return state.averaged_weights if averaged else state.weights
+
+
+def make_measure(spec: TrainingSpec, mesh: Mesh) -> Callable[..., jax.Array]:
+    """Builds a jitted function (values, batch, key data, sigma) → [2, B] errors and weights.
+
+    The result is on every device.
+    """
+    graph = abstract_model(spec.model).graph
+
+    @partial(jax.jit, out_shardings=replicated(mesh))
+    def measure(values: Any, batch: Batch, key: jax.Array, sigma: jax.Array) -> jax.Array:
+        model, noise = nnx.merge(graph, values), jax.random.wrap_key_data(key)
+        objective: Any = spec.objective
+        errors = objective.errors_at(model, batch, noise, sigma, batch_sharding(mesh))
+        return jnp.stack([errors, batch.weight])
+
+    return measure
+
+
+def _level_keys(
+    seed: int, levels: Sequence[float], mesh: Mesh
+) -> list[tuple[jax.Array, jax.Array]]:
+    """(σ, key data of its noise) of each level, on every device. It depends on no other level."""
+
+    @partial(jax.jit, out_shardings=replicated(mesh))
+    def make(sigma: jax.Array) -> tuple[jax.Array, jax.Array]:
+        bits = jax.lax.bitcast_convert_type(sigma, jnp.uint32)
+        return sigma, jax.random.key_data(jax.random.fold_in(jax.random.key(seed), bits))
+
+    return [make(jnp.float32(level)) for level in levels]
+
+
+def _measured_set(
+    config: ValidationConfig, classes: Sequence[SizeClass], checksums: np.ndarray
+) -> str:
+    chosen = [column for each in classes for column in (each.shape, checksums[each.samples])]
+    settings = np.asarray([config.seed, config.weights == "ema"], np.int64)
+    return digest(settings, np.asarray(config.noise_levels), *map(np.asarray, chosen))
+
+
+def _read_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """Yields the results of the jobs in order; the next one runs meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        pending: deque[Future[T]] = deque()
+        for job in jobs:
+            pending.append(pool.submit(job))
+            if len(pending) > 1:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()

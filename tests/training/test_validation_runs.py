@@ -1,0 +1,225 @@
+"""Whole runs that are validated, in this process."""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from alload_jax.config import read_config
+from alload_jax.data.datasets.digits import Digits
+from alload_jax.data.held_out import is_held_out
+from alload_jax.data.manifest import read_manifest
+from alload_jax.errors import InputError
+from alload_jax.sharding.mesh import make_mesh
+from alload_jax.training.callbacks.validating import Validating
+from alload_jax.training.restore import find_step
+
+SHARE = ("--validation.share", "0.4")
+EVERY = ("--validation.every", "2", "--checkpoint.every", "4")
+MODEL = {
+    "dim": 16,
+    "ffn_dim": 16,
+    "num_heads": 2,
+    "num_layers": 1,
+    "freq_dim": 8,
+    "patch_size": [1, 4, 4],
+    "dtype": "float32",
+}
+STATIC = ("loss", "grad_norm", "epoch", "samples", "tokens")
+
+
+@pytest.fixture
+def train(tmp_path, digits_folder, monkeypatch):
+    """Runs train.py in this process on a tiny model."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    import train as program
+
+    def run(*flags, folder="run", devices=1):
+        some = jax.devices()[:devices]
+        monkeypatch.setattr(program, "make_mesh", lambda config: make_mesh(config, some))
+        config = {
+            "run": {"folder": str(tmp_path / folder), "steps": 8},
+            "data": {"folder": str(digits_folder)},
+            "planning": {"policy": "equal_tokens", "m_mem": 24, "ranks": 2},
+            "model": MODEL,
+            "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "ema_decay": 0.5},
+        }
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(config))
+        assert program.main(["--config", str(path), *flags]) == 0
+        return tmp_path / folder
+
+    return run
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(folder):
+    return [[row[name] for name in STATIC] for row in rows_of(folder) if "loss" in row]
+
+
+def validations(folder):
+    return [row for row in rows_of(folder) if "validation/loss" in row]
+
+
+def assert_close(some, others):
+    for ours, theirs in zip(some, others, strict=True):
+        assert ours.pop("validation/set") == theirs.pop("validation/set")
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def checkpoints(folder):
+    return sorted(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
+
+
+def best_of(folder):
+    return json.loads((folder / "best.json").read_text())["best"]
+
+
+def crash_after(step, monkeypatch):
+    """Makes the next validation after a step fail as a bug would, once its line is in the log."""
+    whole = Validating._validate
+
+    def failing(self, run):
+        whole(self, run)
+        if run.done > step:
+            raise RuntimeError("power is out")
+
+    monkeypatch.setattr(Validating, "_validate", failing)
+    return lambda: monkeypatch.setattr(Validating, "_validate", whole)
+
+
+@pytest.mark.slow
+def test_a_crashed_run_continues_with_equal_validations_and_best_checkpoints(
+    train, monkeypatch, capsys
+):
+    flags = (*SHARE, *EVERY, "--checkpoint.keep_best", "2", "--checkpoint.keep", "1")
+    whole = train(*flags, folder="whole")
+    told = capsys.readouterr().out
+    assert "\nvalidation: " in told
+    assert "validation at step 2: loss " in told
+    repair = crash_after(4, monkeypatch)
+    with pytest.raises(RuntimeError, match="power is out"):
+        train(*flags)
+    repair()
+    broken = checkpoints(Path(whole).parent / "run")
+    folder = train(*flags)
+    assert [row["step"] for row in validations(whole)] == [2, 4, 6, 8]
+    assert validations(folder) == validations(whole)
+    assert steps_of(folder) == steps_of(whole)
+    losses = {row["step"]: row["validation/loss"] for row in validations(whole)}
+    lowest = sorted(losses, key=losses.get)[:2]
+    for run in (whole, folder):
+        assert best_of(run) == [{"step": step, "loss": losses[step]} for step in lowest]
+        assert checkpoints(run) == sorted({*lowest, 8})
+        assert find_step(run / "checkpoints", "best") == lowest[0]
+    assert broken[-1] in (4, 6)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["validation_loss"] == losses[8]
+    assert summary["validation_loss_best"] == min(losses.values())
+    assert summary["validation_step_best"] == lowest[0]
+    events = b"".join(path.read_bytes() for path in (folder / "tensorboard").glob("events*"))
+    assert b"validation/loss/5x8x8" in events
+
+
+def test_held_out_samples_are_not_trained_on_and_another_share_is_refused(train, digits_folder):
+    folder = train(*SHARE, "--run.epochs", "1", "--run.steps", "null", "--validation.every", "null")
+    held_out = int(is_held_out(read_manifest(digits_folder), 0.4).sum())
+    assert sum(row[3] for row in steps_of(folder)) == 21 - held_out
+    (last,) = validations(folder)
+    assert last["step"] == len(steps_of(folder))
+    assert last["validation/samples"] == held_out
+    config = read_config(["--config", str(folder / "config.yaml")])
+    assert config.run.epochs == 1
+    longer = ("--run.epochs", "2", "--run.steps", "null")
+    with pytest.raises(InputError, match=r"of another validation: share was 0\.4 and is now 0\.3"):
+        train("--validation.share", "0.3", *longer)
+    with pytest.raises(InputError, match=r"of another validation: share was 0\.4 and is now None"):
+        train(*longer)
+
+
+@pytest.mark.slow
+def test_validation_on_other_data_changes_no_step(train, tmp_path, capsys):
+    Digits(mix=((1, 8, 8, 4), (5, 8, 8, 2)), seed=9).write(tmp_path / "held")
+    plain = train(folder="plain")
+    assert "\nvalidation: " not in capsys.readouterr().out
+    assert not (plain / "best.json").exists()
+    with_folder = train("--validation.folder", str(tmp_path / "held"), *EVERY)
+    assert steps_of(with_folder) == steps_of(plain)
+    assert {row["validation/samples"] for row in validations(with_folder)} == {6}
+
+
+@pytest.mark.slow
+def test_equal_losses_on_more_devices(train):
+    one = validations(train(*SHARE, *EVERY, folder="one"))
+    two = validations(train(*SHARE, *EVERY, folder="two", devices=2))
+    assert_close(one, two)
+
+
+@pytest.mark.slow
+def test_packed_rows_are_validated_by_the_same_errors(train):
+    """The same weights: those before the first step, as the average is hardly moved."""
+    still = ("--optimizer.learning_rate", "1e-12", "--validation.every", "null", "--run.steps", "2")
+    packed = train(*SHARE, *still, "--planning.policy", "balanced", folder="packed")
+    bucketed = train(*SHARE, *still, folder="bucketed")
+    assert_close(validations(packed), validations(bucketed))
+
+
+@pytest.mark.slow
+def test_two_processes_measure_what_one_does(runs):
+    flags = (*SHARE, *EVERY, "--run.steps", "8", "--checkpoint.keep_best", "1")
+    flags = (*flags, "--planning.ranks", "2", "--checkpoint.minutes", "0.001")
+    together = [process.communicate(timeout=300) for process in runs.start_together(2, *flags)]
+    folder = runs.folder / "run"
+    assert [row["step"] for row in validations(folder)] == [2, 4, 6, 8], together
+    assert all(not err or "warning" in err for _, err in together)
+    alone = runs.run(*flags, "--run.folder", "alone")
+    assert alone.returncode == 0, alone.stderr
+    assert_close(validations(folder), validations(runs.folder / "alone"))
+    assert len(best_of(folder)) == 1
+
+
+def test_samples_to_leave_out_are_numbered_as_in_the_folder(train, tmp_path, digits_folder):
+    held_out = np.flatnonzero(is_held_out(read_manifest(digits_folder), 0.4)).tolist()
+    trained = next(number for number in range(21) if number not in held_out)
+    listed = tmp_path / "exclude.txt"
+    listed.write_text(f"{held_out[0]}\n{trained}\n")
+    epoch = ("--run.epochs", "1", "--run.steps", "null", "--validation.every", "null")
+    folder = train(*SHARE, *epoch, "--data.exclude", str(listed))
+    assert sum(row[3] for row in steps_of(folder)) == 21 - len(held_out) - 1
+    assert validations(folder)[0]["validation/samples"] == len(held_out) - 1
+    listed.write_text("\n".join(map(str, held_out)))
+    with pytest.raises(InputError, match=r"leaves no sample to validate on with validation\.share"):
+        train(*SHARE, *epoch, "--data.exclude", str(listed), folder="none")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--validation.share", "1"), "validation.share is 1.0; it must be above 0 and below 1"),
+        (("--validation.share", "1e-9"), "holds out none of the 21 samples"),
+        ((*SHARE, "--validation.folder", "x"), "validation.folder is x and validation.share 0.4"),
+        (("--validation.folder", "none"), "none/manifest.parquet: no such manifest"),
+        ((*SHARE, "--validation.noise_levels", "[0.5,1.5]"), "noise_levels has 1.5"),
+        ((*SHARE, "--validation.noise_levels", "[]"), "noise_levels is empty"),
+        ((*SHARE, "--validation.noise_levels", "[0.5,0.5]"), "leave out levels that are given"),
+        ((*SHARE, "--validation.every", "0"), "validation.every is 0"),
+        (("--checkpoint.keep_best", "1"), "checkpoint.keep_best is 1, but nothing is validated"),
+        (("--checkpoint.minutes", "0"), "checkpoint.minutes is 0.0; it must be a number above"),
+        (("--run.epochs", "2"), "run.steps is 8 and run.epochs 2; give one, and null for the"),
+        (("--run.epochs", "0", "--run.steps", "null"), "run.epochs is 0"),
+        (("--validation.source.name", "store"), "validation.source is given without"),
+    ],
+)
+def test_wrong_settings_are_one_line(train, flags, words):
+    with pytest.raises(InputError) as error:
+        train(*flags)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)

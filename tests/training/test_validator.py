@@ -1,0 +1,222 @@
+"""Errors on held-out samples at fixed noise levels with fixed noise."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from alload_jax.data.condition import conditions_for
+from alload_jax.data.datasets.digits import Digits
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.sources.subset import Subset
+from alload_jax.data.store import StoreReader
+from alload_jax.diffusion.timesteps import TimestepConfig
+from alload_jax.errors import InputError
+from alload_jax.models.families import abstract_model
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
+from alload_jax.training.state import TrainingSpec, init_state
+from alload_jax.training.validation.config import ValidationConfig
+from alload_jax.training.validation.held_out import HeldOut
+from alload_jax.training.validation.validator import Validator
+
+MODEL = WanConfig(
+    dim=16,
+    ffn_dim=16,
+    num_heads=2,
+    num_layers=1,
+    freq_dim=8,
+    patch_size=(1, 4, 4),
+    dtype="float32",
+)
+# Dropout and the distribution of noise levels are those of training, and must not matter.
+OBJECTIVE = FlowMatching(timesteps=TimestepConfig(shift=3.0), condition_dropout=0.9)
+CONFIG = ValidationConfig(share=0.5, noise_levels=(0.2, 0.75), max_samples=None, seed=3)
+MIX = ((1, 8, 8, 7), (5, 8, 8, 3))
+
+
+def spec_of(objective=OBJECTIVE):
+    return TrainingSpec(MODEL, objective, make_optimizer(OptimizerConfig(), 10), 0.9)
+
+
+def mesh_of(devices, **axes):
+    return make_mesh(MeshConfig(**axes), jax.devices()[:devices])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("held") / "digits"
+    Digits(mix=MIX).write(folder)
+    return StoreReader(read_manifest(folder))
+
+
+def disturbed(state):
+    """Gates and head of a new model are zero; those of a trained one are not."""
+
+    def moved(seed):
+        return lambda leaf: (
+            leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size + seed), leaf.shape)
+        )
+
+    params, ema = (jax.tree.map(moved(seed), state.params) for seed in (0, 1))
+    return state._replace(params=params, ema=ema)
+
+
+@pytest.fixture(scope="module")
+def state():
+    return jax.jit(disturbed)(init_state(spec_of(), mesh_of(1), seed=0))
+
+
+def held(source):
+    return HeldOut(source, conditions_for(MODEL, source.manifest))
+
+
+def validator_of(source, mesh, config=CONFIG, tokens=None, objective=OBJECTIVE):
+    return Validator(config, spec_of(objective), mesh, held(source), tokens)
+
+
+def errors_by_mark(validator, state):
+    """Error of each sample and level by checksum of the sample."""
+    marks = validator._held_out.checksum
+    found = {}
+    for size, errors in zip(validator.classes, validator.measure(state), strict=True):
+        for place, sample in enumerate(size.samples.tolist()):
+            for level, row in zip(validator.levels, errors.errors, strict=True):
+                if errors.measured[place]:
+                    found[int(marks[sample]), level] = float(row[place])
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(source, state):
+    return errors_by_mark(validator_of(source, mesh_of(1)), state)
+
+
+def noise_of(seed, level, mark, grid):
+    """Noise of a sample, token by token, from the definition."""
+    bits = np.float32(level).view(np.uint32)
+    key = jax.random.fold_in(jax.random.key(seed), bits)
+    key = jax.random.fold_in(jax.random.fold_in(key, 0), mark)
+    key = jax.random.split(key, 3)[0]
+    patch = np.array(MODEL.patch_size)
+    noise = np.zeros((*grid, 1))
+    for token, (t, h, w) in enumerate(np.ndindex(*(np.array(grid) // patch))):
+        values = jax.random.normal(jax.random.fold_in(key, token), (patch.prod(),))
+        here = noise[t, 4 * h : 4 * h + 4, 4 * w : 4 * w + 4, 0]
+        here[:] = np.asarray(values).reshape(4, 4)
+    return noise
+
+
+def test_errors_are_those_of_each_sample_alone_by_the_definition(source, state, reference):
+    graph = abstract_model(MODEL).graph
+    model = nnx.merge(graph, state.averaged_weights.merged())
+    forward = nnx.jit(lambda model, *arguments: model.forward(*arguments).velocity)
+    assert len(reference) == 2 * sum(count for *_, count in MIX)
+    for sample in (0, 3, 7, 9):
+        arrays, mark = source.read(sample), int(source.manifest.checksum[sample])
+        data = arrays["latents"].astype(np.float64)
+        for level in CONFIG.noise_levels:
+            noise = noise_of(CONFIG.seed, level, np.uint32(mark), data.shape[:3])
+            noisy = (1 - level) * data + level * noise
+            predicted = forward(
+                model,
+                jnp.asarray(noisy, jnp.float32)[None],
+                jnp.float32([1000 * level]),
+                jnp.asarray(arrays["labels"])[None],
+            )
+            expected = np.mean((np.asarray(predicted[0], np.float64) - (noise - data)) ** 2)
+            assert reference[mark, level] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("devices", "axes", "tokens"),
+    [
+        (1, {}, 64),
+        (2, {"fsdp": 2}, None),
+        pytest.param(8, {"fsdp": 2, "context": 2}, 12, marks=pytest.mark.slow),
+    ],
+)
+def test_devices_and_batches_change_nothing(source, state, reference, devices, axes, tokens):
+    mesh = mesh_of(devices, **axes)
+    new = init_state(spec_of(), mesh, seed=0)
+    placed = jax.tree.map(lambda value, like: jax.device_put(value, like.sharding), state, new)
+    found = errors_by_mark(validator_of(source, mesh, tokens=tokens), placed)
+    assert found.keys() == reference.keys()
+    for each, error in found.items():
+        assert error == pytest.approx(reference[each], rel=2e-5)
+
+
+def test_other_samples_and_levels_change_nothing(source, state, reference):
+    """Of the same batch shape, to the bit."""
+    fewer = Subset(source, np.array([8, 3, 0]))
+    config = replace(CONFIG, noise_levels=(0.75, 0.5))
+    found = errors_by_mark(validator_of(fewer, mesh_of(1), config), state)
+    assert len(found) == 6
+    for (mark, level), error in found.items():
+        assert level == 0.5 or error == reference[mark, level]
+    other = errors_by_mark(validator_of(fewer, mesh_of(1), replace(config, seed=4)), state)
+    assert all(other[each] != error for each, error in found.items())
+
+
+def test_the_average_is_measured_if_there_is_one(source, state, reference):
+    raw = errors_by_mark(validator_of(source, mesh_of(1), replace(CONFIG, weights="raw")), state)
+    assert all(raw[each] != error for each, error in reference.items())
+    bare = state._replace(ema={})
+    assert errors_by_mark(validator_of(source, mesh_of(1)), bare) == raw
+
+
+def test_a_damaged_sample_is_left_out_with_a_warning(source, state, reference, capsys, monkeypatch):
+    monkeypatch.setattr("alload_jax.data.patient_reading.time.sleep", lambda seconds: None)
+    sums = source.manifest.checksum.copy()
+    sums[3] ^= 1
+    damaged = StoreReader(replace(source.manifest, checksum=sums))
+    validator = validator_of(damaged, mesh_of(1), tokens=64)
+    for _ in range(2):
+        found = errors_by_mark(validator, state)
+        mark = int(source.manifest.checksum[3])
+        assert found.keys() == {each for each in reference if each[0] != mark}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: validation leaves out: ")
+    assert "(sample 3) has checksum" in line
+
+
+def test_what_is_measured_has_a_name(source):
+    def name(config, source=source):
+        return validator_of(source, mesh_of(1), config).measured_set
+
+    same = replace(CONFIG, every=7)
+    assert name(CONFIG) == name(same)
+    others = [
+        replace(CONFIG, seed=1),
+        replace(CONFIG, weights="raw"),
+        replace(CONFIG, noise_levels=(0.2, 0.7)),
+        replace(CONFIG, max_samples=5),
+    ]
+    assert len({name(each) for each in (CONFIG, *others)}) == 5
+    assert name(CONFIG, Subset(source, np.arange(9))) != name(CONFIG)
+
+
+def test_an_objective_without_fixed_levels_is_refused(source):
+    class Plain:
+        name = "plain"
+
+        def __call__(self, model, batch, key, sharding):
+            raise NotImplementedError
+
+    with pytest.raises(InputError, match=r"objective\.name is plain, which defines no errors at"):
+        validator_of(source, mesh_of(1), objective=Plain())
+
+
+def test_it_says_what_is_measured(source):
+    config = replace(CONFIG, max_samples=4, max_shapes=1, every=1000)
+    assert validator_of(source, mesh_of(1), config).told() == (
+        "4 of 10 held-out samples, 1 of 2 sizes, at 2 noise levels, every 1,000 steps and at "
+        "the end"
+    )
+    told = validator_of(source, mesh_of(1), replace(config, every=None)).told()
+    assert told.endswith("noise levels, at the end")
