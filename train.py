@@ -31,9 +31,11 @@ from alload_jax.data.condition import conditions_for
 from alload_jax.data.datasets.dataset import prepare_dataset
 from alload_jax.data.exclusion import exclusion_identity, read_excluded
 from alload_jax.data.manifest import Manifest
+from alload_jax.data.manifest_columns import read_paths
 from alload_jax.data.patient_reading import PatientReader
 from alload_jax.data.placement import place_ahead
 from alload_jax.data.sources.opening import open_source
+from alload_jax.data.weights import weights_identity, with_weights
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.distributed.consensus import Consensus
 from alload_jax.distributed.initialize import initialize
@@ -159,11 +161,14 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     )
     costs = run_costs(config.model, config.planning)
     trained = data.training.manifest
-    samples = trained.samples(config.model.patch_size)
+    samples = with_weights(
+        trained.samples(config.model.patch_size), config.data.weights, read_paths(trained)
+    )
     plan = plan_on(mesh, config.planning, samples, config.run.seed, costs)
     identity = {
         "validation": config.validation.identity(),
         "model": config.model.architecture(),
+        "mixture": weights_identity(config.data.weights),
         "plan": plan.identity(),
         "parameters": config.parameters.identity(),
         "optimizer": config.optimizer.identity(),
@@ -181,8 +186,8 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     )
     collation = collation_for(plan, trained, config.model, conditions)
     ranks = local_plan_ranks(mesh, plan.topology.ranks, config.planning.context_value)
-    reader = PatientReader(data.training)
-    collator = Collator(reader, ranks, collation, plan.group_ranks, data.excluded)
+    reader, seed = PatientReader(data.training), config.run.seed
+    collator = Collator(reader, ranks, collation, plan.group_ranks, data.excluded, seed)
     groups = group_meshes(mesh, plan)
     writer = SampleWriter(
         folder / "samples",

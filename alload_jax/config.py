@@ -18,6 +18,7 @@ from alload_jax.config_parser import Part, parse_config
 from alload_jax.data.datasets.dataset import DATASETS, Dataset
 from alload_jax.data.source import LoaderConfig
 from alload_jax.data.sources.source import SOURCES, SourceConfig
+from alload_jax.data.weights import SourceWeight
 from alload_jax.distributed.initialize import ClusterConfig
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
@@ -108,6 +109,8 @@ class DataConfig:
         the folder say.
       dataset: data set that is written to the folder if it does not exist; `name: digits` selects
         moving digits.
+      weights: how often samples stand in an epoch, by patterns over the paths of their files; the
+        first that matches counts, and samples that none matches stand once.
       exclude: text file of the numbers of samples to leave out, one per line; the others keep their
         places in the plan. Null for none.
       loader: settings for reading samples.
@@ -116,6 +119,7 @@ class DataConfig:
     folder: str
     source: SourceConfig | None = None
     dataset: Dataset | None = None
+    weights: tuple[SourceWeight, ...] = ()
     exclude: str | None = None
     loader: LoaderConfig = field(default_factory=LoaderConfig)
 

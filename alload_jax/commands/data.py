@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     parser.usage = (
         "alload data STORE [--config FILE] [--patch-size F,H,W] [--check] [--sheet FILE.png]\n"
-        "       alload data merge STORE STORE [STORE ...] --out FOLDER"
+        "       alload data merge STORE STORE [STORE ...] --out FOLDER [--add-names]"
     )
     parser.description = (
         "Shows what a data folder holds: counts, lengths, sizes, origin. With `merge`, writes one "
@@ -45,13 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="replace a sheet that exists")
     add("--samples", type=int, help="samples on the sheet; default 16")
     add("--out", metavar="FOLDER", help="with merge: data folder to write; must not exist")
+    add("--add-names", action="store_true", help="with merge: begin the paths of samples with the "
+        "name of their folder, for data.weights")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     """Shows, checks or merges."""
     if options.words[0] == _MERGE:
         return _merge(options)
-    _require_absent(options, "--out", "belongs to `alload data merge`")
+    for flag in ("--out", "--add-names"):
+        _require_absent(options, flag, "belongs to `alload data merge`")
     if len(options.words) > 1:
         raise InputError(
             f"alload data: {len(options.words)} folders; give one, or `alload data merge` them"
@@ -66,7 +69,7 @@ def _merge(options: argparse.Namespace) -> int:
         _require_absent(options, flag, "does not apply to merge")
     if options.out is None:
         raise InputError("alload data merge: --out is missing; name the folder to write")
-    path = merge_stores(options.words[1:], options.out)
+    path = merge_stores(options.words[1:], options.out, add_names=options.add_names)
     if found := origin_differences(options.words[1:]):
         more = f" and {len(found) - _DIFFERENCES} more" if len(found) > _DIFFERENCES else ""
         print(f"note: the origins differ: {', '.join(found[:_DIFFERENCES])}{more}", file=sys.stderr)

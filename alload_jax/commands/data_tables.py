@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alload_jax.data.manifest import Manifest
+from alload_jax.data.manifest_columns import caption_counts
 from alload_jax.planning.geometry import Triple
 
 _MOST_BUCKETS = 30
@@ -31,6 +32,7 @@ def store_table(manifest: Manifest, patch_size: Triple) -> Table:
         "tokens of a sample": _range(tokens),
         **{name: held for name, held in manifest.form.described().items() if held != "none"},
         "condition tokens of a sample": _range(manifest.text_length),
+        **_captions(manifest),
         "channels": str(int(manifest.channels[0])),
         "VAE stride": _joined(manifest.vae_stride),
         "shards" if manifest.is_store else "files": f"{len(manifest.shard_bytes):,}",
@@ -72,6 +74,15 @@ def _video(manifest: Manifest) -> str:
     if manifest.fps is None:
         return f"{count:,} frames; the origin names no fps"
     return f"{count / manifest.fps / 3600:,.3f} hours: {count:,} frames at {manifest.fps:g} fps"
+
+
+def _captions(manifest: Manifest) -> dict[str, str]:
+    """How many captions samples have, if some have several."""
+    counts = caption_counts(manifest)
+    several = int((counts > 1).sum())
+    if not several:
+        return {}
+    return {"captions of a sample": f"{_range(counts)}; {several:,} samples have several"}
 
 
 def _range(values: np.ndarray) -> str:

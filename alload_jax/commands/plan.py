@@ -12,7 +12,7 @@ from rich.console import Console
 from alload_jax.commands.flags import triple
 from alload_jax.commands.plan_inputs import PlanInputs, plan_inputs
 from alload_jax.commands.plan_memory import memory_cases, memory_table
-from alload_jax.commands.plan_tables import case_table, comparison_table
+from alload_jax.commands.plan_tables import case_table, comparison_table, shares_table
 from alload_jax.errors import InputError
 from alload_jax.planning.advice import advice
 from alload_jax.planning.analytic import FROZEN_BYTES
@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--workload", choices=names(), metavar="NAME", help=", ".join(names()))
     data.add_argument("--size", type=int, default=100_000, help="number of samples of the workload")
     data.add_argument("--workload-seed", type=int, default=0, help="seed of the workload's samples")
+    data.add_argument(
+        "--weights",
+        nargs="+",
+        metavar="PATH=WEIGHT",
+        help="times that samples of a folder stand in an epoch; default: data.weights of --config",
+    )
     data.add_argument("--vae-stride", type=triple, help="pixels per latent, such as 4,8,8")
     data.add_argument("--patch-size", type=triple, help="latents per token, such as 1,2,2")
     data.add_argument("--seed", type=int, help="seed of the order of samples")
@@ -187,7 +193,9 @@ def _show_memory(options: argparse.Namespace) -> int:
     """Prints what a step needs on a device, without data."""
     _check_margin(options)
     if given := [
-        name for name in ("manifest", "workload", "out", "report") if getattr(options, name)
+        name
+        for name in ("manifest", "workload", "weights", "out", "report")
+        if getattr(options, name)
     ]:
         raise InputError(f"alload plan: --memory needs no data; leave --{given[0]} out")
     name, cases = memory_cases(options)
@@ -263,6 +271,8 @@ def _print_tables(inputs: PlanInputs, study: Study, cases: list[Case]) -> None:
     console = Console(soft_wrap=True)
     console.width = max(console.width, _WIDTH)
     console.print(f"data: {inputs.source}", highlight=False)
+    if inputs.shares:
+        console.print(shares_table(inputs.shares))
     console.print(f"cost model: {inputs.costs_source}", highlight=False)
     console.print(case_table(cases[0]) if len(cases) == 1 else comparison_table(cases))
     for sentence in advice(study, [case for case in cases if case.ranks == cases[0].ranks]):
@@ -278,6 +288,7 @@ def _settings(options: argparse.Namespace, inputs: PlanInputs, case: Case) -> di
         "epoch": options.epoch,
         "m_mem": case.plan_m_mem,
         "sample_count": len(inputs.samples),
+        **({"sources": [each._asdict() for each in inputs.shares]} if inputs.shares else {}),
         "cost_model": {"kind": type(predictor).__name__, **asdict(predictor)},  # type: ignore[call-overload]
         "cost_model_source": inputs.costs_source,
         "seconds_per_split_token": case.config.seconds_per_split_token(inputs.costs),

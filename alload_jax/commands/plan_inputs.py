@@ -5,7 +5,11 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from alload_jax.commands.plan_weights import described, weigh, weights_of_flags
 from alload_jax.commands.source_config import holds_samples, source_config
+from alload_jax.data.weights import SourceShare, SourceWeight
 from alload_jax.errors import InputError
 from alload_jax.planning.analytic import ALL_TRAINED, Trained, analytic_costs
 from alload_jax.planning.architectures.architecture import Architecture
@@ -14,7 +18,7 @@ from alload_jax.planning.cost import CostFile, PowerCost, read_cost_file
 from alload_jax.planning.devices import DEVICES, device_named
 from alload_jax.planning.geometry import Geometry
 from alload_jax.planning.policies.registry import AUTO, AUTO_PACKED, candidates
-from alload_jax.planning.samples import Samples, read_samples
+from alload_jax.planning.samples import Samples, read_sample_paths, read_samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.sparse_cost import SparseLayers, with_layers
 from alload_jax.planning.workloads import make_workload
@@ -35,6 +39,7 @@ class PlanInputs(NamedTuple):
       costs: the content of the cost model's file.
       costs_source: description of the cost model's source.
       seed: seed of the order of samples.
+      shares: what weighted sources are of an epoch; empty without weights.
     """
 
     samples: Samples
@@ -43,6 +48,7 @@ class PlanInputs(NamedTuple):
     costs: CostFile
     costs_source: str
     seed: int
+    shares: tuple[SourceShare, ...] = ()
 
 
 class PlannedModel(NamedTuple):
@@ -73,6 +79,7 @@ class _Base(NamedTuple):
       packs: whether the model can train on packed rows.
       layers: the model's layers as training begins; None if all are always dense.
       trained: which parameters are trained.
+      weights: of the sources of samples.
     """
 
     planning: dict[str, Any]
@@ -83,6 +90,7 @@ class _Base(NamedTuple):
     packs: bool
     layers: SparseLayers | None = None
     trained: Trained = ALL_TRAINED
+    weights: tuple[SourceWeight, ...] = ()
 
 
 def plan_inputs(options: argparse.Namespace) -> PlanInputs:
@@ -99,7 +107,10 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
         # This policy has every setting; each case takes those of its own policy.
         fields["policy"] = AUTO_PACKED
     costs, source = _costs_with_layers(options, fields, base)
-    samples, data = _samples(options, base.patch_size)
+    samples, data, paths = _samples(options, base.patch_size)
+    weights = weights_of_flags(options) or (base.weights if options.manifest else ())
+    samples, shares = weigh(samples, weights, paths)
+    data += described(shares)
     policies = candidates(fields.get("policy", AUTO))
     if fields.get("m_mem") is None and any("m_mem" in each.required for each in policies):
         fields["m_mem"] = _m_mem(options, costs, int(samples.seq_len.min()))
@@ -107,7 +118,7 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     if options.config and base.model:
         planning.refuse_foreign_costs(base.model | {"remat": base.remat}, None)
     seed = base.seed if options.seed is None else options.seed
-    return PlanInputs(samples, data, planning, costs, source, seed)
+    return PlanInputs(samples, data, planning, costs, source, seed, shares)
 
 
 def _from_config(path: str | None) -> _Base:
@@ -131,6 +142,7 @@ def _from_config(path: str | None) -> _Base:
         packs=model.image is None and model.attention != "xla" and model.dtype != "float32",
         layers=first_layers(model),
         trained=_trained_of(config),
+        weights=config.data.weights,
     )
 
 
@@ -264,7 +276,11 @@ def _m_mem(options: argparse.Namespace, costs: CostFile, shortest: int) -> int |
     return costs.m_mem
 
 
-def _samples(options: argparse.Namespace, patch_size: tuple[int, int, int]) -> tuple[Samples, str]:
+_Read = tuple[Samples, str, np.ndarray | None]
+"""Samples, a description of the data set, and the paths of the samples if they are recorded."""
+
+
+def _samples(options: argparse.Namespace, patch_size: tuple[int, int, int]) -> _Read:
     if (options.workload is None) == (options.manifest is None):
         raise InputError("alload plan: give either --workload NAME or --manifest FILE")
     stride = options.vae_stride
@@ -275,15 +291,15 @@ def _samples(options: argparse.Namespace, patch_size: tuple[int, int, int]) -> t
     geometry = Geometry(stride or Geometry().vae_stride, options.patch_size or patch_size)
     if options.manifest:
         samples = read_samples(options.manifest, geometry)
-        return samples, f"{options.manifest}, {len(samples):,} samples"
+        paths = read_sample_paths(options.manifest)
+        return samples, f"{options.manifest}, {len(samples):,} samples", paths
     samples = make_workload(options.workload, options.size, options.workload_seed, geometry)
-    return samples, f"{options.workload}, {len(samples):,} samples"
+    return samples, f"{options.workload}, {len(samples):,} samples", None
 
 
-def _source_samples(
-    options: argparse.Namespace, patch_size: tuple[int, int, int]
-) -> tuple[Samples, str]:
+def _source_samples(options: argparse.Namespace, patch_size: tuple[int, int, int]) -> _Read:
     """The samples of a folder of data, or of a file of another trainer."""
+    from alload_jax.data.manifest_columns import read_paths
     from alload_jax.data.sources.opening import open_source
 
     if options.vae_stride:
@@ -293,7 +309,8 @@ def _source_samples(
         )
     source = open_source(options.manifest, source_config(options.config, "alload plan"))
     samples = source.manifest.samples(patch_size)
-    return samples, f"{options.manifest}, {len(samples):,} samples"
+    described = f"{options.manifest}, {len(samples):,} samples"
+    return samples, described, read_paths(source.manifest)
 
 
 def _stored_stride(manifest: str) -> tuple[int, int, int] | None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import rich.box
 from rich.table import Table
+from rich.text import Text
 
+from alload_jax.data.weights import SourceShare
 from alload_jax.planning.study import Case
 
 _COUNTS = ("cost", "seconds", "tokens_per_second", "samples_per_second")
@@ -83,6 +85,23 @@ def comparison_table(cases: Sequence[Case]) -> Table:
             case.name,
             *(cells[name] for name in columns),
             *(readable(name, replayed[name]) for name in replay),
+        )
+    return table
+
+
+def shares_table(shares: Sequence[SourceShare]) -> Table:
+    """A table of what the entries of `data.weights` are of an epoch."""
+    table = Table(box=rich.box.SIMPLE_HEAD)
+    table.add_column("source", no_wrap=True)
+    for name in ("weight", "samples", "samples an epoch", "share of tokens"):
+        table.add_column(name, justify="right")
+    for each in shares:
+        table.add_row(
+            Text(each.path),
+            f"{each.weight:g}",
+            f"{each.samples:,}",
+            f"{each.epoch_samples:,.10g}",
+            f"{each.share:.1%}",
         )
     return table
 

@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, help="data folder to write; must not exist")
     add("--path-column", help="column of paths in a table; default: found by its name")
     add("--caption-column", help="column or JSON key of captions; default: found by its name")
+    add("--captions", choices=["one", "all"], default="one", help="captions of a file to store: "
+        "one, or all: each line of a .txt file, each entry of a list, the columns caption, "
+        "caption_1, caption_2 and so on; an epoch takes one of them; default one")  # fmt: skip
     add("--vae", default="none", help="encoder of frames: none stores pixels, wan latents of Wan's "
         "VAE; default none")  # fmt: skip
     add("--vae-folder", help="local folder of the VAE's weights, as diffusers saves them")
@@ -79,7 +82,8 @@ def run(options: argparse.Namespace) -> int:
     engine = _engine(options)
     _check_places(options)
     settings = _settings(options)
-    items = find_items(Path(options.input), options.path_column, options.caption_column)
+    columns = (options.path_column, options.caption_column)
+    items = find_items(Path(options.input), *columns, options.captions == "all")
     vae, _ = settings.encoders(items)
     out = Path(options.out).absolute()
     with ProgressBar("prepare: file", total=len(items)) as bar, _interruptible():
@@ -190,6 +194,7 @@ def _print_summary(
     from rich.table import Table
 
     from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
+    from alload_jax.data.manifest_columns import caption_counts
     from alload_jax.data.prepare.summary import bucket_rows, reasons, video_hours
 
     console = Console()
@@ -205,6 +210,9 @@ def _print_summary(
         for reason, count, example in found[:_REASONS]:
             table.add_row(escape(reason), f"{count:,}", escape(example))
         console.print(table)
+    counts = caption_counts(manifest)
+    if several := int((counts > 1).sum()):
+        print(f"{several:,} samples have several captions, up to {counts.max()}")
     hours = video_hours(manifest, settings.rate)
     console.print(
         f"{report.used:,} files used, {report.without_caption:,} of them without a caption · "

@@ -15,7 +15,7 @@ class Batch(NamedTuple):
       condition: [B, L] int32 classes, `num_classes` for the null class; or [B, L, width] text
         embeddings.
       sample: [B] int32, row numbers in the manifest; −1 for padding.
-      epoch: [B] int32, the epoch to which each sample belongs.
+      epoch: [B] int32, the epoch to which each sample belongs, as `noise_epoch` numbers it.
       weight: [B] float32, 1 for a sample and 0 for padding.
       given: [B, frames, height, width, G] float32, input channels behind the noisy latents; None
         if the model takes none.
@@ -42,7 +42,7 @@ class PackedBatch(NamedTuple):
       metadata: positions of the segments in T and of their conditions in C.
       condition: [R, C] int32 classes or [R, C, width] text embeddings.
       sample: [R, M] int32, row numbers in the manifest; −1 in unused slots.
-      epoch: [R, M] int32, the epoch to which each sample belongs.
+      epoch: [R, M] int32, the epoch to which each sample belongs, as `noise_epoch` numbers it.
       weight: [R, M] float32: 1 for a sample, its fraction of the tokens for a part, 0 in unused
         slots.
       first: [R, M] int32, index of the segment's first token in its sample.

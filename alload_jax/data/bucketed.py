@@ -1,5 +1,6 @@
 """Bucketed collation: one row per sample, all rows of one shape."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays
 from alload_jax.planning.plan import MicroBatch, Plan
+from alload_jax.planning.repeats import noise_epoch
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class BucketedCollation:
 
     def shapes(self, plan: Plan) -> list[Batch]:
         """See `Collation.shapes`."""
-        epoch = plan.epoch(0)
-        distinct = np.unique(np.column_stack([epoch.rows * plan.group_ranks, epoch.shape]), axis=0)
+        rows, shape = plan.bucket_shapes()
+        distinct = np.unique(np.column_stack([rows * plan.group_ranks, shape]), axis=0)
         found = [(n, *self.manifest.latent_shape(tuple(size))) for n, *size in distinct.tolist()]
         found.sort(key=lambda shape: (-math.prod(shape), shape))
         return [self._abstract(shape) for shape in found]
@@ -51,19 +53,25 @@ class BucketedCollation:
         rows = sum(part.rows for part in parts)
         shapes = self._abstract((rows, *self.manifest.latent_shape(parts[0].shape)))
         zeros: Batch = jax.tree.map(lambda part: np.zeros(part.shape, part.dtype), shapes)
+        epochs = np.full(rows, epoch, np.int32)
+        for part, first_row in zip(parts, _first_rows(parts), strict=True):
+            for row, repetition in enumerate(part.repetitions, start=first_row):
+                epochs[row] = noise_epoch(epoch, 0, repetition)
         return zeros._replace(
             condition=self.conditions.empty(rows),
             sample=np.full(rows, -1, np.int32),
-            epoch=np.full(rows, epoch, np.int32),
+            epoch=epochs,
         )
 
     def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, int]]:
         """See `Collation.places`; a place is a row."""
-        first_row = 0
-        for part in parts:
+        for part, first_row in zip(parts, _first_rows(parts), strict=True):
             for row, sample in enumerate(part.samples, start=first_row):
                 yield sample, row
-            first_row += part.rows
+
+    def epoch_of(self, batch: Batch, place: int) -> int:
+        """See `Collation.epoch_of`."""
+        return int(batch.epoch[place])
 
     def put(
         self, batch: Batch, place: int, sample: int, arrays: Arrays, condition: np.ndarray
@@ -77,3 +85,8 @@ class BucketedCollation:
         batch.condition[place, : len(condition)] = condition
         batch.sample[place] = sample
         batch.weight[place] = 1.0
+
+
+def _first_rows(parts: Sequence[MicroBatch]) -> list[int]:
+    """The first row of each part, rows of all parts counted on."""
+    return [0, *itertools.accumulate(part.rows for part in parts)][:-1]

@@ -9,6 +9,7 @@ import numpy as np
 
 from alload_jax.data.batch import AnyBatch
 from alload_jax.data.collation import Collation
+from alload_jax.data.sample_texts import with_text_of_epoch
 from alload_jax.data.sources.source import SampleReader
 from alload_jax.data.store import BadRecordError
 from alload_jax.planning.plan import MicroBatch, Step
@@ -42,6 +43,7 @@ class Collator:
       collation: collation of the plan's micro-batches.
       group_ranks: number of ranks per shape group; None for all ranks.
       excluded: samples that are not read and get weight 0.
+      seed: of the run, which draws one of a sample's texts in each epoch.
     """
 
     reader: SampleReader
@@ -49,6 +51,7 @@ class Collator:
     collation: Collation
     group_ranks: int | None = None
     excluded: frozenset[int] = frozenset()
+    seed: int = 0
 
     def __call__(self, step: Step) -> HostStep:
         """Reads the step's records. Damaged records get weight 0 and are reported."""
@@ -73,6 +76,8 @@ class Collator:
                 continue
             try:
                 arrays = self.reader.read(sample)
+                epoch_of_sample = self.collation.epoch_of(batch, place)
+                arrays = with_text_of_epoch(arrays, self.seed, epoch_of_sample, sample)
                 condition = self._condition(arrays, sample)
             except BadRecordError as error:
                 problems.append(str(error))

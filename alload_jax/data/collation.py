@@ -39,6 +39,10 @@ class Collation(Protocol):
         """Yields each sample of the parts and its place in the batch."""
         ...
 
+    def epoch_of(self, batch: Any, place: Any) -> int:
+        """The epoch of the sample at a place of the batch, as `noise_epoch` numbers it."""
+        ...
+
     def put(
         self, batch: Any, place: Any, sample: int, arrays: Arrays, condition: np.ndarray
     ) -> None:

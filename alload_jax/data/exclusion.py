@@ -1,5 +1,6 @@
 """Samples that a run leaves out, without a change to the place of the others."""
 
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -57,4 +58,9 @@ def count_excluded(step: Step, excluded: frozenset[int]) -> int:
     """Returns how many samples of a step are left out."""
     if not excluded:
         return 0
-    return len({sample for part in step.micro_batches for sample in part.samples} & excluded)
+    times = {
+        time
+        for part in step.micro_batches
+        for time in zip_longest(part.samples, part.repetitions, fillvalue=0)
+    }
+    return sum(sample in excluded for sample, _ in times)

@@ -2,7 +2,7 @@
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -39,7 +39,13 @@ SCHEMA = pa.schema(
 )
 """The columns that every manifest has."""
 ROW_SCHEMA = SCHEMA.append(pa.field(CAPTION, pa.string()))
-"""The columns that are written."""
+"""The columns that are always written."""
+CAPTIONS = "captions"
+"""Column of all texts in words of samples that have several; null where there is one."""
+PATH = "path"
+"""Column of the path of the media file within the input of `alload prepare media`."""
+_OPTIONAL = {CAPTIONS: pa.list_(pa.string()), PATH: pa.string()}
+"""Columns that are written where a sample has a value."""
 _LARGEST_SIZE = 2**16
 """Most frames, rows or columns of pixels, channels, and tokens of text of a sample."""
 
@@ -182,7 +188,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     path = Path(folder) / MANIFEST_NAME
     if not path.is_file():
         raise InputError(f"{path}: no such manifest; set data.folder to a prepared data folder")
-    table = _read_columns(path, SCHEMA.names)
+    table = read_columns(path, SCHEMA.names)
     notes = manifest_metadata(path)
     _check_format(path, table, notes)
     _check_notes(path, notes)
@@ -204,34 +210,50 @@ def read_manifest(folder: str | Path) -> Manifest:
     )
 
 
+def row_schema(names: Collection[str]) -> pa.Schema:
+    """The columns of rows of which some have values under these names."""
+    fields = [pa.field(name, kind) for name, kind in _OPTIONAL.items() if name in names]
+    return pa.schema([*ROW_SCHEMA, *fields])
+
+
+def in_row_schema(table: pa.Table) -> pa.Table:
+    """The rows with the columns that are written, in their order and types."""
+    if CAPTION not in table.column_names:
+        table = table.append_column(CAPTION, pa.nulls(len(table), pa.string()))
+    schema = row_schema(table.column_names)
+    return table.select(schema.names).cast(schema)
+
+
 def read_captions(folder: str | Path) -> list[str | None]:
     """Reads the caption of each sample of a data folder; None where it has none.
 
     Raises:
       InputError: the manifest is no Parquet file.
     """
-    table = _read_columns(Path(folder) / MANIFEST_NAME, ["index", CAPTION])
+    table = read_columns(Path(folder) / MANIFEST_NAME, ["index", CAPTION])
     if CAPTION not in table.column_names:
         return [None] * len(table)
     return table[CAPTION].to_pylist()
 
 
 def read_rows(folder: str | Path) -> pa.Table:
-    """Reads the rows of a data folder's manifest in `ROW_SCHEMA`.
+    """Reads the rows of a data folder's manifest in a `row_schema`.
 
     Raises:
       InputError: the manifest is missing, damaged or in another format.
     """
     path = Path(folder) / MANIFEST_NAME
-    table = _read_columns(path, ROW_SCHEMA.names)
+    table = read_columns(path, row_schema(_OPTIONAL).names)
     _check_format(path, table, manifest_metadata(path), may_be_empty=True)
-    if CAPTION not in table.column_names:
-        table = table.append_column(CAPTION, pa.nulls(len(table), pa.string()))
-    return table.select(ROW_SCHEMA.names).cast(ROW_SCHEMA)
+    return in_row_schema(table)
 
 
-def _read_columns(path: Path, names: list[str]) -> pa.Table:
-    """Reads those of the columns that the file has."""
+def read_columns(path: Path, names: list[str]) -> pa.Table:
+    """Reads those of the columns of a manifest that the file has.
+
+    Raises:
+      InputError: it is no Parquet file.
+    """
     try:
         found = pyarrow.parquet.read_schema(path).names
         return pyarrow.parquet.read_table(path, columns=[name for name in names if name in found])

@@ -19,6 +19,7 @@ from alload_jax.models.common.patches import patchify
 from alload_jax.models.common.segments import PackedMetadata, SplitRows, segments_of
 from alload_jax.models.common.tile_layout import SplitTiles, TileLayout
 from alload_jax.planning.plan import MicroBatch, Plan, RowPlan
+from alload_jax.planning.repeats import noise_epoch
 
 
 class Place(NamedTuple):
@@ -94,7 +95,12 @@ class PackedCollation:
         """See `Collation.empty`; the metadata already holds the segments."""
         rows = [_row_plan(part) for part in parts]
         samples = [part.samples for part in parts]
-        return self._batch(self.sizes[rows[0].split_tokens], rows, samples, epoch)
+        batch = self._batch(self.sizes[rows[0].split_tokens], rows, samples, epoch)
+        for row, part in enumerate(parts):
+            slots = zip(rows[row].late, part.repetitions, strict=False)
+            for slot, (late, repetition) in enumerate(slots):
+                batch.epoch[row, slot] = noise_epoch(epoch, late, repetition)
+        return batch
 
     def _batch(
         self,
@@ -183,6 +189,10 @@ class PackedCollation:
                 zip(part.samples, row_plan.offsets, row_plan.first, row_plan.tokens, strict=True)
             ):
                 yield sample, Place(row, slot, offset, first, tokens)
+
+    def epoch_of(self, batch: PackedBatch, place: Place) -> int:
+        """See `Collation.epoch_of`."""
+        return int(batch.epoch[place.row, place.slot])
 
     def put(
         self,

@@ -53,7 +53,7 @@ def _giant(study: Study, case: Case) -> str | None:
     policy = case.plan.policy
     if not isinstance(policy, Balanced) or policy.context > 1:
         return None
-    lengths, counts = np.unique(study.samples.seq_len, return_counts=True)
+    lengths, counts = np.unique(study.samples.typical().seq_len, return_counts=True)
     mean = (1 - case.metrics.idle) * case.metrics.cost / case.metrics.steps
     over = _alone(study, case, lengths) / mean
     count = int(counts[over > _GIANT].sum())

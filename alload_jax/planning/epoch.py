@@ -88,12 +88,15 @@ class EpochPlan:
       padded_len: [W] int64, tokens of each of its rows.
       shape: [W, 3] int64, (frames, height, width) of its rows; zeros where unknown or packed.
       offsets: [W + 1] int64; micro-batch w holds `sample[offsets[w]:offsets[w + 1]]`.
-      sample: [P] int64, the manifest's row numbers; each stands here or in `left_over` once, a
-        split sample once for each rank that holds a part of it. Samples of earlier epochs, which
-        are late, stand here beside.
+      sample: [P] int64, the manifest's row numbers; each stands here or in `left_over` once (or
+        `counts` times), a split sample once for each rank that holds a part of it. Samples of
+        earlier epochs, which are late, stand here beside.
       packing: where parts lie in packed rows; None for bucketed micro-batches, whose rows hold a
         sample each.
       left_over: samples that a later epoch places.
+      counts: [N] int64, how often each sample stands in the epoch; None for once each.
+      repetition: [P] int64, which of the sample's times in its own epoch a part belongs to; None
+        if all are the first.
     """
 
     ranks: int
@@ -108,6 +111,8 @@ class EpochPlan:
     sample: np.ndarray
     packing: Packing | None = None
     left_over: LeftOver = field(default_factory=LeftOver)
+    counts: np.ndarray | None = None
+    repetition: np.ndarray | None = None
 
     def of_step(self, step: int) -> slice:
         """The micro-batches of one step, as a slice of the columns [W]."""
@@ -138,6 +143,7 @@ class EpochPlan:
             offsets=self.offsets[work.start : work.stop + 1] - self.offsets[work.start],
             sample=self.sample[parts],
             packing=packing,
+            repetition=None if self.repetition is None else self.repetition[parts],
         )
 
     def parts_of(self, micro_batch: int) -> slice:
@@ -158,6 +164,10 @@ class EpochPlan:
     def late(self) -> np.ndarray:
         """[P] int64: epochs by which the sample of each part is late; 0 in its own epoch."""
         return self.packing.late if self.packing else np.zeros(len(self.sample), np.int64)
+
+    def repetitions(self) -> np.ndarray:
+        """[P] int64: which of the sample's times in its own epoch each part belongs to."""
+        return np.zeros(len(self.sample), np.int64) if self.repetition is None else self.repetition
 
     def part_tokens(self, seq_len: np.ndarray) -> np.ndarray:
         """[P] int64: tokens of each part, from those of every sample of the manifest ([N])."""

@@ -60,16 +60,16 @@ def make_plan(
     Raises:
       InputError: a sample cannot be placed, or a bound is missing.
     """
-    topology = _rank_topology(config, ranks, ranks_per_group)
+    topology, typical = _rank_topology(config, ranks, ranks_per_group), samples.typical()
     costs = costs or config.costs()
     if config.context == "auto":
         config = replace(config, context=choose_context(config, samples, topology, costs))
     if config.m_comp == "longest":
-        open_bound = make_policy(replace(config, m_comp=None), costs).fitted(samples, topology)
+        open_bound = make_policy(replace(config, m_comp=None), costs).fitted(typical, topology)
         config = replace(config, m_comp=longest_alone(open_bound, samples))
     elif config.m_comp == "auto":
         return _with_best_m_comp(config, samples, topology, seed, costs)
-    policy = make_policy(config, costs).fitted(samples, topology)
+    policy = make_policy(config, costs).fitted(typical, topology)
     return Plan(samples, policy, topology, seed)
 
 
@@ -89,7 +89,7 @@ def choose_context(
     """
     times: dict[int, float] = {}
     refusals = []
-    drawn = draw_samples(samples, _MOST_SAMPLES)
+    drawn = draw_samples(samples.typical(), _MOST_SAMPLES)
     for context in (c for c in range(1, _MOST_CONTEXT + 1) if topology.ranks % c == 0):
         tried = replace(config, context=context, m_comp=None)
         try:
@@ -110,11 +110,12 @@ def _with_best_m_comp(
 
     The search plans a draw of the samples, so the whole plans are compared.
     """
+    typical = samples.typical()
     curve = m_comp_curve(config, samples, topology, costs)
     model, split = config.predictor(costs), config.seconds_per_split_token(costs)
 
     def plan_at(m_comp: float | None) -> Plan:
-        policy = make_policy(replace(config, m_comp=m_comp), costs).fitted(samples, topology)
+        policy = make_policy(replace(config, m_comp=m_comp), costs).fitted(typical, topology)
         return Plan(samples, policy, topology, seed)
 
     open_bound = curve.m_comp[-1].item() if config.traits.m_comp_by_default else None
@@ -133,7 +134,7 @@ def m_comp_curve(
     costs = costs or config.costs()
     return search_m_comp(
         lambda m_comp: make_policy(replace(config, m_comp=m_comp), costs),
-        samples,
+        samples.typical(),
         topology,
         config.predictor(costs),
         config.seconds_per_split_token(costs),

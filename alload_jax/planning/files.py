@@ -26,8 +26,10 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
     `split_tokens` of a row are reserved for split samples. `rows` is the number of rows of
     `padded_len` tokens in the micro-batch, including padding rows; packed micro-batches have one,
     with room for `slots` samples.
-    frames, height and width are zeros if unknown or packed. A rank without a sample has no line: it
-    computes padding in synchronous and packed plans and is idle in independent ones.
+    frames, height and width are zeros if unknown or packed. Plans of weighted samples have another
+    column, `repetition`: which of the sample's times in its own epoch it is, from 0. A rank without
+    a sample has no line: it computes padding in synchronous and packed plans and is idle in
+    independent ones.
 
     Args:
       plan: the epoch.
@@ -60,6 +62,8 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
             "width": spread(plan.shape[:, 2]),
         }
     )
+    if plan.repetition is not None:
+        table = table.append_column("repetition", pa.array(plan.repetition))
     return table.replace_schema_metadata({METADATA_KEY: json.dumps(settings).encode()})
 
 

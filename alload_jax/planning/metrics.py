@@ -79,10 +79,11 @@ class PlanMetrics:
       order_correlation: correlation of a step's index with the mean length of its samples.
       length_share: distinct lengths of a step's samples, over those of the data set.
       cost: summed makespan of the epoch.
-      tokens_per_second: tokens of the data set over the cost of an epoch that places all of it, at
-        this epoch's idle time and padding; per unit where cost has no unit.
-      dropped, duplicated: samples neither placed nor left over, placements beyond the first; both
-        must be 0.
+      tokens_per_second: tokens of the data set (each sample as often as it stands in the epoch)
+        over the cost of an epoch that places all of it, at this epoch's idle time and padding; per
+        unit where cost has no unit.
+      dropped, duplicated: samples placed and left over less often than they stand in the epoch
+        (once without `data.weights`), and placements beyond that; both must be 0.
     """
 
     steps: int
@@ -140,6 +141,7 @@ def plan_metrics(
         plan.left_over.sample[plan.left_over.late == 1], minlength=len(seq_len)
     )
     copies = (placed // seq_len).astype(np.int64)
+    wanted = np.ones_like(copies) if plan.counts is None else plan.counts
     per_step = samples_per_step(plan, seq_len)
     correlation, share = _representativeness(plan, seq_len)
     return PlanMetrics(
@@ -165,8 +167,8 @@ def plan_metrics(
         length_share=share,
         cost=float(makespan.sum()),
         tokens_per_second=_throughput(plan, seq_len, cost_model, float(makespan.sum())),
-        dropped=int((placed < seq_len).sum()),
-        duplicated=int((copies - 1).clip(0).sum()),
+        dropped=int((placed < seq_len * wanted).sum()),
+        duplicated=int((copies - wanted).clip(0).sum()),
     )
 
 
@@ -179,8 +181,9 @@ def _throughput(plan: EpochPlan, seq_len: np.ndarray, model: CostModel, cost: fl
     work = model.sequence_cost(seq_len)
     share = plan.part_tokens(seq_len) / seq_len[plan.sample]
     placed = float((work[plan.sample] * share).sum())
-    whole = cost * float(work.sum()) / placed if placed else cost
-    return float(seq_len.sum()) / whole if whole else 0.0
+    held = slice(None) if plan.counts is None else np.repeat(np.arange(len(work)), plan.counts)
+    whole = cost * float(work[held].sum()) / placed if placed else cost
+    return float(seq_len[held].sum()) / whole if whole else 0.0
 
 
 def samples_per_step(plan: EpochPlan, seq_len: np.ndarray) -> np.ndarray:
@@ -207,7 +210,8 @@ def repeated_neighbours(
 ) -> RepeatedNeighbours:
     """Compares the company of samples in two epochs.
 
-    Neighbours are samples of one micro-batch. Late samples and split ones are left out.
+    Neighbours are samples of one micro-batch. Late samples, split ones and repetitions are left
+    out.
 
     Args:
       before, after: two epochs of a plan.
@@ -228,7 +232,7 @@ def _row_of_sample(plan: EpochPlan, samples: int) -> np.ndarray:
     """[N] int64: the micro-batch of each sample, or −1."""
     row = np.full(samples, -1, np.int64)
     split = plan.packing.is_split if plan.packing else np.zeros(len(plan.sample), bool)
-    own = (plan.late() == 0) & ~split
+    own = (plan.late() == 0) & ~split & (plan.repetitions() == 0)
     row[plan.sample[own]] = plan.micro_batch_of_part()[own]
     return row
 

@@ -6,7 +6,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,9 @@ import numpy as np
 from alload_jax.planning.cost import CostModel
 from alload_jax.planning.digest import digest
 from alload_jax.planning.epoch import EpochPlan, LeftOver, Packing
+from alload_jax.planning.policies.bucketed import Bucketed
 from alload_jax.planning.policies.policy import Policy
+from alload_jax.planning.repeats import number_repetitions, require_counts
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.topology import RankTopology
 
@@ -36,6 +38,8 @@ class MicroBatch:
       shape: (frames, height, width) in pixels; zeros where unknown or packed.
       samples: the manifest's row numbers, one for each row or each part of a packed row.
       row_plan: positions of the parts, in the order of `samples`; None if not packed.
+      repetitions: which of the sample's times in its own epoch each of `samples` is, from 0; empty
+        if the plan repeats no sample.
     """
 
     rank: int
@@ -45,6 +49,7 @@ class MicroBatch:
     shape: tuple[int, int, int]
     samples: tuple[int, ...]
     row_plan: "RowPlan | None" = None
+    repetitions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,9 +126,9 @@ class Plan:
     """An infinite sequence of steps with random access; every epoch has a new order.
 
     Attributes:
-      steps_per_epoch: steps of the first epoch, and of every epoch of a bucketed plan. Packed
-        epochs differ by a few steps and carry samples into the next one, so all epochs before a
-        step are planned once to find it.
+      steps_per_epoch: steps of the first epoch, and of every epoch of a bucketed plan whose
+        samples have no weights, or whole ones. Other epochs differ by a few steps, and packed ones
+        carry samples into the next one, so all epochs before a step are planned once to find it.
     """
 
     def __init__(
@@ -146,14 +151,17 @@ class Plan:
           recalibrations: of the policy, in the order of their epochs.
 
         Raises:
-          InputError: the policy cannot place a sample.
+          InputError: the policy cannot place a sample, or cannot follow weights.
         """
         self.samples = samples
         self.policy = policy
         self.topology = topology
         self.seed = seed
         self.recalibrations = tuple(recalibrations)
-        self.fixed_epoch_length = not policy.packed
+        self._repeats = samples.repeats(seed)
+        self.fixed_epoch_length = not policy.packed and (
+            self._repeats is None or self._repeats.is_even
+        )
         self._starts = list(starts)
         self._planned: OrderedDict[int, EpochPlan] = OrderedDict()
         self._planning = threading.RLock()
@@ -209,12 +217,39 @@ class Plan:
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, number])))
         cost = self.cost_model(number)
         policy = self.policy.recalibrated(cost) if cost else self.policy
-        found = policy.plan_epoch(self.samples, self.topology, rng, start.carried)
+        found = self._repeated(number, policy, rng, start.carried)
         if number + 1 == len(self._starts):
             self._starts.append(EpochStart(start.step + found.steps, found.left_over))
         self._planned[number] = found
         while len(self._planned) > _EPOCHS_KEPT:
             self._planned.popitem(last=False)
+
+    def _repeated(
+        self, number: int, policy: Policy, rng: np.random.Generator, carried: LeftOver
+    ) -> EpochPlan:
+        """Plans an epoch; of weighted samples, with how often each stands in it."""
+        repeats, seq_len = self._repeats, self.samples.seq_len
+        if repeats is None:
+            return policy.plan_epoch(self.samples, self.topology, rng, carried)
+        counts = repeats.counts(number)
+        found = policy.plan_epoch(self.samples.of_epoch(counts), self.topology, rng, carried)
+        require_counts(found, seq_len, counts, policy.name)
+        repetition = number_repetitions(
+            found, seq_len, lambda epochs: repeats.counts(number - epochs), carried
+        )
+        return replace(found, counts=counts, repetition=repetition)
+
+    def bucket_shapes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows [K] and (frames, height, width) [K, 3] of all micro-batches of all epochs.
+
+        Of a bucketed plan; some may stand here more than once.
+        """
+        if self._repeats is not None and isinstance(self.policy, Bucketed):
+            # An epoch may lack a bucket.
+            buckets = self.samples.once().buckets()
+            return self.policy.rows_per_bucket(buckets), buckets.shape
+        epoch = self.epoch(0)
+        return epoch.rows, epoch.shape
 
     def step(self, index: int) -> Step:
         """Step number `index`, counted from the start of training."""
@@ -249,7 +284,7 @@ class Plan:
     @property
     def group_ranks(self) -> int:
         """Ranks of a shape group, whose micro-batches share a shape; all in synchronous plans."""
-        return self.topology.ranks_per_bucket if self.fixed_epoch_length else self.topology.ranks
+        return self.topology.ranks if self.policy.packed else self.topology.ranks_per_bucket
 
     @property
     def shape_groups(self) -> int:
@@ -264,6 +299,8 @@ class Plan:
         """
         policy = asdict(self.policy)  # type: ignore[call-overload]
         fields = policy | vars(self.topology)
+        if self._repeats is not None:
+            fields = fields | {"weights": digest(self._repeats.weight)}
         return {
             "policy": type(self.policy).__name__,
             **{k: v for k, v in fields.items() if k not in _LATER or v != _LATER[k]},
@@ -293,6 +330,9 @@ def _micro_batch(plan: EpochPlan, position: int) -> MicroBatch:
         shape=(frames, height, width),
         samples=tuple(plan.sample[plan.parts_of(position)].tolist()),
         row_plan=_row_plan(plan, position),
+        repetitions=()
+        if plan.repetition is None
+        else tuple(plan.repetition[plan.parts_of(position)].tolist()),
     )
 
 
@@ -315,18 +355,19 @@ def _row_plan(plan: EpochPlan, position: int) -> RowPlan | None:
         is_split=tuple(is_split),
         first=tuple(first),
         split_segments=tuple(segments.values()),
-        split_samples=tuple(sample for sample, _ in segments),
+        split_samples=tuple(sample for sample, *_ in segments),
         late=tuple(plan.packing.late[parts].tolist()),
     )
 
 
-_Copy = tuple[int, int]
-"""A sample and by how many epochs it is late: a group may hold it for two epochs."""
+_Copy = tuple[int, int, int]
+"""A sample, by how many epochs it is late, and its repetition: a group may hold several of one."""
 
 
 def _copies(plan: EpochPlan, packing: Packing, parts: slice) -> list[_Copy]:
     """The copy that each part belongs to."""
-    return list(zip(plan.sample[parts].tolist(), packing.late[parts].tolist(), strict=True))
+    columns = (plan.sample[parts], packing.late[parts], plan.repetitions()[parts])
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _split_segments(

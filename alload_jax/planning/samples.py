@@ -1,6 +1,6 @@
 """The columns of a manifest that planning reads, and the buckets of its samples."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ import pyarrow.parquet
 
 from alload_jax.errors import InputError
 from alload_jax.planning.geometry import Geometry
+from alload_jax.planning.repeats import Repeats
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Buckets:
       shape: [K, 3] int64, (frames, height, width) of each bucket; zeros where only lengths are
         known.
       seq_len: [K] int64, tokens of a sample of the bucket.
-      members: [N] int64, sample numbers, bucket by bucket, ascending within each.
+      members: [N] int64, sample numbers, bucket by bucket, ascending within each; as often as
+        each stands in the epoch.
       offsets: [K + 1] int64; bucket k holds `members[offsets[k]:offsets[k + 1]]`.
     """
 
@@ -46,26 +48,75 @@ class Samples:
     Attributes:
       shape: [N, 3] int64, (frames, height, width) in pixels; zeros where only lengths are known.
       seq_len: [N] int64, tokens.
+      weight: [N] float64, expected times that each sample stands in an epoch; None for once each.
+      counts: [N] int64, how often each stands in the epoch that is planned; None for once each.
     """
 
     shape: np.ndarray
     seq_len: np.ndarray
+    weight: np.ndarray | None = None
+    counts: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.seq_len)
 
     def buckets(self) -> Buckets:
-        """Groups the samples by (seq_len, frames, height, width)."""
+        """Groups the samples by (seq_len, frames, height, width).
+
+        All epochs have the same buckets; of weighted samples, an epoch's may be empty.
+        """
         keys = np.column_stack([self.seq_len, self.shape])
         order = np.lexsort(keys.T[::-1])
         ordered = keys[order]
         starts = np.flatnonzero(np.r_[True, (ordered[1:] != ordered[:-1]).any(axis=1)])
+        offsets = np.r_[starts, len(order)].astype(np.int64)
+        if self.counts is not None:
+            offsets = np.r_[0, np.cumsum(self.counts[order])][offsets]
+            order = np.repeat(order, self.counts[order])
         return Buckets(
             shape=ordered[starts, 1:],
             seq_len=ordered[starts, 0],
             members=order.astype(np.int64),
-            offsets=np.r_[starts, len(order)].astype(np.int64),
+            offsets=offsets,
         )
+
+    def shuffled(self, rng: np.random.Generator) -> np.ndarray:
+        """Sample numbers in random order, each as often as it stands in the epoch: [E] int64."""
+        if self.counts is None:
+            return rng.permutation(len(self))
+        return rng.permutation(np.repeat(np.arange(len(self)), self.counts))
+
+    def repeats(self, seed: int) -> Repeats | None:
+        """How often each sample stands in each epoch of a plan of this seed; None for once each.
+
+        Raises:
+          InputError: an epoch might hold no sample.
+        """
+        if self.weight is None:
+            return None
+        return Repeats.of(self.weight, np.column_stack([self.seq_len, self.shape]), seed)
+
+    def once(self) -> "Samples":
+        """The samples, each standing once in an epoch."""
+        return self if self.weight is None else Samples(self.shape, self.seq_len)
+
+    def typical(self) -> "Samples":
+        """What an epoch holds, each time as a sample of its own, with the longest and shortest.
+
+        Statistics over these are those of all epochs. They depend on the data set alone. Samples
+        without weights are returned as they are.
+        """
+        repeats = self.repeats(seed=0)
+        if repeats is None:
+            return self
+        counts = repeats.counts(0)
+        for extreme in (self.seq_len.argmax(), self.seq_len.argmin()):
+            counts[extreme] = max(1, counts[extreme])
+        return Samples(self.shape.repeat(counts, axis=0), self.seq_len.repeat(counts))
+
+    def of_epoch(self, counts: np.ndarray) -> "Samples":
+        """The samples with how often each stands in one epoch: [N] int64."""
+        return replace(self, counts=counts)
 
 
 def samples_from_columns(columns: dict[str, np.ndarray], geometry: Geometry, place: str) -> Samples:
@@ -107,12 +158,25 @@ def read_samples(path: str | Path, geometry: Geometry) -> Samples:
     return samples_from_columns(columns, geometry, str(path))
 
 
+def read_sample_paths(path: str | Path) -> np.ndarray | None:
+    """Reads the column `path` of a Parquet or CSV manifest: [N] str; None if there is none.
+
+    Raises:
+      InputError: the file is missing or unreadable.
+    """
+    table = _read_table(Path(path), (_PATH,))
+    if _PATH not in table.column_names:
+        return None
+    return np.asarray([value or "" for value in table[_PATH].to_pylist()], object)
+
+
+_PATH = "path"
 _LARGEST = 10**9
 _COLUMNS = ("frames", "height", "width", "seq_len")
 
 
-def _read_table(path: Path) -> pa.Table:
-    """The columns that planning uses; all columns if these do not suffice, for the message."""
+def _read_table(path: Path, wanted: tuple[str, ...] = _COLUMNS) -> pa.Table:
+    """The columns that are wanted; all columns if planning cannot use them, for the message."""
     if not path.is_file():
         raise InputError(f"{path}: no such manifest; give the path of a .parquet or .csv file")
     try:
@@ -121,7 +185,7 @@ def _read_table(path: Path) -> pa.Table:
         else:
             names = pyarrow.parquet.read_schema(path).names
             usable = {"frames", "height", "width"} <= set(names) or "seq_len" in names
-            known = [name for name in names if name in _COLUMNS]
+            known = [name for name in names if name in wanted]
             table = pyarrow.parquet.read_table(path, columns=known if usable else None)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]

@@ -60,9 +60,11 @@ def opening_lines(opening: Opening) -> tuple[list[str], list[str]]:
     epochs = opening.steps / found.steps
     lengths = f"{seq_len.min():,} to {seq_len.max():,} tokens"
     left_out = f" ({opening.excluded:,} left out)" if opening.excluded else ""
+    counts = plan.epoch(0).counts
+    weighted = "" if counts is None else f", {counts.sum():,} an epoch by data.weights,"
     lines = [
-        f"data: {len(seq_len):,} samples{left_out} of {lengths}; an epoch has {found.steps:,} "
-        f"steps, the run {opening.steps:,} ({epochs:,.1f} epochs)",
+        f"data: {len(seq_len):,} samples{left_out}{weighted} of {lengths}; an epoch has "
+        f"{found.steps:,} steps, the run {opening.steps:,} ({epochs:,.1f} epochs)",
         f"steps: {found.samples / found.steps:,.1f} samples on {_ranks(plan)} by {opening.policy}, "
         f"{_fill(found, opening.m_mem)}; programs to compile: {found.buckets}",
         *_predicted(found, opening),

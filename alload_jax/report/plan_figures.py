@@ -52,8 +52,8 @@ METRICS: dict[str, Metric] = {
     "samples": Metric("Samples", "count", "Samples placed.", ""),
     "tokens": Metric("Tokens", "count", "Tokens of the samples placed.", ""),
     "buckets": Metric("Programs", "count", "Distinct micro-batch shapes to compile."),
-    "dropped": Metric("Dropped", "count", "Samples that were not placed; must be 0."),
-    "duplicated": Metric("Duplicated", "count", "Placements beyond the first; must be 0."),
+    "dropped": Metric("Dropped", "count", "Samples that were placed too rarely; must be 0."),
+    "duplicated": Metric("Duplicated", "count", "Samples that were placed too often; must be 0."),
 }
 """Name of a metric → how it is shown, in the order of the table."""
 

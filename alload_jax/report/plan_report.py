@@ -53,13 +53,14 @@ def write_report(
     """
     ranks = cases[0].ranks
     main = [case for case in cases if case.ranks == ranks]
+    typical = study.samples.typical()
     page = PlanPage(
         title=f"How to feed {ranks} GPUs",
         facts={"data": data, "ranks": f"{ranks:,}"}
         | ({"M_mem": f"{main[0].plan_m_mem:,} tokens"} if main[0].plan_m_mem else {})
         | {"cost model": cost_model},
-        seq_len=study.samples.seq_len,
-        sequence_cost=study.predictor.sequence_cost(study.samples.seq_len),
+        seq_len=typical.seq_len,
+        sequence_cost=study.predictor.sequence_cost(typical.seq_len),
         cost_unit="s" if in_seconds(study.predictor) else "",
         policies=tuple(_policy_part(case, study) for case in main),
         curve=_curve(main, study),
@@ -76,7 +77,7 @@ def _policy_part(case: Case, study: Study) -> PolicyPart:
     metrics = {k: v for k, v in asdict(case.metrics).items() if k in _METRICS}
     if case.in_seconds and case.metrics.cost:
         speed = case.metrics.tokens_per_second
-        metrics["seconds_per_epoch"] = float(seq_len.sum()) / speed
+        metrics["seconds_per_epoch"] = float(study.samples.typical().seq_len.sum()) / speed
         metrics["tokens_per_second"] = speed
     else:
         metrics["cost"] = case.metrics.cost

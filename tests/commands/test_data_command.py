@@ -8,6 +8,7 @@ from PIL import Image
 
 from alload_jax import cli
 from alload_jax.data.manifest import read_manifest
+from alload_jax.data.manifest_columns import read_paths
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import run_command
 from alload_jax.report.contact_sheet import latent_colours
@@ -159,6 +160,26 @@ def test_stores_are_merged(alload, tmp_path):
         write(tmp_path / name)
     assert alload("merge", "a", "b", "--out", "all") == (0, "all/manifest.parquet\n", "")
     assert len(read_manifest(tmp_path / "all")) == 8
+
+
+def test_names_of_merged_folders_are_added_on_demand(alload, tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path / name)
+    assert alload("merge", "a", "b", "--out", "all", "--add-names")[0] == 0
+    assert set(read_paths(read_manifest(tmp_path / "all"))) == {"a", "b"}
+    assert "--add-names belongs to" in alload("a", "--add-names")[2]
+
+
+def test_several_captions_are_counted(alload, tmp_path):
+    with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)) as writer:
+        for count in (1, 3, 2):
+            others = [(np.zeros((1, 8), np.float16), "other")] * (count - 1)
+            latents = np.zeros((1, 16, 16, 3), np.float16)
+            text = np.zeros((1, 8), np.float16)
+            writer.add(latents, text, (1, 16, 16), "first", alternatives=others)
+    _, out, _ = alload("store", "--sheet", "sheet.png", "--check")
+    assert ("captions of a sample", "1 to 3, median 2; 2 samples have several") in cells(out)
+    assert "3 records read, 0 damaged" in out
 
 
 def test_what_differs_between_merged_stores_is_named(alload, tmp_path):

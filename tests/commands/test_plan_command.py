@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from alload_jax import cli
@@ -304,6 +305,61 @@ def test_what_rows_and_steps_cannot_be_is_one_line(alload, flags, words):
     assert status != 0
     assert words in error
     assert len(error.splitlines()) == 1
+
+
+MANIFEST = "path,seq_len\na/1.mp4,100\na/2.mp4,300\nb/1.mp4,200\nc.mp4,100\n"
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    (tmp_path / "m.csv").write_text(MANIFEST)
+    return ["--manifest", "m.csv", "--m-mem", 300, "--ranks", 1, "--policy", "sorted"]
+
+
+def test_weights_of_sources_are_planned_and_shown(alload, figures, manifest):
+    found = figures(*manifest, "--weights", "a=3", "b=0.5", "--epoch", 1, "--out", "plan.parquet")
+    assert found["metrics"]["samples"] in (7, 8)
+    assert (found["metrics"]["dropped"], found["metrics"]["duplicated"]) == (0, 0)
+    shares = {each["path"]: each for each in found["plan"]["sources"]}
+    assert {name: each["epoch_tokens"] for name, each in shares.items()} == {
+        "a": 1200,
+        "b": 100,
+        "others": 100,
+    }
+    rows = pyarrow.parquet.read_table("plan.parquet").to_pylist()
+    times = sorted((row["sample"], row["repetition"]) for row in rows if row["sample"] < 2)
+    assert times == [(sample, number) for sample in (0, 1) for number in range(3)]
+    plain = figures(*manifest, "--out", "plan.parquet")
+    assert "weights" not in plain["plan"]
+    assert "repetition" not in pyarrow.parquet.read_schema("plan.parquet").names
+    status, out, _ = alload(*manifest, "--weights", "a=3", "--report", "page.html")
+    assert status == 0
+    assert "80.0%" in out
+    assert "others" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--weights", "a"], "--weights a: give PATH=WEIGHT, as portraits=3"),
+        (["--weights", "a=much"], "--weights a=much: give PATH=WEIGHT"),
+        (["--weights", "x=2"], "'x' matches no sample; there are a, b, c.mp4"),
+        (["--weights", "a=0"], "the weight of 'a' is 0.0"),
+        (["--weights", "*=0.01"], "an epoch might hold no sample"),
+    ],
+)
+def test_weights_that_cannot_be_are_one_line(alload, manifest, flags, words):
+    status, _, error = alload(*manifest, *flags)
+    assert status == 2
+    assert words in error
+    assert len(error.splitlines()) == 1
+
+
+def test_weights_need_paths(alload, tmp_path):
+    assert "a workload has not" in alload(*SMALL, "--weights", "a=2")[2]
+    (tmp_path / "n.csv").write_text("seq_len\n100\n")
+    flags = ["--manifest", "n.csv", "--m-mem", 300, "--ranks", 1, "--weights", "a=2"]
+    assert "does not record the paths" in alload(*flags)[2]
 
 
 READY = ("wan2_1_t2v_1_3b_lora", "wan2_1_t2v_14b_lora", "wan2_1_t2v_1_3b_8gpus")

@@ -1,10 +1,15 @@
 """Files that name samples to leave out."""
 
+import numpy as np
 import pytest
 from data_helpers import assert_says
 
-from alload_jax.data.exclusion import exclusion_identity, read_excluded
+from alload_jax.data.exclusion import count_excluded, exclusion_identity, read_excluded
 from alload_jax.errors import InputError
+from alload_jax.planning.plan import Plan
+from alload_jax.planning.policies.equal_tokens import EqualTokens
+from alload_jax.planning.samples import Samples
+from alload_jax.planning.topology import RankTopology
 
 
 def test_numbers_comments_and_empty_lines(tmp_path):
@@ -40,6 +45,15 @@ def test_some_sample_must_be_left(tmp_path):
     with pytest.raises(InputError) as error:
         read_excluded(path, 3)
     assert_says(error, "data.exclude", path, "names all 3 samples")
+
+
+def test_each_time_of_an_excluded_sample_counts():
+    samples = Samples(np.zeros((9, 3), np.int64), np.full(9, 4), weight=np.full(9, 3.0))
+    plan = Plan(samples, EqualTokens(40), RankTopology(2), 0)
+    counts = [count_excluded(plan.step(n), frozenset({1, 5})) for n in range(plan.steps_per_epoch)]
+    assert sum(counts) == 6
+    plain = Plan(samples.once(), EqualTokens(40), RankTopology(2), 0)
+    assert count_excluded(plain.step(0), frozenset({1, 5})) == 2
 
 
 def test_other_samples_have_another_identity():

@@ -9,14 +9,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from media_helpers import moving_frames, prepare, rows, skipped, write_video
+from media_helpers import SMALL, contents, moving_frames, prepare, rows, skipped, write_video
 from PIL import Image
 
 from alload_jax.data.manifest import read_manifest
+from alload_jax.data.manifest_columns import caption_counts, read_paths
 from alload_jax.data.prepare.byte_text import ByteText, uniform_vectors
 from alload_jax.data.prepare.captions import clean
 from alload_jax.data.prepare.inputs import count_ignored, find_items
-from alload_jax.data.store import StoreReader
+from alload_jax.data.prepare.pipeline import prepare_media
+from alload_jax.data.prepare.settings import MediaSettings
+from alload_jax.data.sample_texts import texts_of
+from alload_jax.data.store import StoreReader, is_finished
 from alload_jax.errors import InputError
 
 
@@ -39,6 +43,11 @@ def captions(items):
 
 def reasons(items):
     return {item.name: item.reason for item in items if item.reason}
+
+
+def all_captions(place, **options):
+    items = find_items(place, every_caption=True, **options)
+    return {item.name: [item.caption, *item.alternatives] for item in items}
 
 
 # ---------------------------------------------------------------- folders
@@ -379,3 +388,109 @@ def test_captions_can_be_classes(media, tmp_path, texts, expected, classes):
     assert [reader.read(n)["labels"].tolist() for n in range(3)] == [[n] for n in expected]
     assert manifest.origin["text"]["classes"] == classes
     assert "no caption" in skipped(tmp_path / "out")["none.png"]
+
+
+# ---------------------------------------------------------------- several captions
+
+
+def test_each_line_and_each_entry_of_a_list_is_a_caption(media):
+    for name in "abcdef":
+        picture(media / f"{name}.png")
+    (media / "a.txt").write_text("a cat\n\n  a small   cat \na cat\r\na pet")
+    (media / "b.json").write_text('{"captions": ["a dog", null, "a hound"], "width": 3}')
+    (media / "c.json").write_text('["one", "two"]')
+    (media / "d.txt").write_text(" \n")
+    (media / "e.json").write_text('{"caption_2": "second", "caption_10": "tenth", "caption": "x"}')
+    assert all_captions(media) == {
+        "a.png": ["a cat", "  a small   cat ", "a pet"],
+        "b.png": ["a dog", "a hound"],
+        "c.png": ["one", "two"],
+        "d.png": [" "],
+        "e.png": ["x", "second", "tenth"],
+        "f.png": [None],
+    }
+    (one,) = {len(item.alternatives) for item in find_items(media)}
+    assert one == 0
+
+
+SEVERAL = {
+    "file_name": ["a.png", "b.png"],
+    "caption_2": ["third", None],
+    "caption_1": ["second", "other"],
+    "caption": ["first", None],
+    "captions_seen": ["no", "no"],
+}
+
+
+def test_numbered_columns_and_lists_of_tables_are_captions(media):
+    for name in "ab":
+        picture(media / f"{name}.png")
+    expected = {"a.png": ["first", "second", "third"], "b.png": ["other"]}
+    pyarrow.parquet.write_table(pa.table(SEVERAL), media / "metadata.parquet")
+    assert all_captions(media) == expected
+    assert captions(find_items(media)) == {"a.png": "first", "b.png": None}
+    (media / "metadata.parquet").unlink()
+    rows = [dict(zip(SEVERAL, row, strict=True)) for row in zip(*SEVERAL.values(), strict=True)]
+    (media / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert all_captions(media) == expected
+    (media / "metadata.jsonl").unlink()
+    text = 'path,short\na.png,"[""red"", ""green""]"\nb.png,"[blue"\n'
+    (media / "metadata.csv").write_text(text)
+    found = all_captions(media, caption_column="short")
+    assert found == {"a.png": ["red", "green"], "b.png": ["[blue"]}
+    lists = pa.table({"path": ["b.png"], "captions": [["x", "y"]]})
+    pyarrow.parquet.write_table(lists, media / "t.parquet")
+    assert all_captions(media / "t.parquet") == {"b.png": ["x", "y"]}
+    numbered = pa.table({"path": ["b.png"], "text1": ["x"], "text2": ["y"]})
+    pyarrow.parquet.write_table(numbered, media / "t.parquet")
+    assert all_captions(media / "t.parquet") == {"b.png": ["x", "y"]}
+    assert all_captions(media / "t.parquet", caption_column="text") == {"b.png": ["x", "y"]}
+
+
+def test_a_store_of_several_captions_has_all_texts_and_paths(media, tmp_path):
+    for name in ("a.png", "sub/b.png"):
+        picture(media / name)
+    (media / "a.txt").write_text("a cat\na small cat")
+    (media / "sub/b.txt").write_text("a dog\na hound")
+    items = find_items(media, every_caption=True)
+    settings = MediaSettings(**SMALL, captions="all")
+    prepare_media(items, tmp_path / "out", settings)
+    manifest = read_manifest(tmp_path / "out")
+    assert read_paths(manifest).tolist() == ["a.png", "sub/b.png"]
+    assert caption_counts(manifest).tolist() == [2, 2]
+    assert manifest.origin["media"]["captions"] == "all"
+    texts = texts_of(StoreReader(manifest).read(0))
+    for found, words in zip(texts, ("a cat", "a small cat"), strict=True):
+        np.testing.assert_array_equal(found, ByteText().encode(words))
+    prepare_media(items, tmp_path / "classes", MediaSettings(**SMALL, captions="all", text="class"))
+    manifest = read_manifest(tmp_path / "classes")
+    numbers = [[int(each[0]) for each in texts_of(StoreReader(manifest).read(n))] for n in (0, 1)]
+    assert numbers == [[0, 3], [1, 2]]
+    prepare(media, tmp_path / "one")
+    manifest = read_manifest(tmp_path / "one")
+    assert "captions" not in manifest.origin["media"]
+    assert rows(tmp_path / "one" / "manifest.parquet")[0]["caption"] == "a cat a small cat"
+    assert caption_counts(manifest).tolist() == [1, 1]
+
+
+def test_a_preparation_goes_on_with_its_captions_only(media, tmp_path):
+    for number in range(5):
+        picture(media / f"{number}.png")
+        (media / f"{number}.txt").write_text("a cat\na pet" if number else "a cat")
+
+    def stop(_, before):
+        if not before and is_finished(tmp_path / "cut", 0):
+            raise KeyboardInterrupt
+
+    every = find_items(media, every_caption=True)
+    settings = MediaSettings(**SMALL, captions="all")
+    with pytest.raises(KeyboardInterrupt):
+        prepare_media(every, tmp_path / "cut", settings, on_files=stop)
+    with pytest.raises(InputError, match="--captions all, not unset"):
+        prepare_media(find_items(media), tmp_path / "cut", MediaSettings(**SMALL))
+    prepare_media(every, tmp_path / "cut", settings)
+    prepare_media(every, tmp_path / "whole", settings, workers=2)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    prepare_media(find_items(media), tmp_path / "one", MediaSettings(**SMALL))
+    shards = [contents(tmp_path / name)["shard-00000.arrayrecord"] for name in ("one", "cut")]
+    assert shards[0] != shards[1]

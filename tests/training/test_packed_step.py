@@ -24,6 +24,7 @@ from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching, noised, noised_rows
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.policies.queue import MOST_LATE
+from alload_jax.planning.repeats import noise_epoch
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -72,9 +73,10 @@ def write_sizes(folder, sizes, labels):
     return read_manifest(folder)
 
 
-def plan_with(manifest, model, policy, ranks=1, **options):
+def plan_with(manifest, model, policy, ranks=1, weight=None, **options):
     config = PlanningConfig(policy=policy, **{"m_mem": 80} | POLICIES[policy] | options)
-    plan = make_plan(config, manifest.samples(model.patch_size), ranks, seed=1)
+    samples = dataclasses.replace(manifest.samples(model.patch_size), weight=weight)
+    plan = make_plan(config, samples, ranks, seed=1)
     return plan, collation_for(plan, manifest, model, conditions_for(model, manifest))
 
 
@@ -84,7 +86,11 @@ def batches_of(manifest, model, policy, ranks=1, **options):
     collate = Collator(StoreReader(manifest), frozenset(range(ranks)), collation)
     numbers = itertools.takewhile(lambda n: plan.locate(n)[0] <= MOST_LATE, itertools.count())
     batches = [batch for number in numbers for batch in collate(plan.step(number)).batches]
-    first = [batch._replace(weight=batch.weight * (batch.epoch == 0)) for batch in batches]
+    own = [batch.epoch % noise_epoch(0, 0, 1) == 0 for batch in batches]
+    first = [
+        batch._replace(weight=batch.weight * is_first)
+        for batch, is_first in zip(batches, own, strict=True)
+    ]
     return [batch for batch in first if batch.weight.any()]
 
 
@@ -146,6 +152,30 @@ def test_every_layout_gives_the_loss_and_gradient_of_one_by_one(kind, tmp_path):
     for policy, ranks, options in LAYOUTS[kind]:
         batches = batches_of(manifest, model, policy, ranks, **options)
         assert_same(mean_gradient(model, mesh, batches), alone)
+
+
+@pytest.mark.slow
+def test_repetitions_and_several_texts_are_the_same_in_every_layout(tmp_path):
+    rng = np.random.default_rng(0)
+    with StoreWriter(tmp_path / "data", vae_stride=(1, 1, 1)) as writer:
+        for n in range(11):
+            size = SIZES[n % 2]
+            latents = rng.normal(size=(*size, 2)).astype(np.float32)
+            labels = [rng.integers(0, 10, length).astype(np.int32) for length in (2, 1, 3)]
+            others = [(one, None) for one in labels[1:]]
+            writer.add(latents, labels[0], size, alternatives=others)
+    manifest = read_manifest(tmp_path / "data")
+    weight = np.where(np.arange(11) < 5, 2.5, 0.7)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    singles = batches_of(manifest, CLASSES, "fixed", weight=weight)
+    times = [(int(batch.sample[0]), int(batch.epoch[0])) for batch in singles]
+    assert len(set(times)) == len(times) > 13
+    sigmas = [noised(batch, jax.random.key(0), OBJECTIVE, CLASSES).sigma[0] for batch in singles]
+    assert len(set(map(float, sigmas))) == len(times)
+    alone = mean_gradient(CLASSES, mesh, singles)
+    for policy, ranks, options in LAYOUTS["classes"]:
+        batches = batches_of(manifest, CLASSES, policy, ranks, weight=weight, **options)
+        assert_same(mean_gradient(CLASSES, mesh, batches), alone)
 
 
 @pytest.mark.slow

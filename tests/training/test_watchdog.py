@@ -253,6 +253,6 @@ def workers_of(pid):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             words = (folder / "cmdline").read_text()
             if parent == pid:
-                found += [] if "resource_tracker" in words else [int(folder.name)]
+                found += [] if "resource_tracker import" in words else [int(folder.name)]
                 found += workers_of(int(folder.name))
     return found

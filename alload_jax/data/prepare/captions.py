@@ -3,8 +3,10 @@
 import codecs
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from alload_jax.data.prepare.unusable import UnusableError, short
@@ -47,23 +49,82 @@ def as_caption(value: Any) -> str | None:
     return str(value)
 
 
-def parse_sidecar(data: bytes, suffix: str, column: str | None) -> str | None:
-    """The caption in the bytes of a .txt, .caption or .json file.
+@dataclass(frozen=True)
+class CaptionRule:
+    """Where captions are found, and whether one or all of a file are taken.
 
-    Raises:
-      UnusableError: the bytes are no text, or the JSON is not valid.
+    Attributes:
+      column: column of a table or key of a JSON file; None finds it by its name.
+      every: whether each line of a text file is a caption, each entry of a list, and each of the
+        columns caption, caption_1, caption_2 and so on.
     """
-    text = _decoded(data)
-    if suffix != ".json":
-        return text
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UnusableError(f"its caption is not valid JSON ({short(error)})") from error
-    if isinstance(found, dict):
-        name = find_column((str(key) for key in found), CAPTION_COLUMNS, column)
-        return None if name is None else as_caption(found[name])
-    return as_caption(found)
+
+    column: str | None = None
+    every: bool = False
+
+    def columns(self, names: Iterable[str]) -> list[str]:
+        """Those of the names that hold captions."""
+        names = [name for name in names if name]
+        found = find_column(names, CAPTION_COLUMNS, self.column)
+        if not self.every:
+            return [] if found is None else [found]
+        known = CAPTION_COLUMNS if self.column is None else (self.column.strip().lower(),)
+        for base in known if found is None else (found.strip().lower(),):
+            numbered = _numbered(names, base)
+            if found is not None or numbered:
+                return [*([] if found is None else [found]), *numbered]
+        return []
+
+    def of_values(self, values: Iterable[Any]) -> list[str]:
+        """The captions in the values of a file's columns; empty if there are none."""
+        if not self.every:
+            return [caption for value in values if (caption := as_caption(value)) is not None][:1]
+        found = (as_caption(entry) for value in values for entry in _entries(value))
+        return _distinct(caption for caption in found if caption is not None)
+
+    def of_sidecar(self, data: bytes, suffix: str) -> list[str]:
+        """The captions in the bytes of a .txt, .caption or .json file; empty if there are none.
+
+        Raises:
+          UnusableError: the bytes are no text, or the JSON is not valid.
+        """
+        text = _decoded(data)
+        if suffix != ".json":
+            return _distinct(text.splitlines()) if self.every else [text]
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UnusableError(f"its caption is not valid JSON ({short(error)})") from error
+        if not isinstance(found, dict):
+            return self.of_values([found])
+        by_name = {str(key): value for key, value in found.items()}
+        return self.of_values([by_name[name] for name in self.columns(by_name)])
+
+
+def _numbered(names: Iterable[str], base: str) -> list[str]:
+    """The names that are the base with a number, such as caption_1, by their numbers."""
+    pattern = re.compile(rf"{re.escape(base.removesuffix('s'))}s?[ _-]?(\d{{1,4}})")
+    matches = ((pattern.fullmatch(name.strip().lower()), name) for name in names)
+    return [name for _, name in sorted((int(match[1]), name) for match, name in matches if match)]
+
+
+def _entries(value: Any) -> list[Any]:
+    """The entries of a list, also of one that a CSV file holds as JSON; or the value alone."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):  # a caption that begins with a bracket
+            return [value]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _distinct(captions: Iterable[str]) -> list[str]:
+    """The captions without those that are empty or equal to an earlier one; "" if all are empty."""
+    captions, kept = list(captions), dict[str, str]()
+    for caption in captions:
+        if cleaned := clean(caption):
+            kept.setdefault(cleaned, caption)
+    return list(kept.values()) or captions[:1]
 
 
 def _decoded(data: bytes) -> str:

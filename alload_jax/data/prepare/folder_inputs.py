@@ -3,7 +3,7 @@
 import os
 from pathlib import Path, PurePosixPath
 
-from alload_jax.data.prepare.captions import LONGEST_FILE, SIDECARS, parse_sidecar
+from alload_jax.data.prepare.captions import LONGEST_FILE, SIDECARS, CaptionRule
 from alload_jax.data.prepare.sources import (
     MEDIA,
     Item,
@@ -20,12 +20,12 @@ _SILENT = frozenset(
 """Suffixes of files that belong beside media, which no report lists."""
 
 
-def folder_items(folder: Path, column: str | None) -> list[Item]:
+def folder_items(folder: Path, rule: CaptionRule) -> list[Item]:
     """The media of a folder and of the folders in it, by name.
 
     Args:
       folder: the folder.
-      column: key of the caption in JSON files; None finds it.
+      rule: which captions are taken.
     """
     root = folder.resolve()
     names, items = [], []
@@ -38,11 +38,11 @@ def folder_items(folder: Path, column: str | None) -> list[Item]:
     for name in sorted(names, key=os.fsencode):
         suffix = PurePosixPath(name).suffix.lower()
         if suffix in MEDIA or (suffix not in _SILENT):
-            items.append(_item(root, name, present, column))
+            items.append(_item(root, name, present, rule))
     return items
 
 
-def _item(root: Path, name: str, present: frozenset[str], column: str | None) -> Item:
+def _item(root: Path, name: str, present: frozenset[str], rule: CaptionRule) -> Item:
     suffix = PurePosixPath(name).suffix.lower()
     try:
         if suffix not in MEDIA:
@@ -50,24 +50,25 @@ def _item(root: Path, name: str, present: frozenset[str], column: str | None) ->
             reason = "link to a folder, which is not followed" if linked else ""
             raise UnusableError(reason or f"suffix {suffix or 'missing'}: not an image or video")
         source = checked_source(root, name)
-        return Item(readable_name(name), source, _caption(root, name, present, column))
+        captions = _captions(root, name, present, rule)
+        return Item.captioned(readable_name(name), source, captions)
     except UnusableError as error:
         return Item(readable_name(name), None, reason=str(error))
 
 
-def _caption(root: Path, name: str, present: frozenset[str], column: str | None) -> str | None:
-    """The caption of `clip.mp4` in clip.txt, clip.json, or clip.mp4.txt; None if there is none."""
+def _captions(root: Path, name: str, present: frozenset[str], rule: CaptionRule) -> list[str]:
+    """The captions of `clip.mp4` in clip.txt, clip.json, or clip.mp4.txt."""
     for base in (name[: -len(PurePosixPath(name).suffix)], name):
         for suffix in SIDECARS:
             if base + suffix not in present:
                 continue
             if (root / (base + suffix)).is_file() and not (root / (base + suffix)).stat().st_size:
-                return ""
+                return [""]
             try:
                 data = read_bytes(checked_source(root, base + suffix), LONGEST_FILE)
             except UnusableError as error:
                 raise UnusableError(
                     f"its caption {readable_name(base + suffix)}: {error}"
                 ) from error
-            return parse_sidecar(data, suffix, column)
-    return None
+            return rule.of_sidecar(data, suffix)
+    return []

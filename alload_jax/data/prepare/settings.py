@@ -35,6 +35,7 @@ class MediaSettings:
       text: name of the encoder of captions.
       text_folder: local folder of its weights.
       text_length: most tokens of a caption; None for the encoder's default.
+      captions: which captions of a file are stored: `one`, or `all`.
       image_to_video: frames that image-to-video models are given, `first` or `first-last`; None
         stores nothing for them.
       image_folder: local folder of their image encoder; None for models that take none.
@@ -56,6 +57,7 @@ class MediaSettings:
     text: str = "bytes"
     text_folder: str | None = None
     text_length: int | None = None
+    captions: str = "one"
     image_to_video: str | None = None
     image_folder: str | None = None
     area: tuple[str, ...] = ("480p",)
@@ -89,6 +91,8 @@ class MediaSettings:
             )
         if self.scene_threshold is not None:
             self._check_threshold(self.scene_threshold)
+        if self.captions not in ("one", "all"):
+            raise InputError(f"--captions is {self.captions!r}; choose one or all")
         if not self.area:
             raise InputError("--area is empty; name an area class such as 480p")
         _ = self.rate
@@ -139,7 +143,12 @@ class MediaSettings:
         Raises:
           InputError: a name is unknown, or an encoder refuses the options or captions.
         """
-        captions = tuple(clean(item.caption) for item in items if item.caption is not None)
+        captions = tuple(
+            clean(caption)
+            for item in items
+            for caption in (item.caption, *item.alternatives)
+            if caption is not None
+        )
         vae, text = VAE_ENCODERS.get(self.vae), TEXT_ENCODERS.get(self.text)
         folder = _folder("--vae", self.vae, vae, self.vae_folder)
         made = vae.make(EncoderOptions(folder))
@@ -175,6 +184,8 @@ class MediaSettings:
         values |= {"area": list(self.area), "fps": str(self.rate)}
         values["text_length"] = self._text_length
         values |= {"scene_threshold": self.cut_threshold}
+        if self.captions == "one":  # folders of earlier versions lack it
+            del values["captions"]
         return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
 
     def origin(self) -> dict[str, Any]:
@@ -198,5 +209,6 @@ def items_digest(items: Sequence[Item]) -> str:
     found = hashlib.sha256()
     for item in items:
         size = item.source.size if item.source else -1
-        found.update(repr((item.name, size, item.caption, item.reason)).encode())
+        others = (item.alternatives,) if item.alternatives else ()
+        found.update(repr((item.name, size, item.caption, item.reason, *others)).encode())
     return found.hexdigest()[:16]

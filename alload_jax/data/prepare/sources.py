@@ -1,7 +1,7 @@
 """One input file: where its bytes are, and its caption."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -43,12 +43,20 @@ class Item:
       source: its bytes; None if it cannot be used.
       caption: the caption as found; None if there is none.
       reason: why it cannot be used; empty if it can.
+      alternatives: further captions of it.
     """
 
     name: str
     source: Source | None
     caption: str | None = None
     reason: str = ""
+    alternatives: tuple[str, ...] = ()
+
+    @classmethod
+    def captioned(cls, name: str, source: Source, captions: Sequence[str]) -> "Item":
+        """A usable file with its captions; with none if there are none."""
+        first = captions[0] if captions else None
+        return cls(name, source, first, alternatives=tuple(captions[1:]))
 
     @property
     def is_image(self) -> bool:

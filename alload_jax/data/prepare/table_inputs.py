@@ -12,8 +12,8 @@ import pyarrow.parquet
 from alload_jax.data.prepare.captions import (
     CAPTION_COLUMNS,
     PATH_COLUMNS,
+    CaptionRule,
     as_caption,
-    find_column,
     require_column,
 )
 from alload_jax.data.prepare.sources import MEDIA, Item, checked_source, readable_name
@@ -27,7 +27,7 @@ _LONGEST_FIELD = 2**24
 _Row = dict[str, Any]
 
 
-def table_items(table: Path, path_column: str | None, caption_column: str | None) -> list[Item]:
+def table_items(table: Path, path_column: str | None, rule: CaptionRule) -> list[Item]:
     """The media of a table in the order of its rows; paths are relative to the table's folder.
 
     Raises:
@@ -35,7 +35,7 @@ def table_items(table: Path, path_column: str | None, caption_column: str | None
     """
     read = {".csv": _csv_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     try:
-        rows = list(read[table.suffix.lower()](table, {path_column, caption_column}))
+        rows = list(read[table.suffix.lower()](table, path_column, rule))
     except (OSError, ValueError, csv.Error, pa.ArrowException, RecursionError) as error:
         if isinstance(error, InputError):
             raise
@@ -44,14 +44,17 @@ def table_items(table: Path, path_column: str | None, caption_column: str | None
     names = list(dict.fromkeys(name for row in rows for name in row))
     place = str(table)
     path = require_column(place, names, PATH_COLUMNS, path_column, "--path-column")
-    if caption_column is not None:
-        require_column(place, names, CAPTION_COLUMNS, caption_column, "--caption-column")
-    caption = find_column([n for n in names if n != path], CAPTION_COLUMNS, caption_column)
+    captions = rule.columns(name for name in names if name != path)
+    if rule.column is not None and not captions:
+        require_column(place, names, CAPTION_COLUMNS, rule.column, "--caption-column")
     root = table.parent.resolve()
-    return [_item(root, row.get(path), row.get(caption) if caption else None) for row in rows]
+    return [
+        _item(root, row.get(path), rule.of_values(row.get(name) for name in captions))
+        for row in rows
+    ]
 
 
-def _item(root: Path, path: Any, caption: Any) -> Item:
+def _item(root: Path, path: Any, captions: list[str]) -> Item:
     name = readable_name(as_caption(path) or "")
     try:
         if not name:
@@ -59,12 +62,12 @@ def _item(root: Path, path: Any, caption: Any) -> Item:
         if PurePosixPath(name).suffix.lower() not in MEDIA:
             suffix = PurePosixPath(name).suffix or "missing"
             raise UnusableError(f"suffix {suffix}: not an image or video")
-        return Item(name, checked_source(root, name), as_caption(caption))
+        return Item.captioned(name, checked_source(root, name), captions)
     except UnusableError as error:
         return Item(name, None, reason=str(error))
 
 
-def _csv_rows(table: Path, _: set[str | None]) -> Iterator[_Row]:
+def _csv_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[_Row]:
     before = csv.field_size_limit(_LONGEST_FIELD)
     try:
         with table.open(encoding="utf-8-sig", newline="") as file:
@@ -80,7 +83,7 @@ def _csv_rows(table: Path, _: set[str | None]) -> Iterator[_Row]:
         csv.field_size_limit(before)
 
 
-def _jsonl_rows(table: Path, _: set[str | None]) -> Iterator[_Row]:
+def _jsonl_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[_Row]:
     with table.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -96,12 +99,15 @@ def _jsonl_rows(table: Path, _: set[str | None]) -> Iterator[_Row]:
             yield row
 
 
-def _parquet_rows(table: Path, asked: set[str | None]) -> Iterator[_Row]:
+def _parquet_rows(table: Path, path_column: str | None, rule: CaptionRule) -> Iterator[_Row]:
     with pyarrow.parquet.ParquetFile(table) as file:
         # Tables of datasets often hold the media's bytes as well, which nobody wants in memory.
-        known = {*PATH_COLUMNS, *CAPTION_COLUMNS, *(name.lower() for name in asked if name)}
-        names = [name for name in file.schema_arrow.names if name.lower() in known]
+        asked = (name.lower() for name in (path_column, rule.column) if name)
+        known = {*PATH_COLUMNS, *CAPTION_COLUMNS, *asked}
+        held = file.schema_arrow.names
+        captions = rule.columns(held)
+        names = [name for name in held if name.lower() in known or name in captions]
         if not names:
-            require_column(str(table), file.schema_arrow.names, PATH_COLUMNS, None, "--path-column")
+            require_column(str(table), held, PATH_COLUMNS, None, "--path-column")
         for batch in file.iter_batches(columns=names):
             yield from batch.to_pylist()

@@ -4,27 +4,27 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from alload_jax.data.prepare.captions import LONGEST_FILE, SIDECARS, parse_sidecar
+from alload_jax.data.prepare.captions import LONGEST_FILE, SIDECARS, CaptionRule
 from alload_jax.data.prepare.sources import MEDIA, Item, Source, read_bytes, readable_name
 from alload_jax.data.prepare.unusable import UnusableError, short
 
 
-def tar_items(tars: Sequence[Path], column: str | None) -> list[Item]:
+def tar_items(tars: Sequence[Path], rule: CaptionRule) -> list[Item]:
     """The media of uncompressed .tar files, in the order of their members.
 
     Nothing is unpacked: members are read where they lie.
 
     Args:
       tars: the files, in order.
-      column: key of the caption in JSON members; None finds it.
+      rule: which captions are taken.
 
     A file that is damaged, or no uncompressed .tar, gives an item with the reason, after the items
     of the members before the damage.
     """
-    return [item for path in tars for item in _items(path, column)]
+    return [item for path in tars for item in _items(path, rule)]
 
 
-def _items(path: Path, column: str | None) -> list[Item]:
+def _items(path: Path, rule: CaptionRule) -> list[Item]:
     members, damage = _members(path)
     texts = {
         _stem(member.name): member
@@ -33,7 +33,7 @@ def _items(path: Path, column: str | None) -> list[Item]:
         if _suffix(member.name) == suffix
     }
     items = [
-        _item(path, member, texts.get(_stem(member.name)), column)
+        _item(path, member, texts.get(_stem(member.name)), rule)
         for member in members
         if _suffix(member.name) in MEDIA and not member.isdir()
     ]
@@ -52,21 +52,21 @@ def _members(path: Path) -> tuple[list[tarfile.TarInfo], str]:
 
 
 def _item(
-    path: Path, member: tarfile.TarInfo, text: tarfile.TarInfo | None, column: str | None
+    path: Path, member: tarfile.TarInfo, text: tarfile.TarInfo | None, rule: CaptionRule
 ) -> Item:
     name = readable_name(f"{path.name}/{member.name}")
     try:
         source = _source(path, member)
         if not source.size:
             raise UnusableError("empty file (0 bytes)")
-        return Item(name, source, None if text is None else _caption(path, text, column))
+        return Item.captioned(name, source, [] if text is None else _captions(path, text, rule))
     except UnusableError as error:
         return Item(name, None, reason=str(error))
 
 
-def _caption(path: Path, text: tarfile.TarInfo, column: str | None) -> str | None:
+def _captions(path: Path, text: tarfile.TarInfo, rule: CaptionRule) -> list[str]:
     data = read_bytes(_source(path, text), LONGEST_FILE)
-    return parse_sidecar(data, _suffix(text.name), column)
+    return rule.of_sidecar(data, _suffix(text.name))
 
 
 def _source(path: Path, member: tarfile.TarInfo) -> Source:

@@ -119,11 +119,21 @@ def _add_item(
     caption = None if item.caption is None else clean(item.caption)
     try:
         condition = job.encode_caption(caption)
+        others = [clean(other) for other in item.alternatives]
+        alternatives = [(job.encode_caption(other), other) for other in others]
         for clip in _clips(job, item):
             if stopped():
                 raise KeyboardInterrupt
             latents, given = _encoded(job, clip)
-            shard.add(latents, condition, size=clip.shape[:3], caption=caption or "", **given)
+            shard.add(
+                latents,
+                condition,
+                clip.shape[:3],
+                caption or "",
+                alternatives=alternatives,
+                path=item.name,
+                **given,
+            )
     except UnusableError as error:
         report.skipped.append(Skipped(item.name, str(error), shard.written - before))
     if shard.written > before:
@@ -131,7 +141,7 @@ def _add_item(
         report.without_caption += not caption
 
 
-def _encoded(job: Job, clip: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray | None]]:
+def _encoded(job: Job, clip: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
     latents, given = job.encode_frames(clip), job.encode_given(clip)
     if not all(
         np.isfinite(array).all() for array in (latents, *given.values()) if array is not None

@@ -15,6 +15,8 @@ from alload_jax.data.store.shard_files import partial_folder
 from alload_jax.errors import InputError
 
 _SETTINGS = "settings.json"
+_FILES = "files"
+"""The setting that says which input files there are."""
 _WORKERS = "workers"
 """Locked by the processes that write shards."""
 _SECONDS_BETWEEN_NOTES = 0.2
@@ -130,14 +132,15 @@ def _compare(out: Path, path: Path, flags: dict[str, Any]) -> None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{path}: is not valid JSON; remove {path.parent}") from error
-    for flag in flags:
-        if found.get(flag) != flags[flag]:
+    # Other captions are other files too: the flag says more.
+    for flag in sorted(flags.keys() | found.keys(), key=lambda flag: (flag == _FILES, flag)):
+        if found.get(flag) != flags.get(flag):
             remedy = f"remove {path.parent} and {out.name}.partial to start again"
-            if flag == "files":
+            if flag == _FILES:
                 raise InputError(f"{out}: was begun with other input files or captions; {remedy}")
             raise InputError(
                 f"{out}: was begun with {flag} {_words(found.get(flag))}, not "
-                f"{_words(flags[flag])}; give the same, or {remedy}"
+                f"{_words(flags.get(flag))}; give the same, or {remedy}"
             )
 
 

@@ -1,5 +1,6 @@
 """Checks of samples before they are stored."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -7,7 +8,11 @@ import numpy as np
 
 from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
 from alload_jax.data.sample_form import SampleForm
+from alload_jax.data.sample_texts import with_alternatives
 from alload_jax.planning.geometry import Geometry, Triple
+
+Alternative = tuple[np.ndarray, str | None]
+"""A further text of a sample: the condition, and the caption in words."""
 
 _MOST_CHANNELS = 48
 """Of the VAEs that are in use; an axis of up to this length may be that of channels."""
@@ -49,6 +54,7 @@ class SampleChecks:
         caption: str | None = None,
         given: np.ndarray | None = None,
         image: np.ndarray | None = None,
+        alternatives: Sequence[Alternative] = (),
     ) -> dict[str, np.ndarray]:
         """Checks a sample; arguments as `StoreWriter.add`'s. Returns the arrays of its record.
 
@@ -56,10 +62,11 @@ class SampleChecks:
           ValueError: the sample is refused; the message names it.
         """
         place = f"{self._where}sample {self.number}"
-        if caption is not None and not isinstance(caption, str):
-            raise ValueError(
-                f"{place}: caption is {caption!r}; give text, or None where there is none"
-            )
+        for words in (caption, *(words for _, words in alternatives)):
+            if words is not None and not isinstance(words, str):
+                raise ValueError(
+                    f"{place}: caption is {words!r}; give text, or None where there is none"
+                )
         latents, condition = np.asarray(latents), np.asarray(condition)
         self._check_shape(latents, size, place)
         if not is_float(latents):
@@ -69,8 +76,16 @@ class SampleChecks:
         condition = _checked_condition(condition, place)
         arrays = {LATENTS: latents, (LABELS if condition.ndim == 1 else TEXT): condition}
         arrays |= _checked_image(latents, given, image, place)
+        others = [_checked_condition(np.asarray(other), place) for other, _ in alternatives]
+        for other in others:
+            if other.shape[1:] != condition.shape[1:]:
+                raise ValueError(
+                    f"{place}: one of its texts has shape {other.shape}, the first has "
+                    f"{condition.shape}; all must be labels [L], or text of one width"
+                )
+        arrays = with_alternatives(arrays, others)
         for name, array in arrays.items():
-            if name != LABELS:
+            if not name.startswith(LABELS):
                 _require_finite(name, array, place)
         form = SampleForm.of(arrays)
         self._require_form(form, place)

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from alload_jax.data.manifest import (
     MANIFEST_NAME,
-    ROW_SCHEMA,
+    in_row_schema,
     manifest_metadata,
     read_rows,
 )
@@ -104,7 +104,7 @@ def _manifest_of(
         "shard_bytes": sizes,
         "origin": new[0].notes["origin"],
     }
-    return pa.concat_tables(tables).cast(ROW_SCHEMA), notes
+    return in_row_schema(pa.concat_tables(tables, promote_options="default")), notes
 
 
 def _require_agreement(folder: Path, new: list[FinishedShard], exists: bool) -> None:

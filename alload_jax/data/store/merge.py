@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from alload_jax.data.manifest import FPS, VAE, Manifest, read_manifest, read_rows
+from alload_jax.data.manifest import (
+    FPS,
+    PATH,
+    VAE,
+    Manifest,
+    in_row_schema,
+    read_manifest,
+    read_rows,
+)
 from alload_jax.data.store.finish import finish_store, form_of, require_alike
 from alload_jax.data.store.shard_files import (
     partial_folder,
@@ -27,7 +35,9 @@ _ENCODERS = (VAE, "text")
 _LONGEST_VALUE = 40
 
 
-def merge_stores(sources: Sequence[str | Path], out: str | Path) -> Path:
+def merge_stores(
+    sources: Sequence[str | Path], out: str | Path, *, add_names: bool = False
+) -> Path:
     """Writes a store with the samples of several, in their order. The sources stay as they are.
 
     Shards are hard links if both folders are on one file system, copies otherwise.
@@ -36,6 +46,8 @@ def merge_stores(sources: Sequence[str | Path], out: str | Path) -> Path:
       sources: two data folders or more.
       out: data folder to create. Its origin is that of the sources if they agree; otherwise it
         lists theirs under `merged`, beside the encoders and the frames per second of the videos.
+      add_names: begin the paths of samples with the name of their source, as `portraits/clip.mp4`,
+        so that `data.weights` can tell the sources apart.
 
     Returns:
       The path of the new manifest.
@@ -53,7 +65,9 @@ def merge_stores(sources: Sequence[str | Path], out: str | Path) -> Path:
     partial.mkdir(parents=True)
     origin = _merged_origin(manifests)
     try:
-        shards = (shard for manifest in manifests for shard in _shards(manifest))
+        names = _names(manifests) if add_names else [None] * len(manifests)
+        named = zip(manifests, names, strict=True)
+        shards = (shard for manifest, name in named for shard in _shards(manifest, name))
         for number, (path, rows) in enumerate(shards):
             _link(path, partial / shard_name(number))
             _describe(out, number, rows, manifests[0], origin)
@@ -135,14 +149,36 @@ def _merged_origin(manifests: list[Manifest]) -> dict[str, Any]:
     return shared | {"merged": origins}
 
 
-def _shards(manifest: Manifest) -> Iterator[tuple[Path, pa.Table]]:
-    """Path and rows of each shard, in the manifest's order."""
+def _names(manifests: list[Manifest]) -> list[str]:
+    """The folders' names, with as many of the folders above as tell them apart."""
+    parts = [manifest.path.parent.resolve().parts for manifest in manifests]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _shards(manifest: Manifest, name: str | None) -> Iterator[tuple[Path, pa.Table]]:
+    """Path and rows of each shard, in the manifest's order; samples' paths get the name."""
     rows = read_rows(manifest.path.parent)
+    if name is not None:
+        rows = _with_name(rows, name)
     order = np.argsort(manifest.shard, kind="stable")
     names = manifest.shard[order]
     for name in manifest.shard_bytes:
         begin, end = np.searchsorted(names, name), np.searchsorted(names, name, side="right")
         yield manifest.path.parent / name, rows.take(order[begin:end])
+
+
+def _with_name(rows: pa.Table, name: str) -> pa.Table:
+    """The rows with paths that begin with the name."""
+    paths = [None] * len(rows)
+    if PATH in rows.column_names:
+        paths = rows[PATH].to_pylist()
+        rows = rows.drop_columns(PATH)
+    column = pa.array([f"{name}/{path}" if path else name for path in paths], pa.string())
+    return in_row_schema(rows.append_column(PATH, column))
 
 
 def _link(source: Path, path: Path) -> None:

@@ -10,6 +10,7 @@ from array_record.python import array_record_module
 
 from alload_jax.data import record as records
 from alload_jax.data.manifest import Manifest, read_captions
+from alload_jax.data.sample_texts import texts_of
 from alload_jax.data.sources.source import SampleSource
 
 
@@ -89,12 +90,16 @@ class StoreReader:
         length = int(self.manifest.text_length[sample])
         shapes = self.manifest.form.shapes(latents, length)
         for name, shape in {records.LATENTS: latents, **shapes}.items():
-            found = arrays[name].shape if name in arrays else "nothing"
-            if found != shape:
+            held = [arrays[name]] if name in arrays else []
+            if held and name in (records.TEXT, records.LABELS):
+                # Of several texts, the manifest has the length of the longest.
+                held = sorted(texts_of(arrays, name), key=len, reverse=True)
+            found = held[0].shape if held else "nothing"
+            if found != shape or any(other.shape[1:] != shape[1:] for other in held):
                 raise BadRecordError(
                     f"{place} holds {name} of shape {found}; the manifest says {shape}"
                 )
-            if not np.isfinite(arrays[name]).all():
+            if not all(np.isfinite(array).all() for array in held):
                 raise BadRecordError(f"{place} holds {name} with NaN or infinite values")
 
 

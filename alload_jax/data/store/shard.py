@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -11,9 +12,10 @@ import pyarrow as pa
 from array_record.python import array_record_module
 
 from alload_jax.data import record as records
-from alload_jax.data.manifest import ROW_SCHEMA
+from alload_jax.data.manifest import CAPTION, CAPTIONS, PATH, row_schema
 from alload_jax.data.sample_form import SampleForm
-from alload_jax.data.store.checks import SampleChecks
+from alload_jax.data.sample_texts import texts_of
+from alload_jax.data.store.checks import Alternative, SampleChecks
 from alload_jax.data.store.shard_files import (
     finished_shard,
     partial_folder,
@@ -104,9 +106,14 @@ class ShardWriter:
         *,
         given: np.ndarray | None = None,
         image: np.ndarray | None = None,
+        alternatives: Sequence[Alternative] = (),
+        path: str | None = None,
     ) -> None:
         """Appends a sample; arguments and errors as `StoreWriter.add`'s."""
-        arrays = self._checks.check(latents, condition, size, caption, given, image)
+        if path is not None and not isinstance(path, str):
+            raise ValueError(f"path is {path!r}; give text, or None where there is none")
+        alternatives = list(alternatives)
+        arrays = self._checks.check(latents, condition, size, caption, given, image, alternatives)
         latents = arrays[records.LATENTS]
         data = records.encode(arrays)
         frames, height, width = (int(value) for value in size)
@@ -115,9 +122,13 @@ class ShardWriter:
             "height": height,
             "width": width,
             "channels": latents.shape[-1],
-            "text_length": len(condition),
-            "caption": caption,
+            "text_length": max(map(len, texts_of(arrays))),
+            CAPTION: caption,
         }
+        if alternatives:
+            row[CAPTIONS] = [caption, *(words for _, words in alternatives)]
+        if path is not None:
+            row[PATH] = path
         self.add_record(data, row)
 
     def add_record(self, data: bytes, row: dict[str, Any]) -> None:
@@ -145,7 +156,8 @@ class ShardWriter:
         Raises:
           OSError: the disk is full, or the file cannot be written.
         """
-        rows, notes = pa.Table.from_pylist(self._rows, schema=ROW_SCHEMA), self._notes()
+        held = {name for row in self._rows for name, value in row.items() if value is not None}
+        rows, notes = pa.Table.from_pylist(self._rows, schema=row_schema(held)), self._notes()
         try:
             self._close()
             there = finished_shard(self._folder, self._number)

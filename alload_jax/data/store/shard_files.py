@@ -20,7 +20,7 @@ import pyarrow.parquet
 from alload_jax.data.manifest import (
     MANIFEST_NAME,
     METADATA_KEY,
-    ROW_SCHEMA,
+    in_row_schema,
     manifest_metadata,
 )
 
@@ -80,7 +80,7 @@ class FinishedShard:
     Attributes:
       number: number of the shard.
       path: the shard.
-      rows: its rows of the manifest, in `ROW_SCHEMA`.
+      rows: its rows of the manifest, in a `row_schema`.
       notes: `vae_stride`, those of a `SampleForm`, `origin`, `shard_bytes` (a name and the size of
         the file) and `record_bytes` (the sum of all records).
     """
@@ -122,7 +122,7 @@ def finished_shard(folder: Path, number: int) -> FinishedShard | None:
 def _read_sidecar(path: Path) -> pa.Table:
     # ParquetFile takes this file for itself, not for a part of a data set.
     with pyarrow.parquet.ParquetFile(path) as file:
-        return file.read().cast(ROW_SCHEMA)
+        return in_row_schema(file.read())
 
 
 def finished_shards(folder: Path) -> list[FinishedShard]:

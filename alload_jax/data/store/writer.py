@@ -1,6 +1,7 @@
 """Writes a store sample by sample."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -11,7 +12,7 @@ from array_record.python import array_record_module
 from alload_jax.data import record as records
 from alload_jax.data.manifest import MANIFEST_NAME, manifest_metadata, read_rows
 from alload_jax.data.sample_form import SampleForm
-from alload_jax.data.store.checks import SampleChecks
+from alload_jax.data.store.checks import Alternative, SampleChecks
 from alload_jax.data.store.finish import finish_store, form_of, require_alike
 from alload_jax.data.store.shard import ShardWriter
 from alload_jax.data.store.shard_files import (
@@ -110,6 +111,8 @@ class StoreWriter:
         *,
         given: np.ndarray | None = None,
         image: np.ndarray | None = None,
+        alternatives: Sequence[Alternative] = (),
+        path: str | None = None,
     ) -> None:
         """Appends a sample.
 
@@ -122,18 +125,23 @@ class StoreWriter:
           given: [frames, height, width, G] finite floats, what an image-to-video model takes beside
             the noisy latents: a mask and the latents of the given frames.
           image: [N, width] finite floats, embeddings of the given image.
+          alternatives: further texts of the sample, each as a condition and a caption, like the
+            first. Training takes one of all in each epoch.
+          path: where the sample comes from, such as `portraits/clip.mp4`, for the patterns of
+            `data.weights`.
 
         Raises:
           ValueError: the shape of the latents does not match `size` and the VAE's stride, the
             channels or the kind of condition differ from the previous samples, a value is an
-            integer, NaN or infinite, a class is negative, or the caption is no text. The sample is
-            left out; the writer can go on.
+            integer, NaN or infinite, a class is negative, or a caption or the path is no text. The
+            sample is left out; the writer can go on.
           OSError: the disk is full.
         """
+        extra: dict[str, Any] = {"alternatives": alternatives, "path": path}
         if self._shard is None:
             self._shard = self._open_shard(self._next_number)
             self._next_number += 1
-        self._shard.add(latents, condition, size, caption, given=given, image=image)
+        self._shard.add(latents, condition, size, caption, given=given, image=image, **extra)
         if self._is_full(self._shard.written, self._shard.record_bytes):
             self._finish_shard()
 

@@ -147,16 +147,20 @@ class Balanced(Policy):
                 "ranks; choose a divisor"
             )
         setting = "row_tokens" if self.capacity < self.m_mem else "m_mem"
+        typical = samples.typical()
         shape = row_shape(
-            samples, self.capacity, self.max_segments, self.align, _SLOT_FACTOR, setting
+            typical, self.capacity, self.max_segments, self.align, _SLOT_FACTOR, setting
         )
         refuse_unplaceable(samples, shape, self, topology.ranks, self.context, setting)
         footprint, weights = shape.footprint(samples.seq_len), self._weights(samples.seq_len)
-        rule = self._rule(samples.seq_len, footprint, topology.ranks, shape)
+        held, held_weights = footprint, weights
+        if typical is not samples:
+            held, held_weights = shape.footprint(typical.seq_len), self._weights(typical.seq_len)
+        rule = self._rule(typical.seq_len, held, topology.ranks, shape)
         shape = self._split_shape(shape, rule, samples.seq_len[~rule.applies(footprint)])
-        mean_row_tokens = self._mean_row_tokens(shape, footprint, weights)
+        mean_row_tokens = self._mean_row_tokens(shape, held, held_weights)
         step_tokens = topology.ranks * mean_row_tokens
-        steps = self._window_steps(footprint, step_tokens)
+        steps = self._window_steps(held, step_tokens)
         filler = RowFiller(
             shape=shape,
             rule=rule,
@@ -164,7 +168,7 @@ class Balanced(Policy):
             weights=weights,
             ranks=topology.ranks,
             mean_row_tokens=mean_row_tokens,
-            bounds=self._bounds(step_tokens / float(footprint.mean())),
+            bounds=self._bounds(step_tokens / float(held.mean())),
             rng=rng,
         )
         token_cost = float(self._model.padding_cost(np.asarray(self.capacity))) / self.capacity
@@ -177,7 +181,7 @@ class Balanced(Policy):
             return placed
 
         left_over = place_epoch(
-            rng.permutation(len(samples)),
+            samples.shuffled(rng),
             carried,
             footprint,
             steps * step_tokens,

@@ -58,7 +58,8 @@ class Bucketed(Policy):
         """
         del carried
         buckets = samples.buckets()
-        rows = self.rows_per_bucket(buckets)
+        # A refusal names samples, which a weighted epoch may lack.
+        rows = self.rows_per_bucket(buckets if samples.counts is None else samples.once().buckets())
         per_bucket = topology.ranks_per_bucket
         cut = _cut_into_groups(buckets, rows * per_bucket)
         per_turn = topology.ranks // per_bucket

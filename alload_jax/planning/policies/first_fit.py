@@ -59,7 +59,8 @@ class FirstFit(Policy):
         carried: LeftOver = NOTHING_LEFT,
     ) -> EpochPlan:
         """See `Policy.plan_epoch`."""
-        shape = row_shape(samples, self.m_mem, self.max_segments, self.align, _SLOT_FACTOR)
+        typical = samples.typical()
+        shape = row_shape(typical, self.m_mem, self.max_segments, self.align, _SLOT_FACTOR)
         refuse_unplaceable(samples, shape, self, topology.ranks)
         shape = replace(shape, longest_whole=int(samples.seq_len.max()))
         epoch = PackedEpochBuilder(shape, topology)
@@ -80,7 +81,7 @@ class FirstFit(Policy):
         step_tokens = topology.ranks * shape.capacity
         footprint = shape.footprint(samples.seq_len)
         left_over = place_epoch(
-            rng.permutation(len(samples)),
+            samples.shuffled(rng),
             carried,
             footprint,
             self.look_ahead * step_tokens,

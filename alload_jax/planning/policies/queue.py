@@ -95,7 +95,7 @@ def place_epoch(
 ) -> LeftOver:
     """Hands `place` window after window, until little of a window remains.
 
-    A data set of less than two steps is placed whole, and nothing is carried.
+    An epoch of less than two steps is placed whole, and nothing is carried on.
 
     Args:
       order: [N] int64, sample numbers of this epoch, shuffled.
@@ -111,7 +111,7 @@ def place_epoch(
     """
     total = int(footprint[order].sum())
     if total < 2 * step_tokens:
-        _place_all(order, footprint, place)
+        _place_all(order, carried, footprint, place)
         return LeftOver()
     window_tokens = int(min(window_tokens, total // step_tokens * step_tokens))
     little = max(_LITTLE * window_tokens, min(_FEW_STEPS * step_tokens, total / 2))
@@ -147,8 +147,9 @@ def place_epoch(
         waiting = waiting.without(position[placed])
 
 
-def _place_all(order: np.ndarray, footprint: np.ndarray, place: PlaceWindow) -> None:
-    none = np.zeros(0, np.int64)
-    waiting = _Waiting(none, none, none).joined(order)
-    window, _ = waiting.window(footprint, np.ones(len(order), bool))
+def _place_all(
+    order: np.ndarray, carried: LeftOver, footprint: np.ndarray, place: PlaceWindow
+) -> None:
+    waiting = _Waiting(carried.sample, np.zeros_like(carried.sample), carried.late).joined(order)
+    window, _ = waiting.window(footprint, np.ones(len(waiting.sample), bool))
     place(window)
