@@ -219,6 +219,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
         make_optimizer(config.optimizer, total),
         config.optimizer.ema_decay,
         config.parameters,
+        config.optimizer.accumulate_dtype,
     )
     origin = Origin(config.run.seed, config.run.initial_weights, config.run.initial_lora)
     tokens = config.planning.tokens_bound(work.costs)

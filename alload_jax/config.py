@@ -33,7 +33,12 @@ from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training.callbacks.callback import CALLBACKS, CallbackConfig
 from alload_jax.training.callbacks.watchdog import WatchdogConfig
 from alload_jax.training.checkpoint import CheckpointConfig
-from alload_jax.training.optimizer import OptimizerConfig, OptimizerGroup, group_of
+from alload_jax.training.optimizer import (
+    OptimizerConfig,
+    OptimizerGroup,
+    group_of,
+    learning_rate_schedule,
+)
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.run_files import write_atomically
 from alload_jax.training.validation.config import ValidationConfig
@@ -150,7 +155,7 @@ class Config:
       model: the model; `family` selects its family.
       objective: the training objective; `name` selects it.
       parameters: which parameters are trained.
-      optimizer: AdamW and EMA.
+      optimizer: the optimizer, its schedule, and EMA.
       mesh: mesh of devices.
       cluster: processes, if there are several.
       checkpoint: when checkpoints are saved and which are kept.
@@ -191,6 +196,8 @@ class Config:
                 f"run.epochs is {self.run.epochs}, but with planning.recalibrate the length of "
                 "later epochs is not known before; give run.steps, and null for run.epochs"
             )
+        if self.run.steps is not None:
+            learning_rate_schedule(self.optimizer, self.run.steps)  # checks that it fits
         self.model.require_divisible(self.mesh.context * self.mesh.tensor)
         if self.planning.context == "auto":
             raise InputError(

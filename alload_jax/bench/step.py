@@ -72,7 +72,14 @@ def training_spec(
     optimizer = optimizer or OptimizerConfig()
     objective = objective or OBJECTIVES.get(DEFAULT_OBJECTIVE)()
     transform = make_optimizer(optimizer, _LR_STEPS)
-    return TrainingSpec(model, objective, transform, optimizer.ema_decay, parameters)
+    return TrainingSpec(
+        model,
+        objective,
+        transform,
+        optimizer.ema_decay,
+        parameters,
+        optimizer.accumulate_dtype,
+    )
 
 
 class Step:

@@ -42,13 +42,22 @@ def zero_shardings(tree: Any, mesh: Mesh, rules: Rules, over: tuple[str, ...] = 
     """`tree_shardings`, split over replicas too where that goes (ZeRO, arXiv 1910.02054).
 
     For what only the update needs: gradients, optimizer state, EMA. Each replica updates its own
-    part of the parameters.
+    part of the parameters. Some optimizers keep arrays of other shapes for a parameter, such as
+    means over an axis or scales of blocks: these are split where its rule fits, else replicated.
     """
 
-    def further(leaf: Any, sharding: NamedSharding) -> NamedSharding:
-        return NamedSharding(mesh, _split_further(leaf.shape, sharding.spec, mesh, over))
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        spec = _first_match(path_name(path), rules)
+        fitting = spec if len(spec) <= leaf.ndim else PartitionSpec()
+        whole = PartitionSpec(
+            *(
+                axes if size % math.prod(mesh.shape[axis] for axis in _names(axes)) == 0 else None
+                for size, axes in zip(leaf.shape, fitting, strict=False)
+            )
+        )
+        return NamedSharding(mesh, _split_further(leaf.shape, whole, mesh, over))
 
-    return jax.tree.map(further, tree, tree_shardings(tree, mesh, rules))
+    return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
 def _split_further(

@@ -1,38 +1,39 @@
-"""AdamW with warm-up, cosine decay and clipping, and the moving average of the weights."""
+"""Optimizers with a schedule and clipping, and the moving average of the weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from alload_jax.errors import InputError
-from alload_jax.models.common.lora import DOWN, UP
 from alload_jax.sharding.rules import path_name
 from alload_jax.training.parameters import check_patterns, matches, require_match
+from alload_jax.training.schedules import Curve, DecayShape, ScheduleName
 from alload_jax.training.spikes import skip_spikes
+from alload_jax.training.update_rules import WITHOUT_MU_DTYPE, OptimizerName, UpdateRule
 
 NO_AVERAGE = "without_ema"
 """Part of the identity of an optimizer that keeps no moving average."""
-_MATRICES = ("kernel", DOWN, UP)
 _MAIN = "main"
 """Label of parameters that belong to no group."""
 
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """Separate AdamW and gradient clipping for some of the trained parameters.
+    """Separate optimizer and gradient clipping for some of the trained parameters.
 
     Attributes:
       parameters: regular expressions for parameter names; a parameter belongs to the first group
         that matches.
-      learning_rate, warmup_steps, weight_decay, clip_norm: as in `OptimizerConfig`; null for the
-        value of the main optimizer.
+      name, learning_rate, warmup_steps, weight_decay, clip_norm: as in `OptimizerConfig`; null for
+        the value of the main optimizer.
     """
 
     parameters: tuple[str, ...]
+    name: OptimizerName | None = None
     learning_rate: float | None = None
     warmup_steps: int | None = None
     weight_decay: float | None = None
@@ -45,22 +46,40 @@ class OptimizerGroup:
 
     def filled(self, main: "OptimizerConfig") -> "OptimizerConfig":
         """Returns the group's settings, completed from the main optimizer's."""
-        names = ("learning_rate", "warmup_steps", "weight_decay", "clip_norm")
-        own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        names = ("name", "learning_rate", "warmup_steps", "weight_decay", "clip_norm")
+        own: dict[str, Any] = {
+            name: getattr(self, name) for name in names if getattr(self, name) is not None
+        }
         return replace(main, groups=(), **own)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (arXiv 1711.05101) and the EMA of the weights.
+    """The optimizer and the EMA of the weights.
 
     Attributes:
+      name: adamw (arXiv 1711.05101); adamw8bit, the same with moments in eight bits (arXiv
+        2110.02861); adafactor, with factored second moments and no first (arXiv 1804.04235); lion
+        (arXiv 2302.06675); muon, with AdamW for what is no matrix of a layer (arXiv 2502.16982).
       learning_rate: peak learning rate.
+      schedule: after the warm-up: cosine or linear decay, constant, or wsd, which stays at the peak
+        until its decay at the end (arXiv 2404.06395).
+      schedule_steps: number of steps of the schedule; null for run.steps. Later steps have its last
+        learning rate.
       warmup_steps: number of steps of linear warm-up; the first step has 1 / warmup_steps of the
         peak.
-      final_fraction: learning rate at the last step, as a fraction of the peak.
-      beta1, beta2, eps, weight_decay: AdamW's parameters; only matrices decay.
+      final_fraction: learning rate at the last step, as a fraction of the peak; not for `constant`.
+      decay_steps: number of steps of the decay of `wsd`; null for decay_fraction.
+      decay_fraction: the same as a fraction of the schedule.
+      decay_shape: shape of the decay of `wsd`: linear, or sqrt for 1 − √progress (arXiv
+        2405.18392).
+      beta1, beta2, eps, weight_decay: parameters of AdamW, and of the others where they have them;
+        only matrices decay.
+      mu_dtype: dtype of the first moment of adamw, lion and muon.
+      accumulate_dtype: dtype of the sum of gradients over the micro-batches of a step.
       clip_norm: maximum global norm of the gradient.
+      clip_value: maximum magnitude of each value of the gradient, before the norm is clipped; null
+        for none.
       skip_above: skip updates whose gradient norm is more than this many times the running mean of
         the norms before; null for none.
       ema_decay: decay of the moving average; the decay is at most (1 + step) / (10 + step). null
@@ -68,22 +87,32 @@ class OptimizerConfig:
       groups: parameters with a separate optimizer.
     """
 
+    name: OptimizerName = "adamw"
     learning_rate: float = 1e-4
+    schedule: ScheduleName = "cosine"
+    schedule_steps: int | None = None
     warmup_steps: int = 100
     final_fraction: float = 0.0
+    decay_steps: int | None = None
+    decay_fraction: float = 0.2
+    decay_shape: DecayShape = "linear"
     beta1: float = 0.9
     beta2: float = 0.99
     eps: float = 1e-8
     weight_decay: float = 0.01
+    mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
     clip_norm: float = 1.0
+    clip_value: float | None = None
     skip_above: float | None = None
     ema_decay: float | None = 0.999
     groups: tuple[OptimizerGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "clip_norm", "eps"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"optimizer.{name} is {getattr(self, name)}; it must be above 0")
+        for name in ("learning_rate", "clip_norm", "clip_value", "eps"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InputError(f"optimizer.{name} is {value}; it must be above 0")
         for name in ("beta1", "beta2", "ema_decay"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
@@ -97,46 +126,78 @@ class OptimizerConfig:
             )
         if self.warmup_steps < 0:
             raise InputError(f"optimizer.warmup_steps is {self.warmup_steps}; it must be 0 or more")
+        self._check_schedule()
+        if self.mu_dtype != "float32" and self.name in WITHOUT_MU_DTYPE:
+            raise InputError(
+                f"optimizer.mu_dtype is {self.mu_dtype}, but {self.name} has no first moment of "
+                "its own dtype; leave it out"
+            )
         for group in self.groups:
             group.filled(self)  # checks its values
 
+    def _check_schedule(self) -> None:
+        for name in ("schedule_steps", "decay_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"optimizer.{name} is {value}; it must be at least 1, or null")
+        if not 0 < self.decay_fraction <= 1:
+            raise InputError(
+                f"optimizer.decay_fraction is {self.decay_fraction}; it must be above 0 and at "
+                "most 1"
+            )
+
     def identity(self) -> dict[str, Any]:
         """What a checkpoint's arrays depend on, as JSON values; empty where all is usual."""
-        spikes = {} if self.skip_above is None else {"skip_above": "set"}
-        average = {NO_AVERAGE: True} if self.ema_decay is None else {}
-        return _group_identity(self.groups) | spikes | average
+        found = {} if self.skip_above is None else {"skip_above": "set"}
+        for name in ("name", "mu_dtype"):
+            if getattr(self, name) != getattr(OptimizerConfig, name):
+                found[name] = getattr(self, name)
+        if self.ema_decay is None:
+            found[NO_AVERAGE] = True
+        return _group_identity(self.groups) | found
 
 
 def _group_identity(groups: Sequence[OptimizerGroup]) -> dict[str, Any]:
-    return {"groups": [list(group.parameters) for group in groups]} if groups else {}
+    if not groups:
+        return {}
+    names = [group.name for group in groups]
+    own = {"group_names": names} if any(names) else {}
+    return {"groups": [list(group.parameters) for group in groups]} | own
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns the schedule of the learning rate over `steps` optimizer steps."""
-    return optax.warmup_cosine_decay_schedule(
-        init_value=config.learning_rate / max(1, config.warmup_steps),
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=max(steps, config.warmup_steps + 1),
-        end_value=config.learning_rate * config.final_fraction,
+    """Returns the schedule of the learning rate of a run of `steps` optimizer steps.
+
+    Raises:
+      InputError: warm-up and decay of `wsd` are longer than the schedule.
+    """
+    curve = Curve(
+        config.schedule,
+        config.learning_rate,
+        config.warmup_steps,
+        config.final_fraction,
+        config.decay_steps,
+        config.decay_fraction,
+        config.decay_shape,
     )
+    return curve.schedule(config.schedule_steps or steps)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Builds clipping and AdamW with a schedule over `steps`, separately for each group.
+    """Builds clipping and the optimizer with its schedule, separately for each group.
 
     With `skip_above`, the norm of all groups together decides whether an update is skipped.
 
     The optimizer's `init` raises InputError if a group's pattern matches no parameter.
     """
-    optimizer = _grouped(config, steps) if config.groups else _clipped_adamw(config, steps)
+    optimizer = _grouped(config, steps) if config.groups else _clipped(config, steps)
     return optimizer if config.skip_above is None else skip_spikes(optimizer, config.skip_above)
 
 
 def _grouped(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    transforms = {_MAIN: _clipped_adamw(config, steps)}
+    transforms = {_MAIN: _clipped(config, steps)}
     for number, group in enumerate(config.groups):
-        transforms[str(number)] = _clipped_adamw(group.filled(config), steps)
+        transforms[str(number)] = _clipped(group.filled(config), steps)
 
     def labels(params: Any) -> Any:
         return _labels(params, config.groups)
@@ -144,18 +205,31 @@ def _grouped(config: OptimizerConfig, steps: int) -> optax.GradientTransformatio
     return optax.partition(transforms, labels)
 
 
-def _clipped_adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            learning_rate_schedule(config, steps),
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            mask=_decays,
-        ),
+def _clipped(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    rule = UpdateRule(
+        learning_rate_schedule(config, steps),
+        config.beta1,
+        config.beta2,
+        config.eps,
+        config.weight_decay,
+        None if config.mu_dtype == "float32" else config.mu_dtype,
     )
+    return optax.chain(_clip(config), rule.transform(config.name))
+
+
+def _clip(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Clips the gradient; its state is the same with and without `clip_value`."""
+    by_norm = optax.clip_by_global_norm(config.clip_norm)
+    if config.clip_value is None:
+        return by_norm
+    by_value = optax.clip(config.clip_value)
+
+    def clip(updates: Any, params: Any) -> Any:
+        for each in (by_value, by_norm):
+            updates, _ = each.update(updates, optax.EmptyState(), params)
+        return updates
+
+    return optax.stateless(clip)
 
 
 def group_of(name: str, groups: Sequence[OptimizerGroup]) -> int | None:
@@ -189,10 +263,3 @@ def update_ema(ema: Any, params: Any, step: jax.Array, decay: float | None) -> A
     count = step.astype(jnp.float32)
     rate = 1 - jnp.minimum(decay, (1 + count) / (10 + count))
     return jax.tree.map(lambda old, new: old + rate * (new - old), ema, params)
-
-
-def _decays(params: Any) -> Any:
-    """Marks the matrices, which decay; biases, norms, embeddings and modulation do not."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path_name(path).endswith(_MATRICES), params
-    )

@@ -121,11 +121,12 @@ class GroupTrainer:
         groups = self._mesh.shape[GROUP_AXIS]
 
         def make() -> GradientAccumulator:
-            def zeros(like: Any) -> jax.Array:
-                return jnp.zeros((groups, *like.shape))
+            def zeros(like: Any, dtype: str = "float32") -> jax.Array:
+                return jnp.zeros((groups, *like.shape), dtype)
 
+            grads_dtype = self._spec.accumulate_dtype
             return GradientAccumulator(
-                jax.tree.map(zeros, weights.params),
+                jax.tree.map(lambda like: zeros(like, grads_dtype), weights.params),
                 jnp.zeros(groups),
                 jnp.zeros(groups),
                 jax.tree.map(zeros, auxiliary),
@@ -193,7 +194,7 @@ def make_group_update(spec: TrainingSpec, mesh: Mesh) -> Update:
     def update(
         state: TrainState, accumulator: GradientAccumulator
     ) -> tuple[TrainState, GradientAccumulator, Metrics]:
-        summed = jax.tree.map(lambda part: jnp.sum(part, axis=0), accumulator)
+        summed = jax.tree.map(lambda part: jnp.sum(part, 0, jnp.float32), accumulator)
         total = jax.lax.with_sharding_constraint(summed, accumulator_shardings(summed, spec, mesh))
         after, metrics = apply_gradients(spec, mesh, state, total)
         zeroed = jax.lax.with_sharding_constraint(

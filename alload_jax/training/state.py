@@ -34,6 +34,7 @@ class TrainingSpec(NamedTuple):
       optimizer: optimizer of the trained parameters.
       ema_decay: decay of their moving average; None for no average.
       parameters: which parameters are trained.
+      accumulate_dtype: dtype of the sum of gradients over the micro-batches of a step.
     """
 
     model: ModelConfig
@@ -41,6 +42,7 @@ class TrainingSpec(NamedTuple):
     optimizer: optax.GradientTransformation
     ema_decay: float | None
     parameters: ParametersConfig = ALL_TRAINED
+    accumulate_dtype: str = "float32"
 
     @property
     def rules(self) -> Rules:

@@ -31,7 +31,8 @@ class GradientAccumulator(NamedTuple):
     """Sums over micro-batches.
 
     Attributes:
-      grads: gradient of the weighted sum of minimised losses, like the trained parameters.
+      grads: gradient of the weighted sum of minimised losses, like the trained parameters, of the
+        spec's `accumulate_dtype`.
       loss: weighted sum of losses, float32 scalar.
       weight: sum of weights, float32 scalar.
       auxiliary: weighted sum of each auxiliary value; often empty.
@@ -69,11 +70,16 @@ def make_accumulate(spec: TrainingSpec, mesh: Mesh) -> Accumulate:
         (_, sums), grads = gradient(weights.params, weights, batch, run_key)
         added = GradientAccumulator(grads, sums.loss, sums.weight, sums.auxiliary)
         return jax.lax.with_sharding_constraint(
-            jax.tree.map(jnp.add, accumulator, added),
+            jax.tree.map(_add, accumulator, added),
             accumulator_shardings(accumulator, spec, mesh),
         )
 
     return accumulate
+
+
+def _add(total: jax.Array, part: jax.Array) -> jax.Array:
+    """Adds with the precision of the more precise one, and stores the total's dtype."""
+    return (total + part).astype(total.dtype)
 
 
 def make_update(spec: TrainingSpec, mesh: Mesh) -> Update:
@@ -143,7 +149,7 @@ def zero_accumulator(
     def make() -> GradientAccumulator:
         zero = jnp.zeros(())
         return GradientAccumulator(
-            jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), weights.params),
+            jax.tree.map(lambda p: jnp.zeros(p.shape, spec.accumulate_dtype), weights.params),
             zero,
             zero,
             jax.tree.map(lambda value: jnp.zeros(value.shape, jnp.float32), auxiliary),

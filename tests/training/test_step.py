@@ -147,10 +147,10 @@ def test_an_update_is_adamw_by_hand(setup):
 
 
 def test_only_matrices_decay(setup):
-    from alload_jax.training.optimizer import _decays
+    from alload_jax.training.update_rules import decays
 
     _mesh, weights, *_ = setup
-    marked = _decays(weights.params)
+    marked = decays(weights.params)
     assert marked["blocks"]["self_attention"]["query"]["kernel"]
     assert not marked["blocks"]["self_attention"]["query"]["bias"]
     assert not marked["blocks"]["modulation"]
