@@ -1,5 +1,6 @@
 """The distribution of noise levels in training."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -8,14 +9,21 @@ import jax.numpy as jnp
 
 from alload_jax.errors import InputError
 
+_MODE_LIMIT = 2 / (math.pi - 2)
+"""The largest `mode_scale`: beyond it, eq. 20 of arXiv 2403.03206 is not monotonic."""
+_BISECTIONS = 26
+"""Halvings of 0 to 1 that reach the spacing of float32."""
+
 
 @dataclass(frozen=True)
 class TimestepConfig:
     """Distribution of σ, and its shift towards noise for long sequences.
 
     Attributes:
-      distribution: uniform over 0 to 1, or logit_normal (arXiv 2403.03206, eq. 19).
-      mean, std: of logit σ for `logit_normal`.
+      distribution: uniform over 0 to 1, logit_normal (arXiv 2403.03206, eq. 19), or mode (eq. 20).
+      mean, std: of logit σ for `logit_normal`; a mean above 0 draws more noise.
+      mode_scale: scale of `mode`, −1 to 1.75: above 0, levels in the middle are drawn more often;
+        below 0, those at the ends.
       shift: shift at `shift_seq_len` tokens; 1 leaves σ unchanged.
       shift_seq_len: sequence length at which `shift` applies, in tokens.
       shift_power: exponent of the growth with length, shift·(S / shift_seq_len)^shift_power; 0.5
@@ -25,9 +33,10 @@ class TimestepConfig:
         models: 0.875 to 1 and 0 to 0.875 for text-to-video).
     """
 
-    distribution: Literal["uniform", "logit_normal"] = "logit_normal"
+    distribution: Literal["uniform", "logit_normal", "mode"] = "logit_normal"
     mean: float = 0.0
     std: float = 1.0
+    mode_scale: float = 1.29
     shift: float = 1.0
     shift_seq_len: int = 16
     shift_power: float = 0.0
@@ -39,6 +48,11 @@ class TimestepConfig:
             raise InputError(
                 f"objective.timesteps.lowest is {self.lowest} and highest {self.highest}; they "
                 "must be from 0 to 1, the lowest below the highest"
+            )
+        if not -1 <= self.mode_scale <= _MODE_LIMIT:
+            raise InputError(
+                f"objective.timesteps.mode_scale is {self.mode_scale}; it must be from -1 to "
+                f"{_MODE_LIMIT:.2f}"
             )
         for name in ("std", "shift", "shift_seq_len"):
             if not getattr(self, name) > 0:
@@ -70,6 +84,8 @@ def _draw(key: jax.Array, config: TimestepConfig) -> jax.Array:
     """Draws σ before the shift."""
     if config.distribution == "uniform":
         return jax.random.uniform(key)
+    if config.distribution == "mode":
+        return _mode(jax.random.uniform(key), config.mode_scale)
     return jax.nn.sigmoid(config.mean + config.std * jax.random.normal(key))
 
 
@@ -79,11 +95,32 @@ def _draw_between(
     """Draws σ before the shift from the part of its distribution in a range."""
     if config.distribution == "uniform":
         return jax.random.uniform(key, minval=lowest, maxval=highest)
+    if config.distribution == "mode":
+        first, last = (_uniform_of_mode(end, config.mode_scale) for end in (highest, lowest))
+        return _mode(jax.random.uniform(key, minval=first, maxval=last), config.mode_scale)
     low, high = (
         (jax.scipy.special.logit(end) - config.mean) / config.std for end in (lowest, highest)
     )
     normal = jax.random.truncated_normal(key, low, high)
     return jax.nn.sigmoid(config.mean + config.std * normal)
+
+
+def _mode(uniform: jax.Array, scale: float) -> jax.Array:
+    """σ of a uniform number (arXiv 2403.03206, eq. 20); falls from 1 to 0."""
+    cosine = jnp.square(jnp.cos(math.pi / 2 * uniform))
+    return 1 - uniform - scale * (cosine - 1 + uniform)
+
+
+def _uniform_of_mode(sigma: jax.Array, scale: float) -> jax.Array:
+    """The inverse of `_mode`, by bisection."""
+
+    def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        middle = (ends[0] + ends[1]) / 2
+        above = _mode(middle, scale) > sigma
+        return jnp.where(above, middle, ends[0]), jnp.where(above, ends[1], middle)
+
+    zero = jnp.zeros_like(sigma)
+    return jax.lax.fori_loop(0, _BISECTIONS, halve, (zero, zero + 1))[0]
 
 
 Length = TypeVar("Length", float, jax.Array)

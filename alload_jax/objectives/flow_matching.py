@@ -1,31 +1,25 @@
-"""Flow matching (arXiv 2210.02747): weighted sums of sample losses, bucketed or packed.
-
-Noise depends on the sample, not on its position in the batch: the key of a token's noise derives
-from the sample's epoch, the sample and the token's index in it. Both layouts therefore train on the
-same noise for a sample in an epoch.
-"""
+"""Flow matching (arXiv 2210.02747): weighted sums of sample losses, bucketed or packed."""
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from alload_jax.data.batch import AnyBatch, Batch, PackedBatch
-from alload_jax.diffusion.flow import TIMESTEP_SCALE, interpolate, squared_error, velocity
-from alload_jax.diffusion.timesteps import TimestepConfig, sample_sigma
+from alload_jax.diffusion.flow import TIMESTEP_SCALE, squared_error
+from alload_jax.diffusion.loss_weighting import NoiseWeighting, loss_weight
+from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.output import Auxiliary
-from alload_jax.models.common.patches import unpatchify
 from alload_jax.models.common.segments import PADDING
 from alload_jax.models.families import family_of
+from alload_jax.objectives.noising import Noised, noised, noised_at, noised_rows, to_tokens
 from alload_jax.objectives.objective import LossSums
 
-_GIVEN = 3
-"""Part of the key of whether a first frame is given, apart from the three that a sample splits."""
 _MINIMISED = "_loss"
 """Suffix of the names of auxiliary values that are added to the minimised loss."""
 
@@ -50,6 +44,11 @@ class FlowMatching:
       weighting: the mean loss of a step is over its samples (`sample`), so that an image counts as
         much as a long video of the same step, or over their tokens (`token`), so that a token
         counts the same in every step of full rows.
+      noise_weighting: weight of a sample's loss by its noise level σ: none; min_snr, min((1 − σ)²,
+        γ·σ²), which is min-SNR-γ (arXiv 2303.09556) for this objective; cosmap, 2 / (π·(1 − 2σ +
+        2σ²)) (arXiv 2403.03206); or sigma_sqrt, 1 / σ², as in diffusers. The logged loss is
+        weighted.
+      min_snr_gamma: γ of `min_snr`.
     """
 
     name: Literal["flow_matching"] = "flow_matching"
@@ -57,15 +56,21 @@ class FlowMatching:
     condition_dropout: float = 0.1
     given_first_frame: float = 0.0
     weighting: Weighting = "sample"
+    noise_weighting: NoiseWeighting = "none"
+    min_snr_gamma: float = 5.0
 
     def __post_init__(self) -> None:
         for name in ("condition_dropout", "given_first_frame"):
             if not 0 <= (share := getattr(self, name)) <= 1:
                 raise InputError(f"objective.{name} is {share}; it must be from 0 to 1")
-        if self.weighting not in get_args(Weighting):
+        for name, choices in (("weighting", Weighting), ("noise_weighting", NoiseWeighting)):
+            if (value := getattr(self, name)) not in get_args(choices):
+                raise InputError(
+                    f"objective.{name} is {value!r}; choose {' or '.join(get_args(choices))}"
+                )
+        if not self.min_snr_gamma > 0:
             raise InputError(
-                f"objective.weighting is {self.weighting!r}; "
-                f"choose {' or '.join(get_args(Weighting))}"
+                f"objective.min_snr_gamma is {self.min_snr_gamma}; it must be above 0, such as 5"
             )
 
     def __call__(
@@ -98,11 +103,7 @@ class FlowMatching:
         Returns:
           [B] float32, the mean squared error of each sample's velocity.
         """
-        drawn = _draws(batch, key, self, model.config)
-        fixed = drawn._replace(
-            sigma=jnp.full_like(drawn.sigma, sigma), dropped=jnp.zeros_like(drawn.dropped)
-        )
-        noisy = _with_noise(batch, fixed, model.config)
+        noisy = noised_at(batch, key, sigma, self, model.config)
         return _errors(model, batch, noisy, self, sharding)[0]
 
 
@@ -143,11 +144,12 @@ def _bucketed(
 ) -> tuple[jax.Array, Auxiliary]:
     noisy = noised(batch, key, config, model.config)
     error, auxiliary = _errors(model, batch, noisy, config, sharding)
-    return jnp.sum(batch.weight * error), auxiliary
+    weight = _by_noise(batch.weight, noisy.sigma, config)
+    return jnp.sum(weight * error), auxiliary
 
 
 def _errors(
-    model: Any, batch: Batch, noisy: "Noised", config: FlowMatching, sharding: NamedSharding
+    model: Any, batch: Batch, noisy: Noised, config: FlowMatching, sharding: NamedSharding
 ) -> tuple[jax.Array, Auxiliary]:
     """The mean squared error of each sample, [B], and auxiliary values [B, ...]."""
     latents, first = noisy.latents, None
@@ -180,11 +182,12 @@ def _packed(
     segments = batch.metadata.tokens
     tokens, first = noisy.latents, None
     # A sample's loss is the mean over its tokens; the weight of a part is its fraction of them.
-    token_weight = batch.weight / jnp.maximum(segments.length, 1)
+    sample_weight = _by_noise(batch.weight, noisy.sigma, config)
+    token_weight = sample_weight / jnp.maximum(segments.length, 1)
     is_given = segments.ids == PADDING
     if config.given_first_frame:
         given = noisy.given & (batch.seq_len > batch.frame_tokens)
-        is_given = is_given | (_to_tokens(given, segments.ids) & (batch.position[..., 0] == 0))
+        is_given = is_given | (to_tokens(given, segments.ids) & (batch.position[..., 0] == 0))
         tokens = jnp.where(is_given[..., None], batch.tokens, tokens)
         predicted_tokens = batch.seq_len - jnp.where(given, batch.frame_tokens, 0)
         token_weight = token_weight * batch.seq_len / jnp.maximum(predicted_tokens, 1)
@@ -199,8 +202,15 @@ def _packed(
         **_present(image=batch.image, first_frame_timestep=first),
     )
     error = jax.vmap(squared_error)(predicted.velocity, noisy.target)
-    weight = jnp.where(is_given, 0, _to_tokens(token_weight, segments.ids))
+    weight = jnp.where(is_given, 0, to_tokens(token_weight, segments.ids))
     return jnp.sum(weight * error), predicted.auxiliary
+
+
+def _by_noise(weight: jax.Array, sigma: jax.Array, config: FlowMatching) -> jax.Array:
+    """The weights of samples times those of their noise levels, [B] or [R, M]."""
+    if config.noise_weighting == "none":
+        return weight
+    return weight * loss_weight(sigma, config.noise_weighting, config.min_snr_gamma)
 
 
 def _present(**arguments: jax.Array | None) -> dict[str, jax.Array]:
@@ -225,136 +235,3 @@ def _with_given(latents: jax.Array, given: jax.Array | None, volume: int) -> jax
         return latents
     split = (part.reshape(*part.shape[:-1], volume, -1) for part in (latents, given))
     return jnp.concatenate(list(split), axis=-1).reshape(*latents.shape[:-1], -1)
-
-
-class _Draws(NamedTuple):
-    """Random values of a sample.
-
-    Attributes:
-      noise: key of the noise of the sample's tokens.
-      sigma: noise level.
-      dropped: whether the sample is trained with the null condition.
-      given: whether a video's first frame is given.
-    """
-
-    noise: jax.Array
-    sigma: jax.Array
-    dropped: jax.Array
-    given: jax.Array
-
-
-def _draw(
-    key: jax.Array,
-    epoch: jax.Array,
-    sample: jax.Array,
-    config: FlowMatching,
-    seq_len: int | jax.Array,
-) -> _Draws:
-    of_sample = jax.random.fold_in(jax.random.fold_in(key, epoch), sample)
-    noise, sigma, drop = jax.random.split(of_sample, 3)
-    return _Draws(
-        noise,
-        sample_sigma(sigma, config.timesteps, seq_len),
-        jax.random.bernoulli(drop, config.condition_dropout),
-        jax.random.bernoulli(jax.random.fold_in(of_sample, _GIVEN), config.given_first_frame),
-    )
-
-
-class Noised(NamedTuple):
-    """A micro-batch with noise.
-
-    Attributes:
-      latents: [B, frames, height, width, C] noisy latents, or patches [R, T, patch_dim] of them.
-      target: the velocity, shaped like `latents`.
-      sigma: [B] or [R, M] noise levels.
-      condition: with the batch's shape; null where it is dropped.
-      given: [B] or [R, M] bool, whether a video's first frame is given. It is noisy all the same.
-    """
-
-    latents: jax.Array
-    target: jax.Array
-    sigma: jax.Array
-    condition: jax.Array
-    given: jax.Array
-
-
-def _token_noise(key: jax.Array, place: jax.Array, size: int) -> jax.Array:
-    """Returns the noise [size] of one token from the sample's key and its index in the sample."""
-    return jax.random.normal(jax.random.fold_in(key, place), (size,))
-
-
-def noised(batch: Batch, key: jax.Array, config: FlowMatching, model: ModelConfig) -> Noised:
-    """Adds noise to a bucketed micro-batch.
-
-    Args:
-      batch: a bucketed micro-batch.
-      key: the run's key.
-      config: distribution of noise levels and condition dropout.
-      model: the model's config.
-    """
-    return _with_noise(batch, _draws(batch, key, config, model), model)
-
-
-def _draws(batch: Batch, key: jax.Array, config: FlowMatching, model: ModelConfig) -> _Draws:
-    """The random values of each sample, each with a first axis [B]."""
-    seq_len = math.prod(batch.latents.shape[1:4]) // math.prod(model.patch_size)
-    draw = jax.vmap(lambda epoch, sample: _draw(key, epoch, sample, config, seq_len))
-    return draw(batch.epoch, batch.sample)
-
-
-def _with_noise(batch: Batch, draws: _Draws, model: ModelConfig) -> Noised:
-    volume = math.prod(model.patch_size)
-    seq_len = math.prod(batch.latents.shape[1:4]) // volume
-    token_noise = jax.vmap(_token_noise, in_axes=(None, 0, None))
-    size = volume * batch.latents.shape[-1]
-    tokens = jax.vmap(token_noise, in_axes=(0, None, None))(draws.noise, jnp.arange(seq_len), size)
-    noise = unpatchify(tokens, batch.latents.shape, model.patch_size)
-    latents = interpolate(batch.latents, noise, draws.sigma)
-    condition = _drop_conditions(batch.condition, draws.dropped, model)
-    target = velocity(batch.latents, noise)
-    return Noised(latents, target, draws.sigma, condition, draws.given)
-
-
-def noised_rows(
-    batch: PackedBatch, key: jax.Array, config: FlowMatching, model: ModelConfig
-) -> Noised:
-    """Adds noise to a packed micro-batch; a sample gets the same noise as in `noised`."""
-    segments = batch.metadata.tokens
-    ids = segments.ids
-    draw = jax.vmap(
-        jax.vmap(lambda epoch, sample, seq_len: _draw(key, epoch, sample, config, seq_len))
-    )
-    draws = draw(batch.epoch, batch.sample, jnp.maximum(batch.seq_len, 1))
-    place = jnp.arange(ids.shape[1]) - _to_tokens(segments.offset - batch.first, ids)
-    token_noise = jax.vmap(jax.vmap(_token_noise, in_axes=(0, 0, None)), in_axes=(0, 0, None))
-    noise = token_noise(_to_tokens(draws.noise, ids), place, batch.tokens.shape[-1])
-    tokens = interpolate(batch.tokens, noise, _to_tokens(draws.sigma, ids))
-    dropped = _to_tokens(draws.dropped, batch.metadata.condition.ids)
-    condition = _drop_conditions(batch.condition, dropped, model)
-    return Noised(tokens, velocity(batch.tokens, noise), draws.sigma, condition, draws.given)
-
-
-def _drop_conditions(condition: jax.Array, dropped: jax.Array, model: ModelConfig) -> jax.Array:
-    """Replaces dropped conditions by the null condition.
-
-    Args:
-      condition: [B, ...] or [R, C, ...].
-      dropped: [B] or [R, C] bool.
-      model: the model's config.
-    """
-    dropped = dropped.reshape(*dropped.shape, *(1,) * (condition.ndim - dropped.ndim))
-    null = 0 if model.text else model.num_classes
-    return jnp.where(dropped, jnp.asarray(null, condition.dtype), condition)
-
-
-def _to_tokens(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Expands values per segment to tokens; padding gets the value of the first segment.
-
-    Args:
-      values: [R, M, ...].
-      ids: [R, T] int32, slot of each token's segment.
-
-    Returns:
-      [R, T, ...].
-    """
-    return jax.vmap(lambda row, slot: row[jnp.maximum(slot, 0)])(values, ids)

@@ -148,7 +148,7 @@ class OptimizerConfig:
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint's arrays depend on, as JSON values; empty where all is usual."""
-        found = {} if self.skip_above is None else {"skip_above": "set"}
+        found: dict[str, Any] = {} if self.skip_above is None else {"skip_above": "set"}
         for name in ("name", "mu_dtype"):
             if getattr(self, name) != getattr(OptimizerConfig, name):
                 found[name] = getattr(self, name)

@@ -1,0 +1,169 @@
+"""Weights by noise level: closed forms in float64, and the same loss in both layouts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from alload_jax.data.batch import PackedBatch
+from alload_jax.data.collate import Collator
+from alload_jax.data.collation import collation_for
+from alload_jax.data.condition import conditions_for
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.store import StoreReader, StoreWriter
+from alload_jax.diffusion.loss_weighting import loss_weight
+from alload_jax.diffusion.timesteps import TimestepConfig, sample_sigma
+from alload_jax.errors import InputError
+from alload_jax.models.common.output import Output
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.objectives.noising import noised
+from alload_jax.planning.factory import make_plan
+from alload_jax.planning.settings import PlanningConfig
+
+SIGMA = np.linspace(0.001, 1, 200)
+WEIGHTINGS = ("none", "min_snr", "cosmap", "sigma_sqrt")
+
+
+def weight(sigma, weighting, gamma=5.0):
+    """In float64; min-SNR from its definition for the predicted data."""
+    if weighting == "min_snr":
+        return sigma**2 * np.minimum(((1 - sigma) / sigma) ** 2, gamma)
+    if weighting == "cosmap":
+        return 2 / (np.pi * ((1 - sigma) ** 2 + sigma**2))
+    return sigma**-2.0 if weighting == "sigma_sqrt" else np.ones_like(sigma)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_the_weight_is_its_closed_form(weighting):
+    found = loss_weight(jnp.asarray(SIGMA, jnp.float32), weighting, 5.0)
+    np.testing.assert_allclose(found, weight(SIGMA, weighting), rtol=1e-4)
+
+
+def test_no_level_has_a_weight_without_bound():
+    ends = jnp.asarray([0.0, 1.0])
+    for weighting in WEIGHTINGS:
+        found = np.asarray(loss_weight(ends, weighting, 5.0))
+        assert np.isfinite(found).all()
+        assert (found <= 1e6 * 1.001).all()
+
+
+def test_min_snr_weighs_the_error_of_the_data_by_its_definition():
+    """A wrong velocity gives wrong data; the weighted errors of both are the same number."""
+    rng = np.random.default_rng(0)
+    data, noise, wrong = rng.normal(size=(3, 50))
+    for sigma in (0.05, 0.3, 0.9):
+        noisy = (1 - sigma) * data + sigma * noise
+        velocity = noise - data + wrong
+        snr = ((1 - sigma) / sigma) ** 2
+        of_data = min(snr, 5.0) * np.mean((noisy - sigma * velocity - data) ** 2)
+        of_velocity = loss_weight(jnp.float32(sigma), "min_snr", 5.0) * np.mean(wrong**2)
+        np.testing.assert_allclose(of_velocity, of_data, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- both layouts
+
+MODEL = WanConfig(dim=16, num_heads=2, num_layers=1, in_channels=2, patch_size=(1, 2, 2))
+
+
+class ZeroVelocity:
+    """A model without parameters, so that the loss is known: the mean of the squared target."""
+
+    config = MODEL
+
+    def forward(self, latents, timestep, condition, sharding=None):
+        return Output(jnp.zeros_like(latents), {})
+
+    def forward_packed(self, tokens, position, metadata, timestep, condition, sharding=None):
+        return Output(jnp.zeros_like(tokens), {})
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory):
+    """A packed micro-batch, and its samples one by one."""
+    folder = tmp_path_factory.mktemp("weighting") / "data"
+    rng = np.random.default_rng(0)
+    with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
+        for size in ((1, 4, 4), (3, 4, 6), (1, 4, 4), (1, 4, 6)):
+            latents = rng.normal(size=(*size, 2)).astype(np.float32)
+            writer.add(latents, np.zeros(1, np.int32), size)
+    manifest = read_manifest(folder)
+
+    def first_epoch(**settings):
+        config = PlanningConfig(m_mem=80, **settings)
+        plan = make_plan(config, manifest.samples(MODEL.patch_size), 1, seed=1)
+        collation = collation_for(plan, manifest, MODEL, conditions_for(MODEL, manifest))
+        collate = Collator(StoreReader(manifest), frozenset({0}), collation)
+        steps = [collate(plan.step(number)) for number in range(6)]
+        return [b for step in steps for b in step.batches if (b.epoch == 0)[b.weight > 0].all()]
+
+    return first_epoch(policy="balanced"), first_epoch(policy="fixed", rows=1)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("distribution", ["logit_normal", "mode"])
+def test_packed_bucketed_and_by_hand_are_the_same(batches, weighting, distribution):
+    timesteps = TimestepConfig(distribution=distribution, shift=2.0, shift_power=0.5)
+    objective = FlowMatching(timesteps=timesteps, noise_weighting=weighting, min_snr_gamma=3.0)
+    key = jax.random.key(3)
+    packed, alone = batches
+    assert isinstance(packed[0], PackedBatch)
+
+    def total(parts):
+        sums = [objective(ZeroVelocity(), part, key, None) for part in parts]
+        return sum(float(each.loss) for each in sums), sum(float(each.weight) for each in sums)
+
+    expected = 0.0
+    for batch in alone:
+        noisy = noised(batch, key, objective, MODEL)
+        error = np.square(np.asarray(noisy.target, np.float64)).mean((1, 2, 3, 4))
+        levels = np.maximum(np.asarray(noisy.sigma, np.float64), 1e-3)
+        expected += float((batch.weight * weight(levels, weighting, 3.0) * error).sum())
+    assert total(packed)[1] == total(alone)[1] == 4
+    np.testing.assert_allclose(total(alone)[0], expected, rtol=1e-4)
+    np.testing.assert_allclose(total(packed)[0], total(alone)[0], rtol=1e-5)
+
+
+# ---------------------------------------------------------------- the distribution `mode`
+
+
+def draws(config, count=20_000):
+    keys = jax.random.split(jax.random.key(0), count)
+    return np.sort(np.asarray(jax.vmap(lambda key: sample_sigma(key, config, 16))(keys)))
+
+
+def mode_of(uniform, scale):
+    return 1 - uniform - scale * (np.cos(np.pi / 2 * uniform) ** 2 - 1 + uniform)
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 1.29, 1.75])
+@pytest.mark.parametrize(("lowest", "highest"), [(0.0, 1.0), (0.875, 1.0), (0.0, 0.3)])
+def test_levels_of_mode_are_distributed_by_its_formula(scale, lowest, highest):
+    config = TimestepConfig(
+        distribution="mode", mode_scale=scale, lowest=lowest, highest=highest, shift=2.0
+    )
+    found = draws(config)
+    every = mode_of(np.linspace(0, 1, 400_001), scale)
+    shifted = 2 * every / (1 + every)
+    expected = np.sort(shifted[(shifted >= lowest) & (shifted <= highest)])
+    share = np.searchsorted(expected, found) / len(expected)
+    steps = np.arange(1, len(found) + 1) / len(found)
+    assert np.abs(share - steps).max() < 1.95 / np.sqrt(len(found)) + 1e-3
+    assert lowest <= found[0]
+    assert found[-1] <= highest
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: TimestepConfig(mode_scale=1.8),
+            r"mode_scale is 1\.8; it must be from -1 to 1\.75",
+        ),
+        (lambda: FlowMatching(min_snr_gamma=0.0), r"objective\.min_snr_gamma is 0\.0"),
+        (lambda: FlowMatching(noise_weighting="snr"), r"noise_weighting is 'snr'; choose none or"),
+    ],
+)
+def test_invalid_settings_are_refused(make, words):
+    with pytest.raises(InputError, match=words):
+        make()
