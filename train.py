@@ -78,7 +78,7 @@ from alload_jax.training.shape_groups import make_trainer
 from alload_jax.training.signals import StopRequest, stop_name
 from alload_jax.training.start import Origin, new_state, state_of_checkpoint
 from alload_jax.training.state import TrainingSpec
-from alload_jax.training.trackers.tensorboard import TensorBoard
+from alload_jax.training.trackers.tracker import TrackerContext, Trackers
 from alload_jax.training.validation.held_out import HeldOut, split_data
 from alload_jax.training.validation.validator import Validator
 
@@ -199,6 +199,8 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     )
     for evaluator in config.evaluators:
         evaluator.check(config.model, manifest)
+    for tracker in config.trackers:
+        tracker.check()
     return Work(
         *(began, manifest, mesh, groups, costs, run_plan, collator, writer, held_out, identity)
     )
@@ -294,7 +296,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: list[str]) -> int:
 
         # ------------------------------------------------------------ training
         log = MetricsLog(folder, resumed_at=start)
-        tracker = TensorBoard(folder / "tensorboard", resumed_at=start)
+        tracker = Trackers(config.trackers, TrackerContext(folder, start, values_of(config)))
         evaluation = Evaluation(config.evaluators, writer, config.sampling.seed)
         bar = ProgressBar("training", total, start)
         checkpointing = Checkpointing(checkpoints, config.checkpoint, run_plan)

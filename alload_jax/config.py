@@ -1,8 +1,8 @@
 """The config of a run; each part is defined beside the code that it configures.
 
 Some parts are selected by name: the model by `model.family`, the objective by `objective.name`, the
-data set by `data.dataset.name`, and each of `evaluators` and `callbacks` by its `name`. The fields
-depend on the name, so `read_config` reads the names first.
+data set by `data.dataset.name`, and each of `evaluators`, `callbacks` and `trackers` by its `name`.
+The fields depend on the name, so `read_config` reads the names first.
 """
 
 import dataclasses
@@ -41,6 +41,8 @@ from alload_jax.training.optimizer import (
 )
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.run_files import write_atomically
+from alload_jax.training.trackers.tensorboard import TensorBoardConfig
+from alload_jax.training.trackers.tracker import TRACKERS, TrackerConfig
 from alload_jax.training.validation.config import ValidationConfig
 
 _DEFAULT_STEPS = 1000
@@ -164,6 +166,7 @@ class Config:
       evaluators: metrics of generated samples at the end; `name` selects each.
       callbacks: additional callbacks during training; `name` selects each.
       watchdog: how long a run may make no progress.
+      trackers: where figures and pictures are shown; `name` selects each.
     """
 
     run: RunConfig
@@ -181,6 +184,7 @@ class Config:
     evaluators: tuple[Evaluator, ...] = ()
     callbacks: tuple[CallbackConfig, ...] = ()
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    trackers: tuple[TrackerConfig, ...] = (TensorBoardConfig(),)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", self._completed_parameters())
@@ -260,7 +264,7 @@ _PARTS = (
 )
 """The parts whose fields depend on a name."""
 
-_LISTS = {"evaluators": EVALUATORS, "callbacks": CALLBACKS}
+_LISTS = {"evaluators": EVALUATORS, "callbacks": CALLBACKS, "trackers": TRACKERS}
 """The parts that are lists of configs with names."""
 
 _RENAMED = {

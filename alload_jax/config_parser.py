@@ -5,6 +5,7 @@ import difflib
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -129,14 +130,23 @@ def _with_types(kind: type[Any], types: Mapping[str, Any]) -> type[Any]:
             continue
         if each.default is each.default_factory is dataclasses.MISSING:
             fields.append((each.name, hint))
-        elif dataclasses.is_dataclass(hint) or typing.get_origin(hint) is list:
-            factory: Any = list if typing.get_origin(hint) is list else hint
+        elif typing.get_origin(hint) is list:
+            default = () if each.default is dataclasses.MISSING else each.default
+            items = partial(_values_of_items, default)
+            fields.append((each.name, hint, dataclasses.field(default_factory=items)))
+        elif dataclasses.is_dataclass(hint):
+            factory: Any = hint
             fields.append((each.name, hint, dataclasses.field(default_factory=factory)))
         else:
             fields.append((each.name, hint, None))
     made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True)
     made.__doc__, made.__module__ = kind.__doc__, kind.__module__
     return made
+
+
+def _values_of_items(items: Sequence[Any]) -> list[dict[str, Any]]:
+    """The values of the configs in a list."""
+    return [dataclasses.asdict(item) for item in items]
 
 
 def _plain_section(section: Any) -> Any:

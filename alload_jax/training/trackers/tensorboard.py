@@ -3,13 +3,15 @@
 import io
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from PIL import Image
 
 from alload_jax.distributed.cluster import first_process
 from alload_jax.sampling.frames import encode_gif, read_frames
+from alload_jax.training.trackers.tracker import Tracker, TrackerContext
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -17,6 +19,24 @@ if TYPE_CHECKING:
 _SHOWN = (".png", ".gif")
 """What a browser shows as an image, clips included."""
 _CONVERTED = (".mp4",)
+
+
+@dataclass(frozen=True)
+class TensorBoardConfig:
+    """Writes TensorBoard events to `tensorboard/` in the run folder.
+
+    Attributes:
+      name: `tensorboard`.
+    """
+
+    name: Literal["tensorboard"] = "tensorboard"
+
+    def check(self) -> None:
+        """See `TrackerConfig.check`: it works everywhere."""
+
+    def make(self, context: TrackerContext) -> Tracker:
+        """See `TrackerConfig.make`."""
+        return TensorBoard(context.folder / "tensorboard", context.resumed_at)
 
 
 class TensorBoard:

@@ -1,0 +1,365 @@
+"""Trackers of others' services: what they are told, and that they cannot fail or hang a run."""
+
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from alload_jax.config import read_config
+from alload_jax.errors import InputError
+from alload_jax.training.trackers import service
+from alload_jax.training.trackers.mlflow import MlflowConfig
+from alload_jax.training.trackers.service import InBackground, TrackedRuns
+from alload_jax.training.trackers.tracker import TrackerContext, Trackers
+from alload_jax.training.trackers.trackio import TrackioConfig
+from alload_jax.training.trackers.wandb import WandbConfig
+
+FLAGS = ["--run.folder", "r", "--data.folder", "d", "--planning.m_mem", "9"]
+VALUES = {"run.steps": 14, "optimizer.name": "adamw"}
+
+
+def names(*flags):
+    return [tracker.name for tracker in read_config([*FLAGS, *flags]).trackers]
+
+
+def test_tensorboard_is_the_default_and_the_list_replaces_it():
+    assert names() == ["tensorboard"]
+    assert names("--trackers", "[]") == []
+    assert names("--trackers", "[{name: wandb, project: p, tags: [a]}, {name: tensorboard}]") == [
+        "wandb",
+        "tensorboard",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("trackers", "words"),
+    [
+        ("[{name: comet}]", "tracker 'comet' is unknown; choose one of tensorboard, wandb, mlflow"),
+        ("[{name: wandb, mode: slow}]", "trackers: wandb: "),
+        ("[{name: mlflow, uri: x}]", "trackers: mlflow: key uri is unknown"),
+        ("[{project: x}]", "trackers: {'project': 'x'} has no name; choose one of tensorboard"),
+    ],
+)
+def test_a_wrong_tracker_is_one_line(trackers, words):
+    with pytest.raises(InputError) as error:
+        read_config([*FLAGS, "--trackers", trackers])
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("config", [WandbConfig(), MlflowConfig(), TrackioConfig()])
+def test_a_missing_package_is_one_line_with_the_command(config, monkeypatch):
+    monkeypatch.setattr(service.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=rf"{config.name} is not installed; run: pip install .*"):
+        config.check()
+
+
+class ListTracker:
+    """A tracker that keeps what it is told in a list."""
+
+    def __init__(self, logged):
+        self._logged = logged
+
+    def log(self, step, values):
+        self._logged.append((step, values))
+
+    def show(self, step, name, path):
+        pass
+
+    def close(self):
+        pass
+
+
+@dataclass(frozen=True)
+class ListConfig:
+    logged: ClassVar[list] = []
+
+    name: str = "list"
+
+    def check(self):
+        pass
+
+    def make(self, context):
+        return ListTracker(self.logged)
+
+
+def test_a_tracker_from_outside_is_named_by_its_place(tmp_path):
+    (config,) = read_config([*FLAGS, "--trackers", f"[{{name: '{__name__}:ListConfig'}}]"]).trackers
+    tracker = Trackers([config], TrackerContext(tmp_path, 0, VALUES))
+    tracker.log(3, {"loss": 1.0})
+    assert ListConfig.logged == [(3, {"loss": 1.0})]
+
+
+# ---------------------------------------------------------------- the thread
+
+
+class Recorder:
+    """A service that remembers its calls; `obstacle` runs before each."""
+
+    def __init__(self, obstacle=lambda: None):
+        self.calls, self.threads, self.obstacle = [], set(), obstacle
+
+    def log(self, step, values):
+        self._take(("log", step, values))
+
+    def show(self, step, name, path):
+        self._take(("show", step, name, path))
+
+    def close(self):
+        self._take(("close",))
+
+    def _take(self, call):
+        self.obstacle()
+        self.calls.append(call)
+        self.threads.add(threading.current_thread())
+
+
+def test_calls_reach_the_service_in_order_and_in_another_thread(tmp_path):
+    recorder = Recorder()
+    tracker = InBackground("it", recorder)
+    values = {"loss": 0.5}
+    tracker.log(1, values)
+    values["loss"] = 9.0  # the caller's dict is its own
+    tracker.show(1, "samples/a", tmp_path / "a.GIF")
+    tracker.show(1, "samples/a", tmp_path / "latents.safetensors")
+    tracker.close()
+    tracker.log(2, {"loss": 0.25})
+    tracker.close()
+    shown = ("show", 1, "samples/a", tmp_path / "a.GIF")
+    first = [("log", 1, {"loss": 0.5}), shown, ("close",)]
+    assert recorder.calls == [*first, ("log", 2, {"loss": 0.25}), ("close",)]
+    assert threading.current_thread() not in recorder.threads
+
+
+def fail():
+    raise OSError(28, "No space left\non device")
+
+
+def test_failures_are_told_once_in_a_line_and_then_the_service_is_left_alone(capsys):
+    attempts = []
+
+    def obstacle():
+        attempts.append(1)
+        fail()
+
+    tracker = InBackground("it", Recorder(obstacle))
+    for step in range(20):
+        tracker.log(step, {"loss": 1.0})
+    tracker.close()
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.startswith("warning: trackers: it: No space left on device")
+    assert len(attempts) == 3
+
+
+def test_one_failure_loses_one_call(capsys):
+    turns = iter([None, fail, None, None, None])
+    recorder = Recorder(lambda: (next(turns) or (lambda: None))())
+    tracker = InBackground("it", recorder)
+    for step in range(4):
+        tracker.log(step, {})
+    tracker.close()
+    assert [call[1] for call in recorder.calls if call[0] == "log"] == [0, 2, 3]
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_service_that_hangs_holds_nothing_up(capsys):
+    never = threading.Event()
+    tracker = InBackground("it", Recorder(never.wait), patience=0.2)
+    began = time.monotonic()
+    for step in range(service._PENDING + 5):
+        tracker.log(step, {"loss": 1.0})
+    tracker.close()
+    tracker.close()
+    assert time.monotonic() - began < 5
+    assert capsys.readouterr().err.count("warning: trackers: it: ") == 1
+    never.set()
+
+
+def test_a_service_that_is_slow_at_the_end_is_given_up(capsys):
+    never = threading.Event()
+    tracker = InBackground("it", Recorder(never.wait), patience=0.2)
+    tracker.log(1, {})
+    tracker.close()
+    assert "took longer than 0 s to finish" in capsys.readouterr().err
+    never.set()
+
+
+def test_other_processes_write_nothing(monkeypatch):
+    monkeypatch.setattr(service, "first_process", lambda: False)
+    recorder = Recorder()
+    tracker = InBackground("it", recorder)
+    tracker.log(1, {})
+    tracker.close()
+    assert recorder.calls == []
+
+
+def test_resumed_runs_continue_and_new_ones_begin(tmp_path):
+    first = TrackedRuns(tmp_path, 0)
+    assert first.known("a") is None
+    first.keep("a", "one")
+    assert first.known("a") == "one"  # closed and opened again by the same start
+    first.keep("b", "two")
+    assert TrackedRuns(tmp_path, 7).known("a") == "one"
+    assert TrackedRuns(tmp_path, 7).known("c") is None
+    assert TrackedRuns(tmp_path, 0).known("a") is None
+
+
+# ---------------------------------------------------------------- what each service is told
+
+
+def picture(folder):
+    path = folder / "1x8x8.png"
+    Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(path)
+    return path
+
+
+def follow(config, folder, clip):
+    """A run that is killed after step 3 with a checkpoint of step 2, and continued to step 4."""
+    first = config.make(TrackerContext(folder, 0, VALUES))
+    for step in (1, 2, 3):
+        first.log(step, {"loss": 1.0 / step})
+    first.close()
+    again = config.make(TrackerContext(folder, 2, VALUES))
+    for step in (3, 4):
+        again.log(step, {"loss": 1.0 / step})
+    again.show(4, "samples/1x8x8", picture(folder))
+    again.show(4, "samples/clip", clip)
+    again.close()
+
+
+EXPECTED = [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
+
+
+class FakeRun:
+    """A run of wandb or Trackio by their documented behaviour."""
+
+    def __init__(self, name, step):
+        self.name, self.step, self.logged, self.finished = name, step, [], False
+
+    @property
+    def _next_step(self):
+        return self.step
+
+    def log(self, values, step):
+        assert step >= self.step
+        self.logged.append((step, values))
+        self.step = step
+
+    def finish(self):
+        self.finished = True
+
+
+class FakeWandb:
+    Image = staticmethod(lambda path: ("image", path))
+    Video = staticmethod(lambda path, format=None: ("video", path))
+
+    def __init__(self):
+        self.runs, self.inits = [], []
+
+    def Settings(self, **settings):  # noqa: N802
+        return settings
+
+    def init(self, *positional, **arguments):
+        self.inits.append(arguments)
+        last = self.runs[-1].step + 1 if self.runs else 0
+        self.runs.append(FakeRun(arguments.get("name"), last))
+        return self.runs[-1]
+
+
+@pytest.mark.parametrize("config", [WandbConfig(project="p"), TrackioConfig(project="p")])
+def test_a_continued_run_is_the_same_with_every_step_once(config, tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, config.name, fake)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    follow(config, tmp_path, tmp_path / "clip.mp4")
+    first, again = fake.inits
+    same = "id" if config.name == "wandb" else "name"
+    assert first[same] == again[same]
+    assert (dict(first["config"]), again["config"]) == (VALUES, None)
+    assert again["resume"] == "allow"
+    logged = [entry for run in fake.runs for entry in run.logged]
+    assert [(step, v["loss"]) for step, v in logged if "loss" in v] == EXPECTED
+    media = [name for _, values in logged for name in values if name.startswith("samples/")]
+    assert media == ["samples/1x8x8", "samples/clip"]
+    assert all(run.finished for run in fake.runs)
+
+
+def test_without_a_login_wandb_is_offline_and_asks_nothing(tmp_path, monkeypatch, capsys):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tracker = WandbConfig().make(TrackerContext(tmp_path, 0, VALUES))
+    tracker.log(1, {"loss": 1.0})
+    tracker.close()
+    assert fake.inits[0]["mode"] == "offline"
+    assert "wandb has no login" in capsys.readouterr().err
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai\nlogin user\npassword 123\n")
+    tracker.log(2, {"loss": 1.0})
+    tracker.close()
+    assert fake.inits[1]["mode"] == "online"
+
+
+class FakeMlflow:
+    """MlflowClient's calls, as far as they are used, on a dict of runs."""
+
+    experiments, runs = {}, {}
+
+    def __init__(self, uri):
+        self.uri = uri
+
+    def get_experiment_by_name(self, name):
+        found = self.experiments.get(name)
+        return found and SimpleNamespace(experiment_id=found)
+
+    def create_experiment(self, name):
+        self.experiments[name] = f"e{len(self.experiments)}"
+        return self.experiments[name]
+
+    def create_run(self, experiment, run_name):
+        run = {"name": run_name, "params": [], "metrics": [], "media": [], "status": "RUNNING"}
+        self.runs[f"r{len(self.runs)}"] = run
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"r{len(self.runs) - 1}"))
+
+    def log_batch(self, run, metrics=(), params=()):
+        assert len(params) <= 100
+        self.runs[run]["params"] += params
+        self.runs[run]["metrics"] += metrics
+
+    def get_metric_history(self, run, name):
+        return [SimpleNamespace(step=m[3]) for m in self.runs[run]["metrics"] if m[0] == name]
+
+    def log_image(self, run, image, key, step):
+        self.runs[run]["media"].append((key, step, image.size))
+
+    def log_artifact(self, run, path, folder):
+        self.runs[run]["media"].append((path.rpartition("/")[2], folder))
+
+    def update_run(self, run, status):
+        self.runs[run]["status"] = status
+
+    def set_terminated(self, run):
+        self.runs[run]["status"] = "FINISHED"
+
+
+def test_mlflow_gets_every_step_once_and_the_config_once(tmp_path, monkeypatch):
+    entities = SimpleNamespace(Metric=lambda *values: values, Param=lambda key, value: (key, value))
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=FakeMlflow))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    follow(MlflowConfig(experiment="e", run_name="mine"), tmp_path, tmp_path / "clip.gif")
+    (run,) = FakeMlflow.runs.values()
+    assert (run["name"], run["status"]) == ("mine", "FINISHED")
+    assert [(step, value) for _, value, _, step in run["metrics"]] == EXPECTED
+    assert run["params"] == [("run.steps", "14"), ("optimizer.name", "adamw")]
+    assert run["media"] == [
+        ("samples.1x8x8", 4, (4, 4)),
+        ("clip.gif", "samples/00000004"),
+    ]
