@@ -257,6 +257,9 @@ class FakeRun:
 
 
 class FakeWandb:
+    Error = ConnectionError
+    online = True
+    torn_down = 0
     Image = staticmethod(lambda path: ("image", path))
     Video = staticmethod(lambda path, format=None: ("video", path))
 
@@ -266,8 +269,13 @@ class FakeWandb:
     def Settings(self, **settings):  # noqa: N802
         return settings
 
+    def teardown(self):
+        self.torn_down += 1
+
     def init(self, *positional, **arguments):
         self.inits.append(arguments)
+        if not self.online and arguments["mode"] == "online":
+            raise ConnectionError("no route\nto host")
         last = self.runs[-1].step + 1 if self.runs else 0
         self.runs.append(FakeRun(arguments.get("name"), last))
         return self.runs[-1]
@@ -301,11 +309,29 @@ def test_without_a_login_wandb_is_offline_and_asks_nothing(tmp_path, monkeypatch
     tracker.log(1, {"loss": 1.0})
     tracker.close()
     assert fake.inits[0]["mode"] == "offline"
-    assert "wandb has no login" in capsys.readouterr().err
+    assert "wandb: there is no login" in capsys.readouterr().err
     (tmp_path / ".netrc").write_text("machine api.wandb.ai\nlogin user\npassword 123\n")
     tracker.log(2, {"loss": 1.0})
     tracker.close()
     assert fake.inits[1]["mode"] == "online"
+
+
+def test_without_a_connection_wandb_is_offline(tmp_path, monkeypatch, capsys):
+    fake = FakeWandb()
+    fake.online = False
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    tracker = WandbConfig(mode="online").make(TrackerContext(tmp_path, 0, VALUES))
+    for step in (1, 2):
+        tracker.log(step, {"loss": 1.0})
+        tracker.close()
+    assert [each["mode"] for each in fake.inits] == ["online", "offline", "offline"]
+    assert len({each["id"] for each in fake.inits}) == 1
+    assert fake.torn_down == 1  # the id of the failed attempt is free again
+    assert [step for run in fake.runs for step, _ in run.logged] == [1, 2]
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "no route to host, so the run is written to wandb/ in the run folder" in err
 
 
 class FakeMlflow:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, reason_of
 from alload_jax.training.trackers.service import (
     PATIENCE,
     PICTURES,
@@ -21,6 +21,8 @@ from alload_jax.training.trackers.service import (
 from alload_jax.training.trackers.tracker import Tracker, TrackerContext
 
 Mode = Literal["online", "offline", "disabled"]
+_START = 30.0
+"""Seconds that the service may take to start a run; then the run is offline."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class WandbConfig:
       tags: tags of the run.
       notes: notes on the run; null for none.
       mode: online, offline (written to `wandb/` in the run folder, for `wandb sync`), or disabled;
-        null for the environment's WANDB_MODE, or online. Without a login, a run is offline.
+        null for the environment's WANDB_MODE, or online. Without a login or a connection at the
+        start, a run is offline.
     """
 
     name: Literal["wandb"] = "wandb"
@@ -68,6 +71,7 @@ class Wandb:
         self._config, self._context = config, context
         self._runs = TrackedRuns(context.folder, context.resumed_at)
         self._run: Any = None
+        self._unreachable = False
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See `Service.log`."""
@@ -120,12 +124,28 @@ class Wandb:
             "reinit": "create_new",
             # Its capture of the terminal and its messages disturb the progress bar.
             "settings": wandb.Settings(
-                console="off", silent=True, init_timeout=PATIENCE, finish_timeout=PATIENCE
+                console="off", silent=True, init_timeout=_START, finish_timeout=PATIENCE
             ),
         }
-        if mode == "offline":  # which cannot resume: `wandb sync` adds to the run of that id
-            return wandb.init(**arguments | {"mode": mode, "resume": None})
-        return wandb.init(**arguments, mode=mode)
+        # An offline run cannot resume: `wandb sync` adds to the run of its id.
+        offline = arguments | {"mode": "offline", "resume": None}
+        if mode == "offline" or self._unreachable:
+            return wandb.init(**offline)
+        try:
+            return wandb.init(**arguments, mode=mode)
+        except wandb.Error as error:
+            self._unreachable = True
+            _warn(f"{reason_of(error)}, so the run is written", "run `wandb sync` for this run")
+            wandb.teardown()  # else the id of the failed attempt is in use
+            return wandb.init(**offline)
+
+
+def _warn(reason: str, remedy: str) -> None:
+    print(
+        f"warning: trackers: wandb: {reason} to wandb/ in the run folder; {remedy}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _mode(mode: Mode | None) -> str:
@@ -133,11 +153,9 @@ def _mode(mode: Mode | None) -> str:
     found = mode or os.environ.get("WANDB_MODE") or "online"
     if found != "online" or _has_login():
         return found
-    print(
-        "warning: trackers: wandb has no login, so the run is written to wandb/ in the run folder; "
+    _warn(
+        "there is no login, so the run is written",
         "run `wandb login` once, and `wandb sync` for this run",
-        file=sys.stderr,
-        flush=True,
     )
     return "offline"
 
