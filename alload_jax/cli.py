@@ -4,7 +4,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from alload_jax.commands import (
     bench,
@@ -17,8 +17,14 @@ from alload_jax.commands import (
     prepare,
     report,
     sample,
+    train,
 )
 from alload_jax.errors import InputError, run_command
+
+_COMMANDS: Sequence[Any] = (
+    *(plan, calibrate, prepare, data),
+    *(train, parameters, sample, export, lora, report, bench),
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,23 +46,14 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str]) -> int:
     """Runs `alload` with the arguments `argv` and returns the exit status."""
+    if list(argv[:1]) == ["train"]:  # its flags are the keys of the config
+        return train.main(list(argv[1:]))
     parser = _Parser(
         prog="alload",
         description="Plan, prepare and measure the training of video DiTs, and sample from them.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (
-        plan,
-        calibrate,
-        prepare,
-        data,
-        parameters,
-        sample,
-        export,
-        lora,
-        report,
-        bench,
-    ):
+    for command in _COMMANDS:
         name = command.__name__.rsplit(".", 1)[-1]
         sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(sub)
@@ -67,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
 
 def entry() -> None:
     """The console script."""
+    if sys.argv[1:2] == ["train"]:
+        train.entry()
     sys.exit(run_command(main, sys.argv[1:]))
 
 

@@ -96,7 +96,7 @@ def last_loss(folder: Path, seed: int, dtype: str, flags: list[str]) -> float:
 def gradient(config: Config, folder: Path, dtype: str) -> np.ndarray:
     """The mean gradient of the first step's samples at a run's last weights, flat float64."""
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    optimizer, settings = make_optimizer(config.optimizer, config.run.steps), config.optimizer
+    optimizer, settings = make_optimizer(config.optimizer, config.run.given_steps), config.optimizer
     spec = TrainingSpec(
         config.model, config.objective, optimizer, settings.ema_decay, config.parameters, dtype
     )

@@ -17,6 +17,7 @@ LAYERS = (
     ("benchmarks",),
     ("train",),
     ("alload_jax.cli", "alload_jax.commands"),
+    ("alload_jax.run",),
     ("alload_jax.config", "alload_jax.config_parser", "alload_jax.config_files"),
     ("alload_jax.bench",),
     ("alload_jax.report",),

@@ -6,11 +6,17 @@ from pathlib import Path
 from alload_jax.distributed.initialize import ClusterConfig
 
 
+def program() -> str:
+    """Returns how the training program was started, such as `python train.py`."""
+    script = Path(sys.argv[0])
+    if script.suffix == ".py" and script.parent.name != "alload_jax":
+        return f"python {script.name if script.name == 'train.py' else script}"
+    return "alload train" if sys.argv[1:2] == ["train"] else "python train.py"
+
+
 def resume_command(folder: Path, cluster: ClusterConfig) -> str:
     """Returns the command that resumes a run; in a cluster, the command of each process."""
-    script = sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"
-    name = "train.py" if Path(script).name == "train.py" else script
-    command = f"python {name} --config {folder / 'config.yaml'}"
+    command = f"{program()} --config {folder / 'config.yaml'}"
     if cluster.processes is None:
         return command
     return (

@@ -17,6 +17,7 @@ import jax
 
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.errors import InputError
+from alload_jax.training.resume import program
 
 PACKAGES = ("alload-jax", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
 
@@ -133,7 +134,7 @@ def append_environment(path: Path, argv: list[str], step: int) -> None:
 
 def _environment(argv: list[str]) -> dict[str, Any]:
     return {
-        "command": " ".join(["python", "train.py", *argv]),
+        "command": " ".join([program(), *argv]),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "cpus": os.cpu_count(),

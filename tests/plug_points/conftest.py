@@ -40,11 +40,12 @@ def train(tmp_path, data, monkeypatch):
     """Runs train.py in this process on the pooling family; changes are sections of the config."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    import train as program
+    from alload_jax.run import main as program
+    from alload_jax.run import work
 
     def run(*flags, folder="run", devices=1, **changes):
         some = jax.devices()[:devices]
-        monkeypatch.setattr(program, "make_mesh", lambda config: make_mesh(config, some))
+        monkeypatch.setattr(work, "make_mesh", lambda config: make_mesh(config, some))
         config = {
             "run": {"folder": str(tmp_path / folder), "steps": 6},
             "data": {"folder": str(data)},

@@ -41,7 +41,7 @@ def train(tmp_path, data, monkeypatch):
     """Runs train.py in this process; changes are sections of the config."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
-    import train as program
+    import alload_jax.run.main as program
 
     def run(*flags, folder="run", **changes):
         shape = {"dim": 24, "ffn_dim": 40, "num_heads": 2, "num_layers": 2, "in_channels": 4}

@@ -230,11 +230,11 @@ BAD = [
 def test_invalid_input_is_reported_in_one_line_with_status_2(
     runs, flags, words, capsys, monkeypatch
 ):
-    import train
     from alload_jax.errors import run_command
+    from alload_jax.run.main import main
 
     monkeypatch.chdir(runs.folder)
-    assert run_command(train.main, ["--config", str(runs.config), *flags]) == 2
+    assert run_command(main, ["--config", str(runs.config), *flags]) == 2
     printed = capsys.readouterr()
     assert words in printed.err
     assert len(printed.err.strip().splitlines()) == 1
@@ -242,23 +242,23 @@ def test_invalid_input_is_reported_in_one_line_with_status_2(
 
 
 def test_a_misspelt_key_in_the_file_is_named(runs, capsys):
-    import train
     from alload_jax.errors import run_command
+    from alload_jax.run.main import main
 
     config = runs.tiny() | {"planing": {"m_mem": 4}}
     runs.config.write_text(yaml.safe_dump(config))
-    assert run_command(train.main, ["--config", str(runs.config)]) == 2
+    assert run_command(main, ["--config", str(runs.config)]) == 2
     error = capsys.readouterr().err
     assert "planing.m_mem is unknown; did you mean planning.m_mem?" in error
     assert "tiny.yaml" in error
 
 
 def test_an_empty_config_is_named(runs, capsys):
-    import train
     from alload_jax.errors import run_command
+    from alload_jax.run.main import main
 
     runs.config.write_text("")
-    assert run_command(train.main, ["--config", str(runs.config)]) == 2
+    assert run_command(main, ["--config", str(runs.config)]) == 2
     error = capsys.readouterr().err
     assert f"{runs.config}: is empty or holds no sections" in error
     assert len(error.strip().splitlines()) == 1

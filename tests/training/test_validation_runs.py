@@ -37,7 +37,7 @@ def train(tmp_path, digits_folder, monkeypatch):
     """Runs train.py in this process on a tiny model."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    import train as program
+    import alload_jax.run.main as program
 
     def run(*flags, folder="run", devices=1):
         some = jax.devices()[:devices]

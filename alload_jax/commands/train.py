@@ -1,0 +1,33 @@
+"""`alload train`: the training program, as `python train.py`."""
+
+import argparse
+import sys
+
+HELP = "Train a model, as `python train.py`; --help lists all keys of the config."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares no flags: the keys of the config are read by the program itself."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Explains that `alload train` needs a config."""
+    del options
+    return main([])
+
+
+def main(argv: list[str]) -> int:
+    """Trains with the arguments behind `alload train`; returns the exit status."""
+    # Imported here because JAX takes a second to import.
+    from alload_jax.run.main import main as train
+
+    return train(argv, prog="alload train")
+
+
+def entry() -> None:
+    """Runs `alload train` as a program, which ends without waiting for threads after a failure."""
+    from alload_jax.errors import run_command
+    from alload_jax.training.quiet_threads import hush_threads, leave
+
+    hush_threads()
+    leave(run_command(main, sys.argv[2:]))

@@ -1,0 +1,34 @@
+"""The training program: `python train.py` and `alload train`."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from alload_jax.config import read_config, with_policy
+from alload_jax.distributed.initialize import initialize
+from alload_jax.encoders.devices import share_memory
+from alload_jax.errors import run_command
+from alload_jax.run.training import train
+from alload_jax.run.work import prepare
+from alload_jax.sharding.xla_flags import set_xla_flags
+from alload_jax.training.quiet_threads import hush_threads, leave
+from alload_jax.training.run_lock import locked
+
+
+def main(argv: Sequence[str], prog: str = "train.py") -> int:
+    """Runs the training that the command line asks for; returns the exit status."""
+    set_xla_flags()
+    config = read_config(argv, prog)
+    if config.sampling.encoders.vae:  # it decodes samples beside the model
+        share_memory()
+    with initialize(config.cluster) as cluster:
+        config = with_policy(config)
+        work = prepare(config, cluster)
+        with locked(Path(config.run.folder), cluster):
+            return train(config, cluster, work, argv)
+
+
+def entry() -> None:
+    """Runs `main` as a program: errors that a user can cause are one line and status 2."""
+    hush_threads()
+    leave(run_command(main, sys.argv[1:]))

@@ -1,0 +1,184 @@
+"""Trains: from the state, new or restored, over the loop to the summary."""
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+from alload_jax.config import Config, run_steps, values_in, values_of
+from alload_jax.data.batch import describe
+from alload_jax.data.placement import place_ahead
+from alload_jax.distributed.cluster import Cluster
+from alload_jax.distributed.consensus import Consensus
+from alload_jax.errors import InputError
+from alload_jax.report.opening import Opening, changed_settings, show_opening
+from alload_jax.report.summary import print_summary, read_summary, summarise
+from alload_jax.run.callbacks import Callbacks, make_callbacks
+from alload_jax.run.folder import write_folder
+from alload_jax.run.work import Work
+from alload_jax.training.callbacks.watchdog import Watchdog
+from alload_jax.training.checkpoint import Checkpoints
+from alload_jax.training.loop import Loop
+from alload_jax.training.optimizer import make_optimizer
+from alload_jax.training.parameters import describe_trained
+from alload_jax.training.progress import ProgressBar
+from alload_jax.training.resume import continue_with
+from alload_jax.training.run_files import peak_memory, write_json
+from alload_jax.training.shape_groups import GroupTrainer, make_trainer
+from alload_jax.training.signals import StopRequest, stop_name
+from alload_jax.training.start import Origin, new_state, state_of_checkpoint
+from alload_jax.training.state import TrainingSpec, TrainState
+from alload_jax.training.trainer import Trainer
+from alload_jax.training.validation.validator import Validator
+
+
+def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> int:
+    """Trains, from the start or from where the run folder stands; returns the exit status."""
+    folder, mesh = Path(config.run.folder), work.mesh
+    total = run_steps(config.run, work.run_plan.plan)
+    spec = training_spec(config, total)
+    validator = make_validator(config, spec, work)
+    stop = StopRequest()
+    remedy = partial(continue_with, folder, config.cluster)
+    with (
+        Watchdog(config.watchdog, folder, cluster, stop, remedy) as watchdog,
+        Checkpoints(
+            folder / "checkpoints", config.checkpoint, work.identity, config.model.later_fields
+        ) as checkpoints,
+        stop,
+        cluster.report_failures(),
+    ):
+        # ------------------------------------------------------------ state, new or restored
+        start = checkpoints.continue_from(cluster)
+        if start:
+            checkpoints.check(start)
+        summary = cluster.broadcast(partial(read_summary, folder, start))
+        if summary and start >= total:
+            print_summary(summary, folder)
+            return 0
+        state, source = _begin(config, spec, work, checkpoints, start)
+        trainer = make_trainer(spec, mesh, state, work.groups)
+
+        # ------------------------------------------------------------ run folder, compilation
+        _open(config, work, validator, total, start, source)
+        write_folder(config, folder, work.manifest, argv, start)
+        _compile(trainer, work, validator, start < total, stop)
+
+        # ------------------------------------------------------------ training
+        bar = ProgressBar("training", total, start)
+        callbacks = make_callbacks(
+            config, cluster, work, total, start, stop, watchdog, checkpoints, validator, bar
+        )
+        loop = Loop(trainer, start, total, callbacks.all)
+        wants_save = callbacks.checkpointing.wants_save
+        consensus = Consensus(cluster, mesh, lambda: stop.number, wants_save)
+        stop_at = start if consensus.signal() else total
+        steps = work.run_plan.steps(start, stop_at, work.collator, config.data.loader)
+        with closing(steps):
+            loop.run(place_ahead(steps, mesh, groups=work.groups, consensus=consensus))
+        stopped_by = consensus.signal()
+    if loop.refusal:
+        raise InputError(f"{loop.refusal} (saved at step {loop.done})")
+    if stopped_by:
+        done = f"saved step {loop.done} of {total}"
+        print(f"{stop_name(stopped_by)}: {done}; {remedy()}")
+        return config.run.status_when_stopped
+    _finish(folder, loop, callbacks, work.began)
+    return 0
+
+
+def training_spec(config: Config, total: int) -> TrainingSpec:
+    """What a run of `total` steps computes."""
+    return TrainingSpec(
+        config.model,
+        config.objective,
+        make_optimizer(config.optimizer, total),
+        config.optimizer.ema_decay,
+        config.parameters,
+        config.optimizer.accumulate_dtype,
+    )
+
+
+def make_validator(config: Config, spec: TrainingSpec, work: Work) -> Validator | None:
+    """The validation on the held-out samples; None without any.
+
+    Raises:
+      InputError: the objective has no errors at fixed noise levels.
+    """
+    if not work.held_out:
+        return None
+    tokens = config.planning.tokens_bound(work.costs)
+    return Validator(config.validation, spec, work.mesh, work.held_out, tokens)
+
+
+def _begin(
+    config: Config, spec: TrainingSpec, work: Work, checkpoints: Checkpoints, start: int
+) -> tuple[TrainState, str]:
+    """The state to train from, and in words where it comes from."""
+    origin = Origin(config.run.seed, config.run.initial_weights, config.run.initial_lora)
+    if start:
+        source = f"checkpoint of step {start} in {config.run.folder}"
+        state = state_of_checkpoint(spec, work.mesh, origin, checkpoints, start)
+        work.run_plan.restore(checkpoints.restore_recalibration(start))
+    else:
+        source = config.run.initial_weights or f"new, drawn with run.seed {config.run.seed}"
+        state = new_state(spec, work.mesh, origin, checkpoints)
+    trained = describe_trained(state.params, state.frozen, config.parameters)
+    return state, f"{source}; {trained}" if trained else source
+
+
+def _open(
+    config: Config,
+    work: Work,
+    validator: Validator | None,
+    total: int,
+    start: int,
+    source: str,
+) -> None:
+    """Prints what the run will do."""
+    before = values_in(Path(config.run.folder) / "config.yaml") if start else {}
+    opening = Opening(
+        work.run_plan.plan,
+        config.planning.policy,
+        config.planning.tokens_bound(work.costs),
+        config.planning.predictor(work.costs),
+        total,
+        start,
+        source,
+        len(work.collator.excluded),
+        validator.told() if validator else "",
+    )
+    show_opening(opening, changed_settings(before, values_of(config)))
+
+
+def _compile(
+    trainer: Trainer | GroupTrainer,
+    work: Work,
+    validator: Validator | None,
+    trains: bool,
+    stop: StopRequest,
+) -> None:
+    """Compiles all programs, until the run is asked to stop."""
+    missing = work.collator.collation.shapes(work.run_plan.plan) if trains else []
+    with ProgressBar("compiling", len(missing)) as bar:
+        for shape in trainer.compile(missing):
+            bar.advance(describe(shape))
+            if stop:
+                return
+    if validator and missing:
+        with ProgressBar("compiling validation", len(validator.classes)) as bar:
+            for name in validator.compile(trainer.state):
+                bar.advance(name)
+                if stop:
+                    return
+
+
+def _finish(folder: Path, loop: Loop, callbacks: Callbacks, began: float) -> None:
+    """Draws the last samples, measures them and writes the summary."""
+    loop.finish()
+    seconds = time.monotonic() - began
+    figures = callbacks.figures()
+    summary = summarise(callbacks.log.rows, loop.done, figures, peak_memory(), seconds)
+    write_json(folder / "summary.json", summary)
+    print_summary(summary, folder)
