@@ -14,6 +14,7 @@ from alload_jax.planning.policies.fixed import Fixed
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.topology import RankTopology
+from alload_jax.planning.workloads import make_workload
 
 
 def plan_of(case):
@@ -378,3 +379,14 @@ def test_two_hundred_thousand_samples_plan_in_seconds(policy, mode, buckets):
     plan = make_plan(config, samples, 8, seed=0)
     plan.step(0)
     assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("policy", ["balanced", "first_fit", "equal_tokens", "dual_constraint"])
+def test_an_epoch_begins_at_its_first_step(policy):
+    samples = make_workload("mixed-resolution", 300)
+    plan = make_plan(PlanningConfig(policy=policy, m_mem=90_000), samples, 2, 0)
+    firsts = [plan.first_step(epoch) for epoch in (3, 0, 1, 2)]
+    assert [plan.locate(first) for first in firsts] == [(3, 0), (0, 0), (1, 0), (2, 0)]
+    assert firsts[1] == 0
+    steps = sum(plan.epoch(epoch).steps for epoch in range(3))
+    assert firsts[0] == steps

@@ -194,6 +194,23 @@ def test_two_processes_measure_what_one_does(runs):
     assert len(best_of(folder)) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["equal_tokens", "balanced"])
+def test_more_epochs_continue_a_run(train, policy, capsys):
+    flags = ("--planning.policy", policy, "--run.steps", "null", "--optimizer.final_fraction", "1")
+    whole = train(*flags, "--run.epochs", "3", folder="whole")
+    capsys.readouterr()
+    train(*flags, "--run.epochs", "2")
+    folder = train(*flags, "--run.epochs", "3")
+    told = capsys.readouterr().out
+    assert "changed since the last start: run.epochs 2 → 3" in told
+    assert steps_of(folder) == steps_of(whole)
+    epochs = [row["epoch"] for row in rows_of(folder)]
+    assert (epochs[0], epochs[-1], epochs) == (0, 2, sorted(epochs))
+    assert f"the run {len(epochs):,} (" in told
+
+
+@pytest.mark.slow
 def test_samples_to_leave_out_are_numbered_as_in_the_folder(train, tmp_path, digits_folder):
     held_out = np.flatnonzero(is_held_out(read_manifest(digits_folder), 0.4)).tolist()
     trained = next(number for number in range(21) if number not in held_out)
@@ -219,6 +236,8 @@ def test_samples_to_leave_out_are_numbered_as_in_the_folder(train, tmp_path, dig
         ((*SHARE, "--validation.noise_levels", "[]"), "noise_levels is empty"),
         ((*SHARE, "--validation.noise_levels", "[0.5,0.5]"), "leave out levels that are given"),
         ((*SHARE, "--validation.every", "0"), "validation.every is 0"),
+        ((*SHARE, "--validation.seed", "4294967296"), "it must be from 0 to below 2^32"),
+        (("--validation.folder", "none"), "validation.folder: "),
         (("--checkpoint.keep_best", "1"), "checkpoint.keep_best is 1, but nothing is validated"),
         (("--checkpoint.minutes", "0"), "checkpoint.minutes is 0.0; it must be a number above"),
         (("--run.epochs", "2"), "run.steps is 8 and run.epochs 2; give one, and null for the"),

@@ -7,18 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from test_image_to_video import MODEL as GIVEN_MODEL
+from test_image_to_video import write
+from test_packed_step import batches_of
 
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.sources.subset import Subset
-from alload_jax.data.store import StoreReader
+from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
-from alload_jax.models.families import abstract_model
+from alload_jax.models.families import abstract_model, build_model, split_model
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
-from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, init_state
 from alload_jax.training.validation.config import ValidationConfig
@@ -70,6 +73,15 @@ def disturbed(state):
 @pytest.fixture(scope="module")
 def state():
     return jax.jit(disturbed)(init_state(spec_of(), mesh_of(1), seed=0))
+
+
+def disturbed_model(config):
+    parts = split_model(build_model(config, nnx.Rngs(0)))
+    moved = jax.tree.map(
+        lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape),
+        parts.params,
+    )
+    return nnx.merge(parts.graph, moved)
 
 
 def held(source):
@@ -199,6 +211,48 @@ def test_what_is_measured_has_a_name(source):
     ]
     assert len({name(each) for each in (CONFIG, *others)}) == 5
     assert name(CONFIG, Subset(source, np.arange(9))) != name(CONFIG)
+
+
+def test_errors_are_the_loss_of_training_at_a_level(tmp_path):
+    """With given channels, images and first frames, of all sizes."""
+    level = 0.3
+    close = TimestepConfig("uniform", lowest=level - 1e-6, highest=level + 1e-6)
+    trained = FlowMatching(timesteps=close, condition_dropout=0.0, given_first_frame=0.6)
+    validated = replace(trained, timesteps=TimestepConfig(), condition_dropout=0.9)
+    manifest, key, mesh = write(tmp_path / "data"), jax.random.key(5), mesh_of(1)
+    model = disturbed_model(GIVEN_MODEL)
+    sharding = batch_sharding(mesh)
+
+    @nnx.jit
+    def both(model, batch):
+        errors = validated.errors_at(model, batch, key, jnp.float32(level), sharding)
+        return jnp.sum(batch.weight * errors), trained(model, batch, key, sharding).loss
+
+    for batch in batches_of(manifest, GIVEN_MODEL, "dual_constraint"):
+        ours, theirs = both(model, jax.tree.map(jnp.asarray, batch))
+        assert float(ours) == pytest.approx(float(theirs), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("stride", "channels", "labels", "words"),
+    [
+        ((1, 1, 1), 3, 1, "has 3 channels, but the model generates 1"),
+        ((1, 2, 2), 1, 1, r"a stride of \(1, 2, 2\), but those of data.folder \(1, 1, 1\)"),
+        ((1, 1, 1), 1, 3, "a sample has 3 classes, but samples of data.folder have at most 1"),
+    ],
+)
+def test_held_out_samples_of_another_kind_are_refused(
+    tmp_path, source, stride, channels, labels, words
+):
+    grid = (1, 8, 8)
+    with StoreWriter(tmp_path / "other", vae_stride=stride) as writer:
+        latents, size = np.zeros((*grid, channels), np.float32), np.multiply(grid, stride)
+        writer.add(latents, np.zeros(labels, np.int32), tuple(size.tolist()))
+    other = StoreReader(read_manifest(tmp_path / "other"))
+    trained = conditions_for(MODEL, source.manifest)
+    with pytest.raises(InputError, match=words):
+        HeldOut.of(other, MODEL, trained, source.manifest)
+    assert HeldOut.of(source, MODEL, trained, source.manifest).conditions is trained
 
 
 def test_an_objective_without_fixed_levels_is_refused(source):

@@ -8,6 +8,8 @@ from alload_jax.errors import InputError
 
 ValidationWeights = Literal["ema", "raw"]
 
+_SEEDS = 2**32
+
 
 @dataclass(frozen=True)
 class ValidationConfig:
@@ -48,8 +50,8 @@ class ValidationConfig:
         for name in ("every", "max_samples", "max_shapes"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InputError(f"validation.{name} is {value}; it must be at least 1")
-        if self.seed < 0:
-            raise InputError(f"validation.seed is {self.seed}; it must be 0 or more")
+        if not 0 <= self.seed < _SEEDS:
+            raise InputError(f"validation.seed is {self.seed}; it must be from 0 to below 2^32")
         self._check_levels()
 
     def _check_levels(self) -> None:

@@ -86,7 +86,7 @@ class Validator:
         self._keys = _level_keys(config.seed, self.levels, mesh)
         self._measure: Any = make_measure(spec, mesh)
         self._programs: dict[str, Any] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def told(self) -> str:
         """What is measured and when, in words."""
@@ -138,8 +138,8 @@ class Validator:
         """This process's rows; their noise is that of their content."""
         found = self._collate(step)
         for problem in found.problems:
-            if problem not in self._told:
-                self._told.add(problem)
+            if problem not in self._reported:
+                self._reported.add(problem)
                 print(f"warning: validation leaves out: {problem}", file=sys.stderr, flush=True)
         (batch,) = found.batches
         assert isinstance(batch, Batch)
