@@ -53,12 +53,21 @@ class BestCheckpoints:
     def add(self, measured: Measured) -> bool:
         """Adds a validation; returns whether its checkpoint is one of the best and is to be saved.
 
-        Of the best so far, the worst is removed when the new checkpoint is complete.
+        Of the best so far, the worst is removed when the next checkpoint is complete.
         """
         if not self._count:
             return False
         self._set([*self.best, measured])
         return measured in self.best
+
+    def finish(self) -> None:
+        """Removes what is no longer one of the best, where no further checkpoint follows.
+
+        Raises:
+          InputError: a checkpoint could not be written.
+        """
+        if self._count:
+            self._checkpoints.remove_others()
 
     def _set(self, validations: Iterable[Measured]) -> None:
         self.best = sorted(validations)[: self._count]

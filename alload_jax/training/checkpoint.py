@@ -99,8 +99,9 @@ class Checkpoints:
         self.base: Base | None = None
         self._last_begun = 0
         self._chosen: frozenset[int] = frozenset()
+        self._kept = _Kept(config.keep, config.keep_every, lambda: self._chosen)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_Kept(config.keep, config.keep_every, lambda: self._chosen),
+            preservation_policy=self._kept,
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._add_checksums),
         )
@@ -129,6 +130,18 @@ class Checkpoints:
         Others are removed when the next checkpoint has been written.
         """
         self._chosen = frozenset(steps)
+
+    def remove_others(self) -> None:
+        """Removes the checkpoints that are not kept, once all are on disk.
+
+        Raises:
+          InputError: a checkpoint could not be written.
+        """
+        self.wait()
+        steps = sorted(self.steps())
+        for step, stays in zip(steps, self._kept.stay(steps), strict=True):
+            if not stays:
+                self._manager.delete(step)
 
     def latest(self) -> int | None:
         """Returns the step of the newest complete checkpoint; None if there is none."""
@@ -309,10 +322,13 @@ class _Kept:
         self._newest, self._every, self._chosen = newest, every, chosen
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Says of each checkpoint, oldest first, whether it stays."""
+        """See `stay`."""
         del context
-        steps, chosen = [each.step for each in checkpoints], self._chosen()
-        newest = set(steps[-self._newest :])
+        return self.stay([each.step for each in checkpoints])
+
+    def stay(self, steps: Sequence[int]) -> list[bool]:
+        """Says of the checkpoint of each step, in ascending order, whether it stays."""
+        chosen, newest = self._chosen(), set(steps[-self._newest :])
         return [
             step in newest or step in chosen or bool(self._every and step % self._every == 0)
             for step in steps

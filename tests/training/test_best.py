@@ -85,13 +85,17 @@ def test_orbax_keeps_the_best_beside_the_newest_and_regular_ones(tmp_path, state
         best = BestCheckpoints(tmp_path, 2, checkpoints, Cluster())
         best.begin([])
         for step in range(1, 13):
-            if step in LOSSES:
-                best.add(Measured(LOSSES[step], step))
             checkpoints.save(step, state)
-    assert on_disk(tmp_path) == {4, 8, 10, 12}
-    content = json.loads((tmp_path / BEST_NAME).read_text())
-    assert content == {"best": [{"step": 4, "loss": 0.5}, {"step": 8, "loss": 0.5}]}
-    assert find_step(tmp_path / "checkpoints", "best") == 4
+            if step in LOSSES:  # which is known after the checkpoint is saved
+                best.add(Measured(LOSSES[step], step))
+        checkpoints.wait()
+        assert on_disk(tmp_path) == {4, 8, 10, 12}
+        content = json.loads((tmp_path / BEST_NAME).read_text())
+        assert content == {"best": [{"step": 4, "loss": 0.5}, {"step": 8, "loss": 0.5}]}
+        assert best.add(Measured(0.4, 12))
+        best.finish()
+    assert on_disk(tmp_path) == {4, 10, 12}
+    assert find_step(tmp_path / "checkpoints", "best") == 12
     assert find_step(tmp_path / "checkpoints") == 12
 
 

@@ -20,8 +20,8 @@ from alload_jax.training.validation.validator import Validator
 class Validating(Callback):
     """Measures the loss, logs it, and saves a checkpoint where it is one of the best.
 
-    It stands before the callback that saves at intervals, so that a checkpoint's validation is
-    always in the log.
+    It stands behind the callback that saves at intervals, so that the state is safe before slow
+    work begins. A validation that an earlier start has missed is done by the next.
     """
 
     def __init__(
@@ -74,6 +74,10 @@ class Validating(Callback):
         """See `Callback.due`."""
         return self._every is not None and run.done % self._every == 0
 
+    def missed(self, run: Run) -> bool:
+        """See `Callback.missed`."""
+        return self.due(run) and not self._is_validated(run.done)
+
     def act(self, run: Run) -> None:
         """See `Callback.act`."""
         self._validate(run)
@@ -84,10 +88,15 @@ class Validating(Callback):
         Raises:
           InputError: a checkpoint could not be written.
         """
-        known = (row for row in self._log.validations if row["step"] == run.done)
-        measured_set = self._validator.measured_set
-        if run.complete and not any(row.get(MEASURED_SET) == measured_set for row in known):
+        if run.complete and not self._is_validated(run.done):
             self._validate(run)
+            self._best.finish()
+
+    def _is_validated(self, step: int) -> bool:
+        name = self._validator.measured_set
+        return any(
+            row["step"] == step and row.get(MEASURED_SET) == name for row in self._log.validations
+        )
 
     def _validate(self, run: Run) -> None:
         began = time.monotonic()
