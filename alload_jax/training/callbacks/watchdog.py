@@ -138,10 +138,9 @@ class Watchdog(Callback):
         """Seconds without progress after which the run is ended."""
         usual = statistics.median(self._seconds) if self._seconds else 0.0
         steps = max(self._config.step_seconds, (self._config.step_factor or 0.0) * usual)
-        seconds = max(steps, self._config.pause_seconds) if self._pausing else steps
-        if self._stop:
-            return min(seconds, max(_STOP_SECONDS, _STOP_STEPS * usual))
-        return seconds
+        if self._pausing:
+            return max(steps, self._config.pause_seconds)
+        return min(steps, max(_STOP_SECONDS, _STOP_STEPS * usual)) if self._stop else steps
 
     def _loop(self) -> None:
         last = self._clock()
