@@ -14,6 +14,7 @@ from alload_jax.commands.plan_tables import LABELS
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.metrics import PlanMetrics
+from alload_jax.training.resume import program
 
 BOUNDS = ["--policy", "equal_tokens", "--m-mem", "100", "--ranks", "2"]
 
@@ -487,3 +488,32 @@ def test_no_help_needs_jax():
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("stopped 0 False\n") == len(names)
     assert "480p" in done.stdout  # Wan's advice on --shift
+
+
+def test_alload_train_is_the_training_program(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["alload", "train"])
+    assert run_command(cli.main, ["train", "--config", "missing.yaml"]) == 2
+    assert "missing.yaml" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: alload train [--config CONFIG]")
+    assert "--model.lora.rank" in printed or "--model.lora" in printed
+    assert program() == "alload train"
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["train.py"], "python train.py"),
+        (["/some/where/train.py"], "python train.py"),
+        (["mine/start.py", "train"], "python mine/start.py"),
+        (["/venv/bin/alload", "train"], "alload train"),
+        (["/src/alload_jax/cli.py", "train"], "alload train"),
+        (["pytest"], "python train.py"),
+    ],
+)
+def test_a_run_is_continued_by_the_program_that_began_it(argv, command, monkeypatch):
+    monkeypatch.setattr(sys, "argv", argv)
+    assert program() == command
