@@ -37,7 +37,7 @@ from alload_jax.training.step import make_accumulate, zero_accumulator
 DTYPES = ("float32", "bfloat16")
 LAST = 0.2
 """Share of the steps, at the end, over which losses are averaged."""
-DRAWN = ("--sampling.grids", "[]", "--evaluators", "[]")
+FIXED = ("--planning.policy", "dual_constraint", "--sampling.grids", "[]", "--evaluators", "[]")
 
 
 def main(argv: list[str]) -> int:
@@ -46,14 +46,14 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--steps", type=int, default=100, help="steps of a run (default 100)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of a run (default 60)")
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step (default 8)")
     parser.add_argument("--m-mem", type=int, default=320, help="tokens of each (default 320)")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "accumulate")
     parser.add_argument("--device", default="cpu", help="name for the JSON (default cpu)")
     options = parser.parse_args(argv)
     flags = ["--planning.micro_batches_per_step", str(options.micro_batches)]
-    flags += ["--planning.m_mem", str(options.m_mem), *DRAWN]
+    flags += ["--planning.m_mem", str(options.m_mem), *FIXED]
     rows = [
         compare(options.runs.absolute(), seed, [*flags, "--run.steps", str(options.steps)])
         for seed in options.seeds

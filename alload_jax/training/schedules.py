@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -83,7 +84,7 @@ class Curve:
 def _one_minus_sqrt(peak: float, end: float, steps: int) -> optax.Schedule:
     """Falls from `peak` to `end` over `steps` as 1 − √progress."""
 
-    def schedule(count: optax.ScalarOrSchedule) -> object:
+    def schedule(count: jax.Array) -> jax.Array:
         progress = jnp.clip(jnp.asarray(count, jnp.float32) / steps, 0.0, 1.0)
         return end + (peak - end) * (1 - jnp.sqrt(progress))
 
