@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +108,9 @@ class OptimizerConfig:
     ema_decay: float | None = 0.999
     groups: tuple[OptimizerGroup, ...] = ()
 
+    usual_identity: ClassVar[dict[str, Any]] = {"name": "adamw", "mu_dtype": "float32"}
+    """What `identity` leaves out, by the names of fields."""
+
     def __post_init__(self) -> None:
         for name in ("learning_rate", "clip_norm", "clip_value", "eps"):
             value = getattr(self, name)
@@ -149,8 +152,8 @@ class OptimizerConfig:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint's arrays depend on, as JSON values; empty where all is usual."""
         found: dict[str, Any] = {} if self.skip_above is None else {"skip_above": "set"}
-        for name in ("name", "mu_dtype"):
-            if getattr(self, name) != getattr(OptimizerConfig, name):
+        for name, usual in self.usual_identity.items():
+            if getattr(self, name) != usual:
                 found[name] = getattr(self, name)
         if self.ema_decay is None:
             found[NO_AVERAGE] = True

@@ -40,6 +40,7 @@ def test_a_run_killed_and_continued_is_the_run_never_stopped(runs, case):
     other = runs.run(*WIDE, *SHARDED, "--run.steps", "15", devices=2)
     assert other.returncode == 2
     assert "another optimizer: " in other.stderr
+    assert "was None" not in other.stderr
 
 
 @pytest.mark.slow
