@@ -1,5 +1,6 @@
 """Trains: from the state, new or restored, over the loop to the summary."""
 
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -9,7 +10,7 @@ from pathlib import Path
 from alload_jax.config import Config, run_steps, values_in, values_of
 from alload_jax.data.batch import describe
 from alload_jax.data.placement import place_ahead
-from alload_jax.distributed.cluster import Cluster
+from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.distributed.consensus import Consensus
 from alload_jax.errors import InputError
 from alload_jax.report.opening import Opening, changed_settings, show_opening
@@ -19,8 +20,9 @@ from alload_jax.run.folder import write_folder
 from alload_jax.run.work import Work
 from alload_jax.training.callbacks.watchdog import Watchdog
 from alload_jax.training.checkpoint import Checkpoints
+from alload_jax.training.device_memory import run_memory
 from alload_jax.training.loop import Loop
-from alload_jax.training.optimizer import make_optimizer
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import describe_trained
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.resume import continue_with
@@ -44,7 +46,10 @@ def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> 
     with (
         Watchdog(config.watchdog, folder, cluster, stop, remedy) as watchdog,
         Checkpoints(
-            folder / "checkpoints", config.checkpoint, work.identity, config.model.later_fields
+            folder / "checkpoints",
+            config.checkpoint,
+            work.identity,
+            config.model.later_fields | OptimizerConfig.usual_identity,
         ) as checkpoints,
         stop,
         cluster.report_failures(),
@@ -166,12 +171,23 @@ def _compile(
             bar.advance(describe(shape))
             if stop:
                 return
+    _show_memory(trainer)
     if validator and missing:
         with ProgressBar("compiling validation", len(validator.classes)) as bar:
             for name in validator.compile(trainer.state):
                 bar.advance(name)
                 if stop:
                     return
+
+
+def _show_memory(trainer: Trainer | GroupTrainer) -> None:
+    """Prints what a step needs of a device's memory."""
+    found = run_memory(trainer.state, trainer.programs.values())
+    if found is None or not first_process():
+        return
+    print(found.line(), flush=True)
+    if warning := found.warning():
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _finish(folder: Path, loop: Loop, callbacks: Callbacks, began: float) -> None:

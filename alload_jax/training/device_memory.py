@@ -1,0 +1,69 @@
+"""The memory of a run on one device, as XLA has laid it out."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+from alload_jax.training.state import TrainState
+
+
+class RunMemory(NamedTuple):
+    """Bytes on one device.
+
+    Attributes:
+      state: weights, optimizer state and moving average.
+      step: at most beside the state in a micro-batch: gradients, activations, the batch.
+      limit: what JAX may use; None if it does not say.
+    """
+
+    state: int
+    step: int
+    limit: int | None
+
+    def line(self) -> str:
+        """The figures in words."""
+        of = "" if self.limit is None else f", of {self.limit / 1e9:,.2f} GB"
+        return (
+            f"memory of a device: {self.state / 1e9:,.2f} GB for weights and optimizer, "
+            f"{self.step / 1e9:,.2f} GB for a step{of}"
+        )
+
+    def warning(self) -> str:
+        """What is likely to run out; empty if nothing is."""
+        needed = self.state + self.step
+        if self.limit is None or needed <= self.limit:
+            return ""
+        return (
+            f"a step needs {needed / 1e9:,.2f} GB and a device has {self.limit / 1e9:,.2f} GB; "
+            "lower planning.m_mem, set model.remat to full or offload, or raise mesh.fsdp"
+        )
+
+
+def run_memory(state: TrainState, programs: Iterable[Any]) -> RunMemory | None:
+    """Reads the memory of compiled gradient programs; None where XLA does not say.
+
+    Args:
+      state: the state that they train.
+      programs: as `Trainer.programs` holds them, at least one.
+    """
+    weights = _bytes_of(state.weights)
+    steps = []
+    for program in programs:
+        found = program.memory_analysis()
+        if found is None:
+            return None
+        inputs = found.argument_size_in_bytes - weights
+        outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+        steps.append(inputs + outputs + found.temp_size_in_bytes)
+    if not steps:
+        return None
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return RunMemory(_bytes_of(state), max(0, *steps), limit)
+
+
+def _bytes_of(tree: Any) -> int:
+    """Bytes of the shards of a tree's arrays on one device of this process."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.addressable_shards]
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)

@@ -1,0 +1,59 @@
+"""The memory that a run says it needs."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from alload_jax.training.device_memory import RunMemory, run_memory
+from alload_jax.training.state import TrainState
+
+
+def state_of(size):
+    params = {"w": jnp.zeros((size, size))}
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        key=jnp.zeros(2, jnp.uint32),
+        params=params,
+        ema={"w": jnp.zeros((size, size))},
+        opt_state=(jnp.zeros((size, size)),),
+        frozen={},
+        variables={},
+    )
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_it_is_what_the_arrays_and_the_program_take(size):
+    state = state_of(size)
+
+    def gradient(weights, accumulator, batch):
+        grads = jax.grad(lambda w: jnp.sum(jnp.tanh(batch @ w) ** 2))(weights.params["w"])
+        return accumulator + grads
+
+    accumulator, batch = jnp.zeros((size, size)), jnp.ones((8, size))
+    lowered = jax.jit(gradient, donate_argnums=1).lower(state.weights, accumulator, batch)
+    program = lowered.compile()
+    found = run_memory(state, [program])
+    assert found.state == 3 * 4 * size**2 + 4 + 8
+    least = accumulator.nbytes + batch.nbytes  # and what the program computes in between
+    temporary = program.memory_analysis().temp_size_in_bytes
+    assert least + temporary <= found.step <= least + temporary + accumulator.nbytes
+    assert run_memory(state, []) is None
+
+
+def test_programs_that_say_nothing_are_passed_over():
+    silent = SimpleNamespace(memory_analysis=lambda: None)
+    assert run_memory(state_of(2), [silent]) is None
+
+
+def test_it_warns_where_a_step_is_larger_than_the_device():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        state, step, limit = (int(each) for each in rng.integers(1, 100e9, 3))
+        found = RunMemory(state, step, limit)
+        assert bool(found.warning()) == (state + step > limit)
+        assert f"of {limit / 1e9:,.2f} GB" in found.line()
+    assert not RunMemory(10, 10, None).warning()
+    assert ", of" not in RunMemory(10, 10, None).line()
