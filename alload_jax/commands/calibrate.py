@@ -173,10 +173,10 @@ def _step(config: "Config", options: argparse.Namespace) -> "Step":
     from alload_jax.models.families import abstract_model, parameter_count
     from alload_jax.planning.analytic import state_bytes
     from alload_jax.planning.cost import MemoryModel
-    from alload_jax.training.parameters import trained_of
+    from alload_jax.training.state_size import trained_of
 
     limit = device_memory(_bounds(options).memory)
-    trained = trained_of(abstract_model(config.model).params, config.parameters)
+    trained = trained_of(abstract_model(config.model).params, config.parameters, config.optimizer)
     state = state_bytes(parameter_count(config.model), trained)
     MemoryModel(float(state), 1.0).max_tokens(limit, options.margin)
     model = with_density(config.model, 1.0)

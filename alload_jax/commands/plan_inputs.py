@@ -148,12 +148,11 @@ def _from_config(path: str | None) -> _Base:
 
 def _trained_of(config: "Config") -> Trained:
     """The trained parameters of a config; counting them needs the model's shapes."""
-    if not config.parameters.identity():
-        return ALL_TRAINED
     from alload_jax.models.families import abstract_model
-    from alload_jax.training.parameters import trained_of
+    from alload_jax.training.state_size import trained_of
 
-    return trained_of(abstract_model(config.model).params, config.parameters)
+    params = abstract_model(config.model).params
+    return trained_of(params, config.parameters, config.optimizer)
 
 
 def architecture_of(options: argparse.Namespace) -> PlannedModel:

@@ -79,10 +79,13 @@ class Trained:
     Attributes:
       parameters: number of trained parameters; None for all.
       frozen_dtype: dtype of the frozen parameters, one of `FROZEN_BYTES`.
+      bytes_each: bytes of each trained parameter: weights, optimizer state, EMA and accumulated
+        gradients.
     """
 
     parameters: int | None = None
     frozen_dtype: str = "float32"
+    bytes_each: float = STATE_BYTES
 
     def __post_init__(self) -> None:
         if self.frozen_dtype not in FROZEN_BYTES:
@@ -206,7 +209,7 @@ def state_bytes(parameters: int, trained: Trained = ALL_TRAINED) -> int:
     """
     count = trained.of(parameters)
     frozen = (parameters - count) * FROZEN_BYTES[trained.frozen_dtype]
-    return count * (STATE_BYTES + GRADIENT_BYTES) + frozen
+    return round(count * (trained.bytes_each + GRADIENT_BYTES)) + frozen
 
 
 def bytes_per_split_token(architecture: Architecture, remat: str, compute_bytes: int = 2) -> float:

@@ -11,7 +11,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from alload_jax.errors import InputError
 from alload_jax.models.common.lora import LORA_PATTERN
 from alload_jax.models.common.stored import SCALE, StoredDtype, stored_tree
-from alload_jax.planning.analytic import Trained
 
 
 def check_patterns(place: str, patterns: Sequence[str]) -> None:
@@ -148,15 +147,3 @@ def describe_trained(trained: Any, frozen: Any, config: ParametersConfig) -> str
     frozen = {k: v for k, v in flatten_dict(frozen).items() if k[-2:] != ("kernel", SCALE)}
     total = numbers + sum(leaf.size for leaf in frozen.values())
     return f"{numbers:,} of {total:,} parameters are trained, the others are {config.stored_dtype}"
-
-
-def trained_of(params: Any, config: ParametersConfig) -> Trained:
-    """Counts the trained parameters for memory models.
-
-    Args:
-      params: nested dict of arrays or of their shapes.
-      config: which parameters are trained.
-    """
-    trained, _ = split_parameters(params, config)
-    count = sum(leaf.size for leaf in jax.tree.leaves(trained))
-    return Trained(count, config.stored_dtype)
