@@ -128,7 +128,8 @@ def _begin(
         work.run_plan.restore(checkpoints.restore_recalibration(start))
     else:
         source = config.run.initial_weights or f"new, drawn with run.seed {config.run.seed}"
-        state = new_state(spec, work.mesh, origin, checkpoints)
+        state, lacking = new_state(spec, work.mesh, origin, checkpoints)
+        source += f"; {lacking}" if lacking else ""
     trained = describe_trained(state.params, state.frozen, config.parameters)
     return state, f"{source}; {trained}" if trained else source
 

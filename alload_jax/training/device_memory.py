@@ -23,10 +23,10 @@ class RunMemory(NamedTuple):
 
     def line(self) -> str:
         """The figures in words."""
-        of = "" if self.limit is None else f", of {self.limit / 1e9:,.2f} GB"
+        of = "" if self.limit is None else f", of {in_words(self.limit)}"
         return (
-            f"memory of a device: {self.state / 1e9:,.2f} GB for weights and optimizer, "
-            f"{self.step / 1e9:,.2f} GB for a step{of}"
+            f"memory of a device: {in_words(self.state)} for weights and optimizer, "
+            f"{in_words(self.step)} for a step{of}"
         )
 
     def warning(self) -> str:
@@ -35,9 +35,14 @@ class RunMemory(NamedTuple):
         if self.limit is None or needed <= self.limit:
             return ""
         return (
-            f"a step needs {needed / 1e9:,.2f} GB and a device has {self.limit / 1e9:,.2f} GB; "
+            f"a step needs {in_words(needed)} and a device has {in_words(self.limit)}; "
             "lower planning.m_mem, set model.remat to full or offload, or raise mesh.fsdp"
         )
+
+
+def in_words(size: int) -> str:
+    """Bytes as GB, or as MB where they are few."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
 def run_memory(state: TrainState, programs: Iterable[Any]) -> RunMemory | None:

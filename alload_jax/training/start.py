@@ -1,11 +1,16 @@
 """The state with which a run begins or continues."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from alload_jax.errors import InputError
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.lora import DOWN
+from alload_jax.models.common.stored import VALUES
+from alload_jax.models.families import abstract_model
 from alload_jax.models.lora_files import read_lora
 from alload_jax.models.lora_merge import given_adapters
 from alload_jax.training.base import Base, checksum
@@ -37,23 +42,37 @@ class Origin(NamedTuple):
 
 def new_state(
     spec: TrainingSpec, mesh: Mesh, origin: Origin, checkpoints: Checkpoints
-) -> TrainState:
+) -> tuple[TrainState, str]:
     """Creates the state of a new run, and tells `checkpoints` what they can leave out.
+
+    Returns:
+      The state, and in words which parameters the initial weights lack; empty for none.
 
     Raises:
       InputError: the weights cannot be read or do not fit the model.
     """
     place = origin.initial_weights
-    given = None
+    given, lacking = None, ""
     if place is not None:
         given = given_parameters(place, spec.model, spec.parameters, mesh)
+        lacking = _lacking(given, spec.model)
     if origin.initial_lora is not None:
         adapters = given_adapters(read_lora(origin.initial_lora, spec.model), spec.model)
         given = merge_parameters(given or {}, adapters)
     state = init_state(spec, mesh, origin.seed, given)
     if place is not None and jax.tree.leaves(state.frozen):
         checkpoints.base = Base(place, origin.seed, checksum(state.frozen))
-    return state
+    return state, lacking
+
+
+def _lacking(given: Any, model: ModelConfig) -> str:
+    """Names the layers that begin anew, but for adapters and predictors, which always do."""
+    names = flatten_dict(abstract_model(model).params, sep="/")
+    found = {name.removesuffix(f"/{VALUES}") for name in flatten_dict(given, sep="/")}
+    layers = sorted({name.rpartition("/")[0] for name in names if name not in found})
+    new = [name for name in layers if name + "/" + DOWN not in names]
+    new = [name for name in new if "sparse_attention" not in name]
+    return f"{', '.join(new)} begins anew" if new else ""
 
 
 def state_of_checkpoint(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alload_jax.training.device_memory import RunMemory, run_memory
+from alload_jax.training.device_memory import RunMemory, in_words, run_memory
 from alload_jax.training.state import TrainState
 
 
@@ -54,6 +54,13 @@ def test_it_warns_where_a_step_is_larger_than_the_device():
         state, step, limit = (int(each) for each in rng.integers(1, 100e9, 3))
         found = RunMemory(state, step, limit)
         assert bool(found.warning()) == (state + step > limit)
-        assert f"of {limit / 1e9:,.2f} GB" in found.line()
+        assert f"of {in_words(limit)}" in found.line()
     assert not RunMemory(10, 10, None).warning()
     assert ", of" not in RunMemory(10, 10, None).line()
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(142_600_000_000, "142.6 GB"), (1_000_000_000, "1.0 GB"), (2e6, "2.0 MB")]
+)
+def test_sizes_are_written_in_the_unit_that_suits_them(size, words):
+    assert in_words(size) == words

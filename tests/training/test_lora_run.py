@@ -240,3 +240,33 @@ def test_a_run_without_a_moving_average_samples_from_its_weights(train):
         train()
     train("--run.steps", "6", **average)
     train(folder="next", run={"initial_weights": str(folder), "steps": 1}, **average)
+
+
+@pytest.mark.slow
+def test_a_model_of_classes_moves_to_other_data_and_classes(tmp_path, monkeypatch, capsys):
+    from alload_jax.run.main import main
+
+    monkeypatch.chdir(tmp_path)
+    shape = {"dim": 16, "ffn_dim": 16, "num_heads": 2, "num_layers": 1, "freq_dim": 8}
+
+    def train(name, mix, m_mem, **changes):
+        content = {
+            "run": {"folder": name, "steps": 2} | changes.pop("run", {}),
+            "data": {"folder": f"data-{name}", "dataset": {"name": "digits", "mix": [mix]}},
+            "planning": {"policy": "equal_tokens", "m_mem": m_mem},
+            "model": shape | {"patch_size": [1, 4, 4]} | changes,
+            "optimizer": {"learning_rate": 1e-12, "warmup_steps": 0},
+            "sampling": {"grids": []},
+        }
+        Path("classes.yaml").write_text(yaml.safe_dump(content))
+        assert main(["--config", "classes.yaml"]) == 0
+        return values_of(tmp_path / name)
+
+    first = train("first", [1, 8, 8, 20], 16)
+    capsys.readouterr()
+    second = train("second", [1, 16, 16, 12], 64, run={"initial_weights": "first"}, num_classes=12)
+    assert "condition_embedding begins anew" in capsys.readouterr().out
+    anew = {name for name, value in second.items() if value.shape != first[name].shape}
+    assert len(anew) == 1
+    for name in second.keys() - anew:
+        np.testing.assert_allclose(second[name], first[name], atol=1e-6)
