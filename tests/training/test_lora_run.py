@@ -265,7 +265,7 @@ def test_a_model_of_classes_moves_to_other_data_and_classes(tmp_path, monkeypatc
     first = train("first", [1, 8, 8, 20], 16)
     capsys.readouterr()
     second = train("second", [1, 16, 16, 12], 64, run={"initial_weights": "first"}, num_classes=12)
-    assert "condition_embedding begins anew" in capsys.readouterr().out
+    assert "condition_embedding/table begins anew" in capsys.readouterr().out
     anew = {name for name, value in second.items() if value.shape != first[name].shape}
     assert len(anew) == 1
     for name in second.keys() - anew:
