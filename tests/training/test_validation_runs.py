@@ -38,10 +38,11 @@ def train(tmp_path, digits_folder, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     import alload_jax.run.main as program
+    from alload_jax.run import work
 
     def run(*flags, folder="run", devices=1):
         some = jax.devices()[:devices]
-        monkeypatch.setattr(program, "make_mesh", lambda config: make_mesh(config, some))
+        monkeypatch.setattr(work, "make_mesh", lambda config: make_mesh(config, some))
         config = {
             "run": {"folder": str(tmp_path / folder), "steps": 8},
             "data": {"folder": str(digits_folder)},
