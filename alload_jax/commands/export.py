@@ -52,8 +52,10 @@ def run(options: argparse.Namespace) -> int:
         f"{length}"
     )
     if source.config.lora is not None:
-        print("note: the adapters are merged into the weights; `alload lora export` writes them "
-              "alone", file=sys.stderr)  # fmt: skip
+        stored = source.run.parameters.stored_dtype
+        print("note: the adapters are merged into the weights as trained, which were rounded to "
+              f"{stored}; `alload lora export` writes them alone, and `alload lora merge` adds "
+              "them to released weights", file=sys.stderr)  # fmt: skip
     if source.config.sparse_attention is not None:
         print("note: others compute all self-attention densely; see the difference with "
               "`alload sample --dense-attention`", file=sys.stderr)  # fmt: skip

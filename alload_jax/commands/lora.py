@@ -1,6 +1,7 @@
 """`alload lora`: writes a run's adapters as a file, converts files, merges them into weights."""
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 from alload_jax.commands.flags import step
@@ -60,6 +61,8 @@ def _add_merge(actions: "argparse._SubParsersAction") -> None:
     add("--lora", required=True, metavar="FILE[:SCALE]", nargs="+", help="files, with factors; "
         "default 1")  # fmt: skip
     add("--out", required=True, help="folder to write; must be empty or not exist")
+    add("--base", metavar="DIR", help="weights that a run of adapters was trained on; default: "
+        "where they were in training")  # fmt: skip
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default bfloat16")
     parser.set_defaults(action=_merge)
 
@@ -75,8 +78,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _export(options: argparse.Namespace) -> int:
     # Imported here because JAX takes a second to import.
+    from flax.traverse_util import flatten_dict
+
     from alload_jax.commands.model_source import find_run
     from alload_jax.errors import InputError
+    from alload_jax.models.common.lora import DOWN, UP
     from alload_jax.models.lora_merge import adapters_of
     from alload_jax.training.restore import one_device_mesh
 
@@ -88,7 +94,14 @@ def _export(options: argparse.Namespace) -> int:
         )
     params = source.trained(one_device_mesh())
     adapters = adapters_of(params, source.config.lora)
-    return _write(options, adapters, source.config, f"step {source.step}")
+    others = [name for name in flatten_dict(params, sep="/") if not name.endswith((DOWN, UP))]
+    if others:
+        print(
+            f"note: {others[0]} and {len(others) - 1} more are trained too, which a file of "
+            "adapters cannot hold; `alload export` writes the whole model",
+            file=sys.stderr,
+        )
+    return _write(options, adapters, source.config, f"step {source.step}", source.base_name())
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -113,27 +126,32 @@ def _write(
     adapters: "dict[Target, Adapter]",
     config: "ModelConfig",
     source: str,
+    base: str = "",
 ) -> int:
     from pathlib import Path
 
     from alload_jax.models.lora_export import write_lora
 
     tensors = write_lora(
-        Path(options.out), adapters, config, options.keys, options.dtype, options.force
+        Path(options.out), adapters, config, options.keys, options.dtype, options.force, base
     )
     ranks = sorted({adapter.rank for adapter in adapters.values()})
     print(
         f"{options.out}: {len(adapters)} adapters of rank {', '.join(map(str, ranks))} from "
         f"{source}, {tensors} tensors, keys of {options.keys}, {options.dtype}"
+        + (f"; they belong to {base}" if base else "")
     )
+    if config.text is not None and base:
+        print(f"texts were padded to {config.text.length} tokens (max_sequence_length)")
     return 0
 
 
 def _merge(options: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from alload_jax.commands.adapted_source import completed
     from alload_jax.commands.lora_flags import read_loras
-    from alload_jax.commands.model_source import completed, find_source
+    from alload_jax.commands.model_source import find_source
     from alload_jax.models.families import family_of
     from alload_jax.models.lora_merge import merge_adapters
     from alload_jax.models.weights import require_free, save_weights
@@ -143,7 +161,7 @@ def _merge(options: argparse.Namespace) -> int:
     loras = read_loras("--lora", options.lora, source.config)
     fields = family_of(source.config).export_fields(source.config)
     require_free(Path(options.out))
-    values = completed(source, None, loras).values(one_device_mesh())
+    values = completed(source, options.base, loras).values(one_device_mesh())
     if source.config.lora is not None:
         values = merge_adapters(values, source.config.lora)
     save_weights(options.out, values, source.config, options.dtype)

@@ -1,6 +1,6 @@
 """Sources of a model for `--checkpoint`: a run folder of train.py, or a folder of weights."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from alload_jax.models.families import SamplingDefaults, family_of, initial_vari
 from alload_jax.models.weights import load_weights, read_transformer
 from alload_jax.planning.geometry import Triple
 from alload_jax.training.restore import (
+    CHECKPOINTS,
     StepChoice,
     WeightsKind,
     find_step,
+    read_base,
     restore_trained,
     restore_weights,
 )
@@ -94,6 +96,15 @@ class RunSource:
         return restore_trained(
             folder, self.step, self.config, self.run.parameters, mesh, self.weights
         )
+
+    def base_name(self) -> str:
+        """What the trained parameters belong to, in words: weights, or those of this run."""
+        base = read_base(self.folder.absolute() / CHECKPOINTS / str(self.step))
+        if base is not None:
+            return base.weights
+        begun = self.run.run.initial_weights
+        merged = f", which began from {begun}" if begun else ""
+        return f"the frozen weights of {self.folder}{merged} (`alload export` writes them)"
 
     @property
     def manifest(self) -> Path:
@@ -283,21 +294,3 @@ def find_run(
         )
     kind: WeightsKind = weights or ("ema" if averaged else "raw")
     return RunSource(place, config, find_step(place / "checkpoints", step), kind)
-
-
-def completed(
-    source: RunSource | FolderSource, base: str | None, loras: tuple[ScaledLora, ...]
-) -> RunSource | FolderSource:
-    """Returns a source with the place of its frozen parameters and with files of adapters.
-
-    Raises:
-      InputError: `base` is given for a folder that is not a run.
-    """
-    if isinstance(source, RunSource):
-        return replace(source, base=base, loras=loras)
-    if base is not None:
-        raise InputError(
-            f"{source.folder}: is not a run folder of train.py, so --base {base} does not apply; "
-            "leave it out"
-        )
-    return replace(source, loras=loras)

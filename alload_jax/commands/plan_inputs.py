@@ -238,6 +238,8 @@ def _architecture(options: argparse.Namespace, base: _Base) -> tuple[Architectur
 def _trained(options: argparse.Namespace, fields: dict[str, Any], base: _Base) -> Trained:
     """The trained parameters of the flags, which need the analytic cost model, or the config."""
     if options.trained_parameters is None:
+        if options.frozen_dtype is not None and base.trained.parameters is not None:
+            return dataclasses.replace(base.trained, frozen_dtype=options.frozen_dtype)
         if options.frozen_dtype is not None:
             raise InputError(
                 "alload plan: --frozen-dtype is given without --trained-parameters, so nothing is "

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +57,8 @@ def memory_cases(options: argparse.Namespace) -> tuple[str, list[Case]]:
     model = architecture_of(options)
     stride = options.vae_stride or Geometry().vae_stride
     geometry = Geometry(stride, options.patch_size or model.patch_size)
+    if options.memory_gb is not None and not 0 < options.memory_gb < math.inf:
+        raise InputError(f"alload plan: --memory-gb is {options.memory_gb}; it must be above 0")
     names = [options.device] if options.device else list(_DEVICES)
     if options.memory_gb is not None:
         names = names[:1]  # the device matters by its memory alone
@@ -83,7 +86,7 @@ def memory_table(cases: list[Case]) -> Table:
     for height, width in _SIZES:
         table.add_column(f"longest clip {height}×{width}", justify="right")
     for case in cases:
-        clips = [f"{frames} frames" if frames else "–" for frames in case.clips.values()]
+        clips = [_shown(frames) for frames in case.clips.values()]
         table.add_row(
             case.device,
             case.remat,
@@ -93,6 +96,11 @@ def memory_table(cases: list[Case]) -> Table:
             *clips,
         )
     return table
+
+
+def _shown(frames: int) -> str:
+    least = "≥ " if frames == _LONGEST else ""
+    return f"{least}{frames:,} frames" if frames else "–"
 
 
 def _most_tokens(memory: MemoryModel, budget: float, margin: float) -> int:

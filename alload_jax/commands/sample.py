@@ -36,8 +36,9 @@ def run(options: argparse.Namespace) -> int:
     check_numbers(options)
     if options.text_encoder or options.vae or options.image_encoder:
         share_memory()
+    from alload_jax.commands.adapted_source import completed
     from alload_jax.commands.lora_flags import read_loras
-    from alload_jax.commands.model_source import completed, find_source
+    from alload_jax.commands.model_source import find_source
     from alload_jax.commands.sample_draw import draw
     from alload_jax.sampling.request_checks import check_request
     from alload_jax.sampling.requests import Target

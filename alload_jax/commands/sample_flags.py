@@ -81,8 +81,8 @@ def _add_conditions(parser: argparse.ArgumentParser) -> None:
 
 def _add_encoders(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--text-encoder", metavar="DIR", help="local folder of umT5, for --prompt; not needed for "
-        "data prepared with --text bytes")  # fmt: skip
+    add("--text-encoder", metavar="DIR", help="local folder of umT5, for --prompt; bytes for the "
+        "embedding of --text bytes, which runs on such data have without it")  # fmt: skip
     add("--vae", metavar="DIR", help="local folder of Wan's VAE, which turns latents into pictures")
     add("--image-encoder", metavar="DIR", help="local folder of CLIP, for --image with models that "
         "take image embeddings")  # fmt: skip

@@ -10,9 +10,12 @@ import safetensors.numpy
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.named_tensors import Naming, Tensor
-from alload_jax.models.common.safetensor_files import WeightsDtype
+from alload_jax.models.common.safetensor_files import TEXT_LENGTH, WeightsDtype
 from alload_jax.models.families import family_of
 from alload_jax.models.lora_files import Adapter, Target
+
+BASE_NOTE = "alload_base"
+"""Metadata key of files of adapters: the weights that they belong to."""
 
 
 def lora_tensors(
@@ -60,6 +63,7 @@ def write_lora(
     naming: Naming,
     dtype: WeightsDtype = "float32",
     force: bool = False,
+    base: str = "",
 ) -> int:
     """Writes adapters atomically as a safetensors file; see `lora_tensors`.
 
@@ -70,6 +74,7 @@ def write_lora(
       naming: whose keys.
       dtype: dtype of the tensors.
       force: replace a file that exists.
+      base: the weights that the adapters belong to, for the file's metadata.
 
     Returns:
       The number of tensors.
@@ -90,7 +95,10 @@ def write_lora(
     unfinished = file.with_name(f".{file.name}.unfinished")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        safetensors.numpy.save_file(content, unfinished, metadata={"format": "pt"})
+        notes = {"format": "pt"} | ({BASE_NOTE: base} if base else {})
+        if config.text is not None:
+            notes[TEXT_LENGTH] = str(config.text.length)
+        safetensors.numpy.save_file(content, unfinished, metadata=notes)
         unfinished.chmod(0o644)  # safetensors writes files that only their owner can read
         unfinished.replace(file)
     except (OSError, safetensors.SafetensorError) as error:

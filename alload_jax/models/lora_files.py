@@ -18,13 +18,14 @@ import numpy as np
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.named_tensors import Tensor
-from alload_jax.models.common.safetensor_files import open_safetensors
+from alload_jax.models.common.safetensor_files import FLOATS, TEXT_LENGTH, open_safetensors
 from alload_jax.models.families import family_of
 
 _PREFIX = re.compile(
     r"^(base_model\.model\.)?(model\.diffusion_model\.|diffusion_model\.|transformer\.)?"
 )
 _MUSUBI = "lora_unet_"
+_TEXT = ("text_encoder", "lora_te")
 _DOWN = re.compile(r"\.lora(_A|_down)(\.default)?\.weight$")
 _UP = re.compile(r"\.lora(_B|_up)(\.default)?\.weight$")
 _ALPHA, _DIFFERENCE, _BIAS = ".alpha", ".diff", ".diff_b"
@@ -72,11 +73,13 @@ class LoraFile(NamedTuple):
       place: the file.
       adapters: by the kernel that they change.
       differences: arrays to add to parameters of any kind, in our layout.
+      text_length: tokens to which training padded the texts; None if the file does not say.
     """
 
     place: Path
     adapters: dict[Target, Adapter]
     differences: dict[Target, np.ndarray]
+    text_length: int | None = None
 
 
 def read_lora(place: str | Path, config: ModelConfig) -> LoraFile:
@@ -89,13 +92,16 @@ def read_lora(place: str | Path, config: ModelConfig) -> LoraFile:
     file = _file(Path(place))
     with open_safetensors(file) as handle:
         names = list(handle.keys())
-        content = {key: np.asarray(handle.get_tensor(key)) for key in names}
-        notes = _metadata(file, handle.metadata() or {})
+        content = {key: _read(file, handle, key) for key in names}
+        metadata = handle.metadata() or {}
+        notes = _metadata(file, metadata)
     table = _Table(config)
     parts: dict[str, dict[str, Any]] = {}
     for key, value in content.items():
         module, what = _split(key)
-        parts.setdefault(module, {})[what] = value
+        if what in parts.setdefault(module, {}):
+            raise InputError(f"{file}: holds {module} twice; name another file")
+        parts[module][what] = value
     adapters: dict[Target, Adapter] = {}
     differences: dict[Target, np.ndarray] = {}
     problems: list[str] = []
@@ -112,7 +118,18 @@ def read_lora(place: str | Path, config: ModelConfig) -> LoraFile:
         )
     if not adapters and not differences:
         raise InputError(f"{file}: holds no tensors; name a LoRA file")
-    return LoraFile(file, adapters, differences)
+    length = metadata.get(TEXT_LENGTH, "")
+    return LoraFile(file, adapters, differences, int(length) if length.isdecimal() else None)
+
+
+def _read(file: Path, handle: Any, key: str) -> np.ndarray:
+    dtype = handle.get_slice(key).get_dtype()
+    if dtype not in FLOATS:
+        raise InputError(f"{file}: {key} is {dtype}, not float 16 to 64; name another file")
+    value = np.asarray(handle.get_tensor(key))
+    if not np.isfinite(value.astype(np.float32)).all():
+        raise InputError(f"{file}: {key} has values that are not finite; name another file")
+    return value
 
 
 class _Table:
@@ -180,6 +197,8 @@ def _add(
     adapters: dict[Target, Adapter],
     differences: dict[Target, np.ndarray],
 ) -> None:
+    if module.startswith(_TEXT):
+        raise InputError(f"{module} is of a text encoder, and none is adapted here; leave it out")
     if "other" in found:
         raise InputError(f"{module} is of no known kind (LoRA pairs, alpha, diff and diff_b are)")
     for what, kind in (("diff", "weight"), ("diff_b", "bias")):

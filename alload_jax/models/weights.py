@@ -19,13 +19,16 @@ from jax.sharding import Mesh
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig, TextConfig
 from alload_jax.models.common.named_tensors import Tensor
-from alload_jax.models.common.safetensor_files import INDEX, STEM, Checkpoint, WeightsDtype
+from alload_jax.models.common.safetensor_files import (
+    INDEX,
+    STEM,
+    TEXT_LENGTH,
+    Checkpoint,
+    WeightsDtype,
+)
 from alload_jax.models.common.stored import DtypeOf, StoredDtype
 from alload_jax.models.families import family_of, read_model_config
 from alload_jax.models.placing import places_of, set_layer
-
-_TEXT_LENGTH = "alload_text_length"
-"""Metadata key of exports: the number of tokens to which training padded the texts."""
 
 
 def _all_float32(_: str) -> StoredDtype:
@@ -88,7 +91,7 @@ def read_transformer(folder: Path) -> ModelConfig:
     """
     config = read_model_config(folder / "config.json")
     with Checkpoint(folder) as checkpoint:
-        noted = checkpoint.note(_TEXT_LENGTH)
+        noted = checkpoint.note(TEXT_LENGTH)
     if noted is None or not noted.isdecimal() or config.text is None:
         return config
     return dataclasses.replace(config, text=TextConfig(config.text.dim, int(noted)))
@@ -182,7 +185,7 @@ def _write_tensors(
     names = [_file_name(n, len(groups)) for n in range(len(groups))]
     notes = {"format": "pt"}
     if config.text is not None:
-        notes[_TEXT_LENGTH] = str(config.text.length)
+        notes[TEXT_LENGTH] = str(config.text.length)
     for name, group in zip(names, groups, strict=True):
         content = {t.key: _to_checkpoint_layout(t, arrays[t.path]).astype(target) for t in group}
         safetensors.numpy.save_file(content, folder / name, metadata=notes)
@@ -205,6 +208,11 @@ def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor], ignored: tuple[str
             problems.append(f"{tensor.key} has shape {shape}, not {tensor.shape}")
         if tensor.key in present and not checkpoint.is_float(tensor.key):
             problems.append(f"{tensor.key} is {checkpoint.dtype(tensor.key)}, not float 16 to 64")
+    if any(".lora_" in key for key in present):
+        raise InputError(
+            f"{checkpoint.place}: holds adapters (LoRA), not weights; give it as run.initial_lora, "
+            "or as --lora"
+        )
     if problems:
         raise InputError(
             f"{checkpoint.place}: does not fit the model: {'; '.join(problems)}; "

@@ -85,6 +85,10 @@ def _text(model: ModelConfig, known: Any, folder: Path | None) -> Umt5Text | Byt
         if known.get("name") != "bytes" or model.text is None:
             return None
         return ByteText(known["width"], known["length"])
+    if str(folder) == "bytes" and not folder.exists():
+        if model.text is None:
+            raise InputError("--text-encoder bytes: the model's condition is classes; leave it out")
+        return ByteText(model.text.dim, model.text.length)
     if model.text is None:
         raise InputError(f"--text-encoder {folder}: the model's condition is classes; leave it out")
     encoder = Umt5Text(folder, model.text.length)

@@ -407,6 +407,8 @@ def difference(theirs: Any, ours: Any, defaults: Mapping[str, Any] | None = None
         keys = sorted(theirs.keys() | ours.keys(), key=lambda key: (priority.get(key, 0), key))
         for key in keys:
             was, now = (side.get(key, (defaults or {}).get(key)) for side in (theirs, ours))
+            if isinstance(was, dict) and isinstance(now, dict) and was != now:
+                return f"of {key}, {difference(was, now)}"
             if was != now:
                 return f"{key} was {was!r} and is now {now!r}"
     return f"it was {theirs!r} and is now {ours!r}"

@@ -9,7 +9,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from alload_jax.errors import InputError
-from alload_jax.models.common.lora import LORA_PATTERN
+from alload_jax.models.common.lora import DOWN, LORA_PATTERN, UP
 from alload_jax.models.common.stored import SCALE, StoredDtype, stored_tree
 
 
@@ -114,6 +114,11 @@ def split_parameters(params: Any, config: ParametersConfig) -> tuple[Any, Any]:
             f"{list(config.trained)}; leave at least one parameter to train"
         )
     frozen = {name: value for name, value in flat.items() if name not in trained}
+    if stuck := [name for name in frozen if name.endswith((DOWN, UP))]:
+        raise InputError(
+            f"model.lora has adapters, but parameters leaves {stuck[0]} and {len(stuck) - 1} more "
+            f"untrained; add {LORA_PATTERN} to parameters.trained, or choose model.lora.targets"
+        )
     return unflatten_dict(trained, sep="/"), unflatten_dict(frozen, sep="/")
 
 

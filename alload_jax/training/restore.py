@@ -178,6 +178,11 @@ def restore_frozen(
     Raises:
       InputError: they cannot be read, or are others than those that the run was trained on.
     """
+    if not Path(base.weights).exists():
+        raise InputError(
+            f"{base.weights}: the weights that the run was trained on are not there; name their "
+            "place as run.initial_weights in training, else as --base"
+        )
     given = given_parameters(base.weights, config, parameters, mesh, frozen_only=True)
     frozen = initial_frozen(config, parameters, mesh, base.seed, given)
     base.check(frozen)
@@ -212,12 +217,17 @@ def given_parameters(
     def wanted(name: str) -> bool:
         return not (frozen_only and parameters.trains(name))
 
-    if (place / CHECKPOINTS).is_dir():
+    if is_run(place):
         return _of_run(place, config, parameters, mesh, wanted)
     described = place / "config.json"
     if described.is_file():
         require_same_architecture(config, read_model_config(described), place)
     return load_weights(place, config, mesh, parameters.dtype_of, wanted)
+
+
+def is_run(place: str | Path) -> bool:
+    """Returns whether a path is a run folder with checkpoints."""
+    return (Path(place) / CHECKPOINTS).is_dir()
 
 
 def _of_run(

@@ -7,7 +7,6 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from alload_jax.errors import InputError
-from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.lora import DOWN
 from alload_jax.models.common.stored import VALUES
 from alload_jax.models.families import abstract_model
@@ -16,7 +15,7 @@ from alload_jax.models.lora_merge import given_adapters
 from alload_jax.training.base import Base, checksum
 from alload_jax.training.checkpoint import Checkpoints, bare
 from alload_jax.training.parameters import merge_parameters
-from alload_jax.training.restore import given_parameters, read_base, restore_frozen
+from alload_jax.training.restore import given_parameters, is_run, read_base, restore_frozen
 from alload_jax.training.state import (
     TrainingSpec,
     TrainState,
@@ -55,23 +54,34 @@ def new_state(
     given, lacking = None, ""
     if place is not None:
         given = given_parameters(place, spec.model, spec.parameters, mesh)
-        lacking = _lacking(given, spec.model)
+        lacking = _lacking(place, given, spec)
     if origin.initial_lora is not None:
         adapters = given_adapters(read_lora(origin.initial_lora, spec.model), spec.model)
         given = merge_parameters(given or {}, adapters)
     state = init_state(spec, mesh, origin.seed, given)
-    if place is not None and jax.tree.leaves(state.frozen):
+    # A run goes on and removes the checkpoint that this one began from.
+    if place is not None and not is_run(place) and jax.tree.leaves(state.frozen):
         checkpoints.base = Base(place, origin.seed, checksum(state.frozen))
     return state, lacking
 
 
-def _lacking(given: Any, model: ModelConfig) -> str:
-    """Names the layers that begin anew, but for adapters and predictors, which always do."""
-    names = flatten_dict(abstract_model(model).params, sep="/")
+def _lacking(place: str, given: Any, spec: TrainingSpec) -> str:
+    """Names the layers that begin anew, but for adapters and predictors, which always do.
+
+    Raises:
+      InputError: one of them is frozen, so that it would stay random.
+    """
+    names = flatten_dict(abstract_model(spec.model).params, sep="/")
     found = {name.removesuffix(f"/{VALUES}") for name in flatten_dict(given, sep="/")}
     layers = sorted({name.rpartition("/")[0] for name in names if name not in found})
     new = [name for name in layers if name + "/" + DOWN not in names]
     new = [name for name in new if "sparse_attention" not in name]
+    for layer in new:
+        if not any(spec.parameters.trains(name) for name in names if name.startswith(f"{layer}/")):
+            raise InputError(
+                f"{place}: has no {layer} that fits the model, and parameters freezes it, so that "
+                f"it would stay random; add ^{layer}/ to parameters.trained"
+            )
     return f"{', '.join(new)} begins anew" if new else ""
 
 

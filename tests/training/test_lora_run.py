@@ -60,6 +60,7 @@ def train(tmp_path, data, monkeypatch):
         assert program.main(["--config", "config.yaml", *flags]) == 0
         return tmp_path / folder
 
+    run.data = data
     return run
 
 
@@ -120,7 +121,7 @@ def test_other_frozen_weights_than_the_runs_are_refused(train, tmp_path):
         train(run={"initial_weights": str(other)})
     with pytest.raises(InputError, match="initial_weights is null, but the run was trained on"):
         train(run={"initial_weights": None})
-    with pytest.raises(InputError, match="checkpoint of another model: lora"):
+    with pytest.raises(InputError, match="another model: of lora, rank was 4 and is now 8"):
         train(model={"lora": {"rank": 8}})
 
 
@@ -164,7 +165,10 @@ def test_adapters_are_exported_merged_sampled_and_trained_further(train, tmp_pat
     assert alload(["export", "--checkpoint", str(folder), "--out", "full"]) == 0
     merge = ["lora", "merge", "--model", str(WEIGHTS), "--lora", "y.safetensors:1.0"]
     assert alload([*merge, "--out", "merged", "--dtype", "float32"]) == 0
-    assert "20 adapters of rank 4 from step 4, 40 tensors" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "20 adapters of rank 4 from step 4, 40 tensors" in printed
+    assert f"they belong to {WEIGHTS}" in printed
+    assert "texts were padded to 7 tokens" in printed
 
     rng = np.random.default_rng(0)
     text = rng.normal(size=(7, 10)).astype(np.float32)
@@ -186,8 +190,9 @@ def test_adapters_are_exported_merged_sampled_and_trained_further(train, tmp_pat
     np.testing.assert_allclose(added, merged, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(added, twice, rtol=1e-4, atol=1e-5)
     assert np.abs(added - plain).max() > 1e-2
-    # Exported weights are those of the run, rounded to bfloat16; released ones have longer texts.
+    # Exported weights are those of the run, rounded to bfloat16; texts are padded as in training.
     np.testing.assert_allclose(run, drawn("f", "--checkpoint", "full"), rtol=1e-3, atol=1e-4)
+    assert np.abs(run - added).max() < 0.2 * np.abs(run - plain).max()
 
     first = values_of(folder, "ema")
     rate = {"learning_rate": 1e-12}
@@ -216,12 +221,61 @@ def test_a_run_is_a_place_of_initial_weights(train):
     np.testing.assert_allclose(
         merged["blocks/self_attention/query/kernel"], kernel, rtol=1e-5, atol=1e-6
     )
-    # Nothing is left to read again: the merged weights are trained, and stored.
-    assert "kernel" in (full / "checkpoints" / "1" / "state" / "_METADATA").read_text()
+    # The first run may go on and remove the checkpoint that others began from.
     other = train(folder="other", **changes, model={"lora": {"rank": 2}})
-    shutil.rmtree(other / "checkpoints" / "1")
+    before = values_of(other)
+    shutil.rmtree(folder)
+    again = values_of(other)
+    assert before.keys() == again.keys()
+    folder = train()
     with pytest.raises(InputError, match="weights of another architecture"):
         train(folder="wrong", **changes, model={"num_layers": 3, "lora": None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parameters": {"frozen": ["lora_down"]}}, "leaves blocks/.*/lora_down and 9 more untr"),
+        ({"parameters": {"trained": ["norm"]}}, "untrained; add"),
+        ({"run": {"initial_weights": "nowhere"}}, "nowhere: no such file or folder"),
+        ({"run": {"initial_lora": "nowhere.safetensors"}}, "nowhere.safetensors: cannot be read"),
+        ({"model": {"lora": None}, "run": {"initial_lora": "x"}}, "but model.lora is null"),
+        ({"validation": {"folder": "nowhere"}}, "set validation.folder to a prepared"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(train, changes, words):
+    with pytest.raises(InputError, match=words):
+        train(**changes)
+
+
+@pytest.mark.slow
+def test_a_base_that_has_moved_is_named(train, tmp_path, capsys):
+    moved = tmp_path / "moved"
+    shutil.copytree(WEIGHTS, tmp_path / "base")
+    folder = train(run={"initial_weights": "base", "steps": 1})
+    (tmp_path / "base").rename(moved)
+    with pytest.raises(InputError, match="base: the weights that the run was trained on are not"):
+        values_of(folder)
+    export = ["export", "--checkpoint", str(folder), "--out", "full"]
+    assert alload([*export, "--base", str(moved)]) == 0
+    assert alload(["lora", "export", "--checkpoint", str(folder), "--out", "x.safetensors"]) == 0
+    merge = ["lora", "merge", "--model", str(folder), "--lora", "x.safetensors:0.5"]
+    assert alload([*merge, "--base", str(moved), "--out", "merged"]) == 0
+    with pytest.raises(InputError, match=r"holds adapters \(LoRA\), not weights"):
+        train(folder="other", run={"initial_weights": "x.safetensors", "steps": 1})
+    capsys.readouterr()
+    train(
+        folder="norms",
+        run={"initial_weights": str(moved), "steps": 1},
+        parameters={"trained": ["/lora_(down|up)$", "norm"]},
+    )
+    names = ["lora", "export", "--checkpoint", "norms", "--out", "y.safetensors"]
+    assert alload(names) == 0
+    assert "more are trained too, which a file of adapters cannot hold" in capsys.readouterr().err
+    # Samples to validate on that are trained on are told.
+    data = {"data": {"folder": str(train.data)}, "validation": {"folder": str(train.data)}}
+    train(folder="both", run={"initial_weights": str(moved), "steps": 1}, **data)
+    assert "12 of 12 samples of validation.folder are also trained on" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -264,7 +318,11 @@ def test_a_model_of_classes_moves_to_other_data_and_classes(tmp_path, monkeypatc
 
     first = train("first", [1, 8, 8, 20], 16)
     capsys.readouterr()
-    second = train("second", [1, 16, 16, 12], 64, run={"initial_weights": "first"}, num_classes=12)
+    begun = {"run": {"initial_weights": "first"}, "num_classes": 12}
+    with pytest.raises(InputError, match="parameters freezes it, so that it would stay random"):
+        train("random", [1, 16, 16, 12], 64, **begun, lora={"rank": 2})
+    begun = {"run": {"initial_weights": "first"}, "num_classes": 12}
+    second = train("second", [1, 16, 16, 12], 64, **begun)
     assert "condition_embedding/table begins anew" in capsys.readouterr().out
     anew = {name for name, value in second.items() if value.shape != first[name].shape}
     assert len(anew) == 1

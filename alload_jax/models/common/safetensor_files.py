@@ -11,12 +11,16 @@ import safetensors.numpy
 
 from alload_jax.errors import InputError
 
+TEXT_LENGTH = "alload_text_length"
+"""Metadata key of exports: the number of tokens to which training padded the texts."""
+
 WeightsDtype = Literal["float32", "bfloat16"]
 """Dtypes in which weights are written."""
 
 STEM = "diffusion_pytorch_model"
 INDEX = f"{STEM}.safetensors.index.json"
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes of weights in safetensors."""
 _PREFIX = "model.diffusion_model."
 _PICKLED = (".pth", ".pt", ".bin", ".ckpt")
 
@@ -67,7 +71,7 @@ class Checkpoint:
 
     def is_float(self, key: str) -> bool:
         """Returns whether the dtype of a tensor is a floating-point dtype that weights may have."""
-        return self.dtype(key) in _FLOATS
+        return self.dtype(key) in FLOATS
 
     def read(self, key: str) -> np.ndarray:
         """Reads a tensor in the file's dtype."""
@@ -100,6 +104,8 @@ def open_safetensors(file: Path) -> Any:
 
 def _files(place: Path) -> list[Path]:
     """Returns the safetensors files of a checkpoint."""
+    if not place.exists():
+        raise InputError(f"{place}: no such file or folder; name one that holds safetensors")
     pickled = sorted(file for file in place.glob("*") if file.suffix in _PICKLED)
     if place.suffix in _PICKLED:
         pickled = [place]

@@ -1,5 +1,6 @@
 """The samples that a run trains on, and those that it is validated on."""
 
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.data.sources.opening import open_source
 from alload_jax.data.sources.source import SampleSource, SourceConfig
 from alload_jax.data.sources.subset import Subset
+from alload_jax.distributed.cluster import first_process
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.training.validation.config import ValidationConfig
@@ -98,7 +100,9 @@ def split_data(
       InputError: no samples are left on a side, or the other folder cannot be read.
     """
     if config.folder is not None:
-        return SplitData(source, _opened(config, read_by), excluded)
+        held_out_source = _opened(config, read_by)
+        _warn_of_overlap(source.manifest, held_out_source.manifest)
+        return SplitData(source, held_out_source, excluded)
     if config.share is None:
         return SplitData(source, None, excluded)
     held_out = is_held_out(source.manifest, config.share)
@@ -118,11 +122,26 @@ def split_data(
     )
 
 
+def _warn_of_overlap(training: Manifest, held_out: Manifest) -> None:
+    """Says how many samples of the validation have the content of samples to train on."""
+    if not (training.tells_content and held_out.tells_content):
+        return
+    same = np.isin(held_out.checksum, training.checksum)
+    if (count := int(same.sum())) and first_process():
+        print(
+            f"warning: {count:,} of {len(held_out):,} samples of validation.folder are also "
+            "trained on; leave them out of one of the folders",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def _opened(config: ValidationConfig, read_by: SourceConfig | None) -> SampleSource:
     assert config.folder is not None
     try:
         source = open_source(config.folder, config.source or read_by)
         source.require_settings()
     except InputError as error:
-        raise InputError(f"validation.folder: {error}") from error
+        words = str(error).replace("data.folder", "validation.folder")
+        raise InputError(f"validation.folder: {words}") from error
     return source

@@ -1,6 +1,7 @@
 """Adapters of linear layers, and how frozen parameters are stored."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -214,7 +215,14 @@ PAIR = {
         ({k.replace("blocks.0", "blocks.9"): v for k, v in PAIR.items()}, "has no weight in the"),
         (PAIR | {"transformer.blocks.0.attn1.to_q.dora_scale": ZEROS}, "of no known kind"),
         ({k: np.zeros((2, 2), np.float32) for k in PAIR}, r"shape \(2, 2\), not \(2, 16\)"),
-        (PAIR | {"transformer.blocks.0.attn1.to_q.alpha": np.float32([np.nan])}, "alpha of"),
+        (PAIR | {"transformer.blocks.0.attn1.to_q.alpha": np.float32([np.nan])}, "not finite"),
+        ({k: np.full_like(v, np.inf) for k, v in PAIR.items()}, "has values that are not finite"),
+        ({k: v.astype(np.int32) for k, v in PAIR.items()}, "is I32, not float 16 to 64"),
+        (PAIR | {k.replace("transformer", "diffusion_model"): v for k, v in PAIR.items()}, "twice"),
+        (
+            {k.replace("transformer.blocks", "text_encoder.layers"): v for k, v in PAIR.items()},
+            "is of a text encoder",
+        ),
     ],
 )
 def test_files_that_do_not_fit_are_refused_in_one_line(content, words, tmp_path):
@@ -224,6 +232,27 @@ def test_files_that_do_not_fit_are_refused_in_one_line(content, words, tmp_path)
         read_lora(file, PLAIN)
     assert "\n" not in str(error.value)
     assert str(file) in str(error.value)
+
+
+def test_a_float8_file_is_refused(tmp_path):
+    header = {
+        key: {"dtype": "F8_E4M3", "shape": list(value.shape), "data_offsets": [32 * n, 32 * n + 32]}
+        for n, (key, value) in enumerate(PAIR.items())
+    }
+    text = json.dumps(header).encode()
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+    with pytest.raises(InputError, match="is F8_E4M3, not float 16 to 64"):
+        read_lora(file, PLAIN)
+
+
+def test_a_file_remembers_how_texts_were_padded(tmp_path):
+    config = with_lora(rank=2)
+    file = tmp_path / "x.safetensors"
+    write_lora(file, adapters_of(random_params(config), config.lora), config, "diffusers")
+    assert read_lora(file, PLAIN).text_length == 4
+    safetensors.numpy.save_file(PAIR, file)
+    assert read_lora(file, PLAIN).text_length is None
 
 
 def test_adapters_that_a_model_lacks_or_of_another_rank_are_refused(tmp_path):
