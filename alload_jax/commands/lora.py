@@ -101,7 +101,16 @@ def _export(options: argparse.Namespace) -> int:
             "adapters cannot hold; `alload export` writes the whole model",
             file=sys.stderr,
         )
-    return _write(options, adapters, source.config, f"step {source.step}", source.base_name())
+    text = source.config.text
+    length = None if text is None else text.length
+    status = _write(
+        *(options, adapters, source.config, f"step {source.step}"),
+        base=source.base_name(),
+        text_length=length,
+    )
+    if length is not None:
+        print(f"texts were padded to {length} tokens (max_sequence_length)")
+    return status
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -118,7 +127,7 @@ def _convert(options: argparse.Namespace) -> int:
             f"{lora.place}: also changes weights and biases (diff, diff_b), which the keys of "
             "others lack; merge it into weights with `alload lora merge`"
         )
-    return _write(options, lora.adapters, config, str(lora.place))
+    return _write(options, lora.adapters, config, str(lora.place), text_length=lora.text_length)
 
 
 def _write(
@@ -127,13 +136,16 @@ def _write(
     config: "ModelConfig",
     source: str,
     base: str = "",
+    text_length: int | None = None,
 ) -> int:
     from pathlib import Path
 
     from alload_jax.models.lora_export import write_lora
 
     tensors = write_lora(
-        Path(options.out), adapters, config, options.keys, options.dtype, options.force, base
+        *(Path(options.out), adapters, config, options.keys, options.dtype, options.force),
+        base=base,
+        text_length=text_length,
     )
     ranks = sorted({adapter.rank for adapter in adapters.values()})
     print(
@@ -141,8 +153,6 @@ def _write(
         f"{source}, {tensors} tensors, keys of {options.keys}, {options.dtype}"
         + (f"; they belong to {base}" if base else "")
     )
-    if config.text is not None and base:
-        print(f"texts were padded to {config.text.length} tokens (max_sequence_length)")
     return 0
 
 
@@ -161,7 +171,8 @@ def _merge(options: argparse.Namespace) -> int:
     loras = read_loras("--lora", options.lora, source.config)
     fields = family_of(source.config).export_fields(source.config)
     require_free(Path(options.out))
-    values = completed(source, options.base, loras).values(one_device_mesh())
+    source = completed(source, options.base, loras)
+    values = source.values(one_device_mesh())
     if source.config.lora is not None:
         values = merge_adapters(values, source.config.lora)
     save_weights(options.out, values, source.config, options.dtype)

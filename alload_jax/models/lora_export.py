@@ -64,6 +64,7 @@ def write_lora(
     dtype: WeightsDtype = "float32",
     force: bool = False,
     base: str = "",
+    text_length: int | None = None,
 ) -> int:
     """Writes adapters atomically as a safetensors file; see `lora_tensors`.
 
@@ -75,6 +76,7 @@ def write_lora(
       dtype: dtype of the tensors.
       force: replace a file that exists.
       base: the weights that the adapters belong to, for the file's metadata.
+      text_length: tokens to which training padded the texts, for the metadata; None if not known.
 
     Returns:
       The number of tensors.
@@ -96,8 +98,8 @@ def write_lora(
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         notes = {"format": "pt"} | ({BASE_NOTE: base} if base else {})
-        if config.text is not None:
-            notes[TEXT_LENGTH] = str(config.text.length)
+        if text_length is not None:
+            notes[TEXT_LENGTH] = str(text_length)
         safetensors.numpy.save_file(content, unfinished, metadata=notes)
         unfinished.chmod(0o644)  # safetensors writes files that only their owner can read
         unfinished.replace(file)

@@ -249,7 +249,8 @@ def test_a_float8_file_is_refused(tmp_path):
 def test_a_file_remembers_how_texts_were_padded(tmp_path):
     config = with_lora(rank=2)
     file = tmp_path / "x.safetensors"
-    write_lora(file, adapters_of(random_params(config), config.lora), config, "diffusers")
+    adapters = adapters_of(random_params(config), config.lora)
+    write_lora(file, adapters, config, "diffusers", text_length=4)
     assert read_lora(file, PLAIN).text_length == 4
     safetensors.numpy.save_file(PAIR, file)
     assert read_lora(file, PLAIN).text_length is None
