@@ -9,7 +9,6 @@ WIDE = ("--model.dim", "64", "--model.ffn_dim", "64", "--model.num_heads", "4")
 CASES = {
     "adamw8bit": ("--optimizer.name", "adamw8bit", "--optimizer.skip_above", "50"),
     "adafactor": ("--optimizer.name", "adafactor", "--optimizer.accumulate_dtype", "bfloat16"),
-    "lion": ("--optimizer.name", "lion", "--optimizer.schedule", "linear"),
     "muon": (
         *("--optimizer.name", "muon", "--optimizer.mu_dtype", "bfloat16"),
         *("--optimizer.groups", "[{parameters: [head], name: adamw, learning_rate: 0.001}]"),
