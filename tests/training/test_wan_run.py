@@ -84,7 +84,7 @@ def test_a_run_starts_from_the_weights_and_changes_them_slowly(wan):
     ("flags", "words"),
     [
         (("--model.num_layers", "3"), "model.num_layers is 3, but 2 there"),
-        (("--run.initial_weights", "/no/such"), "/no/such: holds no safetensors"),
+        (("--run.initial_weights", "/no/such"), "/no/such: no such file or folder"),
         (("--model.text.length", "2"), "has a text of 7 tokens"),
         (("--model.text", "null"), "model.text is null"),
         (("--model.text.dim", "0"), "model.text.dim is 0"),

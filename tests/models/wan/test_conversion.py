@@ -252,8 +252,13 @@ def spoil_float8(folder):
     file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F8_E4M3"'))
 
 
+def spoil_missing(folder):
+    shutil.rmtree(folder)
+
+
 def spoil_empty(folder):
     shutil.rmtree(folder)
+    folder.mkdir()
 
 
 @pytest.mark.parametrize(
@@ -270,6 +275,7 @@ def spoil_empty(folder):
         (spoil_integers, r"proj_out\.bias is I64, not float"),
         (spoil_float8, "not a valid safetensors file"),
         (spoil_empty, "holds no safetensors"),
+        (spoil_missing, "no such file or folder"),
     ],
 )
 def test_damaged_checkpoints_are_one_line(spoil, words, tmp_path):
