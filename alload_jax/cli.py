@@ -23,7 +23,7 @@ from alload_jax.errors import InputError, run_command
 
 _COMMANDS: Sequence[Any] = (
     *(plan, calibrate, prepare, data),
-    *(train, parameters, sample, export, lora, report, bench),
+    *(parameters, sample, export, lora, report, bench),
 )
 
 
@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
         description="Plan, prepare and measure the training of video DiTs, and sample from them.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("train", help=train.HELP)
     for command in _COMMANDS:
         name = command.__name__.rsplit(".", 1)[-1]
         sub = commands.add_parser(name, help=command.HELP, description=command.HELP)

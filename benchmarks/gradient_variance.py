@@ -47,9 +47,9 @@ from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.plan import Plan
-from alload_jax.training.optimizer import make_optimizer
+from alload_jax.run.training import training_spec
 from alload_jax.training.restore import one_device_mesh
-from alload_jax.training.state import TrainingSpec, Weights
+from alload_jax.training.state import Weights
 from alload_jax.training.step import make_accumulate, zero_accumulator
 
 ROOT = Path(__file__).parents[1]
@@ -159,9 +159,7 @@ def training_gradient(
 ) -> np.ndarray:
     """[K] float32, the gradient of a planned step as training computes it."""
     mesh = one_device_mesh()
-    optimizer = make_optimizer(config.optimizer, config.run.given_steps)
-    decay, parameters = config.optimizer.ema_decay, config.parameters
-    spec = TrainingSpec(config.model, config.objective, optimizer, decay, parameters)
+    spec = training_spec(config, config.run.given_steps)
     collation = collation_for(plan, manifest, config.model, conditions_for(config.model, manifest))
     ranks = frozenset(range(plan.topology.ranks))
     batches = Collator(StoreReader(manifest), ranks, collation, plan.group_ranks)(

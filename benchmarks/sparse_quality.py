@@ -151,7 +151,7 @@ class Study:
         parts = runs.compile_programs(used, ("gradient", "start", "losses"), self.mesh, self.sizes)
         self.programs = {name: runs.Programs(**each) for name, each in parts.items()}
         self.updates: dict[str, Any] = runs.compile_updates(
-            {FIRST: runs.spec_of(first, options.first_steps)}, first_batch, self.mesh
+            {FIRST: runs.training_spec(first, options.first_steps)}, first_batch, self.mesh
         )
         seq_len = self.manifest.samples(self.config.model.patch_size).seq_len
         self.content = provenance(["jax", "jaxlib", "flax", "numpy"]) | {
@@ -324,7 +324,9 @@ class Study:
     def compile_updates(self, names: list[str]) -> None:
         """Compiles the updates of some variants, which know their steps and thresholds."""
         configs = {name: self.config_of(name) for name in names}
-        specs = {name: self.lib.spec_of(config, self.steps) for name, config in configs.items()}
+        specs = {
+            name: self.lib.training_spec(config, self.steps) for name, config in configs.items()
+        }
         batch = self.kinds[PLAIN].batch
         self.updates |= self.lib.compile_updates(specs, batch, self.mesh)
 

@@ -30,13 +30,14 @@ from alload_jax.models.common.sparse_attention.profile import Profile, sample_at
 from alload_jax.models.common.tile_layout import whole_blocks
 from alload_jax.models.families import abstract_model
 from alload_jax.planning.plan import Plan
+from alload_jax.run.training import training_spec
 from alload_jax.sharding.groups import plan_on
 from alload_jax.sharding.mesh import batch_sharding, local_plan_ranks
 from alload_jax.training.callbacks.callback import Callback, Run
 from alload_jax.training.callbacks.layer_log import LayerLog
 from alload_jax.training.callbacks.telemetry import Telemetry
 from alload_jax.training.loop import Loop
-from alload_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from alload_jax.training.optimizer import learning_rate_schedule
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import BadRecords, MetricsLog
 from alload_jax.training.run_plan import RunPlan
@@ -47,17 +48,6 @@ from alload_jax.training.trainer import on_mesh
 
 NOISE_SEED = 20_000
 """Seed of the noise of held-out clips; no run trains with it."""
-
-
-def spec_of(config: Config, steps: int) -> TrainingSpec:
-    """What a run of `steps` steps computes."""
-    return TrainingSpec(
-        config.model,
-        config.objective,
-        make_optimizer(config.optimizer, steps),
-        config.optimizer.ema_decay,
-        config.parameters,
-    )
 
 
 # ---------------------------------------------------------------- the state of the switches
@@ -173,7 +163,7 @@ def _lowered(
     kind: Kind, parts: Sequence[str], mesh: Mesh, sizes: Sizes
 ) -> Iterator[tuple[str, Any]]:
     config, batch = kind.config, on_mesh(kind.batch, mesh)
-    spec = spec_of(config, 1)
+    spec = training_spec(config, 1)
     state = abstract_state(spec, mesh, 0)
     weights = state.weights
     rows = len(batch.weight)
@@ -205,7 +195,7 @@ def _lowered(
 
 def parameter_shapes(config: Config, mesh: Mesh) -> Any:
     """Shapes and shardings of a config's parameters."""
-    return abstract_state(spec_of(config, 1), mesh, 0).params
+    return abstract_state(training_spec(config, 1), mesh, 0).params
 
 
 def to_latents(clips: jax.Array) -> jax.Array:
@@ -442,7 +432,7 @@ def train(task: Task, measure: Callable[[Weights], np.ndarray] | None, mesh: Mes
     run_plan = RunPlan(plan, config.planning, cluster)
     ranks = local_plan_ranks(mesh, plan.topology.ranks)
     collator = Collator(StoreReader(manifest), ranks, collation)
-    spec = spec_of(config, config.run.given_steps)
+    spec = training_spec(config, config.run.given_steps)
     state = task.programs.start(np.int32(config.run.seed), task.given)
     accumulator = zero_accumulator(
         spec, mesh, state.weights, on_mesh(collation.shapes(plan)[0], mesh)
@@ -498,7 +488,7 @@ def time_gradient(
       density: of all layers.
       steps: gradients that are timed.
     """
-    spec, batch = spec_of(kind.config, 1), kind.batch
+    spec, batch = training_spec(kind.config, 1), kind.batch
     state = programs.start(np.int32(0), given)
     values = np.random.default_rng(0).uniform(-1, 1, batch.latents.shape)
     filled = jax.tree.map(lambda part: np.zeros(part.shape, part.dtype), batch)

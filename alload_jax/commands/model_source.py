@@ -80,7 +80,7 @@ class RunSource:
         Raises:
           InputError: the checkpoint is damaged or belongs to another model.
         """
-        folder = self.folder / "checkpoints"
+        folder = self.folder / CHECKPOINTS
         weights = restore_weights(
             folder, self.step, self.config, self.run.parameters, mesh, self.weights, self.base
         )
@@ -92,7 +92,7 @@ class RunSource:
         Raises:
           InputError: the checkpoint is damaged or belongs to another model.
         """
-        folder = self.folder / "checkpoints"
+        folder = self.folder / CHECKPOINTS
         return restore_trained(
             folder, self.step, self.config, self.run.parameters, mesh, self.weights
         )
@@ -293,4 +293,4 @@ def find_run(
             "ema does not apply; leave it out"
         )
     kind: WeightsKind = weights or ("ema" if averaged else "raw")
-    return RunSource(place, config, find_step(place / "checkpoints", step), kind)
+    return RunSource(place, config, find_step(place / CHECKPOINTS, step), kind)

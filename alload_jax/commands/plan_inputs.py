@@ -59,12 +59,14 @@ class PlannedModel(NamedTuple):
       name: its name, or the file of its config.
       patch_size: latents per token (frames, height, width).
       trained: which of its parameters are trained.
+      remat: rematerialisation policy of the config; None without a config.
     """
 
     architecture: Architecture
     name: str
     patch_size: tuple[int, int, int]
     trained: Trained
+    remat: str | None
 
 
 class _Base(NamedTuple):
@@ -163,7 +165,8 @@ def architecture_of(options: argparse.Namespace) -> PlannedModel:
     """
     base = _from_config(options.config)
     architecture, name = _architecture(options, base)
-    return PlannedModel(architecture, name, base.patch_size, _trained(options, {}, base))
+    trained, remat = _trained(options, {}, base), base.remat if options.config else None
+    return PlannedModel(architecture, name, base.patch_size, trained, remat)
 
 
 def _packs(options: argparse.Namespace, costs: CostFile) -> bool:

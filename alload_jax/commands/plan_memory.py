@@ -29,6 +29,7 @@ class Case(NamedTuple):
     Attributes:
       device: name of the device.
       remat: as `model.remat`.
+      configured: whether that is the config's.
       state: bytes that do not depend on the batch.
       per_token: bytes per token.
       m_mem: most tokens of a micro-batch; 0 if not even one fits.
@@ -37,6 +38,7 @@ class Case(NamedTuple):
 
     device: str
     remat: str
+    configured: bool
     state: float
     per_token: float
     m_mem: int
@@ -72,7 +74,9 @@ def memory_cases(options: argparse.Namespace) -> tuple[str, list[Case]]:
         free = budget * (1 - options.margin)
         clips = {size: _longest(memory, free, geometry, size) for size in _SIZES}
         most = _most_tokens(memory, budget, options.margin)
-        cases.append(Case(shown, remat, memory.base, memory.per_token, most, clips))
+        cases.append(
+            Case(shown, remat, remat == model.remat, memory.base, memory.per_token, most, clips)
+        )
     return model.name, cases
 
 
@@ -89,7 +93,7 @@ def memory_table(cases: list[Case]) -> Table:
         clips = [_shown(frames) for frames in case.clips.values()]
         table.add_row(
             case.device,
-            case.remat,
+            f"{case.remat} (of the config)" if case.configured else case.remat,
             f"{case.state / 1e9:.1f}",
             f"{case.per_token / 1e3:.0f}",
             f"{case.m_mem:,}" if case.m_mem else "does not fit",

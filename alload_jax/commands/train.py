@@ -1,19 +1,8 @@
-"""`alload train`: the training program, as `python train.py`."""
+"""`alload train`: the training program, as `python train.py`; its flags are the config's keys."""
 
-import argparse
 import sys
 
 HELP = "Train a model, as `python train.py`; --help lists all keys of the config."
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares no flags: the keys of the config are read by the program itself."""
-
-
-def run(options: argparse.Namespace) -> int:
-    """Explains that `alload train` needs a config."""
-    del options
-    return main([])
 
 
 def main(argv: list[str]) -> int:

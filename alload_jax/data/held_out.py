@@ -10,6 +10,7 @@ import math
 import numpy as np
 
 from alload_jax.data.manifest import Manifest
+from alload_jax.data.splitmix import unit_interval
 from alload_jax.errors import InputError
 
 _SPLIT, _ORDER = 0x5A11DA7E, 0x0DE2
@@ -18,9 +19,7 @@ _MOST_DIGITS = 4
 
 
 def positions(checksums: np.ndarray, salt: int = _SPLIT) -> np.ndarray:
-    """Maps checksums to the unit interval, uniformly: the finalizer of SplitMix64.
-
-    G. Steele, D. Lea and C. Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
+    """Maps checksums to the unit interval, uniformly, by SplitMix64.
 
     Args:
       checksums: [N] uint32.
@@ -29,11 +28,7 @@ def positions(checksums: np.ndarray, salt: int = _SPLIT) -> np.ndarray:
     Returns:
       [N] float64 from 0 to below 1; equal for equal checksums.
     """
-    value = checksums.astype(np.uint64) + np.uint64(salt << 32)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        value = (value ^ (value >> np.uint64(shift))) * np.uint64(factor)
-    value ^= value >> np.uint64(31)
-    return (value >> np.uint64(11)) / 2.0**53
+    return unit_interval(checksums.astype(np.uint64) + np.uint64(salt << 32))
 
 
 def content_order(checksums: np.ndarray) -> np.ndarray:

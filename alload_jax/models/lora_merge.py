@@ -42,7 +42,7 @@ def merge_file(params: Any, lora: LoraFile, scale: float = 1.0) -> Any:
     """
     flat = flatten_dict(params, sep="/")
     for path in {target.path for target in (*lora.adapters, *lora.differences)}:
-        flat[path] = jax.tree.map(jnp.asarray, flat[path][...]).astype(jnp.float32)
+        flat[path] = jnp.asarray(flat[path][...], jnp.float32)
     for target, adapter in lora.adapters.items():
         factor = scale * adapter.scale
         if target.layer is None:

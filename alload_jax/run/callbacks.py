@@ -56,11 +56,10 @@ def make_callbacks(
     watchdog: Watchdog,
     checkpoints: Checkpoints,
     validator: Validator | None,
-    bar: ProgressBar,
 ) -> Callbacks:
     """Builds the callbacks of a run of `total` steps that begins at step `start`."""
     folder, writer = Path(config.run.folder), work.writer
-    log = MetricsLog(folder, resumed_at=start)
+    log, bar = MetricsLog(folder, resumed_at=start), ProgressBar("training", total, start)
     tracker = Trackers(config.trackers, TrackerContext(folder, start, values_of(config)))
     evaluation = Evaluation(config.evaluators, writer, config.sampling.seed)
     checkpointing = Checkpointing(checkpoints, config.checkpoint, work.run_plan)

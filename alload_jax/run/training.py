@@ -25,6 +25,7 @@ from alload_jax.training.loop import Loop
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import describe_trained
 from alload_jax.training.progress import ProgressBar
+from alload_jax.training.restore import CHECKPOINTS
 from alload_jax.training.resume import continue_with
 from alload_jax.training.run_files import peak_memory, write_json
 from alload_jax.training.shape_groups import GroupTrainer, make_trainer
@@ -46,7 +47,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> 
     with (
         Watchdog(config.watchdog, folder, cluster, stop, remedy) as watchdog,
         Checkpoints(
-            folder / "checkpoints",
+            folder / CHECKPOINTS,
             config.checkpoint,
             work.identity,
             config.model.later_fields | OptimizerConfig.usual_identity,
@@ -71,9 +72,8 @@ def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> 
         _compile(trainer, work, validator, start < total, stop)
 
         # ------------------------------------------------------------ training
-        bar = ProgressBar("training", total, start)
         callbacks = make_callbacks(
-            config, cluster, work, total, start, stop, watchdog, checkpoints, validator, bar
+            config, cluster, work, total, start, stop, watchdog, checkpoints, validator
         )
         loop = Loop(trainer, start, total, callbacks.all)
         wants_save = callbacks.checkpointing.wants_save

@@ -21,16 +21,18 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.data.manifest_columns import read_paths
 from alload_jax.data.patient_reading import PatientReader
 from alload_jax.data.sources.opening import open_source
+from alload_jax.data.sources.source import SampleSource
 from alload_jax.data.weights import weights_identity, with_weights
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.planning.cost import CostFile
+from alload_jax.planning.plan import Plan
 from alload_jax.sampling.samples import SampleWriter
 from alload_jax.sharding.groups import group_meshes, plan_on
 from alload_jax.sharding.mesh import local_plan_ranks, make_mesh
 from alload_jax.training.plan_costs import run_costs
 from alload_jax.training.resume import after_loss
 from alload_jax.training.run_plan import RunPlan
-from alload_jax.training.validation.held_out import HeldOut, split_data
+from alload_jax.training.validation.held_out import HeldOut, SplitData, split_data
 
 
 class Work(NamedTuple):
@@ -69,43 +71,26 @@ def prepare(config: Config, cluster: Cluster) -> Work:
     cluster.set_remedy(partial(after_loss, folder, config.cluster))
     cluster.require_same(values_of(config), "start all processes with the same config")
 
-    # ---------------------------------------------------------------- data, devices, plan
-    if config.data.dataset:
-        cluster.broadcast(partial(prepare_dataset, config.data.folder, config.data.dataset))
-    source = open_source(config.data.folder, config.data.source)
-    source.require_settings()
-    manifest = source.manifest
-    manifest.require(config.model.latent_channels, config.model.patch_size)
-    excluded = read_excluded(config.data.exclude, len(manifest))
-    cluster.require_same(
-        exclusion_identity(excluded), "give all processes the same file of samples"
-    )
-    data = split_data(config.validation, source, config.data.source, excluded)
+    # ---------------------------------------------------------------- data
+    source, data = _read_data(config, cluster)
+    manifest, trained = source.manifest, data.training.manifest
     conditions = conditions_for(config.model, manifest)
     held_out = None
     if data.held_out:
         held_out = HeldOut.of(data.held_out, config.model, conditions, manifest)
+
+    # ---------------------------------------------------------------- devices, plan
     mesh = make_mesh(config.mesh)
     config.planning.refuse_foreign_costs(
         config.model.step_fields() | {"parameters": config.parameters.identity()},
         mesh.devices.flat[0].device_kind,
     )
     costs = run_costs(config.model, config.planning)
-    trained = data.training.manifest
     samples = with_weights(
         trained.samples(config.model.patch_size), config.data.weights, read_paths(trained)
     )
     plan = plan_on(mesh, config.planning, samples, config.run.seed, costs)
-    identity = {
-        "validation": config.validation.identity(),
-        "model": config.model.architecture(),
-        "mixture": weights_identity(config.data.weights),
-        "plan": plan.identity(),
-        "parameters": config.parameters.identity(),
-        "optimizer": config.optimizer.identity(),
-        "planning": config.planning.identity(),
-        "data": manifest.identity(),
-    }
+    identity = _identity(config, manifest, plan)
     cluster.require_same(
         identity["plan"] | identity["data"] | (held_out.identity() if held_out else {}),
         "give all processes the same data folder, code and packages",
@@ -115,23 +100,57 @@ def prepare(config: Config, cluster: Cluster) -> Work:
         *(plan, config.planning, cluster, costs, config.model, data.excluded),
         number=trained.number,
     )
+
+    # ---------------------------------------------------------------- reading, drawing
     collation = collation_for(plan, trained, config.model, conditions)
     ranks = local_plan_ranks(mesh, plan.topology.ranks, config.planning.context_value)
     reader, seed = PatientReader(data.training), config.run.seed
     collator = Collator(reader, ranks, collation, plan.group_ranks, data.excluded, seed)
+    writer = _sample_writer(config, manifest)
+    for evaluator in config.evaluators:
+        evaluator.check(config.model, manifest)
+    for tracker in config.trackers:
+        tracker.check()
     groups = group_meshes(mesh, plan)
-    writer = SampleWriter(
-        folder / "samples",
+    return Work(
+        *(began, manifest, mesh, groups, costs, run_plan, collator, writer, held_out, identity)
+    )
+
+
+def _read_data(config: Config, cluster: Cluster) -> tuple[SampleSource, SplitData]:
+    """The samples of the data folder, and those to train and to validate on."""
+    if config.data.dataset:
+        cluster.broadcast(partial(prepare_dataset, config.data.folder, config.data.dataset))
+    source = open_source(config.data.folder, config.data.source)
+    source.require_settings()
+    source.manifest.require(config.model.latent_channels, config.model.patch_size)
+    excluded = read_excluded(config.data.exclude, len(source.manifest))
+    cluster.require_same(
+        exclusion_identity(excluded), "give all processes the same file of samples"
+    )
+    return source, split_data(config.validation, source, config.data.source, excluded)
+
+
+def _identity(config: Config, manifest: Manifest, plan: Plan) -> dict[str, Any]:
+    """What a checkpoint of the run belongs to."""
+    return {
+        "validation": config.validation.identity(),
+        "model": config.model.architecture(),
+        "mixture": weights_identity(config.data.weights),
+        "plan": plan.identity(),
+        "parameters": config.parameters.identity(),
+        "optimizer": config.optimizer.identity(),
+        "planning": config.planning.identity(),
+        "data": manifest.identity(),
+    }
+
+
+def _sample_writer(config: Config, manifest: Manifest) -> SampleWriter:
+    return SampleWriter(
+        Path(config.run.folder) / "samples",
         config.model,
         config.objective.timesteps,
         config.sampling,
         manifest,
         trained_null=getattr(config.objective, "condition_dropout", 0.0) > 0,
-    )
-    for evaluator in config.evaluators:
-        evaluator.check(config.model, manifest)
-    for tracker in config.trackers:
-        tracker.check()
-    return Work(
-        *(began, manifest, mesh, groups, costs, run_plan, collator, writer, held_out, identity)
     )

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,24 +16,14 @@ import orbax.checkpoint as ocp
 
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
-from alload_jax.planning.plan import current_identity
 from alload_jax.training.base import BASE, Base
+from alload_jax.training.checkpoint_errors import as_input_error, reason_of_storage
+from alload_jax.training.checkpoint_identity import check_identity
 from alload_jax.training.checksums import damage, write_checksums
 from alload_jax.training.state import TrainState
 
-_DATA = "data"
-"""The part of the identity that says which samples a run is trained on."""
 _RECALIBRATION = "recalibration"
 """The checkpoint's part that only recalibrated plans have."""
-_COMMUNICATION = re.compile(
-    "Gloo|NCCL|coordination service|Connection (?:reset|closed|refused)|DEADLINE_EXCEEDED|"
-    "UNAVAILABLE|Barrier timed out",
-)
-"""Words of errors that say nothing about files."""
-_OS_REASONS = re.compile(
-    "No space left on device|Disk quota exceeded|File too large|Read-only file system|"
-    "Permission denied|Input/output error|Stale file handle|Transport endpoint is not connected"
-)
 
 
 @dataclass(frozen=True)
@@ -203,7 +192,7 @@ class Checkpoints:
         with self._errors_of_step(step):
             part = ocp.args.Composite(identity=ocp.args.JsonRestore())
             found = dict(self._manager.restore(step, args=part).identity)
-        self._check_identity(step, found)
+        check_identity(self.folder / str(step), found, self._identity, self._defaults)
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """Reads a checkpoint with the shardings of `like`, which is `bare` where it has a base.
@@ -296,23 +285,8 @@ class Checkpoints:
             left = "none is whole" if whole is None else f"the newest whole one is {whole}"
             raise InputError(
                 f"{self.folder / str(self._last_begun)}: this checkpoint cannot be written "
-                f"({_reason_of_storage(error)}), {left}; make room and run the same command again"
+                f"({reason_of_storage(error)}), {left}; make room and run the same command again"
             ) from error
-
-    def _check_identity(self, step: int, found: dict[str, Any]) -> None:
-        if isinstance(found.get("plan"), dict):
-            found = found | {"plan": current_identity(found["plan"])}
-        place = self.folder / str(step)
-        # Data first: other samples also change the plan, in ways that say nothing to a person.
-        for name in dict.fromkeys((_DATA, *self._identity, *found)):
-            theirs, ours = found.get(name) or {}, self._identity.get(name) or {}
-            if name == _DATA:
-                _check_data(place, theirs, ours)
-            elif theirs != ours:
-                raise InputError(
-                    f"{place}: checkpoint of another {name}: "
-                    f"{difference(theirs, ours, self._defaults)}; {_remedy(theirs, ours)}"
-                )
 
 
 class _Kept:
@@ -335,30 +309,10 @@ class _Kept:
         ]
 
 
-def _reason_of_storage(error: Exception) -> str:
-    """What the operating system said, out of the lines of Orbax and TensorStore."""
-    found = _OS_REASONS.search(str(error))
-    return found[0] if found else (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
 def _free(path: Path) -> Path:
     """The path, or with the first number behind it that no file has."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(each for each in itertools.chain([path], numbered) if not each.exists())
-
-
-def _check_data(place: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Refuses other samples than those of a checkpoint; checkpoints of old versions name none."""
-    if not theirs or theirs == ours:
-        return
-    counts = [f"{each.get('samples', 0):,}" for each in (theirs, ours)]
-    what = f"{counts[0]} samples, and data.folder now has {counts[1]}"
-    if counts[0] == counts[1]:
-        what = f"{counts[0]} samples, and data.folder now has as many of other content"
-    raise InputError(
-        f"{place}: the run was trained on {what}; give data.folder as it was, or begin a run with "
-        "another run.folder (its run.initial_weights can be an export of this one)"
-    )
 
 
 def bare(state: TrainState) -> TrainState:
@@ -369,46 +323,3 @@ def bare(state: TrainState) -> TrainState:
 def _stored(state: TrainState) -> dict[str, Any]:
     """Returns the fields of a state that a checkpoint stores, those that are not empty."""
     return {name: part for name, part in state._asdict().items() if jax.tree.leaves(part)}
-
-
-def _remedy(theirs: Any, ours: Any) -> str:
-    ranks = [each.get("ranks") if isinstance(each, dict) else None for each in (theirs, ours)]
-    if ranks[0] is None or ranks[0] == ranks[1]:
-        return "restore the config or choose another run.folder"
-    return (
-        f"on another number of devices give --planning.ranks {ranks[0]}; else restore the config "
-        "or choose another run.folder"
-    )
-
-
-@contextmanager
-def as_input_error(place: Path, remedy: str) -> Iterator[None]:
-    """Converts errors of Orbax to InputErrors; Orbax also raises plain Exceptions."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if _COMMUNICATION.search(str(error)):
-            raise InputError(
-                f"{place}: the processes lost each other while they read it ({reason}); start all "
-                "processes again"
-            ) from error
-        raise InputError(f"{place}: this checkpoint cannot be read ({reason}); {remedy}") from error
-
-
-def difference(theirs: Any, ours: Any, defaults: Mapping[str, Any] | None = None) -> str:
-    """Describes the first difference between two JSON values."""
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        # The policy comes first because it determines the other keys; digests of the data and of
-        # its order come last because they follow from other differences.
-        priority = {"policy": -1, "samples": 1, "order": 1}
-        keys = sorted(theirs.keys() | ours.keys(), key=lambda key: (priority.get(key, 0), key))
-        for key in keys:
-            was, now = (side.get(key, (defaults or {}).get(key)) for side in (theirs, ours))
-            if isinstance(was, dict) and isinstance(now, dict) and was != now:
-                return f"of {key}, {difference(was, now)}"
-            if was != now:
-                return f"{key} was {was!r} and is now {now!r}"
-    return f"it was {theirs!r} and is now {ours!r}"

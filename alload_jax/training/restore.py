@@ -28,7 +28,8 @@ from alload_jax.models.weights import load_weights, require_same_architecture
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.base import BASE, Base
 from alload_jax.training.best import best_step
-from alload_jax.training.checkpoint import as_input_error, difference
+from alload_jax.training.checkpoint_errors import as_input_error
+from alload_jax.training.checkpoint_identity import difference
 from alload_jax.training.checksums import damage
 from alload_jax.training.optimizer import NO_AVERAGE
 from alload_jax.training.parameters import (

@@ -3,12 +3,12 @@
 import dataclasses
 import logging
 
-import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
+from random_models import random_params
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: install alload-jax[parity]")
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers: install alload-jax[parity]")
@@ -46,16 +46,6 @@ LORAS = {
     "attention": LoraConfig(rank=2, alpha=1.0, targets=("attention/(query|value)$",)),
     "embeddings": LoraConfig(rank=2, targets=("^patch_embedding$", "time_embedding", "head/out")),
 }
-
-
-def random_params(config, seed=0):
-    rng = np.random.default_rng(seed)
-
-    def draw(path, leaf):
-        norm = "norm" in jax.tree_util.keystr(path) and "scale" in jax.tree_util.keystr(path)
-        return np.asarray(rng.normal(0, 0.2, leaf.shape) + norm, np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, abstract_model(config).params)
 
 
 def inputs_of(config):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from random_models import random_params
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: install alload-jax[parity]")
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers: install alload-jax[parity]")
@@ -56,17 +57,6 @@ CONFIGS = {
     ),
 }
 CONVERTED = pytest.importorskip("diffusers.loaders.single_file_utils")
-
-
-def random_params(config, seed=0):
-    """Every parameter random: fresh ones leave out gates and the head."""
-    rng = np.random.default_rng(seed)
-
-    def draw(path, leaf):
-        norm = "norm" in jax.tree_util.keystr(path) and "scale" in jax.tree_util.keystr(path)
-        return np.asarray(rng.normal(0, 0.2, leaf.shape) + norm, np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, abstract_model(config).params)
 
 
 def exported(config, folder, caplog, **options):

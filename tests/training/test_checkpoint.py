@@ -12,7 +12,8 @@ from alload_jax.errors import InputError
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints, as_input_error
+from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
+from alload_jax.training.checkpoint_errors import as_input_error
 from alload_jax.training.checksums import CHECKSUMS_NAME, damage
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ALL_TRAINED

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from alload_jax.data.prepare.encoders import EncoderOptions
+from alload_jax.data.splitmix import unit_interval
 from alload_jax.errors import InputError
 
 _LONGEST = 2**16
@@ -65,9 +66,5 @@ class ByteText:
 def uniform_vectors(seed: int, count: int, width: int) -> np.ndarray:
     """[count, width] float64 from −√3 to √3: the first outputs of SplitMix64 from a seed."""
     number = np.arange(1, count * width + 1, dtype=np.uint64)
-    state = number * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    state ^= state >> np.uint64(31)
-    unit = (state >> np.uint64(11)).astype(np.float64) / 2**53
+    unit = unit_interval(number * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed))
     return ((2 * unit - 1) * np.sqrt(3.0)).reshape(count, width)

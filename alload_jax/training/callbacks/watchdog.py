@@ -88,7 +88,6 @@ class Watchdog(Callback):
         self._closed = threading.Event()
         limits = (config.step_seconds, config.pause_seconds, _STOP_SECONDS)
         self._interval = min(limits) / 60
-        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -103,8 +102,7 @@ class Watchdog(Callback):
         self._step, self._pausing = run.done, False
         self._progress()
         if self._config.step_factor is not None:
-            self._thread = threading.Thread(target=self._loop, daemon=True, name="watchdog")
-            self._thread.start()
+            threading.Thread(target=self._loop, daemon=True, name="watchdog").start()
 
     def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
         """See `Callback.on_step_end`."""

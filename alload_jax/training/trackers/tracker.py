@@ -82,6 +82,5 @@ TRACKERS: Registry[type[Any]] = Registry(
         "mlflow": "alload_jax.training.trackers.mlflow:MlflowConfig",
         "trackio": "alload_jax.training.trackers.trackio:TrackioConfig",
     },
-    importable=True,
 )
 """Config classes, each a `TrackerConfig`, that `trackers` in the config can name."""
