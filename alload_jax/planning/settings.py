@@ -12,6 +12,7 @@ from alload_jax.planning.policies.registry import (
     AUTO,
     AUTO_BUCKETED,
     AUTO_PACKED,
+    AUTO_SHARED,
     PolicyTraits,
     candidates,
     find_policy,
@@ -31,7 +32,8 @@ class PlanningConfig:
     Attributes:
       policy: bucketed fixed, equal_tokens, sorted or dual_constraint; packed first_fit or balanced;
         the name of a registered policy; or auto, which is balanced where attention runs on packed
-        rows (NVIDIA Hopper or newer) and dual_constraint elsewhere.
+        rows (NVIDIA Hopper or newer). Elsewhere it is equal_tokens, or dual_constraint where there
+        is an M_comp, a calibrated cost model or mode independent.
       ranks_mode: of bucketed policies: synchronous (ranks share a bucket) or independent (each
         shape group draws its own; groups of one rank are AdaptiveLoad's setting).
       micro_batches_per_step: micro-batches that every rank accumulates before an update.
@@ -39,8 +41,7 @@ class PlanningConfig:
       m_comp: maximum cost of a micro-batch, B·S^p for `dual_constraint`, in the cost model's unit
         for `balanced`; `longest` is the cost of the longest sample alone, `auto` the value that
         minimises the predicted time of an epoch. Null takes it from `cost_model`, or else
-        `longest` for `dual_constraint`, `auto` for that chosen by policy auto, and no bound for
-        `balanced`.
+        `longest` for `dual_constraint` and no bound for `balanced`.
       p: exponent of cost over sequence length; null takes it from `cost_model`, or else 2.
       rows: for `fixed`, a batch size, or one for each bucket's name (`17x16x16`).
       ranks: number of data-parallel ranks of the plan; null takes the mesh's. With a multiple of
@@ -186,17 +187,23 @@ class PlanningConfig:
         return find_policy(self.policy)
 
     def resolved(self, packs: bool) -> "PlanningConfig":
-        """The config with auto replaced: by balanced if `packs`, otherwise by dual_constraint.
+        """The config with auto replaced: by balanced if `packs`, else by a bucketed policy.
 
-        An M_comp that neither the config nor the cost model gives is then chosen by predicted time,
-        so that steps are never predicted slower than those of `equal_tokens`.
+        That is dual_constraint where M_comp is given, where a cost model has the fixed part by
+        which to choose it, and where ranks draw their own buckets. Ranks that share a bucket cost
+        the same without an M_comp, which would only make their micro-batches smaller.
         """
         if self.policy != AUTO:
             return self
         if packs:
             return replace(self, policy=AUTO_PACKED)
-        m_comp = "auto" if self.m_comp is None and self.costs().m_comp is None else self.m_comp
-        return replace(self, policy=AUTO_BUCKETED, m_comp=m_comp)
+        costs = self.costs()
+        if self.m_comp is not None or costs.m_comp is not None:
+            return replace(self, policy=AUTO_BUCKETED)
+        if costs.quadratic is not None:
+            return replace(self, policy=AUTO_BUCKETED, m_comp="auto")
+        shared = self.ranks_mode == "synchronous"
+        return replace(self, policy=AUTO_SHARED if shared else AUTO_BUCKETED)
 
     def identity(self) -> dict[str, Any]:
         """Settings that a run keeps when it is continued and that its plan's identity lacks."""

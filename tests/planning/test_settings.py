@@ -1,3 +1,4 @@
+import dataclasses
 import pkgutil
 import re
 import subprocess
@@ -13,6 +14,7 @@ from alload_jax.planning.factory import make_plan, make_policy
 from alload_jax.planning.policies.dual_constraint import DualConstraint
 from alload_jax.planning.policies.equal_tokens import EqualTokens
 from alload_jax.planning.policies.fixed import Fixed
+from alload_jax.planning.predicted_time import epoch_time
 from alload_jax.planning.settings import PlanningConfig
 
 QUADRATIC = {"c0": 1e-3, "c1": 1e-6, "c2": 1e-11}
@@ -159,11 +161,29 @@ def test_planning_needs_no_jax():
     assert found.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("lengths", [[32_760], [256], [256, 1024, 32_760]], ids=str)
+def test_without_packed_rows_auto_is_not_predicted_slower_than_equal_tokens(
+    cost_file, ranks, calibrated, lengths
+):
+    samples, cost = of_lengths(np.repeat(lengths, 400)), QuadraticCost(**QUADRATIC)
+    given = {"cost_model": cost_file(quadratic=QUADRATIC)} if calibrated else {"p": 2.0}
+    auto = PlanningConfig(m_mem=131_072, **given).resolved(packs=False)
+    times = []
+    for config in (auto, dataclasses.replace(auto, policy="equal_tokens", m_comp=None)):
+        plan = make_plan(config, samples, ranks, seed=0)
+        times.append(epoch_time(plan.epoch(0), samples.seq_len, cost))
+    assert times[0] <= times[1]
+
+
 def test_auto_is_chosen_by_whether_rows_can_be_packed():
     config = PlanningConfig(m_mem=20)
     assert config.policy == "auto"
     assert config.resolved(packs=True).policy == "balanced"
-    assert config.resolved(packs=False).policy == "dual_constraint"
+    assert config.resolved(packs=False).policy == "equal_tokens"
+    for change in ({"m_comp": "longest"}, {"ranks_mode": "independent"}):
+        assert PlanningConfig(m_mem=20, **change).resolved(packs=False).policy == "dual_constraint"
     fixed = PlanningConfig("fixed", rows=3)
     assert fixed.resolved(packs=True) == fixed
     with pytest.raises(ValueError, match="resolved"):

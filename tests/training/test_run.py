@@ -77,7 +77,7 @@ def test_on_a_cpu_auto_is_a_bucketed_policy_and_stays_what_it_was(unbroken):
     runs, _ = unbroken
     assert "policy" not in yaml.safe_load(runs.config.read_text())["planning"]
     config = yaml.safe_load((runs.folder / "run" / "config.yaml").read_text())
-    assert config["planning"]["policy"] == "dual_constraint"
+    assert config["planning"]["policy"] == "equal_tokens"
 
 
 def test_an_epoch_trains_on_every_sample_once(unbroken):

@@ -8,8 +8,8 @@ from typing import ClassVar, TypeVar
 from alload_jax.registry import Registry
 
 AUTO = "auto"
-AUTO_PACKED, AUTO_BUCKETED = "balanced", "dual_constraint"
-"""The policies of auto if rows can be packed, and otherwise."""
+AUTO_PACKED, AUTO_BUCKETED, AUTO_SHARED = "balanced", "dual_constraint", "equal_tokens"
+"""The policies of auto: if rows can be packed, otherwise, and if ranks then share buckets."""
 
 
 class PolicyTraits:
@@ -79,6 +79,6 @@ def policy_names() -> tuple[str, ...]:
 
 
 def candidates(name: str) -> tuple[type[PolicyTraits], ...]:
-    """The class of a policy; for auto, the classes of both policies that it can select."""
-    names = (AUTO_PACKED, AUTO_BUCKETED) if name == AUTO else (name,)
+    """The class of a policy; for auto, the classes of all that it can select."""
+    names = (AUTO_PACKED, AUTO_BUCKETED, AUTO_SHARED) if name == AUTO else (name,)
     return tuple(find_policy(each) for each in names)
