@@ -38,7 +38,7 @@ class Model(Protocol):
         self,
         latents: jax.Array,
         timestep: jax.Array,
-        condition: jax.Array,
+        condition: Any,
         image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
         first_frame_timestep: jax.Array | None = None,
@@ -48,8 +48,9 @@ class Model(Protocol):
         Args:
           latents: [B, frames, height, width, in_channels], multiples of the patch size.
           timestep: [B] float32, 0 (data) to 1000 (noise).
-          condition: [B, L] int32 classes, `num_classes` for the null class; or text embeddings
-            [B, L, text.dim] if the config has `text`.
+          condition: [B, L] int32 classes, `num_classes` for the null class; text embeddings
+            [B, L, text.dim] if the config has `text`; or the config's `condition_parts`, each
+            `ConditionTokens` by its name.
           image: [B, N, image.dim] image embeddings, if the config has `image`.
           sharding: sharding of rows over a mesh of Auto axes, which kernels need.
           first_frame_timestep: [B] float32, timestep of the first latent frame if it differs; only
@@ -66,7 +67,7 @@ class Model(Protocol):
         positions: jax.Array,
         metadata: PackedMetadata,
         timestep: jax.Array,
-        condition: jax.Array,
+        condition: Any,
         image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
         first_frame_timestep: jax.Array | None = None,
@@ -78,7 +79,8 @@ class Model(Protocol):
           positions: [R, T, 3] int32, the (t, h, w) of each token within its sample.
           metadata: positions of the samples in tokens, [R, M] of T, and in condition tokens.
           timestep: [R, M] float32.
-          condition: [R, C] int32 classes or [R, C, text.dim] text embeddings.
+          condition: [R, C] int32 classes or [R, C, text.dim] text embeddings; or `ConditionTokens`
+            by name, for a config with `condition_parts`.
           image: [R, M, N, image.dim] image embeddings, if the config has `image`.
           sharding: sharding of rows over a mesh of Auto axes.
           first_frame_timestep: [R, M] float32, as for `forward`.
@@ -212,7 +214,11 @@ class Family(Protocol):
 
 
 FAMILIES: Registry[Family] = Registry(
-    "model.family", {"wan": "alload_jax.models.wan.family:FAMILY"}
+    "model.family",
+    {
+        "wan": "alload_jax.models.wan.family:FAMILY",
+        "hunyuan_video": "alload_jax.models.hunyuan_video.family:FAMILY",
+    },
 )
 DEFAULT_FAMILY = "wan"
 
