@@ -63,7 +63,7 @@ def attention(
     reason = cudnn_unsupported_reason(query)
     if implementation == "cudnn" and reason:
         raise NotImplementedError(f"attention: cuDNN cannot run here, {reason}; use 'xla'")
-    run = _xla if implementation == "xla" or reason else _cudnn
+    run: Callable[..., jax.Array] = _xla if implementation == "xla" or reason else _cudnn
     if lengths is None:
         return run(query, key, value)
     # Zeros on both sides, because cuDNN leaves outputs and gradients of masked tokens unwritten.

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import residual_layernorm_modulate
 
 
-def gated_add(
-    x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]
-) -> jax.Array:
+def gated_add(x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]) -> jax.Array:
     """Computes x + y·gate in float32, rounded once.
 
     Args:

@@ -34,7 +34,7 @@ class Context(NamedTuple):
     time: jax.Array
     rotary: RotaryTable
     rows: JointRows
-    segmentations: tuple[Segmentation | None, Segmentation | None]
+    segmentations: tuple[Segmentation | None, ...]
     sharding: NamedSharding | None
 
 
@@ -93,9 +93,7 @@ class Stream(nnx.Module):
 
             return split_single_row(projected, sharding, y, *tables)
 
-        tables = [
-            jnp.broadcast_to(part, (*y.shape[:2], part.shape[-1])) for part in rotary or ()
-        ]
+        tables = [jnp.broadcast_to(part, (*y.shape[:2], part.shape[-1])) for part in rotary or ()]
         return (
             project(self.query, self.query_norm, *tables),
             project(self.key, self.key_norm, *tables),

@@ -17,7 +17,7 @@ from alload_jax.models.common.segments import PackedMetadata
 from alload_jax.models.hunyuan_video.block import Block, Context, Head, Streams
 from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
 from alload_jax.models.hunyuan_video.embedding import ConditionEmbedding, TimeEmbedding
-from pallas_kernels import segmentation
+from pallas_kernels import Segmentation, segmentation
 
 
 class HunyuanVideoTransformer(nnx.Module):
@@ -99,16 +99,16 @@ class HunyuanVideoTransformer(nnx.Module):
         dtype = self.config.stream_dtype
         by_sample = timestep[:, None] if packed is None else timestep
         embedded, segments = self.condition_embedding(condition, by_sample, packed, sharding)
-        by_segment = (None, None)
+        by_segment: list[Segmentation | None] = [None, None]
         if packed is None:
             rows = bucketed_joint_rows(tokens.shape[1], segments)
         else:
             assert segments is not None
             rows = packed_joint_rows(packed, segments)
             both, slots, dim = (packed.tokens, segments), timestep.shape[1], self.config.dim
-            by_segment = tuple(segmentation(each.ids, slots, dim, sharding) for each in both)
+            by_segment = [segmentation(each.ids, slots, dim, sharding) for each in both]
         time = nnx.silu(self.time_embedding(timestep))
-        context = Context(time, rotary, rows, by_segment, sharding)
+        context = Context(time, rotary, rows, tuple(by_segment), sharding)
         x = Streams(self.patch_embedding(tokens).astype(dtype), embedded.astype(dtype))
         graph, layers = nnx.split(self.blocks)
 

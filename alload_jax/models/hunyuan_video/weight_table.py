@@ -13,7 +13,7 @@ _STREAMS = (
     ("video", "norm1", "to_{}", "to_out.0", "norm_{}", "ff"),
     ("condition", "norm1_context", "add_{}_proj", "to_add_out", "norm_added_{}", "ff_context"),
 )
-"""Ours, then diffusers' names of a stream's modulation, projections, output, norms, feed-forward."""
+"""Ours; diffusers' names of a stream's modulation, projections, output, norms, feed-forward."""
 _FREQUENCIES = 256
 _REFINER_RATIO = 4
 
