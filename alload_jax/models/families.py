@@ -302,6 +302,7 @@ def config_from_fields(fields: Mapping[str, Any]) -> ModelConfig:
     values = dict(fields)
     kinds = {
         "text": TextConfig,
+        "glyphs": TextConfig,
         "image": ImageConfig,
         "sparse_attention": SparseAttentionConfig,
         "lora": LoraConfig,

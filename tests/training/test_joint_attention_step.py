@@ -59,7 +59,7 @@ CASES = ["classes", pytest.param("text", marks=pytest.mark.slow), "image"]
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
-    """A model and data for it, texts of other lengths throughout; images and given frames or not."""
+    """A model and data for it: texts of different lengths, images and given frames or not."""
     name, model = request.param, MODELS[request.param]
     rng = np.random.default_rng(0)
 
