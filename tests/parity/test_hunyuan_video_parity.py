@@ -18,6 +18,7 @@ from draw_hunyuan_video import call_model  # noqa: E402
 
 from alload_jax.models.common.condition_tokens import ConditionTokens  # noqa: E402
 from alload_jax.models.common.config import ImageConfig, TextConfig  # noqa: E402
+from alload_jax.models.common.lora import LoraConfig  # noqa: E402
 from alload_jax.models.common.segments import segments_of  # noqa: E402
 from alload_jax.models.families import (  # noqa: E402
     abstract_model,
@@ -27,6 +28,8 @@ from alload_jax.models.families import (  # noqa: E402
 from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig  # noqa: E402
 from alload_jax.models.hunyuan_video.conversion import export_fields, read_fields  # noqa: E402
 from alload_jax.models.hunyuan_video.weight_table import tensors  # noqa: E402
+from alload_jax.models.lora_export import write_lora  # noqa: E402
+from alload_jax.models.lora_merge import adapters_of  # noqa: E402
 from alload_jax.models.weights import load_weights, save_weights  # noqa: E402
 from alload_jax.sharding.mesh import MeshConfig, make_mesh  # noqa: E402
 
@@ -162,3 +165,27 @@ def test_the_published_model_has_diffusers_parameters():
     assert ours == {key: tuple(value.shape) for key, value in theirs.state_dict().items()}
     exported = {k: v for k, v in export_fields(config).items() if not k.startswith("_")}
     assert exported == {k: v for k, v in fields.items() if not k.startswith("_")}
+
+
+def test_diffusers_loads_adapters_and_computes_the_same(tmp_path, caplog):
+    pytest.importorskip("peft", reason="needs PEFT: install alload-jax[parity]")
+    config = dataclasses.replace(CONFIGS["base"], lora=LoraConfig(rank=3, alpha=5.0))
+    params = random_params(config)
+    save_weights(tmp_path / "base", params, dataclasses.replace(config, lora=None))
+    theirs = diffusers.HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path / "base").eval()
+    file = tmp_path / "lora.safetensors"
+    adapters = adapters_of(params, config.lora)
+    assert write_lora(file, adapters, config, "diffusers") == 2 * len(adapters)
+    diffusers.utils.logging.enable_propagation()
+    with caplog.at_level(logging.WARNING):
+        theirs.load_lora_adapter(str(file), prefix="transformer")
+    assert not [record.message for record in caplog.records]
+    inputs, arguments = drawn(config, *CALLS[0])
+    tensors_of_call = {k: torch.from_numpy(v) for k, v in inputs.items()}
+    with torch.no_grad():
+        expected = np.moveaxis(call_model(theirs, tensors_of_call).numpy(), 1, -1)
+        theirs.disable_lora()
+        plain = np.moveaxis(call_model(theirs, tensors_of_call).numpy(), 1, -1)
+    found = np.asarray(nnx.merge(abstract_model(config).graph, params)(*arguments))
+    assert close(found, expected, 1e-4)
+    assert not close(found, plain, 1e-2)
