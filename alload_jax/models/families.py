@@ -6,8 +6,9 @@ folder with a `Family`, add its line to `FAMILIES` and its costs to `planning/ar
 
 import json
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,11 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from alload_jax.errors import InputError
-from alload_jax.models.common.config import ImageConfig, ModelConfig, TextConfig
-from alload_jax.models.common.lora import DropoutKey, LoraConfig, add_lora
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.lora import DropoutKey, add_lora
 from alload_jax.models.common.named_tensors import Naming, Tensor
 from alload_jax.models.common.output import Output
 from alload_jax.models.common.segments import PackedMetadata
-from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.planning.geometry import Triple
 from alload_jax.registry import Registry
 from alload_jax.sharding.rules import Rules
@@ -298,20 +298,19 @@ def config_from_fields(fields: Mapping[str, Any]) -> ModelConfig:
       InputError: the family is unknown, or a value is out of range.
       TypeError: a field is unknown.
     """
-    config = FAMILIES.get(fields.get("family", DEFAULT_FAMILY)).config
-    values = dict(fields)
-    kinds = {
-        "text": TextConfig,
-        "glyphs": TextConfig,
-        "image": ImageConfig,
-        "sparse_attention": SparseAttentionConfig,
-        "lora": LoraConfig,
-    }
-    for name, kind in kinds.items():
-        if values.get(name):
-            values[name] = kind(**values[name])
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return config(**values | lists)
+    return _built(FAMILIES.get(fields.get("family", DEFAULT_FAMILY)).config, fields)
+
+
+def _built(kind: Any, fields: Mapping[str, Any]) -> Any:
+    """An object of a dataclass from JSON values, whose lists become tuples."""
+    hints = get_type_hints(kind)
+
+    def value_of(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping) and name in hints:
+            return _built(next(filter(is_dataclass, get_args(hints[name]))), value)
+        return tuple(value) if isinstance(value, list) else value
+
+    return kind(**{name: value_of(name, value) for name, value in fields.items()})
 
 
 def read_model_config(path: Path) -> ModelConfig:

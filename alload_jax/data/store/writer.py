@@ -128,8 +128,8 @@ class StoreWriter:
           image: [N, width] finite floats, embeddings of the given image.
           alternatives: further texts of the sample, each as a condition and a caption, like the
             first. Training takes one of all in each epoch.
-          parts: [L, width] finite floats by name, condition tokens of further kinds, such as the
-            `glyphs` of HunyuanVideo. All samples of a folder have the same names and widths; a
+          parts: [L, width] finite floats by name, condition tokens of further kinds, such as those
+            of a second text encoder. All samples of a folder have the same names and widths; a
             sample may have no tokens of a kind.
           path: where the sample comes from, such as `portraits/clip.mp4`, for the patterns of
             `data.weights`.

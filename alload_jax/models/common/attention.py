@@ -68,7 +68,8 @@ def attention(
         return run(query, key, value)
     # Zeros on both sides, because cuDNN leaves outputs and gradients of masked tokens unwritten.
     valid = (jnp.arange(query.shape[1]) < lengths[:, None])[:, :, None, None]
-    output = run(*(jnp.where(valid, part, 0) for part in (query, key, value)), lengths)
+    parts = (jnp.where(valid, part, 0) for part in (query, key, value))
+    output = run(*parts, jnp.maximum(lengths, 1))
     return jnp.where(valid, output, 0)
 
 
