@@ -101,6 +101,14 @@ class Step:
         self.mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
         self.use(spec)
 
+    @property
+    def tokens_beside(self) -> int:
+        """Tokens of a row's condition that plans count in the length of a sample."""
+        if not self.model.joint_attention:
+            return 0
+        parts = self.model.condition_parts()
+        return sum(part.length for part in parts) if parts else self.condition_tokens
+
     def use(self, spec: TrainingSpec) -> None:
         """Takes another spec, with a new state in place of the last one."""
         self.spec, self.model = spec, spec.model
