@@ -119,6 +119,7 @@ class Family(Protocol):
       partition_rules: (pattern, rule) pairs for the parameters; the first match applies.
       folder_classes: values of `_class_name` in config.json that the family can read.
       ignored_tensors: substrings of the names of checkpoint tensors that the model does not use.
+      namings: naming schemes of checkpoints that `tensors` knows.
       has_first_frame_timestep: whether the first latent frame may have a timestep of its own.
       lora_targets: patterns for the names of linear layers that adapters have by default.
     """
@@ -128,6 +129,7 @@ class Family(Protocol):
     partition_rules: Rules
     folder_classes: tuple[str, ...] = ()
     ignored_tensors: tuple[str, ...] = ()
+    namings: tuple[Naming, ...] = ("diffusers", "original")
     has_first_frame_timestep: bool = False
     lora_targets: tuple[str, ...] = ("^blocks/",)
 
@@ -185,7 +187,7 @@ class Family(Protocol):
         """Lists the tensors of a released checkpoint and the parameters that they fill.
 
         Raises:
-          InputError: the family has no released checkpoints.
+          InputError: the family has no released checkpoints, or not with this naming.
         """
         raise InputError(f"model.family {self.name} has no released checkpoints to load or export")
 

@@ -140,11 +140,9 @@ def test_adapters_are_trained_exported_and_merged(train):
     merge = ["lora", "merge", "--model", "out", "--lora", "x.safetensors:1.0", "--out", "merged"]
     assert cli.main([*merge, "--dtype", "float32"]) == 0
     same = ["--vae-stride", "4", "16", "16", "--guidance", "1", "--dtype", "float32"]
-    merged = drawn("merged", "merged", *same)
-    np.testing.assert_allclose(
-        drawn("added", "out", *same, "--lora", "x.safetensors"), merged, rtol=1e-3, atol=1e-3
-    )
-    assert np.abs(drawn("plain", "out", *same) - merged).max() > 1e-2
+    merged, plain = drawn("merged", "merged", *same), drawn("plain", "out", *same)
+    added = drawn("added", "out", *same, "--lora", "x.safetensors")
+    assert np.abs(added - merged).max() < 0.1 * np.abs(added - plain).max()
 
 
 @pytest.mark.slow

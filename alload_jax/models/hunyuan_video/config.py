@@ -1,7 +1,7 @@
 """Config of HunyuanVideo's transformer: shape and arithmetic."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
@@ -93,6 +93,10 @@ class HunyuanVideoConfig(ModelConfig):
                 f"mesh.context·mesh.tensor is {shards}, which does not divide model.num_heads "
                 f"{self.num_heads}; choose a divisor"
             )
+
+    def architecture(self) -> dict[str, Any]:
+        """See `ModelConfig.architecture`; the division of a head's channels is always named."""
+        return super().architecture() | {"rotary_dims": list(self.rotary_sizes)}
 
     def condition_parts(self) -> tuple[ConditionPart, ...]:
         """See `ModelConfig.condition_parts`; the null condition keeps its image."""

@@ -21,6 +21,7 @@ class HunyuanVideoFamily(Family):
     config = HunyuanVideoConfig
     partition_rules = PARTITION_RULES
     folder_classes = (conversion.DIFFUSERS_CLASS,)
+    namings = ("diffusers",)
     lora_targets = (r"^blocks/(video|condition)/(query|key|value|out|feed_forward)(/|$)",)
 
     def build(self, config: HunyuanVideoConfig, rngs: nnx.Rngs) -> HunyuanVideoTransformer:
