@@ -12,7 +12,7 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.condition_tokens import ConditionTokens
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.segments import PADDING, Segments
-from alload_jax.sampling.embeddings import read_embeddings
+from alload_jax.sampling.embeddings import read_embeddings, read_part
 from alload_jax.sampling.encoders import Encoders
 from alload_jax.sampling.flow import Condition
 from alload_jax.sampling.given import as_latent, read_picture
@@ -78,14 +78,18 @@ def _padded(tokens: np.ndarray, length: int) -> np.ndarray:
 def _parts(
     source: Path | str | None, image: np.ndarray | None, model: ModelConfig, encoders: Encoders
 ) -> dict[str, ConditionTokens]:
-    """Text and image as parts of a condition, without the batch's axis; no tokens of others."""
-    known = {TEXT: _text(source, model, encoders), IMAGE: image}
+    """The parts of a condition, without the batch's axis; a file of text may hold others too."""
     found = {}
     for part in model.condition_parts():
-        tokens = known.get(part.name)
-        if tokens is None:
-            tokens = np.zeros((0, part.width), np.float32)
-        room = part.length if part.name == TEXT else len(tokens)
+        tokens = np.zeros((0, part.width), np.float32)
+        if part.name == TEXT:
+            tokens = _text(source, model, encoders)
+        elif part.name == IMAGE:
+            tokens = tokens if image is None else image
+        elif isinstance(source, Path):
+            tokens = read_part(source, part)
+        # Requests of a batch have equally many tokens of their images alone.
+        room = len(tokens) if part.name == IMAGE else part.length
         ids = np.full(room, PADDING, np.int32)
         ids[: len(tokens)] = 0
         length = np.array([len(tokens)], np.int32)

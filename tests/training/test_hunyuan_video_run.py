@@ -114,6 +114,16 @@ def test_a_run_is_validated_resumed_and_drawn(train):
     clip = drawn("run", folder)
     assert clip.shape == (2, 2, 3, 2)
     assert np.isfinite(clip).all()
+    # A file of text may hold glyphs too, and those that do not fit are refused.
+    text = safetensors.numpy.load_file("text.safetensors")
+    for width, name in ((5, "fits"), (4, "not")):
+        glyphs = np.ones((3, width), np.float32)
+        safetensors.numpy.save_file(text | {"glyphs": glyphs}, "text.safetensors")
+        if name == "fits":
+            assert np.abs(drawn(name, folder) - clip).max() > 1e-5
+        else:
+            with pytest.raises(InputError, match=r"glyphs has shape \[3, 4\].*\[7, 5\]"):
+                drawn(name, folder)
 
 
 @pytest.mark.slow

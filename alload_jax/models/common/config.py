@@ -57,7 +57,7 @@ class ConditionPart(NamedTuple):
     """One kind of condition tokens of which samples have different numbers.
 
     Attributes:
-      name: in batches, in records and on a command line; `text` and `image` are those of the
+      name: in batches, in records and in files of embeddings; `text` and `image` are those of the
         config.
       width: width of the embeddings.
       length: maximum number of tokens of a sample; a sample may have none.
