@@ -43,7 +43,8 @@ RELEASED = MODEL | {"glyph_hidden": 2048}
 def data(tmp_path_factory):
     """Texts of 1 to 8 tokens, glyphs of 0 to 3, and no images."""
     folder, rng = tmp_path_factory.mktemp("hunyuan") / "data", np.random.default_rng(0)
-    with StoreWriter(folder, vae_stride=(4, 16, 16)) as writer:
+    origin = {"text": {"name": "bytes", "width": 6, "length": 9}}
+    with StoreWriter(folder, vae_stride=(4, 16, 16), origin=origin) as writer:
         for n in range(16):
             frames = 1 + 4 * (n % 2)
             text, glyphs = rng.normal(size=(n % 8 + 1, 6)), rng.normal(size=(n % 4, 5))
@@ -104,12 +105,19 @@ def drawn(name, place, *flags):
 
 def test_a_run_is_validated_resumed_and_drawn(train):
     validation = {"share": 0.3, "every": 2, "noise_levels": [0.3, 0.8]}
-    folder = train(validation=validation)
+    prompt = {"prompt": "a cat", "frames": 5, "height": 32, "width": 48}
+    sampling = {"steps": 2, "prompts": [prompt]}
+    folder = train(validation=validation, sampling=sampling)
     trained, validated = metrics(folder)
     assert [row["step"] for row in trained] == [1, 2, 3, 4]
     assert [row["validation/samples"] for row in validated] == [5, 5]
     assert all(np.isfinite(row["validation/loss"]) for row in validated)
-    train("--run.steps", "6", validation=validation)
+    (in_training,) = (folder / "samples" / "step_0000004").glob("prompt_0*")
+    words = ["sample", "--checkpoint", str(folder), *SIZE, "--prompt", "a cat"]
+    assert cli.main([*words, "--out", "words.safetensors"]) == 0
+    found, shown = map(safetensors.numpy.load_file, ("words.safetensors", in_training))
+    np.testing.assert_array_equal(found["latents"], shown["latents"])
+    train("--run.steps", "6", validation=validation, sampling=sampling)
     assert metrics(folder)[0][:4] == trained
     clip = drawn("run", folder)
     assert clip.shape == (2, 2, 3, 2)
@@ -124,6 +132,19 @@ def test_a_run_is_validated_resumed_and_drawn(train):
         else:
             with pytest.raises(InputError, match=r"glyphs has shape \[3, 4\].*\[7, 5\]"):
                 drawn(name, folder)
+
+
+@pytest.mark.parametrize(
+    ("policy", "tokens"), [("balanced", 144 + 72 + 24), ("equal_tokens", 144 + 16 * (8 + 3))]
+)
+def test_plans_count_conditions_where_a_model_says_so(policy, tokens, data, tmp_path, capsys):
+    """16 samples hold 144 tokens of latents, 72 of text, at most 8 each, and 24 of glyphs, 3 each."""
+    config = {"model": MODEL, "data": {"folder": str(data)}, "run": {"folder": "r", "steps": 1}}
+    config["planning"] = {"m_mem": 48, "p": 1.0}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    flags = ["--config", str(tmp_path / "config.yaml"), "--manifest", str(data), "--ranks", "1"]
+    assert cli.main(["plan", *flags, "--m-mem", "48", "--policy", policy, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["tokens"] == tokens
 
 
 @pytest.mark.slow

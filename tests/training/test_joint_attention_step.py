@@ -239,3 +239,23 @@ def test_plans_count_both_kinds_of_tokens(case):
 def test_samples_are_not_split(case):
     with pytest.raises(InputError, match=r"mesh\.context is 2.*set mesh\.context to 1"):
         plan_of(case, "balanced", 2, context=2)
+
+
+def test_rows_over_devices_gather_no_activations(case):
+    devices = jax.devices()
+    if len(devices) < 2:
+        pytest.skip("needs two devices")
+    model = case[0]
+    graph, params = abstract_model(model).graph, weights_of(model)
+    sharding = batch_sharding(make_mesh(MeshConfig(), devices[:2]))
+    batch = jax.device_put(batches_of(case, "balanced", 2)[0], sharding)
+    objective = FlowMatching()
+
+    @jax.jit
+    def loss(batch):
+        module = nnx.merge(graph, params)
+        return objective(module, batch, jax.random.key(0), sharding).loss
+
+    program = loss.lower(batch).compile().as_text()
+    assert "all-gather" not in program
+    assert "all-to-all" not in program
