@@ -292,7 +292,7 @@ def _draw_layers(content: dict[str, Any], path: Path) -> None:
 
 
 def draw_samples(drawn: Path, variants: Sequence[str], folder: Path) -> None:
-    """Draws samples.png from the arrays in `drawn`: a line for each variant."""
+    """Draws samples.jpg from the arrays in `drawn`: a line for each variant."""
     if not variants or not drawn.exists():
         return
     arrays = dict(np.load(drawn))
@@ -306,7 +306,7 @@ def draw_samples(drawn: Path, variants: Sequence[str], folder: Path) -> None:
     page = Image.new("RGB", (width, restored.height + samples.height), "white")
     page.paste(restored, (0, 0))
     page.paste(samples, (0, restored.height))
-    page.save(folder / "samples.png", optimize=True)
+    page.save(folder / "samples.jpg", quality=88)
 
 
 def _sheet(title: str, lines: Sequence[tuple[str, np.ndarray]]) -> Image.Image:

@@ -286,7 +286,8 @@ def _measure_lists(heads: region.Heads, rows: region.Rows, choice: region.Choice
     assert layout is not None
     query, key = (whole_blocks(x, layout) for x in (heads.query, heads.key))
     found = sample_attention(query, key, layout, choice.place.measured, choice.config)
-    lists = region._lists(heads, layout, choice)
+    longest = choice.config.list_densities()[0]
+    lists = region._lists(heads, layout, choice._replace(list_density=longest))
     place = found.block[:, None, :, None]
     indices = jnp.take_along_axis(lists.indices, place, axis=2)
     count = jnp.take_along_axis(lists.counts, place[..., 0], axis=2)

@@ -29,11 +29,12 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import Step, out_of_memory, training_spec
+from alload_jax.bench.step import Step, training_spec
 from alload_jax.commands.bench_models import MODELS, shape_of, training_fields
 from alload_jax.commands.bench_output import gigabytes, markdown_table, typed
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.models.families import config_from_fields
+from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.state import TrainingSpec
 
 LATENTS = ("21x60x104", "21x90x160", "36x90x160")

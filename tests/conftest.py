@@ -21,8 +21,14 @@ LONG = ("docs", "training", "plug_points", "bench", "models", "sharding", "palla
 """Folders whose files take longest."""
 
 
-def pytest_collection_modifyitems(items):
-    """Long files first, so that no worker is left with one at the end (--no-loadscope-reorder)."""
+def pytest_collection_modifyitems(config, items):
+    """Samples cases, and puts long files first.
+
+    So no worker is left with a long file at the end (--no-loadscope-reorder).
+    """
+    left_out = [item for item in items if not in_sample(item, items)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
     here = Path(__file__).parent
 
     def place(item):
@@ -30,6 +36,16 @@ def pytest_collection_modifyitems(items):
         return LONG.index(folder) if folder in LONG else len(LONG)
 
     items.sort(key=place)
+
+
+def in_sample(item, items):
+    """Whether a case runs: all but those of the CPU that its marker `sampled` leaves out."""
+    marker = item.get_closest_marker("sampled")
+    if marker is None or item.get_closest_marker("gpu"):
+        return True
+    cases = [each for each in items if each.function is item.function]
+    cases = [each for each in cases if not each.get_closest_marker("gpu")]
+    return cases.index(item) % marker.args[0] == 0
 
 
 @pytest.fixture(autouse=True, scope="module")

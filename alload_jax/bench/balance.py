@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from alload_jax.bench.device_trace import traced
 from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import out_of_memory, training_spec
+from alload_jax.bench.step import training_spec
 from alload_jax.bench.weights import without_zeros
 from alload_jax.bench.workload_step import (
     RandomReader,
@@ -42,6 +42,7 @@ from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
 from alload_jax.sharding.groups import group_meshes, plan_on
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.shape_groups import GroupTrainer, make_trainer
 from alload_jax.training.state import init_state
 from alload_jax.training.trainer import Trainer

@@ -16,10 +16,11 @@ from typing import Any
 import jax
 
 from alload_jax.bench.calibration_cases import Case, grid, sparse_cases
-from alload_jax.bench.step import Step, out_of_memory, with_density
+from alload_jax.bench.step import Step, with_density
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import MemoryModel, bucketed_cost
 from alload_jax.planning.fit import Point, fit_memory, fit_quadratic
+from alload_jax.training.device_memory import out_of_memory
 
 DENSITIES = (0.1, 0.3)
 """Of the layers while sparse attention is measured."""

@@ -33,6 +33,7 @@ from alload_jax.models.families import (
 )
 from alload_jax.objectives.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ALL_TRAINED, ParametersConfig
 from alload_jax.training.state import TrainingSpec, init_state
@@ -215,11 +216,6 @@ def with_density(model: ModelConfig, density: float) -> ModelConfig:
     forced = (density,) * records["sparse"].shape[0]
     sparse = dataclasses.replace(model.sparse_attention, forced=forced)
     return dataclasses.replace(model, sparse_attention=sparse)
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error of JAX's runtime says that the device is out of memory."""
-    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def measure(settings: Settings) -> dict[str, Any]:

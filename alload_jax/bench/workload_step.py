@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import Step, out_of_memory, training_spec
+from alload_jax.bench.step import Step, training_spec
 from alload_jax.data.batch import AnyBatch, Signature, describe, signature
 from alload_jax.data.collate import Collator
 from alload_jax.data.collation import collation_for
@@ -38,6 +38,7 @@ from alload_jax.planning.plan import Plan
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import ASPECT_RATIOS, make_workload
+from alload_jax.training.device_memory import out_of_memory
 
 
 @dataclasses.dataclass(frozen=True)

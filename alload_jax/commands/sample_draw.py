@@ -18,6 +18,7 @@ from alload_jax.sampling.clips import LATENTS, write_clip
 from alload_jax.sampling.conditions import RequestArrays, arrays_of, stacked
 from alload_jax.sampling.encoders import Encoders
 from alload_jax.sampling.requests import Request
+from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.restore import one_device_mesh
 
 Source = RunSource | FolderSource
@@ -135,7 +136,7 @@ def _memory_named(request: Request) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
+        if not out_of_memory(error):
             raise
         raise InputError(
             f"{request.out}: latents of {request.grid} do not fit this device's memory; choose a "

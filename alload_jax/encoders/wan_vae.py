@@ -86,7 +86,27 @@ class WanVae:
           InputError: the weights cannot be loaded, or the clip does not fit the device.
         """
         self._check_frames(frames)
-        return self._encoded(self._pixels(frames))
+        return self.encode_pixels(self.pixels(frames))
+
+    def pixels(self, frames: np.ndarray) -> Any:
+        """[T, H, W, 3] uint8 as [1, 3, T, H, W] float32 from −1 to 1 on the device."""
+        import torch
+
+        _ = self._model
+        # Sent as bytes, a quarter of the floats; the order of operations is diffusers' own.
+        sent = torch.from_numpy(np.array(frames, order="C")).to(self._device)
+        return 2.0 * (sent.permute(3, 0, 1, 2)[None].float() / 255.0) - 1.0
+
+    def encode_pixels(self, clip: Any) -> np.ndarray:
+        """Encodes what `pixels` gives; [t, h, w, channels] float32, see `encode`."""
+        model = self._model
+        mean, inverse_std = self._statistics
+        with inference():
+            clip = clip.to(model.dtype)
+            area = float(clip.shape[3] * clip.shape[4])
+            mode = self._whole_or_tiled(lambda: model.encode(clip).latent_dist.mode(), area)
+            latents = (mode.float() - mean) * inverse_std
+            return np.ascontiguousarray(latents[0].permute(1, 2, 3, 0).cpu().numpy())
 
     def encode_given(self, first: np.ndarray, last: np.ndarray | None, frames: int) -> np.ndarray:
         """What image-to-video models take beside the noisy latents: a mask, and latents.
@@ -113,12 +133,12 @@ class WanVae:
         self._check_frames(np.broadcast_to(given[:1], (frames, *given.shape[1:])))
         import torch
 
-        pixels = self._pixels(given)
+        pixels = self.pixels(given)
         clip = torch.zeros((1, 3, frames, *pixels.shape[3:]), device=pixels.device)
         clip[:, :, 0] = pixels[:, :, 0]
         if last is not None:
             clip[:, :, -1] = pixels[:, :, -1]
-        latents = self._encoded(clip)
+        latents = self.encode_pixels(clip)
         mask = np.zeros((*latents.shape[:3], self.stride[0]), np.float32)
         mask[0] = 1
         if last is not None:
@@ -166,25 +186,6 @@ class WanVae:
                 f"frames have shape {frames.shape}; their number must be {every}n + 1, height and "
                 f"width multiples of {side}"
             )
-
-    def _pixels(self, frames: np.ndarray) -> Any:
-        """[T, H, W, 3] uint8 as [1, 3, T, H, W] float32 from −1 to 1 on the device."""
-        import torch
-
-        _ = self._model
-        # Sent as bytes, a quarter of the floats; the order of operations is diffusers' own.
-        sent = torch.from_numpy(np.array(frames, order="C")).to(self._device)
-        return 2.0 * (sent.permute(3, 0, 1, 2)[None].float() / 255.0) - 1.0
-
-    def _encoded(self, clip: Any) -> np.ndarray:
-        model = self._model
-        mean, inverse_std = self._statistics
-        with inference():
-            clip = clip.to(model.dtype)
-            area = float(clip.shape[3] * clip.shape[4])
-            mode = self._whole_or_tiled(lambda: model.encode(clip).latent_dist.mode(), area)
-            latents = (mode.float() - mean) * inverse_std
-            return np.ascontiguousarray(latents[0].permute(1, 2, 3, 0).cpu().numpy())
 
     def _whole_or_tiled(self, run: Callable[[], Any], area: float) -> Any:
         """Runs on whole frames, or on tiles where frames of this area did not fit."""

@@ -45,6 +45,8 @@ EMA and gradient, and accumulated gradients are set to zero: (1 + 5 + 6 + 1) · 
 _WEIGHT_BYTES = 10
 """Per parameter and pass over the model: cast from float32, written and read as bfloat16, with a
 share of slicing the stacked layers. Frozen ones in bfloat16 take less, which is ignored."""
+WORKSPACE_BYTES = 500_000_000
+"""Bytes for the work spaces of libraries and for small arrays."""
 _BACKWARD_KERNELS = 2
 """Kernels of the backward over the forward's."""
 
@@ -194,10 +196,13 @@ def step_memory(
     trained: Trained = ALL_TRAINED,
 ) -> MemoryModel:
     """Peak bytes in use during a step on one device; arguments as `analytic_costs`."""
-    state = state_bytes(architecture.parameters(), trained) / shards
-    values = architecture.kept_activations(remat) + architecture.activations().working_set
-    condition = device.compute_bytes * architecture.activations().condition
-    return MemoryModel(float(state), device.compute_bytes * values, condition)
+    fixed = state_bytes(architecture.parameters(), trained) / shards + WORKSPACE_BYTES
+    activations = architecture.activations()
+    values = architecture.kept_activations(remat) + activations.working_set
+    if trained.parameters is not None:
+        values += activations.adapters
+    condition = device.compute_bytes * activations.condition
+    return MemoryModel(float(fixed), device.compute_bytes * values, condition)
 
 
 def state_bytes(parameters: int, trained: Trained = ALL_TRAINED) -> int:

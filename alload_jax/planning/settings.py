@@ -39,7 +39,8 @@ class PlanningConfig:
       m_comp: maximum cost of a micro-batch, B·S^p for `dual_constraint`, in the cost model's unit
         for `balanced`; `longest` is the cost of the longest sample alone, `auto` the value that
         minimises the predicted time of an epoch. Null takes it from `cost_model`, or else
-        `longest` for `dual_constraint` and no bound for `balanced`.
+        `longest` for `dual_constraint`, `auto` for that chosen by policy auto, and no bound for
+        `balanced`.
       p: exponent of cost over sequence length; null takes it from `cost_model`, or else 2.
       rows: for `fixed`, a batch size, or one for each bucket's name (`17x16x16`).
       ranks: number of data-parallel ranks of the plan; null takes the mesh's. With a multiple of
@@ -185,10 +186,17 @@ class PlanningConfig:
         return find_policy(self.policy)
 
     def resolved(self, packs: bool) -> "PlanningConfig":
-        """The config with auto replaced: by balanced if `packs`, otherwise by dual_constraint."""
+        """The config with auto replaced: by balanced if `packs`, otherwise by dual_constraint.
+
+        An M_comp that neither the config nor the cost model gives is then chosen by predicted time,
+        so that steps are never predicted slower than those of `equal_tokens`.
+        """
         if self.policy != AUTO:
             return self
-        return replace(self, policy=AUTO_PACKED if packs else AUTO_BUCKETED)
+        if packs:
+            return replace(self, policy=AUTO_PACKED)
+        m_comp = "auto" if self.m_comp is None and self.costs().m_comp is None else self.m_comp
+        return replace(self, policy=AUTO_BUCKETED, m_comp=m_comp)
 
     def identity(self) -> dict[str, Any]:
         """Settings that a run keeps when it is continued and that its plan's identity lacks."""

@@ -20,7 +20,7 @@ from alload_jax.run.folder import write_folder
 from alload_jax.run.work import Work
 from alload_jax.training.callbacks.watchdog import Watchdog
 from alload_jax.training.checkpoint import Checkpoints
-from alload_jax.training.device_memory import run_memory
+from alload_jax.training.device_memory import memory_named, run_memory
 from alload_jax.training.loop import Loop
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import describe_trained
@@ -54,6 +54,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> 
         ) as checkpoints,
         stop,
         cluster.report_failures(),
+        memory_named(),
     ):
         # ------------------------------------------------------------ state, new or restored
         start = checkpoints.continue_from(cluster)

@@ -1,11 +1,15 @@
 """The memory of a run on one device, as XLA has laid it out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
 
+from alload_jax.errors import InputError
 from alload_jax.training.state import TrainState
+
+REMEDY = "lower planning.m_mem, set model.remat to full or offload, or raise mesh.fsdp"
 
 
 class RunMemory(NamedTuple):
@@ -34,10 +38,29 @@ class RunMemory(NamedTuple):
         needed = self.state + self.step
         if self.limit is None or needed <= self.limit:
             return ""
-        return (
-            f"a step needs {in_words(needed)} and a device has {in_words(self.limit)}; "
-            "lower planning.m_mem, set model.remat to full or offload, or raise mesh.fsdp"
-        )
+        return f"a step needs {in_words(needed)} and a device has {in_words(self.limit)}; {REMEDY}"
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error of JAX's runtime says that a device is out of memory."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
+
+
+@contextmanager
+def memory_named() -> Iterator[None]:
+    """Tells that a device of a training run is out of memory, in place of JAX's error.
+
+    Raises:
+      InputError: it is.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        said = " ".join(str(error).split()).partition("RESOURCE_EXHAUSTED: ")[2] or str(error)
+        reason = said.partition(" with allocator")[0][:200].rstrip(". ")
+        raise InputError(f"a step does not fit a device's memory ({reason}); {REMEDY}") from error
 
 
 def in_words(size: int) -> str:

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from alload_jax.bench.step import training_spec
 from alload_jax.bench.weights import without_zeros
@@ -11,6 +12,7 @@ from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.state import init_state
 
 
+@pytest.mark.slow
 def test_only_zero_parameters_are_drawn_and_all_keep_their_sharding():
     spec = training_spec(config_from_fields(training_fields(MODELS["tiny"])))
     mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])

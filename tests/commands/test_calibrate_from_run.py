@@ -77,7 +77,7 @@ def test_a_run_with_sparse_attention_gives_its_terms_too(run, tmp_path, planned)
     found = read_cost_file(out)
     assert found.quadratic.c2 == pytest.approx(1e-7, rel=1e-2)
     assert found.sparse.c3 == pytest.approx(2e-7, rel=1e-2)
-    assert found.model["sparse_attention"]["selector"] == "predictor"
+    assert found.model["sparse_attention"]["selector"] == "pooled"
 
 
 def test_what_is_no_run_is_one_line(run, tmp_path, capsys):

@@ -91,6 +91,7 @@ def test_lists_of_all_kinds(kind, any_way):
     check(inputs, lists, any_way)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("blocks", [(64, 64), (128, 64), (64, 128), (128, 128)])
 @pytest.mark.parametrize(("width", "dtype"), [(64, F16), (128, BF16)])
 def test_blocks_widths_and_dtypes(blocks, width, dtype, way):

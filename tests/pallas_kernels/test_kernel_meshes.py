@@ -81,6 +81,7 @@ def on_mesh(both, operands, cotangents, mesh, spec):
         return both.lower(split, cts).compile(), (split, cts)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("case", ["row", "residual", "token", "segment"])
 def test_split_over_batch_and_sequence(case, mesh, interpret):

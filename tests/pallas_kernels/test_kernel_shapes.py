@@ -40,6 +40,7 @@ def quick(case):
     return dim <= NARROW or (seq_len < 1000 and batch * seq_len * dim <= LARGE)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("shape", "dtype", "modulation"), [c for c in sweep() if quick(c)])
 def test_each_width_with_each_length_and_batch(shape, dtype, modulation, interpret):
@@ -95,6 +96,7 @@ def residual_dtypes():
             yield tuple(map(jnp.dtype, mix))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("x", "y", "h", "modulation"), sorted(residual_dtypes(), key=str), ids=str)
 def test_every_mix_of_dtypes_with_a_residual(x, y, h, modulation, interpret):

@@ -44,6 +44,7 @@ def pairs():
             yield shape, dtypes, BRANCHES[(i + j) % 3]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("choice_of_machine")
 @pytest.mark.parametrize(("shape", "dtypes", "branch"), list(pairs()))
 def test_equals_the_float64_oracle_up_to_one_rounding(shape, dtypes, branch):

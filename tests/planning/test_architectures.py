@@ -10,7 +10,12 @@ from planning_cases import refusal, write_json
 
 from alload_jax import cli
 from alload_jax.errors import run_command
-from alload_jax.planning.analytic import analytic_costs, bytes_per_split_token, step_cost
+from alload_jax.planning.analytic import (
+    WORKSPACE_BYTES,
+    analytic_costs,
+    bytes_per_split_token,
+    step_cost,
+)
 from alload_jax.planning.architectures.architecture import (
     ActivationCounts,
     Architecture,
@@ -89,7 +94,7 @@ def test_its_costs_are_its_counts():
     cost = step_cost(TINY, dataclasses.replace(H200, attention_share=0.5), "none")
     assert cost.c2 == pytest.approx(3.5 * 4 * 3 * 64 / (H200.peak_flops * 0.5))
     costs = analytic_costs(TINY, H200, "full")
-    assert costs.memory.base == 24 * TINY.parameters()
+    assert costs.memory.base == 24 * TINY.parameters() + WORKSPACE_BYTES
     assert costs.memory.per_token == 2 * (3 * 64 + 5)
     assert costs.bytes_per_split_token == 3 * 2 * 4 * 64 * 3
     assert bytes_per_split_token(TINY, "none") == costs.bytes_per_split_token * 2 / 3

@@ -23,6 +23,7 @@ def write_records(folder, count):
             writer.add(clip, np.array([record["direction"]]), clip.shape[:3])
 
 
+@pytest.mark.slow
 def test_a_grain_source_from_outside_trains_as_the_same_samples_in_a_store(train, tmp_path):
     write_records(tmp_path / "stored", 12)
     source = {"name": "grain_ramps:GrainRamps", "count": 12}

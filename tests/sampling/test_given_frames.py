@@ -81,7 +81,7 @@ def test_a_given_first_frame_stays_and_has_timestep_zero():
     np.testing.assert_allclose(found, euler(velocity, noise, first), rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("sampler", ["euler", "unipc"])
+@pytest.mark.parametrize("sampler", ["euler", pytest.param("unipc", marks=pytest.mark.slow)])
 def test_each_expert_takes_its_noise_levels(sampler):
     pair = values_of(PLAIN, 0), values_of(PLAIN, 1)
     noise, sigmas = normal(1, 1, 1, 4, 4, 2), noise_levels(sampler, 4, 3.0)

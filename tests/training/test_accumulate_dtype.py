@@ -39,6 +39,7 @@ def sums_of(spec, mesh, state, count):
     return sums, after
 
 
+@pytest.mark.slow
 def test_a_sum_in_bfloat16_is_rounded_once_for_each_micro_batch():
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     state = init_state(SPEC, mesh, seed=0)

@@ -104,6 +104,7 @@ def test_small_arrays_and_vectors_keep_float32_moments():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_training_converges_as_with_float32_moments(seed):
     """A two-layer regression on noisy minibatches: the final losses differ by a few percent."""

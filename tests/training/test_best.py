@@ -80,6 +80,7 @@ def test_the_best_of_all_are_there_whenever_a_run_is_continued(
         assert best_step(folder, saved.there) == lowest[0]
 
 
+@pytest.mark.slow
 def test_orbax_keeps_the_best_beside_the_newest_and_regular_ones(tmp_path, state):
     with opened(tmp_path, keep=1, keep_every=10, keep_best=2) as checkpoints:
         best = BestCheckpoints(tmp_path, 2, checkpoints, Cluster())

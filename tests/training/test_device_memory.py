@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alload_jax.training.device_memory import RunMemory, in_words, run_memory
+from alload_jax.errors import InputError
+from alload_jax.training.device_memory import RunMemory, in_words, memory_named, run_memory
 from alload_jax.training.state import TrainState
 
 
@@ -41,6 +42,28 @@ def test_it_is_what_the_arrays_and_the_program_take(size):
     temporary = program.memory_analysis().temp_size_in_bytes
     assert least + temporary <= found.step <= least + temporary + accumulator.nbytes
     assert run_memory(state, []) is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 19.72GiB with allocator "
+        "GPU_0_bfc on device 0. [executable_name='jit_update']",
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 19.72GiB.\n\nSuggestions:\n…",
+    ],
+)
+def test_a_device_that_is_out_of_memory_is_one_line_with_a_remedy(said):
+    with pytest.raises(InputError) as error, memory_named():
+        raise jax.errors.JaxRuntimeError(said)
+    (line,) = str(error.value).splitlines()
+    assert "memory (Out of memory while trying to allocate 19.72GiB" in line
+    assert "executable_name" not in line
+    assert "lower planning.m_mem" in line
+
+
+def test_other_errors_of_the_runtime_stay_what_they_are():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory_named():
+        raise jax.errors.JaxRuntimeError("INTERNAL: the driver is gone")
 
 
 def test_programs_that_say_nothing_are_passed_over():

@@ -108,6 +108,7 @@ def test_the_loss_is_that_of_the_other_frames_with_the_first_one_clean(tmp_path)
         np.testing.assert_allclose(sums.loss, error, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_image_and_given_frames_change_the_prediction():
     model, rng = model_of(MODEL), np.random.default_rng(0)
     latents = rng.normal(size=(1, 3, 4, 4, 5)).astype(np.float32)

@@ -209,6 +209,7 @@ def test_invalid_settings_are_refused(change, words):
 MODEL = WanConfig(dim=64, ffn_dim=64, num_heads=4, num_layers=2, freq_dim=16, dtype="float32")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs 8 CPU devices")
 @pytest.mark.parametrize(
     "name",

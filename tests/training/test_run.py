@@ -175,6 +175,7 @@ def test_a_recalibrated_run_continues_by_the_models_of_its_checkpoint(runs):
         assert (row["samples"], row["tokens"]) == (expected.samples, expected.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 7])
 def test_a_run_cut_short_and_continued_is_the_run_never_stopped(runs, unbroken, stop):
     """Within an epoch (4) and in the next one (7), by a checkpoint of exactly that step."""

@@ -33,7 +33,8 @@ SPARSE = {
 def test_weights_without_predictors_get_new_ones():
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     dense = WanConfig(dim=16, ffn_dim=16, num_heads=2, num_layers=2, freq_dim=8)
-    sparse = dataclasses.replace(dense, sparse_attention=SparseAttentionConfig(min_tokens=0))
+    predictor = SparseAttentionConfig(selector="predictor", min_tokens=0)
+    sparse = dataclasses.replace(dense, sparse_attention=predictor)
     dense_spec, sparse_spec = (
         TrainingSpec(model, FlowMatching(), make_optimizer(OptimizerConfig(), 10), 0.9)
         for model in (dense, sparse)

@@ -16,7 +16,7 @@ from alload_jax.errors import InputError
 from alload_jax.training.trackers import service
 from alload_jax.training.trackers.mlflow import MlflowConfig
 from alload_jax.training.trackers.service import InBackground, TrackedRuns
-from alload_jax.training.trackers.tracker import TrackerContext, Trackers
+from alload_jax.training.trackers.tracker import TRACKERS, TrackerContext, Trackers
 from alload_jax.training.trackers.trackio import TrackioConfig
 from alload_jax.training.trackers.wandb import WandbConfig
 
@@ -89,8 +89,12 @@ class ListConfig:
         return ListTracker(self.logged)
 
 
-def test_a_tracker_from_outside_is_named_by_its_place(tmp_path):
-    (config,) = read_config([*FLAGS, "--trackers", f"[{{name: '{__name__}:ListConfig'}}]"]).trackers
+def test_a_tracker_from_outside_is_registered_and_not_imported_by_its_place(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"'elsewhere:Config' is unknown; choose one of"):
+        read_config([*FLAGS, "--trackers", "[{name: 'elsewhere:Config'}]"])
+    monkeypatch.setattr(TRACKERS, "_loaded", {})
+    TRACKERS.register("list", ListConfig)
+    (config,) = read_config([*FLAGS, "--trackers", "[{name: list}]"]).trackers
     tracker = Trackers([config], TrackerContext(tmp_path, 0, VALUES))
     tracker.log(3, {"loss": 1.0})
     assert ListConfig.logged == [(3, {"loss": 1.0})]

@@ -226,14 +226,14 @@ class Turn(NamedTuple):
 
 def turn_of(frame: Any) -> Turn:
     """Reads the rotation that the frame's display matrix asks for, to quarter turns."""
-    for data in frame.side_data:
-        if data.type.name == "DISPLAYMATRIX":
-            a, b, _, c, d = (int(value) for value in np.frombuffer(bytes(data), np.int32)[:5])
-            # FFmpeg's matrix takes a point (x, y) to (a·x + c·y, b·x + d·y).
-            if abs(b) > abs(a):
-                return Turn(True, flip_x=c < 0, flip_y=b < 0)
-            return Turn(False, flip_x=a < 0, flip_y=d < 0)
-    return Turn()
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return Turn()
+    a, b, _, c, d = (int(value) for value in np.frombuffer(bytes(matrix), np.int32)[:5])
+    # FFmpeg's matrix takes a point (x, y) to (a·x + c·y, b·x + d·y).
+    if abs(b) > abs(a):
+        return Turn(True, flip_x=c < 0, flip_y=b < 0)
+    return Turn(False, flip_x=a < 0, flip_y=d < 0)
 
 
 def shown_size(frame: Any, aspect: Fraction | None) -> tuple[float, float]:

@@ -47,6 +47,7 @@ class ActivationCounts:
       working_set: peak of live values during the backward pass of one block.
       split_exchange: values sent between devices in one pass over a split sample.
       condition: peak of live values of each sample's condition (per sample, not per token).
+      adapters: live values beside the working set where adapters are trained.
     """
 
     forward_traffic: float
@@ -54,6 +55,7 @@ class ActivationCounts:
     working_set: float
     split_exchange: float
     condition: float = 0.0
+    adapters: float = 0.0
 
 
 class Architecture(Protocol):

@@ -26,6 +26,9 @@ _FORWARD_TRAFFIC = (22, 2)
 _BACKWARD_TRAFFIC = (42, 4)
 _WORKING_SET = (19, 4)
 """Peak number of live tensors of S × dim and S × ffn_dim in the backward pass of one block."""
+_ADAPTERS = (4, 0)
+"""Live tensors beside it where adapters are trained, as steps of the 1.3B and 14B models were
+measured (benchmarks/results/memory_measured_h200.json)."""
 _KEPT = {
     "full": (1, 0),
     "offload": (0, 0),  # in the host's memory
@@ -142,6 +145,7 @@ class WanArchitecture(Architecture):
             backward_traffic=self.num_layers * self._values(_BACKWARD_TRAFFIC),
             working_set=self._values(_WORKING_SET),
             split_exchange=self.num_layers * self._values((_EXCHANGED, 0)),
+            adapters=self._values(_ADAPTERS),
             condition=self.text_length * (_CONDITION_TENSORS * self.dim + (self.text_dim or 0)),
         )
 

@@ -56,6 +56,7 @@ def output(config, params):
     return np.asarray(run(params))
 
 
+@pytest.mark.slow
 def test_a_new_model_with_adapters_has_the_weights_and_outputs_of_one_without():
     plain = split_model(build_model(PLAIN, nnx.Rngs(3))).params
     config = with_lora(rank=5)

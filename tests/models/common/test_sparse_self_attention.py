@@ -202,7 +202,9 @@ def test_ranks_get_as_many_heads_of_about_the_same_cost(ranks, each, seed):
 
 
 def test_the_predictor_learns_from_its_loss_alone_and_the_model_from_none_of_it():
-    config = dataclasses.replace(SMALL, sparse_attention=sparse(profile_every=1))
+    config = dataclasses.replace(
+        SMALL, sparse_attention=sparse(selector="predictor", profile_every=1)
+    )
     graph, params, others = nnx.split(build(config), nnx.Param, ...)
     latents = jax.random.normal(jax.random.key(3), (1, GRID[0], 2 * GRID[1], 2 * GRID[2], 1))
 
@@ -249,7 +251,7 @@ def test_sampled_attention_and_its_profile_are_those_of_the_formulas():
     query, key = (rng.normal(size=(5 * block, 2, 8)) * 2 for _ in range(2))
     layout = TileLayout(None, None, *(x[None] for x in (tokens, segments)), block=64, longest=3)
     arrays = [jnp.asarray(x.reshape(1, 5, 64, 2, 8), jnp.float32) for x in (query, key)]
-    config = sparse(profile_blocks=5, profile_every=1)
+    config = sparse(selector="predictor", profile_blocks=5, profile_every=1)
     sample = sample_attention(*arrays, jax.tree.map(jnp.asarray, layout), jnp.int32(0), config)
     expected = masses(query, key, tokens, segments, block)[:, np.asarray(sample.block[0])]
     np.testing.assert_allclose(sample.mass[0], expected, atol=1e-5)
@@ -279,7 +281,7 @@ def test_scores_that_are_the_attention_have_full_recall_and_no_loss():
     rng = np.random.default_rng(1)
     mass = rng.dirichlet(np.full(12, 0.2), size=(1, 2, 4)).astype(np.float32)
     sample = Sample(jnp.arange(4)[None], jnp.asarray(mass), jnp.ones((1, 4, 12), bool))
-    segments, config = jnp.ones((1, 4, 1), bool), sparse()
+    segments, config = jnp.ones((1, 4, 1), bool), sparse(selector="predictor")
     found = profile(sample, jnp.log(jnp.maximum(sample.mass, 1e-6)), segments, config)
     np.testing.assert_allclose(found.recall, 1, atol=1e-5)
     np.testing.assert_allclose(found.loss, 0, atol=1e-3)
@@ -373,7 +375,7 @@ def test_forced_layers_never_switch():
 
 
 def test_a_run_continues_with_the_densities_of_its_config():
-    measured = dataclasses.replace(SMALL, sparse_attention=sparse())
+    measured = dataclasses.replace(SMALL, sparse_attention=sparse(selector="predictor"))
     _, _, others = nnx.split(build_model(measured, nnx.Rngs(0)), nnx.Param, ...)
     variables = nnx.to_pure_dict(others)
     assert jax.tree.all(
@@ -422,7 +424,9 @@ def test_branches_share_one_array_of_kept_blocks():
 
 
 def test_the_family_updates_its_state_and_logs_it():
-    config = dataclasses.replace(SMALL, sparse_attention=sparse(dense_steps=0))
+    config = dataclasses.replace(
+        SMALL, sparse_attention=sparse(selector="predictor", dense_steps=0)
+    )
     _, _, others = nnx.split(build_model(config, nnx.Rngs(0)), nnx.Param, ...)
     variables, family = nnx.to_pure_dict(others), family_of(config)
     auxiliary = {

@@ -166,18 +166,22 @@ def test_equals_the_float64_oracle_at_any_size(config, size):
     ],
 )
 def test_rematerialisation_changes_no_gradient(remat):
-    _graph, params = randomised(CONFIG)
-    arguments = inputs(CONFIG, 2, (2, 4, 4))
-
-    def gradient(config):
-        graph = nnx.split(nnx.eval_shape(lambda: WanTransformer(config, rngs=nnx.Rngs(0))))[0]
-        return jax.jit(jax.grad(lambda params: jnp.sum(nnx.merge(graph, params)(*arguments) ** 2)))(
-            params
-        )
-
-    plain = gradient(CONFIG)
-    kept = gradient(WanConfig(**{**vars(CONFIG), "remat": remat}))
+    plain, kept = gradient("none"), gradient(remat)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, kept)
+
+
+@pytest.mark.gpu
+def test_offloading_changes_no_bit_of_a_gradient_on_a_gpu():
+    jax.tree.map(np.testing.assert_array_equal, gradient("full"), gradient("offload"))
+
+
+def gradient(remat):
+    config = WanConfig(**{**vars(CONFIG), "remat": remat})
+    graph, params = randomised(config)
+    arguments = inputs(config, 2, (2, 4, 4))
+    return jax.jit(jax.grad(lambda params: jnp.sum(nnx.merge(graph, params)(*arguments) ** 2)))(
+        params
+    )
 
 
 def residual_bytes(remat):

@@ -47,7 +47,7 @@ class SparseAttentionConfig:
         measurement.
     """
 
-    selector: SelectorName = "predictor"
+    selector: SelectorName = "pooled"
     block: int = 64
     rank: int = 16
     min_tokens: int = 16_384

@@ -1,0 +1,234 @@
+"""Trains adapters in a part of a GPU's memory, to see which clips fit smaller GPUs.
+
+    python benchmarks/memory_measured.py --out benchmarks/results/memory_measured_h200.json
+
+Runs `python train.py` on the ready configs with random weights of the released sizes and random
+latents. JAX may use 95 % of the memory of the GPU that a case stands for. The rest is for what
+JAX's allocator does not hold: the CUDA context and libraries. Runs whose memory fits the GPU
+together run at the same time, so that times are not comparable.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+
+from alload_jax.bench.provenance import provenance
+from alload_jax.config import read_config
+from alload_jax.data.store import StoreWriter
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import family_of
+
+ROOT = Path(__file__).parents[1]
+SHARE = 0.95
+"""Of a GPU's memory, what JAX may use."""
+FLOAT8 = ("--parameters.frozen_dtype", "float8", "--model.remat", "offload")
+TEXT_TOKENS, SAMPLES, FILE_BYTES = 512, 2, 2_000_000_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that must fit.
+
+    Attributes:
+      config: a file of configs/, without its suffix.
+      flags: what it changes of the config.
+      frames: pixels' frames of a clip of 480×832.
+      memory_gb: memory of the GPU in 10⁹ bytes.
+      steps: optimizer steps.
+    """
+
+    config: str
+    flags: tuple[str, ...]
+    frames: int
+    memory_gb: int
+    steps: int = 3
+
+    @property
+    def latents(self) -> tuple[int, int, int]:
+        """Frames, height and width of the latents."""
+        return (self.frames - 1) // 4 + 1, 60, 104
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a clip."""
+        frames, height, width = self.latents
+        return frames * height * width // 4
+
+
+CASES = (
+    Case("wan2_1_t2v_14b_lora", (), 81, 80),
+    Case("wan2_1_t2v_14b_lora", FLOAT8, 17, 24),
+    Case("wan2_1_t2v_1_3b_lora", (), 81, 24),
+    Case("wan2_1_t2v_1_3b_8gpus", ("--mesh.data", "1", "--model.remat", "full"), 81, 80),
+    Case("wan2_1_t2v_14b_lora", FLOAT8, 41, 24),
+    Case("wan2_1_t2v_1_3b_lora", (), 217, 24, steps=2),
+    Case("wan2_1_t2v_14b_lora", (), 157, 80, steps=2),
+)
+
+
+def main() -> int:
+    """Writes weights and data, runs the cases and writes the results after each."""
+    options = _parser().parse_args()
+    jax.config.update("jax_platforms", "cpu")  # the GPU's memory is for the runs
+    cases = [CASES[n] for n in options.cases]
+    content = provenance(["jax", "jaxlib", "flax", "optax"]) | {
+        "command": shlex.join(["python", *sys.argv]),
+        "share_for_jax": SHARE,
+        "cases": [],
+    }
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+        folder, began = Path(scratch), time.monotonic()
+        for name in {case.config for case in cases}:
+            write_weights(folder / name, _model(name))
+        print(f"weights: {time.monotonic() - began:.0f} s", flush=True)
+        for case in cases:
+            write_clips(folder / f"clips_{case.frames}", case.latents)
+        running: list[Any] = []
+        waiting = list(cases)
+        total = _memory_of_gpu()
+        while waiting or running:
+            used = sum(_limit(case) for case, _, _ in running)
+            fitting = [case for case in waiting if used + _limit(case) + 4e9 < total or not running]
+            if fitting and len(running) < options.at_once:
+                case = fitting[0]
+                waiting.remove(case)
+                place = folder / f"run_{cases.index(case)}"
+                running.append((case, place, start(case, folder, place, total)))
+                continue
+            time.sleep(0.5)
+            for entry in [each for each in running if each[2].poll() is not None]:
+                running.remove(entry)
+                content["cases"].append(result(*entry))
+                print(json.dumps(content["cases"][-1]), flush=True)
+                options.out.write_text(json.dumps(content, indent=1) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))))
+    parser.add_argument("--at-once", type=int, default=3, help="most runs at a time (default 3)")
+    parser.add_argument("--scratch", help="where weights are written, such as /dev/shm")
+    return parser
+
+
+def _model(name: str) -> ModelConfig:
+    return read_config(["--config", str(ROOT / "configs" / f"{name}.yaml")]).model
+
+
+def _memory_of_gpu() -> float:
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return float(found.stdout.split()[0]) * 2**20
+
+
+def _limit(case: Case) -> float:
+    """Bytes of the GPU that a case stands for."""
+    return case.memory_gb * 1e9
+
+
+def write_weights(folder: Path, config: ModelConfig) -> None:
+    """Writes a transformer folder of random bfloat16 weights, several files at a time."""
+    folder.mkdir()
+    noise = 0.02 * np.random.default_rng(0).standard_normal(2**20, np.float32)
+    tensors = family_of(config).tensors(config, "diffusers")
+    most = max(int(np.prod(tensor.shape)) for tensor in tensors)
+    values = np.resize(noise.astype(ml_dtypes.bfloat16), most)
+    groups: list[list[Any]] = [[]]
+    for tensor in tensors:
+        if sum(2 * int(np.prod(each.shape)) for each in groups[-1]) > FILE_BYTES:
+            groups.append([])
+        groups[-1].append(tensor)
+
+    def write(number: int) -> None:
+        content = {
+            tensor.key: values[: int(np.prod(tensor.shape))].reshape(tensor.shape)
+            for tensor in groups[number]
+        }
+        safetensors.numpy.save_file(content, folder / f"weights_{number:03d}.safetensors")
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(write, range(len(groups))))
+    fields = family_of(config).export_fields(config)
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+def write_clips(folder: Path, latents: tuple[int, int, int]) -> None:
+    """Writes a store of random clips with texts; none if it exists."""
+    if folder.exists():
+        return
+    rng = np.random.default_rng(0)
+    with StoreWriter(folder, vae_stride=(4, 8, 8)) as writer:
+        for _ in range(SAMPLES):
+            text = rng.standard_normal((TEXT_TOKENS, 4096), np.float32)
+            clip = rng.standard_normal((*latents, 16), np.float32)
+            frames, height, width = latents
+            writer.add(clip, text, (4 * frames - 3, 8 * height, 8 * width))
+
+
+def start(case: Case, folder: Path, place: Path, total: float) -> Any:
+    """Starts the run of a case in a process whose JAX may use a part of the GPU's memory."""
+    environment = os.environ | {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{SHARE * _limit(case) / total:.5f}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    values = {
+        "run.folder": place,
+        "run.steps": case.steps,
+        "run.initial_weights": folder / case.config,
+        "run.compilation_cache": "null",
+        "data.folder": folder / f"clips_{case.frames}",
+        "planning.m_mem": case.tokens,
+        # As `auto` chooses: packed rows on an H100, one clip a row on GPUs of 24 GB.
+        "planning.policy": "auto" if case.memory_gb >= 80 else "equal_tokens",
+    }
+    flags = [part for key, value in values.items() for part in (f"--{key}", str(value))]
+    command = [sys.executable, str(ROOT / "train.py")]
+    command += ["--config", str(ROOT / "configs" / f"{case.config}.yaml"), *flags, *case.flags]
+    output = open(f"{place}.log", "w")  # noqa: SIM115  (the process writes to it)
+    return subprocess.Popen(
+        command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder
+    )
+
+
+def result(case: Case, place: Path, process: Any) -> dict[str, Any]:
+    """What a run that has ended says of itself."""
+    lines = Path(f"{place}.log").read_text().splitlines()
+    content: dict[str, Any] = asdict(case) | {
+        "tokens": case.tokens,
+        "fits": process.returncode == 0,
+        "said": [line for line in lines if "memory of a device" in line],
+    }
+    if process.returncode:
+        return content | {"end": lines[-12:]}
+    summary = json.loads((place / "summary.json").read_text())
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    checkpoint = sum(f.stat().st_size for f in (place / "checkpoints").rglob("*") if f.is_file())
+    shutil.rmtree(place)
+    return content | {
+        "peak_bytes": summary.get("peak_memory_bytes"),
+        "losses": [row["loss"] for row in rows if "loss" in row],
+        "checkpoint_bytes": checkpoint,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
