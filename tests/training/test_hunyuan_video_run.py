@@ -138,7 +138,7 @@ def test_a_run_is_validated_resumed_and_drawn(train):
     ("policy", "tokens"), [("balanced", 144 + 72 + 24), ("equal_tokens", 144 + 16 * (8 + 3))]
 )
 def test_plans_count_conditions_where_a_model_says_so(policy, tokens, data, tmp_path, capsys):
-    """16 samples hold 144 tokens of latents, 72 of text (8 at most) and 24 of glyphs (3 at most)."""
+    """16 samples: 144 tokens of latents, 72 of text (8 at most) and 24 of glyphs (3 at most)."""
     config = {"model": MODEL, "data": {"folder": str(data)}, "run": {"folder": "r", "steps": 1}}
     config["planning"] = {"m_mem": 48, "p": 1.0}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))

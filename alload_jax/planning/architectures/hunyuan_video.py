@@ -28,6 +28,8 @@ _FORWARD_TRAFFIC = (21, 2)
 _BACKWARD_TRAFFIC = (40, 4)
 _WORKING_SET = (19, 4)
 """Peak number of live tensors of S × dim and S × ffn_dim in the backward pass of one block."""
+_ADAPTERS = (4, 0)
+"""Live tensors beside it where adapters are trained, taken over from Wan, where they are measured."""
 _KEPT = {
     "full": (1, 0),
     "offload": (0, 0),  # in the host's memory
@@ -140,6 +142,7 @@ class HunyuanVideoArchitecture(Architecture):
             backward_traffic=self.num_layers * self._values(_BACKWARD_TRAFFIC),
             working_set=self._values(_WORKING_SET),
             split_exchange=self.num_layers * self._values((_EXCHANGED, 0)),
+            adapters=self._values(_ADAPTERS),
             condition=float(sum(width * length for width, length in parts)),
         )
 
