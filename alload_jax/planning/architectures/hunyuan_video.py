@@ -29,7 +29,7 @@ _BACKWARD_TRAFFIC = (40, 4)
 _WORKING_SET = (19, 4)
 """Peak number of live tensors of S × dim and S × ffn_dim in the backward pass of one block."""
 _ADAPTERS = (4, 0)
-"""Live tensors beside it where adapters are trained, taken over from Wan, where they are measured."""
+"""Live tensors beside it where adapters are trained, as measured of Wan."""
 _KEPT = {
     "full": (1, 0),
     "offload": (0, 0),  # in the host's memory
