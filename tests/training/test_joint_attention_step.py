@@ -54,7 +54,7 @@ SIZES = [(1, 4, 4), (3, 4, 6)]
 COUNT = 11
 
 
-CASES = ["classes", pytest.param("text", marks=pytest.mark.slow), "image"]
+CASES = [pytest.param(name, marks=() if name == "image" else pytest.mark.slow) for name in MODELS]
 
 
 @pytest.fixture(scope="module", params=CASES)

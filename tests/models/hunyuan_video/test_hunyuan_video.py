@@ -126,6 +126,7 @@ def test_a_sample_without_any_text_is_finite_with_all_its_gradients():
     assert not np.any(grads["condition_embedding"]["kind"]["embedding"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "attention", "matmuls_and_attention"])
 def test_what_is_kept_for_the_backward_pass_does_not_change_gradients(remat):
     call = golden_calls("both")[0][1]
@@ -146,6 +147,7 @@ def test_what_is_kept_for_the_backward_pass_does_not_change_gradients(remat):
         assert error_of(found, np.asarray(expected)) < 1e-5
 
 
+@pytest.mark.slow
 def test_frozen_float8_kernels_are_read_layer_by_layer():
     config = golden_config("both")
     params, calls = golden_params("both", config), golden_calls("both")[0][:1]
