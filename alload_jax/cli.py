@@ -6,20 +6,23 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from alload_jax.commands import (
-    bench,
-    calibrate,
-    data,
-    export,
-    lora,
-    parameters,
-    plan,
-    prepare,
-    report,
-    sample,
-    train,
-)
 from alload_jax.errors import InputError, run_command
+from alload_jax.quiet_imports import quiet_imports
+
+with quiet_imports():
+    from alload_jax.commands import (
+        bench,
+        calibrate,
+        data,
+        export,
+        lora,
+        parameters,
+        plan,
+        prepare,
+        report,
+        sample,
+        train,
+    )
 
 _COMMANDS: Sequence[Any] = (
     *(plan, calibrate, prepare, data),

@@ -145,7 +145,7 @@ def _from_config(path: str | None) -> _Base:
         config.run.seed,
         model.architecture(),
         str(model.remat),
-        packs=model.image is None and model.attention != "xla" and model.dtype != "float32",
+        packs=model.attention != "xla" and model.dtype != "float32",
         layers=first_layers(model),
         trained=_trained_of(config),
         weights=config.data.weights,

@@ -2,21 +2,25 @@
 
 import sys
 
+from alload_jax.quiet_imports import quiet_imports
+
 HELP = "Train a model, as `python train.py`; --help lists all keys of the config."
 
 
 def main(argv: list[str]) -> int:
     """Trains with the arguments behind `alload train`; returns the exit status."""
     # Imported here because JAX takes a second to import.
-    from alload_jax.run.main import main as train
+    with quiet_imports():
+        from alload_jax.run.main import main as train
 
     return train(argv, prog="alload train")
 
 
 def entry() -> None:
     """Runs `alload train` as a program, which ends without waiting for threads after a failure."""
-    from alload_jax.errors import run_command
-    from alload_jax.training.quiet_threads import hush_threads, leave
+    with quiet_imports():
+        from alload_jax.errors import run_command
+        from alload_jax.training.quiet_threads import hush_threads, leave
 
     hush_threads()
     leave(run_command(main, sys.argv[2:]))

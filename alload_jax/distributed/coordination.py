@@ -4,6 +4,7 @@ This module uses a private part of JAX: `jax.distributed` detects the launcher b
 to ask what it found.
 """
 
+import ipaddress
 import socket
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -75,10 +76,20 @@ def connect(process: ProcessInfo, heartbeat_seconds: float) -> None:
         process.process_id,
         process.local_device_ids,
         cluster_detection_method="deactivate",
+        coordinator_bind_address=address if is_loopback(address) else None,
         initialization_timeout=CONNECT_SECONDS + _EXTRA_SECONDS,
         heartbeat_timeout_seconds=round(heartbeat_seconds),
         shutdown_timeout_seconds=60,
     )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host can mean that host:port, so that no other needs to reach it."""
+    host, _ = host_and_port(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _require_free(address: str) -> None:

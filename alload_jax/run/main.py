@@ -1,5 +1,6 @@
 """The training program: `python train.py` and `alload train`."""
 
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from alload_jax.run.work import prepare
 from alload_jax.sharding.xla_flags import set_xla_flags
 from alload_jax.training.quiet_threads import hush_threads, leave
 from alload_jax.training.run_lock import locked
+from alload_jax.training.signals import Terminated, termination_as_interrupt
 
 
 def main(argv: Sequence[str], prog: str = "train.py") -> int:
@@ -21,11 +23,15 @@ def main(argv: Sequence[str], prog: str = "train.py") -> int:
     config = read_config(argv, prog)
     if config.sampling.encoders.vae:  # it decodes samples beside the model
         share_memory()
-    with initialize(config.cluster) as cluster:
-        config = with_policy(config)
-        work = prepare(config, cluster)
-        with locked(Path(config.run.folder), cluster):
-            return train(config, cluster, work, argv)
+    try:
+        with termination_as_interrupt(), initialize(config.cluster) as cluster:
+            config = with_policy(config)
+            work = prepare(config, cluster)
+            with locked(Path(config.run.folder), cluster):
+                return train(config, cluster, work, argv)
+    except Terminated:
+        print("SIGTERM: nothing was left to save; the same command goes on", file=sys.stderr)
+        return config.run.status_when_stopped or 128 + signal.SIGTERM
 
 
 def entry() -> None:

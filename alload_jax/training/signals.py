@@ -1,6 +1,8 @@
 """Ctrl-C, SIGTERM and other reasons to stop: the run finishes the step, saves and exits."""
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -11,6 +13,28 @@ TIME_LIMIT = 255
 def stop_name(number: int) -> str:
     """Returns the name of a reason to stop, such as `SIGTERM` or `time limit`, for messages."""
     return "time limit" if number == TIME_LIMIT else signal.Signals(number).name
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came where a run has nothing to save, such as before its first step."""
+
+
+@contextmanager
+def termination_as_interrupt() -> Iterator[None]:
+    """Raises Terminated where SIGTERM comes, except while a `StopRequest` is open.
+
+    So threads, processes and temporary folders are cleaned up as after Ctrl-C.
+    """
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class StopRequest:
@@ -53,6 +77,7 @@ class StopRequest:
             flush=True,
         )
         self._restore()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

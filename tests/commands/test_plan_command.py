@@ -362,19 +362,19 @@ def test_weights_need_paths(alload, tmp_path):
     assert "does not record the paths" in alload(*flags)[2]
 
 
-READY = ("wan2_1_t2v_1_3b_lora", "wan2_1_t2v_14b_lora", "wan2_1_t2v_1_3b_8gpus")
-WITHOUT_COSTS = ("wan2_1_i2v_14b_lora",)
+READY = (
+    "wan2_1_t2v_1_3b_lora",
+    "wan2_1_t2v_14b_lora",
+    "wan2_1_t2v_1_3b_8gpus",
+    "wan2_1_i2v_14b_lora",
+)
 
 
-@pytest.mark.parametrize("name", [*READY, *WITHOUT_COSTS])
+@pytest.mark.parametrize("name", READY)
 def test_ready_configs_are_planned_and_their_clips_fit(figures, name):
     config = ROOT / "configs" / f"{name}.yaml"
     data = ["--workload", "wan-480p", "--size", 500, "--m-mem", 36_000, "--ranks", 8]
-    planned = figures("--config", config, *data)["metrics"]
-    assert planned["dropped"] == 0
-    if name in WITHOUT_COSTS:
-        return
-    assert planned["utilisation"] > 0.7
+    assert figures("--config", config, *data)["metrics"]["utilisation"] > 0.7
     cases = figures("--config", config, "--memory", "--device", "h100")["cases"]
     (case,) = (case for case in cases if case["configured"])
     assert case["remat"] == read_config(["--config", str(config)]).model.remat

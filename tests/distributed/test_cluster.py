@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from alload_jax.distributed.cluster import Cluster, _becomes_visible
-from alload_jax.distributed.coordination import process_info_from_launcher
+from alload_jax.distributed.coordination import is_loopback, process_info_from_launcher
 from alload_jax.distributed.coordinator_proxy import CoordinatorProxy
 from alload_jax.distributed.initialize import ClusterConfig, initialize
 from alload_jax.errors import InputError
@@ -208,3 +208,19 @@ def test_a_folder_that_only_one_host_has_is_named(tmp_path, monkeypatch):
     assert not list((tmp_path / "run").iterdir())
     monkeypatch.setattr("alload_jax.distributed.cluster._VISIBLE_SECONDS", 0.0)
     assert not _becomes_visible(tmp_path / "run" / ".shared-elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("address", "alone"),
+    [
+        ("localhost:9", True),
+        ("127.0.0.1:9", True),
+        ("127.3.2.1:9", True),
+        ("[::1]:9", True),
+        ("host:9", False),
+        ("10.0.0.1:9", False),
+        ("0.0.0.0:9", False),
+    ],
+)
+def test_only_loopback_addresses_are_of_this_host_alone(address, alone):
+    assert is_loopback(address) == alone

@@ -301,6 +301,6 @@ def test_in_bfloat16_packing_changes_no_more_than_bfloat16_does(axes, options, t
     ours, theirs = distances(packed), distances(bucketed)
     sizes = np.asarray([np.linalg.norm(leaf) for leaf in jax.tree.leaves(expected)])
     print("relative to float32: packed", (ours / sizes).max(), "bucketed", (theirs / sizes).max())
-    # The loss is one number, which bfloat16 may hit by chance: it is held to the mean gradient's.
-    assert ours[0] / sizes[0] <= 2 * (theirs / sizes).mean()
-    assert (ours[1:] <= 2 * theirs[1:]).all()
+    # bfloat16 may hit the few numbers of the loss or of a bias by chance: none is held to less
+    # than the mean gradient's distance.
+    assert (ours / sizes <= 2 * np.maximum(theirs / sizes, (theirs / sizes).mean())).all()

@@ -1,10 +1,13 @@
 """Which signals stop a run."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
-from alload_jax.training.signals import StopRequest
+import alload_jax.run.main as program
+from alload_jax.quiet_imports import quiet_imports
+from alload_jax.training.signals import StopRequest, Terminated, termination_as_interrupt
 
 
 @pytest.fixture
@@ -23,8 +26,45 @@ def test_a_signal_is_noted_and_the_next_one_is_left_to_the_handler_before(handle
         assert not stop
         signal.raise_signal(number)
         assert stop.number == number
+        if number == signal.SIGTERM:
+            assert signal.getsignal(number) is signal.SIG_DFL
+            return
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
+
+
+@pytest.mark.parametrize("phase", ["prepare", "train"])
+@pytest.mark.parametrize(("flags", "status"), [((), 143), (("75",), 75)])
+def test_sigterm_where_nothing_is_to_save_gives_the_status(
+    handlers, monkeypatch, tmp_path, capsys, phase, flags, status
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(program, "prepare", lambda *_: None)
+    monkeypatch.setattr(program, phase, lambda *_: signal.raise_signal(signal.SIGTERM))
+    config = ["--config", str(Path(__file__).parents[2] / "configs" / "digits.yaml")]
+    given = [part for flag in flags for part in ("--run.status_when_stopped", flag)]
+    assert program.main([*config, *given]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "SIGTERM: nothing was left to save; the same command goes on"
+
+
+def test_ctrl_c_while_imports_run_is_left_to_the_system(handlers):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with quiet_imports():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with quiet_imports():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_run_that_saves_has_sigterm_for_itself(handlers):
+    with termination_as_interrupt():
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.number == signal.SIGTERM
+        with pytest.raises(Terminated):
+            signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_background_job_still_ignores_ctrl_c_and_stops_on_sigterm(handlers):

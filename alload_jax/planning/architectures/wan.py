@@ -44,6 +44,8 @@ its input."""
 _CONDITION_TENSORS = 8
 """Live tensors of T × dim beside the text itself: Wan 1.3B was measured at 8.2 of them a sample
 (`per_sequence` in benchmarks/results/calibration_wan_1_3b_h200.json)."""
+_CLIP_TOKENS = 257
+"""Tokens of a picture of 224×224 in patches of 14×14, and one for the whole."""
 _EXCHANGED = 4
 """Tensors of S × dim: query, key, value and output of self-attention."""
 
@@ -66,6 +68,8 @@ class WanArchitecture(Architecture):
       freq_dim: size of the timestep's sinusoid.
       qk_norm: RMSNorm of queries and keys.
       cross_norm: an affine LayerNorm before cross-attention.
+      image_dim: width of the image's embeddings; None without an image.
+      image_positions: embeddings of the image that have a learned position; None for none.
     """
 
     dim: int
@@ -81,6 +85,8 @@ class WanArchitecture(Architecture):
     freq_dim: int = 256
     qk_norm: bool = True
     cross_norm: bool = True
+    image_dim: int | None = None
+    image_positions: int | None = None
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
@@ -92,12 +98,8 @@ class WanArchitecture(Architecture):
             are passed over.
 
         Raises:
-          InputError: a field is missing or no whole number, or the model has an image condition.
+          InputError: a field is missing or no whole number.
         """
-        if fields.get("image"):
-            raise InputError(
-                "model.image is set; models with an image condition have no cost model"
-            )
         known = {field.name for field in dataclasses.fields(cls)}
         chosen = {name: value for name, value in fields.items() if name in known}
         chosen["patch_size"] = tuple(fields.get("patch_size") or (1, 2, 2))
@@ -106,6 +108,8 @@ class WanArchitecture(Architecture):
         else:
             tokens = fields.get("condition_tokens", LABEL_TOKENS)
             chosen |= {"text_dim": None, "text_length": tokens}
+        image = fields.get("image") or {}
+        chosen |= {"image_dim": image.get("dim"), "image_positions": image.get("positions")}
         for name in ("dim", "ffn_dim", "num_heads", "num_layers", "text_length"):
             value = chosen.get(name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -120,6 +124,9 @@ class WanArchitecture(Architecture):
             fields["condition_tokens"] = length
         else:
             fields["text"] = {"dim": width, "length": length}
+        image_dim, positions = fields.pop("image_dim"), fields.pop("image_positions")
+        if image_dim is not None:
+            fields["image"] = {"dim": image_dim, "positions": positions}
         fields = {k: v for k, v in fields.items() if v is not None}
         return fields | {"patch_size": list(self.patch_size)}
 
@@ -128,14 +135,16 @@ class WanArchitecture(Architecture):
 
         On one sample, L·[12·S·d² + 4·S·d·f + 4·S²·d + 4·T·d² + 4·S·T·d]: queries, keys, values and
         out of self-attention (8·S·d²), queries and out of cross-attention (4·S·d²), feed-forward,
-        self-attention, keys and values of the text, cross-attention. The embeddings and the head,
-        under 1 % for Wan, are left out, as are norms and other elementwise work.
+        self-attention, keys and values of the text, cross-attention. T counts the image's tokens
+        too. The embeddings and the head, under 1 % for Wan, are left out, as are norms and other
+        elementwise work.
         """
+        condition = self.text_length + self._image_tokens()
         return ForwardFlops(
             matmul_per_token=self.num_layers * (12.0 * self.dim**2 + 4.0 * self.dim * self.ffn_dim),
-            matmul_per_sequence=self.num_layers * 4.0 * self.text_length * self.dim**2,
+            matmul_per_sequence=self.num_layers * 4.0 * condition * self.dim**2,
             attention_per_pair=self.num_layers * 4.0 * self.dim,
-            attention_per_token=self.num_layers * 4.0 * self.text_length * self.dim,
+            attention_per_token=self.num_layers * 4.0 * condition * self.dim,
         )
 
     def activations(self) -> ActivationCounts:
@@ -146,7 +155,8 @@ class WanArchitecture(Architecture):
             working_set=self._values(_WORKING_SET),
             split_exchange=self.num_layers * self._values((_EXCHANGED, 0)),
             adapters=self._values(_ADAPTERS),
-            condition=self.text_length * (_CONDITION_TENSORS * self.dim + (self.text_dim or 0)),
+            condition=self.text_length * (_CONDITION_TENSORS * self.dim + (self.text_dim or 0))
+            + self._image_tokens() * (_CONDITION_TENSORS * self.dim + (self.image_dim or 0)),
         )
 
     def kept_activations(self, remat: str) -> float:
@@ -167,7 +177,24 @@ class WanArchitecture(Architecture):
         dim, ffn = self.dim, self.ffn_dim
         attention = 4 * (dim**2 + dim) + 2 * dim * self.qk_norm
         feed_forward = 2 * dim * ffn + ffn + dim
-        return 6 * dim + 2 * attention + 2 * dim * self.cross_norm + feed_forward
+        block = 6 * dim + 2 * attention + 2 * dim * self.cross_norm + feed_forward
+        if self.image_dim is not None:
+            block += 2 * (dim**2 + dim) + dim * self.qk_norm
+        return block
+
+    def _image_tokens(self) -> int:
+        """Tokens of the image's embeddings, as of CLIP ViT-H/14 where no positions say."""
+        if self.image_dim is None:
+            return 0
+        return self.image_positions or _CLIP_TOKENS
+
+    def _image_parameters(self) -> int:
+        """Parameters of the embedding of the image."""
+        width = self.image_dim
+        if width is None:
+            return 0
+        layers = (width + 1) * width + (width + 1) * self.dim
+        return 2 * width + layers + 2 * self.dim + width * (self.image_positions or 0)
 
     def parameters(self) -> int:
         """Parameters of the model, exactly."""
@@ -180,7 +207,8 @@ class WanArchitecture(Architecture):
         else:
             condition = (self.text_dim + 1) * dim + (dim + 1) * dim
         head = 2 * dim + (dim + 1) * out
-        return embedding + time + condition + head + self.num_layers * self._block_parameters()
+        embeddings = embedding + time + condition + self._image_parameters()
+        return embeddings + head + self.num_layers * self._block_parameters()
 
 
 WAN_1_3B = WanArchitecture(1536, 8960, 12, 30)
