@@ -39,8 +39,8 @@ class Bounds:
 
     Attributes:
       seconds: time for the grid, including compilation.
-      shortest, longest: range of sequence lengths, in tokens; `longest` None for the longest that
-        fits, at most `LONGEST`.
+      shortest, longest: range of sequence lengths, in tokens of latents; `longest` None for the
+        longest that fits, at most `LONGEST`.
       margin: share of memory that stays free.
       memory: bytes of the device; None for the limit that JAX reports, or half of the host's
         memory on CPUs.
@@ -88,7 +88,8 @@ class MemoryFinding:
       sizes: (case, bytes) of long rows and of many short ones, whose conditions take memory too.
       model: the memory model fitted to `sizes`.
       margin: share of the limit that stays free.
-      shortest: tokens of the shortest sequence; M_mem must be valid for it too.
+      shortest: tokens of the shortest sequence, with its condition where plans count it; M_mem must
+        be valid for it too.
     """
 
     limit: float
@@ -146,10 +147,10 @@ class Calibration:
         sparse = self.step.model.sparse_attention
         long = max(_MEMORY_LENGTH, sparse.min_tokens if sparse else 0)
         long = min(long, self.bounds.longest or long)
-        short = self.bounds.shortest
+        short, beside = self.bounds.shortest, self.step.tokens_beside
         kinds = [
-            [Case(n, long) for n in _MEMORY_SIZES],
-            [Case(max(1, long // short) * n, short) for n in _MEMORY_SIZES],
+            [Case(n, long + beside, beside) for n in _MEMORY_SIZES],
+            [Case(max(1, long // short) * n, short + beside, beside) for n in _MEMORY_SIZES],
         ]
         cases = list(dict.fromkeys(case for found in kinds for case in found))
         self._compile(cases)
@@ -158,17 +159,18 @@ class Calibration:
             [c.rows for c in cases], [c.tokens for c in cases], [bytes_[c] for c in cases]
         )
         limit, margin = device_memory(self.bounds.memory), self.bounds.margin
-        finding = MemoryFinding(limit, list(bytes_.items()), model, margin, short)
-        if finding.m_mem < self.bounds.shortest:
+        finding = MemoryFinding(limit, list(bytes_.items()), model, margin, short + beside)
+        if finding.m_mem < finding.shortest:
             raise InputError(
                 f"{limit / 1e9:.1f} GB hold {finding.m_mem} tokens, fewer than the shortest "
-                f"sequence, {self.bounds.shortest}; give more memory or a smaller --shortest"
+                f"sequence, {finding.shortest}; give more memory or a smaller --shortest"
             )
         return finding
 
     def measure(self, m_mem: int) -> Iterator[Outcome]:
         """Times the cases of the grid within the bounds, in order of increasing tokens."""
-        waiting = grid(self.bounds.shortest, self._longest(m_mem), m_mem)
+        longest, beside = self._longest(m_mem), self.step.tokens_beside
+        waiting = grid(self.bounds.shortest, longest, m_mem, beside)
         for outcome in self._measure(waiting, self.bounds.seconds):
             if outcome.seconds is not None:
                 self._points.append(outcome.point())
@@ -195,7 +197,9 @@ class Calibration:
                 yield density, outcome
 
     def _longest(self, m_mem: int) -> int:
-        return min(self.bounds.longest or LONGEST, m_mem - m_mem % self.bounds.shortest)
+        """Most tokens of latents in a row."""
+        most = m_mem - self.step.tokens_beside
+        return min(self.bounds.longest or LONGEST, most - most % self.bounds.shortest)
 
     def _measure(self, waiting: list[Case], seconds: float) -> Iterator[Outcome]:
         """Times cases, as many as the time allows, by what the grid has taken so far."""

@@ -10,10 +10,17 @@ _MAX_SIDE = 64
 
 @dataclass(frozen=True)
 class Case:
-    """A micro-batch of the grid: `rows` sequences of `seq_len` tokens."""
+    """A micro-batch of the grid: `rows` sequences of `seq_len` tokens.
+
+    Attributes:
+      rows: number of sequences.
+      seq_len: tokens of each, as plans count them.
+      beside: how many of them are the condition's, in models with joint attention.
+    """
 
     rows: int
     seq_len: int
+    beside: int = 0
 
     @property
     def tokens(self) -> int:
@@ -21,23 +28,28 @@ class Case:
         return self.rows * self.seq_len
 
     def latents(self, patch_size: tuple[int, int, int]) -> tuple[int, int, int, int]:
-        """Latents (rows, frames, height, width) whose patches are `seq_len` tokens per row.
+        """Latents (rows, frames, height, width) that make `seq_len` tokens per row.
 
         Width and height, in patches, are the largest divisors up to 64; the rest are frames. The
         cost depends only on the product.
         """
-        width = _largest_divisor(self.seq_len)
-        height = _largest_divisor(self.seq_len // width)
-        patches = (self.seq_len // width // height, height, width)
+        tokens = self.seq_len - self.beside
+        width = _largest_divisor(tokens)
+        height = _largest_divisor(tokens // width)
+        patches = (tokens // width // height, height, width)
         frames, height, width = (n * p for n, p in zip(patches, patch_size, strict=True))
         return (self.rows, frames, height, width)
 
 
-def grid(shortest: int, longest: int, m_mem: int) -> list[Case]:
-    """Cases with one and several rows of each length, by increasing tokens; lengths double."""
-    lengths = [shortest * 2**n for n in range(64) if shortest * 2**n < longest] + [longest]
-    cases = {Case(1, s) for s in lengths}
-    cases |= {Case(t // s, s) for s in lengths for t in _TARGETS if t >= 2 * s}
+def grid(shortest: int, longest: int, m_mem: int, beside: int = 0) -> list[Case]:
+    """Cases with one and several rows of each length, by increasing tokens; lengths double.
+
+    Lengths are those of latents; `beside` tokens of the condition come on top.
+    """
+    latents = [shortest * 2**n for n in range(64) if shortest * 2**n < longest] + [longest]
+    lengths = [tokens + beside for tokens in latents]
+    cases = {Case(1, s, beside) for s in lengths}
+    cases |= {Case(t // s, s, beside) for s in lengths for t in _TARGETS if t >= 2 * s}
     return sorted((c for c in cases if c.tokens <= m_mem), key=lambda c: (c.tokens, c.seq_len))
 
 

@@ -135,6 +135,7 @@ def memory_details(finding: MemoryFinding, outcomes: Sequence[Outcome]) -> dict[
     return {
         "limit_bytes": finding.limit,
         "shortest": finding.shortest,
+        "beside": finding.sizes[0][0].beside,
         "sizes": [
             {"rows": c.rows, "seq_len": c.seq_len, "compiled_bytes": b} for c, b in finding.sizes
         ],

@@ -35,11 +35,11 @@ def check_memory(costs: CostFile) -> dict[str, Any]:
     if not (costs.details and costs.memory and costs.m_mem and costs.model):
         raise InputError("memory check: the cost model was not measured; run alload calibrate")
     memory = costs.details["memory"]
-    seq_len = memory["shortest"]
+    seq_len, beside = memory["shortest"], memory.get("beside", 0)
     beyond = BEYOND * costs.m_mem / (1 - costs.details["margin"])
     return {
-        "within": _step(costs, Case(max(1, costs.m_mem // seq_len), seq_len)),
-        "beyond": _step(costs, Case(-(-int(beyond) // seq_len), seq_len)),
+        "within": _step(costs, Case(max(1, costs.m_mem // seq_len), seq_len, beside)),
+        "beyond": _step(costs, Case(-(-int(beyond) // seq_len), seq_len, beside)),
     }
 
 

@@ -11,6 +11,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,9 @@ from alload_jax.bench.provenance import provenance
 from alload_jax.bench.weights import without_zeros
 from alload_jax.data.batch import AnyBatch, Batch
 from alload_jax.data.condition import form_for
-from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.condition_tokens import ConditionTokens
+from alload_jax.models.common.config import ConditionPart, ModelConfig
+from alload_jax.models.common.segments import Segments
 from alload_jax.models.families import (
     abstract_model,
     config_from_fields,
@@ -99,6 +102,14 @@ class Step:
         self.mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
         self.use(spec)
 
+    @property
+    def tokens_beside(self) -> int:
+        """Tokens of a row's condition that plans count in the length of a sample."""
+        if not self.model.joint_attention:
+            return 0
+        parts = self.model.condition_parts()
+        return sum(part.length for part in parts) if parts else self.condition_tokens
+
     def use(self, spec: TrainingSpec) -> None:
         """Takes another spec, with a new state in place of the last one."""
         self.spec, self.model = spec, spec.model
@@ -152,6 +163,8 @@ class Step:
 def random_batch(model: ModelConfig, latents: tuple[int, ...], text_length: int = 512) -> Batch:
     """Random latents (rows, frames, height, width) and what else the model takes."""
     rows, form = latents[0], form_for(model)
+    if parts := model.condition_parts():
+        return _batch_with_parts(model, latents, parts)
     if model.text:
         shape = (rows, model.text.length, model.text.dim)
         condition = jax.random.normal(jax.random.key(2), shape, model.compute_dtype)
@@ -165,6 +178,28 @@ def random_batch(model: ModelConfig, latents: tuple[int, ...], text_length: int 
         weight=jnp.ones((rows,)),
         given=jnp.ones((*latents, form.given_channels)) if form.given_channels else None,
         image=_random_images(rows, form.image_shape, model.compute_dtype),
+    )
+
+
+def _batch_with_parts(
+    model: ModelConfig, latents: tuple[int, ...], parts: Sequence[ConditionPart]
+) -> Batch:
+    """A random batch whose samples have all tokens of each kind."""
+    rows = latents[0]
+    condition = {}
+    for number, part in enumerate(parts):
+        shape = (rows, part.length, part.width)
+        values = jax.random.normal(jax.random.key(2 + number), shape, model.compute_dtype)
+        none, ids = jnp.zeros((rows, 1), jnp.int32), jnp.zeros(shape[:2], jnp.int32)
+        condition[part.name] = ConditionTokens(values, Segments(none, none + part.length, ids))
+    given = model.given_channels
+    return Batch(
+        latents=jax.random.normal(jax.random.key(1), (*latents, model.latent_channels)),
+        condition=condition,
+        sample=jnp.arange(rows, dtype=jnp.int32),
+        epoch=jnp.zeros(rows, jnp.int32),
+        weight=jnp.ones((rows,)),
+        given=jnp.ones((*latents, given)) if given else None,
     )
 
 

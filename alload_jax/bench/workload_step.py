@@ -101,6 +101,9 @@ class RandomReader:
         if conditions.text_dim is not None:
             text = rng.standard_normal((conditions.length, conditions.text_dim), np.float32)
             self._condition = {TEXT: text.astype(conditions.dtype)}
+        for part in conditions.parts:
+            tokens = rng.standard_normal((part.length, part.width), np.float32)
+            self._condition[part.name] = tokens.astype(conditions.dtype)
         if image := conditions.image():
             self._condition[IMAGE] = rng.standard_normal(image.shape, np.float32)
 
@@ -162,7 +165,23 @@ def manifest_of(samples: Samples, model: ModelConfig) -> Manifest:
         form=form_for(model),
         shard_bytes={},
         origin={},
+        part_lengths=_part_lengths(count, model),
     )
+
+
+def _with_conditions(samples: Samples, model: ModelConfig) -> Samples:
+    """The samples with the lengths that they have in the model's rows."""
+    if not model.joint_attention:
+        return samples
+    conditions = conditions_for(model, manifest_of(samples, model))
+    return dataclasses.replace(samples, seq_len=samples.seq_len + conditions.length)
+
+
+def _part_lengths(count: int, model: ModelConfig) -> np.ndarray | None:
+    """All tokens of each further kind for each sample; None without further kinds."""
+    lengths = {part.name: part.length for part in model.condition_parts()}
+    further = [lengths[name] for name, _ in form_for(model).parts]
+    return np.tile(np.asarray(further, np.int32), (count, 1)) if further else None
 
 
 def programs_of(plan: Plan) -> list[list[int]]:
@@ -176,7 +195,7 @@ def programs_of(plan: Plan) -> list[list[int]]:
 def measure(settings: Settings) -> dict[str, Any]:
     """Throughput and peak memory of each policy; or the error that ended the measurement."""
     model = config_from_fields(settings.model)
-    samples = settings.draw_samples()
+    samples = _with_conditions(settings.draw_samples(), model)
     recorded = provenance(["jax", "jaxlib", "flax"]) | {
         "samples": len(samples),
         "tokens": int(samples.seq_len.sum()),

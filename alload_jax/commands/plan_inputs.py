@@ -25,6 +25,7 @@ from alload_jax.planning.workloads import make_workload
 
 if TYPE_CHECKING:  # it needs JAX, which takes a second to import
     from alload_jax.config import Config
+    from alload_jax.models.common.config import ModelConfig
 
 _DEFAULT_MODEL, _DEFAULT_DEVICE, _DEFAULT_DENSITY = "wan2.1-1.3b", "h200", 0.1
 
@@ -82,6 +83,7 @@ class _Base(NamedTuple):
       layers: the model's layers as training begins; None if all are always dense.
       trained: which parameters are trained.
       weights: of the sources of samples.
+      config: the model's config; None without a config.
     """
 
     planning: dict[str, Any]
@@ -93,6 +95,7 @@ class _Base(NamedTuple):
     layers: SparseLayers | None = None
     trained: Trained = ALL_TRAINED
     weights: tuple[SourceWeight, ...] = ()
+    config: "ModelConfig | None" = None
 
 
 def plan_inputs(options: argparse.Namespace) -> PlanInputs:
@@ -109,7 +112,8 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
         # This policy has every setting; each case takes those of its own policy.
         fields["policy"] = AUTO_PACKED
     costs, source = _costs_with_layers(options, fields, base)
-    samples, data, paths = _samples(options, base.patch_size)
+    packed = all(policy.packed for policy in candidates(fields.get("policy", AUTO)))
+    samples, data, paths = _samples(options, base, packed)
     weights = weights_of_flags(options) or (base.weights if options.manifest else ())
     samples, shares = weigh(samples, weights, paths)
     data += described(shares)
@@ -145,6 +149,7 @@ def _from_config(path: str | None) -> _Base:
         layers=first_layers(model),
         trained=_trained_of(config),
         weights=config.data.weights,
+        config=model,
     )
 
 
@@ -284,15 +289,15 @@ _Read = tuple[Samples, str, np.ndarray | None]
 """Samples, a description of the data set, and the paths of the samples if they are recorded."""
 
 
-def _samples(options: argparse.Namespace, patch_size: tuple[int, int, int]) -> _Read:
+def _samples(options: argparse.Namespace, base: _Base, packed: bool) -> _Read:
     if (options.workload is None) == (options.manifest is None):
         raise InputError("alload plan: give either --workload NAME or --manifest FILE")
     stride = options.vae_stride
     if options.manifest and holds_samples(options.manifest):
-        return _source_samples(options, options.patch_size or patch_size)
+        return _source_samples(options, base, packed)
     if options.manifest:
         stride = stride or _stored_stride(options.manifest)
-    geometry = Geometry(stride or Geometry().vae_stride, options.patch_size or patch_size)
+    geometry = Geometry(stride or Geometry().vae_stride, options.patch_size or base.patch_size)
     if options.manifest:
         samples = read_samples(options.manifest, geometry)
         paths = read_sample_paths(options.manifest)
@@ -301,8 +306,12 @@ def _samples(options: argparse.Namespace, patch_size: tuple[int, int, int]) -> _
     return samples, f"{options.workload}, {len(samples):,} samples", None
 
 
-def _source_samples(options: argparse.Namespace, patch_size: tuple[int, int, int]) -> _Read:
-    """The samples of a folder of data, or of a file of another trainer."""
+def _source_samples(options: argparse.Namespace, base: _Base, packed: bool) -> _Read:
+    """The samples of a folder of data, or of a file of another trainer.
+
+    With the config of a model with joint attention, a sample's length counts its condition.
+    """
+    from alload_jax.data.condition import conditions_for, samples_for
     from alload_jax.data.manifest_columns import read_paths
     from alload_jax.data.sources.opening import open_source
 
@@ -312,9 +321,13 @@ def _source_samples(options: argparse.Namespace, patch_size: tuple[int, int, int
             "it out, or set data.source.vae_stride in --config"
         )
     source = open_source(options.manifest, source_config(options.config, "alload plan"))
-    samples = source.manifest.samples(patch_size)
+    manifest, patch_size = source.manifest, options.patch_size or base.patch_size
+    samples = manifest.samples(patch_size)
+    if base.config is not None and base.config.joint_attention:
+        conditions = conditions_for(base.config, manifest)
+        samples = samples_for(base.config, manifest, conditions, packed)
     described = f"{options.manifest}, {len(samples):,} samples"
-    return samples, described, read_paths(source.manifest)
+    return samples, described, read_paths(manifest)
 
 
 def _stored_stride(manifest: str) -> tuple[int, int, int] | None:

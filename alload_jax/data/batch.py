@@ -12,8 +12,9 @@ class Batch(NamedTuple):
 
     Attributes:
       latents: [B, frames, height, width, channels] float32.
-      condition: [B, L] int32 classes, `num_classes` for the null class; or [B, L, width] text
-        embeddings.
+      condition: [B, L] int32 classes, `num_classes` for the null class; [B, L, width] text
+        embeddings; or `ConditionTokens` by name, of one segment a row, for models that declare
+        `condition_parts`.
       sample: [B] int32, row numbers in the manifest; −1 for padding.
       epoch: [B] int32, the epoch to which each sample belongs, as `noise_epoch` numbers it.
       weight: [B] float32, 1 for a sample and 0 for padding.
@@ -40,7 +41,8 @@ class PackedBatch(NamedTuple):
       tokens: [R, T, patch_dim] float32, patches of the samples, one after another; 0 in padding.
       position: [R, T, 3] int32, the (t, h, w) of each token in its sample; 0 in padding.
       metadata: positions of the segments in T and of their conditions in C.
-      condition: [R, C] int32 classes or [R, C, width] text embeddings.
+      condition: [R, C] int32 classes or [R, C, width] text embeddings; or `ConditionTokens` by
+        name, whose segments are then those of the conditions.
       sample: [R, M] int32, row numbers in the manifest; −1 in unused slots.
       epoch: [R, M] int32, the epoch to which each sample belongs, as `noise_epoch` numbers it.
       weight: [R, M] float32: 1 for a sample, its fraction of the tokens for a part, 0 in unused

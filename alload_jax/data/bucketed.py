@@ -4,12 +4,14 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 
 from alload_jax.data.batch import Batch
 from alload_jax.data.condition import Conditions
+from alload_jax.data.condition_parts import bucketed_parts, put_parts
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays
 from alload_jax.planning.plan import MicroBatch, Plan
@@ -40,13 +42,20 @@ class BucketedCollation:
         rows = latents[0]
         return Batch(
             latents=jax.ShapeDtypeStruct(latents, np.float32),
-            condition=jax.ShapeDtypeStruct(self.conditions.shape(rows), self.conditions.dtype),
+            condition=self._abstract_condition(rows),
             sample=jax.ShapeDtypeStruct((rows,), np.int32),
             epoch=jax.ShapeDtypeStruct((rows,), np.int32),
             weight=jax.ShapeDtypeStruct((rows,), np.float32),
             given=self.conditions.given(*latents[:4]),
             image=self.conditions.image(rows),
         )
+
+    def _abstract_condition(self, rows: int) -> Any:
+        conditions = self.conditions
+        if not conditions.parts:
+            return jax.ShapeDtypeStruct(conditions.shape(rows), conditions.dtype)
+        arrays = bucketed_parts(conditions, rows)
+        return jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), arrays)
 
     def empty(self, parts: Sequence[MicroBatch], epoch: int) -> Batch:
         """See `Collation.empty`."""
@@ -58,7 +67,9 @@ class BucketedCollation:
             for row, repetition in enumerate(part.repetitions, start=first_row):
                 epochs[row] = noise_epoch(epoch, 0, repetition)
         return zeros._replace(
-            condition=self.conditions.empty(rows),
+            condition=bucketed_parts(self.conditions, rows)
+            if self.conditions.parts
+            else self.conditions.empty(rows),
             sample=np.full(rows, -1, np.int32),
             epoch=epochs,
         )
@@ -73,16 +84,17 @@ class BucketedCollation:
         """See `Collation.epoch_of`."""
         return int(batch.epoch[place])
 
-    def put(
-        self, batch: Batch, place: int, sample: int, arrays: Arrays, condition: np.ndarray
-    ) -> None:
+    def put(self, batch: Batch, place: int, sample: int, arrays: Arrays, condition: Any) -> None:
         """See `Collation.put`."""
         batch.latents[place] = arrays[LATENTS]
-        if batch.given is not None:
+        if batch.given is not None and GIVEN in arrays:
             batch.given[place] = arrays[GIVEN]
         if batch.image is not None:
             batch.image[place] = arrays[IMAGE]
-        batch.condition[place, : len(condition)] = condition
+        if self.conditions.parts:
+            put_parts(batch.condition, place, 0, condition)
+        else:
+            batch.condition[place, : len(condition)] = condition
         batch.sample[place] = sample
         batch.weight[place] = 1.0
 

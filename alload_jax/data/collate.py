@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,7 +85,7 @@ class Collator:
             self.collation.put(batch, place, sample, arrays, condition)
         return batch
 
-    def _condition(self, arrays: dict[str, np.ndarray], sample: int) -> np.ndarray:
+    def _condition(self, arrays: dict[str, np.ndarray], sample: int) -> Any:
         try:
             return self.collation.conditions.of(arrays)
         except ValueError as error:

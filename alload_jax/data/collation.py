@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from alload_jax.data.batch import AnyBatch
 from alload_jax.data.bucketed import BucketedCollation
 from alload_jax.data.condition import Conditions
@@ -43,10 +41,11 @@ class Collation(Protocol):
         """The epoch of the sample at a place of the batch, as `noise_epoch` numbers it."""
         ...
 
-    def put(
-        self, batch: Any, place: Any, sample: int, arrays: Arrays, condition: np.ndarray
-    ) -> None:
-        """Writes the arrays of a sample to its place in the batch, with weight 1."""
+    def put(self, batch: Any, place: Any, sample: int, arrays: Arrays, condition: Any) -> None:
+        """Writes the arrays of a sample to its place in the batch, with weight 1.
+
+        Its condition is what `Conditions.of` returns.
+        """
         ...
 
 

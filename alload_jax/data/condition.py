@@ -1,16 +1,18 @@
 """Conditions of samples: classes or text embeddings, and what image-to-video models are given."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 
 from alload_jax.data.manifest import Manifest
-from alload_jax.data.record import LABELS, TEXT
+from alload_jax.data.record import IMAGE, LABELS, TEXT
 from alload_jax.data.sample_form import SampleForm
 from alload_jax.errors import InputError
-from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.config import ConditionPart, ModelConfig, TextConfig
+from alload_jax.planning.samples import Samples
 
 _IMAGE_TOKENS = 257
 """Embeddings of one image by CLIP ViT-H at 224×224: 16² patches and the class token."""
@@ -27,6 +29,9 @@ class Conditions:
       null_label: the null class, which stands for no condition.
       given_channels: input channels behind the noisy latents; 0 if the model takes none.
       image_shape: (tokens, width) of the image embeddings; None if the model takes none.
+      parts: the kinds of condition tokens whose number differs by sample, each with the most tokens
+        of a sample of the data, in place of all that is said above but given channels; empty if
+        samples have equal numbers of condition tokens.
     """
 
     length: int
@@ -35,6 +40,7 @@ class Conditions:
     null_label: int
     given_channels: int = 0
     image_shape: tuple[int, int] | None = None
+    parts: tuple[ConditionPart, ...] = ()
 
     def shape(self, rows: int, tokens: int | None = None) -> tuple[int, ...]:
         """Returns [rows, length] for classes or [rows, length, text_dim] for text.
@@ -62,12 +68,25 @@ class Conditions:
         dtype = np.dtype(np.float32) if self.text_dim is None else self.dtype
         return jax.ShapeDtypeStruct((*shape, *self.image_shape), dtype)
 
-    def of(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
-        """Returns the condition of a record without padding, [L] or [L, text_dim].
+    def tokens_of(self, manifest: Manifest) -> np.ndarray:
+        """Returns how many condition tokens each sample has, [N] int64, all kinds together."""
+        if not self.parts:
+            return np.full(len(manifest), self.length, np.int64)
+        return self.part_tokens(manifest).sum(axis=1)
+
+    def part_tokens(self, manifest: Manifest) -> np.ndarray:
+        """Returns how many tokens of each of `parts` each sample has at most, [N, K] int64."""
+        columns = [_part_lengths(manifest, part.name) for part in self.parts]
+        return np.stack(columns, axis=1).astype(np.int64)
+
+    def of(self, arrays: dict[str, np.ndarray]) -> Any:
+        """Returns the condition of a record without padding: [L], [L, text_dim], or parts by name.
 
         Raises:
           ValueError: a class is out of range.
         """
+        if self.parts:
+            return {part.name: arrays[part.name] for part in self.parts if part.name in arrays}
         if self.text_dim is not None:
             return arrays[TEXT]
         labels = arrays[LABELS]
@@ -86,6 +105,8 @@ def conditions_for(model: ModelConfig, manifest: Manifest) -> Conditions:
       InputError: the kind of condition or the width differs from the model's, or a text is too
         long.
     """
+    if model.condition_parts():
+        return _conditions_in_parts(model, manifest)
     image_shape = _image_shape(model, manifest)
     if model.text is None:
         if manifest.form.text_dim is not None:
@@ -101,23 +122,10 @@ def conditions_for(model: ModelConfig, manifest: Manifest) -> Conditions:
             model.given_channels,
             image_shape,
         )
-    if manifest.form.text_dim != model.text.dim:
-        held = manifest.form.described()["condition"]
-        raise InputError(
-            f"{manifest.path}: holds {held}, but model.text.dim is {model.text.dim}; "
-            "set model.text as in the data, or prepare other data"
-        )
-    if manifest.longest_text() > model.text.length:
-        raise InputError(
-            f"{manifest.path}: sample {int(manifest.text_length.argmax())} has a text of "
-            f"{manifest.longest_text()} tokens, but model.text.length is {model.text.length}; "
-            "shorten it, or set model.text.length to the longest"
-        )
-    low = model.compute_dtype == np.dtype(ml_dtypes.bfloat16)
-    dtype = np.dtype(ml_dtypes.bfloat16 if low else np.float32)
+    _require_text(model.text, manifest)
     return Conditions(
         model.text.length,
-        dtype,
+        _embedding_dtype(model),
         model.text.dim,
         model.num_classes,
         model.given_channels,
@@ -125,13 +133,84 @@ def conditions_for(model: ModelConfig, manifest: Manifest) -> Conditions:
     )
 
 
+def _embedding_dtype(model: ModelConfig) -> np.dtype:
+    low = model.compute_dtype == np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(ml_dtypes.bfloat16 if low else np.float32)
+
+
+def _require_text(text: TextConfig, manifest: Manifest) -> None:
+    """Checks that the data hold texts that fit the model."""
+    if manifest.form.text_dim != text.dim:
+        held = manifest.form.described()["condition"]
+        raise InputError(
+            f"{manifest.path}: holds {held}, but model.text.dim is {text.dim}; "
+            "set model.text as in the data, or prepare other data"
+        )
+    if manifest.longest_text() > text.length:
+        raise InputError(
+            f"{manifest.path}: sample {int(manifest.text_length.argmax())} has a text of "
+            f"{manifest.longest_text()} tokens, but model.text.length is {text.length}; "
+            "shorten it, or set model.text.length to the longest"
+        )
+
+
+def _conditions_in_parts(model: ModelConfig, manifest: Manifest) -> Conditions:
+    """The conditions of a model that declares parts; what the data lack has no tokens."""
+    _require_channels(model, manifest)
+    if model.text is not None:
+        _require_text(model.text, manifest)
+    found = []
+    for part in model.condition_parts():
+        width = _part_width(manifest, part.name)
+        longest = int(_part_lengths(manifest, part.name).max())
+        if width not in (None, part.width) or longest > part.length:
+            raise InputError(
+                f"{manifest.path}: holds up to {longest} tokens of {part.name} of width {width}, "
+                f"but the model takes {part.length} of width {part.width}; set "
+                f"model.{part.name} as in the data, or prepare other data"
+            )
+        found.append(part._replace(length=longest))
+    return Conditions(
+        sum(part.length for part in found),
+        _embedding_dtype(model),
+        None,
+        model.num_classes,
+        model.given_channels,
+        parts=tuple(found),
+    )
+
+
+def _part_lengths(manifest: Manifest, name: str) -> np.ndarray:
+    """[N] tokens of a kind that each sample has; zeros if the data hold none."""
+    form, none = manifest.form, np.zeros(len(manifest), np.int64)
+    if name == TEXT:
+        return none if form.text_dim is None else manifest.text_length
+    if name == IMAGE:
+        return none + (form.image_shape[0] if form.image_shape else 0)
+    names = [part for part, _ in form.parts]
+    if name not in names or manifest.part_lengths is None:
+        return none
+    return manifest.part_lengths[:, names.index(name)]
+
+
+def _part_width(manifest: Manifest, name: str) -> int | None:
+    """Width of the tokens of a kind; None if the data hold none."""
+    form = manifest.form
+    known = {TEXT: form.text_dim, IMAGE: form.image_shape and form.image_shape[1]}
+    return known.get(name, dict(form.parts).get(name))
+
+
 def form_for(model: ModelConfig) -> SampleForm:
     """The arrays beside latents that a model takes; one image is taken where any number may be."""
     image = model.image
+    parts = {part.name: part for part in model.condition_parts()}
+    tokens = parts[IMAGE].length if IMAGE in parts else _IMAGE_TOKENS
+    others = {name: part.width for name, part in parts.items() if name not in (TEXT, IMAGE)}
     return SampleForm(
         model.text.dim if model.text else None,
         model.given_channels,
-        (image.positions or _IMAGE_TOKENS, image.dim) if image else None,
+        (image.positions or tokens, image.dim) if image else None,
+        tuple(sorted(others.items())),
     )
 
 
@@ -142,17 +221,7 @@ def _image_shape(model: ModelConfig, manifest: Manifest) -> tuple[int, int] | No
       InputError: the data lack what an image-to-video model takes.
     """
     form = manifest.form
-    if model.latent_channels > model.in_channels:
-        raise InputError(
-            f"model.out_channels is {model.out_channels}; to train, it must be at most "
-            f"model.in_channels, which is {model.in_channels}"
-        )
-    if model.given_channels and form.given_channels != model.given_channels:
-        raise InputError(
-            f"{manifest.path}: holds given frames of {form.given_channels} channels, but "
-            f"model.in_channels − model.out_channels is {model.given_channels}; prepare the data "
-            "with --image-to-video, or train a text-to-video model"
-        )
+    _require_channels(model, manifest)
     if model.image is None:
         return None
     shape = form.image_shape
@@ -168,3 +237,40 @@ def _image_shape(model: ModelConfig, manifest: Manifest) -> tuple[int, int] | No
             f"model.image.positions is {model.image.positions}; set it to that"
         )
     return shape
+
+
+def _require_channels(model: ModelConfig, manifest: Manifest) -> None:
+    """Checks the channels that the model takes and that the data hold.
+
+    Raises:
+      InputError: the data lack what an image-to-video model takes.
+    """
+    if model.latent_channels > model.in_channels:
+        raise InputError(
+            f"model.out_channels is {model.out_channels}; to train, it must be at most "
+            f"model.in_channels, which is {model.in_channels}"
+        )
+    held = manifest.form.given_channels
+    if not model.given_channels or held == model.given_channels:
+        return
+    if held or not model.given_optional:
+        raise InputError(
+            f"{manifest.path}: holds given frames of {held} channels, but "
+            f"model.in_channels − model.out_channels is {model.given_channels}; prepare the data "
+            "with --image-to-video, or train a text-to-video model"
+        )
+
+
+def samples_for(
+    model: ModelConfig, manifest: Manifest, conditions: Conditions, packed: bool
+) -> Samples:
+    """The samples as planning needs them, with the lengths that they have in a model's rows.
+
+    With joint attention a length counts the condition's tokens too: in packed rows the sample's
+    own, in bucketed rows as many as all rows have room for.
+    """
+    samples = manifest.samples(model.patch_size)
+    if not model.joint_attention:
+        return samples
+    tokens = conditions.tokens_of(manifest) if packed else conditions.length
+    return replace(samples, seq_len=samples.seq_len + tokens)

@@ -44,7 +44,13 @@ CAPTIONS = "captions"
 """Column of all texts in words of samples that have several; null where there is one."""
 PATH = "path"
 """Column of the path of the media file within the input of `alload prepare media`."""
-_OPTIONAL = {CAPTIONS: pa.list_(pa.string()), PATH: pa.string()}
+PART_LENGTHS = "part_lengths"
+"""Column of the number of tokens of each kind that the note `parts` names, sorted by name."""
+_OPTIONAL = {
+    CAPTIONS: pa.list_(pa.string()),
+    PATH: pa.string(),
+    PART_LENGTHS: pa.list_(pa.int32()),
+}
 """Columns that are written where a sample has a value."""
 _LARGEST_SIZE = 2**16
 """Most frames, rows or columns of pixels, channels, and tokens of text of a sample."""
@@ -69,6 +75,7 @@ class Manifest:
       origin: provenance of the data, as given to the writer; `VAE` and `FPS` name parts of it.
       tells_content: whether `checksum` tells samples of other content apart.
       numbers: [N] int64, the samples' numbers in the whole data folder; None if these are all.
+      part_lengths: [N, K] int32, tokens of each of the form's `parts`; None if it has none.
     """
 
     path: Path
@@ -84,6 +91,7 @@ class Manifest:
     origin: dict[str, Any]
     tells_content: bool = True
     numbers: np.ndarray | None = None
+    part_lengths: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -103,7 +111,14 @@ class Manifest:
         columns = ("shard", "index", "shape", "channels", "text_length", "checksum")
         taken = {name: getattr(self, name)[numbers] for name in columns}
         before = numbers if self.numbers is None else self.numbers[numbers]
-        return replace(self, **taken, numbers=before)
+        parts = None if self.part_lengths is None else self.part_lengths[numbers]
+        return replace(self, **taken, numbers=before, part_lengths=parts)
+
+    def record_shapes(self, sample: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the arrays of a sample beside its latents, by name."""
+        parts = () if self.part_lengths is None else self.part_lengths[sample].tolist()
+        latents = self.latent_shape(tuple(self.shape[sample]))
+        return self.form.shapes(latents, int(self.text_length[sample]), parts)
 
     def number(self, sample: int) -> int:
         """The number that a sample has in the whole data folder."""
@@ -188,11 +203,12 @@ def read_manifest(folder: str | Path) -> Manifest:
     path = Path(folder) / MANIFEST_NAME
     if not path.is_file():
         raise InputError(f"{path}: no such manifest; set data.folder to a prepared data folder")
-    table = read_columns(path, SCHEMA.names)
+    table = read_columns(path, [*SCHEMA.names, PART_LENGTHS])
     notes = manifest_metadata(path)
     _check_format(path, table, notes)
     _check_notes(path, notes)
     _check_rows(path, table, notes["shard_bytes"])
+    form = SampleForm.from_notes(notes)
     _check_shards(path.parent, notes["shard_bytes"])
     column = {name: table[name].to_numpy() for name in SCHEMA.names}
     return Manifest(
@@ -204,10 +220,28 @@ def read_manifest(folder: str | Path) -> Manifest:
         text_length=column["text_length"],
         checksum=column["checksum"],
         vae_stride=tuple(notes["vae_stride"]),
-        form=SampleForm.from_notes(notes),
+        form=form,
         shard_bytes=notes["shard_bytes"],
         origin=notes["origin"],
+        part_lengths=_part_lengths(path, table, len(form.parts)),
     )
+
+
+def _part_lengths(path: Path, table: pa.Table, parts: int) -> np.ndarray | None:
+    """[N, parts] tokens of further kinds; None if there are none."""
+    if not parts:
+        return None
+    rows = table[PART_LENGTHS].to_pylist() if PART_LENGTHS in table.column_names else []
+    fits = len(rows) == len(table) and all(
+        row is not None and len(row) == parts and all(0 <= size <= _LARGEST_SIZE for size in row)
+        for row in rows
+    )
+    if not fits:
+        raise InputError(
+            f"{path}: column {PART_LENGTHS} does not hold {parts} lengths in each row, one for "
+            "each name in the note parts; prepare the data again"
+        )
+    return np.asarray(rows, np.int32)
 
 
 def row_schema(names: Collection[str]) -> pa.Schema:
@@ -300,6 +334,8 @@ def _check_notes(path: Path, notes: dict[str, Any]) -> None:
         "text_dim": optional["text_dim"] is None or _is_size(optional["text_dim"]),
         "given_channels": not optional["given_channels"] or _is_size(optional["given_channels"]),
         "image_shape": not optional["image_shape"] or sizes(optional["image_shape"], 2),
+        "parts": isinstance(notes.get("parts", {}), dict)
+        and all(map(_is_size, notes.get("parts", {}).values())),
     }
     for name in (name for name, good in fits.items() if not good):
         raise InputError(

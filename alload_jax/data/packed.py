@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from alload_jax.data.batch import PackedBatch
 from alload_jax.data.condition import Conditions
+from alload_jax.data.condition_parts import packed_parts, part_room, put_parts
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays
 from alload_jax.data.row_sizes import RowSizes, row_sizes
 from alload_jax.data.tiling import PlacedSample, Tiling
+from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.patches import patchify
 from alload_jax.models.common.segments import PackedMetadata, SplitRows, segments_of
@@ -54,6 +56,8 @@ class PackedCollation:
       grid: maximum (t, h, w) of the samples in tokens.
       sizes: row sizes of each program by A, its number of split tokens per row.
       tiling: tiles of sparse self-attention; None if no sample has it.
+      part_tokens: [N, K] most tokens of each sample of each of `conditions.parts`; None if samples
+        have equal numbers of condition tokens.
     """
 
     manifest: Manifest
@@ -62,23 +66,47 @@ class PackedCollation:
     grid: tuple[int, int, int]
     sizes: dict[int, RowSizes]
     tiling: Tiling | None = None
+    part_tokens: np.ndarray | None = None
 
     @classmethod
     def of(
         cls, plan: Plan, manifest: Manifest, model: ModelConfig, conditions: Conditions
     ) -> "PackedCollation":
-        """Returns the collation of a packed plan."""
+        """Returns the collation of a packed plan.
+
+        Raises:
+          InputError: the plan splits samples of a model with joint attention.
+        """
         packing = plan.epoch(0).packing
         assert packing is not None
+        if model.joint_attention and packing.context > 1:
+            raise InputError(
+                f"mesh.context is {packing.context}, but model.family {model.family} cannot split "
+                "a sample, whose condition stands in the row beside it; set mesh.context to 1"
+            )
         grid = manifest.geometry(model.patch_size).token_grid(*manifest.shape.T).max(axis=0)
-        return cls(
-            manifest,
-            model,
-            conditions,
-            tuple(grid.tolist()),
-            {size: row_sizes(plan, conditions.length, size) for size in packing.split_sizes},
-            Tiling.of(manifest, model),
-        )
+        equal = 0 if conditions.parts else conditions.length
+        sizes = {size: row_sizes(plan, equal, size) for size in packing.split_sizes}
+        tokens = None
+        if conditions.parts:
+            tokens = conditions.part_tokens(manifest)
+            lengths = plan.samples.seq_len
+            sizes = {
+                size: replace(
+                    each, parts=tuple(part_room(tokens, lengths, each.tokens, each.slots))
+                )
+                for size, each in sizes.items()
+            }
+        tiling = Tiling.of(manifest, model)
+        return cls(manifest, model, conditions, tuple(grid.tolist()), sizes, tiling, tokens)
+
+    def _condition_tokens(self, sample: int) -> int:
+        """Tokens that a sample's condition takes of its part of a row, behind its latents."""
+        if not self.model.joint_attention:
+            return 0
+        if self.part_tokens is None:
+            return self.conditions.length
+        return int(self.part_tokens[sample].sum())
 
     def shapes(self, plan: Plan) -> list[PackedBatch]:
         """See `Collation.shapes`; there is one shape for each A."""
@@ -113,10 +141,11 @@ class PackedCollation:
         table = np.zeros((2, len(rows), sizes.slots), np.int32)
         condition_table = np.zeros_like(table)
         epochs = np.full(table.shape[1:], epoch, np.int32)
-        length = self.conditions.length
+        length = 0 if self.conditions.parts else self.conditions.length
         for row, row_plan in enumerate(rows):
-            for slot, place in enumerate(zip(row_plan.offsets, row_plan.tokens, strict=True)):
-                table[:, row, slot] = place
+            places = zip(row_plan.offsets, row_plan.tokens, samples[row], strict=True)
+            for slot, (offset, tokens, sample) in enumerate(places):
+                table[:, row, slot] = offset, tokens - self._condition_tokens(sample)
                 condition_table[:, row, slot] = slot * length, length
             epochs[row, : len(row_plan.late)] -= np.asarray(row_plan.late, np.int32)
         volume, here = math.prod(self.model.patch_size), (len(rows), sizes.tokens)
@@ -130,10 +159,10 @@ class PackedCollation:
                 split=self._split(sizes, rows, samples, table) if sizes.split_tokens else None,
                 grid=self.grid,
                 lengths=sizes.lengths,
-                longest_condition=max(1, self.conditions.length),
+                longest_condition=max(1, length),
                 row_tiles=None if sizes.split_tokens else self._row_tiles(sizes, rows, samples),
             ),
-            condition=self.conditions.empty(len(rows), sizes.condition),
+            condition=self._empty_condition(sizes, samples),
             sample=np.full((len(rows), sizes.slots), -1, np.int32),
             epoch=epochs,
             weight=np.zeros((len(rows), sizes.slots), np.float32),
@@ -143,6 +172,12 @@ class PackedCollation:
             given=None if given is None else np.zeros(given.shape, given.dtype).reshape(*here, -1),
             image=None if image is None else np.zeros(image.shape, image.dtype),
         )
+
+    def _empty_condition(self, sizes: RowSizes, samples: Sequence[tuple[int, ...]]) -> Any:
+        if self.part_tokens is None:
+            return self.conditions.empty(len(samples), sizes.condition)
+        reserved = [self.part_tokens[list(row)] for row in samples]
+        return packed_parts(self.conditions, sizes.parts, sizes.slots, reserved)
 
     def _row_tiles(
         self, sizes: RowSizes, rows: Sequence[RowPlan], samples: Sequence[tuple[int, ...]]
@@ -200,26 +235,30 @@ class PackedCollation:
         place: Place,
         sample: int,
         arrays: Arrays,
-        condition: np.ndarray,
+        condition: Any,
     ) -> None:
         """See `Collation.put`."""
         latents = arrays[LATENTS]
         row, slot = place.row, place.slot
-        here = slice(place.offset, place.offset + place.tokens)
-        in_sample = slice(place.first, place.first + place.tokens)
+        tokens = place.tokens - self._condition_tokens(sample)
+        here = slice(place.offset, place.offset + tokens)
+        in_sample = slice(place.first, place.first + tokens)
         patches = patchify(latents[None], self.model.patch_size)[0]
         grid = [n // p for n, p in zip(latents.shape[:3], self.model.patch_size, strict=True)]
         batch.tokens[row, here] = patches[in_sample]
-        if batch.given is not None:
+        if batch.given is not None and GIVEN in arrays:
             given = patchify(arrays[GIVEN][None], self.model.patch_size)[0]
             batch.given[row, here] = given[in_sample]
         if batch.image is not None:
             batch.image[row, slot] = arrays[IMAGE]
         batch.position[row, here] = np.indices(grid).reshape(3, -1).T[in_sample]
-        begin = batch.metadata.condition.offset[row, slot]
-        batch.condition[row, begin : begin + len(condition)] = condition
+        if self.conditions.parts:
+            put_parts(batch.condition, row, slot, condition)
+        else:
+            begin = batch.metadata.condition.offset[row, slot]
+            batch.condition[row, begin : begin + len(condition)] = condition
         batch.sample[row, slot] = sample
-        batch.weight[row, slot] = place.tokens / len(patches)
+        batch.weight[row, slot] = tokens / len(patches)
         batch.first[row, slot] = place.first
         batch.seq_len[row, slot] = len(patches)
         batch.frame_tokens[row, slot] = grid[1] * grid[2]

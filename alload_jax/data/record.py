@@ -19,6 +19,10 @@ GIVEN = "given"
 IMAGE = "image"
 """[N, width], embeddings of the given image."""
 
+NAMED = (LATENTS, LABELS, TEXT, GIVEN, IMAGE)
+"""Arrays that every model may use. Others are condition tokens [L, width] of further kinds, by the
+names of the models' `condition_parts`; further texts of a sample are `text.1` and so on."""
+
 Arrays = Mapping[str, np.ndarray]
 """The arrays of a sample by name."""
 

@@ -29,6 +29,7 @@ class RowSizes:
       lengths: bounds on the lengths of all segments of a row.
       whole_lengths: bounds on the lengths of the segments behind the split region.
       split_lengths: bounds on the lengths of the split samples of a context group.
+      parts: tokens per row of each kind of condition tokens whose number differs by sample.
     """
 
     tokens: int
@@ -40,6 +41,7 @@ class RowSizes:
     lengths: Lengths
     whole_lengths: Lengths
     split_lengths: Lengths
+    parts: tuple[int, ...] = ()
 
     @property
     def slots(self) -> int:

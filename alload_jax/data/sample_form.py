@@ -1,11 +1,11 @@
 """What all samples of a data folder have in common beside the channels of their latents."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from alload_jax.data.record import GIVEN, IMAGE, LABELS, TEXT
+from alload_jax.data.record import GIVEN, IMAGE, LABELS, NAMED, TEXT
 
 
 class SampleForm(NamedTuple):
@@ -16,11 +16,13 @@ class SampleForm(NamedTuple):
       given_channels: channels that an image-to-video model takes beside the noisy latents; 0 if
         none are stored.
       image_shape: (tokens, width) of the image embeddings; None if none are stored.
+      parts: (name, width) of further kinds of condition tokens, by name.
     """
 
     text_dim: int | None = None
     given_channels: int = 0
     image_shape: tuple[int, int] | None = None
+    parts: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def from_notes(cls, notes: Mapping[str, Any]) -> Self:
@@ -30,6 +32,7 @@ class SampleForm(NamedTuple):
             notes.get("text_dim"),
             notes.get("given_channels", 0),
             (shape[0], shape[1]) if shape else None,
+            tuple(sorted(notes.get("parts", {}).items())),
         )
 
     @classmethod
@@ -40,6 +43,7 @@ class SampleForm(NamedTuple):
             arrays[TEXT].shape[1] if TEXT in arrays else None,
             arrays[GIVEN].shape[-1] if GIVEN in arrays else 0,
             (image.shape[0], image.shape[1]) if image is not None else None,
+            tuple((name, arrays[name].shape[1]) for name in part_names(arrays)),
         )
 
     def notes(self) -> dict[str, Any]:
@@ -49,14 +53,19 @@ class SampleForm(NamedTuple):
             notes["given_channels"] = self.given_channels
         if self.image_shape:
             notes["image_shape"] = list(self.image_shape)
+        if self.parts:
+            notes["parts"] = dict(self.parts)
         return notes
 
-    def shapes(self, latents: tuple[int, ...], text_length: int) -> dict[str, tuple[int, ...]]:
+    def shapes(
+        self, latents: tuple[int, ...], text_length: int, part_lengths: Sequence[int] = ()
+    ) -> dict[str, tuple[int, ...]]:
         """The shapes of a record's arrays beside the latents.
 
         Args:
           latents: (frames, height, width, channels) of the latents.
           text_length: number of condition tokens.
+          part_lengths: number of tokens of each of `parts`.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         if self.text_dim is None:
@@ -67,6 +76,8 @@ class SampleForm(NamedTuple):
             shapes[GIVEN] = (*latents[:3], self.given_channels)
         if self.image_shape:
             shapes[IMAGE] = self.image_shape
+        for (name, width), length in zip(self.parts, part_lengths, strict=True):
+            shapes[name] = (length, width)
         return shapes
 
     def described(self) -> dict[str, str]:
@@ -76,4 +87,10 @@ class SampleForm(NamedTuple):
             "condition": "classes" if self.text_dim is None else f"text of width {self.text_dim}",
             "given": f"{self.given_channels} channels" if self.given_channels else "none",
             "image": f"{image[0]} embeddings of width {image[1]}" if image else "none",
+            "parts": ", ".join(f"{name} of width {width}" for name, width in self.parts) or "none",
         }
+
+
+def part_names(arrays: Mapping[str, np.ndarray]) -> list[str]:
+    """Names of the arrays of a record that are condition tokens of further kinds, sorted."""
+    return sorted(name for name in arrays if name not in NAMED and "." not in name)

@@ -6,8 +6,9 @@ folder with a `Family`, add its line to `FAMILIES` and its costs to `planning/ar
 
 import json
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,11 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from alload_jax.errors import InputError
-from alload_jax.models.common.config import ImageConfig, ModelConfig, TextConfig
-from alload_jax.models.common.lora import DropoutKey, LoraConfig, add_lora
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.lora import DropoutKey, add_lora
 from alload_jax.models.common.named_tensors import Naming, Tensor
 from alload_jax.models.common.output import Output
 from alload_jax.models.common.segments import PackedMetadata
-from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.planning.geometry import Triple
 from alload_jax.registry import Registry
 from alload_jax.sharding.rules import Rules
@@ -38,7 +38,7 @@ class Model(Protocol):
         self,
         latents: jax.Array,
         timestep: jax.Array,
-        condition: jax.Array,
+        condition: Any,
         image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
         first_frame_timestep: jax.Array | None = None,
@@ -48,8 +48,9 @@ class Model(Protocol):
         Args:
           latents: [B, frames, height, width, in_channels], multiples of the patch size.
           timestep: [B] float32, 0 (data) to 1000 (noise).
-          condition: [B, L] int32 classes, `num_classes` for the null class; or text embeddings
-            [B, L, text.dim] if the config has `text`.
+          condition: [B, L] int32 classes, `num_classes` for the null class; text embeddings
+            [B, L, text.dim] if the config has `text`; or the config's `condition_parts`, each
+            `ConditionTokens` by its name.
           image: [B, N, image.dim] image embeddings, if the config has `image`.
           sharding: sharding of rows over a mesh of Auto axes, which kernels need.
           first_frame_timestep: [B] float32, timestep of the first latent frame if it differs; only
@@ -66,7 +67,7 @@ class Model(Protocol):
         positions: jax.Array,
         metadata: PackedMetadata,
         timestep: jax.Array,
-        condition: jax.Array,
+        condition: Any,
         image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
         first_frame_timestep: jax.Array | None = None,
@@ -78,7 +79,8 @@ class Model(Protocol):
           positions: [R, T, 3] int32, the (t, h, w) of each token within its sample.
           metadata: positions of the samples in tokens, [R, M] of T, and in condition tokens.
           timestep: [R, M] float32.
-          condition: [R, C] int32 classes or [R, C, text.dim] text embeddings.
+          condition: [R, C] int32 classes or [R, C, text.dim] text embeddings; or `ConditionTokens`
+            by name, for a config with `condition_parts`.
           image: [R, M, N, image.dim] image embeddings, if the config has `image`.
           sharding: sharding of rows over a mesh of Auto axes.
           first_frame_timestep: [R, M] float32, as for `forward`.
@@ -117,6 +119,7 @@ class Family(Protocol):
       partition_rules: (pattern, rule) pairs for the parameters; the first match applies.
       folder_classes: values of `_class_name` in config.json that the family can read.
       ignored_tensors: substrings of the names of checkpoint tensors that the model does not use.
+      namings: naming schemes of checkpoints that `tensors` knows.
       has_first_frame_timestep: whether the first latent frame may have a timestep of its own.
       lora_targets: patterns for the names of linear layers that adapters have by default.
     """
@@ -126,6 +129,7 @@ class Family(Protocol):
     partition_rules: Rules
     folder_classes: tuple[str, ...] = ()
     ignored_tensors: tuple[str, ...] = ()
+    namings: tuple[Naming, ...] = ("diffusers", "original")
     has_first_frame_timestep: bool = False
     lora_targets: tuple[str, ...] = ("^blocks/",)
 
@@ -183,7 +187,7 @@ class Family(Protocol):
         """Lists the tensors of a released checkpoint and the parameters that they fill.
 
         Raises:
-          InputError: the family has no released checkpoints.
+          InputError: the family has no released checkpoints, or not with this naming.
         """
         raise InputError(f"model.family {self.name} has no released checkpoints to load or export")
 
@@ -212,7 +216,11 @@ class Family(Protocol):
 
 
 FAMILIES: Registry[Family] = Registry(
-    "model.family", {"wan": "alload_jax.models.wan.family:FAMILY"}
+    "model.family",
+    {
+        "wan": "alload_jax.models.wan.family:FAMILY",
+        "hunyuan_video": "alload_jax.models.hunyuan_video.family:FAMILY",
+    },
 )
 DEFAULT_FAMILY = "wan"
 
@@ -292,19 +300,19 @@ def config_from_fields(fields: Mapping[str, Any]) -> ModelConfig:
       InputError: the family is unknown, or a value is out of range.
       TypeError: a field is unknown.
     """
-    config = FAMILIES.get(fields.get("family", DEFAULT_FAMILY)).config
-    values = dict(fields)
-    kinds = {
-        "text": TextConfig,
-        "image": ImageConfig,
-        "sparse_attention": SparseAttentionConfig,
-        "lora": LoraConfig,
-    }
-    for name, kind in kinds.items():
-        if values.get(name):
-            values[name] = kind(**values[name])
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return config(**values | lists)
+    return _built(FAMILIES.get(fields.get("family", DEFAULT_FAMILY)).config, fields)
+
+
+def _built(kind: Any, fields: Mapping[str, Any]) -> Any:
+    """An object of a dataclass from JSON values, whose lists become tuples."""
+    hints = get_type_hints(kind)
+
+    def value_of(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping) and name in hints:
+            return _built(next(filter(is_dataclass, get_args(hints[name]))), value)
+        return tuple(value) if isinstance(value, list) else value
+
+    return kind(**{name: value_of(name, value) for name, value in fields.items()})
 
 
 def read_model_config(path: Path) -> ModelConfig:

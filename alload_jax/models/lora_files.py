@@ -138,9 +138,10 @@ class _Table:
     def __init__(self, config: ModelConfig):
         family = family_of(config)
         self._tensors: dict[str, Tensor] = {}
-        for tensor in family.tensors(config, "original"):
-            self._tensors[tensor.key] = tensor
-            self._tensors[_MUSUBI + tensor.key.replace(".", "_")] = tensor
+        if "original" in family.namings:
+            for tensor in family.tensors(config, "original"):
+                self._tensors[tensor.key] = tensor
+                self._tensors[_MUSUBI + tensor.key.replace(".", "_")] = tensor
         for tensor in family.tensors(config, "diffusers"):
             self._tensors[tensor.key] = tensor
 

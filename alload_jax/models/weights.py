@@ -98,15 +98,16 @@ def read_transformer(folder: Path) -> ModelConfig:
 
 
 def require_same_architecture(ours: ModelConfig, theirs: ModelConfig, place: Path) -> None:
-    """Checks that weights of `theirs` fit a model of `ours`; the text length may differ.
+    """Checks that weights of `theirs` fit a model of `ours`; lengths of texts may differ.
 
     Raises:
       InputError: the architectures differ; the message names every key that differs.
     """
-    if theirs.text and ours.text:
-        theirs = dataclasses.replace(theirs, text=TextConfig(theirs.text.dim, ours.text.length))
     expected, found = ours.architecture(), theirs.architecture()
     for fields in (expected, found):
+        for part in fields.values():
+            if isinstance(part, dict):
+                part.pop("length", None)
         fields.pop("num_classes")
         for begins_anew in ("sparse_attention", "lora"):
             fields.pop(begins_anew, None)

@@ -6,7 +6,7 @@ same noise for a sample in an epoch.
 """
 
 import math
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -80,14 +80,14 @@ class Noised(NamedTuple):
       latents: [B, frames, height, width, C] noisy latents, or patches [R, T, patch_dim] of them.
       target: the velocity, shaped like `latents`.
       sigma: [B] or [R, M] noise levels.
-      condition: with the batch's shape; null where it is dropped.
+      condition: as the batch's; null where it is dropped.
       given: [B] or [R, M] bool, whether a video's first frame is given. It is noisy all the same.
     """
 
     latents: jax.Array
     target: jax.Array
     sigma: jax.Array
-    condition: jax.Array
+    condition: Any
     given: jax.Array
 
 
@@ -132,7 +132,10 @@ def _with_noise(batch: Batch, draws: _Draws, model: ModelConfig) -> Noised:
     tokens = jax.vmap(token_noise, in_axes=(0, None, None))(draws.noise, jnp.arange(seq_len), size)
     noise = unpatchify(tokens, batch.latents.shape, model.patch_size)
     latents = interpolate(batch.latents, noise, draws.sigma)
-    condition = _drop_conditions(batch.condition, draws.dropped, model)
+    if model.condition_parts():
+        condition = _without_dropped(batch.condition, draws.dropped[:, None], model)
+    else:
+        condition = _drop_conditions(batch.condition, draws.dropped, model)
     target = velocity(batch.latents, noise)
     return Noised(latents, target, draws.sigma, condition, draws.given)
 
@@ -151,9 +154,27 @@ def noised_rows(
     token_noise = jax.vmap(jax.vmap(_token_noise, in_axes=(0, 0, None)), in_axes=(0, 0, None))
     noise = token_noise(to_tokens(draws.noise, ids), place, batch.tokens.shape[-1])
     tokens = interpolate(batch.tokens, noise, to_tokens(draws.sigma, ids))
-    dropped = to_tokens(draws.dropped, batch.metadata.condition.ids)
-    condition = _drop_conditions(batch.condition, dropped, model)
+    if model.condition_parts():
+        condition = _without_dropped(batch.condition, draws.dropped, model)
+    else:
+        dropped = to_tokens(draws.dropped, batch.metadata.condition.ids)
+        condition = _drop_conditions(batch.condition, dropped, model)
     return Noised(tokens, velocity(batch.tokens, noise), draws.sigma, condition, draws.given)
+
+
+def _without_dropped(condition: Any, dropped: jax.Array, model: ModelConfig) -> Any:
+    """Takes their tokens from samples whose condition is dropped, but for those they keep.
+
+    Args:
+      condition: `ConditionTokens` by name.
+      dropped: [R, M] bool.
+      model: the model's config.
+    """
+    kept = {part.name for part in model.condition_parts() if not part.dropped}
+    return {
+        name: tokens if name in kept else tokens.without(dropped)
+        for name, tokens in condition.items()
+    }
 
 
 def _drop_conditions(condition: jax.Array, dropped: jax.Array, model: ModelConfig) -> jax.Array:

@@ -14,7 +14,7 @@ from alload_jax.config import (
 )
 from alload_jax.data.collate import Collator
 from alload_jax.data.collation import collation_for
-from alload_jax.data.condition import conditions_for
+from alload_jax.data.condition import conditions_for, samples_for
 from alload_jax.data.datasets.dataset import prepare_dataset
 from alload_jax.data.exclusion import exclusion_identity, read_excluded
 from alload_jax.data.manifest import Manifest
@@ -86,9 +86,8 @@ def prepare(config: Config, cluster: Cluster) -> Work:
         mesh.devices.flat[0].device_kind,
     )
     costs = run_costs(config.model, config.planning)
-    samples = with_weights(
-        trained.samples(config.model.patch_size), config.data.weights, read_paths(trained)
-    )
+    samples = samples_for(config.model, trained, conditions, config.planning.traits.packed)
+    samples = with_weights(samples, config.data.weights, read_paths(trained))
     plan = plan_on(mesh, config.planning, samples, config.run.seed, costs)
     identity = _identity(config, manifest, plan)
     cluster.require_same(

@@ -4,11 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from alload_jax.data.record import IMAGE, TEXT
 from alload_jax.errors import InputError
+from alload_jax.models.common.condition_tokens import ConditionTokens
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.sampling.embeddings import read_embeddings
+from alload_jax.models.common.segments import PADDING, Segments
+from alload_jax.sampling.embeddings import read_embeddings, read_part
 from alload_jax.sampling.encoders import Encoders
 from alload_jax.sampling.flow import Condition
 from alload_jax.sampling.given import as_latent, read_picture
@@ -28,15 +32,21 @@ def arrays_of(request: Request, model: ModelConfig, encoders: Encoders) -> Reque
     Raises:
       InputError: a picture cannot be read, or an encoder does not give what the model takes.
     """
-    given = _given(request, model, encoders)
+    image, *given = _given(request, model, encoders)
+    if model.condition_parts():
+        parts, null_parts = (
+            _parts(source, image, model, encoders) for source in (request.prompt, request.negative)
+        )
+        return RequestArrays(Condition(parts, None, *given), Condition(null_parts, None, *given))
     if model.text is None:
         tokens = np.array(request.classes, np.int32)
         null = np.full_like(tokens, model.num_classes)
-        return RequestArrays(Condition(tokens, *given), Condition(null, *given))
+        return RequestArrays(Condition(tokens, image, *given), Condition(null, image, *given))
     text, negative = (
-        _text(source, model, encoders) for source in (request.prompt, request.negative)
+        _padded(_text(source, model, encoders), model.text.length)
+        for source in (request.prompt, request.negative)
     )
-    return RequestArrays(Condition(text, *given), Condition(negative, *given))
+    return RequestArrays(Condition(text, image, *given), Condition(negative, image, *given))
 
 
 def stacked(arrays: Sequence[RequestArrays]) -> tuple[Condition, Condition]:
@@ -45,30 +55,58 @@ def stacked(arrays: Sequence[RequestArrays]) -> tuple[Condition, Condition]:
 
 
 def _stack(conditions: Sequence[Condition]) -> Condition:
-    parts = zip(*conditions, strict=True)
-    return Condition(*(None if each[0] is None else np.stack(each) for each in parts))
+    return jax.tree.map(lambda *parts: np.stack(parts), *conditions)
 
 
 def _text(source: Path | str | None, model: ModelConfig, encoders: Encoders) -> np.ndarray:
-    """Embeddings of a prompt or of a file, padded with zeros; all zeros for None."""
+    """Embeddings of a prompt or of a file, [L, width] float32; none for None."""
     assert model.text is not None
-    padded = np.zeros((model.text.length, model.text.dim), np.float32)
-    if source is not None:
-        if isinstance(source, Path):
-            found = read_embeddings(source, "text")
-        else:
-            found = encoders.encoded(source)
-        padded[: len(found)] = found[: model.text.length]
+    if source is None:
+        return np.zeros((0, model.text.dim), np.float32)
+    if isinstance(source, Path):
+        return read_embeddings(source, TEXT)[: model.text.length]
+    return encoders.encoded(source)[: model.text.length]
+
+
+def _padded(tokens: np.ndarray, length: int) -> np.ndarray:
+    """Tokens [L, width] with zeros behind them, [length, width]."""
+    padded = np.zeros((length, tokens.shape[1]), np.float32)
+    padded[: len(tokens)] = tokens
     return padded
+
+
+def _parts(
+    source: Path | str | None, image: np.ndarray | None, model: ModelConfig, encoders: Encoders
+) -> dict[str, ConditionTokens]:
+    """The parts of a condition, without the batch's axis; a file of text may hold others too."""
+    found = {}
+    for part in model.condition_parts():
+        tokens = np.zeros((0, part.width), np.float32)
+        if part.name == TEXT:
+            tokens = _text(source, model, encoders)
+        elif part.name == IMAGE:
+            tokens = tokens if image is None else image
+        elif isinstance(source, Path):
+            tokens = read_part(source, part)
+        # Requests of a batch have equally many tokens of their images alone.
+        room = len(tokens) if part.name == IMAGE else part.length
+        ids = np.full(room, PADDING, np.int32)
+        ids[: len(tokens)] = 0
+        length = np.array([len(tokens)], np.int32)
+        segments = Segments(np.zeros_like(length), length, ids)
+        found[part.name] = ConditionTokens(_padded(tokens, room), segments)
+    return found
 
 
 def _given(request: Request, model: ModelConfig, encoders: Encoders) -> tuple[Any, Any, Any]:
     """Image embeddings, given channels and first latent frame; None where there are none."""
     embeddings = None
     if request.image_embeds is not None:
-        embeddings = read_embeddings(request.image_embeds, "image")
+        embeddings = read_embeddings(request.image_embeds, IMAGE)
     if request.first is None:
-        return embeddings, None, None
+        channels = model.given_channels
+        zeros = np.zeros((*request.grid, channels), np.float32) if channels else None
+        return embeddings, zeros, None
     first, last = (
         None if path is None else read_picture(path, *request.size[1:])
         for path in (request.first, request.last)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from alload_jax.errors import InputError
+from alload_jax.models.common.config import ConditionPart
 from alload_jax.models.common.safetensor_files import open_safetensors
 
 
@@ -23,6 +24,27 @@ def read_embeddings(path: Path, name: str) -> np.ndarray:
     if not np.isfinite(values).all():
         raise InputError(f"{path}: holds values that are not finite in float32; create it again")
     return values
+
+
+def read_part(path: Path, part: ConditionPart) -> np.ndarray:
+    """Reads the tokens of a kind beside the text in a file; none if the file has none.
+
+    Returns:
+      [L, width] float32.
+
+    Raises:
+      InputError: the tokens do not fit the model, or a value is not finite.
+    """
+    with open_safetensors(path) as file:
+        if part.name not in file.keys():  # noqa: SIM118  a handle, not a dict
+            return np.zeros((0, part.width), np.float32)
+    found = read_embeddings(path, part.name)
+    if found.ndim != 2 or found.shape[1] != part.width or len(found) > part.length:
+        raise InputError(
+            f"{path}: {part.name} has shape {list(found.shape)}, but the model takes up to "
+            f"[{part.length}, {part.width}]; write embeddings of its own encoder"
+        )
+    return found
 
 
 def embeddings_shape(path: Path, name: str) -> tuple[int, ...]:

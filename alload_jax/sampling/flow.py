@@ -20,7 +20,8 @@ class Condition(NamedTuple):
     """The conditions of a model beside latents and timestep.
 
     Attributes:
-      tokens: [B, L] int32 classes, or [B, L, text.dim] float32 text embeddings.
+      tokens: [B, L] int32 classes, [B, L, text.dim] float32 text embeddings, or `ConditionTokens`
+        by name for models that declare `condition_parts`.
       image: [B, N, image.dim] float32 image embeddings; None if the model takes none.
       given: [B, frames, height, width, G] float32 input channels behind the noisy latents; None if
         the model takes none.

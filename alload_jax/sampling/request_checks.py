@@ -145,6 +145,8 @@ def _image_tokens(raw: RawRequest, target: Target) -> int:
     if not given:
         if "image" in raw.values and target.encoders.image is not None:
             return 0
+        if model.given_optional:
+            return 0
         raise InputError(
             f"{place} is not given; the model takes [N, {model.image.dim}] of them: give them, or "
             "--image with --image-encoder"
@@ -170,7 +172,7 @@ def _check_given(raw: RawRequest, target: Target, size: Triple) -> None:
     if "image" not in raw.values:
         if "last_image" in raw.values:
             raise InputError(f"{place} is not given, but last_image is; give both")
-        if model.given_channels:
+        if model.given_channels and not model.given_optional:
             raise InputError(f"{place} is not given; this image-to-video model needs a first frame")
         return
     if model.given_channels:

@@ -177,6 +177,14 @@ def test_the_grid_is_ascending_and_within_memory():
     assert max(c.tokens for c in grid(256, 4096, 5000)) <= 5000
 
 
+def test_tokens_of_a_joint_condition_count_in_a_length_and_make_no_latents():
+    cases = grid(256, 4096, 10_000, beside=100)
+    assert [case.seq_len for case in cases if case.rows == 1] == [356, 612, 1124, 2148, 4196]
+    assert max(case.tokens for case in cases) <= 10_000
+    for case in cases:
+        assert math.prod(case.latents((1, 2, 2))[1:]) == 4 * (case.seq_len - 100)
+
+
 def test_held_out_points_do_not_affect_the_fit():
     model = QuadraticCost(0.1, 1e-4, 1e-8, 1e-3)
     cases = grid(256, 16_384, 70_000)

@@ -152,8 +152,7 @@ def checked_given(
     Raises:
       BadRecordError: one is missing, has another shape than the manifest says, or is not finite.
     """
-    latents = manifest.latent_shape(tuple(manifest.shape[sample]))
-    shapes = manifest.form.shapes(latents, int(manifest.text_length[sample]))
+    shapes = manifest.record_shapes(sample)
     found = {}
     for name in (GIVEN, IMAGE):
         if name not in shapes:

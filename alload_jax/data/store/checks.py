@@ -1,12 +1,12 @@
 """Checks of samples before they are stored."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
+from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, NAMED, TEXT
 from alload_jax.data.sample_form import SampleForm
 from alload_jax.data.sample_texts import with_alternatives
 from alload_jax.planning.geometry import Geometry, Triple
@@ -55,6 +55,7 @@ class SampleChecks:
         given: np.ndarray | None = None,
         image: np.ndarray | None = None,
         alternatives: Sequence[Alternative] = (),
+        parts: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
         """Checks a sample; arguments as `StoreWriter.add`'s. Returns the arrays of its record.
 
@@ -76,6 +77,7 @@ class SampleChecks:
         condition = _checked_condition(condition, place)
         arrays = {LATENTS: latents, (LABELS if condition.ndim == 1 else TEXT): condition}
         arrays |= _checked_image(latents, given, image, place)
+        arrays |= _checked_parts(parts or {}, place)
         others = [_checked_condition(np.asarray(other), place) for other, _ in alternatives]
         for other in others:
             if other.shape[1:] != condition.shape[1:]:
@@ -168,6 +170,20 @@ def _checked_image(
         raise ValueError(
             f"{place}: image has shape {found[IMAGE].shape}; it must be [tokens, width]"
         )
+    return found
+
+
+def _checked_parts(parts: Mapping[str, np.ndarray], place: str) -> dict[str, np.ndarray]:
+    """Checks condition tokens of further kinds."""
+    found = {name: np.asarray(array) for name, array in parts.items()}
+    for name, array in found.items():
+        if name in NAMED or not name.isidentifier():
+            raise ValueError(f"{place}: {name!r} cannot name condition tokens; use another word")
+        if array.ndim != 2 or not is_float(array):
+            raise ValueError(
+                f"{place}: {name} has shape {array.shape} of {array.dtype}; it must be "
+                "[tokens, width] of floats"
+            )
     return found
 
 

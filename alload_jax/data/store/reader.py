@@ -87,8 +87,7 @@ class StoreReader:
 
     def _check_arrays(self, arrays: dict[str, np.ndarray], sample: int, place: str) -> None:
         latents = self.manifest.latent_shape(tuple(self.manifest.shape[sample]))
-        length = int(self.manifest.text_length[sample])
-        shapes = self.manifest.form.shapes(latents, length)
+        shapes = self.manifest.record_shapes(sample)
         for name, shape in {records.LATENTS: latents, **shapes}.items():
             held = [arrays[name]] if name in arrays else []
             if held and name in (records.TEXT, records.LABELS):

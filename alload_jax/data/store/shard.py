@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,8 +12,8 @@ import pyarrow as pa
 from array_record.python import array_record_module
 
 from alload_jax.data import record as records
-from alload_jax.data.manifest import CAPTION, CAPTIONS, PATH, row_schema
-from alload_jax.data.sample_form import SampleForm
+from alload_jax.data.manifest import CAPTION, CAPTIONS, PART_LENGTHS, PATH, row_schema
+from alload_jax.data.sample_form import SampleForm, part_names
 from alload_jax.data.sample_texts import texts_of
 from alload_jax.data.store.checks import Alternative, SampleChecks
 from alload_jax.data.store.shard_files import (
@@ -107,13 +107,16 @@ class ShardWriter:
         given: np.ndarray | None = None,
         image: np.ndarray | None = None,
         alternatives: Sequence[Alternative] = (),
+        parts: Mapping[str, np.ndarray] | None = None,
         path: str | None = None,
     ) -> None:
         """Appends a sample; arguments and errors as `StoreWriter.add`'s."""
         if path is not None and not isinstance(path, str):
             raise ValueError(f"path is {path!r}; give text, or None where there is none")
         alternatives = list(alternatives)
-        arrays = self._checks.check(latents, condition, size, caption, given, image, alternatives)
+        arrays = self._checks.check(
+            latents, condition, size, caption, given, image, alternatives, parts
+        )
         latents = arrays[records.LATENTS]
         data = records.encode(arrays)
         frames, height, width = (int(value) for value in size)
@@ -129,6 +132,8 @@ class ShardWriter:
             row[CAPTIONS] = [caption, *(words for _, words in alternatives)]
         if path is not None:
             row[PATH] = path
+        if names := part_names(arrays):
+            row[PART_LENGTHS] = [len(arrays[name]) for name in names]
         self.add_record(data, row)
 
     def add_record(self, data: bytes, row: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Writes a store sample by sample."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -112,6 +112,7 @@ class StoreWriter:
         given: np.ndarray | None = None,
         image: np.ndarray | None = None,
         alternatives: Sequence[Alternative] = (),
+        parts: Mapping[str, np.ndarray] | None = None,
         path: str | None = None,
     ) -> None:
         """Appends a sample.
@@ -127,6 +128,9 @@ class StoreWriter:
           image: [N, width] finite floats, embeddings of the given image.
           alternatives: further texts of the sample, each as a condition and a caption, like the
             first. Training takes one of all in each epoch.
+          parts: [L, width] finite floats by name, condition tokens of further kinds, such as those
+            of a second text encoder. All samples of a folder have the same names and widths; a
+            sample may have no tokens of a kind.
           path: where the sample comes from, such as `portraits/clip.mp4`, for the patterns of
             `data.weights`.
 
@@ -137,7 +141,7 @@ class StoreWriter:
             sample is left out; the writer can go on.
           OSError: the disk is full.
         """
-        extra: dict[str, Any] = {"alternatives": alternatives, "path": path}
+        extra: dict[str, Any] = {"alternatives": alternatives, "parts": parts, "path": path}
         if self._shard is None:
             self._shard = self._open_shard(self._next_number)
             self._next_number += 1

@@ -28,6 +28,7 @@ def attention(
     value: jax.Array,
     *,
     segments: AttentionSegments | SplitRows | None = None,
+    lengths: jax.Array | None = None,
     implementation: AttentionImplementation = "auto",
     sharding: NamedSharding | None = None,
 ) -> jax.Array:
@@ -39,6 +40,8 @@ def attention(
       value: [B, T, num_heads, head_dim].
       segments: positions of the segments of packed rows; None for bucketed rows. `SplitRows` needs
         a mesh with a context axis.
+      lengths: [B] int32, for self-attention in bucketed rows of which only the first tokens are
+        some: the others attend to nothing, are not attended to and get zeros; None for all tokens.
       implementation: "cudnn" (fused, GPU only), "xla", or "auto": cuDNN where it can run.
       sharding: sharding of packed rows over a mesh of Auto axes; only B is split.
 
@@ -60,10 +63,14 @@ def attention(
     reason = cudnn_unsupported_reason(query)
     if implementation == "cudnn" and reason:
         raise NotImplementedError(f"attention: cuDNN cannot run here, {reason}; use 'xla'")
-    if implementation == "xla" or reason:
-        output = jax.nn.dot_product_attention(query, key, value, implementation="xla")
-        return checkpoint_name(output, ATTENTION_OUTPUT)
-    return _cudnn(query, key, value)
+    run: Callable[..., jax.Array] = _xla if implementation == "xla" or reason else _cudnn
+    if lengths is None:
+        return run(query, key, value)
+    # Zeros on both sides, because cuDNN leaves outputs and gradients of masked tokens unwritten.
+    valid = (jnp.arange(query.shape[1]) < lengths[:, None])[:, :, None, None]
+    parts = (jnp.where(valid, part, 0) for part in (query, key, value))
+    output = run(*parts, jnp.maximum(lengths, 1))
+    return jnp.where(valid, output, 0)
 
 
 def _packed(
@@ -120,18 +127,36 @@ def head_spec(sharding: NamedSharding) -> PartitionSpec:
     return PartitionSpec(sharding.spec[0], None, TENSOR if TENSOR in sharding.mesh.shape else None)
 
 
-def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def _xla(
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
+) -> jax.Array:
+    """Runs XLA's attention on dense rows."""
+    output = jax.nn.dot_product_attention(
+        *(query, key, value),
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="xla",
+    )
+    return checkpoint_name(output, ATTENTION_OUTPUT)
+
+
+def _cudnn(
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
+) -> jax.Array:
     """Runs cuDNN on dense rows.
 
     JAX rejects odd lengths in cuDNN's backward pass, so odd lengths get one masked token more.
     """
     batch, queries, keys = *query.shape[:2], key.shape[1]
-    if queries % 2 == 0 and keys % 2 == 0:
+    even = queries % 2 == 0 and keys % 2 == 0
+    if lengths is None and even:
         return jax.nn.dot_product_attention(query, key, value, implementation="cudnn")
+    whole = (jnp.full(batch, tokens, jnp.int32) for tokens in (queries, keys))
+    query_lengths, key_lengths = whole if lengths is None else (lengths, lengths)
     output = jax.nn.dot_product_attention(
         *(_to_even(part) for part in (query, key, value)),
-        query_seq_lengths=jnp.full(batch, queries, jnp.int32),
-        key_value_seq_lengths=jnp.full(batch, keys, jnp.int32),
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=key_lengths,
         implementation="cudnn",
     )
     return output[:, :queries]
@@ -151,3 +176,19 @@ def cudnn_unsupported_reason(query: jax.Array | jax.ShapeDtypeStruct) -> str:
     if head_dim % 8 or head_dim > 256:
         return f"head_dim is {head_dim}, not a multiple of 8 up to 256"
     return ""
+
+
+def packing_unsupported_reason(
+    implementation: AttentionImplementation, head_dim: int, dtype: jnp.dtype
+) -> str:
+    """Returns why a model should not train on packed rows on this device; empty if it can.
+
+    Args:
+      implementation: the model's attention.
+      head_dim: width of its heads.
+      dtype: dtype of its computation.
+    """
+    if implementation == "xla":
+        return "model.attention is xla, which computes all pairs of a row"
+    head = jax.ShapeDtypeStruct((1, 1, 1, head_dim), dtype)
+    return cudnn_unsupported_reason(head) or packed_unsupported_reason()

@@ -1,7 +1,7 @@
 """The config fields that all model families share."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,23 @@ class ImageConfig:
                 raise InputError(f"model.image.{name} is {value}; it must be at least 1")
 
 
+class ConditionPart(NamedTuple):
+    """One kind of condition tokens of which samples have different numbers.
+
+    Attributes:
+      name: in batches, in records and in files of embeddings; `text` and `image` are those of the
+        config.
+      width: width of the embeddings.
+      length: maximum number of tokens of a sample; a sample may have none.
+      dropped: whether the null condition has none of these tokens; else it keeps them.
+    """
+
+    name: str
+    width: int
+    length: int
+    dropped: bool = True
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The fields that the config of every family has; each family's config adds more.
@@ -94,6 +111,13 @@ class ModelConfig:
     later_fields: ClassVar[dict[str, Any]] = {}
     """Fields that the family's first checkpoints lack, and the values that they imply."""
 
+    joint_attention: ClassVar[bool] = False
+    """Whether the condition's tokens stand in the rows beside those of the latents. A sample's
+    length in tokens then includes both."""
+
+    given_optional: ClassVar[bool] = False
+    """Whether data may lack given frames and embeddings of images; they are then zeros and none."""
+
     def __post_init__(self) -> None:
         for name in ("in_channels", "num_classes"):
             if getattr(self, name) < 1:
@@ -111,6 +135,14 @@ class ModelConfig:
         Raises:
           InputError: the devices cannot share the work.
         """
+
+    def condition_parts(self) -> tuple[ConditionPart, ...]:
+        """Returns the kinds of condition tokens of a model whose samples differ in their number.
+
+        Such a model gets `ConditionTokens` by name as its condition. Empty, as by default: samples
+        have equal numbers of condition tokens, in one array.
+        """
+        return ()
 
     def architecture(self) -> dict[str, Any]:
         """Returns the fields that determine the parameters, as JSON values."""

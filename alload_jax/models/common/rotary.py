@@ -1,4 +1,4 @@
-"""Rotary position embedding over (t, h, w), as in Wan 2.1."""
+"""Rotary position embedding over (t, h, w)."""
 
 import jax
 import jax.numpy as jnp
@@ -26,24 +26,28 @@ def rotary_table(
     limits: tuple[int, int, int],
     head_dim: int,
     theta: float = 10_000.0,
+    sizes: tuple[int, int, int] | None = None,
 ) -> RotaryTable:
     """Computes cosines and sines for every token and every pair of channels.
 
-    The channels of a head are divided as in Wan 2.1: 2·(head_dim // 6) each for h and w, the rest
-    for t. Within each part, pairs rotate at the usual geometric frequencies (arXiv 2104.09864).
+    Within each of the three parts of a head's channels, pairs rotate at the usual geometric
+    frequencies (arXiv 2104.09864).
     Angles are computed in float64 in a small table per axis and looked up by position.
 
     Args:
       positions: [S, 3] integers from 0, or [R, S, 3] for different positions per row.
       limits: exclusive upper bounds of the positions, (t, h, w).
       head_dim: width of a head; even.
+      theta: base of the frequencies.
+      sizes: channels for (t, h, w), even, with the sum head_dim; None for Wan 2.1's: 2·(head_dim //
+        6) each for h and w, the rest for t.
 
     Returns:
       cos, sin: [S, head_dim // 2] float32, or [R, S, head_dim // 2].
     """
     spatial = 2 * (head_dim // 6)
     cosines, sines = [], []
-    for axis, size in enumerate((head_dim - 2 * spatial, spatial, spatial)):
+    for axis, size in enumerate(sizes or (head_dim - 2 * spatial, spatial, spatial)):
         frequencies = theta ** -(np.arange(0, size, 2, dtype=np.float64) / max(size, 1))
         angle = np.arange(limits[axis])[:, None] * frequencies
         place = jnp.asarray(positions)[..., axis]

@@ -9,6 +9,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from alload_jax.models.common.attention import attention
+from alload_jax.models.common.feed_forward import FeedForward
+from alload_jax.models.common.gated_add import gated_add
 from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.rotary import RotaryTable, apply_rotary
 from alload_jax.models.common.segments import AttentionSegments, PackedMetadata, SplitRows
@@ -145,23 +147,6 @@ class Attention(nnx.Module):
         return split_single_row(projected, sharding, x, *tables)
 
 
-class FeedForward(nnx.Module):
-    """Linear, GELU (tanh form), linear."""
-
-    def __init__(self, config: WanConfig, *, rngs: nnx.Rngs):
-        dtype = config.compute_dtype
-        self.hidden = nnx.Linear(config.dim, config.ffn_dim, dtype=dtype, rngs=rngs)
-        self.out = nnx.Linear(config.ffn_dim, config.dim, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x: jax.Array, sharding: NamedSharding | None = None) -> jax.Array:
-        """[B, S, D] → [B, S, D]."""
-
-        def both(x: jax.Array) -> jax.Array:
-            return self.out(nnx.gelu(self.hidden(x), approximate=True))
-
-        return split_single_row(both, sharding, x)
-
-
 class Block(nnx.Module):
     """Self-attention, cross-attention to the condition and feed-forward, modulated by the timestep.
 
@@ -180,7 +165,7 @@ class Block(nnx.Module):
             else None
         )
         self.cross_attention = Attention(config, with_image=config.image is not None, rngs=rngs)
-        self.feed_forward = FeedForward(config, rngs=rngs)
+        self.feed_forward = FeedForward(config.dim, config.ffn_dim, dtype=self.dtype, rngs=rngs)
         sparse = config.sparse_attention
         # Last, so that all other parameters are drawn as without it.
         self.sparse_attention = (
@@ -210,7 +195,7 @@ class Block(nnx.Module):
             sharding=sharding,
         )
         x, y = residual_layernorm_modulate(x, y, None, scale2, shift2, **options)
-        return self._gated_add(x, self.feed_forward(y, sharding), gate2, options), auxiliary
+        return gated_add(x, self.feed_forward(y, sharding), gate2, options), auxiliary
 
     def _self_attention(self, y: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
         """y: [B, S, D] attends to itself, dense or sparse."""
@@ -232,20 +217,13 @@ class Block(nnx.Module):
         mixed, auxiliary = self.sparse_attention(rows)
         return module.project(mixed, sharding), auxiliary
 
-    def _gated_add(
-        self, x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]
-    ) -> jax.Array:
-        if "segment_ids" in options:
-            return _gated_add_by_segment(x, y, gate, options)
-        return _gated_add(x, y, gate)
-
     def _before_cross_attention(
         self, x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]
     ) -> tuple[jax.Array, jax.Array]:
         """Computes h = x + gate·y and its affine norm, a modulation by (weight − 1, bias)."""
         by_segment = "segment_ids" in options
         if self.cross_norm is None:
-            h = self._gated_add(x, y, gate, options)
+            h = gated_add(x, y, gate, options)
             return h, h.astype(self.dtype)
         weight, bias = self.cross_norm.scale, self.cross_norm.bias
         assert weight is not None
@@ -257,7 +235,7 @@ class Block(nnx.Module):
         if gate.shape == rows:
             return residual_layernorm_modulate(x, y, gate, scale, shift, **options)
         # The fused sum needs one layout, but each token has a gate and all share one affine norm.
-        h = _gated_add(x, y, gate)
+        h = gated_add(x, y, gate, {})
         return h, layernorm_modulate(h, scale, shift, **options).astype(self.dtype)
 
 
@@ -291,21 +269,3 @@ class Head(nnx.Module):
         options = self.norm_options | {"sharding": sharding, "segment_ids": segment_ids}
         y = layernorm_modulate(x, scale, shift, **options)
         return self.out(y.astype(self.dtype))
-
-
-def _gated_add(x: jax.Array, y: jax.Array, gate: jax.Array) -> jax.Array:
-    """Computes x + y·gate in float32, rounded once; gate: [B, D] or [B, S, D] float32."""
-    gate = gate[:, None, :] if gate.ndim == 2 else gate
-    return (x.astype(jnp.float32) + y.astype(jnp.float32) * gate).astype(x.dtype)
-
-
-def _gated_add_by_segment(
-    x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]
-) -> jax.Array:
-    """`_gated_add` with a gate for each segment, [B, M, D]; zero outside segments.
-
-    This uses the residual sum of the fused norm: its gradient of the gate is a reduction over
-    segments, whereas indexing the gates by token would give a scatter over all tokens.
-    """
-    none = jnp.zeros_like(gate)
-    return residual_layernorm_modulate(x, y, gate, none, none, **options)[0]

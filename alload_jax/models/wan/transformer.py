@@ -7,14 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from alload_jax.models.common.attention import cudnn_unsupported_reason
+from alload_jax.models.common import attention
 from alload_jax.models.common.embedding import (
     ImageEmbedding,
     TimestepEmbedding,
     condition_embedding,
 )
 from alload_jax.models.common.output import Auxiliary, Output, by_sample
-from alload_jax.models.common.packed_attention import packed_unsupported_reason
 from alload_jax.models.common.patches import patchify, unpatchify
 from alload_jax.models.common.remat import rematerialise
 from alload_jax.models.common.rotary import RotaryTable, grid_positions, rotary_table
@@ -28,10 +27,8 @@ from pallas_kernels import segmentation
 
 def packing_unsupported_reason(config: WanConfig) -> str:
     """Returns why this model should not train on packed rows on this device; empty if it can."""
-    if config.attention == "xla":
-        return "model.attention is xla, which computes all pairs of a row"
-    head = jax.ShapeDtypeStruct((1, 1, 1, config.dim // config.num_heads), config.compute_dtype)
-    return cudnn_unsupported_reason(head) or packed_unsupported_reason()
+    head_dim = config.dim // config.num_heads
+    return attention.packing_unsupported_reason(config.attention, head_dim, config.compute_dtype)
 
 
 class WanTransformer(nnx.Module):

@@ -10,13 +10,20 @@ DEFAULT_FAMILY = "wan"
 """Family of fields that do not name one."""
 
 _FAMILIES: Registry[type[Architecture]] = Registry(
-    "model family", {"wan": "alload_jax.planning.architectures.wan:WanArchitecture"}
+    "model family",
+    {
+        "wan": "alload_jax.planning.architectures.wan:WanArchitecture",
+        "hunyuan_video": (
+            "alload_jax.planning.architectures.hunyuan_video:HunyuanVideoArchitecture"
+        ),
+    },
 )
 _MODELS: Registry[Architecture] = Registry(
     "model",
     {
         "wan2.1-1.3b": "alload_jax.planning.architectures.wan:WAN_1_3B",
         "wan2.1-14b": "alload_jax.planning.architectures.wan:WAN_14B",
+        "hunyuan-video-1.5": ("alload_jax.planning.architectures.hunyuan_video:HUNYUAN_VIDEO_1_5"),
     },
 )
 

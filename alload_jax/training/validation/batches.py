@@ -56,7 +56,11 @@ class SizeClass:
 
 
 def choose_samples(
-    manifest: Manifest, patch_size: Triple, max_samples: int | None, max_shapes: int | None
+    manifest: Manifest,
+    patch_size: Triple,
+    max_samples: int | None,
+    max_shapes: int | None,
+    condition_tokens: int = 0,
 ) -> list[SizeClass]:
     """Chooses the samples to measure: of the most frequent sizes, each by its share, at least one.
 
@@ -67,6 +71,7 @@ def choose_samples(
       patch_size: latents per token.
       max_samples: most samples; None for all.
       max_shapes: most sizes; None for all.
+      condition_tokens: tokens of a row beside those of the latents.
 
     Returns:
       the chosen samples by size, shortest first.
@@ -84,7 +89,8 @@ def choose_samples(
         members = buckets.members[buckets.offsets[bucket] : buckets.offsets[bucket + 1]]
         first = members[np.argsort(place[members], kind="stable")][:count]
         frames, height, width = buckets.shape[bucket].tolist()
-        chosen.append(SizeClass((frames, height, width), int(buckets.seq_len[bucket]), first))
+        tokens = int(buckets.seq_len[bucket]) + condition_tokens
+        chosen.append(SizeClass((frames, height, width), tokens, first))
     return chosen
 
 

@@ -36,7 +36,8 @@ class HeldOut(NamedTuple):
 
     Attributes:
       source: the samples.
-      conditions: shape and dtype of their conditions, padded as those of training.
+      conditions: shape and dtype of their conditions, padded as those of training if attention
+        includes the padding.
     """
 
     source: SampleSource
@@ -65,6 +66,8 @@ class HeldOut(NamedTuple):
                 f"of data.folder {data.vae_stride}; prepare both with one VAE"
             )
         found = conditions_for(model, held_out)
+        if found.parts:  # whose padding no sample sees
+            return cls(source, found)
         if found.length > trained.length:
             raise InputError(
                 f"{held_out.path}: a sample has {found.length} classes, but samples of "

@@ -74,7 +74,10 @@ class Validator:
             )
         manifest, patch = held_out.source.manifest, spec.model.patch_size
         self.levels = config.noise_levels
-        self.classes = choose_samples(manifest, patch, config.max_samples, config.max_shapes)
+        beside = held_out.conditions.length if spec.model.joint_attention else 0
+        self.classes = choose_samples(
+            manifest, patch, config.max_samples, config.max_shapes, condition_tokens=beside
+        )
         self.measured_set = _measured_set(config, self.classes, manifest.checksum)
         self._config, self._mesh, self._tokens = config, mesh, tokens
         self._held_out = manifest

@@ -25,6 +25,51 @@ def test_equals_the_float64_oracle(queries, keys):
     )
 
 
+LENGTHS = np.array([7, 1, 0, 4])
+
+
+def test_tokens_behind_a_row_s_length_neither_attend_nor_are_attended_to():
+    parts = [heads((4, 7, 3, 8), i) for i in range(3)]
+    found = np.asarray(attention(*parts, lengths=jnp.asarray(LENGTHS)))
+    for row, length in enumerate(LENGTHS):
+        alone = oracle(*(part[row : row + 1, :length] for part in parts)) if length else []
+        np.testing.assert_allclose(found[row, :length], np.reshape(alone, (-1, 3, 8)), rtol=2e-5)
+        np.testing.assert_array_equal(found[row, length:], 0)
+
+
+def masked_gradients(parts, implementation):
+    """Of a sum over all outputs, those of masked tokens too."""
+
+    def total(*parts):
+        output = attention(*parts, lengths=jnp.asarray(LENGTHS), implementation=implementation)
+        return jnp.sum(
+            output.astype(jnp.float32) * jnp.cos(jnp.arange(output.size)).reshape(output.shape)
+        )
+
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*parts)
+
+
+def test_masked_tokens_have_no_gradient_even_if_they_are_not_finite():
+    parts = [heads((4, 7, 3, 8), i) for i in range(3)]
+    masked = (np.arange(7) >= LENGTHS[:, None])[..., None, None]
+    clean = masked_gradients(parts, "xla")
+    spoilt = masked_gradients([jnp.where(masked, jnp.nan, part) for part in parts], "xla")
+    for found, other in zip(clean, spoilt, strict=True):
+        np.testing.assert_array_equal(found, other)
+        np.testing.assert_array_equal(np.where(masked, found, 0), 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [16, 37])
+def test_cudnn_masks_as_xla_does(tokens):
+    parts = [heads((4, tokens, 4, 32), i, jnp.bfloat16) for i in range(3)]
+    plain = masked_gradients([part.astype(jnp.float32) for part in parts], "xla")
+    for found, expected in zip(masked_gradients(parts, "cudnn"), plain, strict=True):
+        expected = np.asarray(expected, np.float64)
+        error = np.linalg.norm(np.asarray(found, np.float64) - expected)
+        assert error < 2e-2 * np.linalg.norm(expected)
+
+
 def test_cudnn_on_a_cpu_is_refused_with_the_reason():
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU here")

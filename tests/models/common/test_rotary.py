@@ -28,6 +28,18 @@ def test_equals_complex_multiplication(head_dim):
     np.testing.assert_allclose(turned[..., 1::2], expected.imag, rtol=1e-6, atol=1e-6)
 
 
+def test_channels_are_divided_as_asked():
+    positions, sizes = np.asarray(grid_positions(3, 2, 5)), (4, 6, 2)
+    cos, sin = rotary_table(positions, (3, 2, 5), 12, theta=256.0, sizes=sizes)
+    angles = [
+        positions[:, axis] * 256.0 ** (-2 * i / size)
+        for axis, size in enumerate(sizes)
+        for i in range(size // 2)
+    ]
+    np.testing.assert_allclose(cos, np.cos(np.stack(angles, -1)), atol=1e-6)
+    np.testing.assert_allclose(sin, np.sin(np.stack(angles, -1)), atol=1e-6)
+
+
 def test_products_depend_on_differences_of_position_alone():
     rng = np.random.default_rng(1)
     query, key = (jnp.asarray(rng.normal(size=(1, 1, 1, 32)), jnp.float32) for _ in range(2))

@@ -1,0 +1,29 @@
+"""The gated residual sum of blocks that the timestep modulates."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import residual_layernorm_modulate
+
+
+def gated_add(x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]) -> jax.Array:
+    """Computes x + y·gate in float32, rounded once.
+
+    Args:
+      x, y: [B, S, D].
+      gate: float32, [B, D], or [B, S, D] for one per token; with segments [B, M, D].
+      options: options of the norms, with `segment_ids` where a gate belongs to a segment; tokens
+        outside segments are then zero.
+
+    Returns:
+      [B, S, D] in x's dtype.
+    """
+    if "segment_ids" in options:
+        # The residual sum of the fused norm: its gradient of the gate is a reduction over segments,
+        # whereas indexing the gates by token would give a scatter over all tokens.
+        none = jnp.zeros_like(gate)
+        return residual_layernorm_modulate(x, y, gate, none, none, **options)[0]
+    gate = gate[:, None, :] if gate.ndim == 2 else gate
+    return (x.astype(jnp.float32) + y.astype(jnp.float32) * gate).astype(x.dtype)

@@ -1,0 +1,1 @@
+"""The transformer of HunyuanVideo 1.5, an MMDiT."""

@@ -1,0 +1,174 @@
+"""A block of two streams that attend jointly, and the head that follows the last one."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from alload_jax.models.common.attention import attention
+from alload_jax.models.common.feed_forward import FeedForward
+from alload_jax.models.common.gated_add import gated_add
+from alload_jax.models.common.joint_rows import JointRows
+from alload_jax.models.common.rotary import RotaryTable, apply_rotary
+from alload_jax.models.common.single_row import split_single_row
+from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
+from pallas_kernels import Segmentation, layernorm_modulate, residual_layernorm_modulate
+
+_EPS = 1e-6
+
+
+class Context(NamedTuple):
+    """Inputs that all blocks share.
+
+    Attributes:
+      time: [B, D] float32, SiLU of the embedded timestep; [R, M, D] for packed rows.
+      rotary: rotary table for the queries and keys of the latents.
+      rows: where the tokens of both streams stand in attention.
+      segmentations: segments of the tokens of the latents and of those of the condition, for the
+        norms of packed rows; None each for rows of one sample.
+      sharding: sharding of rows over a mesh of Auto axes, which kernels need.
+    """
+
+    time: jax.Array
+    rotary: RotaryTable
+    rows: JointRows
+    segmentations: tuple[Segmentation | None, ...]
+    sharding: NamedSharding | None
+
+
+class Streams(NamedTuple):
+    """video: [B, S, D], tokens of the latents; condition: [B, C, D]."""
+
+    video: jax.Array
+    condition: jax.Array
+
+
+class Stream(nnx.Module):
+    """The parameters with which a block computes one of its streams.
+
+    The residual stream has the config's `stream_dtype`; the inputs of attention and feed-forward
+    have its `compute_dtype`.
+    """
+
+    def __init__(self, config: HunyuanVideoConfig, *, rngs: nnx.Rngs):
+        dim, dtype = config.dim, config.compute_dtype
+
+        def linear() -> nnx.Linear:
+            return nnx.Linear(dim, dim, dtype=dtype, rngs=rngs)
+
+        def norm() -> nnx.RMSNorm:
+            return nnx.RMSNorm(config.head_dim, epsilon=_EPS, dtype=dtype, rngs=rngs)
+
+        self.dtype, self.num_heads = dtype, config.num_heads
+        self.norm_options: dict[str, Any] = {"eps": _EPS, "implementation": config.norm}
+        # adaLN-Zero (arXiv 2212.09748): every block starts as the identity.
+        self.modulation = nnx.Linear(dim, 6 * dim, kernel_init=nnx.initializers.zeros, rngs=rngs)
+        self.query, self.key, self.value, self.out = linear(), linear(), linear(), linear()
+        self.query_norm, self.key_norm = norm(), norm()
+        self.feed_forward = FeedForward(dim, config.ffn_dim, dtype=dtype, rngs=rngs)
+
+    def modulations(self, time: jax.Array) -> list[jax.Array]:
+        """shift, scale and gate of attention, then of feed-forward: [..., D] float32 each."""
+        return jnp.split(self.modulation(time), 6, axis=-1)
+
+    def options(
+        self, segmentation: Segmentation | None, sharding: NamedSharding | None
+    ) -> dict[str, Any]:
+        """Options of the norms."""
+        segments = {} if segmentation is None else {"segment_ids": segmentation}
+        return self.norm_options | segments | {"sharding": sharding}
+
+    def heads(
+        self, y: jax.Array, rotary: RotaryTable | None, sharding: NamedSharding | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Query, key and value of y: [B, S, D], [B, S, num_heads, head_dim] each."""
+
+        def project(linear: nnx.Linear, norm: nnx.RMSNorm | None, *tables: jax.Array) -> jax.Array:
+            def projected(y: jax.Array, *rotary: jax.Array) -> jax.Array:
+                heads = linear(y).reshape(*y.shape[:-1], self.num_heads, -1)
+                heads = heads if norm is None else norm(heads)
+                return apply_rotary(heads, rotary) if rotary else heads
+
+            return split_single_row(projected, sharding, y, *tables)
+
+        tables = [jnp.broadcast_to(part, (*y.shape[:2], part.shape[-1])) for part in rotary or ()]
+        return (
+            project(self.query, self.query_norm, *tables),
+            project(self.key, self.key_norm, *tables),
+            project(self.value, None),
+        )
+
+    def finish(
+        self,
+        x: jax.Array,
+        mixed: jax.Array,
+        modulations: list[jax.Array],
+        options: dict[str, Any],
+    ) -> jax.Array:
+        """Adds attention's output [B, S, num_heads, head_dim] and feed-forward to x: [B, S, D]."""
+        _, _, gate1, shift2, scale2, gate2 = modulations
+        sharding = options["sharding"]
+        y = split_single_row(self.out, sharding, mixed.reshape(*mixed.shape[:2], -1))
+        x, y = residual_layernorm_modulate(x, y, gate1, scale2, shift2, **options)
+        return gated_add(x, self.feed_forward(y, sharding), gate2, options)
+
+
+class Block(nnx.Module):
+    """Joint attention of the latents' tokens and the condition's, each with its own parameters."""
+
+    def __init__(self, config: HunyuanVideoConfig, *, rngs: nnx.Rngs):
+        self.implementation = config.attention
+        self.video = Stream(config, rngs=rngs)
+        self.condition = Stream(config, rngs=rngs)
+
+    def __call__(self, x: Streams, context: Context) -> Streams:
+        """Computes both streams, in `stream_dtype`."""
+        sharding, rows, modules = context.sharding, context.rows, (self.video, self.condition)
+        pairs = zip(modules, context.segmentations, strict=True)
+        options = [module.options(segments, sharding) for module, segments in pairs]
+        modulations = [module.modulations(context.time) for module in modules]
+        rotary = (context.rotary, None)
+        heads = []
+        for n, module in enumerate(modules):
+            shift, scale = modulations[n][:2]
+            y = layernorm_modulate(x[n], scale, shift, **options[n]).astype(module.dtype)
+            heads.append(module.heads(y, rotary[n], sharding))
+        mixed = attention(
+            *(rows.join(video, condition) for video, condition in zip(*heads, strict=True)),
+            segments=rows.segments,
+            lengths=rows.lengths,
+            implementation=self.implementation,
+            sharding=sharding,
+        )
+        parts = rows.separate(mixed, x.video.shape[1])
+        return Streams(
+            *(
+                module.finish(x[n], parts[n], modulations[n], options[n])
+                for n, module in enumerate(modules)
+            )
+        )
+
+
+class Head(nnx.Module):
+    """Modulated norm and projection from tokens to patches."""
+
+    def __init__(self, config: HunyuanVideoConfig, volume: int, *, rngs: nnx.Rngs):
+        dim, self.dtype, self.volume = config.dim, config.compute_dtype, volume
+        self.norm_options: dict[str, Any] = {"eps": _EPS, "implementation": config.norm}
+        zeros = nnx.initializers.zeros
+        self.modulation = nnx.Linear(dim, 2 * dim, kernel_init=zeros, rngs=rngs)
+        self.out = nnx.Linear(
+            dim, volume * config.latent_channels, dtype=self.dtype, kernel_init=zeros, rngs=rngs
+        )
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        """x: [B, S, D] → patches [B, S, volume · channels] as of `patchify`."""
+        scale, shift = jnp.split(self.modulation(context.time), 2, axis=-1)
+        options = self.norm_options | {"sharding": context.sharding}
+        y = layernorm_modulate(x, scale, shift, segment_ids=context.segmentations[0], **options)
+        patches = self.out(y.astype(self.dtype))
+        # The parameters have diffusers' order: all of a patch for each channel.
+        by_channel = patches.reshape(*patches.shape[:-1], -1, self.volume)
+        return by_channel.swapaxes(-1, -2).reshape(patches.shape)

@@ -1,0 +1,197 @@
+"""Counts FLOPs, bytes and parameters of HunyuanVideo-like transformers, without JAX."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from alload_jax.errors import InputError
+from alload_jax.planning.architectures.architecture import (
+    ActivationCounts,
+    Architecture,
+    ForwardFlops,
+)
+
+_KERNELS = 80
+"""Kernels of a block's forward pass."""
+_FREQUENCIES = 256
+_REFINER_RATIO = 4
+
+# Tensors of S × dim (and of S × ffn_dim) that a block reads and writes outside matrix products and
+# attention, counted, not measured. Forward: two norms, one with residual and gate, and the last
+# gate 9, query and key norms with rotary embedding 4, joining and separating the streams 8; GELU
+# reads and writes the hidden layer.
+_FORWARD_TRAFFIC = (21, 2)
+# Backward: norms 12, query and key norms 8, gates 3, streams 8, gradients of biases 6, sums of
+# gradients 3; the hidden layer: GELU 3, gradient of bias 1.
+_BACKWARD_TRAFFIC = (40, 4)
+_WORKING_SET = (19, 4)
+"""Peak number of live tensors of S × dim and S × ffn_dim in the backward pass of one block."""
+_ADAPTERS = (4, 0)
+"""Live tensors beside it where adapters are trained, as measured of Wan."""
+_KEPT = {
+    "full": (1, 0),
+    "offload": (0, 0),  # in the host's memory
+    # Attention's output is kept twice: under its name, and as an output of cuDNN.
+    "attention": (1 + 2, 0),
+    # Besides: query, key, value, out; both feed-forward layers.
+    "matmuls_and_attention": (1 + 2 + 5, 1),
+    # An estimate: what autodiff keeps of norms, rotary embedding and GELU, partly in float32.
+    "none": (24, 3),
+}
+"""Rematerialisation policy → tensors of S × dim and S × ffn_dim that every block keeps, including
+its input."""
+_EXCHANGED = 4
+"""Tensors of S × dim: query, key, value and output of attention."""
+
+
+@dataclass(frozen=True)
+class HunyuanVideoArchitecture(Architecture):
+    """Shape of the transformer in `alload_jax.models.hunyuan_video.transformer`.
+
+    A sample's length in tokens is that of its latents and of its condition together: both streams
+    have equal layers, so that a token costs the same in either.
+
+    Attributes:
+      dim: width of both streams.
+      ffn_dim: width of the feed-forward layers.
+      num_heads: attention heads.
+      num_layers: transformer blocks.
+      refiner_layers: blocks of the text refiner.
+      in_channels: channels of the input.
+      out_channels: channels of the prediction; None for `in_channels`.
+      patch_size: latent (frames, height, width) that make one token.
+      text: (width, most tokens) of the text; None where the condition is classes.
+      glyphs: (width, most tokens) of the second text; None for none.
+      glyph_hidden: width of the layers that embed it.
+      image_dim: width of image embeddings; None for none.
+      num_classes: classes, where the condition is classes.
+    """
+
+    dim: int
+    ffn_dim: int
+    num_heads: int
+    num_layers: int
+    refiner_layers: int = 2
+    in_channels: int = 65
+    out_channels: int | None = 32
+    patch_size: tuple[int, int, int] = (1, 1, 1)
+    text: tuple[int, int] | None = (3584, 1000)
+    glyphs: tuple[int, int] | None = (1472, 256)
+    glyph_hidden: int = 2048
+    image_dim: int | None = 1152
+    num_classes: int = 10
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """The architecture that fields describe, as `HunyuanVideoConfig.architecture()` gives them.
+
+        Raises:
+          InputError: a field is missing or no whole number.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        chosen = {name: value for name, value in fields.items() if name in known}
+        chosen["patch_size"] = tuple(fields.get("patch_size") or (1, 1, 1))
+        chosen["out_channels"] = fields.get("out_channels")
+        for name in ("text", "glyphs"):
+            part = fields.get(name)
+            chosen[name] = (part["dim"], part["length"]) if part else None
+        image = fields.get("image")
+        chosen["image_dim"] = image["dim"] if image else None
+        for name in ("dim", "ffn_dim", "num_heads", "num_layers"):
+            value = chosen.get(name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"model.{name} is {value!r}; give a whole number of at least 1")
+        return cls(**chosen)
+
+    def fields(self) -> dict[str, Any]:
+        """The architecture as `from_fields` reads it."""
+        fields = dataclasses.asdict(self)
+        for name in ("text", "glyphs"):
+            if part := fields.pop(name):
+                fields[name] = {"dim": part[0], "length": part[1]}
+        if width := fields.pop("image_dim"):
+            fields["image"] = {"dim": width}
+        fields = {k: v for k, v in fields.items() if v is not None}
+        return fields | {"family": "hunyuan_video", "patch_size": list(self.patch_size)}
+
+    def flops(self) -> ForwardFlops:
+        """FLOPs of the forward pass of all blocks on a sample of S tokens of both kinds.
+
+        L·[8·S·d² + 4·S·d·f + 4·S²·d]: query, key, value and out, feed-forward, joint attention.
+        Per sample, the modulation of both streams, 24·L·d², and the refiner of the longest text,
+        which are small. The embeddings and the head are left out, as is elementwise work.
+        """
+        dim, layers = self.dim, self.num_layers
+        refined = self.text[1] if self.text else 0
+        per_text_token = 8.0 * dim**2 + 4.0 * _REFINER_RATIO * dim**2
+        return ForwardFlops(
+            matmul_per_token=layers * (8.0 * dim**2 + 4.0 * dim * self.ffn_dim),
+            matmul_per_sequence=layers * 24.0 * dim**2
+            + self.refiner_layers * refined * per_text_token,
+            attention_per_pair=layers * 4.0 * dim,
+            attention_per_sequence=self.refiner_layers * 4.0 * dim * refined**2,
+        )
+
+    def activations(self) -> ActivationCounts:
+        """See `Architecture.activations`; a sample's condition is its longest."""
+        parts = [part for part in (self.text, self.glyphs) if part]
+        return ActivationCounts(
+            forward_traffic=self.num_layers * self._values(_FORWARD_TRAFFIC),
+            backward_traffic=self.num_layers * self._values(_BACKWARD_TRAFFIC),
+            working_set=self._values(_WORKING_SET),
+            split_exchange=self.num_layers * self._values((_EXCHANGED, 0)),
+            adapters=self._values(_ADAPTERS),
+            condition=float(sum(width * length for width, length in parts)),
+        )
+
+    def kept_activations(self, remat: str) -> float:
+        """See `Architecture.kept_activations`."""
+        return self.num_layers * self._values(_KEPT[remat])
+
+    def kernels(self) -> int:
+        """See `Architecture.kernels`."""
+        return self.num_layers * _KERNELS
+
+    def _values(self, tensors: tuple[int, int]) -> int:
+        """Values per token of these numbers of tensors of S × dim and of S × ffn_dim."""
+        narrow, wide = tensors
+        return narrow * self.dim + wide * self.ffn_dim
+
+    def parameters(self) -> int:
+        """Parameters of the model, exactly."""
+        dim, patch = self.dim, math.prod(self.patch_size)
+        out = patch * (self.in_channels if self.out_channels is None else self.out_channels)
+        time = _linear(_FREQUENCIES, dim) + _linear(dim, dim)
+        outside = _linear(patch * self.in_channels, dim) + _linear(dim, 2 * dim) + _linear(dim, out)
+        stream = _linear(dim, 6 * dim) + 4 * _linear(dim, dim) + 2 * (dim // self.num_heads)
+        stream += _linear(dim, self.ffn_dim) + _linear(self.ffn_dim, dim)
+        return time + outside + self._condition_parameters() + 2 * self.num_layers * stream
+
+    def _condition_parameters(self) -> int:
+        dim = self.dim
+        if self.text is None:
+            return (self.num_classes + 1) * dim
+        width, hidden = self.text[0], _REFINER_RATIO * dim
+        total = 3 * dim + 2 * _linear(width, dim) + 2 * _linear(dim, dim)
+        total += _linear(_FREQUENCIES, dim)
+        block = 4 * dim + 4 * _linear(dim, dim) + _linear(dim, hidden) + _linear(hidden, dim)
+        total += self.refiner_layers * (block + _linear(dim, 2 * dim))
+        if self.glyphs:
+            width, hidden = self.glyphs[0], self.glyph_hidden
+            total += 2 * width + _linear(width, hidden) + _linear(hidden, hidden)
+            total += _linear(hidden, dim)
+        if self.image_dim:
+            width = self.image_dim
+            total += 2 * width + _linear(width, width) + _linear(width, dim) + 2 * dim
+        return total
+
+
+def _linear(inputs: int, outputs: int) -> int:
+    """Parameters of a linear layer with biases."""
+    return (inputs + 1) * outputs
+
+
+HUNYUAN_VIDEO_1_5 = HunyuanVideoArchitecture(2048, 8192, 16, 54)
+"""HunyuanVideo 1.5, as in its config.json."""

@@ -1,0 +1,87 @@
+"""The golden files that tests/parity/draw_hunyuan_video.py drew from diffusers."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import safetensors.numpy
+
+from alload_jax.models.common.condition_tokens import ConditionTokens
+from alload_jax.models.common.segments import segments_of
+from alload_jax.models.families import read_model_config
+from alload_jax.models.weights import load_weights
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "hunyuan_video"
+CASES = sorted(folder.name for folder in GOLDEN.iterdir())
+GLYPH_HIDDEN = 12
+
+
+class Call(NamedTuple):
+    """One call of the model; latents, cotangent and output as [B, F, H, W, C]."""
+
+    latents: np.ndarray
+    timestep: np.ndarray
+    condition: dict[str, Any]
+    cotangent: np.ndarray
+    output: np.ndarray
+
+
+def bucketed_tokens(values, lengths):
+    """[B, L, width] with `lengths` tokens each."""
+    lengths = np.asarray(lengths, np.int32)
+    table = np.stack([np.zeros_like(lengths), lengths])[..., None]
+    return ConditionTokens(values, segments_of(table, values.shape[1]))
+
+
+def golden_calls(case):
+    """The case's calls, and its gradients by diffusers' keys."""
+    inputs = safetensors.numpy.load_file(GOLDEN / case / "inputs.safetensors")
+    expected = safetensors.numpy.load_file(GOLDEN / case / "expected.safetensors")
+    count = sum(name.endswith(".latents") for name in inputs)
+    calls = []
+    for n in range(count):
+        image = inputs[f"{n}.image"]
+        condition = {
+            name: bucketed_tokens(inputs[f"{n}.{name}"], inputs[f"{n}.{name}_length"])
+            for name in ("text", "glyphs")
+        }
+        tokens = image.shape[1] if image.any() else 0
+        condition["image"] = bucketed_tokens(image, [tokens] * len(image))
+        calls.append(
+            Call(
+                latents=channels_last(inputs[f"{n}.latents"]),
+                timestep=inputs[f"{n}.timestep"],
+                condition=condition,
+                cotangent=channels_last(inputs[f"{n}.cotangent"]),
+                output=channels_last(expected[f"{n}.output"]),
+            )
+        )
+    grads = {k.removeprefix("grad."): v for k, v in expected.items() if k.startswith("grad.")}
+    return calls, grads
+
+
+def golden_config(case, **changes):
+    config = read_model_config(GOLDEN / case / "transformer" / "config.json")
+    changes = {"dtype": "float32", "glyph_hidden": GLYPH_HIDDEN} | changes
+    return dataclasses.replace(config, **changes)
+
+
+def golden_params(case, config):
+    mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    return load_weights(GOLDEN / case / "transformer", config, mesh)
+
+
+def channels_last(x):
+    return np.moveaxis(x, 1, -1)
+
+
+def error_of(value, expected):
+    """Relative to the norm of what is expected, but for gradients that are zero up to rounding.
+
+    Those are of biases of keys without a norm, on which a softmax does not depend.
+    """
+    size = max(np.linalg.norm(expected), 1e-2)
+    return np.linalg.norm(np.asarray(value) - expected) / size

@@ -1,0 +1,230 @@
+"""HunyuanVideo's transformer against diffusers' own, by golden files; weights in and out."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from hunyuan_video_golden import CASES, GOLDEN, error_of, golden_calls, golden_config, golden_params
+
+from alload_jax.errors import InputError
+from alload_jax.models.common.lora import LoraConfig
+from alload_jax.models.common.stored import readable, stored_tree
+from alload_jax.models.families import abstract_model, family_of, read_model_config
+from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
+from alload_jax.models.hunyuan_video.weight_table import tensors
+from alload_jax.models.weights import load_weights, save_weights
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+
+
+def outputs_of(config, params, calls):
+    """All calls in one program."""
+    graph = abstract_model(config).graph
+
+    @jax.jit
+    def run(params):
+        model = nnx.merge(graph, params)
+        return [model(c.latents, c.timestep, c.condition) for c in calls]
+
+    return run(params)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case == "both" else pytest.mark.slow) for case in CASES],
+)
+def test_equals_diffusers_in_outputs_and_all_gradients(case):
+    config = golden_config(case)
+    graph, params = abstract_model(config).graph, golden_params(case, config)
+    calls, expected = golden_calls(case)
+
+    def total(params):
+        model = nnx.merge(graph, params)
+        outputs = [model(c.latents, c.timestep, c.condition) for c in calls]
+        return sum(jnp.sum(o * c.cotangent) for o, c in zip(outputs, calls, strict=True)), outputs
+
+    (_, outputs), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+    for output, call in zip(outputs, calls, strict=True):
+        assert error_of(output, call.output) < 2e-5
+    flat = flatten_dict(grads, sep="/")
+    wanted = tensors(config)
+    assert {tensor.key for tensor in wanted} == set(expected)
+    assert {tensor.path for tensor in wanted} == set(flat)
+    for tensor in wanted:
+        ours = np.asarray(
+            flat[tensor.path] if tensor.layer is None else flat[tensor.path][tensor.layer]
+        )
+        assert error_of(tensor.to_theirs(ours), expected[tensor.key]) < 1e-4, tensor.key
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_go_out_and_come_back_bit_for_bit(case, tmp_path, monkeypatch):
+    config = golden_config(case)
+    params = golden_params(case, config)
+    # The golden files' only difference from what diffusers can load.
+    monkeypatch.setattr(
+        "alload_jax.models.hunyuan_video.conversion._GLYPH_HIDDEN", config.glyph_hidden
+    )
+    files = save_weights(tmp_path / "out", params, config, shard_bytes=40_000)
+    assert len(files) > 1
+    stored = {}
+    for file in files:
+        stored |= safetensors.numpy.load_file(file)
+    original = GOLDEN / case / "transformer"
+    golden = safetensors.numpy.load_file(original / "diffusion_pytorch_model.safetensors")
+    assert stored.keys() == golden.keys()
+    for key, value in golden.items():
+        np.testing.assert_array_equal(stored[key], value, strict=True)
+    back = load_weights(tmp_path / "out", config, make_mesh(MeshConfig(data=1), jax.devices()[:1]))
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    ours, theirs = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", original)
+    )
+    for fields in (ours, theirs):
+        for name in ("_diffusers_version", "task_type", "target_size"):
+            fields.pop(name)
+    assert ours == theirs
+
+
+def test_padding_changes_no_bit_whatever_it_holds():
+    config = golden_config("both")
+    params, call = golden_params("both", config), golden_calls("both")[0][1]
+
+    def with_padding(value):
+        condition = {}
+        for name, tokens in call.condition.items():
+            padding = (tokens.segments.ids < 0)[..., None]
+            values = np.where(padding, np.float32(value), tokens.values)
+            condition[name] = tokens._replace(values=values)
+        return call._replace(condition=condition)
+
+    zeros, others = outputs_of(config, params, [with_padding(0.0), with_padding(9.0)])
+    np.testing.assert_array_equal(zeros, others)
+    (clean,) = outputs_of(config, params, [call])
+    np.testing.assert_allclose(clean, zeros, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sample_without_any_text_is_finite_with_all_its_gradients():
+    config = golden_config("both")
+    graph, params = abstract_model(config).graph, golden_params("both", config)
+    call = golden_calls("both")[0][0]
+    none = np.ones((len(call.latents), 1), bool)
+    condition = {name: tokens.without(none) for name, tokens in call.condition.items()}
+
+    def total(params):
+        return jnp.sum(nnx.merge(graph, params)(call.latents, call.timestep, condition) ** 2)
+
+    value, grads = jax.jit(jax.value_and_grad(total))(params)
+    assert np.isfinite(value)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+    # No token of a kind, no gradient.
+    assert not np.any(grads["condition_embedding"]["kind"]["embedding"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "attention", "matmuls_and_attention"])
+def test_what_is_kept_for_the_backward_pass_does_not_change_gradients(remat):
+    call = golden_calls("both")[0][1]
+
+    def grads(remat):
+        config = golden_config("both", remat=remat)
+        graph, params = abstract_model(config).graph, golden_params("both", config)
+
+        def total(params):
+            output = nnx.merge(graph, params)(call.latents, call.timestep, call.condition)
+            return jnp.sum(output * call.cotangent)
+
+        return jax.jit(jax.grad(total))(params)
+
+    for found, expected in zip(
+        jax.tree.leaves(grads(remat)), jax.tree.leaves(grads("none")), strict=True
+    ):
+        assert error_of(found, np.asarray(expected)) < 1e-5
+
+
+@pytest.mark.slow
+def test_frozen_float8_kernels_are_read_layer_by_layer():
+    config = golden_config("both")
+    params, calls = golden_params("both", config), golden_calls("both")[0][:1]
+    low = stored_tree(params, lambda name: "float8" if "blocks" in name else "float32")
+    (exact,), (rounded,) = (outputs_of(config, values, calls) for values in (params, readable(low)))
+    assert 1e-4 < error_of(rounded, np.asarray(exact)) < 0.2
+
+
+def test_a_float32_residual_rounds_less():
+    call = golden_calls("both")[0][1]
+
+    def rounding(residual_dtype):
+        config = golden_config("both", dtype="bfloat16", residual_dtype=residual_dtype)
+        (found,) = outputs_of(config, golden_params("both", config), [call])
+        return error_of(found, call.output)
+
+    assert rounding("float32") < rounding("compute") < 0.1
+
+
+def test_adapters_by_default_are_on_the_projections_of_both_streams():
+    config = golden_config("both", lora=LoraConfig(rank=2))
+    names = flatten_dict(abstract_model(config).params, sep="/")
+    found = {name.removesuffix("/lora_up") for name in names if name.endswith("/lora_up")}
+    linears = ("query", "key", "value", "out", "feed_forward/hidden", "feed_forward/out")
+    streams = ("video", "condition")
+    assert found == {f"blocks/{stream}/{name}" for stream in streams for name in linears}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dim": 30}, "whole, even number"),
+        ({"rotary_dims": (2, 2, 2)}, "rotary_dims is .2, 2, 2."),
+        ({"rotary_dims": (3, 3, 2)}, "must be even"),
+        ({"norm": "torch"}, "model.norm is 'torch'"),
+        ({"refiner_layers": 0}, "model.refiner_layers is 0"),
+        ({"text": None}, "without model.text"),
+    ],
+)
+def test_configs_that_cannot_be_meant_are_one_line(changes, words):
+    with pytest.raises(InputError, match=words) as raised:
+        golden_config("t2v", **changes)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_meanflow": True}, "use_meanflow is true"),
+        ({"qk_norm": None}, "qk_norm is None"),
+        ({"num_layers": "2"}, "num_layers is '2'"),
+        ({"rope_axes_dim": [8, 2]}, "three whole numbers"),
+        ({"mlp_ratio": 0}, "mlp_ratio is 0"),
+    ],
+)
+def test_models_that_are_not_supported_are_named(changes, words, tmp_path):
+    fields = json.loads((GOLDEN / "t2v" / "transformer" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | changes))
+    with pytest.raises(InputError, match=f"config.json: .*{words}"):
+        read_model_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"glyphs": None}, "model.glyphs"), ({"patch_size": (1, 2, 1)}, "square"), ({}, "2048")],
+)
+def test_what_diffusers_cannot_load_is_not_exported(changes, words):
+    config = golden_config("t2v", **changes)
+    with pytest.raises(InputError, match=words):
+        family_of(config).export_fields(config)
+
+
+def test_a_model_of_classes_takes_them_as_any_family_does():
+    config = HunyuanVideoConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=1, dtype="float32")
+    assert config.condition_parts() == ()
+    with pytest.raises(InputError, match=r"model\.text"):
+        family_of(config).export_fields(config)
+    model = family_of(config).build(dataclasses.replace(config), nnx.Rngs(0))
+    found = model(jnp.ones((2, 3, 4, 2, 1)), jnp.ones(2), jnp.zeros((2, 1), jnp.int32))
+    assert found.shape == (2, 3, 4, 2, 1)

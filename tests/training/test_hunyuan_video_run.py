@@ -1,0 +1,207 @@
+"""Whole runs of a small HunyuanVideo in this process: trained, validated, drawn, adapted, exported.
+
+Nothing of what runs them names the family.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import yaml
+
+from alload_jax import cli
+from alload_jax.data.store import StoreWriter
+from alload_jax.errors import InputError
+from alload_jax.models.families import read_model_config
+from alload_jax.sharding.mesh import make_mesh
+
+MODEL = {
+    "family": "hunyuan_video",
+    "dim": 16,
+    "ffn_dim": 24,
+    "num_heads": 2,
+    "num_layers": 1,
+    "refiner_layers": 1,
+    "in_channels": 5,
+    "out_channels": 2,
+    "patch_size": [1, 1, 1],
+    "text": {"dim": 6, "length": 9},
+    "glyphs": {"dim": 5, "length": 7},
+    "glyph_hidden": 12,
+    "image": {"dim": 4},
+    "dtype": "float32",
+}
+RELEASED = MODEL | {"glyph_hidden": 2048}
+"""With layers of the width that diffusers' class has."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Texts of 1 to 8 tokens, glyphs of 0 to 3, and no images."""
+    folder, rng = tmp_path_factory.mktemp("hunyuan") / "data", np.random.default_rng(0)
+    origin = {"text": {"name": "bytes", "width": 6, "length": 9}}
+    with StoreWriter(folder, vae_stride=(4, 16, 16), origin=origin) as writer:
+        for n in range(16):
+            frames = 1 + 4 * (n % 2)
+            text, glyphs = rng.normal(size=(n % 8 + 1, 6)), rng.normal(size=(n % 4, 5))
+            latents = rng.normal(size=(1 + n % 2, 2, 3, 2)).astype(np.float32)
+            writer.add(latents, text, (frames, 32, 48), parts={"glyphs": glyphs})
+    return folder
+
+
+@pytest.fixture
+def train(tmp_path, data, monkeypatch):
+    """Runs train.py in this process; changes are sections of the config."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    monkeypatch.chdir(tmp_path)
+    import alload_jax.run.main as program
+    from alload_jax.run import work
+
+    def run(*flags, folder="run", devices=1, **changes):
+        some = jax.devices()[:devices]
+        monkeypatch.setattr(work, "make_mesh", lambda config: make_mesh(config, some))
+        config = {
+            "run": {"folder": folder, "steps": 4},
+            "data": {"folder": str(data)},
+            "planning": {"policy": "dual_constraint", "m_mem": 96, "p": 2.0},
+            "model": MODEL,
+            "optimizer": {"learning_rate": 0.01, "warmup_steps": 0},
+            "checkpoint": {"every": 2},
+            "sampling": {"steps": 2},
+        }
+        for section, values in changes.items():
+            config[section] = config.get(section, {}) | values
+        Path("config.yaml").write_text(yaml.safe_dump(config))
+        assert program.main(["--config", "config.yaml", *flags]) == 0
+        return tmp_path / folder
+
+    return run
+
+
+def metrics(folder):
+    """The rows of training and those of validation."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row], [row for row in rows if "loss" not in row]
+
+
+SIZE = ["--frames", "5", "--height", "32", "--width", "48", "--sampler", "euler", "--steps", "2"]
+
+
+def drawn(name, place, *flags):
+    """The latents of `alload sample` with a text of three tokens."""
+    if not Path("text.safetensors").exists():
+        text = np.random.default_rng(5).normal(size=(3, 6)).astype(np.float32)
+        safetensors.numpy.save_file({"text": text}, "text.safetensors")
+    command = ["sample", "--checkpoint", str(place), "--prompt-embeds", "text.safetensors"]
+    out = f"{name}.safetensors"
+    assert cli.main([*command, *SIZE, "--shift", "1", "--out", out, *flags]) == 0
+    return safetensors.numpy.load_file(out)["latents"]
+
+
+def test_a_run_is_validated_resumed_and_drawn(train):
+    validation = {"share": 0.3, "every": 2, "noise_levels": [0.3, 0.8]}
+    prompt = {"prompt": "a cat", "frames": 5, "height": 32, "width": 48}
+    sampling = {"steps": 2, "prompts": [prompt]}
+    folder = train(validation=validation, sampling=sampling)
+    trained, validated = metrics(folder)
+    assert [row["step"] for row in trained] == [1, 2, 3, 4]
+    assert [row["validation/samples"] for row in validated] == [5, 5]
+    assert all(np.isfinite(row["validation/loss"]) for row in validated)
+    (in_training,) = (folder / "samples" / "step_0000004").glob("prompt_0*")
+    words = ["sample", "--checkpoint", str(folder), *SIZE, "--prompt", "a cat"]
+    assert cli.main([*words, "--out", "words.safetensors"]) == 0
+    found, shown = map(safetensors.numpy.load_file, ("words.safetensors", in_training))
+    np.testing.assert_array_equal(found["latents"], shown["latents"])
+    train("--run.steps", "6", validation=validation, sampling=sampling)
+    assert metrics(folder)[0][:4] == trained
+    clip = drawn("run", folder)
+    assert clip.shape == (2, 2, 3, 2)
+    assert np.isfinite(clip).all()
+    # A file of text may hold glyphs too, and those that do not fit are refused.
+    text = safetensors.numpy.load_file("text.safetensors")
+    for width, name in ((5, "fits"), (4, "not")):
+        glyphs = np.ones((3, width), np.float32)
+        safetensors.numpy.save_file(text | {"glyphs": glyphs}, "text.safetensors")
+        if name == "fits":
+            assert np.abs(drawn(name, folder) - clip).max() > 1e-5
+        else:
+            with pytest.raises(InputError, match=r"glyphs has shape \[3, 4\].*\[7, 5\]"):
+                drawn(name, folder)
+
+
+@pytest.mark.parametrize(
+    ("policy", "tokens"), [("balanced", 144 + 72 + 24), ("equal_tokens", 144 + 16 * (8 + 3))]
+)
+def test_plans_count_conditions_where_a_model_says_so(policy, tokens, data, tmp_path, capsys):
+    """16 samples: 144 tokens of latents, 72 of text (8 at most) and 24 of glyphs (3 at most)."""
+    config = {"model": MODEL, "data": {"folder": str(data)}, "run": {"folder": "r", "steps": 1}}
+    config["planning"] = {"m_mem": 48, "p": 1.0}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    flags = ["--config", str(tmp_path / "config.yaml"), "--manifest", str(data), "--ranks", "1"]
+    assert cli.main(["plan", *flags, "--m-mem", "48", "--policy", policy, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["tokens"] == tokens
+
+
+@pytest.mark.slow
+def test_an_export_draws_what_the_run_draws(train, tmp_path):
+    folder = train(model=RELEASED)
+    assert cli.main(["export", "--checkpoint", str(folder), "--out", "out"]) == 0
+    found = read_model_config(tmp_path / "out" / "config.json")
+    assert (found.dim, found.in_channels, found.latent_channels) == (16, 5, 2)
+    same = ["--vae-stride", "4", "16", "16", "--guidance", "2", "--dtype", "float32"]
+    np.testing.assert_allclose(
+        drawn("folder", "out", *same), drawn("same", folder, *same), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_exported_and_merged(train):
+    base = train(folder="base", model=RELEASED)
+    assert cli.main(["export", "--checkpoint", str(base), "--out", "out"]) == 0
+    lora = {"model": RELEASED | {"lora": {"rank": 2}}}
+    folder = train(folder="lora", run={"steps": 4, "initial_weights": "out"}, **lora)
+    assert cli.main(["lora", "export", "--checkpoint", str(folder), "--out", "x.safetensors"]) == 0
+    keys = safetensors.numpy.load_file("x.safetensors")
+    assert "transformer.transformer_blocks.0.attn.add_q_proj.lora_A.weight" in keys
+    merge = ["lora", "merge", "--model", "out", "--lora", "x.safetensors:1.0", "--out", "merged"]
+    assert cli.main([*merge, "--dtype", "float32"]) == 0
+    same = ["--vae-stride", "4", "16", "16", "--guidance", "1", "--dtype", "float32"]
+    merged, plain = drawn("merged", "merged", *same), drawn("plain", "out", *same)
+    added = drawn("added", "out", *same, "--lora", "x.safetensors")
+    assert np.abs(added - merged).max() < 0.1 * np.abs(added - plain).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"tensor": 2}])
+def test_shards_train_like_one_device(mesh, train):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    planning = {"policy": "dual_constraint", "m_mem": 96, "p": 2.0, "ranks": 2}
+    if "tensor" in mesh:
+        planning["ranks"] = 1
+    expected, _ = metrics(train(folder="one", planning=planning))
+    found, _ = metrics(train(folder="two", devices=2, mesh=mesh, planning=planning))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-4)
+        np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"text": {"dim": 7, "length": 9}}, r"holds text of width 6, but model\.text\.dim is 7"),
+        ({"text": {"dim": 6, "length": 7}}, r"text of 8 tokens, but model\.text\.length is 7"),
+        ({"glyphs": {"dim": 3, "length": 7}}, r"3 tokens of glyphs of width 5.*model\.glyphs"),
+        ({"glyphs": {"dim": 5, "length": 2}}, r"3 tokens of glyphs of width 5.*model\.glyphs"),
+        ({"sparse_attention": {}}, r"model\.sparse_attention is set"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(changes, words, train):
+    with pytest.raises(InputError, match=words) as raised:
+        train(model=MODEL | changes)
+    assert "\n" not in str(raised.value)
