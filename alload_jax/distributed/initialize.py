@@ -18,6 +18,7 @@ from alload_jax.distributed.coordination import (
     process_info_from_launcher,
 )
 from alload_jax.distributed.coordinator_proxy import host_and_port
+from alload_jax.distributed.wakeup import on_signals
 from alload_jax.errors import InputError
 
 _SILENT_SECONDS = 60
@@ -106,39 +107,20 @@ def _limited_wait(process: ProcessInfo) -> Iterator[None]:
 
     Thread(target=watch, daemon=True).start()
     try:
-        with _exit_on_ctrl_c():
+        with on_signals(_exit_on_ctrl_c):
             yield
     finally:
         connected.set()
 
 
-@contextmanager
-def _exit_on_ctrl_c() -> Iterator[None]:
+def _exit_on_ctrl_c(numbers: bytes) -> None:
     """Ends the process on Ctrl-C although its main thread waits in C++.
 
-    Python runs signal handlers in the main thread only. It also writes the signal's number to a
-    socket, which another thread reads here. If SIGINT is ignored, as in a background job of a
-    shell script, it stays ignored.
+    If SIGINT is ignored, as in a background job of a shell script, it stays ignored.
     """
-    reading, writing = socket.socketpair()
-    writing.setblocking(False)
-
-    def read() -> None:
-        while numbers := reading.recv(64):
-            if signal.SIGINT in numbers:
-                print("interrupted", file=sys.stderr, flush=True)
-                os._exit(130)
-
-    before = signal.set_wakeup_fd(writing.fileno())
-    reader = Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        writing.close()
-        reader.join()
-        reading.close()
+    if signal.SIGINT in numbers:
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(130)
 
 
 def _resolution_error(process: ProcessInfo) -> str:

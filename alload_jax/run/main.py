@@ -16,6 +16,8 @@ from alload_jax.training.quiet_threads import hush_threads, leave
 from alload_jax.training.run_lock import locked
 from alload_jax.training.signals import Terminated, termination_as_interrupt
 
+_TERMINATED = "SIGTERM: nothing was left to save; the same command goes on"
+
 
 def main(argv: Sequence[str], prog: str = "train.py") -> int:
     """Runs the training that the command line asks for; returns the exit status."""
@@ -23,15 +25,21 @@ def main(argv: Sequence[str], prog: str = "train.py") -> int:
     config = read_config(argv, prog)
     if config.sampling.encoders.vae:  # it decodes samples beside the model
         share_memory()
+    status = config.run.status_when_stopped or 128 + signal.SIGTERM
+
+    def end() -> None:
+        print(_TERMINATED, file=sys.stderr, flush=True)
+        leave(status)
+
     try:
-        with termination_as_interrupt(), initialize(config.cluster) as cluster:
+        with initialize(config.cluster) as cluster, termination_as_interrupt(end):
             config = with_policy(config)
             work = prepare(config, cluster)
             with locked(Path(config.run.folder), cluster):
                 return train(config, cluster, work, argv)
     except Terminated:
-        print("SIGTERM: nothing was left to save; the same command goes on", file=sys.stderr)
-        return config.run.status_when_stopped or 128 + signal.SIGTERM
+        print(_TERMINATED, file=sys.stderr)
+        return status
 
 
 def entry() -> None:

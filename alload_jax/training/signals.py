@@ -1,10 +1,13 @@
 """Ctrl-C, SIGTERM and other reasons to stop: the run finishes the step, saves and exits."""
 
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
+
+from alload_jax.distributed.wakeup import on_signals
 
 TIME_LIMIT = 255
 """Number of the reason to stop that is not a signal; signals have smaller numbers."""
@@ -15,24 +18,41 @@ def stop_name(number: int) -> str:
     return "time limit" if number == TIME_LIMIT else signal.Signals(number).name
 
 
+PATIENCE_SECONDS = 5.0
+"""Time for the main thread to act on SIGTERM before the process is ended."""
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM came where a run has nothing to save, such as before its first step."""
 
 
 @contextmanager
-def termination_as_interrupt() -> Iterator[None]:
+def termination_as_interrupt(end: Callable[[], None]) -> Iterator[None]:
     """Raises Terminated where SIGTERM comes, except while a `StopRequest` is open.
 
     So threads, processes and temporary folders are cleaned up as after Ctrl-C.
+
+    Args:
+      end: ends the process; called where the main thread does not leave C++ code in time.
     """
 
     def interrupt(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         raise Terminated
 
+    def insist(numbers: bytes) -> None:
+        if signal.SIGTERM not in numbers:
+            return
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while signal.getsignal(signal.SIGTERM) is interrupt:
+            if time.monotonic() > deadline:
+                end()
+            time.sleep(0.05)
+
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        with on_signals(insist):
+            yield
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -1,6 +1,8 @@
 """Which signals stop a run."""
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,12 +61,32 @@ def test_ctrl_c_while_imports_run_is_left_to_the_system(handlers):
 
 
 def test_a_run_that_saves_has_sigterm_for_itself(handlers):
-    with termination_as_interrupt():
+    with termination_as_interrupt(pytest.fail):
         with StopRequest() as stop:
             signal.raise_signal(signal.SIGTERM)
             assert stop.number == signal.SIGTERM
         with pytest.raises(Terminated):
             signal.raise_signal(signal.SIGTERM)
+
+
+IN_CPP = """
+import ctypes, os, signal, threading
+from alload_jax.training import signals
+from alload_jax.training.signals import termination_as_interrupt
+
+signals.PATIENCE_SECONDS = 0.2
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+with termination_as_interrupt(lambda: os._exit(75)):
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second one never returns, and no signal wakes it up
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_main_thread_that_does_not_return_from_c_is_ended():
+    done = subprocess.run([sys.executable, "-c", IN_CPP], capture_output=True, text=True)
+    assert done.returncode == 75
 
 
 def test_a_background_job_still_ignores_ctrl_c_and_stops_on_sigterm(handlers):
