@@ -7,6 +7,7 @@ to ask what it found.
 import ipaddress
 import socket
 from collections.abc import Sequence
+from threading import Event
 from typing import NamedTuple
 
 import jax
@@ -51,12 +52,13 @@ def process_info_from_launcher() -> ProcessInfo | None:
     return ProcessInfo(*found)  # type: ignore[arg-type]
 
 
-def connect(process: ProcessInfo, heartbeat_seconds: float) -> None:
+def connect(process: ProcessInfo, heartbeat_seconds: float, gone: Event | None = None) -> None:
     """Starts or joins the coordination service; returns when all processes are connected.
 
     Args:
       process: this process.
       heartbeat_seconds: silence of one process after which JAX itself ends all processes.
+      gone: set when process 0 had answered this one and has ended.
 
     Raises:
       InputError: process 0 cannot listen on its port.
@@ -66,7 +68,7 @@ def connect(process: ProcessInfo, heartbeat_seconds: float) -> None:
     if process.process_id == 0:
         _require_free(address)
     else:
-        address = CoordinatorProxy(address).address
+        address = CoordinatorProxy(address, gone).address
     # The preemption service would install its own handler of SIGTERM in place of ours.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

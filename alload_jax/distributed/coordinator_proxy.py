@@ -6,7 +6,11 @@ open when process 0 is lost. JAX sees only silence; `heartbeat.py` detects and r
 """
 
 import socket
-from threading import Thread
+import time
+from threading import Event, Thread
+
+_PROBES, _PROBE_SECONDS = 3, 1.0
+"""Connections that process 0 refuses, one after the other, before it counts as gone."""
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -22,9 +26,15 @@ class CoordinatorProxy:
       address: host:port of the local port, to be used instead of the target's.
     """
 
-    def __init__(self, target: str):
-        """Serves until the process ends; `target` is host:port."""
+    def __init__(self, target: str, gone: Event | None = None):
+        """Serves until the process ends.
+
+        Args:
+          target: host:port.
+          gone: set when the target has closed a connection and refuses new ones.
+        """
         self._target = host_and_port(target)
+        self._gone = Event() if gone is None else gone
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
         _start_thread(self._serve)
@@ -40,7 +50,25 @@ class CoordinatorProxy:
             for end in (client, target):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _start_thread(_forward_requests, client, target)
-            _start_thread(_forward_responses, target, client)
+            _start_thread(self._forward_responses, target, client)
+
+    def _forward_responses(self, target: socket.socket, client: socket.socket) -> None:
+        """From process 0 to JAX; leaves JAX's connection open when process 0 closes its own."""
+        try:
+            while data := target.recv(1 << 16):
+                client.sendall(data)
+        except OSError:
+            pass  # the connection is broken, which is no different from a closed one
+        for _ in range(_PROBES):
+            try:
+                socket.create_connection(self._target, timeout=_PROBE_SECONDS).close()
+            except ConnectionRefusedError:
+                time.sleep(_PROBE_SECONDS)
+            except OSError:
+                return
+            else:
+                return
+        self._gone.set()
 
 
 def _forward_requests(client: socket.socket, target: socket.socket) -> None:
@@ -52,15 +80,6 @@ def _forward_requests(client: socket.socket, target: socket.socket) -> None:
         client.close()
     except OSError:
         return  # process 0 is lost; JAX's connection stays open
-
-
-def _forward_responses(target: socket.socket, client: socket.socket) -> None:
-    """From process 0 to JAX; leaves JAX's connection open when process 0 closes its own."""
-    try:
-        while data := target.recv(1 << 16):
-            client.sendall(data)
-    except OSError:
-        return
 
 
 def _start_thread(function: object, *arguments: object) -> None:

@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,8 +81,8 @@ def initialize(config: ClusterConfig) -> Cluster:
     if process is None or process.num_processes == 1:
         return Cluster()
     try:
-        with _limited_wait(process):
-            connect(process, heartbeat_seconds=max(100.0, 4 * config.lost_after))
+        with _limited_wait(process) as gone:
+            connect(process, max(100.0, 4 * config.lost_after), gone)
     except RuntimeError as error:
         raise InputError(_not_connected(process, _first_line(error))) from error
     if process.process_id != 0:  # file descriptor 1, because gloo prints from C++
@@ -90,27 +91,43 @@ def initialize(config: ClusterConfig) -> Cluster:
 
 
 @contextmanager
-def _limited_wait(process: ProcessInfo) -> Iterator[None]:
-    """Prints a notice if the wait is long, and ends the process before JAX would abort it."""
-    connected = Event()
+def _limited_wait(process: ProcessInfo) -> Iterator[Event]:
+    """Prints a notice if the wait is long, and ends the process before JAX would abort it.
+
+    It also ends the process when the event that it gives is set: process 0 has ended.
+    """
+    connected, gone = Event(), Event()
 
     def watch() -> None:
-        if connected.wait(_SILENT_SECONDS):
+        if _wait(_SILENT_SECONDS, connected, gone):
             return
-        address, reason = process.coordinator_address, _resolution_error(process)
-        print(f"waiting for the other processes at {address}{reason}", file=sys.stderr, flush=True)
-        if connected.wait(CONNECT_SECONDS - _SILENT_SECONDS):
+        if not gone.is_set():
+            address, reason = process.coordinator_address, _resolution_error(process)
+            text = f"waiting for the other processes at {address}{reason}"
+            print(text, file=sys.stderr, flush=True)
+        if _wait(CONNECT_SECONDS - _SILENT_SECONDS, connected, gone):
             return
         reason = f"within {CONNECT_SECONDS} seconds{_resolution_error(process)}"
+        if gone.is_set():
+            reason = "because process 0 has ended"
         print(f"error: {_not_connected(process, reason)}", file=sys.stderr, flush=True)
         os._exit(2)
 
     Thread(target=watch, daemon=True).start()
     try:
         with on_signals(_exit_on_ctrl_c):
-            yield
+            yield gone
     finally:
         connected.set()
+
+
+def _wait(seconds: float, connected: Event, gone: Event) -> bool:
+    """Waits for one of the events; returns whether the processes are connected."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not gone.is_set():
+        if connected.wait(min(0.5, seconds)):
+            return True
+    return connected.is_set()
 
 
 def _exit_on_ctrl_c(numbers: bytes) -> None:

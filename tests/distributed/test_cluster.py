@@ -2,6 +2,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -105,6 +106,45 @@ def test_a_process_that_cannot_connect_ends_with_one_line():
     assert waits.startswith("waiting for the other processes at nohost.invalid:9: nohost.invalid: ")
     words = "error: process 1 of 2 could not connect to the others at nohost.invalid:9"
     assert gives_up.startswith(words)
+
+
+JOINS = """
+import sys
+from alload_jax.distributed import coordinator_proxy, initialize
+
+def forward(self, *sockets):
+    print("joined", flush=True)
+    real_forward(self, *sockets)
+
+proxy = coordinator_proxy.CoordinatorProxy
+real_forward, proxy._forward_responses = proxy._forward_responses, forward
+config = initialize.ClusterConfig(coordinator=sys.argv[1], processes=3, process=int(sys.argv[2]))
+initialize.initialize(config)
+"""
+
+
+@pytest.mark.slow
+def test_the_end_of_process_0_ends_those_that_wait_for_more(default_signals):
+    with socket.create_server(("", 0)) as free:
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-c", JOINS, coordinator, str(n)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for n in (0, 1)
+    )
+    assert second.stdout.readline() == "joined\n"  # both wait for the third
+    first.kill()
+    first.communicate()
+    began = time.monotonic()
+    _, said = second.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert second.returncode == 2
+    (line,) = said.strip().splitlines()
+    assert "(because process 0 has ended)" in line
 
 
 INTERRUPTED = """
