@@ -103,6 +103,7 @@ def drawn(name, place, *flags):
     return safetensors.numpy.load_file(out)["latents"]
 
 
+@pytest.mark.slow
 def test_a_run_is_validated_resumed_and_drawn(train):
     validation = {"share": 0.3, "every": 2, "noise_levels": [0.3, 0.8]}
     prompt = {"prompt": "a cat", "frames": 5, "height": 32, "width": 48}
