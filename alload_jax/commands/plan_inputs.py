@@ -17,7 +17,7 @@ from alload_jax.planning.architectures.registry import architecture_named, from_
 from alload_jax.planning.cost import CostFile, PowerCost, read_cost_file
 from alload_jax.planning.devices import DEVICES, device_named
 from alload_jax.planning.geometry import Geometry
-from alload_jax.planning.policies.registry import AUTO, AUTO_PACKED, candidates
+from alload_jax.planning.policies.registry import AUTO, AUTO_PACKED, candidates, find_policy
 from alload_jax.planning.samples import Samples, read_sample_paths, read_samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.sparse_cost import SparseLayers, with_layers
@@ -61,6 +61,8 @@ class PlannedModel(NamedTuple):
       patch_size: latents per token (frames, height, width).
       trained: which of its parameters are trained.
       remat: rematerialisation policy of the config; None without a config.
+      vae_stride: pixels per latent of the model's VAE (frames, height, width).
+      condition: most condition tokens of a sample that count in its length.
     """
 
     architecture: Architecture
@@ -68,6 +70,8 @@ class PlannedModel(NamedTuple):
     patch_size: tuple[int, int, int]
     trained: Trained
     remat: str | None
+    vae_stride: tuple[int, int, int]
+    condition: int
 
 
 class _Base(NamedTuple):
@@ -112,15 +116,17 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
         # This policy has every setting; each case takes those of its own policy.
         fields["policy"] = AUTO_PACKED
     costs, source = _costs_with_layers(options, fields, base)
-    packed = all(policy.packed for policy in candidates(fields.get("policy", AUTO)))
+    packs = base.packs and _packs(options, costs)
+    policy = fields.get("policy", AUTO)
+    packed = packs if policy == AUTO else find_policy(policy).packed
     samples, data, paths = _samples(options, base, packed)
     weights = weights_of_flags(options) or (base.weights if options.manifest else ())
     samples, shares = weigh(samples, weights, paths)
     data += described(shares)
-    policies = candidates(fields.get("policy", AUTO))
+    policies = candidates(policy)
     if fields.get("m_mem") is None and any("m_mem" in each.required for each in policies):
         fields["m_mem"] = _m_mem(options, costs, int(samples.seq_len.min()))
-    planning = PlanningConfig(**fields).resolved(base.packs and _packs(options, costs))
+    planning = PlanningConfig(**fields).resolved(packs)
     if options.config and base.model:
         planning.refuse_foreign_costs(base.model | {"remat": base.remat}, None)
     seed = base.seed if options.seed is None else options.seed
@@ -171,7 +177,14 @@ def architecture_of(options: argparse.Namespace) -> PlannedModel:
     base = _from_config(options.config)
     architecture, name = _architecture(options, base)
     trained, remat = _trained(options, {}, base), base.remat if options.config else None
-    return PlannedModel(architecture, name, base.patch_size, trained, remat)
+    stride, condition = Geometry().vae_stride, 0
+    if (model := base.config) is not None:
+        from alload_jax.models.families import family_of
+
+        stride = family_of(model).sampling_defaults(model).vae_stride
+        if model.joint_attention:
+            condition = sum(part.length for part in model.condition_parts())
+    return PlannedModel(architecture, name, base.patch_size, trained, remat, stride, condition)
 
 
 def _packs(options: argparse.Namespace, costs: CostFile) -> bool:

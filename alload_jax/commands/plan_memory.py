@@ -57,7 +57,7 @@ def memory_cases(options: argparse.Namespace) -> tuple[str, list[Case]]:
       InputError: the model has no cost model, or a flag is wrong.
     """
     model = architecture_of(options)
-    stride = options.vae_stride or Geometry().vae_stride
+    stride = options.vae_stride or model.vae_stride
     geometry = Geometry(stride, options.patch_size or model.patch_size)
     if options.memory_gb is not None and not 0 < options.memory_gb < math.inf:
         raise InputError(f"alload plan: --memory-gb is {options.memory_gb}; it must be above 0")
@@ -72,7 +72,7 @@ def memory_cases(options: argparse.Namespace) -> tuple[str, list[Case]]:
         if options.memory_gb is not None:
             budget, shown = options.memory_gb * 1e9, f"{options.memory_gb:g} GB"
         free = budget * (1 - options.margin)
-        clips = {size: _longest(memory, free, geometry, size) for size in _SIZES}
+        clips = {size: _longest(memory, free, geometry, size, model.condition) for size in _SIZES}
         most = _most_tokens(memory, budget, options.margin)
         cases.append(
             Case(shown, remat, remat == model.remat, memory.base, memory.per_token, most, clips)
@@ -114,10 +114,12 @@ def _most_tokens(memory: MemoryModel, budget: float, margin: float) -> int:
         return 0
 
 
-def _longest(memory: MemoryModel, free: float, geometry: Geometry, size: tuple[int, int]) -> int:
-    """Frames of the longest clip of a size that fits; 0 for none."""
+def _longest(
+    memory: MemoryModel, free: float, geometry: Geometry, size: tuple[int, int], condition: int
+) -> int:
+    """Frames of the longest clip of a size that fits with its condition's tokens; 0 for none."""
     frames = np.arange(1, _LONGEST + 1, geometry.vae_stride[0])
     height, width = (np.full_like(frames, side) for side in size)
-    seq_len = geometry.seq_len(frames, height, width)
+    seq_len = geometry.seq_len(frames, height, width) + condition
     fits = [memory.bytes_of(float(tokens), 1) <= free for tokens in seq_len]
     return int(max(frames[fits], default=0))

@@ -159,8 +159,14 @@ def _conditions_in_parts(model: ModelConfig, manifest: Manifest) -> Conditions:
     _require_channels(model, manifest)
     if model.text is not None:
         _require_text(model.text, manifest)
-    found = []
-    for part in model.condition_parts():
+    parts, found = model.condition_parts(), []
+    for name, _ in manifest.form.parts:
+        if name not in [part.name for part in parts]:
+            raise InputError(
+                f"{manifest.path}: holds tokens of {name}, which the model does not take; set "
+                f"model.{name}, or write the data without"
+            )
+    for part in parts:
         width = _part_width(manifest, part.name)
         longest = int(_part_lengths(manifest, part.name).max())
         if width not in (None, part.width) or longest > part.length:
@@ -169,7 +175,9 @@ def _conditions_in_parts(model: ModelConfig, manifest: Manifest) -> Conditions:
                 f"but the model takes {part.length} of width {part.width}; set "
                 f"model.{part.name} as in the data, or prepare other data"
             )
-        found.append(part._replace(length=longest))
+        # Every model with parts embeds texts, for which attention needs a token of padding.
+        least = 1 if part.name == TEXT else 0
+        found.append(part._replace(length=max(least, longest)))
     return Conditions(
         sum(part.length for part in found),
         _embedding_dtype(model),

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from alload_jax.data.record import IMAGE, TEXT
+from alload_jax.data.record import GIVEN, IMAGE, TEXT
 from alload_jax.errors import InputError
 from alload_jax.models.common.condition_tokens import ConditionTokens
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.segments import PADDING, Segments
-from alload_jax.sampling.embeddings import read_embeddings, read_part
+from alload_jax.sampling.embeddings import read_embeddings, read_optional, read_part
 from alload_jax.sampling.encoders import Encoders
 from alload_jax.sampling.flow import Condition
 from alload_jax.sampling.given import as_latent, read_picture
@@ -104,9 +104,7 @@ def _given(request: Request, model: ModelConfig, encoders: Encoders) -> tuple[An
     if request.image_embeds is not None:
         embeddings = read_embeddings(request.image_embeds, IMAGE)
     if request.first is None:
-        channels = model.given_channels
-        zeros = np.zeros((*request.grid, channels), np.float32) if channels else None
-        return embeddings, zeros, None
+        return embeddings, _given_in_file(request, model), None
     first, last = (
         None if path is None else read_picture(path, *request.size[1:])
         for path in (request.first, request.last)
@@ -128,6 +126,29 @@ def _given(request: Request, model: ModelConfig, encoders: Encoders) -> tuple[An
             f"{model.given_channels} beside its latents; name the VAE it was trained with"
         )
     return embeddings, given, None
+
+
+def _given_in_file(request: Request, model: ModelConfig) -> np.ndarray | None:
+    """Latents of the given frame and its mask, from the file of the image's embeddings.
+
+    They are zeros without an image, as in training.
+
+    Raises:
+      InputError: the file holds none, or of another shape.
+    """
+    shape = (*request.grid, model.given_channels)
+    if not model.given_channels:
+        return None
+    if request.image_embeds is None:
+        return np.zeros(shape, np.float32)
+    found = read_optional(request.image_embeds, GIVEN)
+    if found is None or found.shape != shape:
+        held = "no tensor" if found is None else f"{list(found.shape)}"
+        raise InputError(
+            f"{request.image_embeds}: holds {held} of the name {GIVEN}, but the model takes the "
+            f"latents of the given frame and its mask, {list(shape)}; write them there"
+        )
+    return found
 
 
 def _require_positions(request: Request, model: ModelConfig, tokens: int) -> None:

@@ -26,6 +26,18 @@ def read_embeddings(path: Path, name: str) -> np.ndarray:
     return values
 
 
+def read_optional(path: Path, name: str) -> np.ndarray | None:
+    """Reads the tensor of that name as float32; None if the file has none.
+
+    Raises:
+      InputError: a value is not finite.
+    """
+    with open_safetensors(path) as file:
+        if name not in file.keys():  # noqa: SIM118  a handle, not a dict
+            return None
+    return read_embeddings(path, name)
+
+
 def read_part(path: Path, part: ConditionPart) -> np.ndarray:
     """Reads the tokens of a kind beside the text in a file; none if the file has none.
 
@@ -35,10 +47,9 @@ def read_part(path: Path, part: ConditionPart) -> np.ndarray:
     Raises:
       InputError: the tokens do not fit the model, or a value is not finite.
     """
-    with open_safetensors(path) as file:
-        if part.name not in file.keys():  # noqa: SIM118  a handle, not a dict
-            return np.zeros((0, part.width), np.float32)
-    found = read_embeddings(path, part.name)
+    found = read_optional(path, part.name)
+    if found is None:
+        return np.zeros((0, part.width), np.float32)
     if found.ndim != 2 or found.shape[1] != part.width or len(found) > part.length:
         raise InputError(
             f"{path}: {part.name} has shape {list(found.shape)}, but the model takes up to "

@@ -136,11 +136,17 @@ def test_a_run_is_validated_resumed_and_drawn(train):
 
 
 @pytest.mark.parametrize(
-    ("policy", "tokens"), [("balanced", 144 + 72 + 24), ("equal_tokens", 144 + 16 * (8 + 3))]
+    ("policy", "tokens"),
+    [
+        ("balanced", 144 + 72 + 24),
+        ("auto", 144 + 72 + 24),  # packed on an H200, which the arithmetic takes
+        ("equal_tokens", 144 + 16 * (8 + 3)),
+    ],
 )
 def test_plans_count_conditions_where_a_model_says_so(policy, tokens, data, tmp_path, capsys):
     """16 samples: 144 tokens of latents, 72 of text (8 at most) and 24 of glyphs (3 at most)."""
-    config = {"model": MODEL, "data": {"folder": str(data)}, "run": {"folder": "r", "steps": 1}}
+    model = MODEL | {"dtype": "bfloat16"}
+    config = {"model": model, "data": {"folder": str(data)}, "run": {"folder": "r", "steps": 1}}
     config["planning"] = {"m_mem": 48, "p": 1.0}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     flags = ["--config", str(tmp_path / "config.yaml"), "--manifest", str(data), "--ranks", "1"]
@@ -199,6 +205,7 @@ def test_shards_train_like_one_device(mesh, train):
         ({"text": {"dim": 6, "length": 7}}, r"text of 8 tokens, but model\.text\.length is 7"),
         ({"glyphs": {"dim": 3, "length": 7}}, r"3 tokens of glyphs of width 5.*model\.glyphs"),
         ({"glyphs": {"dim": 5, "length": 2}}, r"3 tokens of glyphs of width 5.*model\.glyphs"),
+        ({"glyphs": None}, r"holds tokens of glyphs, which the model does not take"),
         ({"sparse_attention": {}}, r"model\.sparse_attention is set"),
     ],
 )
@@ -206,3 +213,13 @@ def test_what_does_not_fit_is_one_line(changes, words, train):
     with pytest.raises(InputError, match=words) as raised:
         train(model=MODEL | changes)
     assert "\n" not in str(raised.value)
+
+
+def test_samples_without_any_text_are_trained_on(train, tmp_path):
+    rng = np.random.default_rng(0)
+    with StoreWriter(tmp_path / "silent", vae_stride=(4, 16, 16)) as writer:
+        for _ in range(2):
+            latents = rng.normal(size=(1, 2, 3, 2)).astype(np.float32)
+            writer.add(latents, np.zeros((0, 6)), (1, 32, 48), parts={"glyphs": np.zeros((0, 5))})
+    folder = train(data={"folder": str(tmp_path / "silent")}, run={"steps": 1})
+    assert np.isfinite(metrics(folder)[0][0]["loss"])

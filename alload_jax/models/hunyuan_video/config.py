@@ -82,6 +82,11 @@ class HunyuanVideoConfig(ModelConfig):
                 "model.sparse_attention is set, which model.family hunyuan_video does not support; "
                 "set it to null"
             )
+        if self.image and self.image.positions is not None:
+            raise InputError(
+                f"model.image.positions is {self.image.positions}, and model.family hunyuan_video "
+                "learns none; set it to null"
+            )
         for name in (GLYPHS, IMAGE):
             if getattr(self, name) and not self.text:
                 raise InputError(f"model.{name} is set without model.text; set both, or neither")
@@ -106,8 +111,7 @@ class HunyuanVideoConfig(ModelConfig):
         if self.glyphs:
             parts.append(ConditionPart(GLYPHS, self.glyphs.dim, self.glyphs.length))
         if self.image:
-            tokens = self.image.positions or _IMAGE_TOKENS
-            parts.append(ConditionPart(IMAGE, self.image.dim, tokens, dropped=False))
+            parts.append(ConditionPart(IMAGE, self.image.dim, _IMAGE_TOKENS, dropped=False))
         return tuple(parts)
 
     @property

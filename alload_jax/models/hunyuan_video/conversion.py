@@ -1,5 +1,6 @@
 """Converts config.json of diffusers to our config, and exports ours."""
 
+import math
 from typing import Any
 
 from alload_jax.errors import InputError
@@ -102,7 +103,7 @@ def export_fields(config: HunyuanVideoConfig) -> dict[str, Any]:
         "attention_head_dim": config.head_dim,
         "image_embed_dim": image.dim,
         "in_channels": config.in_channels,
-        "mlp_ratio": config.ffn_dim / config.dim,
+        "mlp_ratio": _ratio(config),
         "num_attention_heads": config.num_heads,
         "num_layers": config.num_layers,
         "num_refiner_layers": config.refiner_layers,
@@ -118,3 +119,11 @@ def export_fields(config: HunyuanVideoConfig) -> dict[str, Any]:
         "text_embed_dim": text.dim,
         "use_meanflow": False,
     }
+
+
+def _ratio(config: HunyuanVideoConfig) -> float:
+    """The ratio of the layers' widths from which readers get `ffn_dim` by rounding down."""
+    ratio = config.ffn_dim / config.dim
+    while int(config.dim * ratio) < config.ffn_dim:
+        ratio = math.nextafter(ratio, math.inf)
+    return ratio

@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict
 from hunyuan_video_golden import CASES, GOLDEN, error_of, golden_calls, golden_config, golden_params
 
 from alload_jax.errors import InputError
+from alload_jax.models.common.config import ImageConfig
 from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.common.stored import readable, stored_tree
 from alload_jax.models.families import abstract_model, family_of, read_model_config
@@ -185,6 +186,7 @@ def test_adapters_by_default_are_on_the_projections_of_both_streams():
         ({"norm": "torch"}, "model.norm is 'torch'"),
         ({"refiner_layers": 0}, "model.refiner_layers is 0"),
         ({"text": None}, "without model.text"),
+        ({"image": ImageConfig(4, 3)}, "model.image.positions is 3"),
     ],
 )
 def test_configs_that_cannot_be_meant_are_one_line(changes, words):
@@ -208,6 +210,14 @@ def test_models_that_are_not_supported_are_named(changes, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields | changes))
     with pytest.raises(InputError, match=f"config.json: .*{words}"):
         read_model_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(("dim", "ffn_dim"), [(200, 464), (1664, 480), (1792, 976), (2048, 8192)])
+def test_widths_survive_the_ratio_that_diffusers_keeps(dim, ffn_dim):
+    changes = {"dim": dim, "ffn_dim": ffn_dim, "num_heads": 2, "rotary_dims": None}
+    config = golden_config("t2v", glyph_hidden=2048, **changes)
+    fields = family_of(config).export_fields(config)
+    assert family_of(config).read_fields(fields).ffn_dim == ffn_dim
 
 
 @pytest.mark.parametrize(
