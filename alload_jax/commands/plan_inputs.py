@@ -306,6 +306,8 @@ def _samples(options: argparse.Namespace, base: _Base, packed: bool) -> _Read:
     if (options.workload is None) == (options.manifest is None):
         raise InputError("alload plan: give either --workload NAME or --manifest FILE")
     stride = options.vae_stride
+    if options.manifest and _is_of_a_store(options.manifest, base):
+        options.manifest = str(Path(options.manifest).parent)
     if options.manifest and holds_samples(options.manifest):
         return _source_samples(options, base, packed)
     if options.manifest:
@@ -317,6 +319,12 @@ def _samples(options: argparse.Namespace, base: _Base, packed: bool) -> _Read:
         return samples, f"{options.manifest}, {len(samples):,} samples", paths
     samples = make_workload(options.workload, options.size, options.workload_seed, geometry)
     return samples, f"{options.workload}, {len(samples):,} samples", None
+
+
+def _is_of_a_store(manifest: str, base: _Base) -> bool:
+    """Whether a manifest is that of a store, whose conditions the model's lengths include."""
+    joint = base.config is not None and base.config.joint_attention
+    return joint and Path(manifest).name == "manifest.parquet"
 
 
 def _source_samples(options: argparse.Namespace, base: _Base, packed: bool) -> _Read:

@@ -149,9 +149,11 @@ def test_plans_count_conditions_where_a_model_says_so(policy, tokens, data, tmp_
     config = {"model": model, "data": {"folder": str(data)}, "run": {"folder": "r", "steps": 1}}
     config["planning"] = {"m_mem": 48, "p": 1.0}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    flags = ["--config", str(tmp_path / "config.yaml"), "--manifest", str(data), "--ranks", "1"]
-    assert cli.main(["plan", *flags, "--m-mem", "48", "--policy", policy, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["metrics"]["tokens"] == tokens
+    for place in (data, data / "manifest.parquet"):
+        flags = ["--config", str(tmp_path / "config.yaml"), "--manifest", str(place)]
+        flags += ["--ranks", "1", "--m-mem", "48", "--policy", policy, "--json"]
+        assert cli.main(["plan", *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["metrics"]["tokens"] == tokens
 
 
 @pytest.mark.slow
