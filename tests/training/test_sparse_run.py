@@ -19,6 +19,7 @@ from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, init_state
 
 SPARSE = {
+    "selector": "predictor",
     "min_tokens": 0,
     "profile_every": 1,
     "profile_blocks": 1,
