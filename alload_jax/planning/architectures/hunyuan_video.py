@@ -4,50 +4,46 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from alload_jax.errors import InputError
-from alload_jax.planning.architectures.architecture import (
-    ActivationCounts,
-    Architecture,
-    ForwardFlops,
+from alload_jax.planning.architectures.architecture import ForwardFlops
+from alload_jax.planning.architectures.blocks import (
+    BlockArchitecture,
+    BlockTensors,
+    linear,
+    require_whole_numbers,
 )
 
-_KERNELS = 80
-"""Kernels of a block's forward pass."""
 _FREQUENCIES = 256
 _REFINER_RATIO = 4
 
-# Tensors of S × dim (and of S × ffn_dim) that a block reads and writes outside matrix products and
-# attention, counted, not measured. Forward: two norms, one with residual and gate, and the last
-# gate 9, query and key norms with rotary embedding 4, joining and separating the streams 8; GELU
-# reads and writes the hidden layer.
-_FORWARD_TRAFFIC = (21, 2)
-# Backward: norms 12, query and key norms 8, gates 3, streams 8, gradients of biases 6, sums of
-# gradients 3; the hidden layer: GELU 3, gradient of bias 1.
-_BACKWARD_TRAFFIC = (40, 4)
-_WORKING_SET = (19, 4)
-"""Peak number of live tensors of S × dim and S × ffn_dim in the backward pass of one block."""
-_ADAPTERS = (4, 0)
-"""Live tensors beside it where adapters are trained, as measured of Wan."""
-_KEPT = {
-    "full": (1, 0),
-    "offload": (0, 0),  # in the host's memory
-    # Attention's output is kept twice: under its name, and as an output of cuDNN.
-    "attention": (1 + 2, 0),
-    # Besides: query, key, value, out; both feed-forward layers.
-    "matmuls_and_attention": (1 + 2 + 5, 1),
-    # An estimate: what autodiff keeps of norms, rotary embedding and GELU, partly in float32.
-    "none": (24, 3),
-}
-"""Rematerialisation policy → tensors of S × dim and S × ffn_dim that every block keeps, including
-its input."""
-_EXCHANGED = 4
-"""Tensors of S × dim: query, key, value and output of attention."""
+# Counted, not measured.
+_TENSORS = BlockTensors(
+    kernels=80,
+    # Two norms, one with residual and gate, and the last gate 9, query and key norms with rotary
+    # embedding 4, joining and separating the streams 8; GELU reads and writes the hidden layer.
+    forward_traffic=(21, 2),
+    # Norms 12, query and key norms 8, gates 3, streams 8, gradients of biases 6, sums of gradients
+    # 3; the hidden layer: GELU 3, gradient of bias 1.
+    backward_traffic=(40, 4),
+    working_set=(19, 4),
+    adapters=(4, 0),  # as measured of Wan
+    kept={
+        "full": (1, 0),
+        "offload": (0, 0),  # in the host's memory
+        # Attention's output is kept twice: under its name, and as an output of cuDNN.
+        "attention": (1 + 2, 0),
+        # Besides: query, key, value, out; both feed-forward layers.
+        "matmuls_and_attention": (1 + 2 + 5, 1),
+        # An estimate: what autodiff keeps of norms, rotary embedding and GELU, partly in float32.
+        "none": (24, 3),
+    },
+    exchanged=(4, 0),  # query, key, value and output of attention
+)
 
 
 @dataclass(frozen=True)
-class HunyuanVideoArchitecture(Architecture):
+class HunyuanVideoArchitecture(BlockArchitecture):
     """Shape of the transformer in `alload_jax.models.hunyuan_video.transformer`.
 
     A sample's length in tokens is that of its latents and of its condition together: both streams
@@ -69,10 +65,6 @@ class HunyuanVideoArchitecture(Architecture):
       num_classes: classes, where the condition is classes.
     """
 
-    dim: int
-    ffn_dim: int
-    num_heads: int
-    num_layers: int
     refiner_layers: int = 2
     in_channels: int = 65
     out_channels: int | None = 32
@@ -82,6 +74,8 @@ class HunyuanVideoArchitecture(Architecture):
     glyph_hidden: int = 2048
     image_dim: int | None = 1152
     num_classes: int = 10
+
+    tensors: ClassVar[BlockTensors] = _TENSORS
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
@@ -99,10 +93,7 @@ class HunyuanVideoArchitecture(Architecture):
             chosen[name] = (part["dim"], part["length"]) if part else None
         image = fields.get("image")
         chosen["image_dim"] = image["dim"] if image else None
-        for name in ("dim", "ffn_dim", "num_heads", "num_layers"):
-            value = chosen.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"model.{name} is {value!r}; give a whole number of at least 1")
+        require_whole_numbers(chosen, ("dim", "ffn_dim", "num_heads", "num_layers"))
         return cls(**chosen)
 
     def fields(self) -> dict[str, Any]:
@@ -134,39 +125,19 @@ class HunyuanVideoArchitecture(Architecture):
             attention_per_sequence=self.refiner_layers * 4.0 * dim * refined**2,
         )
 
-    def activations(self) -> ActivationCounts:
-        """See `Architecture.activations`; a sample's condition is its longest."""
+    def condition_values(self) -> float:
+        """See `BlockArchitecture.condition_values`; a sample's condition is its longest."""
         parts = [part for part in (self.text, self.glyphs) if part]
-        return ActivationCounts(
-            forward_traffic=self.num_layers * self._values(_FORWARD_TRAFFIC),
-            backward_traffic=self.num_layers * self._values(_BACKWARD_TRAFFIC),
-            working_set=self._values(_WORKING_SET),
-            split_exchange=self.num_layers * self._values((_EXCHANGED, 0)),
-            adapters=self._values(_ADAPTERS),
-            condition=float(sum(width * length for width, length in parts)),
-        )
-
-    def kept_activations(self, remat: str) -> float:
-        """See `Architecture.kept_activations`."""
-        return self.num_layers * self._values(_KEPT[remat])
-
-    def kernels(self) -> int:
-        """See `Architecture.kernels`."""
-        return self.num_layers * _KERNELS
-
-    def _values(self, tensors: tuple[int, int]) -> int:
-        """Values per token of these numbers of tensors of S × dim and of S × ffn_dim."""
-        narrow, wide = tensors
-        return narrow * self.dim + wide * self.ffn_dim
+        return float(sum(width * length for width, length in parts))
 
     def parameters(self) -> int:
         """Parameters of the model, exactly."""
         dim, patch = self.dim, math.prod(self.patch_size)
         out = patch * (self.in_channels if self.out_channels is None else self.out_channels)
-        time = _linear(_FREQUENCIES, dim) + _linear(dim, dim)
-        outside = _linear(patch * self.in_channels, dim) + _linear(dim, 2 * dim) + _linear(dim, out)
-        stream = _linear(dim, 6 * dim) + 4 * _linear(dim, dim) + 2 * (dim // self.num_heads)
-        stream += _linear(dim, self.ffn_dim) + _linear(self.ffn_dim, dim)
+        time = linear(_FREQUENCIES, dim) + linear(dim, dim)
+        outside = linear(patch * self.in_channels, dim) + linear(dim, 2 * dim) + linear(dim, out)
+        stream = linear(dim, 6 * dim) + 4 * linear(dim, dim) + 2 * (dim // self.num_heads)
+        stream += linear(dim, self.ffn_dim) + linear(self.ffn_dim, dim)
         return time + outside + self._condition_parameters() + 2 * self.num_layers * stream
 
     def _condition_parameters(self) -> int:
@@ -174,23 +145,18 @@ class HunyuanVideoArchitecture(Architecture):
         if self.text is None:
             return (self.num_classes + 1) * dim
         width, hidden = self.text[0], _REFINER_RATIO * dim
-        total = 3 * dim + 2 * _linear(width, dim) + 2 * _linear(dim, dim)
-        total += _linear(_FREQUENCIES, dim)
-        block = 4 * dim + 4 * _linear(dim, dim) + _linear(dim, hidden) + _linear(hidden, dim)
-        total += self.refiner_layers * (block + _linear(dim, 2 * dim))
+        total = 3 * dim + 2 * linear(width, dim) + 2 * linear(dim, dim)
+        total += linear(_FREQUENCIES, dim)
+        block = 4 * dim + 4 * linear(dim, dim) + linear(dim, hidden) + linear(hidden, dim)
+        total += self.refiner_layers * (block + linear(dim, 2 * dim))
         if self.glyphs:
             width, hidden = self.glyphs[0], self.glyph_hidden
-            total += 2 * width + _linear(width, hidden) + _linear(hidden, hidden)
-            total += _linear(hidden, dim)
+            total += 2 * width + linear(width, hidden) + linear(hidden, hidden)
+            total += linear(hidden, dim)
         if self.image_dim:
             width = self.image_dim
-            total += 2 * width + _linear(width, width) + _linear(width, dim) + 2 * dim
+            total += 2 * width + linear(width, width) + linear(width, dim) + 2 * dim
         return total
-
-
-def _linear(inputs: int, outputs: int) -> int:
-    """Parameters of a linear layer with biases."""
-    return (inputs + 1) * outputs
 
 
 HUNYUAN_VIDEO_1_5 = HunyuanVideoArchitecture(2048, 8192, 16, 54)

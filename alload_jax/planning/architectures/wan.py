@@ -4,54 +4,50 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from alload_jax.errors import InputError
-from alload_jax.planning.architectures.architecture import (
-    LABEL_TOKENS,
-    ActivationCounts,
-    Architecture,
-    ForwardFlops,
+from alload_jax.planning.architectures.architecture import LABEL_TOKENS, ForwardFlops
+from alload_jax.planning.architectures.blocks import (
+    BlockArchitecture,
+    BlockTensors,
+    linear,
+    require_whole_numbers,
 )
 
-_KERNELS = 60
-"""Kernels of a block's forward pass."""
-
-# Tensors of S × dim (and of S × ffn_dim) that a block reads and writes outside matrix products and
-# attention. Forward: three norms with residual and gate 10, query and key norms with rotary
-# embedding 9, the last gate 3; GELU reads and writes the hidden layer.
-_FORWARD_TRAFFIC = (22, 2)
-# Backward: norms 15, query and key norms 12, gates 3, gradients of biases 8, sums of gradients 4;
-# the hidden layer: GELU 3, gradient of bias 1.
-_BACKWARD_TRAFFIC = (42, 4)
-_WORKING_SET = (19, 4)
-"""Peak number of live tensors of S × dim and S × ffn_dim in the backward pass of one block."""
-_ADAPTERS = (4, 0)
-"""Live tensors beside it where adapters are trained, as steps of the 1.3B and 14B models were
-measured (benchmarks/results/memory_measured_h200.json)."""
-_KEPT = {
-    "full": (1, 0),
-    "offload": (0, 0),  # in the host's memory
-    # Both attentions' outputs are kept twice: under their names, and as outputs of cuDNN.
-    "attention": (1 + 4, 0),
-    # Besides: query, key, value, out; cross-attention's query and out; both feed-forward layers.
-    "matmuls_and_attention": (1 + 4 + 7, 1),
-    # An estimate: what autodiff keeps of norms, rotary embedding and GELU, partly in float32.
-    "none": (28, 3),
-}
-"""Rematerialisation policy → tensors of S × dim and S × ffn_dim that every block keeps, including
-its input."""
+_TENSORS = BlockTensors(
+    kernels=60,
+    # Three norms with residual and gate 10, query and key norms with rotary embedding 9, the last
+    # gate 3; GELU reads and writes the hidden layer.
+    forward_traffic=(22, 2),
+    # Norms 15, query and key norms 12, gates 3, gradients of biases 8, sums of gradients 4; the
+    # hidden layer: GELU 3, gradient of bias 1.
+    backward_traffic=(42, 4),
+    working_set=(19, 4),
+    # As steps of the 1.3B and 14B models were measured
+    # (benchmarks/results/memory_measured_h200.json).
+    adapters=(4, 0),
+    kept={
+        "full": (1, 0),
+        "offload": (0, 0),  # in the host's memory
+        # Both attentions' outputs are kept twice: under their names, and as outputs of cuDNN.
+        "attention": (1 + 4, 0),
+        # Besides: query, key, value, out; cross-attention's query and out; both feed-forward
+        # layers.
+        "matmuls_and_attention": (1 + 4 + 7, 1),
+        # An estimate: what autodiff keeps of norms, rotary embedding and GELU, partly in float32.
+        "none": (28, 3),
+    },
+    exchanged=(4, 0),  # query, key, value and output of self-attention
+)
 _CONDITION_TENSORS = 8
 """Live tensors of T × dim beside the text itself: Wan 1.3B was measured at 8.2 of them a sample
 (`per_sequence` in benchmarks/results/calibration_wan_1_3b_h200.json)."""
 _CLIP_TOKENS = 257
 """Tokens of a picture of 224×224 in patches of 14×14, and one for the whole."""
-_EXCHANGED = 4
-"""Tensors of S × dim: query, key, value and output of self-attention."""
 
 
 @dataclass(frozen=True)
-class WanArchitecture(Architecture):
+class WanArchitecture(BlockArchitecture):
     """Shape of the transformer in `alload_jax.models.wan.transformer`; the defaults are Wan 2.1's.
 
     Attributes:
@@ -72,10 +68,6 @@ class WanArchitecture(Architecture):
       image_positions: embeddings of the image that have a learned position; None for none.
     """
 
-    dim: int
-    ffn_dim: int
-    num_heads: int
-    num_layers: int
     in_channels: int = 16
     text_length: int = 512
     text_dim: int | None = 4096
@@ -87,6 +79,8 @@ class WanArchitecture(Architecture):
     cross_norm: bool = True
     image_dim: int | None = None
     image_positions: int | None = None
+
+    tensors: ClassVar[BlockTensors] = _TENSORS
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
@@ -110,10 +104,8 @@ class WanArchitecture(Architecture):
             chosen |= {"text_dim": None, "text_length": tokens}
         image = fields.get("image") or {}
         chosen |= {"image_dim": image.get("dim"), "image_positions": image.get("positions")}
-        for name in ("dim", "ffn_dim", "num_heads", "num_layers", "text_length"):
-            value = chosen.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"model.{name} is {value!r}; give a whole number of at least 1")
+        names = ("dim", "ffn_dim", "num_heads", "num_layers", "text_length")
+        require_whole_numbers(chosen, names)
         return cls(**chosen)
 
     def fields(self) -> dict[str, Any]:
@@ -147,39 +139,20 @@ class WanArchitecture(Architecture):
             attention_per_token=self.num_layers * 4.0 * condition * self.dim,
         )
 
-    def activations(self) -> ActivationCounts:
-        """See `Architecture.activations`."""
-        return ActivationCounts(
-            forward_traffic=self.num_layers * self._values(_FORWARD_TRAFFIC),
-            backward_traffic=self.num_layers * self._values(_BACKWARD_TRAFFIC),
-            working_set=self._values(_WORKING_SET),
-            split_exchange=self.num_layers * self._values((_EXCHANGED, 0)),
-            adapters=self._values(_ADAPTERS),
-            condition=self.text_length * (_CONDITION_TENSORS * self.dim + (self.text_dim or 0))
-            + self._image_tokens() * (_CONDITION_TENSORS * self.dim + (self.image_dim or 0)),
-        )
-
-    def kept_activations(self, remat: str) -> float:
-        """See `Architecture.kept_activations`."""
-        return self.num_layers * self._values(_KEPT[remat])
-
-    def kernels(self) -> int:
-        """See `Architecture.kernels`."""
-        return self.num_layers * _KERNELS
-
-    def _values(self, tensors: tuple[int, int]) -> int:
-        """Values per token of these numbers of tensors of S × dim and of S × ffn_dim."""
-        narrow, wide = tensors
-        return narrow * self.dim + wide * self.ffn_dim
+    def condition_values(self) -> float:
+        """See `BlockArchitecture.condition_values`."""
+        live = _CONDITION_TENSORS * self.dim
+        text = self.text_length * (live + (self.text_dim or 0))
+        return text + self._image_tokens() * (live + (self.image_dim or 0))
 
     def _block_parameters(self) -> int:
         """Parameters of one block."""
         dim, ffn = self.dim, self.ffn_dim
-        attention = 4 * (dim**2 + dim) + 2 * dim * self.qk_norm
-        feed_forward = 2 * dim * ffn + ffn + dim
+        attention = 4 * linear(dim, dim) + 2 * dim * self.qk_norm
+        feed_forward = linear(dim, ffn) + linear(ffn, dim)
         block = 6 * dim + 2 * attention + 2 * dim * self.cross_norm + feed_forward
         if self.image_dim is not None:
-            block += 2 * (dim**2 + dim) + dim * self.qk_norm
+            block += 2 * linear(dim, dim) + dim * self.qk_norm
         return block
 
     def _image_tokens(self) -> int:
@@ -193,20 +166,20 @@ class WanArchitecture(Architecture):
         width = self.image_dim
         if width is None:
             return 0
-        layers = (width + 1) * width + (width + 1) * self.dim
+        layers = linear(width, width) + linear(width, self.dim)
         return 2 * width + layers + 2 * self.dim + width * (self.image_positions or 0)
 
     def parameters(self) -> int:
         """Parameters of the model, exactly."""
         dim, patch = self.dim, math.prod(self.patch_size)
         out = patch * (self.in_channels if self.out_channels is None else self.out_channels)
-        embedding = (patch * self.in_channels + 1) * dim
-        time = (self.freq_dim + 1) * dim + (dim + 1) * dim + (dim + 1) * 6 * dim
+        embedding = linear(patch * self.in_channels, dim)
+        time = linear(self.freq_dim, dim) + linear(dim, dim) + linear(dim, 6 * dim)
         if self.text_dim is None:
             condition = (self.num_classes + 1) * dim
         else:
-            condition = (self.text_dim + 1) * dim + (dim + 1) * dim
-        head = 2 * dim + (dim + 1) * out
+            condition = linear(self.text_dim, dim) + linear(dim, dim)
+        head = 2 * dim + linear(dim, out)
         embeddings = embedding + time + condition + self._image_parameters()
         return embeddings + head + self.num_layers * self._block_parameters()
 
