@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from alload_jax.models.common.named_tensors import Naming, Tensor
+from alload_jax.models.common.named_tensors import Naming, Tensor, linear_tensors, norm_tensors
 from alload_jax.models.wan.config import WanConfig
 
 
@@ -28,18 +28,6 @@ def naming_of(keys: set[str]) -> Naming:
     return "original" if original else "diffusers"
 
 
-def _linear(
-    key: str, path: str, outputs: int, inputs: int, layer: int | None = None
-) -> Iterator[Tensor]:
-    yield Tensor(f"{key}.weight", (outputs, inputs), f"{path}/kernel", layer, "matrix")
-    yield Tensor(f"{key}.bias", (outputs,), f"{path}/bias", layer, "same")
-
-
-def _norm(key: str, path: str, size: int, layer: int | None = None) -> Iterator[Tensor]:
-    yield Tensor(f"{key}.weight", (size,), f"{path}/scale", layer, "same")
-    yield Tensor(f"{key}.bias", (size,), f"{path}/bias", layer, "same")
-
-
 def _outside_blocks(config: WanConfig) -> Iterator[Tensor]:
     dim, patch = config.dim, config.patch_size
     yield Tensor(
@@ -51,26 +39,30 @@ def _outside_blocks(config: WanConfig) -> Iterator[Tensor]:
     )
     yield Tensor("patch_embedding.bias", (dim,), "patch_embedding/bias", None, "same")
     time = "condition_embedder.time_embedder"
-    yield from _linear(f"{time}.linear_1", "time_embedding/hidden", dim, config.freq_dim)
-    yield from _linear(f"{time}.linear_2", "time_embedding/out", dim, dim)
-    yield from _linear("condition_embedder.time_proj", "time_embedding/modulation", 6 * dim, dim)
+    yield from linear_tensors(f"{time}.linear_1", "time_embedding/hidden", dim, config.freq_dim)
+    yield from linear_tensors(f"{time}.linear_2", "time_embedding/out", dim, dim)
+    yield from linear_tensors(
+        "condition_embedder.time_proj", "time_embedding/modulation", 6 * dim, dim
+    )
     if config.text:
         text = "condition_embedder.text_embedder"
-        yield from _linear(f"{text}.linear_1", "condition_embedding/hidden", dim, config.text.dim)
-        yield from _linear(f"{text}.linear_2", "condition_embedding/out", dim, dim)
+        yield from linear_tensors(
+            f"{text}.linear_1", "condition_embedding/hidden", dim, config.text.dim
+        )
+        yield from linear_tensors(f"{text}.linear_2", "condition_embedding/out", dim, dim)
     if config.image:
         yield from _image(config.image.dim, config.image.positions, dim)
     outputs = math.prod(patch) * config.latent_channels
-    yield from _linear("proj_out", "head/out", outputs, dim)
+    yield from linear_tensors("proj_out", "head/out", outputs, dim)
     yield Tensor("scale_shift_table", (1, 2, dim), "head/modulation", None, "leading")
 
 
 def _image(size: int, positions: int | None, dim: int) -> Iterator[Tensor]:
     key = "condition_embedder.image_embedder"
-    yield from _norm(f"{key}.norm1", "image_embedding/norm_in", size)
-    yield from _linear(f"{key}.ff.net.0.proj", "image_embedding/hidden", size, size)
-    yield from _linear(f"{key}.ff.net.2", "image_embedding/out", dim, size)
-    yield from _norm(f"{key}.norm2", "image_embedding/norm_out", dim)
+    yield from norm_tensors(f"{key}.norm1", "image_embedding/norm_in", size)
+    yield from linear_tensors(f"{key}.ff.net.0.proj", "image_embedding/hidden", size, size)
+    yield from linear_tensors(f"{key}.ff.net.2", "image_embedding/out", dim, size)
+    yield from norm_tensors(f"{key}.norm2", "image_embedding/norm_out", dim)
     if positions:
         shape = (1, positions, size)
         yield Tensor(f"{key}.pos_embed", shape, "image_embedding/position", None, "leading")
@@ -84,22 +76,22 @@ def _block(config: WanConfig, layer: int) -> Iterator[Tensor]:
     yield from _attention(config, f"{key}.attn2", "blocks/cross_attention", layer)
     if config.image:
         path = "blocks/cross_attention"
-        yield from _linear(f"{key}.attn2.add_k_proj", f"{path}/image_key", dim, dim, layer)
-        yield from _linear(f"{key}.attn2.add_v_proj", f"{path}/image_value", dim, dim, layer)
+        yield from linear_tensors(f"{key}.attn2.add_k_proj", f"{path}/image_key", dim, dim, layer)
+        yield from linear_tensors(f"{key}.attn2.add_v_proj", f"{path}/image_value", dim, dim, layer)
         if config.qk_norm:
             name, place = f"{key}.attn2.norm_added_k.weight", f"{path}/image_key_norm/scale"
             yield Tensor(name, (dim,), place, layer, "same")
     if config.cross_norm:
-        yield from _norm(f"{key}.norm2", "blocks/cross_norm", dim, layer)
+        yield from norm_tensors(f"{key}.norm2", "blocks/cross_norm", dim, layer)
     hidden, out = "blocks/feed_forward/hidden", "blocks/feed_forward/out"
-    yield from _linear(f"{key}.ffn.net.0.proj", hidden, config.ffn_dim, dim, layer)
-    yield from _linear(f"{key}.ffn.net.2", out, dim, config.ffn_dim, layer)
+    yield from linear_tensors(f"{key}.ffn.net.0.proj", hidden, config.ffn_dim, dim, layer)
+    yield from linear_tensors(f"{key}.ffn.net.2", out, dim, config.ffn_dim, layer)
 
 
 def _attention(config: WanConfig, key: str, path: str, layer: int) -> Iterator[Tensor]:
     dim = config.dim
     for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"), ("out.0", "out")):
-        yield from _linear(f"{key}.to_{theirs}", f"{path}/{ours}", dim, dim, layer)
+        yield from linear_tensors(f"{key}.to_{theirs}", f"{path}/{ours}", dim, dim, layer)
     if config.qk_norm:
         for theirs, ours in (("norm_q", "query_norm"), ("norm_k", "key_norm")):
             yield Tensor(f"{key}.{theirs}.weight", (dim,), f"{path}/{ours}/scale", layer, "same")
