@@ -1,4 +1,4 @@
-"""A training step of a Wan-shaped model beside diffusers' model in PyTorch, in one run.
+"""A training step of a model beside diffusers' model in PyTorch, in one run.
 
     python benchmarks/diffusers_step.py --out benchmarks/results/diffusers_step_h200.json
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from alload_jax.commands import bench_step
-from alload_jax.commands.bench_models import TEXT, shape_of
+from alload_jax.commands.bench_models import model_fields
 from alload_jax.errors import InputError, run_command
 
 COMMAND = "diffusers_step.py"
@@ -28,6 +28,12 @@ TORCH_CASES: tuple[dict[str, Any], ...] = (
     {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "none"},
 )
 """PyTorch at its best is not known beforehand: all of these are measured."""
+
+MASKED_CASES: tuple[dict[str, Any], ...] = (
+    {"precision": "bf16_copy", "attention": "default", "compile": "blocks", "remat": "full"}
+    | {"masked": True},
+)
+"""Further cases of models whose attention has masks: as diffusers has it."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -43,34 +49,49 @@ def parse(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         type=int,
         metavar="N",
-        default=range(len(TORCH_CASES)),
-        help=f"which of the {len(TORCH_CASES)} PyTorch variants, from 0; default: all",
+        help="which of the PyTorch variants, from 0; default: all",
     )
     options = parser.parse_args(argv)
     bench_step.require_usable(COMMAND, options)
+    known = range(len(variants(options.model)))
+    options.torch_cases = known if options.torch_cases is None else options.torch_cases
     for number in options.torch_cases:
-        if not 0 <= number < len(TORCH_CASES):
+        if number not in known:
             raise InputError(
-                f"{COMMAND}: --torch-cases {number} is unknown; "
-                f"there are 0 to {len(TORCH_CASES) - 1}"
+                f"{COMMAND}: --torch-cases {number} is unknown; there are 0 to {known[-1]}"
             )
     return options
 
 
+def variants(model: str) -> tuple[dict[str, Any], ...]:
+    """The variants of PyTorch for a model of `bench_models.MODELS`."""
+    return TORCH_CASES + (MASKED_CASES if _kind(model) == "hunyuan_video" else ())
+
+
 def torch_cases(options: argparse.Namespace) -> Iterator[bench_step.Case]:
     """The variants of PyTorch that the flags name."""
-    model: dict[str, Any] = shape_of(options.model, options.layers)
-    heads = {
-        "num_attention_heads": model.pop("num_heads"),
-        "attention_head_dim": model.pop("head_dim"),
-    }
-    shared = bench_step.shared_settings(options)
-    shared |= {"model": model | heads, "text_length": TEXT["length"]}
+    shared = bench_step.shared_settings(options) | {"kind": _kind(options.model)}
+    shared["model"] = diffusers_arguments(model_fields(options.model, options.layers))
     for number in options.torch_cases:
-        case = TORCH_CASES[number]
+        case = variants(options.model)[number]
         compiled = "whole" if case["compile"] is True else case["compile"]
         name = f"diffusers, {case['precision']}, {case['attention']}, compiled {compiled}"
+        name += ", masks" * case.get("masked", False)
         yield f"{name}, checkpointing {case['remat']}", TORCH_STEP, shared | case
+
+
+def diffusers_arguments(model: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of diffusers' class for a model; its other defaults are the published model's."""
+    heads = model["num_heads"]
+    arguments = {"num_attention_heads": heads, "attention_head_dim": model["dim"] // heads}
+    arguments |= {"num_layers": model["num_layers"]}
+    if model.get("family") == "hunyuan_video":
+        return arguments | {"mlp_ratio": model["ffn_dim"] / model["dim"]}
+    return arguments | {"ffn_dim": model["ffn_dim"]}
+
+
+def _kind(model: str) -> str:
+    return model_fields(model).get("family", "wan")
 
 
 def main(argv: list[str]) -> int:

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from alload_jax.bench.provenance import provenance
 from alload_jax.bench.step import Step, training_spec
-from alload_jax.commands.bench_models import MODELS, shape_of, training_fields
+from alload_jax.commands.bench_models import MODELS, model_fields, training_fields
 from alload_jax.commands.bench_output import gigabytes, markdown_table, typed
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.models.families import config_from_fields
@@ -76,7 +76,7 @@ SPARSE_CASES = (ENDS, Case(False, 0.1), Case(False, 0.05))
 
 def make_spec(program: str, options: argparse.Namespace) -> TrainingSpec:
     """What the dense program trains, or the sparse one, whose lists hold what any case needs."""
-    fields = training_fields(shape_of(options.model, options.layers), options.remat)
+    fields = training_fields(model_fields(options.model, options.layers), options.remat)
     if program == "sparse":
         densest = max(case.density for case in SPARSE_CASES)
         forced = (densest,) * fields["num_layers"]
@@ -185,7 +185,7 @@ def measure_length(
     step: Step, gradient: Any, shape: tuple[int, ...], first: bool, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Measures all cases of a program at one length."""
-    layers = shape_of(options.model, options.layers)["num_layers"]
+    layers = model_fields(options.model, options.layers)["num_layers"]
     batch, sparse = step.batch(shape), step.model.sparse_attention
     cases: tuple[Case, ...] = (DENSE,)
     if sparse is not None:
@@ -275,7 +275,7 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": typed(),
         **provenance(["jax", "jaxlib", "flax"]),
-        "model": training_fields(shape_of(options.model, options.layers), options.remat),
+        "model": training_fields(model_fields(options.model, options.layers), options.remat),
         "selector": options.selector,
         "cases": [],
     }

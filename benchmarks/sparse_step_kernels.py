@@ -19,7 +19,7 @@ from sparse_step import SPARSE_CASES, add_arguments, compile_all, make_spec, rec
 
 from alload_jax.bench.device_trace import kernel_seconds
 from alload_jax.bench.step import Step
-from alload_jax.commands.bench_models import shape_of
+from alload_jax.commands.bench_models import model_fields
 
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 CASES = SPARSE_CASES[1:2]
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_GRAPHS}".strip()
     content = record(options)
-    layers = shape_of(options.model, options.layers)["num_layers"]
+    layers = model_fields(options.model, options.layers)["num_layers"]
     step = Step(make_spec("sparse", options))
     for shape, gradient in compile_all(step, options.latents):
         operations, batch = operations_of(gradient), step.batch(shape)

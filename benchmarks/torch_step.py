@@ -1,6 +1,6 @@
-"""One training step of diffusers' WanTransformer3DModel in PyTorch, in a process of its own.
+"""One training step of one of diffusers' transformers in PyTorch, in a process of its own.
 
-    python benchmarks/torch_step.py '{"model": {…}, "batch": 1, "latents": [21, 60, 104], …}'
+    python benchmarks/torch_step.py '{"kind": "wan", "model": {…}, "batch": 1, "latents": […], …}'
 
 The JSON's keys are the fields of `Settings`. The last line of stdout is one JSON object: the
 settings and what was measured, or `error`. Neither JAX nor anything that imports it is loaded
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from torch_models import MODELS
 from torch_trainer import Compiled, Settings, Trainer
 
 from alload_jax.bench.provenance import provenance
@@ -53,6 +54,7 @@ def measure(settings: Settings, compiled: Compiled, device: str) -> dict[str, An
         torch.cuda.reset_peak_memory_stats()
     timed = [_timed(trainer, device) for _ in range(settings.steps)]
     seconds, losses = zip(*timed, strict=True)
+    kind, config = MODELS[settings.kind], trainer.model.config
     return {
         "seconds": statistics.median(seconds),
         "seconds_least": min(seconds),
@@ -62,7 +64,8 @@ def measure(settings: Settings, compiled: Compiled, device: str) -> dict[str, An
         "warmup_seconds": ready - built,
         "first_step_seconds": first[0] if first else None,
         "parameters": sum(master.numel() for master in trainer.weights.masters),
-        "tokens": _tokens(settings, trainer.model.config.patch_size),
+        "tokens": settings.batch * math.prod(settings.latents) // kind.volume(config),
+        "tokens_beside": kind.tokens_beside,
         "compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "loss": losses[-1] if math.isfinite(losses[-1]) else None,
         "loss_finite": all(math.isfinite(loss) for loss in losses),
@@ -149,11 +152,6 @@ def _peak(device: str) -> dict[str, int | None]:
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
     }
-
-
-def _tokens(settings: Settings, patch_size: tuple[int, ...]) -> int:
-    grid = zip(settings.latents, patch_size, strict=True)
-    return settings.batch * math.prod(size // patch for size, patch in grid)
 
 
 def _forget(device: str) -> None:

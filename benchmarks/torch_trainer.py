@@ -1,4 +1,4 @@
-"""diffusers' WanTransformer3DModel in PyTorch, and a training step like our own.
+"""A training step like our own, in PyTorch, of one of diffusers' transformers.
 
 Neither JAX nor anything that imports it is loaded here: two frameworks in a process would share
 the device's memory.
@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch_models import MODELS
 
 Compiled = Literal["whole", "blocks", "no"]
 
@@ -30,15 +31,17 @@ class Settings:
     """What to measure.
 
     Attributes:
-      model: WanTransformer3DModel's arguments.
+      kind: name of one of `torch_models.MODELS`.
+      model: arguments of diffusers' class.
       batch: samples a step.
       latents: frames, height, width of a latent clip.
-      text_length: tokens of text of a sample.
       remat: full: every block is recomputed in the backward pass (gradient checkpointing).
       compile: by torch.compile: true: the whole model, each block where that fails, nothing where
         that fails too. blocks: not the whole, whose compilation takes far longer.
       compile_mode: torch.compile's mode.
-      attention: the only backend that attention may take; default: PyTorch's choice.
+      attention: the backend that attention must take; default: PyTorch's choice.
+      masked: whether attention gets masks, as diffusers' model makes them where texts have padding.
+        Here no text has any, so that attention without a mask computes the same.
       precision: autocast: float32 weights, each operation casts what it takes. bf16_copy: bfloat16
         weights for forward and backward, float32 ones for the optimizer, as mixed-precision
         trainers do.
@@ -47,14 +50,15 @@ class Settings:
       learning_rate: AdamW's, constant.
     """
 
+    kind: str
     model: dict[str, Any]
     batch: int
     latents: tuple[int, int, int]
-    text_length: int = 512
     remat: Literal["full", "none"] = "full"
     compile: bool | Literal["blocks"] = True
     compile_mode: str = "default"
     attention: Literal["cudnn", "flash", "efficient", "default"] = "default"
+    masked: bool = False
     precision: Literal["autocast", "bf16_copy"] = "autocast"
     warmup: int = 3
     steps: int = 8
@@ -62,6 +66,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         known = {
+            "kind": tuple(MODELS),
             "remat": ("full", "none"),
             "compile": (True, False, "blocks"),
             "attention": (*BACKENDS, "default"),
@@ -120,17 +125,20 @@ class Weights:
 
 
 class Trainer:
-    """A model on random clips and texts; `step` trains it once."""
+    """A model on random clips and conditions; `step` trains it once."""
 
     def __init__(self, settings: Settings, compiled: Compiled, device: str):
         self.settings, self.device = settings, device
         self.model = build(settings, device)
         self.weights = Weights(self.model, settings)
         self.forward = _compile(self.model, settings, compiled)
-        config = self.model.config
-        rows, text = settings.batch, (settings.text_length, config.text_dim)
-        self.clips = torch.randn(rows, config.in_channels, *settings.latents, device=device)
-        self.texts = torch.randn(rows, *text, device=device)
+        kind, dtype = MODELS[settings.kind], torch.float32
+        if settings.precision == "bf16_copy":
+            dtype = torch.bfloat16
+        channels = kind.latent_channels(self.model.config)
+        self.clips = torch.randn(settings.batch, channels, *settings.latents, device=device)
+        self.given = kind.given(self.model.config, self.clips)
+        self.conditions = kind.conditions(self.model.config, settings.batch, dtype, device)
 
     def step(self) -> Any:
         """Gradient and update; returns the loss, a scalar on the device."""
@@ -142,14 +150,16 @@ class Trainer:
         """Flow matching: the model predicts noise − clip from (1 − σ)·clip + σ·noise."""
         noise = torch.randn_like(self.clips)
         sigma = torch.sigmoid(torch.randn(self.settings.batch, device=self.device))
-        noised, texts = torch.lerp(self.clips, noise, sigma.view(-1, 1, 1, 1, 1)), self.texts
+        noised = torch.lerp(self.clips, noise, sigma.view(-1, 1, 1, 1, 1))
+        noised = torch.cat([noised, *self.given], dim=1)
         if self.settings.precision == "bf16_copy":
-            noised, texts = noised.bfloat16(), texts.bfloat16()
+            noised = noised.bfloat16()
+        timestep = sigma * TIMESTEP_SCALE
+        if MODELS[self.settings.kind].casts_timestep:
+            timestep = timestep.to(noised.dtype)
         with self._attention():  # around the backward pass too: it recomputes
             with self._autocast():
-                (predicted,) = self.forward(
-                    noised, sigma * TIMESTEP_SCALE, texts, return_dict=False
-                )
+                (predicted,) = self.forward(noised, timestep, **self.conditions, return_dict=False)
             loss = torch.nn.functional.mse_loss(predicted.float(), noise - self.clips)
             loss.backward()
         return loss.detach()
@@ -160,16 +170,17 @@ class Trainer:
 
     def _attention(self) -> Any:
         backend = BACKENDS.get(self.settings.attention)
-        return sdpa_kernel([backend]) if backend else contextlib.nullcontext()
+        if backend is None:
+            return contextlib.nullcontext()
+        also = MODELS[self.settings.kind].masks_elsewhere
+        return sdpa_kernel([backend, *also], set_priority=True)
 
 
 def build(settings: Settings, device: str) -> Any:
     """The model with random float32 weights, made on the device."""
-    from diffusers import WanTransformer3DModel
-
     arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.model.items()}
     with torch.device(device):
-        model = WanTransformer3DModel(**arguments)
+        model = MODELS[settings.kind].build(arguments, settings.masked)
     if settings.remat == "full":
         model.enable_gradient_checkpointing()
     return model.train()
@@ -187,4 +198,5 @@ def _compile(model: Any, settings: Settings, compiled: Compiled) -> Any:
 
 def _stays_float32(model: Any, name: str) -> bool:
     """Whether diffusers' own loader would keep this weight in float32 in a bfloat16 model."""
-    return any(part in model._keep_in_fp32_modules for part in name.split("."))
+    kept = model._keep_in_fp32_modules or ()
+    return any(part in kept for part in name.split("."))

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from alload_jax.commands.bench_models import MODELS, shape_of, training_fields
+from alload_jax.commands.bench_models import MODELS, model_fields, training_fields
 from alload_jax.commands.bench_process import measured
 from alload_jax.errors import run_command
 from alload_jax.sharding.xla_flags import OVERLAP_FLAGS
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     content: dict[str, Any] = {
         "command": " ".join(["python", "benchmarks/weak_scaling.py", *argv]),
-        "model": training_fields(shape_of(options.model, options.layers)),
+        "model": training_fields(model_fields(options.model, options.layers)),
         "shape": options.shape,
         "m_mem": options.m_mem,
         "cases": [],

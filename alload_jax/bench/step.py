@@ -86,6 +86,19 @@ def training_spec(
     )
 
 
+def tokens_beside(model: ModelConfig, condition_tokens: int) -> int:
+    """Tokens of a row's condition that plans count in the length of a sample.
+
+    Args:
+      model: the model's config.
+      condition_tokens: condition tokens of models conditioned on classes.
+    """
+    if not model.joint_attention:
+        return 0
+    parts = model.condition_parts()
+    return sum(part.length for part in parts) if parts else condition_tokens
+
+
 class Step:
     """A training step of one model on one device: gradient of one micro-batch, then the update.
 
@@ -104,11 +117,8 @@ class Step:
 
     @property
     def tokens_beside(self) -> int:
-        """Tokens of a row's condition that plans count in the length of a sample."""
-        if not self.model.joint_attention:
-            return 0
-        parts = self.model.condition_parts()
-        return sum(part.length for part in parts) if parts else self.condition_tokens
+        """See the function `tokens_beside`."""
+        return tokens_beside(self.model, self.condition_tokens)
 
     def use(self, spec: TrainingSpec) -> None:
         """Takes another spec, with a new state in place of the last one."""
@@ -225,6 +235,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         "settings": dataclasses.asdict(settings),
         "parameters": parameter_count(model),
         "tokens": settings.batch * math.prod(settings.latents) // math.prod(model.patch_size),
+        "tokens_beside": tokens_beside(model, settings.condition_tokens),
     }
     begin = time.perf_counter()
     try:

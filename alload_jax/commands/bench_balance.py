@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from alload_jax.commands.bench_models import MODELS, shape_of, training_fields
+from alload_jax.commands.bench_models import MODELS, NAMES, model_fields, training_fields
 from alload_jax.commands.bench_output import (
     gigabytes,
     markdown_table,
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         choices=tuple(MODELS),
         default="1.3b",
-        help="Wan 2.1's 1.3B or 14B, or a tiny one for tests",
+        help=f"{NAMES} (default 1.3b)",
     )
     add("--layers", type=int, help="number of layers, if fewer than the model has")
     add("--m-mem", type=int, default=81_920, help="tokens of a micro-batch (default 81,920)")
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
     """Measures each case in a separate process, prints a table and writes JSON."""
     costs = _checked(options)
     out = Path(options.out)
-    model = training_fields(shape_of(options.model, options.layers))
+    model = training_fields(model_fields(options.model, options.layers))
     a_layer = {name: value for name, value in model.items() if name != "num_layers"}
     if unlike := costs.unlike(a_layer):
         print(f"{options.cost_model}: was made for {unlike}; plans and predictions are inaccurate")

@@ -2,34 +2,38 @@
 
 from typing import Any
 
-MODELS: dict[str, dict[str, int]] = {
-    "1.3b": {"num_heads": 12, "head_dim": 128, "ffn_dim": 8960, "num_layers": 30},
-    "14b": {"num_heads": 40, "head_dim": 128, "ffn_dim": 13824, "num_layers": 40},
-    "tiny": {"num_heads": 2, "head_dim": 16, "ffn_dim": 64, "num_layers": 2},
+_WAN = {"in_channels": 16, "text": {"dim": 4096, "length": 512}}
+_HUNYUAN_VIDEO = {
+    "family": "hunyuan_video",
+    "in_channels": 65,
+    "out_channels": 32,
+    "patch_size": (1, 1, 1),
+    "text": {"dim": 3584, "length": 1000},
+    "glyphs": {"dim": 1472, "length": 256},
+    "image": {"dim": 1152},
 }
-"""Shapes of Wan 2.1's models, and of a tiny one for tests."""
 
-TEXT = {"dim": 4096, "length": 512}
+MODELS: dict[str, dict[str, Any]] = {
+    "1.3b": _WAN | {"dim": 1536, "num_heads": 12, "ffn_dim": 8960, "num_layers": 30},
+    "14b": _WAN | {"dim": 5120, "num_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+    "tiny": _WAN | {"dim": 32, "num_heads": 2, "ffn_dim": 64, "num_layers": 2},
+    "hunyuan-video-1.5": _HUNYUAN_VIDEO
+    | {"dim": 2048, "num_heads": 16, "ffn_dim": 8192, "num_layers": 54},
+    "tiny-mmdit": _HUNYUAN_VIDEO | {"dim": 32, "num_heads": 2, "ffn_dim": 128, "num_layers": 2},
+}
+"""Fields of the configs of Wan 2.1's models and of HunyuanVideo 1.5's (image-to-video), and of tiny
+ones for tests."""
+
+NAMES = "Wan 2.1's 1.3B or 14B, HunyuanVideo 1.5's, or a tiny one for trying"
 
 
-def shape_of(name: str, layers: int | None = None) -> dict[str, int]:
-    """The shape of a model of `MODELS`, with `layers` layers if given."""
+def model_fields(name: str, layers: int | None = None) -> dict[str, Any]:
+    """Fields of the config of a model of `MODELS`, with `layers` layers if given."""
     return MODELS[name] | ({"num_layers": layers} if layers else {})
 
 
-def config_fields(shape: dict[str, int]) -> dict[str, Any]:
-    """Fields of the config of a model with a shape of `MODELS`."""
-    fields: dict[str, Any] = {k: v for k, v in shape.items() if k != "head_dim"}
-    return fields | {
-        "dim": shape["num_heads"] * shape["head_dim"],
-        "in_channels": 16,
-        "text": TEXT,
-    }
-
-
 def training_fields(
-    shape: dict[str, int], remat: str = "attention", residual: str = "compute"
+    model: dict[str, Any], remat: str = "attention", residual: str = "compute"
 ) -> dict[str, Any]:
-    """`config_fields` for training: bfloat16, and the given remat policy and residual dtype."""
-    trained = {"remat": remat, "residual_dtype": residual, "dtype": "bfloat16"}
-    return config_fields(shape) | trained
+    """`model_fields` for training: bfloat16, and the given remat policy and residual dtype."""
+    return model | {"remat": remat, "residual_dtype": residual, "dtype": "bfloat16"}

@@ -11,12 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alload_jax.commands import bench_layouts
-from alload_jax.commands.bench_models import (
-    MODELS,
-    config_fields,
-    shape_of,
-    training_fields,
-)
+from alload_jax.commands.bench_models import MODELS, NAMES, model_fields, training_fields
 from alload_jax.commands.bench_output import (
     gigabytes,
     markdown_table,
@@ -27,7 +22,7 @@ from alload_jax.commands.bench_output import (
 from alload_jax.commands.bench_process import measured
 from alload_jax.planning.architectures.registry import from_fields
 
-HELP = "Training steps of a Wan-shaped model: by what the backward pass keeps, or by policy."
+HELP = "Training steps of a published model's shape: by what is kept for backward, or by policy."
 
 _WIDTH = 150
 _POLICIES = ("full", "offload", "attention", "matmuls_and_attention", "none")
@@ -46,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags that say which steps of one shape are measured."""
     add = parser.add_argument
-    add("--model", choices=tuple(MODELS), default="1.3b", help="Wan 2.1's; tiny is for trying")
+    add("--model", choices=tuple(MODELS), default="1.3b", help=f"{NAMES} (default 1.3b)")
     add("--layers", type=int, help="fewer layers than the model has")
     add("--batch", type=int, default=1, help="rows (default 1)")
     add(
@@ -69,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     bench_layouts.check(options)
     if not options.workload and not options.same:
         return measure(options, cases(options))
-    model = training_fields(shape_of(options.model, options.layers))
+    model = training_fields(model_fields(options.model, options.layers))
     return bench_layouts.run(options, model, measured)
 
 
@@ -90,7 +85,7 @@ def measure(options: argparse.Namespace, cases: Iterable[Case]) -> int:
     out = Path(options.out)
     content: dict[str, Any] = {
         "command": typed(),
-        "model": shape_of(options.model, options.layers),
+        "model": model_fields(options.model, options.layers),
         "batch": options.batch,
         "latents": list(options.latents),
         "cases": [],
@@ -115,7 +110,7 @@ def shared_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Our own: each way of --remat with each of --residual."""
-    model, shared = shape_of(options.model, options.layers), shared_settings(options)
+    model, shared = model_fields(options.model, options.layers), shared_settings(options)
     for residual in options.residual:
         for remat in options.remat:
             fields = training_fields(model, remat, residual)
@@ -135,13 +130,14 @@ def _table(content: dict[str, Any]) -> Table:
     table = markdown_table(
         title, ("", "s", "tokens/s", "model TFLOP/s", "most memory", "to compile, s")
     )
-    architecture, batch = from_fields(config_fields(content["model"])), content["batch"]
+    architecture, batch = from_fields(content["model"]), content["batch"]
     for case in content["cases"]:
         if "error" in case:
             table.add_row(case["name"], case["error"])
             continue
         seconds = case["seconds"]
-        flops = architecture.step_flops(np.full(batch, case["tokens"] // batch))
+        tokens = case["tokens"] // batch + case["tokens_beside"]
+        flops = architecture.step_flops(np.full(batch, tokens))
         table.add_row(
             case["name"],
             f"{seconds:.3f}",

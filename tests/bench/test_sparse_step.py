@@ -53,8 +53,9 @@ def test_switches_are_set_beside_what_else_there_is(sparse_step):
     ],
 )
 def test_only_full_recomputation_attends_twice(sparse_step, monkeypatch, remat, forwards):
-    shape = {"num_heads": 2, "head_dim": 64, "ffn_dim": 64, "num_layers": 2}
-    monkeypatch.setitem(bench_models.MODELS, "kernels", shape)
+    shape = {"num_heads": 2, "dim": 128, "ffn_dim": 64, "num_layers": 2}
+    model = bench_models.MODELS["tiny"] | shape
+    monkeypatch.setitem(bench_models.MODELS, "kernels", model)
     options = Namespace(model="kernels", layers=None, remat=remat, selector="predictor")
     monkeypatch.setattr("pallas_kernels.triton_support.unsupported_device", lambda: None)
     spec = sparse_step.make_spec("sparse", options)
