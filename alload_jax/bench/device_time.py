@@ -80,14 +80,10 @@ def device_time(program: Any, sets: Sequence[tuple[Any, ...]], iterations: int =
     return DeviceTime(statistics.median(totals), tenths[0], tenths[-1], tuple(kernels.items()))
 
 
-def copy_bandwidth(most: int = _COPIED_BYTES) -> float:
-    """Bytes a second, read plus written, of large copies from the device to itself.
-
-    Args:
-      most: bytes of a copy, if an eighth of the device's memory is not less.
-    """
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", most * 8)
-    size = min(most, limit // 8) // 4 * 4
+def copy_bandwidth() -> float:
+    """Bytes a second, read plus written, of large copies from the device to itself."""
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", _COPIED_BYTES * 8)
+    size = min(_COPIED_BYTES, limit // 8) // 4 * 4
     source = jax.block_until_ready(jnp.ones((size // 4,), jnp.float32))
     return 2 * size / repeated_seconds(jax.jit(jnp.copy), source)
 

@@ -105,10 +105,7 @@ class Step:
     @property
     def tokens_beside(self) -> int:
         """Tokens of a row's condition that plans count in the length of a sample."""
-        if not self.model.joint_attention:
-            return 0
-        parts = self.model.condition_parts()
-        return sum(part.length for part in parts) if parts else self.condition_tokens
+        return condition_tokens_beside(self.model, self.condition_tokens)
 
     def use(self, spec: TrainingSpec) -> None:
         """Takes another spec, with a new state in place of the last one."""
@@ -158,6 +155,19 @@ class Step:
         if not np.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}")
         return time.perf_counter() - begin
+
+
+def condition_tokens_beside(model: ModelConfig, condition_tokens: int) -> int:
+    """Tokens of a row's condition that plans count in the length of a sample.
+
+    Args:
+      model: the model's config.
+      condition_tokens: of a row, for models conditioned on classes.
+    """
+    if not model.joint_attention:
+        return 0
+    parts = model.condition_parts()
+    return sum(part.length for part in parts) if parts else condition_tokens
 
 
 def random_batch(model: ModelConfig, latents: tuple[int, ...], text_length: int = 512) -> Batch:
@@ -226,6 +236,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         "parameters": parameter_count(model),
         "tokens": settings.batch * math.prod(settings.latents) // math.prod(model.patch_size),
     }
+    beside = condition_tokens_beside(model, settings.condition_tokens)
+    recorded["seq_len"] = recorded["tokens"] // settings.batch + beside
     begin = time.perf_counter()
     try:
         step = Step(training_spec(model), settings.condition_tokens)

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from alload_jax.commands import bench_layouts
+from alload_jax.commands import bench_layouts, bench_profile
 from alload_jax.commands.bench_models import (
+    HUNYUAN_VIDEO,
     MODELS,
     config_fields,
     shape_of,
@@ -25,9 +26,10 @@ from alload_jax.commands.bench_output import (
     typed,
 )
 from alload_jax.commands.bench_process import measured
+from alload_jax.errors import InputError
 from alload_jax.planning.architectures.registry import from_fields
 
-HELP = "Training steps of a Wan-shaped model: by what the backward pass keeps, or by policy."
+HELP = "Training steps: by what the backward pass keeps, by policy, or by part (--profile)."
 
 _WIDTH = 150
 _POLICIES = ("full", "offload", "attention", "matmuls_and_attention", "none")
@@ -39,14 +41,17 @@ Case = tuple[str, str | Path, dict[str, Any]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
-    add_case_arguments(parser)
+    add_case_arguments(parser, (*MODELS, *HUNYUAN_VIDEO))
+    bench_profile.add_arguments(parser)
     bench_layouts.add_arguments(parser)
 
 
-def add_case_arguments(parser: argparse.ArgumentParser) -> None:
+def add_case_arguments(
+    parser: argparse.ArgumentParser, models: Sequence[str] = tuple(MODELS)
+) -> None:
     """Declares the flags that say which steps of one shape are measured."""
     add = parser.add_argument
-    add("--model", choices=tuple(MODELS), default="1.3b", help="Wan 2.1's; tiny is for trying")
+    add("--model", choices=models, default="1.3b", help="1.3b, 14b: Wan 2.1; tiny: for trying")
     add("--layers", type=int, help="fewer layers than the model has")
     add("--batch", type=int, default=1, help="rows (default 1)")
     add(
@@ -67,8 +72,16 @@ def run(options: argparse.Namespace) -> int:
     """Measures steps of one shape, or (--workload, --same) of the same samples by policy."""
     require_usable("alload bench step", options)
     bench_layouts.check(options)
+    bench_profile.check(options)
+    if options.profile:
+        return bench_profile.run(options, cases(options))
     if not options.workload and not options.same:
         return measure(options, cases(options))
+    if options.model in HUNYUAN_VIDEO:
+        raise InputError(
+            f"alload bench step: --model {options.model}: policies are measured with Wan's models; "
+            f"choose one of {', '.join(MODELS)}"
+        )
     model = training_fields(shape_of(options.model, options.layers))
     return bench_layouts.run(options, model, measured)
 
@@ -141,7 +154,8 @@ def _table(content: dict[str, Any]) -> Table:
             table.add_row(case["name"], case["error"])
             continue
         seconds = case["seconds"]
-        flops = architecture.step_flops(np.full(batch, case["tokens"] // batch))
+        seq_len = case.get("seq_len", case["tokens"] // batch)
+        flops = architecture.step_flops(np.full(batch, seq_len))
         table.add_row(
             case["name"],
             f"{seconds:.3f}",

@@ -192,14 +192,17 @@ def _member(instruction: Instruction, computation: Computation) -> _Member:
 
 
 def _neighbours_name(instruction: Instruction, computation: Computation) -> str:
-    """The name of an instruction that uses one without a name, or else of one that it uses.
+    """The name of an instruction that uses one without a name, or of one that it uses.
 
-    XLA gives none to some that it adds, such as the first half of a large reduction.
+    XLA gives none to some that it adds, such as the first half of a large reduction. A name whose
+    scope says what is computed goes before one whose scope does not.
     """
     users = (each for each in computation.values() if instruction.name in each.operands)
     used = (computation[name] for name in instruction.operands if name in computation)
-    names = (each.op_name for each in (*users, *used) if each.opcode not in _WITHOUT_KERNEL)
-    return next(filter(None, names), "")
+    near = (each for each in (*users, *used) if each.opcode not in _WITHOUT_KERNEL)
+    names = [each.op_name for each in near if each.op_name]
+    telling = (name for name in names if PARTS.get(scope_of(name), ELSE) != ELSE)
+    return next(iter((*telling, *names, "")))
 
 
 def scope_of(op_name: str) -> str:

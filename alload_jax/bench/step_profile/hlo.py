@@ -145,13 +145,21 @@ def _instruction(name: str, text: str, *, is_root: bool) -> Instruction:
     opcode, _, rest = rest.partition("(")
     end = _closing(rest)
     attributes = rest[end + 1 :]
-    called, op_name, target = (
-        found[1] if (found := pattern.search(attributes)) else ""
-        for pattern in (_CALLED, _OP_NAME, _TARGET)
-    )
+
+    def first(pattern: re.Pattern[str]) -> str:
+        found = pattern.search(attributes)
+        return found[1] if found else ""
+
     return Instruction(
-        *(name, opcode.strip(), tuple(_arrays(kind)), tuple(_OPERAND.findall(rest[:end]))),
-        *(called, op_name, target, attributes, is_root),
+        name=name,
+        opcode=opcode.strip(),
+        arrays=tuple(_arrays(kind)),
+        operands=tuple(_OPERAND.findall(rest[:end])),
+        called=first(_CALLED),
+        op_name=first(_OP_NAME),
+        target=first(_TARGET),
+        attributes=attributes,
+        is_root=is_root,
     )
 
 

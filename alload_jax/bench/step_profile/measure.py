@@ -75,6 +75,7 @@ def measure(settings: ProfileSettings) -> dict[str, Any]:
         programs["update"].name: attributions(programs["update"], OPTIMIZER),
     }
     return result | {
+        "backend": jax.default_backend(),
         "traced_seconds": found.seconds,
         "traced_steps": found.steps,
         "devices": found.devices,
@@ -105,9 +106,12 @@ def _operations(
     for operation, spent in found.spent.items():
         attribution = attribution_of(operation, parts)
         call = attribution.attention
-        yield operation._asdict() | attribution._asdict() | spent._asdict() | {
-            "attention": call and call._asdict()
-        }
+        yield (
+            operation._asdict()
+            | attribution._asdict()
+            | spent._asdict()
+            | {"attention": call and call._asdict()}
+        )
 
 
 def attribution_of(

@@ -11,12 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alload_jax.bench.device_time import copy_bandwidth, device_time, repeated_seconds, rotating
+from alload_jax.bench.device_time import (
+    copy_bandwidth,
+    device_time,
+    repeated_seconds,
+    require_gpu,
+    rotating,
+)
 
-_WIDTHS = {"gpu": 8192}
-_COPIED = {"gpu": 1 << 32}
-_OTHER_WIDTH, _OTHER_COPIED = 512, 1 << 26
-"""Of devices without a size of their own: a CPU is not fast enough for larger ones."""
+_WIDTH = 8192
 _SETS = 2
 """Sets of arguments in turn, so that the cache does not hold those of the next call."""
 
@@ -25,17 +28,20 @@ def measure(attention: Sequence[Mapping[str, int]]) -> dict[str, Any]:
     """Rates of matrix products and copies, and the seconds of calls of attention alone.
 
     Args:
-      attention: the fields of `AttentionCall` of each shape; `backward` is ignored.
+      attention: the fields of `AttentionCall` of each shape but `backward`.
+
+    Raises:
+      InputError: there is no GPU.
     """
-    backend = jax.default_backend()
+    require_gpu()
     return {
-        "matmul_flops_per_second": _matmul_rate(_WIDTHS.get(backend, _OTHER_WIDTH)),
-        "copy_bytes_per_second": copy_bandwidth(_COPIED.get(backend, _OTHER_COPIED)),
+        "matmul_flops_per_second": matmul_rate(_WIDTH),
+        "copy_bytes_per_second": copy_bandwidth(),
         "attention": list(_attention(attention)),
     }
 
 
-def _matmul_rate(width: int) -> float:
+def matmul_rate(width: int) -> float:
     """FLOP/s of bfloat16 products of random matrices [width, width]."""
     keys = jax.random.split(jax.random.key(0))
     arrays = [jax.random.normal(key, (width, width), jnp.bfloat16) for key in keys]

@@ -142,9 +142,7 @@ def _written(fused: Computation) -> Iterator[float]:
             each = fused.get(each.operands[0])
         if each is None:
             continue
-        update = (
-            _result(each.operands[1], fused) if each.opcode == "dynamic-update-slice" else None
-        )
+        update = _result(each.operands[1], fused) if each.opcode == "dynamic-update-slice" else None
         yield update.bytes if update else each.bytes
 
 
