@@ -157,7 +157,7 @@ def _attribution(
     members = [_member(*each) for each in inner] or [_member(instruction, computation)]
     leader = _leader(members, _member(instruction, computation))
     if not leader.op_name:
-        name = _neighbours_name(instruction, computation)
+        name = _neighbours_name(program, instruction, computation)
         leader = leader._replace(op_name=name, scope=scope_of(name))
     attention = attention_call(instruction, computation)
     part, detail = _place(instruction, members, leader, attention)
@@ -191,7 +191,7 @@ def _member(instruction: Instruction, computation: Computation) -> _Member:
     )
 
 
-def _neighbours_name(instruction: Instruction, computation: Computation) -> str:
+def _neighbours_name(program: Program, instruction: Instruction, computation: Computation) -> str:
     """The name of an instruction that uses one without a name, or of one that it uses.
 
     XLA gives none to some that it adds, such as the first half of a large reduction. A name whose
@@ -199,8 +199,9 @@ def _neighbours_name(instruction: Instruction, computation: Computation) -> str:
     """
     users = (each for each in computation.values() if instruction.name in each.operands)
     used = (computation[name] for name in instruction.operands if name in computation)
-    near = (each for each in (*users, *used) if each.opcode not in _WITHOUT_KERNEL)
-    names = [each.op_name for each in near if each.op_name]
+    near = [each for each in (*users, *used) if each.opcode not in _WITHOUT_KERNEL]
+    inner = [member for each in near for member, _ in program.within(each)]
+    names = [each.op_name for each in (*near, *inner) if each.op_name]
     telling = (name for name in names if PARTS.get(scope_of(name), ELSE) != ELSE)
     return next(iter((*telling, *names, "")))
 
@@ -218,8 +219,9 @@ def scope_of(op_name: str) -> str:
 def _leader(members: Sequence[_Member], own: _Member) -> _Member:
     """The member whose part a kernel belongs to.
 
-    That is a matrix product; or the largest operation of the scope with most arithmetic; without
-    any arithmetic, the instruction itself.
+    That is a matrix product; or the largest operation of the scope with most arithmetic, one of
+    the backward pass before one that is recomputed for it; without any arithmetic, the instruction
+    itself.
     """
     products = [each for each in members if each.product]
     if products:
@@ -232,7 +234,7 @@ def _leader(members: Sequence[_Member], own: _Member) -> _Member:
         return own
     scope = max(arithmetic, key=lambda name: arithmetic[name])
     leading = (each for each in members if each.computes and each.scope == scope)
-    return max(leading, key=lambda each: each.size)
+    return max(leading, key=lambda each: (pass_of(each.op_name) == "backward", each.size))
 
 
 def _place(
