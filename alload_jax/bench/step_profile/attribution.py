@@ -159,7 +159,7 @@ def _attribution(
     if not leader.op_name:
         name = _neighbours_name(program, instruction, computation)
         leader = leader._replace(op_name=name, scope=scope_of(name))
-    attention = attention_call(instruction, computation)
+    attention = attention_call(program, instruction, computation)
     part, detail = _place(instruction, members, leader, attention)
     scoped = {_scoped_part(each) for each in members if each.computes and each.scope}
     if any(each.opcode == _UPDATE and each.size > _SMALL for each in members):
@@ -247,13 +247,13 @@ def _place(
     opcodes = [instruction.opcode, *(each.opcode for each in members)]
     if any(_COLLECTIVE.match(opcode) for opcode in opcodes):
         return COMMUNICATION, ""
-    fused = instruction.target.startswith(FUSED_ATTENTION)
+    fused = attention is not None or instruction.target.startswith(FUSED_ATTENTION)
     if leader.scope in WHOLE:
         return PARTS[leader.scope], ""
     if not fused and not any(each.computes for each in members):
         return _moved(members, leader)
     if fused or leader.scope == scopes.ATTENTION:
-        backward = fused and "Backward" in instruction.target
+        backward = attention.backward if attention else "Backward" in instruction.target
         return _attention_part(leader.op_name, attention), (
             "backward" if backward else pass_of(leader.op_name) or "forward"
         )
@@ -269,11 +269,11 @@ def _scoped_part(member: _Member) -> str:
 
 
 def _attention_part(op_name: str, call: AttentionCall | None) -> str:
-    """Which attention of a block an operation is in; by its shape, where it has no name."""
+    """Which attention of a block an operation is in; by its shape, where its name has lost it."""
     for word in _WORD.split(op_name):
         if word in ATTENTION:
             return ATTENTION[word]
-    if op_name or call is None:
+    if call is None or scope_of(op_name) not in ("", scopes.BLOCKS, scopes.OBJECTIVE):
         return OTHER_ATTENTION
     itself = call.queries == call.keys
     return ATTENTION[scopes.SELF_ATTENTION if itself else scopes.CROSS_ATTENTION]

@@ -162,7 +162,9 @@ def _devices(
                 stats = dict(event.stats)
                 if on_host and "hlo_op" not in stats:
                     continue
-                program, name = str(stats.get("hlo_module", "")), str(stats.get("hlo_op", ""))
+                # A number may follow a module's name.
+                program = str(stats.get("hlo_module", "")).partition("(")[0]
+                name = str(stats.get("hlo_op", ""))
                 if name in containers.get(program, ()):
                     continue
                 operation = Operation(program, name, event.name)

@@ -4,12 +4,12 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from alload_jax.bench.step_profile.hlo import Array, Computation, Instruction, Program
 
 _LHS_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
-_BACKEND_CONFIG = re.compile(r"backend_config=(\{.*\})")
+_BACKEND_CONFIG = re.compile(r"backend_config=(?=\{)")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "get-tuple-element", "reshape")
 FUSED_ATTENTION = "__cudnn$fmha"
@@ -43,18 +43,24 @@ def is_product(instruction: Instruction) -> bool:
 
 def flops_of(program: Program, instruction: Instruction, computation: Computation) -> float:
     """FLOPs of its matrix products, those within a fusion included."""
-    attention = attention_call(instruction, computation)
+    attention = attention_call(program, instruction, computation)
     if attention is not None:
         return attention.flops
     inner = sum(_product_flops(each, place) for each, place in program.within(instruction))
     return inner + _product_flops(instruction, computation)
 
 
-def attention_call(instruction: Instruction, computation: Computation) -> AttentionCall | None:
-    """The shape of a call of cuDNN's fused attention; None for others.
+def attention_call(
+    program: Program, instruction: Instruction, computation: Computation
+) -> AttentionCall | None:
+    """The shape of its call of cuDNN's fused attention; None if it has none.
 
     JAX's layouts: operands [B, S, N, H]; the output, or the first gradient, [B, N, S, H].
     """
+    for each, place in program.within(instruction):
+        found = attention_call(program, each, place)
+        if found is not None:
+            return found
     if not instruction.target.startswith(FUSED_ATTENTION):
         return None
     query, key = (_result(name, computation) for name in instruction.operands[:2])
@@ -82,7 +88,9 @@ def _contracted(instruction: Instruction) -> list[int]:
         found = _LHS_CONTRACTED.search(instruction.attributes)
         return [int(axis) for axis in found[1].split(",") if axis] if found else []
     config = _BACKEND_CONFIG.search(instruction.attributes)
-    content = json.loads(config[1]) if config else {}
+    content: dict[str, Any] = {}
+    if config:
+        content, _ = json.JSONDecoder().raw_decode(instruction.attributes, config.end())
     numbers = content.get("gemm_backend_config", content).get("dot_dimension_numbers", {})
     return [int(axis) for axis in numbers.get("lhs_contracting_dimensions", [])]
 
