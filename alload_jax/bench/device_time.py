@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from alload_jax.errors import InputError
 
 _COPIED_BYTES = 1 << 32
-_COPIES = 20
+_CALLS = 20
 
 
 @dataclass(frozen=True)
@@ -82,19 +82,23 @@ def device_time(program: Any, sets: Sequence[tuple[Any, ...]], iterations: int =
 
 def copy_bandwidth() -> float:
     """Bytes a second, read plus written, of large copies from the device to itself."""
-    copy = jax.jit(jnp.copy)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", _COPIED_BYTES * 8)
     size = min(_COPIED_BYTES, limit // 8) // 4 * 4
     source = jax.block_until_ready(jnp.ones((size // 4,), jnp.float32))
+    return 2 * size / repeated_seconds(jax.jit(jnp.copy), source)
 
-    def seconds(copies: int) -> float:
+
+def repeated_seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """Wall-clock seconds of each of many calls in a row: the median of nine measurements."""
+
+    def seconds(calls: int) -> float:
         begin = time.perf_counter()
-        for _ in range(copies):
-            copied = copy(source)
-        jax.block_until_ready(copied)
+        for _ in range(calls):
+            result = function(*arguments)
+        jax.block_until_ready(result)
         return time.perf_counter() - begin
 
     seconds(2)
     # The difference leaves out what starting and waiting cost.
-    rates = [2 * size * _COPIES / (seconds(2 * _COPIES) - seconds(_COPIES)) for _ in range(9)]
-    return statistics.median(rates)
+    each = [(seconds(2 * _CALLS) - seconds(_CALLS)) / _CALLS for _ in range(9)]
+    return statistics.median(each)

@@ -1,5 +1,6 @@
 """Measures when each GPU of this host computes and when it only communicates."""
 
+import gzip
 import re
 import tempfile
 import time
@@ -12,9 +13,11 @@ import numpy as np
 from jax.profiler import ProfileData
 
 _STEP = "alload step"
-_DEVICE = "/device:GPU:"
-_STREAM = "Stream"
-_COLLECTIVE = re.compile(
+DEVICE = "/device:GPU:"
+"""Begins the names of the planes of GPUs in a profile."""
+STREAM = "Stream"
+"""Begins the names of their lines of kernels."""
+COLLECTIVE = re.compile(
     "nccl|all.?reduce|all.?gather|all.?to.?all|reduce.?scatter|permute.?start|multi.?gpu", re.I
 )
 """Names of NCCL's kernels and of XLA's own collectives for small data."""
@@ -42,7 +45,7 @@ def traced(runs: Sequence[Callable[[], Any]]) -> Traced:
     Args:
       runs: functions that run one step each and return when it has finished.
     """
-    seconds, profile = _recorded(runs)
+    seconds, profile = recorded(runs)
     found = device_seconds(profile)
     return Traced(seconds, *(found or (None, None)))
 
@@ -59,7 +62,7 @@ def kernel_seconds(run: Callable[[], Any]) -> tuple[float, dict[tuple[str, str],
       Its wall-clock seconds, and the seconds of each kernel, all its calls together, by its name
       and that of its operation in the compiled program (empty if the profiler does not say it).
     """
-    (seconds,), profile = _recorded([run])
+    (seconds,), profile = recorded([run])
     return seconds, seconds_by_kernel(profile)
 
 
@@ -68,7 +71,7 @@ def seconds_by_kernel(profile: ProfileData) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], float] = {}
     for plane in _device_planes(profile):
         for line in plane.lines:
-            if not line.name.startswith(_STREAM):
+            if not line.name.startswith(STREAM):
                 continue
             for event in line.events:
                 operation = next((str(v) for k, v in event.stats if k == "hlo_op"), "")
@@ -77,8 +80,18 @@ def seconds_by_kernel(profile: ProfileData) -> dict[tuple[str, str], float]:
     return found
 
 
-def _recorded(runs: Sequence[Callable[[], Any]]) -> tuple[list[float], ProfileData]:
-    """Wall-clock seconds of steps, and JAX's profile of them."""
+def recorded(
+    runs: Sequence[Callable[[], Any]], keep: Path | None = None
+) -> tuple[list[float], ProfileData]:
+    """Runs steps under JAX's profiler.
+
+    Args:
+      runs: functions that run one step each and return when it has finished.
+      keep: a file for the profile in the format of XSpace, compressed by gzip; None for none.
+
+    Returns:
+      Wall-clock seconds of the steps, and the profile of them.
+    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 1
@@ -94,12 +107,14 @@ def _recorded(runs: Sequence[Callable[[], Any]]) -> tuple[list[float], ProfileDa
         finally:
             jax.profiler.stop_trace()
         (record,) = Path(folder).rglob("*.xplane.pb")
+        if keep is not None:
+            keep.write_bytes(gzip.compress(record.read_bytes()))
         return seconds, ProfileData.from_file(str(record))
 
 
 def device_seconds(profile: ProfileData) -> tuple[list[list[float]], list[list[float]]] | None:
     """(`busy`, `exposed`) of `Traced`; None if the profile has no GPU."""
-    windows = _windows(profile)
+    windows = step_windows(profile)
     devices = [_kernels(plane) for plane in _device_planes(profile)]
     if not devices:
         return None
@@ -112,12 +127,12 @@ def device_seconds(profile: ProfileData) -> tuple[list[list[float]], list[list[f
     return busy, exposed
 
 
-def _windows(profile: ProfileData) -> list[tuple[float, float]]:
+def step_windows(profile: ProfileData) -> list[tuple[float, float]]:
     """(begin, end) of each step, in ns."""
     return sorted(
         (event.start_ns, event.end_ns)
         for plane in profile.planes
-        if not plane.name.startswith(_DEVICE)
+        if not plane.name.startswith(DEVICE)
         for line in plane.lines
         for event in line.events
         if event.name == _STEP
@@ -125,17 +140,17 @@ def _windows(profile: ProfileData) -> list[tuple[float, float]]:
 
 
 def _device_planes(profile: ProfileData) -> list[Any]:
-    planes = [plane for plane in profile.planes if plane.name.startswith(_DEVICE)]
-    return sorted(planes, key=lambda plane: int(plane.name.removeprefix(_DEVICE).split()[0]))
+    planes = [plane for plane in profile.planes if plane.name.startswith(DEVICE)]
+    return sorted(planes, key=lambda plane: int(plane.name.removeprefix(DEVICE).split()[0]))
 
 
 def _kernels(plane: Any) -> tuple[np.ndarray, np.ndarray]:
     """(begin, end) in ns of a device's computing kernels [n, 2] and of its collectives [m, 2]."""
     spans: tuple[list[Any], list[Any]] = [], []
     for line in plane.lines:
-        if line.name.startswith(_STREAM):
+        if line.name.startswith(STREAM):
             for event in line.events:
-                spans[bool(_COLLECTIVE.search(event.name))].append((event.start_ns, event.end_ns))
+                spans[bool(COLLECTIVE.search(event.name))].append((event.start_ns, event.end_ns))
     computing, communicating = (np.array(found, np.float64).reshape(-1, 2) for found in spans)
     return computing, communicating
 

@@ -19,7 +19,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": _WAN | {"dim": 32, "num_heads": 2, "ffn_dim": 64, "num_layers": 2},
     "hunyuan-video-1.5": _HUNYUAN_VIDEO
     | {"dim": 2048, "num_heads": 16, "ffn_dim": 8192, "num_layers": 54},
-    "tiny-mmdit": _HUNYUAN_VIDEO | {"dim": 32, "num_heads": 2, "ffn_dim": 128, "num_layers": 2},
+    "tiny-mmdit": {
+        "family": "hunyuan_video",
+        "dim": 32,
+        "num_heads": 2,
+        "ffn_dim": 64,
+        "num_layers": 2,
+        "refiner_layers": 1,
+        "in_channels": 4,
+        "patch_size": (1, 1, 1),
+        "text": {"dim": 16, "length": 8},
+    },
 }
 """Fields of the configs of Wan 2.1's models and of HunyuanVideo 1.5's (image-to-video), and of tiny
 ones for tests."""

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from alload_jax.commands import bench_layouts
+from alload_jax.commands import bench_layouts, bench_profile
 from alload_jax.commands.bench_models import MODELS, NAMES, model_fields, training_fields
 from alload_jax.commands.bench_output import (
     gigabytes,
@@ -22,7 +22,7 @@ from alload_jax.commands.bench_output import (
 from alload_jax.commands.bench_process import measured
 from alload_jax.planning.architectures.registry import from_fields
 
-HELP = "Training steps of a published model's shape: by what is kept for backward, or by policy."
+HELP = "Training steps: by what is kept for the backward pass, by policy, or by part (--profile)."
 
 _WIDTH = 150
 _POLICIES = ("full", "offload", "attention", "matmuls_and_attention", "none")
@@ -35,6 +35,7 @@ Case = tuple[str, str | Path, dict[str, Any]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     add_case_arguments(parser)
+    bench_profile.add_arguments(parser)
     bench_layouts.add_arguments(parser)
 
 
@@ -62,6 +63,9 @@ def run(options: argparse.Namespace) -> int:
     """Measures steps of one shape, or (--workload, --same) of the same samples by policy."""
     require_usable("alload bench step", options)
     bench_layouts.check(options)
+    bench_profile.check(options)
+    if options.profile:
+        return bench_profile.run(options, cases(options))
     if not options.workload and not options.same:
         return measure(options, cases(options))
     model = training_fields(model_fields(options.model, options.layers))

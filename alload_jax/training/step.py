@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from alload_jax.data.batch import AnyBatch
 from alload_jax.models.common.lora import dropout_keys
 from alload_jax.models.common.output import Auxiliary
+from alload_jax.models.common.parts import ACCUMULATION, OBJECTIVE, OPTIMIZER
 from alload_jax.models.families import family_of, training_graph
 from alload_jax.sharding.mesh import batch_sharding, replicated
 from alload_jax.sharding.rules import zero_shardings
@@ -69,10 +70,10 @@ def make_accumulate(spec: TrainingSpec, mesh: Mesh) -> Accumulate:
         run_key = jax.random.wrap_key_data(key)
         (_, sums), grads = gradient(weights.params, weights, batch, run_key)
         added = GradientAccumulator(grads, sums.loss, sums.weight, sums.auxiliary)
-        return jax.lax.with_sharding_constraint(
-            jax.tree.map(_add, accumulator, added),
-            accumulator_shardings(accumulator, spec, mesh),
-        )
+        with jax.named_scope(ACCUMULATION):
+            total = jax.tree.map(_add, accumulator, added)
+        shardings = accumulator_shardings(accumulator, spec, mesh)
+        return jax.lax.with_sharding_constraint(total, shardings)
 
     return accumulate
 
@@ -94,15 +95,15 @@ def make_update(spec: TrainingSpec, mesh: Mesh) -> Update:
         state: TrainState, accumulator: GradientAccumulator
     ) -> tuple[TrainState, GradientAccumulator, Metrics]:
         after, metrics = apply_gradients(spec, mesh, state, accumulator)
-        zeroed = jax.lax.with_sharding_constraint(
-            jax.tree.map(jnp.zeros_like, accumulator),
-            accumulator_shardings(accumulator, spec, mesh),
-        )
-        return after, zeroed, metrics
+        with jax.named_scope(ACCUMULATION):
+            zeroed = jax.tree.map(jnp.zeros_like, accumulator)
+        shardings = accumulator_shardings(accumulator, spec, mesh)
+        return after, jax.lax.with_sharding_constraint(zeroed, shardings), metrics
 
     return update
 
 
+@jax.named_scope(OPTIMIZER)
 def apply_gradients(
     spec: TrainingSpec, mesh: Mesh, state: TrainState, accumulator: GradientAccumulator
 ) -> tuple[TrainState, Metrics]:
@@ -190,7 +191,8 @@ def _make_sums(spec: TrainingSpec, mesh: Mesh) -> Callable[..., Any]:
         if dropout:
             values = merge_parameters(values, dropout_keys(dropout, _key_of_batch(key, batch)))
         model = nnx.merge(graph, values)
-        sums = spec.objective(model, batch, key, batch_sharding(mesh))
+        with jax.named_scope(OBJECTIVE):
+            sums = spec.objective(model, batch, key, batch_sharding(mesh))
         return sums.minimised, sums
 
     return sums_of

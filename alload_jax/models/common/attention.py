@@ -14,6 +14,7 @@ from alload_jax.models.common.packed_attention import (
     packed_unsupported_reason,
     xla_packed,
 )
+from alload_jax.models.common.parts import ATTENTION
 from alload_jax.models.common.remat import ATTENTION_OUTPUT
 from alload_jax.models.common.segments import AttentionSegments, SplitRows
 from alload_jax.models.common.split_attention import Within, split_packed
@@ -22,6 +23,7 @@ from alload_jax.sharding.mesh import TENSOR, row_shards
 AttentionImplementation = Literal["auto", "xla", "cudnn"]
 
 
+@jax.named_scope(ATTENTION)
 def attention(
     query: jax.Array,
     key: jax.Array,

@@ -5,9 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from alload_jax.models.common.parts import RESIDUAL
 from pallas_kernels import residual_layernorm_modulate
 
 
+@jax.named_scope(RESIDUAL)
 def gated_add(x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]) -> jax.Array:
     """Computes x + y·gate in float32, rounded once.
 

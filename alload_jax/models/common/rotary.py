@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from alload_jax.models.common.parts import ROTARY
+
 RotaryTable = tuple[jax.Array, ...]
 """Cosines and sines, [S, head_dim // 2] or [R, S, head_dim // 2] float32 each."""
 
@@ -56,6 +58,7 @@ def rotary_table(
     return jnp.concatenate(cosines, axis=-1), jnp.concatenate(sines, axis=-1)
 
 
+@jax.named_scope(ROTARY)
 def apply_rotary(x: jax.Array, table: RotaryTable) -> jax.Array:
     """Rotates neighbouring channel pairs (2i, 2i + 1) by the table's angles, in float32.
 

@@ -11,6 +11,7 @@ from alload_jax.models.common.attention import attention
 from alload_jax.models.common.feed_forward import FeedForward
 from alload_jax.models.common.gated_add import gated_add
 from alload_jax.models.common.joint_rows import JointRows
+from alload_jax.models.common.parts import HEAD, JOINT_ATTENTION, LINEAR, NORM, QK_NORM
 from alload_jax.models.common.rotary import RotaryTable, apply_rotary
 from alload_jax.models.common.single_row import split_single_row
 from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
@@ -69,6 +70,7 @@ class Stream(nnx.Module):
         self.query_norm, self.key_norm = norm(), norm()
         self.feed_forward = FeedForward(dim, config.ffn_dim, dtype=dtype, rngs=rngs)
 
+    @jax.named_scope(NORM)
     def modulations(self, time: jax.Array) -> list[jax.Array]:
         """shift, scale and gate of attention, then of feed-forward: [..., D] float32 each."""
         return jnp.split(self.modulation(time), 6, axis=-1)
@@ -87,8 +89,11 @@ class Stream(nnx.Module):
 
         def project(linear: nnx.Linear, norm: nnx.RMSNorm | None, *tables: jax.Array) -> jax.Array:
             def projected(y: jax.Array, *rotary: jax.Array) -> jax.Array:
-                heads = linear(y).reshape(*y.shape[:-1], self.num_heads, -1)
-                heads = heads if norm is None else norm(heads)
+                with jax.named_scope(LINEAR):
+                    heads = linear(y).reshape(*y.shape[:-1], self.num_heads, -1)
+                if norm is not None:
+                    with jax.named_scope(QK_NORM):
+                        heads = norm(heads)
                 return apply_rotary(heads, rotary) if rotary else heads
 
             return split_single_row(projected, sharding, y, *tables)
@@ -110,8 +115,10 @@ class Stream(nnx.Module):
         """Adds attention's output [B, S, num_heads, head_dim] and feed-forward to x: [B, S, D]."""
         _, _, gate1, shift2, scale2, gate2 = modulations
         sharding = options["sharding"]
-        y = split_single_row(self.out, sharding, mixed.reshape(*mixed.shape[:2], -1))
-        x, y = residual_layernorm_modulate(x, y, gate1, scale2, shift2, **options)
+        with jax.named_scope(LINEAR):
+            y = split_single_row(self.out, sharding, mixed.reshape(*mixed.shape[:2], -1))
+        with jax.named_scope(NORM):
+            x, y = residual_layernorm_modulate(x, y, gate1, scale2, shift2, **options)
         return gated_add(x, self.feed_forward(y, sharding), gate2, options)
 
 
@@ -133,16 +140,19 @@ class Block(nnx.Module):
         heads = []
         for n, module in enumerate(modules):
             shift, scale = modulations[n][:2]
-            y = layernorm_modulate(x[n], scale, shift, **options[n]).astype(module.dtype)
-            heads.append(module.heads(y, rotary[n], sharding))
-        mixed = attention(
-            *(rows.join(video, condition) for video, condition in zip(*heads, strict=True)),
-            segments=rows.segments,
-            lengths=rows.lengths,
-            implementation=self.implementation,
-            sharding=sharding,
-        )
-        parts = rows.separate(mixed, x.video.shape[1])
+            with jax.named_scope(NORM):
+                y = layernorm_modulate(x[n], scale, shift, **options[n]).astype(module.dtype)
+            with jax.named_scope(JOINT_ATTENTION):
+                heads.append(module.heads(y, rotary[n], sharding))
+        with jax.named_scope(JOINT_ATTENTION):
+            mixed = attention(
+                *(rows.join(video, condition) for video, condition in zip(*heads, strict=True)),
+                segments=rows.segments,
+                lengths=rows.lengths,
+                implementation=self.implementation,
+                sharding=sharding,
+            )
+            parts = rows.separate(mixed, x.video.shape[1])
         return Streams(
             *(
                 module.finish(x[n], parts[n], modulations[n], options[n])
@@ -163,6 +173,7 @@ class Head(nnx.Module):
             dim, volume * config.latent_channels, dtype=self.dtype, kernel_init=zeros, rngs=rngs
         )
 
+    @jax.named_scope(HEAD)
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """x: [B, S, D] → patches [B, S, volume · channels] as of `patchify`."""
         scale, shift = jnp.split(self.modulation(context.time), 2, axis=-1)

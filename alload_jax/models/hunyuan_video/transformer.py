@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from alload_jax.models.common.joint_rows import bucketed_joint_rows, packed_joint_rows
 from alload_jax.models.common.output import Output
+from alload_jax.models.common.parts import BLOCKS, EMBEDDING
 from alload_jax.models.common.patches import patchify, unpatchify
 from alload_jax.models.common.remat import rematerialise
 from alload_jax.models.common.rotary import RotaryTable, grid_positions, rotary_table
@@ -98,7 +99,10 @@ class HunyuanVideoTransformer(nnx.Module):
         """Velocity [B, S, output patch_dim] float32 of tokens [B, S, patch_dim]."""
         dtype = self.config.stream_dtype
         by_sample = timestep[:, None] if packed is None else timestep
-        embedded, segments = self.condition_embedding(condition, by_sample, packed, sharding)
+        with jax.named_scope(EMBEDDING):
+            embedded, segments = self.condition_embedding(condition, by_sample, packed, sharding)
+            x = Streams(self.patch_embedding(tokens).astype(dtype), embedded.astype(dtype))
+            time = nnx.silu(self.time_embedding(timestep))
         by_segment: list[Segmentation | None] = [None, None]
         if packed is None:
             rows = bucketed_joint_rows(tokens.shape[1], segments)
@@ -107,13 +111,12 @@ class HunyuanVideoTransformer(nnx.Module):
             rows = packed_joint_rows(packed, segments)
             both, slots, dim = (packed.tokens, segments), timestep.shape[1], self.config.dim
             by_segment = [segmentation(each.ids, slots, dim, sharding) for each in both]
-        time = nnx.silu(self.time_embedding(timestep))
         context = Context(time, rotary, rows, tuple(by_segment), sharding)
-        x = Streams(self.patch_embedding(tokens).astype(dtype), embedded.astype(dtype))
         graph, layers = nnx.split(self.blocks)
 
         def apply_layer(x: Streams, layer: nnx.State) -> tuple[Streams, None]:
             return nnx.merge(graph, layer)(x, context), None
 
-        x, _ = jax.lax.scan(rematerialise(apply_layer, self.config.remat), x, layers)
+        with jax.named_scope(BLOCKS):
+            x, _ = jax.lax.scan(rematerialise(apply_layer, self.config.remat), x, layers)
         return self.head(x.video, context).astype(jnp.float32)

@@ -12,6 +12,15 @@ from alload_jax.models.common.attention import attention
 from alload_jax.models.common.feed_forward import FeedForward
 from alload_jax.models.common.gated_add import gated_add
 from alload_jax.models.common.output import Auxiliary
+from alload_jax.models.common.parts import (
+    ATTENTION,
+    CROSS_ATTENTION,
+    HEAD,
+    LINEAR,
+    NORM,
+    QK_NORM,
+    SELF_ATTENTION,
+)
 from alload_jax.models.common.rotary import RotaryTable, apply_rotary
 from alload_jax.models.common.segments import AttentionSegments, PackedMetadata, SplitRows
 from alload_jax.models.common.single_row import split_single_row
@@ -125,7 +134,8 @@ class Attention(nnx.Module):
 
     def project(self, mixed: jax.Array, sharding: NamedSharding | None) -> jax.Array:
         """The output of all heads, [B, S, num_heads, head_dim] → [B, S, D]."""
-        return split_single_row(self.out, sharding, mixed.reshape(*mixed.shape[:2], -1))
+        with jax.named_scope(LINEAR):
+            return split_single_row(self.out, sharding, mixed.reshape(*mixed.shape[:2], -1))
 
     def _heads(
         self,
@@ -139,7 +149,11 @@ class Attention(nnx.Module):
         """Projects, norms and rotates x: [B, S, D] → [B, S, num_heads, head_dim]."""
 
         def projected(x: jax.Array, *rotary: jax.Array) -> jax.Array:
-            y = linear(x) if norm is None else norm(linear(x))
+            with jax.named_scope(LINEAR):
+                y = linear(x)
+            if norm is not None:
+                with jax.named_scope(QK_NORM):
+                    y = norm(y)
             y = y.reshape(*x.shape[:-1], self.num_heads, -1)
             return apply_rotary(y, rotary) if rotary else y
 
@@ -176,27 +190,32 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
         """x: [B, S, D] in `stream_dtype` → output like x, and the layer's auxiliary values."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = jnp.unstack(
-            self.modulation[...] + context.modulation, axis=-2
-        )
+        with jax.named_scope(NORM):
+            shift1, scale1, gate1, shift2, scale2, gate2 = jnp.unstack(
+                self.modulation[...] + context.modulation, axis=-2
+            )
         packed, sharding = context.packed, context.sharding
         options = self.norm_options | {"sharding": sharding}
         if context.segmentation is not None:
             options["segment_ids"] = context.segmentation
-        y = layernorm_modulate(x, scale1, shift1, **options).astype(self.dtype)
+        with jax.named_scope(NORM):
+            y = layernorm_modulate(x, scale1, shift1, **options).astype(self.dtype)
         y, auxiliary = self._self_attention(y, context)
         x, y = self._before_cross_attention(x, y, gate1, options)
-        y = self.cross_attention(
-            y,
-            context.condition,
-            image=context.image,
-            segments=None if packed is None else packed.to_condition(),
-            image_segments=_to_image(context),
-            sharding=sharding,
-        )
-        x, y = residual_layernorm_modulate(x, y, None, scale2, shift2, **options)
+        with jax.named_scope(CROSS_ATTENTION):
+            y = self.cross_attention(
+                y,
+                context.condition,
+                image=context.image,
+                segments=None if packed is None else packed.to_condition(),
+                image_segments=_to_image(context),
+                sharding=sharding,
+            )
+        with jax.named_scope(NORM):
+            x, y = residual_layernorm_modulate(x, y, None, scale2, shift2, **options)
         return gated_add(x, self.feed_forward(y, sharding), gate2, options), auxiliary
 
+    @jax.named_scope(SELF_ATTENTION)
     def _self_attention(self, y: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
         """y: [B, S, D] attends to itself, dense or sparse."""
         module, packed, sharding = self.self_attention, context.packed, context.sharding
@@ -214,9 +233,11 @@ class Block(nnx.Module):
             implementation=module.implementation,
             sharding=sharding,
         )
-        mixed, auxiliary = self.sparse_attention(rows)
+        with jax.named_scope(ATTENTION):
+            mixed, auxiliary = self.sparse_attention(rows)
         return module.project(mixed, sharding), auxiliary
 
+    @jax.named_scope(NORM)
     def _before_cross_attention(
         self, x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, Any]
     ) -> tuple[jax.Array, jax.Array]:
@@ -257,6 +278,7 @@ class Head(nnx.Module):
             config.dim, patch_dim, dtype=self.dtype, kernel_init=nnx.initializers.zeros, rngs=rngs
         )
 
+    @jax.named_scope(HEAD)
     def __call__(
         self,
         x: jax.Array,

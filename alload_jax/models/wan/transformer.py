@@ -14,6 +14,7 @@ from alload_jax.models.common.embedding import (
     condition_embedding,
 )
 from alload_jax.models.common.output import Auxiliary, Output, by_sample
+from alload_jax.models.common.parts import BLOCKS, EMBEDDING
 from alload_jax.models.common.patches import patchify, unpatchify
 from alload_jax.models.common.remat import rematerialise
 from alload_jax.models.common.rotary import RotaryTable, grid_positions, rotary_table
@@ -185,12 +186,13 @@ class WanTransformer(nnx.Module):
         Returns:
           velocity [B, S, output patch_dim] in the compute dtype; auxiliary values by sample.
         """
-        x = self.patch_embedding(tokens).astype(self.config.stream_dtype)
-        time, modulation = self.time_embedding(timestep)
-        if self.image_embedding is not None:
-            assert image is not None
-            image = self.image_embedding(image).reshape(len(tokens), -1, self.config.dim)
-        embedded = self.condition_embedding(condition)
+        with jax.named_scope(EMBEDDING):
+            x = self.patch_embedding(tokens).astype(self.config.stream_dtype)
+            time, modulation = self.time_embedding(timestep)
+            if self.image_embedding is not None:
+                assert image is not None
+                image = self.image_embedding(image).reshape(len(tokens), -1, self.config.dim)
+            embedded = self.condition_embedding(condition)
         by_segment = None
         if modulated is not None:
             by_segment = segmentation(modulated, timestep.shape[1], self.config.dim, sharding)
@@ -202,6 +204,7 @@ class WanTransformer(nnx.Module):
         def apply_layer(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, Auxiliary]:
             return nnx.merge(graph, layer)(x, context)
 
-        x, stacked = jax.lax.scan(rematerialise(apply_layer, self.config.remat), x, layers)
+        with jax.named_scope(BLOCKS):
+            x, stacked = jax.lax.scan(rematerialise(apply_layer, self.config.remat), x, layers)
         auxiliary = by_sample(stacked, sample_axes=1 if packed is None else 2)
         return Output(self.head(x, time, sharding, by_segment), auxiliary)

@@ -1,0 +1,297 @@
+"""Says which part of a training step an instruction of a compiled program belongs to.
+
+Matrix products, copies and collectives are found by what an instruction does, the other parts by
+the scope (alload_jax/models/common/parts.py) in its name. A fusion belongs to the part that does
+most of its arithmetic, counted in elements: a kernel's time cannot be divided by measurement. The
+other parts that it holds are named with it.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from alload_jax.bench.step_profile.hlo import Computation, Instruction, Program
+from alload_jax.bench.step_profile.work import (
+    FUSED_ATTENTION,
+    AttentionCall,
+    attention_call,
+    flops_of,
+    is_product,
+    moved_bytes,
+)
+from alload_jax.models.common import parts as scopes
+
+Pass = Literal["forward", "recomputed", "backward", ""]
+
+ATTENTION = {
+    scopes.SELF_ATTENTION: "self-attention",
+    scopes.CROSS_ATTENTION: "cross-attention",
+    scopes.JOINT_ATTENTION: "joint attention",
+}
+OTHER_ATTENTION = "other attention"
+PRODUCTS = "matrix products"
+COPIES = "copies"
+COMMUNICATION = "exposed communication"
+IDLE = "idle"
+ELSE = "everything else"
+OPTIMIZER = "optimizer, clipping, EMA"
+ACCUMULATION = "gradient accumulation"
+GRADIENT_SUMS = "gradient_sums"
+PARTS = {
+    scopes.NORM: "norms with modulation",
+    scopes.QK_NORM: "q/k RMSNorm",
+    scopes.ROTARY: "rotary embedding",
+    scopes.ACTIVATION: "activation",
+    scopes.RESIDUAL: "residual with gate",
+    scopes.LINEAR: "biases",
+    GRADIENT_SUMS: "sums of gradients",
+    scopes.EMBEDDING: "embeddings and head",
+    scopes.HEAD: "embeddings and head",
+    scopes.OBJECTIVE: "noise and loss",
+    scopes.BLOCKS: ELSE,
+    scopes.ACCUMULATION: ACCUMULATION,
+    scopes.OPTIMIZER: OPTIMIZER,
+}
+"""Part of each scope that says what is computed."""
+WHOLE = (scopes.ACCUMULATION, scopes.OPTIMIZER)
+"""Scopes to whose parts copies and products belong as well."""
+
+_SCOPED = [name for scope, name in PARTS.items() if scope not in WHOLE and name != ELSE]
+ORDER = (
+    *(*ATTENTION.values(), OTHER_ATTENTION, PRODUCTS),
+    *dict.fromkeys(_SCOPED),
+    *(COPIES, ACCUMULATION, OPTIMIZER, ELSE, COMMUNICATION, IDLE),
+)
+"""All parts, as tables and pictures list them."""
+
+_SCOPES = {*PARTS, scopes.ATTENTION}
+_UPDATE = "dynamic-update-slice"
+_WORD = re.compile(r"[/();]")
+_COLLECTIVE = re.compile("^(all-|reduce-scatter|collective-|ragged-all|send|recv)")
+_MOVES = {
+    *("bitcast", "bitcast-convert", "copy", "copy-start", "copy-done", "transpose", "reshape"),
+    *("broadcast", "convert", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate"),
+    *("pad", "gather", "iota", "reverse"),
+}
+_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "fusion", "partition-id"}
+_CONTAINERS = {"while", "call", "conditional"}
+_WITHOUT_KERNEL = _CONTAINERS | _NOTHING - {"fusion"}
+_SMALL = 64
+"""Elements up to which an instruction is bookkeeping, such as the number of a layer."""
+
+
+class Attribution(NamedTuple):
+    """Where an instruction's time belongs, and what it must do.
+
+    Attributes:
+      part: one of `ORDER`.
+      detail: which pass of the step it is in, or which kind of copy it is; "" if neither applies.
+      op_name: names of JAX's operation and scopes.
+      also: the other parts that a fusion holds.
+      flops: of its matrix products.
+      bytes: that it must read and write.
+      attention: shape of a call of cuDNN's fused attention.
+    """
+
+    part: str
+    detail: str = ""
+    op_name: str = ""
+    also: tuple[str, ...] = ()
+    flops: float = 0.0
+    bytes: float = 0.0
+    attention: AttentionCall | None = None
+
+
+UNKNOWN = Attribution(ELSE)
+"""Of kernels that no instruction is known for."""
+
+
+def attributions(program: Program, unscoped: str = "") -> dict[str, Attribution]:
+    """The attribution of each instruction that can have a kernel, by its name.
+
+    Args:
+      program: the compiled program.
+      unscoped: part of all kernels that have no scope; "" to tell them by what they do.
+    """
+    found = {}
+    for name, (each, computation) in program.executed.items():
+        if each.opcode in _WITHOUT_KERNEL:
+            continue
+        attribution = _attribution(program, each, computation)
+        if unscoped and not scope_of(attribution.op_name):
+            attribution = attribution._replace(part=unscoped, detail="")
+        found[name] = attribution
+    return found
+
+
+def containers(program: Program) -> set[str]:
+    """Names of the instructions whose time is that of others, such as loops."""
+    return {name for name, (each, _) in program.executed.items() if each.opcode in _CONTAINERS}
+
+
+def pass_of(op_name: str) -> Pass:
+    """The pass of an operation, by the transformations in JAX's name of it."""
+    if "rematted_computation" in op_name:
+        return "recomputed"
+    if "transpose(" in op_name:
+        return "backward"
+    return "forward" if "jvp(" in op_name else ""
+
+
+class _Member(NamedTuple):
+    """An instruction of a kernel: its scope, names and size, and whether it computes."""
+
+    scope: str
+    op_name: str
+    opcode: str
+    size: int
+    computes: bool
+    product: bool
+
+
+def _attribution(
+    program: Program, instruction: Instruction, computation: Computation
+) -> Attribution:
+    inner = list(program.within(instruction))
+    members = [_member(*each) for each in inner] or [_member(instruction, computation)]
+    leader = _leader(members, _member(instruction, computation))
+    if not leader.op_name:
+        name = _neighbours_name(program, instruction, computation)
+        leader = leader._replace(op_name=name, scope=scope_of(name))
+    attention = attention_call(program, instruction, computation)
+    part, detail = _place(instruction, members, leader, attention)
+    scoped = {_scoped_part(each) for each in members if each.computes and each.scope}
+    if any(each.opcode == _UPDATE and each.size > _SMALL for each in members):
+        scoped.add(COPIES)
+    return Attribution(
+        part,
+        detail,
+        leader.op_name,
+        tuple(sorted(scoped - {part, ELSE})),
+        flops_of(program, instruction, computation),
+        moved_bytes(program, instruction, computation),
+        attention,
+    )
+
+
+def _member(instruction: Instruction, computation: Computation) -> _Member:
+    size = instruction.size
+    if instruction.opcode == "reduce":
+        read = (computation[name].size for name in instruction.operands if name in computation)
+        size = max(size, *read, 0)
+    moves = instruction.opcode in _MOVES or instruction.opcode in _NOTHING
+    return _Member(
+        scope_of(instruction.op_name),
+        instruction.op_name,
+        instruction.opcode,
+        size,
+        is_product(instruction) or (size > _SMALL and not moves),
+        is_product(instruction),
+    )
+
+
+def _neighbours_name(program: Program, instruction: Instruction, computation: Computation) -> str:
+    """The name of an instruction that uses one without a name, or of one that it uses.
+
+    XLA gives none to some that it adds, such as the first half of a large reduction. A name whose
+    scope says what is computed goes before one whose scope does not.
+    """
+    users = (each for each in computation.values() if instruction.name in each.operands)
+    used = (computation[name] for name in instruction.operands if name in computation)
+    near = [each for each in (*users, *used) if each.opcode not in _WITHOUT_KERNEL]
+    inner = [member for each in near for member, _ in program.within(each)]
+    names = [each.op_name for each in (*near, *inner) if each.op_name]
+    telling = (name for name in names if PARTS.get(scope_of(name), ELSE) != ELSE)
+    return next(iter((*telling, *names, "")))
+
+
+def scope_of(op_name: str) -> str:
+    """The innermost scope that says what an operation computes; "" for none."""
+    words = [word for word in _WORD.split(op_name.partition(";")[0]) if word in _SCOPES]
+    if scopes.EMBEDDING in words and scopes.ATTENTION not in words:
+        return scopes.EMBEDDING
+    scope = words[-1] if words else ""
+    # Autodiff adds the gradients of several linear layers of one input in the scope of one.
+    return GRADIENT_SUMS if scope == scopes.LINEAR and op_name.endswith("add_any") else scope
+
+
+def _leader(members: Sequence[_Member], own: _Member) -> _Member:
+    """The member whose part a kernel belongs to.
+
+    That is a matrix product; or the largest operation of the scope with most arithmetic, one of
+    the backward pass before one that is recomputed for it; without any arithmetic, the instruction
+    itself.
+    """
+    products = [each for each in members if each.product]
+    if products:
+        return max(products, key=lambda each: each.size)
+    arithmetic: dict[str, int] = defaultdict(int)
+    for each in members:
+        if each.computes and each.scope:
+            arithmetic[each.scope] += each.size
+    if not arithmetic:
+        return own
+    scope = max(arithmetic, key=lambda name: arithmetic[name])
+    leading = (each for each in members if each.computes and each.scope == scope)
+    return max(leading, key=lambda each: (pass_of(each.op_name) == "backward", each.size))
+
+
+def _place(
+    instruction: Instruction,
+    members: Sequence[_Member],
+    leader: _Member,
+    attention: AttentionCall | None,
+) -> tuple[str, str]:
+    """Part and detail of a kernel."""
+    opcodes = [instruction.opcode, *(each.opcode for each in members)]
+    if any(_COLLECTIVE.match(opcode) for opcode in opcodes):
+        return COMMUNICATION, ""
+    fused = attention is not None or instruction.target.startswith(FUSED_ATTENTION)
+    if leader.scope in WHOLE:
+        return PARTS[leader.scope], ""
+    if not fused and not any(each.computes for each in members):
+        return _moved(members, leader)
+    if fused or leader.scope == scopes.ATTENTION:
+        backward = attention.backward if attention else "Backward" in instruction.target
+        return _attention_part(leader.op_name, attention), (
+            "backward" if backward else pass_of(leader.op_name) or "forward"
+        )
+    part = PRODUCTS if leader.product else _scoped_part(leader)
+    return part, pass_of(leader.op_name)
+
+
+def _scoped_part(member: _Member) -> str:
+    """The part of an operation by its scope; that of its attention, where it is one."""
+    if member.scope == scopes.ATTENTION:
+        return _attention_part(member.op_name, None)
+    return PARTS.get(member.scope, ELSE)
+
+
+def _attention_part(op_name: str, call: AttentionCall | None) -> str:
+    """Which attention of a block an operation is in; by its shape, where its name has lost it."""
+    for word in _WORD.split(op_name):
+        if word in ATTENTION:
+            return ATTENTION[word]
+    if call is None or scope_of(op_name) not in ("", scopes.BLOCKS, scopes.OBJECTIVE):
+        return OTHER_ATTENTION
+    itself = call.queries == call.keys
+    return ATTENTION[scopes.SELF_ATTENTION if itself else scopes.CROSS_ATTENTION]
+
+
+def _moved(members: Sequence[_Member], leader: _Member) -> tuple[str, str]:
+    """Part and detail of a kernel that computes nothing."""
+    if all(each.size <= _SMALL for each in members):
+        scoped = _scoped_part(leader)
+        return (ELSE, "bookkeeping") if scoped == ELSE else (scoped, pass_of(leader.op_name))
+    opcodes = {each.opcode for each in members if each.size > _SMALL} - _NOTHING
+    if _UPDATE in opcodes:
+        gradients = pass_of(leader.op_name) in ("backward", "recomputed")
+        return COPIES, f"{'gradients' if gradients else 'kept tensors'} into the scan's stacks"
+    if opcodes <= {"broadcast", "bitcast", "reshape"}:
+        return COPIES, "zeros and broadcasts"
+    if "convert" in opcodes:
+        return COPIES, "casts"
+    if opcodes & {"dynamic-slice", "gather"}:
+        return COPIES, "slices"
+    return COPIES, "layout"

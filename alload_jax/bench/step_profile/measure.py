@@ -1,0 +1,135 @@
+"""Traces training steps in a separate process and says which part each kernel belongs to.
+
+`python -m alload_jax.bench.step_profile.measure '{"model": {...}, ...}'` prints one line of JSON.
+Kernels in CUDA graphs are not shown, so the process wants `NO_GRAPHS` in XLA_FLAGS.
+"""
+
+import dataclasses
+import gzip
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from alload_jax.bench.device_trace import recorded
+from alload_jax.bench.provenance import provenance
+from alload_jax.bench.step import Settings, Step, training_spec
+from alload_jax.bench.step_profile.attribution import (
+    COMMUNICATION,
+    OPTIMIZER,
+    UNKNOWN,
+    Attribution,
+    attributions,
+    containers,
+)
+from alload_jax.bench.step_profile.hlo import read_program
+from alload_jax.bench.step_profile.timeline import Operation, Timeline, is_collective, timeline
+from alload_jax.training.device_memory import out_of_memory
+
+NO_GRAPHS = "--xla_gpu_enable_command_buffer="
+"""Flag of XLA with which it runs kernels one by one rather than as CUDA graphs."""
+_TRACED = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileSettings(Settings):
+    """Settings of one profile.
+
+    Attributes:
+      keep: folder for the raw trace and the programs; None for none.
+    """
+
+    keep: str | None = None
+
+
+def measure(settings: ProfileSettings) -> dict[str, Any]:
+    """Seconds of a step by operation, each with its part; or the error that ended it."""
+    model = settings.config()
+    result = provenance(["jax", "jaxlib", "flax"])
+    try:
+        step = Step(training_spec(model), settings.condition_tokens)
+        gradient = step.compile((settings.batch, *settings.latents))
+        step.update = step.update.lower(step.state, step.accumulator).compile()
+        batch = step.batch((settings.batch, *settings.latents))
+        for _ in range(settings.warmup):
+            step.run(gradient, batch)
+        trace = _file(settings.keep, "trace.xplane.pb.gz")
+        _, profile = recorded([partial(step.run, gradient, batch)] * _TRACED, trace)
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return result | {"error": "out of memory"}
+    texts = {"accumulate": gradient.as_text(), "update": step.update.as_text()}
+    for name, text in texts.items():
+        if (place := _file(settings.keep, f"{name}.hlo.txt.gz")) is not None:
+            place.write_bytes(gzip.compress(text.encode()))
+    programs = {name: read_program(text) for name, text in texts.items()}
+    skipped = {program.name: containers(program) for program in programs.values()}
+    found = timeline(profile, skipped)
+    parts = {
+        programs["accumulate"].name: attributions(programs["accumulate"]),
+        programs["update"].name: attributions(programs["update"], OPTIMIZER),
+    }
+    return result | {
+        "backend": jax.default_backend(),
+        "traced_seconds": found.seconds,
+        "traced_steps": found.steps,
+        "devices": found.devices,
+        "idle_seconds": found.idle,
+        "optimizer_bytes": _optimizer_bytes(step),
+        "operations": list(_operations(found, parts)),
+    }
+
+
+def _file(folder: str | None, name: str) -> Path | None:
+    if folder is None:
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder) / name
+
+
+def _optimizer_bytes(step: Step) -> int:
+    """Bytes of the state that an update reads and writes, and of the gradients that it reads."""
+    state, grads = step.state, step.accumulator.grads
+    kept = jax.tree.leaves((state.params, state.opt_state, state.ema))
+    return 2 * sum(leaf.nbytes for leaf in kept) + sum(g.nbytes for g in jax.tree.leaves(grads))
+
+
+def _operations(
+    found: Timeline, parts: Mapping[str, Mapping[str, Attribution]]
+) -> Iterator[dict[str, Any]]:
+    """What is known of each operation; FLOPs and bytes are those of one run."""
+    for operation, spent in found.spent.items():
+        attribution = attribution_of(operation, parts)
+        call = attribution.attention
+        yield (
+            operation._asdict()
+            | attribution._asdict()
+            | spent._asdict()
+            | {"attention": call and call._asdict()}
+        )
+
+
+def attribution_of(
+    operation: Operation, parts: Mapping[str, Mapping[str, Attribution]]
+) -> Attribution:
+    """The attribution of a kernel, `UNKNOWN` where no program has its instruction."""
+    found = parts.get(operation.program, {}).get(operation.instruction, UNKNOWN)
+    if is_collective(operation):
+        return found._replace(part=COMMUNICATION, detail="")
+    return found
+
+
+def main() -> None:
+    """Measures with the settings in the first argument, a JSON object."""
+    fields = json.loads(sys.argv[1])
+    fields["latents"] = tuple(fields["latents"])
+    print(json.dumps(measure(ProfileSettings(**fields))))
+
+
+if __name__ == "__main__":
+    main()

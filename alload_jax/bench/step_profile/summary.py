@@ -1,0 +1,220 @@
+"""Adds the operations of a traced step up to rows by part, with the roof beside each.
+
+An operation's roof is the least time that it could take: a matrix product at the rate of large
+products or, where that takes longer, its bytes at the rate of copies; fused attention in the time
+of the same call alone; everything else its bytes at the rate of copies. All rates are measured.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from alload_jax.bench.step_profile.attribution import (
+    COMMUNICATION,
+    IDLE,
+    ORDER,
+    PRODUCTS,
+)
+
+Operation = Mapping[str, Any]
+"""As `measure` gives them: the fields of `Operation`, `Attribution` and `Spent`."""
+_DETAILS = ("forward", "recomputed", "backward")
+
+
+class Row(NamedTuple):
+    """A part of a step, or one kind of its kernels.
+
+    Attributes:
+      part: its name.
+      detail: the pass, or the kind of copy; "" for none.
+      calls: kernels of a step.
+      seconds: of a step.
+      share: of the step's seconds.
+      flops: of matrix products and attention.
+      bytes: that its kernels must move.
+      roof_seconds: the least time of the kernels whose work is known; None if there are none.
+      of_roof: `roof_seconds` over the seconds of these kernels; None if there are none.
+    """
+
+    part: str
+    detail: str
+    calls: float
+    seconds: float
+    share: float
+    flops: float
+    bytes: float
+    roof_seconds: float | None
+    of_roof: float | None
+
+
+class StepRoof(NamedTuple):
+    """The least time of a step, seconds: what no choice of rematerialisation avoids.
+
+    Attributes:
+      products: matrix products of the forward and the backward pass.
+      attention: each attention's forward and backward once.
+      optimizer: bytes of state and gradients at the rate of copies.
+    """
+
+    products: float
+    attention: float
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all three."""
+        return self.products + self.attention + self.optimizer
+
+
+def attention_shapes(operations: Sequence[Operation]) -> list[dict[str, int]]:
+    """The different shapes of fused attention, to be measured alone."""
+    shapes: dict[tuple[int, ...], dict[str, int]] = {}
+    for each in operations:
+        if each["attention"]:
+            shape = {k: v for k, v in each["attention"].items() if k != "backward"}
+            shapes.setdefault(tuple(shape.values()), shape)
+    return list(shapes.values())
+
+
+def rows(profile: Mapping[str, Any], roofs: Mapping[str, Any] | None) -> list[Row]:
+    """The rows of a profile of `measure`, in the order of parts; `idle` last.
+
+    Their seconds add up to the profile's `traced_seconds`.
+
+    Args:
+      profile: what `measure.measure` returns.
+      roofs: what `roofs.measure` returns; None if nothing is known of the device.
+    """
+    groups: dict[tuple[str, str], list[Operation]] = defaultdict(list)
+    for each in profile["operations"]:
+        groups[each["part"], each["detail"]].append(each)
+    whole, runs = profile["traced_seconds"], executions(profile["operations"])
+    found = [_row(key, members, whole, runs, roofs) for key, members in groups.items()]
+    idle = profile["idle_seconds"]
+    found.append(Row(IDLE, "", 0, idle, idle / whole, 0.0, 0.0, None, None))
+    return sorted(found, key=_place)
+
+
+def _place(row: Row) -> tuple[int, int, float]:
+    detail = _DETAILS.index(row.detail) if row.detail in _DETAILS else len(_DETAILS)
+    return ORDER.index(row.part), detail, -row.seconds
+
+
+def totals(found: Sequence[Row]) -> list[Row]:
+    """One row for each part, the longest first; `idle` last."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in found:
+        groups[row.part].append(row)
+    added = [_added(part, members) for part, members in groups.items()]
+    return sorted(added, key=lambda row: (row.part == IDLE, -row.seconds))
+
+
+def _added(part: str, members: Sequence[Row]) -> Row:
+    known = [row for row in members if row.roof_seconds is not None and row.of_roof]
+    roof = sum(row.roof_seconds or 0.0 for row in known)
+    spent = sum((row.roof_seconds or 0.0) / (row.of_roof or 1.0) for row in known)
+    return Row(
+        part,
+        "",
+        sum(row.calls for row in members),
+        sum(row.seconds for row in members),
+        sum(row.share for row in members),
+        sum(row.flops for row in members),
+        sum(row.bytes for row in members),
+        roof if known else None,
+        roof / spent if spent else None,
+    )
+
+
+Runs = Mapping[tuple[str, str], float]
+"""How often each instruction runs in a step, by program and name."""
+
+
+def executions(operations: Sequence[Operation]) -> Runs:
+    """How often each instruction runs: some launch several kernels, of which one runs least."""
+    calls: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for each in operations:
+        calls[each["program"], each["instruction"]].append(each["calls"])
+    return {key: min(counts) for key, counts in calls.items()}
+
+
+def _row(
+    key: tuple[str, str],
+    members: Sequence[Operation],
+    whole: float,
+    runs: Runs,
+    roofs: Mapping[str, Any] | None,
+) -> Row:
+    seconds = sum(each["seconds"] for each in members)
+    instructions = {(each["program"], each["instruction"]): each for each in members}
+    flops, moved, roof = 0.0, 0.0, 0.0
+    known = set()
+    for place, each in instructions.items():
+        flops += runs[place] * each["flops"]
+        moved += runs[place] * each["bytes"]
+        least = _roof(each, roofs)
+        if least is not None:
+            known.add(place)
+            roof += runs[place] * least
+    measured = sum(e["seconds"] for e in members if (e["program"], e["instruction"]) in known)
+    return Row(
+        *key,
+        sum(each["calls"] for each in members),
+        seconds,
+        seconds / whole,
+        flops,
+        moved,
+        roof if known else None,
+        roof / measured if measured else None,
+    )
+
+
+def _roof(operation: Operation, roofs: Mapping[str, Any] | None) -> float | None:
+    """The least seconds of one run; None if its work or the device's rates are unknown."""
+    if roofs is None or operation["part"] == COMMUNICATION:
+        return None
+    if operation["attention"]:
+        found = _alone(operation["attention"], roofs)
+        return found and found[operation["attention"]["backward"]]
+    if not operation["flops"] and not operation["bytes"]:
+        return None
+    return max(
+        operation["flops"] / roofs["matmul_flops_per_second"],
+        operation["bytes"] / roofs["copy_bytes_per_second"],
+    )
+
+
+def _alone(call: Mapping[str, int], roofs: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Seconds of the forward and of the backward of a call of attention by itself."""
+    for each in roofs["attention"]:
+        if all(each[name] == call[name] for name in call if name != "backward"):
+            return each["forward_seconds"], each["backward_seconds"]
+    return None
+
+
+def step_roof(profile: Mapping[str, Any], roofs: Mapping[str, Any]) -> StepRoof:
+    """The roof of the whole step, of the measured rates.
+
+    Recomputation does not count. Every forward of fused attention has one backward, so that the
+    calls of the backward say how often both are needed.
+    """
+    operations = profile["operations"]
+    runs, products, attention = executions(operations), 0.0, 0.0
+    seen = set()
+    for each in operations:
+        place = each["program"], each["instruction"]
+        if place in seen:
+            continue
+        seen.add(place)
+        if each["attention"]:
+            both = _alone(each["attention"], roofs)
+            if both and each["attention"]["backward"]:
+                attention += runs[place] * sum(both)
+        elif each["detail"] in ("forward", "backward"):
+            seconds = runs[place] * each["flops"] / roofs["matmul_flops_per_second"]
+            if each["part"] == PRODUCTS:
+                products += seconds
+            else:
+                attention += seconds
+    optimizer = profile["optimizer_bytes"] / roofs["copy_bytes_per_second"]
+    return StepRoof(products, attention, optimizer)
