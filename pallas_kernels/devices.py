@@ -5,10 +5,17 @@ import math
 import jax
 from jax.sharding import AxisType, NamedSharding
 
+_CORES = 132
+
 
 def device_kind() -> str:
     """The kind of the device to run on, such as "NVIDIA H200"."""
     return current_device().device_kind
+
+
+def core_count() -> int:
+    """Multiprocessors of the device to run on; an H200's where it has none, as a CPU."""
+    return getattr(current_device(), "core_count", None) or _CORES
 
 
 def current_device() -> jax.Device:

@@ -7,6 +7,7 @@ from alload_jax.commands import (
     bench_kernel,
     bench_sparse_attention,
     bench_step,
+    bench_tune,
 )
 
 HELP = "Measure kernels and training steps on this device against other implementations."
@@ -20,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("step", bench_step),
         ("balance", bench_balance),
         ("sparse-attention", bench_sparse_attention),
+        ("tune", bench_tune),
     ):
         sub = choices.add_parser(name, help=measured.HELP, description=measured.HELP)
         measured.add_arguments(sub)

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.layernorm_modulate.operands import Operands, Options, Residuals
+from pallas_kernels.layernorm_modulate.triton.division import Blocks
 from pallas_kernels.layernorm_modulate.triton.kernels import (
     backward_kernel,
     forward_kernel,
@@ -22,7 +23,6 @@ from pallas_kernels.layernorm_modulate.triton.row_blocks import (
     segment_row_blocks,
 )
 from pallas_kernels.layernorm_modulate.triton.rows import Launch
-from pallas_kernels.layernorm_modulate.triton.tuning import Blocks
 
 FORWARD, STATISTICS, BACKWARD, SUM_BACKWARD = (
     f"layernorm_modulate_{part}" for part in ("forward", "statistics", "backward", "sum_backward")

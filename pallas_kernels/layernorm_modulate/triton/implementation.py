@@ -10,6 +10,7 @@ from pallas_kernels import devices, triton_support
 from pallas_kernels.layernorm_modulate.differentiable import FusedImplementation
 from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, Options, Residuals
 from pallas_kernels.layernorm_modulate.triton import tuning
+from pallas_kernels.layernorm_modulate.triton.division import Pass
 from pallas_kernels.layernorm_modulate.triton.row_blocks import RowBlocks, segment_row_blocks
 
 # What needs Pallas's Triton lowering is imported where it runs: it is deprecated, and a JAX
@@ -42,7 +43,7 @@ class TritonImplementation(FusedImplementation):
 
     def prepare_segments(
         self, segment_ids: jax.Array, table_rows: int, width: int, sharding: NamedSharding | None
-    ) -> dict[tuning.Pass, RowBlocks]:
+    ) -> dict[Pass, RowBlocks]:
         """The row blocks of each kernel."""
         # Each device has the programs for its own rows.
         shards = devices.shards_of(sharding, 0)
@@ -50,7 +51,7 @@ class TritonImplementation(FusedImplementation):
             kernel: segment_row_blocks(
                 segment_ids, table_rows, None, tuning.blocks_for(kernel, width).programs * shards
             )
-            for kernel in get_args(tuning.Pass)
+            for kernel in get_args(Pass)
         }
 
     def forward(
@@ -59,7 +60,7 @@ class TritonImplementation(FusedImplementation):
         """One kernel; statistics are mean and 1/deviation of each row, [B, S, 2] float32."""
         from pallas_kernels.layernorm_modulate.triton import primitive
 
-        kernel: tuning.Pass = "forward" if operands.y is None else "residual_forward"
+        kernel: Pass = "forward" if operands.y is None else "residual_forward"
         blocks = tuning.blocks_for(kernel, operands.x.shape[-1])
         own = operands.prepared and operands.prepared[kernel]
         return primitive.forward(
@@ -76,7 +77,7 @@ class TritonImplementation(FusedImplementation):
         """One kernel, and one that adds up the partial sums of the tables' gradients."""
         from pallas_kernels.layernorm_modulate.triton import calls
 
-        kernel: tuning.Pass = "backward" if dh is None else "residual_backward"
+        kernel: Pass = "backward" if dh is None else "residual_backward"
         blocks = tuning.blocks_for(kernel, residuals.h.shape[-1])
         own = residuals.prepared and residuals.prepared[kernel]
         return calls.backward(residuals._replace(prepared=own), dh, dout, options, blocks)

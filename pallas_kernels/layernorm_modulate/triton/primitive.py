@@ -18,7 +18,7 @@ from jax.interpreters import partial_eval as pe
 
 from pallas_kernels.layernorm_modulate.operands import Operands, Options
 from pallas_kernels.layernorm_modulate.triton import calls
-from pallas_kernels.layernorm_modulate.triton.tuning import Blocks
+from pallas_kernels.layernorm_modulate.triton.division import Blocks
 
 _forward_p = Primitive("layernorm_modulate_forward")
 _forward_p.multiple_results = True

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.layernorm_modulate.operands import Options
+from pallas_kernels.layernorm_modulate.triton.division import Blocks
 from pallas_kernels.layernorm_modulate.triton.row_blocks import IMPOSSIBLE, EvenRowBlocks
 from pallas_kernels.layernorm_modulate.triton.tiles import (
     Tiles,
@@ -20,7 +21,6 @@ from pallas_kernels.layernorm_modulate.triton.tiles import (
     where_valid,
     wide,
 )
-from pallas_kernels.layernorm_modulate.triton.tuning import Blocks
 
 Refs = dict[str, Any]
 

@@ -1,109 +1,122 @@
 """How kernels divide rows of a width, and where they are faster than XLA: measured, then a rule.
 
-The numbers come from `benchmarks/tune_layernorm_modulate.py` and from the sweep of `alload bench
-kernel` (benchmarks/results/layernorm_modulate_h200.json), on an NVIDIA H200.
+The numbers come from `alload bench tune` (benchmarks/results/kernel_tuning_h200.json) and from the
+sweep of `alload bench kernel` (benchmarks/results/layernorm_modulate_h200.json), on an NVIDIA H200.
+What `alload bench tune` measures on another device stands in a file of the user's, see
+`tuned_files.py`, and goes before them.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
 
+from pallas_kernels import devices
 from pallas_kernels.layernorm_modulate.operands import ModulationLayout
+from pallas_kernels.layernorm_modulate.triton import tuned_files
+from pallas_kernels.layernorm_modulate.triton.division import Blocks, Division, Pass, Range
 
-Pass = Literal["forward", "backward", "residual_forward", "residual_backward"]
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """How a kernel works through its rows.
-
-    Attributes:
-      max_tile: widest tile of a row, a power of two.
-      num_warps: warps of a program, which work on one row together.
-      programs: row blocks that all rows are divided into, about.
-      prefetch: whether the next row is loaded before work on this one begins.
-      keep_in_registers: of scale, shift and gate; else they are loaded again, from cache, for each
-        row.
-    """
-
-    max_tile: int
-    num_warps: int
-    programs: int
-    prefetch: bool = True
-    keep_in_registers: bool = True
-
-
-_CORES = 132
-"""Streaming multiprocessors of the H200."""
-
-
-def _blocks(max_tile: int, num_warps: int, per_core: int, **flags: bool) -> Blocks:
-    return Blocks(max_tile, num_warps, per_core * _CORES, **flags)
-
-
-_MEASURED: dict[Pass, dict[int, Blocks]] = {
+MEASURED: dict[Pass, dict[int, Division]] = {
     "forward": {
-        256: _blocks(128, 1, 24),
-        512: _blocks(128, 1, 24),
-        1024: _blocks(128, 1, 16),
-        1152: _blocks(128, 1, 32, prefetch=False),
-        1536: _blocks(512, 4, 24),
-        2048: _blocks(256, 1, 24),
-        3072: _blocks(1024, 8, 4),
-        4096: _blocks(1024, 8, 4),
-        5120: _blocks(512, 4, 24),
-        8192: _blocks(1024, 8, 4),
+        256: Division(128, 1, 24),
+        512: Division(128, 1, 24),
+        1024: Division(128, 1, 16),
+        1152: Division(128, 1, 32, prefetch=False),
+        1280: Division(128, 1, 24),
+        1408: Division(256, 1, 24),
+        1536: Division(512, 4, 24),
+        1792: Division(512, 4, 8),
+        2048: Division(256, 1, 24),
+        2304: Division(128, 1, 24),
+        2560: Division(512, 4, 24),
+        2816: Division(512, 4, 24),
+        3072: Division(1024, 8, 4),
+        3328: Division(1024, 8, 4),
+        3584: Division(512, 4, 8),
+        3840: Division(512, 4, 8),
+        4096: Division(1024, 8, 4),
+        4608: Division(512, 4, 8),
+        5120: Division(512, 4, 24),
+        5632: Division(1024, 8, 4),
+        6144: Division(1024, 8, 4),
+        7168: Division(1024, 8, 4),
+        8192: Division(1024, 8, 4),
     },
     "backward": {
-        256: _blocks(256, 1, 16),
-        512: _blocks(256, 1, 16),
-        1024: _blocks(128, 1, 8),
-        1152: _blocks(256, 1, 8),
-        1536: _blocks(512, 4, 4),
-        2048: _blocks(512, 4, 4),
-        3072: _blocks(1024, 8, 2),
-        4096: _blocks(512, 4, 2),
-        5120: _blocks(1024, 8, 2, prefetch=False, keep_in_registers=False),
-        8192: _blocks(1024, 8, 1),
+        256: Division(256, 1, 16),
+        512: Division(256, 1, 16),
+        1024: Division(128, 1, 8),
+        1152: Division(256, 1, 8),
+        1280: Division(256, 1, 8),
+        1408: Division(128, 1, 8),
+        1536: Division(512, 4, 4),
+        1792: Division(512, 4, 4),
+        2048: Division(512, 4, 4),
+        2304: Division(512, 4, 4, prefetch=False, keep_in_registers=False),
+        2560: Division(512, 4, 4, prefetch=False, keep_in_registers=False),
+        2816: Division(512, 4, 2),
+        3072: Division(1024, 8, 2),
+        3328: Division(1024, 8, 2),
+        3584: Division(1024, 8, 2),
+        3840: Division(1024, 4, 2, prefetch=False, keep_in_registers=False),
+        4096: Division(512, 4, 2),
+        4608: Division(512, 4, 2),
+        5120: Division(1024, 8, 2, prefetch=False, keep_in_registers=False),
+        5632: Division(1024, 8, 1),
+        6144: Division(1024, 8, 1),
+        7168: Division(1024, 8, 1),
+        8192: Division(1024, 8, 1),
     },
     "residual_forward": {
-        256: _blocks(128, 1, 24),
-        512: _blocks(128, 1, 16),
-        1024: _blocks(128, 1, 24),
-        1152: _blocks(128, 1, 32),
-        1536: _blocks(256, 1, 32, prefetch=False),
-        2048: _blocks(1024, 8, 8),
-        3072: _blocks(1024, 8, 8),
-        4096: _blocks(1024, 8, 2),
-        5120: _blocks(2048, 8, 2),
-        8192: _blocks(1024, 8, 4),
+        256: Division(128, 1, 24),
+        512: Division(128, 1, 16),
+        1024: Division(128, 1, 24),
+        1152: Division(128, 1, 32),
+        1280: Division(256, 1, 24),
+        1408: Division(128, 1, 24),
+        1536: Division(256, 1, 32, prefetch=False),
+        1792: Division(512, 4, 24),
+        2048: Division(1024, 8, 8),
+        2304: Division(512, 4, 8),
+        2560: Division(512, 4, 8),
+        2816: Division(512, 4, 24),
+        3072: Division(1024, 8, 8),
+        3328: Division(1024, 8, 4),
+        3584: Division(1024, 8, 4),
+        3840: Division(1024, 8, 4),
+        4096: Division(1024, 8, 2),
+        4608: Division(1024, 8, 4),
+        5120: Division(2048, 8, 2),
+        5632: Division(512, 4, 8),
+        6144: Division(1024, 8, 4),
+        7168: Division(1024, 8, 4),
+        8192: Division(1024, 8, 4),
     },
     "residual_backward": {
-        256: _blocks(256, 1, 16),
-        512: _blocks(128, 1, 8),
-        1024: _blocks(1024, 4, 4),
-        1152: _blocks(512, 4, 3),
-        1536: _blocks(1024, 8, 2),
-        2048: _blocks(2048, 8, 2),
-        3072: _blocks(1024, 8, 1),
-        4096: _blocks(2048, 8, 1),
-        5120: _blocks(1024, 8, 2),
-        8192: _blocks(1024, 8, 1, prefetch=False, keep_in_registers=False),
+        256: Division(256, 1, 16),
+        512: Division(128, 1, 8),
+        1024: Division(1024, 4, 4),
+        1152: Division(512, 4, 3),
+        1280: Division(512, 4, 3),
+        1408: Division(512, 4, 2),
+        1536: Division(1024, 8, 2),
+        1792: Division(512, 4, 2),
+        2048: Division(2048, 8, 2),
+        2304: Division(512, 4, 2),
+        2560: Division(512, 4, 2),
+        2816: Division(1024, 8, 1),
+        3072: Division(1024, 8, 1),
+        3328: Division(512, 4, 2, prefetch=False, keep_in_registers=False),
+        3584: Division(1024, 8, 1),
+        3840: Division(1024, 8, 1),
+        4096: Division(2048, 8, 1),
+        4608: Division(1024, 8, 1),
+        5120: Division(1024, 8, 2),
+        5632: Division(1024, 8, 1, prefetch=False, keep_in_registers=False),
+        6144: Division(1024, 8, 1, prefetch=False, keep_in_registers=False),
+        7168: Division(1024, 8, 1, prefetch=False, keep_in_registers=False),
+        8192: Division(1024, 8, 1, prefetch=False, keep_in_registers=False),
     },
 }
-_WIDER = _blocks(2048, 16, 1, prefetch=False, keep_in_registers=False)
-
-
-class Range(NamedTuple):
-    """Where kernels were faster than XLA's fusion, forward and backward, all through.
-
-    Attributes:
-      least_elements: of x.
-      widths: narrowest and widest.
-    """
-
-    least_elements: int
-    widths: tuple[int, int]
+_WIDER = Division(2048, 16, 1, prefetch=False, keep_in_registers=False)
 
 
 _FASTER: dict[tuple[str, ModulationLayout], Range] = {
@@ -114,20 +127,43 @@ _FASTER: dict[tuple[str, ModulationLayout], Range] = {
 """By device kind and layout of scale, from layernorm_modulate_{,small_,layouts_}h200.json. Not so,
 in the forward alone: rows of width 128, and a scale for each token at width 1152."""
 
+_SAME_CHIP = {"NVIDIA H100": "NVIDIA H200"}
+"""Beginnings of device kinds, and the measured device that has their chip. An H100's memory is
+slower, so that a kernel which reads and writes less gains as much or more."""
 
-def blocks_for(kernel: Pass, dim: int) -> Blocks:
-    """The measured way to divide rows of the nearest width (by ratio); a rule beyond the widest."""
-    measured = _MEASURED[kernel]
+
+def divisions(kernel: Pass, device_kind: str) -> Mapping[int, Division]:
+    """How a kernel divides rows of each measured width on a device."""
+    tuned = tuned_files.read(device_kind)
+    return {**MEASURED[kernel], **(tuned.divisions[kernel] if tuned else {})}
+
+
+def nearest(measured: Mapping[int, Division], dim: int) -> Division:
+    """How rows of the nearest measured width (by ratio) are divided; a rule beyond the widest."""
     if dim > max(measured):
         return _WIDER
     return measured[min(measured, key=lambda width: abs(math.log(width / dim)))]
+
+
+def blocks_for(kernel: Pass, dim: int) -> Blocks:
+    """How a kernel divides rows of `dim` elements on the device to run on."""
+    measured = divisions(kernel, devices.device_kind())
+    return nearest(measured, dim).blocks(devices.core_count())
 
 
 def faster_than_reference(
     device_kind: str, layout: ModulationLayout, elements: int, dim: int
 ) -> bool:
     """Whether the kernels were measured as faster for x's size and width; False if unknown."""
-    if (faster := _FASTER.get((device_kind, layout))) is None:
+    tuned = tuned_files.read(device_kind)
+    if tuned and layout == "row":
+        faster = tuned.faster
+    else:
+        alike = next(
+            (same for kind, same in _SAME_CHIP.items() if device_kind.startswith(kind)), ""
+        )
+        faster = _FASTER.get((alike or device_kind, layout))
+    if faster is None:
         return False
     narrowest, widest = faster.widths
     return narrowest <= dim <= widest and elements >= faster.least_elements

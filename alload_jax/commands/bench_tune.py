@@ -1,0 +1,121 @@
+"""`alload bench tune`: finds how the norm kernels run fastest on this GPU, and keeps it."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from alload_jax.commands.bench_output import (
+    markdown_table,
+    require_counts,
+    require_place,
+    typed,
+)
+from alload_jax.errors import InputError
+
+HELP = "Measure how the norm kernels run fastest on this GPU, for model.norm auto and triton."
+
+_COMMAND = "alload bench tune"
+_DIMS = (1024, 1152, 1280, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096, 5120, 6144, 8192)
+_WIDTH = 120
+_COLUMNS = ("width", "kernel", "of copy before", "of copy", "tile", "warps", "programs a core")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's flags."""
+    add = parser.add_argument
+    add(
+        "--dims",
+        nargs="+",
+        type=int,
+        default=_DIMS,
+        help="widths, as model.dim, the most important first; default: common ones",
+    )
+    add(
+        "--check",
+        nargs="+",
+        type=int,
+        default=(),
+        metavar="DIM",
+        help="widths that are then timed as they run, without a search: are they near enough?",
+    )
+    add("--seconds", type=float, default=600.0, help="no width is begun after as many")
+    add("--out", help="JSON of all measurements; default: none")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Searches, prints a table, and writes the device's file, which later runs read."""
+    require_counts(_COMMAND, dims=min(options.dims), check=min(options.check, default=None))
+    if options.seconds <= 0:
+        raise InputError(f"{_COMMAND}: --seconds {options.seconds}: it must be above 0")
+    if options.out:
+        require_place(_COMMAND, "--out", Path(options.out))
+    # Only now: `alload --help` needs neither JAX nor a GPU.
+    import jax
+
+    from alload_jax.bench.device_time import copy_bandwidth, require_gpu
+    from alload_jax.bench.kernel_tuning import check, faster_range, search, times_xla, tuned
+    from alload_jax.bench.provenance import provenance
+    from pallas_kernels.layernorm_modulate.triton import tuned_files
+
+    require_gpu()
+    device, console = jax.devices()[0].device_kind, Console(soft_wrap=True, width=_WIDTH)
+    before = tuned_files.read(device)
+    details: dict[str, Any] = {"command": typed()} | provenance(["jax", "jaxlib", "numpy"])
+    details |= {"copy_bytes_per_second": (copy := copy_bandwidth())}
+    found = []
+    for best in search(list(dict.fromkeys(options.dims)), device, options.seconds):
+        found.append(best)
+        console.print(" ".join(_row(best, copy)), highlight=False)
+        # After each, so that a failure loses nothing that was measured.
+        result = tuned(found, before, before.faster if before else None)
+        path = tuned_files.write(device, result, details)
+    ratios = times_xla(sorted({best.dim for _, best in found}))
+    path = tuned_files.write(device, tuned(found, before, faster_range(ratios)), details)
+    checked = list(check(options.check, device))
+    if options.out:
+        details["widths"] = [[_fields(each, copy) for each in best] for best in found]
+        details["checked"] = [_fields(each, copy) for each in checked]
+        details["times_xla"] = ratios
+        Path(options.out).write_text(json.dumps(details, indent=1) + "\n")
+    _show(console, found, ratios, copy)
+    for each in checked:
+        share = each.bytes_per_second / copy
+        console.print(f"checked: {each.dim} {each.kernel} {share:.2f} of copy", highlight=False)
+    print(f"written: {path}")
+    return 0
+
+
+def _row(found: Any, copy: float) -> tuple[str, ...]:
+    used, best = found
+    division = best.division
+    return (
+        f"{best.dim}",
+        best.kernel,
+        f"{used.bytes_per_second / copy:.2f}",
+        f"{best.bytes_per_second / copy:.2f}",
+        f"{division.max_tile}",
+        f"{division.num_warps}",
+        f"{division.per_core}",
+    )
+
+
+def _fields(timed: Any, copy: float) -> dict[str, Any]:
+    fields = {"kernel": timed.kernel, "dim": timed.dim, "us": timed.us}
+    return fields | dataclasses.asdict(timed.division) | {"of_copy": timed.bytes_per_second / copy}
+
+
+def _show(
+    console: Console, found: Any, ratios: dict[int, tuple[float, float]], copy: float
+) -> None:
+    table = markdown_table("bytes a second, of those of a copy", _COLUMNS)
+    for best in found:
+        table.add_row(*_row(best, copy))
+    console.print(table)
+    against = markdown_table("times as fast as XLA's fusion", ("width", "forward", "backward"))
+    for dim, (forward, backward) in ratios.items():
+        against.add_row(str(dim), f"{forward:.2f}", f"{backward:.2f}")
+    console.print(against)
