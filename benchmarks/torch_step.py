@@ -10,12 +10,16 @@ here: two frameworks in a process would share the device's memory.
 import gc
 import json
 import math
+import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
+
+# A cached program has the attention of the variant that compiled it.
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 import torch
 import torch._dynamo

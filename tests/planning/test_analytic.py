@@ -24,6 +24,7 @@ from alload_jax.planning.analytic import (
     step_cost,
     step_memory,
 )
+from alload_jax.planning.architectures.hunyuan_video import HUNYUAN_VIDEO_1_5
 from alload_jax.planning.architectures.registry import architecture_named, from_fields
 from alload_jax.planning.architectures.wan import WAN_1_3B as WAN
 from alload_jax.planning.architectures.wan import WAN_14B, WanArchitecture
@@ -59,6 +60,32 @@ def test_measured_steps_exist():
         ("attention", 8),
         ("matmuls_and_attention", 1),
     }
+
+
+def measured_joint_steps():
+    """(remat, tokens of a row, seconds, bytes) of steps of HunyuanVideo 1.5 with 8 layers."""
+    steps = []
+    for path in RESULTS.glob("hunyuan_video_step_*h200.json"):
+        for case in json.loads(path.read_text())["cases"]:
+            if case["name"].startswith("alload"):
+                seq_len = case["tokens"] + case["tokens_beside"]
+                remat = case["settings"]["model"]["remat"]
+                steps.append((remat, seq_len, case["seconds"], case["peak_bytes"]))
+    return steps
+
+
+@pytest.mark.parametrize("step", measured_joint_steps(), ids=str)
+def test_predictions_match_measurements_of_joint_attention(step):
+    remat, seq_len, seconds, bytes_ = step
+    model = dataclasses.replace(HUNYUAN_VIDEO_1_5, num_layers=8)
+    cost = step_cost(model, H200, remat)
+    [found] = bucketed_cost(cost, np.array([1]), np.array([seq_len]))
+    assert found == pytest.approx(seconds, rel=TOLERANCE)
+    assert step_memory(model, H200, remat).bytes_of(seq_len) == pytest.approx(bytes_, rel=TOLERANCE)
+
+
+def test_joint_steps_were_measured():
+    assert {remat for remat, *_ in measured_joint_steps()} == {"full", "attention", "none"}
 
 
 @pytest.mark.parametrize("step", measured_steps(), ids=str)
