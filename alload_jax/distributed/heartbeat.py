@@ -196,7 +196,7 @@ class Heartbeat:
             received, message = self._received[int(number)], parse_message(text)
             if message is None:
                 continue  # not of this program; silence will tell
-            if message.sequence != received.message.sequence:
+            if message.sequence > received.message.sequence:  # no old one that a stranger repeats
                 received.message, received.at = message, self._store_answered_at
             if message.state in ("failed", "exited") and received.failed_at is None:
                 received.failed_at = self._store_answered_at

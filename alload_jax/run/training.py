@@ -202,6 +202,8 @@ def _finish(folder: Path, loop: Loop, callbacks: Callbacks, began: float) -> Non
     """Draws the last samples, measures them and writes the summary."""
     loop.finish()
     seconds = time.monotonic() - began
+    if not first_process():  # another host may not see the last lines of metrics.jsonl
+        return
     figures = callbacks.figures()
     summary = summarise(callbacks.log.rows, loop.done, figures, peak_memory(), seconds)
     write_json(folder / "summary.json", summary)
