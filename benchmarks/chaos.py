@@ -23,7 +23,7 @@ from chaos_bits import flip_bits
 from chaos_disks import fill_disk
 from chaos_inputs import INPUTS, give_inputs
 from chaos_report import report
-from chaos_runs import Campaign
+from chaos_runs import STEPS, Campaign
 
 from alload_jax.bench.provenance import provenance
 from alload_jax.errors import run_command
@@ -31,9 +31,9 @@ from alload_jax.errors import run_command
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "chaos_cpu.json"
 REPORT = ROOT / "docs" / "results" / "chaos" / "report.md"
-_EVERY_TOGETHER = 3
+_EVERY_TOGETHER = 4
 """Of so many series of kills, one is of several processes."""
-_MOST_ALONE, _MOST_TOGETHER = 12, 4
+_MOST_ALONE, _MOST_TOGETHER = 15, 4
 """Kills in a series of one process, and of several."""
 
 
@@ -49,6 +49,7 @@ def main(argv: list[str]) -> int:
         "--inputs", type=int, default=len(INPUTS), help=f"inputs (default {len(INPUTS)})"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of a run (default {STEPS})")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "chaos")
     parser.add_argument("--result", type=Path, default=RESULT)
     parser.add_argument("--report", type=Path, default=REPORT)
@@ -73,7 +74,7 @@ def run_campaign(options: argparse.Namespace, found: dict[str, Any]) -> dict[str
         partial.write_text(json.dumps(found, indent=1) + "\n")
         partial.replace(options.result)
 
-    campaign = Campaign(options.work.absolute())
+    campaign = Campaign(options.work.absolute(), options.steps)
     if options.inputs:
         note("inputs", give_inputs(campaign, INPUTS[: options.inputs]))
     if options.flips:
@@ -102,7 +103,7 @@ def kill_series(
     kills: list[dict[str, Any]] = []
     began = time.monotonic()
     while len(kills) < min(most, _MOST_TOGETHER if together else _MOST_ALONE):
-        killed = campaign.kill(name, chance, chance.choice((2, 4)) if together else 1)
+        killed = campaign.kill(name, chance, chance.choice((2, 2, 4)) if together else 1)
         if killed is None:
             break
         kills.append(killed._asdict())

@@ -113,6 +113,8 @@ class Campaign:
     def kill(self, name: str, chance: random.Random, processes: int = 1) -> Kill | None:
         """Starts or continues a run and interrupts it; None if it ended before."""
         phase = chance.choices(PHASES, _WEIGHTS)[0]
+        if processes > 1 and phase == "start":  # they wait five minutes for one that never joins
+            phase = "compile"
         number = chance.choice(_SIGNALS)
         before, began = saved_step(self.folder / name), time.monotonic()
         runs = self.start(name, processes, from_shell=phase == "start" and chance.random() < 0.5)

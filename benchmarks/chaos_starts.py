@@ -19,6 +19,12 @@ ROOT = Path(__file__).parents[1]
 PROGRAMS = {"train": "alload_jax.run.main", "alload": "alload_jax.cli"}
 """Modules with the function `entry`, by the name of the program."""
 _PRELOADED = [*PROGRAMS.values(), "alload_jax.run.training", "orbax.checkpoint", "grain"]
+_PRELOADED += ["tensorboardX"]  # which imports PyTorch where it is installed
+_ENVIRONMENT = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
+"""Tiny programs compile far longer than they compute, and small ones are compiled once."""
 _POLL_SECONDS = 0.004
 
 
@@ -83,6 +89,7 @@ class Starter:
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._count = folder, 0
+        os.environ.update(_ENVIRONMENT)  # for the server
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*_PRELOADED, "chaos_starts"])
 

@@ -109,3 +109,9 @@ def test_aliases_are_values(tmp_path):
     common = tmp_path / "common.yaml"
     common.write_text("run: {steps: &n 7}\ncheckpoint: {every: *n}\n")
     assert read_yaml(str(common))["checkpoint"]["every"] == 7
+
+
+@pytest.mark.parametrize("text", ["{format: floppy}", "floppy", "[1]", "{", "3"])
+def test_a_section_in_one_flag_is_a_mapping_with_a_name(text):
+    with pytest.raises(InputError, match=r"data\.source (is given without|is .*; give its keys)"):
+        read_config(["--planning.m_mem", "40", "--data.source", text])

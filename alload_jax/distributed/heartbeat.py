@@ -18,7 +18,7 @@ import jax
 
 from alload_jax.distributed.coordination import ProcessInfo
 from alload_jax.distributed.key_value_store import KeyValueStore
-from alload_jax.errors import USER_ERRORS, reason_of
+from alload_jax.errors import USER_ERRORS, LostConnectionError, reason_of
 
 _GRACE = 5.0
 """Seconds after another process's failure in which this one may fail of the same and report it."""
@@ -125,7 +125,7 @@ class Heartbeat:
         if self._message.state != "running":
             return
         self._message.reason = reason = reason_of(error)
-        if not isinstance(error, USER_ERRORS):
+        if not isinstance(error, USER_ERRORS) or isinstance(error, LostConnectionError):
             self._message.state = "unconfirmed"
             # If another process failed for another reason, the check ends this one meanwhile.
             seconds = self._lost_after + 4 * self._interval
