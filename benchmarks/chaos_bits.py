@@ -15,12 +15,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from chaos_runs import Campaign
 
+from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.manifest import Manifest, read_manifest
 from alload_jax.data.store import BadRecordError, StoreReader
 from alload_jax.errors import InputError
 from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
 
 Read = Callable[[], Any]
+_MIX = ((17, 16, 16, 24), (1, 8, 8, 40))
+"""Samples that fill most of their file."""
 
 
 def flip_bits(campaign: Campaign, count: int, seed: int) -> dict[str, Any]:
@@ -29,7 +32,7 @@ def flip_bits(campaign: Campaign, count: int, seed: int) -> dict[str, Any]:
     if not (campaign.folder / "reference" / "summary.json").exists():
         campaign.reference()
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(campaign.data, folder / "store")
+    Digits(mix=_MIX).write(folder / "store")
     saved = max(
         (path for path in (campaign.folder / "reference" / "checkpoints").iterdir()
          if path.name.isdigit()),
