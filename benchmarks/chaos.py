@@ -74,6 +74,9 @@ def run_campaign(options: argparse.Namespace, found: dict[str, Any]) -> dict[str
         partial.write_text(json.dumps(found, indent=1) + "\n")
         partial.replace(options.result)
 
+    parts = ("kills", "disks", "flips", "inputs", "seed", "steps")
+    given = " ".join(f"--{name} {getattr(options, name)}" for name in parts)
+    found.setdefault("commands", []).append(f"python benchmarks/chaos.py {given}")
     campaign = Campaign(options.work.absolute(), options.steps)
     if options.inputs:
         note("inputs", give_inputs(campaign, INPUTS[: options.inputs]))

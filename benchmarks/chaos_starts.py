@@ -23,8 +23,9 @@ _PRELOADED += ["tensorboardX"]  # which imports PyTorch where it is installed
 _ENVIRONMENT = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "XLA_FLAGS": "",
 }
-"""Tiny programs compile far longer than they compute, and small ones are compiled once."""
+"""Tiny programs compile far longer than they compute, each once; a process has one device."""
 _POLL_SECONDS = 0.004
 
 

@@ -75,7 +75,7 @@ def measure(folder: Path, name: str, steps: int, every: int | None) -> list[Look
             command,
             stdout=subprocess.DEVNULL,
             stderr=said,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
         )
         looks: list[Look] = []
         while process.poll() is None:
