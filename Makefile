@@ -5,7 +5,7 @@ CONFIG ?= configs/digits.yaml
 # A file stays on one worker: its tests share what they compile and the runs they set up.
 PYTEST = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: install train test test-slow test-parity test-gpu docs lint format clean
+.PHONY: install train test test-slow test-parity test-gpu chaos docs lint format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -44,6 +44,12 @@ test-parity: .venv/installed-parity
 # Workers share the GPU: most of the time goes into compiling.
 test-gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest --dist loadfile -n 4 -m gpu
+
+# Interrupts and damages runs; adds to docs/results/chaos. As root, which can mount small disks.
+KILLS ?= 300
+SEED ?= 0
+chaos: .venv/installed-test
+	PYTHONPATH=. $(BIN)/python benchmarks/chaos.py --kills $(KILLS) --seed $(SEED)
 
 # The site and its API reference; every warning is an error.
 docs: .venv/installed-docs

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from alload_jax.config_files import check_kinds, config_files, read_yaml
@@ -89,6 +90,9 @@ def _kind_of(
             name, given, place = found.get(part.name, name), True, file
     flag = f"--{part.key}.{part.name}"
     for before, after in pairwise((*argv, "")):
+        if part.default is None and before.partition("=")[0] == f"--{part.key}":
+            found = _inline_section(part, before.partition("=")[2] or after)
+            name, given = found.get(part.name, name), given or bool(found)
         if before == flag or before.startswith(f"{flag}="):
             named = before.partition("=")[2] or after
             if place and named != name:
@@ -102,6 +106,23 @@ def _kind_of(
     if name is None:
         raise InputError(f"{part.key} is given without {part.key}.{part.name}; add it")
     return part.kind(name)
+
+
+def _inline_section(part: Part, text: str) -> dict[str, Any]:
+    """The keys of a section that is given as one flag; none for null.
+
+    Raises:
+      InputError: they are no mapping.
+    """
+    try:
+        found = yaml.safe_load(text) or {}
+    except yaml.YAMLError:
+        found = text
+    if not isinstance(found, dict):
+        raise InputError(
+            f"--{part.key} is {text!r}; give its keys, such as --{part.key}.{part.name} NAME"
+        )
+    return found
 
 
 def _typed(

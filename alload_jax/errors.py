@@ -13,6 +13,13 @@ class InputError(ValueError):
     """
 
 
+class LostConnectionError(InputError):
+    """The processes of a run lost each other, perhaps because one of them has ended.
+
+    A process that meets it waits for what is known of the others before it reports it.
+    """
+
+
 USER_ERRORS = (InputError, NotImplementedError, OSError, KeyboardInterrupt)
 """Errors that a user can cause; others are faults of the program or of the machine."""
 

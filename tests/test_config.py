@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from alload_jax.config import read_config
+from alload_jax.config_files import read_yaml
 from alload_jax.errors import InputError
 
 DIGITS = str(Path(__file__).parents[1] / "configs" / "digits.yaml")
@@ -92,3 +93,25 @@ def test_predictors_have_an_optimizer_of_their_own():
 def test_frozen_predictors_are_refused():
     with pytest.raises(InputError, match="parameters freezes the predictors"):
         read_config([*PREDICTOR, "--parameters.trained", "[self_attention]"])
+
+
+def test_aliases_that_stand_for_too_many_values_are_refused_at_once(tmp_path):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40)]
+    for text in ("\n".join(lines), "a: &a [*a]", "a: " + "[" * 5000):
+        bad = tmp_path / "bomb.yaml"
+        bad.write_text(text)
+        with pytest.raises(InputError, match=r"bomb\.yaml: (holds more|is nested too)"):
+            read_config(["--config", str(bad)])
+
+
+def test_aliases_are_values(tmp_path):
+    common = tmp_path / "common.yaml"
+    common.write_text("run: {steps: &n 7}\ncheckpoint: {every: *n}\n")
+    assert read_yaml(str(common))["checkpoint"]["every"] == 7
+
+
+@pytest.mark.parametrize("text", ["{format: floppy}", "floppy", "[1]", "{", "3"])
+def test_a_section_in_one_flag_is_a_mapping_with_a_name(text):
+    with pytest.raises(InputError, match=r"data\.source (is given without|is .*; give its keys)"):
+        read_config(["--planning.m_mem", "40", "--data.source", text])

@@ -43,6 +43,7 @@ class Collator:
       collation: collation of the plan's micro-batches.
       group_ranks: number of ranks per shape group; None for all ranks.
       excluded: samples that are not read and get weight 0.
+      not_finite: samples that also get weight 0, and are reported as damaged records are.
       seed: of the run, which draws one of a sample's texts in each epoch.
     """
 
@@ -52,6 +53,7 @@ class Collator:
     group_ranks: int | None = None
     excluded: frozenset[int] = frozenset()
     seed: int = 0
+    not_finite: frozenset[int] = frozenset()
 
     def __call__(self, step: Step) -> HostStep:
         """Reads the step's records. Damaged records get weight 0 and are reported."""
@@ -74,6 +76,11 @@ class Collator:
         for sample, place in self.collation.places(parts):
             if sample in self.excluded:
                 continue
+            if sample in self.not_finite:
+                problems.append(
+                    f"{self._place_of(sample)} gives a loss or gradient that is not finite"
+                )
+                continue
             try:
                 arrays = self.reader.read(sample)
                 epoch_of_sample = self.collation.epoch_of(batch, place)
@@ -89,6 +96,8 @@ class Collator:
         try:
             return self.collation.conditions.of(arrays)
         except ValueError as error:
-            manifest = self.reader.manifest
-            place = f"{manifest.path}: sample {manifest.number(sample)}"
-            raise BadRecordError(f"{place} {error}") from error
+            raise BadRecordError(f"{self._place_of(sample)} {error}") from error
+
+    def _place_of(self, sample: int) -> str:
+        manifest = self.reader.manifest
+        return f"{manifest.path}: sample {manifest.number(sample)}"

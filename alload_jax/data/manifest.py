@@ -286,11 +286,13 @@ def read_columns(path: Path, names: list[str]) -> pa.Table:
     """Reads those of the columns of a manifest that the file has.
 
     Raises:
-      InputError: it is no Parquet file.
+      InputError: it is no Parquet file, or it is damaged.
     """
     try:
         found = pyarrow.parquet.read_schema(path).names
-        return pyarrow.parquet.read_table(path, columns=[name for name in names if name in found])
+        table = pyarrow.parquet.read_table(path, columns=[name for name in names if name in found])
+        table.validate(full=True)  # a flipped bit can make text that is no UTF-8
+        return table
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(

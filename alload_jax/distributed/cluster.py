@@ -17,6 +17,7 @@ import jax
 from alload_jax.distributed.coordination import ProcessInfo
 from alload_jax.distributed.heartbeat import Heartbeat
 from alload_jax.distributed.key_value_store import KeyValueStore
+from alload_jax.distributed.secret import Seal
 from alload_jax.errors import USER_ERRORS, InputError, run_command
 
 T = TypeVar("T")
@@ -41,14 +42,19 @@ class Cluster:
       process_id: number of this one.
     """
 
-    def __init__(self, process: ProcessInfo | None = None, lost_after: float = 30.0):
-        """Call it after `connect`; without `process` there is a single process."""
+    def __init__(
+        self,
+        process: ProcessInfo | None = None,
+        lost_after: float = 30.0,
+        seal: Seal | None = None,
+    ):
+        """Call it after `connect`, with a seal; without `process` there is a single process."""
         self.num_processes = process.num_processes if process else 1
         self.process_id = process.process_id if process else 0
         self._store: KeyValueStore | None = None
         self._heartbeat: Heartbeat | None = None
-        if process:
-            self._store = KeyValueStore()
+        if process and seal:
+            self._store = KeyValueStore(seal)
             self._heartbeat = Heartbeat(self._store, process, lost_after)
         self._calls = 0
         self._status: int | None = None

@@ -18,7 +18,7 @@ import jax
 
 from alload_jax.distributed.coordination import ProcessInfo
 from alload_jax.distributed.key_value_store import KeyValueStore
-from alload_jax.errors import USER_ERRORS, reason_of
+from alload_jax.errors import USER_ERRORS, LostConnectionError, reason_of
 
 _GRACE = 5.0
 """Seconds after another process's failure in which this one may fail of the same and report it."""
@@ -125,7 +125,7 @@ class Heartbeat:
         if self._message.state != "running":
             return
         self._message.reason = reason = reason_of(error)
-        if not isinstance(error, USER_ERRORS):
+        if not isinstance(error, USER_ERRORS) or isinstance(error, LostConnectionError):
             self._message.state = "unconfirmed"
             # If another process failed for another reason, the check ends this one meanwhile.
             seconds = self._lost_after + 4 * self._interval
@@ -196,7 +196,7 @@ class Heartbeat:
             received, message = self._received[int(number)], parse_message(text)
             if message is None:
                 continue  # not of this program; silence will tell
-            if message.sequence != received.message.sequence:
+            if message.sequence > received.message.sequence:  # no old one that a stranger repeats
                 received.message, received.at = message, self._store_answered_at
             if message.state in ("failed", "exited") and received.failed_at is None:
                 received.failed_at = self._store_answered_at

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event, Thread
 
 from alload_jax.distributed.cluster import Cluster
@@ -19,6 +20,7 @@ from alload_jax.distributed.coordination import (
     process_info_from_launcher,
 )
 from alload_jax.distributed.coordinator_proxy import host_and_port
+from alload_jax.distributed.key_value_store import agree_on_seal
 from alload_jax.distributed.wakeup import on_signals
 from alload_jax.errors import InputError
 
@@ -69,13 +71,18 @@ class ClusterConfig:
             raise InputError(f"cluster.lost_after is {self.lost_after}; it must be at least 2")
 
 
-def initialize(config: ClusterConfig) -> Cluster:
+def initialize(config: ClusterConfig, folder: str | Path) -> Cluster:
     """Connects the processes of the run, if there are several.
 
     Call it before anything uses a device.
 
+    Args:
+      config: the processes.
+      folder: the run folder, where they share a secret.
+
     Raises:
-      InputError: the launcher's information is incomplete, or not all processes connected.
+      InputError: the launcher's information is incomplete, not all processes connected, or they do
+        not share the run folder.
     """
     process = _process_info(config)
     if process is None or process.num_processes == 1:
@@ -87,7 +94,8 @@ def initialize(config: ClusterConfig) -> Cluster:
         raise InputError(_not_connected(process, _first_line(error))) from error
     if process.process_id != 0:  # file descriptor 1, because gloo prints from C++
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return Cluster(process, config.lost_after)
+    seal = agree_on_seal(process.process_id, process.num_processes, Path(folder))
+    return Cluster(process, config.lost_after, seal)
 
 
 @contextmanager

@@ -32,7 +32,10 @@ def main(argv: Sequence[str], prog: str = "train.py") -> int:
         leave(status)
 
     try:
-        with initialize(config.cluster) as cluster, termination_as_interrupt(end):
+        with (
+            initialize(config.cluster, config.run.folder) as cluster,
+            termination_as_interrupt(end),
+        ):
             config = with_policy(config)
             work = prepare(config, cluster)
             with locked(Path(config.run.folder), cluster):

@@ -18,6 +18,7 @@ from alload_jax.report.summary import print_summary, read_summary, summarise
 from alload_jax.run.callbacks import Callbacks, make_callbacks
 from alload_jax.run.folder import write_folder
 from alload_jax.run.work import Work
+from alload_jax.training.bad_samples import BadSamples
 from alload_jax.training.callbacks.watchdog import Watchdog
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.device_memory import memory_named, run_memory
@@ -76,13 +77,18 @@ def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> 
         callbacks = make_callbacks(
             config, cluster, work, total, start, stop, watchdog, checkpoints, validator
         )
-        loop = Loop(trainer, start, total, callbacks.all)
         wants_save = callbacks.checkpointing.wants_save
         consensus = Consensus(cluster, mesh, lambda: stop.number, wants_save)
+        place = partial(place_ahead, mesh=mesh, groups=work.groups, consensus=consensus)
+        repair = BadSamples(
+            *(trainer, work.run_plan, work.collator, lambda step: next(place(iter([step])))),
+            *(folder, config.data.loader.max_bad_records, watchdog.progress),
+        )
+        loop = Loop(trainer, start, total, callbacks.all, repair)
         stop_at = start if consensus.signal() else total
         steps = work.run_plan.steps(start, stop_at, work.collator, config.data.loader)
         with closing(steps):
-            loop.run(place_ahead(steps, mesh, groups=work.groups, consensus=consensus))
+            loop.run(place(steps))
         stopped_by = consensus.signal()
     if loop.refusal:
         raise InputError(f"{loop.refusal} (saved at step {loop.done})")
@@ -196,6 +202,8 @@ def _finish(folder: Path, loop: Loop, callbacks: Callbacks, began: float) -> Non
     """Draws the last samples, measures them and writes the summary."""
     loop.finish()
     seconds = time.monotonic() - began
+    if not first_process():  # another host may not see the last lines of metrics.jsonl
+        return
     figures = callbacks.figures()
     summary = summarise(callbacks.log.rows, loop.done, figures, peak_memory(), seconds)
     write_json(folder / "summary.json", summary)

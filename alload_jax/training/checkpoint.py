@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
 from alload_jax.training.base import BASE, Base
-from alload_jax.training.checkpoint_errors import as_input_error, reason_of_storage
+from alload_jax.training.checkpoint_errors import as_input_error, raise_if_lost, reason_of_storage
 from alload_jax.training.checkpoint_identity import check_identity
 from alload_jax.training.checksums import damage, write_checksums
 from alload_jax.training.state import TrainState
@@ -281,6 +281,7 @@ class Checkpoints:
         except InputError:
             raise
         except Exception as error:
+            raise_if_lost(self.folder / str(self._last_begun), "wrote it", error)
             whole = self._manager.latest_step()
             left = "none is whole" if whole is None else f"the newest whole one is {whole}"
             raise InputError(

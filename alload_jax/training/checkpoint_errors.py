@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, LostConnectionError
 
 _COMMUNICATION = re.compile(
     "Gloo|NCCL|coordination service|Connection (?:reset|closed|refused)|DEADLINE_EXCEEDED|"
@@ -16,6 +16,22 @@ _OS_REASONS = re.compile(
     "No space left on device|Disk quota exceeded|File too large|Read-only file system|"
     "Permission denied|Input/output error|Stale file handle|Transport endpoint is not connected"
 )
+
+
+def raise_if_lost(place: Path, doing: str, error: Exception) -> None:
+    """Raises LostConnectionError if an error says nothing about files.
+
+    Args:
+      place: folder of the checkpoint.
+      doing: what the processes did, such as `read it`.
+      error: what Orbax has raised.
+    """
+    if _COMMUNICATION.search(str(error)):
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LostConnectionError(
+            f"{place}: the processes lost each other while they {doing} ({reason}); start all "
+            "processes again"
+        ) from error
 
 
 def reason_of_storage(error: Exception) -> str:
@@ -33,9 +49,5 @@ def as_input_error(place: Path, remedy: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if _COMMUNICATION.search(str(error)):
-            raise InputError(
-                f"{place}: the processes lost each other while they read it ({reason}); start all "
-                "processes again"
-            ) from error
+        raise_if_lost(place, "read it", error)
         raise InputError(f"{place}: this checkpoint cannot be read ({reason}); {remedy}") from error

@@ -1,15 +1,24 @@
 """The training loop: runs steps in order and calls callbacks around them."""
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from alload_jax.data.placement import PlacedStep
+from alload_jax.training.bad_samples import Repair, stop_at
 from alload_jax.training.callbacks.callback import Callback
 from alload_jax.training.shape_groups import GroupTrainer
 from alload_jax.training.state import TrainState
 from alload_jax.training.trainer import Trainer
+
+
+class _InFlight(NamedTuple):
+    """A dispatched step without its arrays."""
+
+    number: int
+    metrics: dict[str, jax.Array]
 
 
 class Loop:
@@ -28,11 +37,21 @@ class Loop:
         start: int,
         total: int,
         callbacks: Sequence[Callback],
+        repair: Repair = stop_at,
     ):
-        """Starts at step `start` of `total`."""
+        """Starts at step `start` of `total`.
+
+        Args:
+          trainer: runs the steps.
+          start: number of steps done.
+          total: number of steps of the run.
+          callbacks: in the order in which they are called.
+          repair: gives the step to run in place of one whose metrics are not finite.
+        """
         self.done, self.total = start, total
         self.signal, self.refusal = 0, ""
-        self._trainer, self._callbacks = trainer, callbacks
+        self._trainer, self._callbacks, self._repair = trainer, callbacks, repair
+        self._in_flight: _InFlight | None = None
 
     @property
     def state(self) -> TrainState:
@@ -52,6 +71,9 @@ class Loop:
         """Runs steps until all are done, a signal arrives or a step is refused.
 
         Errors of callbacks propagate after all callbacks are closed.
+
+        Raises:
+          InputError: a step's metrics are not finite and it cannot be repaired.
         """
         try:
             self._call("on_start")
@@ -64,6 +86,9 @@ class Loop:
                 if self.complete:
                     break
                 self._interrupt()
+                if self.refusal:
+                    break
+            self._settle()
             self._call("on_stop")
         finally:
             for callback in reversed(self._callbacks):
@@ -74,21 +99,46 @@ class Loop:
         self._call("on_finish")
 
     def _step(self, step: PlacedStep) -> bool:
-        """Dispatches a step; returns False if a callback refuses it."""
+        """Dispatches a step; returns False if a callback refuses it or the one before it."""
         self._call("on_step_start", step)
         if self.refusal:
             return False
         metrics: dict[str, jax.Array] = self._trainer.step(step)
+        # The devices have work while the metrics of the step before are read.
+        if self._failed():  # and then this step has changed nothing either
+            return self._repeat() and self._step(step._replace(wait_seconds=0.0))
+        self._in_flight = _InFlight(step.number, metrics)
         self.done = step.number + 1
         self._call("on_step_end", step, metrics)
         return True
+
+    def _settle(self) -> bool:
+        """Waits for the step in flight and repairs it; returns False if it is then refused."""
+        while self._failed():
+            if not self._repeat():
+                return False
+        return True
+
+    def _failed(self) -> bool:
+        """Waits for the step in flight; returns whether one of its metrics is not finite."""
+        if self._in_flight is None:
+            return False
+        return not all(math.isfinite(value) for value in self._in_flight.metrics.values())
+
+    def _repeat(self) -> bool:
+        """Dispatches the step in flight, which has changed nothing, as it is after its repair."""
+        assert self._in_flight is not None
+        number, metrics = self._in_flight
+        self._in_flight, self.done = None, number
+        step = self._repair(number, {name: float(value) for name, value in metrics.items()})
+        return self._step(step)
 
     def _interrupt(self) -> None:
         """Calls `act` of the callbacks that are due, with no step in flight."""
         self._act([callback for callback in self._callbacks if callback.due(self)])
 
     def _act(self, due: Sequence[Callback]) -> None:
-        if not due:
+        if not due or not self._settle():
             return
         self._call("on_pause")
         for callback in due:

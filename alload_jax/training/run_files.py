@@ -35,7 +35,7 @@ class MetricsLog:
     """metrics.jsonl with one line per step, and one more for each validation.
 
     Attributes:
-      rows: lines of the steps.
+      folder: folder of the run.
       validations: lines of the validations.
 
     Lines of steps after `resumed_at` come from a run that was interrupted after its last
@@ -48,8 +48,13 @@ class MetricsLog:
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.folder = folder
         self._file = writable(path).open("a", buffering=1)
-        self.rows: list[dict[str, Any]] = [row for row in kept if not is_validation(row)]
         self.validations: list[dict[str, Any]] = [row for row in kept if is_validation(row)]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Lines of the steps, read from the file: memory must not grow with the steps."""
+        found = read_metrics(self.folder / "metrics.jsonl")
+        return [row for row in found if not is_validation(row)]
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends the metrics of a step or of a validation; `row["step"]` counts from 1.
@@ -64,7 +69,8 @@ class MetricsLog:
                 f"{self.folder / 'metrics.jsonl'}: cannot be written ({error.strerror}); make room "
                 "and run the same command again"
             ) from error
-        (self.validations if is_validation(row) else self.rows).append(row)
+        if is_validation(row):
+            self.validations.append(row)
 
     def close(self) -> None:
         """Closes the file."""

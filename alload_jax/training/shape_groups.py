@@ -25,12 +25,15 @@ from alload_jax.training.state import TrainingSpec, TrainState, Weights, weights
 from alload_jax.training.step import (
     Accumulate,
     GradientAccumulator,
+    IsFinite,
     Metrics,
     Update,
     accumulator_shardings,
     apply_gradients,
     auxiliary_shapes,
+    emptied_after,
     make_accumulate,
+    means_are_finite,
 )
 from alload_jax.training.trainer import Trainer, in_parallel, on_mesh
 
@@ -68,6 +71,7 @@ class GroupTrainer:
         self.programs: dict[tuple[Mesh, Signature], Any] = {}
         self._spec, self._mesh, self._groups = spec, mesh, tuple(groups)
         self._update = make_group_update(spec, mesh)
+        self._empty = make_group_is_finite(spec, mesh)
         self._shardings: Any = None
         self._local = {
             group: _Group(spec, group) for group in dict.fromkeys(groups) if is_local(group)
@@ -97,12 +101,27 @@ class GroupTrainer:
 
     def step(self, step: PlacedStep) -> Metrics:
         """Dispatches a step on all groups without waiting; see `Trainer.step`."""
-        for number, batch in zip(step.groups, step.batches, strict=True):
-            mesh = self._groups[number]
-            self._local[mesh].add(self.programs[mesh, signature(batch)], batch)
+        self._accumulate_all(step)
         self.state, accumulator, metrics = self._update(self.state, self._accumulator())
         self._share(accumulator)
         return metrics
+
+    def is_finite(self, step: PlacedStep) -> bool:
+        """Whether loss and gradient of a step are finite; see `Trainer.is_finite`."""
+        self._is_finite()
+        self._accumulate_all(step)
+        return self._is_finite()
+
+    def _is_finite(self) -> bool:
+        """Whether what is accumulated is finite; zeroes it."""
+        finite, accumulator = self._empty(self._accumulator())
+        self._share(accumulator)
+        return bool(finite)
+
+    def _accumulate_all(self, step: PlacedStep) -> None:
+        for number, batch in zip(step.groups, step.batches, strict=True):
+            mesh = self._groups[number]
+            self._local[mesh].add(self.programs[mesh, signature(batch)], batch)
 
     def _accumulator(self) -> GradientAccumulator:
         return join_groups([group.accumulator for group in self._local.values()], self._shardings)
@@ -194,16 +213,35 @@ def make_group_update(spec: TrainingSpec, mesh: Mesh) -> Update:
     def update(
         state: TrainState, accumulator: GradientAccumulator
     ) -> tuple[TrainState, GradientAccumulator, Metrics]:
-        summed = jax.tree.map(lambda part: jnp.sum(part, 0, jnp.float32), accumulator)
-        total = jax.lax.with_sharding_constraint(summed, accumulator_shardings(summed, spec, mesh))
-        after, metrics = apply_gradients(spec, mesh, state, total)
+        after, metrics = apply_gradients(spec, mesh, state, _total(spec, mesh, accumulator))
+        emptied = jax.lax.with_sharding_constraint(
+            emptied_after(accumulator, metrics),
+            group_accumulator_shardings(accumulator, spec, mesh),
+        )
+        return after, emptied, metrics
+
+    return update
+
+
+def make_group_is_finite(spec: TrainingSpec, mesh: Mesh) -> IsFinite:
+    """`make_is_finite` for the sums of the groups, [groups, ...]."""
+
+    @partial(jax.jit, donate_argnums=0)
+    def is_finite(accumulator: GradientAccumulator) -> tuple[jax.Array, GradientAccumulator]:
+        finite = means_are_finite(_total(spec, mesh, accumulator))
         zeroed = jax.lax.with_sharding_constraint(
             jax.tree.map(jnp.zeros_like, accumulator),
             group_accumulator_shardings(accumulator, spec, mesh),
         )
-        return after, zeroed, metrics
+        return jax.lax.with_sharding_constraint(finite, replicated(mesh)), zeroed
 
-    return update
+    return is_finite
+
+
+def _total(spec: TrainingSpec, mesh: Mesh, accumulator: GradientAccumulator) -> GradientAccumulator:
+    """The sums over all groups."""
+    summed = jax.tree.map(lambda part: jnp.sum(part, 0, jnp.float32), accumulator)
+    return jax.lax.with_sharding_constraint(summed, accumulator_shardings(summed, spec, mesh))
 
 
 def group_accumulator_shardings(

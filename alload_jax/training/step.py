@@ -47,6 +47,7 @@ class GradientAccumulator(NamedTuple):
 
 Accumulate = Callable[[Weights, GradientAccumulator, AnyBatch, jax.Array], GradientAccumulator]
 Metrics = dict[str, jax.Array]
+IsFinite = Callable[[GradientAccumulator], tuple[jax.Array, GradientAccumulator]]
 Update = Callable[
     [TrainState, GradientAccumulator], tuple[TrainState, GradientAccumulator, Metrics]
 ]
@@ -87,7 +88,8 @@ def make_update(spec: TrainingSpec, mesh: Mesh) -> Update:
     """Builds a jitted function (state, accumulator) → (next state, zeroed accumulator, metrics).
 
     Both arguments are donated. The metrics are `loss`, `grad_norm` (before clipping) and what the
-    family says of the step.
+    family says of the step. If one of them is not finite, the state stays as it is, and so do all
+    later updates until `make_is_finite` has cleared the accumulator.
     """
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -96,11 +98,53 @@ def make_update(spec: TrainingSpec, mesh: Mesh) -> Update:
     ) -> tuple[TrainState, GradientAccumulator, Metrics]:
         after, metrics = apply_gradients(spec, mesh, state, accumulator)
         with jax.named_scope(ACCUMULATION):
-            zeroed = jax.tree.map(jnp.zeros_like, accumulator)
+            emptied = emptied_after(accumulator, metrics)
         shardings = accumulator_shardings(accumulator, spec, mesh)
-        return after, jax.lax.with_sharding_constraint(zeroed, shardings), metrics
+        return after, jax.lax.with_sharding_constraint(emptied, shardings), metrics
 
     return update
+
+
+def make_is_finite(spec: TrainingSpec, mesh: Mesh) -> IsFinite:
+    """Builds a jitted function accumulator → (whether its means are finite, zeroed accumulator).
+
+    The accumulator is donated.
+    """
+
+    @partial(jax.jit, donate_argnums=0)
+    def is_finite(accumulator: GradientAccumulator) -> tuple[jax.Array, GradientAccumulator]:
+        zeroed = jax.lax.with_sharding_constraint(
+            jax.tree.map(jnp.zeros_like, accumulator),
+            accumulator_shardings(accumulator, spec, mesh),
+        )
+        return jax.lax.with_sharding_constraint(
+            means_are_finite(accumulator), replicated(mesh)
+        ), zeroed
+
+    return is_finite
+
+
+def means_are_finite(accumulator: GradientAccumulator) -> jax.Array:
+    """Whether the means of loss, gradient and auxiliary values are finite; called in jit."""
+    mean = 1 / jnp.maximum(accumulator.weight, 1e-20)
+    norm = optax.tree.norm(jax.tree.map(lambda g: g * mean, accumulator.grads))
+    auxiliary = jax.tree.map(lambda value: value * mean, accumulator.auxiliary)
+    return _all_finite((accumulator.loss * mean, norm, auxiliary))
+
+
+def emptied_after(accumulator: GradientAccumulator, metrics: Metrics) -> GradientAccumulator:
+    """Zeros for the next step; called in jit.
+
+    After a step whose metrics are not finite the loss is not a number, so that a step that is
+    already under way changes nothing either.
+    """
+    zeroed = jax.tree.map(jnp.zeros_like, accumulator)
+    mark = jnp.where(_all_finite(metrics), 0.0, jnp.nan).astype(accumulator.loss.dtype)
+    return zeroed._replace(loss=zeroed.loss + mark)
+
+
+def _all_finite(values: Any) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(each)) for each in jax.tree.leaves(values)]))
 
 
 @jax.named_scope(OPTIMIZER)
@@ -115,23 +159,35 @@ def apply_gradients(
     ema = update_ema(state.ema, params, state.step, spec.ema_decay)
     auxiliary = jax.tree.map(lambda value: value * mean, accumulator.auxiliary)
     family = family_of(spec.model)
-    variables = family.update_variables(spec.model, state.variables, auxiliary)
+    trains = accumulator.weight > 0
+    variables = _chosen(
+        trains, family.update_variables(spec.model, state.variables, auxiliary), state.variables
+    )
+    metrics = {"loss": accumulator.loss * mean, "grad_norm": optax.tree.norm(grads)}
+    metrics |= family.step_metrics(spec.model, variables, auxiliary)
+    finite = _all_finite(metrics)
     # A step of padding only changes nothing but the step number.
-    params, ema, opt_state, variables = jax.tree.map(
-        lambda new, old: jnp.where(accumulator.weight > 0, new, old),
+    params, ema, opt_state, variables = _chosen(
+        finite & trains,
         (params, ema, opt_state, variables),
         (state.params, state.ema, state.opt_state, state.variables),
     )
     after = state._replace(
-        step=state.step + 1, params=params, ema=ema, opt_state=opt_state, variables=variables
+        step=state.step + finite,
+        params=params,
+        ema=ema,
+        opt_state=opt_state,
+        variables=variables,
     )
-    metrics = {"loss": accumulator.loss * mean, "grad_norm": optax.tree.norm(grads)}
-    metrics |= family.step_metrics(spec.model, variables, auxiliary)
     before, now = skipped_updates(state.opt_state), skipped_updates(opt_state)
     if before is not None and now is not None:
         metrics["update_skipped"] = now - before
     shardings = state_shardings(after, mesh, spec.rules)
     return jax.lax.with_sharding_constraint(after, shardings), metrics
+
+
+def _chosen(condition: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda one, other: jnp.where(condition, one, other), new, old)
 
 
 def zero_accumulator(

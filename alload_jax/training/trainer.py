@@ -12,7 +12,12 @@ from alload_jax.data.batch import AnyBatch, Signature, signature
 from alload_jax.data.placement import PlacedStep
 from alload_jax.sharding.mesh import batch_sharding
 from alload_jax.training.state import TrainingSpec, TrainState
-from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
+from alload_jax.training.step import (
+    make_accumulate,
+    make_is_finite,
+    make_update,
+    zero_accumulator,
+)
 
 
 class Trainer:
@@ -30,6 +35,7 @@ class Trainer:
         self._spec, self._mesh = spec, mesh
         self._accumulate: Any = make_accumulate(spec, mesh)
         self._update = make_update(spec, mesh)
+        self._empty = make_is_finite(spec, mesh)
         self._accumulator: Any = None
 
     def compile(self, shapes: Sequence[AnyBatch]) -> Iterator[AnyBatch]:
@@ -62,15 +68,29 @@ class Trainer:
         """Dispatches a step and returns its metrics before they are computed.
 
         Returns:
-          `loss`, `grad_norm` and the means of auxiliary values, float32 scalars.
+          `loss`, `grad_norm` and the means of auxiliary values, float32 scalars. If one of them is
+          not finite, this step and those after it have not changed the state; see `is_finite`.
         """
+        self._accumulate_all(step)
+        self.state, self._accumulator, metrics = self._update(self.state, self._accumulator)
+        return metrics
+
+    def is_finite(self, step: PlacedStep) -> bool:
+        """Whether loss and gradient of a step are finite. Changes nothing; waits for the result.
+
+        After it, steps change the state again.
+        """
+        _, self._accumulator = self._empty(self._accumulator)
+        self._accumulate_all(step)
+        finite, self._accumulator = self._empty(self._accumulator)
+        return bool(finite)
+
+    def _accumulate_all(self, step: PlacedStep) -> None:
         for batch in step.batches:
             gradient = self.programs[signature(batch)]
             self._accumulator = gradient(
                 self.state.weights, self._accumulator, batch, self.state.key
             )
-        self.state, self._accumulator, metrics = self._update(self.state, self._accumulator)
-        return metrics
 
 
 def in_parallel(

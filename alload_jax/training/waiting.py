@@ -13,6 +13,8 @@ _WAITS = (
     ("training/callbacks/drawing.py", "", "for samples to be drawn"),
     ("training/callbacks/validating.py", "", "for the validation"),
     ("training/callbacks/evaluation.py", "", "for samples to be measured"),
+    ("training/bad_samples.py", "", "for the bad samples of a step to be found"),
+    ("training/loop.py", "_failed", "for the devices to finish the step before"),
     ("training/callbacks/telemetry.py", "settle", "for the devices to finish the step before"),
     ("training/trainer.py", "", "for the devices to take a step"),
     ("training/shape_groups.py", "", "for the devices to take a step"),

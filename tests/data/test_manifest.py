@@ -152,6 +152,20 @@ def test_a_truncated_manifest_is_refused(store):
     refused(store, MANIFEST_NAME, "not a Parquet file")
 
 
+def test_a_name_that_is_no_text_is_refused(store):
+    path = store / MANIFEST_NAME
+    content = path.read_bytes()
+    places = [n for n in range(len(content)) if content.startswith(b"shard-", n)]
+    refusals = 0
+    for place in places:
+        path.write_bytes(content[:place] + b"\xe3" + content[place + 1 :])
+        try:
+            read_manifest(store)
+        except InputError:
+            refusals += 1
+    assert refusals
+
+
 def test_an_empty_manifest_is_refused(tmp_path):
     refused(write_store(tmp_path / "store", []), "no rows", "at least one sample")
 

@@ -52,20 +52,20 @@ def test_flags_that_contradict_are_named(given, words):
 def test_a_single_process_is_a_cluster_of_one(environment, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert initialize(ClusterConfig()).num_processes == 1
+    assert initialize(ClusterConfig(), ".").num_processes == 1
 
 
 def test_an_incomplete_environment_of_open_mpi_is_named(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     with pytest.raises(InputError, match=r"Open MPI: .* give --cluster.coordinator"):
-        initialize(ClusterConfig())
-    assert initialize(ClusterConfig(detect=False)).num_processes == 1
+        initialize(ClusterConfig(), ".")
+    assert initialize(ClusterConfig(detect=False), ".").num_processes == 1
 
 
 def test_a_task_count_that_is_no_number_is_named(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "abc")
     with pytest.raises(InputError, match=r"SLURM_STEP_NUM_TASKS is 'abc'"):
-        initialize(ClusterConfig())
+        initialize(ClusterConfig(), ".")
 
 
 def test_slurm_s_environment_identifies_the_process(monkeypatch):
@@ -88,14 +88,14 @@ def test_a_port_that_is_taken_is_named():
         coordinator = f"localhost:{taken.getsockname()[1]}"
         config = ClusterConfig(coordinator=coordinator, processes=2, process=0)
         with pytest.raises(InputError, match=rf"{coordinator}, but process 0 cannot listen there"):
-            initialize(config)
+            initialize(config, ".")
 
 
 GIVES_UP = """
 from alload_jax.distributed import initialize
 initialize.CONNECT_SECONDS, initialize._SILENT_SECONDS = 1.0, 0.2
 config = initialize.ClusterConfig(coordinator="nohost.invalid:9", processes=2, process=1)
-initialize.initialize(config)
+initialize.initialize(config, ".")
 """
 
 
@@ -119,7 +119,7 @@ def forward(self, *sockets):
 proxy = coordinator_proxy.CoordinatorProxy
 real_forward, proxy._forward_responses = proxy._forward_responses, forward
 config = initialize.ClusterConfig(coordinator=sys.argv[1], processes=3, process=int(sys.argv[2]))
-initialize.initialize(config)
+initialize.initialize(config, ".")
 """
 
 
@@ -164,7 +164,7 @@ real_connect, initialize.connect = initialize.connect, connect
 signal.signal(signal.SIGINT, getattr(signal, sys.argv[1]))
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 config = initialize.ClusterConfig(coordinator="localhost:9", processes=2, process=1)
-initialize.initialize(config)
+initialize.initialize(config, ".")
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 from alload_jax.distributed import heartbeat as heartbeat_module
 from alload_jax.distributed.coordination import ProcessInfo
 from alload_jax.distributed.heartbeat import Heartbeat, Message, parse_message
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, LostConnectionError
 
 LOST_AFTER = 30.0
 INTERVAL = 2.0
@@ -139,9 +139,10 @@ def test_a_process_that_failed_does_not_report_others(cluster):
     assert json.loads(cluster.store.texts["1"])["reason"] == "data: no such folder"
 
 
-def test_an_error_that_a_loss_may_have_caused_is_confirmed_after_a_wait(cluster):
+@pytest.mark.parametrize("kind", [RuntimeError, LostConnectionError])
+def test_an_error_that_a_loss_may_have_caused_is_confirmed_after_a_wait(cluster, kind):
     begin = cluster.now
-    cluster.heartbeat.report_failure(RuntimeError("connection reset"))
+    cluster.heartbeat.report_failure(kind("connection reset"))
     assert cluster.now - begin >= LOST_AFTER  # no other failed, so the error is this process's own
     assert cluster.heartbeat._message.state == "failed"
 
@@ -216,6 +217,18 @@ def test_a_malformed_message_ends_nothing(cluster, text):
     cluster.store.texts |= {"2": text, "x": text, "99": text}
     cluster.heartbeat._exchange()
     assert cluster.failure(INTERVAL) == ""
+
+
+def test_an_old_message_that_is_repeated_proves_no_life(cluster):
+    cluster.advance(LOST_AFTER)
+    old = cluster.store.texts["2"]
+    cluster.advance(INTERVAL)
+    cluster.silent.add(2)
+    newest = cluster.store.texts["2"]
+    for number in range(int(2 * LOST_AFTER / INTERVAL)):
+        cluster.store.texts["2"] = (old, newest)[number % 2]
+        cluster.advance(INTERVAL)
+    assert "process 2 of 3 (h2) was lost" in cluster.failure()
 
 
 def test_fields_of_later_versions_are_passed_over():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.distributed.cluster import Cluster
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, LostConnectionError
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
@@ -242,11 +242,21 @@ def test_what_orbax_raises_is_an_input_error(tmp_path, made, monkeypatch):
     ],
 )
 def test_lost_processes_are_not_told_as_damage(tmp_path, words):
-    lost = pytest.raises(InputError, match="lost each other while they read it")
+    lost = pytest.raises(LostConnectionError, match="lost each other while they read it")
     with lost as error, as_input_error(tmp_path, "move it away"):
         raise RuntimeError(words)
     assert words in str(error.value)
     assert "move it away" not in str(error.value)
+
+
+def test_lost_processes_are_not_told_as_a_full_disk(tmp_path, made, monkeypatch):
+    def lose(*arguments, **options):
+        raise RuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset by peer")
+
+    with opened(tmp_path / "run") as checkpoints, monkeypatch.context() as patched:
+        patched.setattr(checkpoints._manager, "check_for_errors", lose)
+        with pytest.raises(LostConnectionError, match="lost each other while they wrote it"):
+            checkpoints.check_writing()
 
 
 def test_other_errors_are_told_as_damage(tmp_path):

@@ -41,6 +41,20 @@ def test_a_full_disk_is_one_line_and_whole_checkpoints_stay(runs, small_disk):
 
 
 @pytest.mark.slow
+def test_a_full_disk_of_one_process_ends_all_within_a_minute(runs, small_disk):
+    flags = ("--run.folder", str(small_disk / "run"), "--run.steps", "2000", *NO_PICTURES)
+    often = ("--checkpoint.every", "2", "--checkpoint.keep", "100", "--planning.ranks", "2")
+    both = runs.start_together(2, *flags, *often)
+    first = both[0]
+    wait_until(lambda: any(each.poll() is not None for each in both), first, ended=True)
+    outputs = [each.communicate(timeout=60) for each in both]
+    assert sorted(each.returncode for each in both) in ([1, 2], [2, 2])
+    for _, err in outputs:
+        (line,) = errors(err)
+        assert "cannot be written (" in line
+
+
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once_and_quietly(runs, default_signals):
     run = runs.start("--run.steps", "100000", "--checkpoint.every", "1", *NO_PICTURES)
     wait_until((runs.folder / "run" / "checkpoints" / "5").exists, run)

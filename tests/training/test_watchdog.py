@@ -75,7 +75,7 @@ def test_a_step_may_take_a_multiple_of_the_median_of_recent_ones(seconds, factor
     config = WatchdogConfig(step_factor=factor, step_seconds=least)
     dog = Watchdog(config, Path(), Cluster(), StopRequest(), str, clock)
     dog._pausing = False
-    dog._progress()
+    dog.progress()
     steps(dog, clock, seconds)
     recent = sorted(seconds[-33:])
     half = len(recent) // 2

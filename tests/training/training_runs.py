@@ -99,10 +99,10 @@ class Runs:
         return [json.loads(line) for line in lines]
 
 
-def wait_until(condition, process, seconds=240):
+def wait_until(condition, process, seconds=240, ended=False):
     end = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.communicate()
+        assert ended or process.poll() is None, process.communicate()
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.002)
 

@@ -36,7 +36,9 @@ class Run(Protocol):
 class Callback:
     """Hooks on the training loop; each does nothing unless overridden.
 
-    In a cluster, all processes call the same hooks at the same steps.
+    In a cluster, all processes call the same hooks at the same steps. If the metrics of a step are
+    not finite, it starts again without its bad samples, and so does the step behind it: the hooks
+    around these steps are called again.
     """
 
     def on_start(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Writes the metrics of each step, and stops a run if they are not finite."""
+"""Writes the metrics of each step."""
 
 import math
 import time
@@ -8,10 +8,9 @@ import jax
 import optax
 
 from alload_jax.data.placement import PlacedStep
-from alload_jax.errors import InputError
 from alload_jax.training.callbacks.callback import Callback, Run
 from alload_jax.training.progress import ProgressBar
-from alload_jax.training.run_files import BadRecords, MetricsLog, write_json
+from alload_jax.training.run_files import BadRecords, MetricsLog
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.trackers.tracker import Tracker
 
@@ -69,6 +68,9 @@ class Telemetry(Callback):
 
     def on_step_start(self, run: Run, step: PlacedStep) -> None:
         """See `Callback.on_step_start`; refuses a step with more damaged records than allowed."""
+        if self._in_flight is not None and self._in_flight.number == step.number:
+            self._in_flight = None  # its metrics were not finite, and it starts again
+            self._restart_clock()
         self._waited += step.wait_seconds
         for problem in self._bad_records.add(step.problems):
             self._bar.say(f"skipped: {problem}")
@@ -80,11 +82,7 @@ class Telemetry(Callback):
             )
 
     def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
-        """See `Callback.on_step_end`; settles the previous step.
-
-        Raises:
-          InputError: a metric of the previous step is not finite.
-        """
+        """See `Callback.on_step_end`; settles the previous step."""
         self.settle()
         self._in_flight = _Dispatched(step.number, step.epoch, step.problems, metrics)
 
@@ -111,11 +109,7 @@ class Telemetry(Callback):
         self._settled_at, self._waited = time.perf_counter(), 0.0
 
     def settle(self) -> None:
-        """Waits for the step in flight, checks it and writes its metrics.
-
-        Raises:
-          InputError: a metric is not finite; the step's samples are then written to disk.
-        """
+        """Waits for the step in flight and writes its metrics."""
         if self._in_flight is None:
             return
         step, self._in_flight = self._in_flight, None
@@ -123,8 +117,6 @@ class Telemetry(Callback):
         now = time.perf_counter()
         seconds, waited = now - self._settled_at, self._waited
         self._restart_clock()
-        if not all(math.isfinite(value) for value in values.values()):
-            self._stop_at(step.number, values)
         planned = self._plan.metrics(step.number)
         if values.get("update_skipped"):
             norm = values["grad_norm"]
@@ -158,21 +150,6 @@ class Telemetry(Callback):
         self._loss = _smoothed(self._loss, loss)
         self._tokens_per_second = _smoothed(self._tokens_per_second, tokens_per_second)
         self._bar.advance(f"loss {self._loss:.4f} · {self._tokens_per_second:,.0f} tokens/s")
-
-    def _stop_at(self, number: int, values: dict[str, float]) -> None:
-        """Writes the step's samples to disk and raises InputError."""
-        path = self._log.folder / "bad_step.json"
-        content = {
-            "step": number + 1,
-            "metrics": {name: str(value) for name, value in values.items()},
-            "micro_batches": self._plan.content(number),
-        }
-        write_json(path, content)
-        raise InputError(
-            f"step {number + 1}: loss {values['loss']}, gradient norm {values['grad_norm']}; its "
-            f"samples are in {path}. Lower optimizer.learning_rate, or list bad samples in a file "
-            "and name it as data.exclude; the last checkpoint is unchanged"
-        )
 
 
 def _smoothed(before: float, now: float) -> float:

@@ -100,7 +100,7 @@ class Watchdog(Callback):
     def on_start(self, run: Run) -> None:
         """See `Callback.on_start`."""
         self._step, self._pausing = run.done, False
-        self._progress()
+        self.progress()
         if self._config.step_factor is not None:
             threading.Thread(target=self._loop, daemon=True, name="watchdog").start()
 
@@ -108,17 +108,17 @@ class Watchdog(Callback):
         """See `Callback.on_step_end`."""
         self._seconds.append(self._clock() - self._since)
         self._step = run.done
-        self._progress()
+        self.progress()
 
     def on_pause(self, run: Run) -> None:
         """See `Callback.on_pause`."""
         self._pausing = True
-        self._progress()
+        self.progress()
 
     def on_resume(self, run: Run) -> None:
         """See `Callback.on_resume`."""
         self._pausing = False
-        self._progress()
+        self.progress()
 
     def on_stop(self, run: Run) -> None:
         """See `Callback.on_stop`; saving counts as a pause."""
@@ -126,9 +126,10 @@ class Watchdog(Callback):
 
     def on_finish(self, run: Run) -> None:
         """See `Callback.on_finish`."""
-        self._progress()
+        self.progress()
 
-    def _progress(self) -> None:
+    def progress(self) -> None:
+        """Notes that the run is not stalled."""
         self._since, self._warned = self._clock(), False
         self._cluster.set_waiting("")
 

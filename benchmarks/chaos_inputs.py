@@ -1,0 +1,269 @@
+"""Hostile inputs: what users mistype, and files that are not what they should be."""
+
+import shlex
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from chaos_runs import Campaign, errors_of
+
+PATIENCE = 300.0
+_SIZE = "--frames 1 --height 8 --width 8"
+
+
+def _wrong_values() -> list[str]:
+    """Values that a key of the config cannot have."""
+    numbers = {
+        "run.steps": ("many", "0", "-5", "1.5", "[1]"),
+        "run.epochs": ("0", "-1", "soon"),
+        "run.seed": ("x", "1.5", "[]"),
+        "data.loader.threads": ("0", "-1", "two"),
+        "data.loader.processes": ("-1", "x"),
+        "data.loader.read_ahead": ("0", "none"),
+        "data.loader.max_bad_records": ("-1", "few"),
+        "planning.m_mem": ("0", "-1", "1", "many"),
+        "planning.micro_batches_per_step": ("0", "-2", "x"),
+        "planning.ranks": ("0", "-1", "x"),
+        "planning.policy": ("best", "''"),
+        "planning.ranks_mode": ("alone", "1"),
+        "planning.recalibrate": ("always",),
+        "planning.cost_model": ("missing.json", "{work}/text.txt", "{work}"),
+        "model.family": ("unet", "''"),
+        "model.dim": ("0", "-16", "wide", "15"),
+        "model.ffn_dim": ("0", "x"),
+        "model.num_heads": ("0", "3", "x"),
+        "model.num_layers": ("0", "-1", "x"),
+        "model.patch_size": ("[1,3,3]", "[1,4]", "[0,4,4]", "x"),
+        "model.in_channels": ("0", "3", "x"),
+        "model.num_classes": ("0", "2", "x"),
+        "model.remat": ("some", "1"),
+        "model.norm": ("fast",),
+        "model.dtype": ("float12",),
+        "objective.name": ("diffusion",),
+        "objective.condition_dropout": ("2", "-0.1", "x"),
+        "objective.given_first_frame": ("2", "x"),
+        "objective.weighting": ("pixel",),
+        "objective.noise_weighting": ("max_snr",),
+        "objective.min_snr_gamma": ("0", "-1"),
+        "parameters.trained": ("['(']", "[nothing_has_this_name]"),
+        "parameters.frozen": ("['(']",),
+        "optimizer.name": ("sgdw",),
+        "optimizer.learning_rate": ("fast", "-1"),
+        "optimizer.schedule": ("zigzag",),
+        "optimizer.warmup_steps": ("-1", "x"),
+        "optimizer.ema_decay": ("2", "x"),
+        "optimizer.clip_norm": ("0", "-1", "x"),
+        "optimizer.skip_above": ("0", "x"),
+        "optimizer.accumulate_dtype": ("int8",),
+        "mesh.data": ("0", "3", "x"),
+        "mesh.fsdp": ("0", "2", "-1"),
+        "mesh.tensor": ("2", "x"),
+        "mesh.context": ("2", "0"),
+        "cluster.coordinator": ("host", "host:99999", "host:x"),
+        "cluster.processes": ("0", "2"),
+        "cluster.process": ("0", "-1"),
+        "cluster.lost_after": ("0", "x"),
+        "checkpoint.every": ("0", "-1", "x"),
+        "checkpoint.minutes": ("0", "inf", "x"),
+        "checkpoint.keep": ("0", "x"),
+        "checkpoint.keep_every": ("0",),
+        "checkpoint.keep_best": ("0", "x"),
+        "validation.share": ("0", "1", "2", "x"),
+        "validation.every": ("0", "x"),
+        "validation.noise_levels": ("[]", "[2]", "x"),
+        "validation.max_samples": ("0", "x"),
+        "validation.folder": ("missing", "{work}"),
+        "sampling.every": ("0", "x"),
+        "sampling.steps": ("0", "x"),
+        "sampling.grids": ("[{frames: 1, height: 9, width: 8}]", "[{frames: 0}]", "x"),
+        "evaluators": ("[{name: beauty}]",),
+        "callbacks": ("[{name: coffee}]", "[{name: time_limit, minutes: -1}]", "[3]"),
+        "trackers": ("[{name: paper}]",),
+        "watchdog.step_factor": ("0", "-1", "x"),
+        "watchdog.step_seconds": ("0", "x"),
+        "watchdog.pause_seconds": ("-1",),
+        "data.folder": ("missing", "{work}", "{work}/text.txt"),
+        "data.source": ("{format: floppy}",),
+        "data.exclude": ("missing.txt", "{work}/text.txt", "{work}/all.txt", "{work}"),
+        "data.weights": ("[{path: nowhere, weight: 2}]", "[{path: '*', weight: -1}]"),
+        "run.initial_weights": ("missing", "{work}"),
+        "run.initial_lora": ("missing.safetensors",),
+        "run.status_when_stopped": ("x",),
+    }
+    return [
+        f"train --{key} {shlex.quote(value)}" for key, values in numbers.items() for value in values
+    ]
+
+
+FILES = [
+    "train --config {work}/missing.yaml",
+    "train --config {work}/empty.yaml",
+    "train --config {work}/text.txt",
+    "train --config {work}/list.yaml",
+    "train --config {work}/bytes.bin",
+    "train --config {work}/tag.yaml",
+    "train --config {work}/bomb.yaml",
+    "train --config {work}",
+    "train --run.folder {work}/text.txt",
+    "train --run.folder /proc/alload",
+    "train --run.step 5",
+    "train --optimizer.learning_rat 1",
+    "train --nonsense",
+    "train --model.class_path os.system",
+    "train nonsense",
+    "train --data.folder {work}/torn_manifest",
+    "train --data.folder {work}/text_manifest",
+    "train --data.folder {work}/no_shards",
+    "train --run.folder {work}/bad_metrics",
+    "train --run.folder {work}/bad_summary",
+]
+
+COMMANDS = [
+    "alload",
+    "alload paint",
+    "alload plan",
+    "alload plan --manifest missing",
+    "alload plan --manifest {work}/text.txt",
+    "alload plan --manifest {data} --m-mem 0",
+    "alload plan --manifest {data} --m-mem many",
+    "alload plan --manifest {data} --policy best",
+    "alload plan --manifest {data} --ranks 0",
+    "alload plan --manifest {data} --patch-size 1,3",
+    "alload plan --manifest {data} --device abacus",
+    "alload plan --workload unknown",
+    "alload plan --workload wan-480p --size 0",
+    "alload plan --workload wan-480p --memory-gb -1",
+    "alload plan --workload wan-480p --margin 2",
+    "alload plan --workload wan-480p --context 0",
+    "alload plan --workload wan-480p --cost-model missing.json",
+    "alload plan --workload wan-480p --weights nowhere=2",
+    "alload plan --config {work}/list.yaml",
+    "alload data",
+    "alload data missing",
+    "alload data {work}",
+    "alload data {work}/torn_manifest",
+    "alload data {data} --patch-size x",
+    "alload data merge {data} --out {data}",
+    "alload data merge {data} missing --out {work}/merged",
+    "alload sample --checkpoint missing --class 1 {size}",
+    "alload sample --checkpoint {run} --class 99 {size} --out {work}/a.png",
+    "alload sample --checkpoint {run} --class 1 --frames 1 --height 9 --width 8 --out {work}/a.png",
+    "alload sample --checkpoint {run} --class 1 --frames 0 --height 8 --width 8 --out {work}/a.png",
+    "alload sample --checkpoint {run} --class 1 {size} --out {work}/a.bmp",
+    "alload sample --checkpoint {run} --class 1 {size} --step 7777",
+    "alload sample --checkpoint {run} --class 1 {size} --steps 0",
+    "alload sample --checkpoint {run} --prompt words {size}",
+    "alload sample --checkpoint {run} --list {work}/text.txt --out {work}/drawn",
+    "alload sample --checkpoint {run} --list missing.jsonl --out {work}/drawn",
+    "alload sample --checkpoint {work} --class 1 {size}",
+    "alload export --checkpoint missing --out {work}/out",
+    "alload export --checkpoint {run} --out {data}",
+    "alload export --checkpoint {run} --out {work}/out --step 7777",
+    "alload export --checkpoint {run} --out {work}/out --dtype int8",
+    "alload parameters --config missing.yaml",
+    "alload parameters --config {work}/text.txt",
+    "alload calibrate --config missing.yaml --out {work}/cost.json",
+    "alload calibrate --from-run missing --out {work}/cost.json",
+    "alload calibrate --out {work}/cost.json",
+    "alload report",
+    "alload report validation missing",
+    "alload report sparsity {run}",
+    "alload bench",
+    "alload bench speed",
+    "alload bench kernel --nonsense",
+    "alload lora",
+    "alload lora export --checkpoint missing --out {work}/lora.safetensors",
+    "alload lora export --checkpoint {run} --out {work}/lora.safetensors",
+    "alload lora merge --nonsense",
+    "alload prepare",
+    "alload prepare digits",
+    "alload prepare media missing --out {work}/media",
+    "alload prepare media {work}/text.txt --out {work}/media",
+]
+
+INPUTS = [*FILES, *COMMANDS, *_wrong_values()]
+"""Command lines; {work}, {data} and {run} are folders, {size} is that of a sample."""
+
+
+def give_inputs(campaign: Campaign, inputs: list[str]) -> dict[str, Any]:
+    """Runs each command; returns how they ended, and what is not one line and status 2."""
+    began = time.monotonic()
+    places = {"work": campaign.folder / "hostile", "data": campaign.data}
+    places["run"] = campaign.folder / "reference"
+    write_files(places["work"], campaign)
+    if not (places["run"] / "summary.json").exists():
+        campaign.reference()
+    end = _ender(campaign, places)
+    found = [end(line) for line in inputs]
+    return {
+        "given": len(inputs),
+        "seconds": round(time.monotonic() - began, 1),
+        "faults": [f"{line}: {what}" for line, what in zip(inputs, found, strict=True) if what],
+    }
+
+
+def _ender(campaign: Campaign, places: dict[str, Path]) -> Callable[[str], str]:
+    """A function that runs a command line and says what is wrong with its end."""
+
+    def end(line: str) -> str:
+        program, *words = shlex.split(line.replace("{size}", _SIZE))
+        for name, path in places.items():
+            words = [word.replace("{" + name + "}", str(path)) for word in words]
+        if program == "train":
+            words = [*_usual(campaign, words), *words]
+        run = campaign.starter.start(program, words)
+        status = run.wait(PATIENCE)
+        if status is None:
+            run.kill()
+            return f"no end within {PATIENCE:.0f} s"
+        lines = errors_of(run.stderr)
+        if status != 2 or len(lines) != 1 or "Traceback" in run.stderr:
+            return f"status {status}, {len(lines)} lines: {' / '.join(lines[-2:])[:200]}"
+        return ""
+
+    return end
+
+
+def _usual(campaign: Campaign, words: list[str]) -> list[str]:
+    """The usual flags of a run that a command line does not give itself."""
+    flags = campaign.flags("hostile/run")
+    flags = flags[2:] if "--config" in words else flags
+    return flags if "--run.folder" not in words else flags[:-2]
+
+
+def write_files(folder: Path, campaign: Campaign) -> None:
+    """Writes files that are not what they should be."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    texts = {
+        "text.txt": "these are\nonly: words: [\n",
+        "empty.yaml": "",
+        "list.yaml": "[1, 2, 3]\n",
+        "tag.yaml": "run: !!python/object/apply:os.system ['true']\n",
+        "bomb.yaml": _bomb(),
+        "all.txt": "".join(f"{n}\n" for n in range(64)),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "bytes.bin").write_bytes(bytes(range(256)) * 16)
+    for name in ("torn_manifest", "text_manifest", "no_shards"):
+        shutil.copytree(campaign.data, folder / name)
+    torn = folder / "torn_manifest" / "manifest.parquet"
+    torn.write_bytes(torn.read_bytes()[:-40])
+    (folder / "text_manifest" / "manifest.parquet").write_text("no Parquet\n")
+    for path in (folder / "no_shards").iterdir():
+        if path.name != "manifest.parquet":
+            path.unlink()
+    for name, text in (("metrics.jsonl", "garbage\n{}\n"), ("summary.json", "[1]")):
+        run = folder / f"bad_{name.split('.')[0]}"
+        run.mkdir()
+        (run / name).write_text(text)
+
+
+def _bomb() -> str:
+    """Aliases that stand for 9⁹ values."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,141 @@
+"""Values of strangers are passed over: they lack the proof that the run's secret gives."""
+
+import stat
+import threading
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from alload_jax.distributed import key_value_store
+from alload_jax.distributed.key_value_store import KeyValueStore, agree_on_seal
+from alload_jax.distributed.secret import (
+    LONGEST_TEXT,
+    SECRET_NAME,
+    Seal,
+    create_secret,
+    digest_of,
+    read_secret,
+)
+from alload_jax.errors import InputError
+
+
+class Client:
+    """The part of JAX's client that the store uses; anybody can write to it."""
+
+    def __init__(self):
+        self.values, self._changed = {}, threading.Condition()
+
+    def key_value_set(self, key, text, allow_overwrite=False):
+        with self._changed:
+            assert allow_overwrite or key not in self.values
+            self.values[key] = text
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, key, milliseconds):
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self.values, milliseconds / 1000)
+            return self.values[key]
+
+    def key_value_dir_get(self, prefix):
+        return [(key, text) for key, text in self.values.items() if key.startswith(prefix)]
+
+
+@given(st.text(), st.text(), st.binary(min_size=1), st.integers(0), st.text(max_size=3))
+def test_only_what_was_sealed_is_opened(key, text, secret, place, other):
+    seal = Seal(secret)
+    sealed = seal.close(key, text)
+    assert seal.open(key, sealed) == text
+    assert seal.open(key + "x", sealed) is None
+    assert Seal(secret + b"x").open(key, sealed) is None
+    place %= len(sealed)
+    changed = sealed[:place] + other + sealed[place + 1 :]
+    assert seal.open(key, changed) is None or changed == sealed
+    assert seal.open(key, text) is None
+
+
+def test_long_texts_are_neither_sent_nor_read():
+    seal = Seal(b"secret")
+    with pytest.raises(ValueError, match="at most"):
+        seal.close("key", "x" * (LONGEST_TEXT + 1))
+    assert seal.open("key", "0" * (LONGEST_TEXT + 65)) is None
+
+
+def test_values_of_strangers_end_nothing():
+    client, seal = Client(), Seal(b"secret")
+    store, other = KeyValueStore(seal, client), KeyValueStore(seal, client)
+    for text in ("", "{", "0" * 64 + "[1]", Seal(b"guess").close("alload/heartbeat/7", "[1]")):
+        client.values |= {"alload/heartbeat/7": text, "alload/heartbeat/x/y": text}
+        store.put("heartbeat/1", "[2]")
+        assert other.get_prefix("heartbeat") == {"1": "[2]"}
+    # The value of another key, which a stranger has read and repeats.
+    client.values["alload/heartbeat/2"] = client.values["alload/heartbeat/1"]
+    assert other.get_prefix("heartbeat") == {"1": "[2]"}
+
+
+def test_a_wait_goes_on_until_a_process_of_the_run_writes(monkeypatch):
+    monkeypatch.setattr(key_value_store, "_FORGED_SECONDS", 0.01)
+    client, seal = Client(), Seal(b"secret")
+    client.values["alload/broadcast/1"] = "forged"
+    found = []
+    waiting = threading.Thread(
+        target=lambda: found.append(KeyValueStore(seal, client).wait_for("broadcast/1"))
+    )
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    KeyValueStore(seal, client).put("broadcast/1", "true")
+    waiting.join(10)
+    assert found == ["true"]
+
+
+def test_a_secret_is_for_its_owner_and_one_start(tmp_path):
+    first = create_secret(tmp_path / "run")
+    path = tmp_path / "run" / SECRET_NAME
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_secret(tmp_path / "run", digest_of(first), 0.0) == first
+    second = create_secret(tmp_path / "run")
+    assert first != second
+    with pytest.raises(InputError, match="it is of another start"):
+        read_secret(tmp_path / "run", digest_of(first), 0.0)
+    with pytest.raises(InputError, match="No such file"):
+        read_secret(tmp_path / "elsewhere", digest_of(first), 0.0)
+
+
+def agree(folders):
+    """What each process gets or raises; each sees one of the folders."""
+    client, found = Client(), {}
+
+    def one(process):
+        try:
+            found[process] = agree_on_seal(process, len(folders), folders[process], client)
+        except InputError as error:
+            found[process] = str(error)
+
+    threads = [threading.Thread(target=one, args=[process]) for process in range(len(folders))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [found[process] for process in range(len(folders))], client
+
+
+def test_processes_agree_on_a_secret_that_is_not_told(tmp_path):
+    create_secret(tmp_path)  # of an earlier start
+    seals, client = agree([tmp_path] * 3)
+    sealed = seals[0].close("key", "text")
+    assert [seal.open("key", sealed) for seal in seals] == ["text"] * 3
+    assert (tmp_path / SECRET_NAME).read_bytes().hex() not in repr(client.values)
+
+
+def test_a_folder_that_is_not_shared_ends_all_with_one_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(key_value_store, "_READ_SECONDS", 0.0)
+    read = key_value_store.read_secret
+    monkeypatch.setattr(key_value_store, "read_secret", lambda *given: read(*given, 0.2))
+    said, _ = agree([tmp_path / "a", tmp_path / "a", tmp_path / "b"])
+    assert len(set(said)) == 1
+    assert said[0].startswith(f"process 2 of 3: run.folder is {tmp_path / 'b'}: ")
+    (tmp_path / "file").write_text("")
+    said, _ = agree([tmp_path / "file"] * 2)
+    assert len(set(said)) == 1
+    assert said[0].startswith("process 0 of 2: ")
