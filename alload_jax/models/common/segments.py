@@ -69,7 +69,7 @@ class AttentionSegments:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("whole", "split", "tiles"),
+    data_fields=("whole", "split", "tiles", "slots"),
     meta_fields=("split_tokens", "lengths"),
 )
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class SplitRows:
       split_tokens: A, tokens per row.
       lengths: static bounds on the lengths of the segments of `whole` and of `split`.
       tiles: tiles of sparse self-attention, whose segments are those of `whole` and of `split`.
+      slots: [R, M] int32, the slot in `split` of each of a row's segments, PADDING for segments of
+        `whole`; None for models whose condition tokens do not stand in the rows.
     """
 
     whole: Segments
@@ -92,6 +94,7 @@ class SplitRows:
     split_tokens: int
     lengths: tuple[Lengths, Lengths]
     tiles: SplitTiles | None = None
+    slots: Any = None
 
     def within_whole(self) -> AttentionSegments:
         """Tokens behind the split region attend within their segment."""

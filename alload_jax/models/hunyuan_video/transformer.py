@@ -75,7 +75,7 @@ class HunyuanVideoTransformer(nnx.Module):
         Behind the tokens of each sample the rows have room for those of its condition.
 
         Raises:
-          NotImplementedError: attention cannot run on packed rows, or a sample is split.
+          NotImplementedError: attention cannot run on packed rows.
         """
         rotary = self._rotary(positions, metadata.grid)
         velocity = self._transform(tokens, timestep, condition, rotary, sharding, metadata)
@@ -104,7 +104,7 @@ class HunyuanVideoTransformer(nnx.Module):
             rows = bucketed_joint_rows(tokens.shape[1], segments)
         else:
             assert segments is not None
-            rows = packed_joint_rows(packed, segments)
+            rows = packed_joint_rows(packed, segments, sharding)
             both, slots, dim = (packed.tokens, segments), timestep.shape[1], self.config.dim
             by_segment = [segmentation(each.ids, slots, dim, sharding) for each in both]
         time = nnx.silu(self.time_embedding(timestep))
