@@ -24,7 +24,6 @@ from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh
 from alload_jax.training.state import Weights
 from alload_jax.training.step import zero_accumulator
 
-
 case, one_by_one = whole.case, whole.one_by_one
 """Fixtures."""
 

@@ -27,7 +27,7 @@ from pallas_kernels import segmentation
 
 def packing_unsupported_reason(config: WanConfig) -> str:
     """Returns why this model should not train on packed rows on this device; empty if it can."""
-    head_dim = config.dim // config.num_heads
+    head_dim = config.head_dim
     return attention.packing_unsupported_reason(config.attention, head_dim, config.compute_dtype)
 
 
@@ -91,7 +91,7 @@ class WanTransformer(nnx.Module):
         tokens = patchify(latents, patch)
         frames, height, width = latents.shape[1:4]
         grid = (frames // patch[0], height // patch[1], width // patch[2])
-        head_dim = self.config.dim // self.config.num_heads
+        head_dim = self.config.head_dim
         positions, tiles = grid_positions(*grid), self._tiles(grid)
         if tiles is not None:
             # Nothing but attention depends on the order, so that layers need not move tokens.
@@ -138,7 +138,7 @@ class WanTransformer(nnx.Module):
             timestep = pairs.reshape(len(pairs), -1)
             of_token = 2 * modulated + (positions[..., 0] > 0)
             modulated = jnp.where(modulated == PADDING, PADDING, of_token)
-        head_dim = self.config.dim // self.config.num_heads
+        head_dim = self.config.head_dim
         rotary = rotary_table(positions, metadata.grid, head_dim)
         velocity, auxiliary = self.transform(
             tokens, timestep, condition, image, rotary, sharding, metadata, modulated=modulated
