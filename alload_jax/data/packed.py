@@ -87,7 +87,8 @@ class PackedCollation:
                 )
                 for size, each in sizes.items()
             }
-        tiling = Tiling.of(manifest, model)
+        beside = max(1, conditions.length) if model.joint_attention else 0
+        tiling = Tiling.of(manifest, model, beside)
         return cls(manifest, model, conditions, tuple(grid.tolist()), sizes, tiling, tokens)
 
     def _latent_tokens(self, sample: int, first: int, tokens: int) -> int:

@@ -208,7 +208,7 @@ def test_shards_train_like_one_device(mesh, train):
         ({"glyphs": {"dim": 3, "length": 7}}, r"3 tokens of glyphs of width 5.*model\.glyphs"),
         ({"glyphs": {"dim": 5, "length": 2}}, r"3 tokens of glyphs of width 5.*model\.glyphs"),
         ({"glyphs": None}, r"holds tokens of glyphs, which the model does not take"),
-        ({"sparse_attention": {}}, r"model\.sparse_attention is set"),
+        ({"sparse_attention": {"forced": [0.5, 1]}}, r"forced is 2 densities"),
     ],
 )
 def test_what_does_not_fit_is_one_line(changes, words, train):

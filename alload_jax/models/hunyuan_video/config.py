@@ -46,11 +46,6 @@ class HunyuanVideoConfig(TransformerConfig):
                 f"model.rotary_dims is {self.rotary_dims}; they must be even, and their sum "
                 f"model.dim / model.num_heads, which is {self.head_dim}"
             )
-        if self.sparse_attention is not None:
-            raise InputError(
-                "model.sparse_attention is set, which model.family hunyuan_video does not support; "
-                "set it to null"
-            )
         if self.image and self.image.positions is not None:
             raise InputError(
                 f"model.image.positions is {self.image.positions}, and model.family hunyuan_video "

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from alload_jax.models.common import attention
 from alload_jax.models.common.embedding import (
     ImageEmbedding,
     TimestepEmbedding,
@@ -23,12 +22,6 @@ from alload_jax.models.common.tile_layout import ClipTiles, TileLayout, clip_til
 from alload_jax.models.wan.block import Block, Context, Head
 from alload_jax.models.wan.config import WanConfig
 from pallas_kernels import segmentation
-
-
-def packing_unsupported_reason(config: WanConfig) -> str:
-    """Returns why this model should not train on packed rows on this device; empty if it can."""
-    head_dim = config.head_dim
-    return attention.packing_unsupported_reason(config.attention, head_dim, config.compute_dtype)
 
 
 class WanTransformer(nnx.Module):
