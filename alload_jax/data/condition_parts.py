@@ -52,7 +52,9 @@ def put_parts(parts: Parts, row: int, slot: int, arrays: Mapping[str, np.ndarray
         segments.length[row, slot] = len(array)
 
 
-def part_room(part_tokens: np.ndarray, seq_len: np.ndarray, row: int, slots: int) -> list[int]:
+def part_room(
+    part_tokens: np.ndarray, seq_len: np.ndarray, row: int, slots: int, split: bool
+) -> list[int]:
     """Most tokens of each kind in a row, of samples whose lengths include them.
 
     Args:
@@ -60,6 +62,7 @@ def part_room(part_tokens: np.ndarray, seq_len: np.ndarray, row: int, slots: int
       seq_len: [N] tokens of each sample in a row, all kinds and those of the latents.
       row: tokens of a row.
       slots: most samples of a row.
+      split: whether rows hold parts of samples, each with the whole condition.
 
     Returns:
       multiples of 8, or of 512 where a sample may have as many, so that attention's kernel gets
@@ -68,7 +71,9 @@ def part_room(part_tokens: np.ndarray, seq_len: np.ndarray, row: int, slots: int
     longest = part_tokens.max(axis=0)
     # No row has a larger share of a kind than the sample with the largest.
     by_share = (part_tokens * row // seq_len[:, None]).max(axis=0)
-    most = np.minimum(slots * longest, by_share)
+    # Of the parts of a row only its first and its last can be cut.
+    cut = 2 if split else 0
+    most = np.minimum(slots * longest, by_share + cut * longest)
     multiple = np.where(longest >= 512, 512, 8)
     return (np.maximum(1, -(-most // multiple)) * multiple).tolist()
 

@@ -15,10 +15,9 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays
 from alload_jax.data.row_sizes import RowSizes, row_sizes
 from alload_jax.data.tiling import PlacedSample, Tiling
-from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.patches import patchify
-from alload_jax.models.common.segments import PackedMetadata, SplitRows, segments_of
+from alload_jax.models.common.segments import PADDING, PackedMetadata, SplitRows, segments_of
 from alload_jax.models.common.tile_layout import SplitTiles, TileLayout
 from alload_jax.planning.plan import MicroBatch, Plan, RowPlan
 from alload_jax.planning.repeats import noise_epoch
@@ -72,18 +71,9 @@ class PackedCollation:
     def of(
         cls, plan: Plan, manifest: Manifest, model: ModelConfig, conditions: Conditions
     ) -> "PackedCollation":
-        """Returns the collation of a packed plan.
-
-        Raises:
-          InputError: the plan splits samples of a model with joint attention.
-        """
+        """Returns the collation of a packed plan."""
         packing = plan.epoch(0).packing
         assert packing is not None
-        if model.joint_attention and packing.context > 1:
-            raise InputError(
-                f"mesh.context is {packing.context}, but model.family {model.family} cannot split "
-                "a sample, whose condition stands in the row beside it; set mesh.context to 1"
-            )
         grid = manifest.geometry(model.patch_size).token_grid(*manifest.shape.T).max(axis=0)
         equal = 0 if conditions.parts else conditions.length
         sizes = {size: row_sizes(plan, equal, size) for size in packing.split_sizes}
@@ -93,20 +83,24 @@ class PackedCollation:
             lengths = plan.samples.seq_len
             sizes = {
                 size: replace(
-                    each, parts=tuple(part_room(tokens, lengths, each.tokens, each.slots))
+                    each, parts=tuple(part_room(tokens, lengths, each.tokens, each.slots, size > 0))
                 )
                 for size, each in sizes.items()
             }
-        tiling = Tiling.of(manifest, model)
+        beside = max(1, conditions.length) if model.joint_attention else 0
+        tiling = Tiling.of(manifest, model, beside)
         return cls(manifest, model, conditions, tuple(grid.tolist()), sizes, tiling, tokens)
 
-    def _condition_tokens(self, sample: int) -> int:
-        """Tokens that a sample's condition takes of its part of a row, behind its latents."""
+    def _latent_tokens(self, sample: int, first: int, tokens: int) -> int:
+        """How many of `tokens` tokens of a sample from `first` on are tokens of its latents.
+
+        With joint attention those of its condition follow, where rows have room for them.
+        """
         if not self.model.joint_attention:
-            return 0
-        if self.part_tokens is None:
-            return self.conditions.length
-        return int(self.part_tokens[sample].sum())
+            return tokens
+        geometry = self.manifest.geometry(self.model.patch_size)
+        latents = int(geometry.seq_len(*self.manifest.shape[sample]))
+        return max(0, min(first + tokens, latents) - first)
 
     def shapes(self, plan: Plan) -> list[PackedBatch]:
         """See `Collation.shapes`; there is one shape for each A."""
@@ -143,9 +137,10 @@ class PackedCollation:
         epochs = np.full(table.shape[1:], epoch, np.int32)
         length = 0 if self.conditions.parts else self.conditions.length
         for row, row_plan in enumerate(rows):
-            places = zip(row_plan.offsets, row_plan.tokens, samples[row], strict=True)
-            for slot, (offset, tokens, sample) in enumerate(places):
-                table[:, row, slot] = offset, tokens - self._condition_tokens(sample)
+            places = zip(samples[row], row_plan.first, row_plan.tokens, strict=True)
+            for slot, (sample, first, tokens) in enumerate(places):
+                latents = self._latent_tokens(sample, first, tokens)
+                table[:, row, slot] = row_plan.offsets[slot], latents
                 condition_table[:, row, slot] = slot * length, length
             epochs[row, : len(row_plan.late)] -= np.asarray(row_plan.late, np.int32)
         volume, here = math.prod(self.model.patch_size), (len(rows), sizes.tokens)
@@ -199,9 +194,12 @@ class PackedCollation:
         """Positions of whole samples behind the split region, and of the group's split samples."""
         split = np.zeros((2, len(rows), sizes.split), np.int32)
         whole = np.zeros((2, len(rows), sizes.whole), np.int32)
+        slots = np.full((len(rows), sizes.slots), PADDING, np.int32)
         for row, row_plan in enumerate(rows):
-            for slot, place in enumerate(row_plan.split_segments):
-                split[:, row, slot] = place
+            pairs = zip(row_plan.split_samples, row_plan.split_segments, strict=True)
+            for slot, (sample, (offset, tokens)) in enumerate(pairs):
+                split[:, row, slot] = offset, self._latent_tokens(sample, 0, tokens)
+            slots[row, : len(row_plan.split_slots)] = row_plan.split_slots
             behind = table[:, row, table[0, row] >= sizes.split_tokens]
             whole[:, row, : behind.shape[1]] = behind - [[sizes.split_tokens], [0]]
         together, tiles = sizes.context * sizes.split_tokens, None
@@ -211,6 +209,7 @@ class PackedCollation:
         return SplitRows(
             whole=segments_of(whole, sizes.tokens - sizes.split_tokens),
             split=segments_of(split, together),
+            slots=slots if self.model.joint_attention else None,
             split_tokens=sizes.split_tokens,
             lengths=(sizes.whole_lengths, sizes.split_lengths),
             tiles=tiles,
@@ -240,7 +239,7 @@ class PackedCollation:
         """See `Collation.put`."""
         latents = arrays[LATENTS]
         row, slot = place.row, place.slot
-        tokens = place.tokens - self._condition_tokens(sample)
+        tokens = self._latent_tokens(sample, place.first, place.tokens)
         here = slice(place.offset, place.offset + tokens)
         in_sample = slice(place.first, place.first + tokens)
         patches = patchify(latents[None], self.model.patch_size)[0]
@@ -278,6 +277,7 @@ def _empty_row(split_tokens: int) -> RowPlan:
         first=(),
         split_segments=(),
         split_samples=(),
+        split_slots=(),
         late=(),
     )
 

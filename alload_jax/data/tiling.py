@@ -45,6 +45,9 @@ class Tiling:
       blocks_per_token: most blocks of a sample over its tokens.
       longest: most blocks of a sample.
       covers_all: whether every sample is in tiles.
+      shortest: tokens of the shortest sample that is in tiles.
+      condition_blocks: most blocks of a condition that stands in the row beside its sample; 0 for
+        conditions that stand in no row.
     """
 
     grids: np.ndarray
@@ -53,10 +56,20 @@ class Tiling:
     blocks_per_token: float
     longest: int
     covers_all: bool
+    shortest: int
+    condition_blocks: int
 
     @classmethod
-    def of(cls, manifest: Manifest, model: ModelConfig) -> "Tiling | None":
-        """The tiling of a manifest's samples; None if none of them has sparse self-attention."""
+    def of(
+        cls, manifest: Manifest, model: ModelConfig, condition_tokens: int = 0
+    ) -> "Tiling | None":
+        """The tiling of a manifest's samples; None if none of them has sparse self-attention.
+
+        Args:
+          manifest: of the samples.
+          model: config of the model.
+          condition_tokens: most tokens of a condition that stands in the row beside its sample.
+        """
         sparse = model.sparse_attention
         if sparse is None:
             return None
@@ -73,6 +86,8 @@ class Tiling:
             blocks_per_token=float((counts / distinct.prod(axis=1)).max()),
             longest=int(counts.max()),
             covers_all=bool(is_long.all()),
+            shortest=int(distinct.prod(axis=1).min()),
+            condition_blocks=-(-condition_tokens // sparse.block),
         )
 
     def layout(self, rows: Sequence[Sequence[PlacedSample]], tokens: int, slots: int) -> TileLayout:
@@ -89,8 +104,13 @@ class Tiling:
         layout = empty_layout(len(rows), tokens, blocks, self.block)
         for row, samples in enumerate(rows):
             lay_out(layout, row, list(map(self._segment, filter(self._is_tiled, samples))))
-        longest = min(self.longest, blocks)
-        return replace(layout, longest=longest, covers_all=self.covers_all)
+        return replace(
+            layout,
+            longest=min(self.longest, blocks),
+            covers_all=self.covers_all,
+            condition_blocks=self.condition_blocks * max(1, min(slots, tokens // self.shortest)),
+            longest_condition=self.condition_blocks,
+        )
 
     def _is_tiled(self, placed: PlacedSample) -> bool:
         return int(self.grids[placed.sample].prod()) >= self.min_tokens

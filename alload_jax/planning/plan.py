@@ -64,6 +64,7 @@ class RowPlan:
       first: index of each part's first token within its sample.
       split_segments: (offset, tokens) of the samples among the split tokens of the rank's group.
       split_samples: the manifest's row number of each of these samples.
+      split_slots: which of these samples each part belongs to; −1 for parts of whole samples.
       late: epochs by which each part's sample is late; 0 in its own epoch.
     """
 
@@ -74,6 +75,7 @@ class RowPlan:
     first: tuple[int, ...]
     split_segments: tuple[tuple[int, int], ...]
     split_samples: tuple[int, ...]
+    split_slots: tuple[int, ...]
     late: tuple[int, ...]
 
 
@@ -337,26 +339,31 @@ def _micro_batch(plan: EpochPlan, position: int) -> MicroBatch:
 
 
 def _row_plan(plan: EpochPlan, position: int) -> RowPlan | None:
-    if plan.packing is None:
+    packing = plan.packing
+    if packing is None:
         return None
     parts = plan.parts_of(position)
-    is_split, copies = plan.packing.is_split[parts].tolist(), _copies(plan, plan.packing, parts)
-    offsets, split_tokens = plan.packing.offset[parts].tolist(), plan.packing.split_tokens[position]
-    segments = _split_segments(plan, plan.packing, position) if split_tokens else {}
-    begin = int(plan.rank[position]) % plan.packing.context * int(split_tokens)
-    first = (
-        begin + offset - segments[copy][0] if is_split else 0
-        for copy, offset, is_split in zip(copies, offsets, is_split, strict=True)
-    )
+    is_split, offsets = packing.is_split[parts].tolist(), packing.offset[parts].tolist()
+    split_tokens = int(packing.split_tokens[position])
+    segments = _split_segments(plan, packing, position) if split_tokens else {}
+    numbers = {copy: number for number, copy in enumerate(segments)}
+    copies = zip(_copies(plan, packing, parts), is_split, strict=True)
+    slots = [numbers[copy] if split else -1 for copy, split in copies]
+    placed = tuple(segments.values())
+    begin = int(plan.rank[position]) % packing.context * split_tokens
     return RowPlan(
-        split_tokens=int(split_tokens),
-        tokens=tuple(plan.packing.tokens[parts].tolist()),
+        split_tokens=split_tokens,
+        tokens=tuple(packing.tokens[parts].tolist()),
         offsets=tuple(offsets),
         is_split=tuple(is_split),
-        first=tuple(first),
-        split_segments=tuple(segments.values()),
+        first=tuple(
+            0 if slot < 0 else begin + offset - placed[slot][0]
+            for slot, offset in zip(slots, offsets, strict=True)
+        ),
+        split_segments=placed,
         split_samples=tuple(sample for sample, *_ in segments),
-        late=tuple(plan.packing.late[parts].tolist()),
+        split_slots=tuple(slots),
+        late=tuple(packing.late[parts].tolist()),
     )
 
 

@@ -17,27 +17,22 @@ A case's folder holds
 Run twice on one machine, it writes the same bytes.
 """
 
-import argparse
 import dataclasses
-import math
-import re
-import zlib
+from functools import partial
 from pathlib import Path
 
-import numpy as np
+import golden_drawing
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models.transformers.transformer_hunyuan_video15 import (
     HunyuanVideo15ByT5TextProjection,
 )
-from safetensors.torch import save_file
+from golden_drawing import draw_case, normal
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hunyuan_video"
 GLYPH_HIDDEN = 12
 TEXT, GLYPHS, IMAGE = 7, 5, 4
 """Tokens of each kind of condition, with padding."""
-SMALL = 1 / 32
-"""Variance 1e-3, of which an epsilon of 1e-5 or 1e-6 is a visible part."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +48,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model and its calls; what matches `small` is drawn by the factor SMALL smaller."""
+    """A model and its calls; see `golden_drawing.Case`."""
 
     name: str
     config: dict[str, object]
@@ -113,55 +108,17 @@ CASES = (
 )
 
 
-def main() -> None:
-    """Draws all cases."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=GOLDEN)
-    out = parser.parse_args().out
-    for case in CASES:
-        draw(case, out / case.name)
-        size = sum(file.stat().st_size for file in (out / case.name).rglob("*") if file.is_file())
-        print(f"{case.name:16} {size:8,} bytes")
-
-
 def draw(case: Case, folder: Path) -> None:
     """Writes one case's files into `folder`."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    folder.mkdir(parents=True, exist_ok=True)
     model = HunyuanVideo15Transformer3DModel(**case.config)
     model.context_embedder_2 = HunyuanVideo15ByT5TextProjection(
         case.config["text_embed_2_dim"],
         GLYPH_HIDDEN,
         case.config["num_attention_heads"] * case.config["attention_head_dim"],
     )
-    _randomise(case, model)
-    inputs = {}
-    for number, call in enumerate(case.calls):
-        drawn = _inputs(case, call, number)
-        inputs |= {f"{number}.{name}": value for name, value in drawn.items()}
-    model.save_pretrained(folder / "transformer")
-    save_file(inputs, folder / "inputs.safetensors")
-    save_file(_expected(case, model, inputs), folder / "expected.safetensors")
-
-
-def _normal(case: Case, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Normal values that depend on the names alone, drawn by NumPy: torch's differ by CPU."""
-    rng = np.random.default_rng([zlib.crc32(case.name.encode()), zlib.crc32(name.encode())])
-    values = rng.standard_normal(shape, dtype=np.float32)
-    return torch.from_numpy(values) * (SMALL if re.search(case.small, name) else 1.0)
-
-
-@torch.no_grad()
-def _randomise(case: Case, model: torch.nn.Module) -> None:
-    """Draws all parameters such that activations stay of order one; none is left at 0 or 1."""
-    for key, parameter in model.named_parameters():
-        values = _normal(case, key, parameter.shape)
-        if parameter.ndim == 1:
-            values = values / 4 + (1.0 if key.endswith(".weight") else 0.0)
-        else:
-            values = values / math.sqrt(math.prod(parameter.shape[1:]))
-        parameter.copy_(values)
+    draw_case(case, folder, model, _inputs, partial(call_model, model))
 
 
 def _inputs(case: Case, call: Call, number: int) -> dict[str, torch.Tensor]:
@@ -174,7 +131,7 @@ def _inputs(case: Case, call: Call, number: int) -> dict[str, torch.Tensor]:
         "image": (batch, IMAGE, config["image_embed_dim"]),
         "cotangent": (batch, config["out_channels"], *call.size),
     }
-    drawn = {name: _normal(case, f"{number}.{name}", shape) for name, shape in shapes.items()}
+    drawn = {name: normal(case, f"{number}.{name}", shape) for name, shape in shapes.items()}
     if not call.with_image:
         drawn["image"] = torch.zeros_like(drawn["image"])
     return drawn | {
@@ -182,23 +139,6 @@ def _inputs(case: Case, call: Call, number: int) -> dict[str, torch.Tensor]:
         "text_length": torch.tensor(call.text, dtype=torch.int32),
         "glyphs_length": torch.tensor(call.glyphs, dtype=torch.int32),
     }
-
-
-def _expected(
-    case: Case, model: torch.nn.Module, inputs: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """`n.output` for each call, and `grad.<key>` of all calls together for each parameter."""
-    expected = {}
-    for number in range(len(case.calls)):
-        output = call_model(model, {k: inputs[f"{number}.{k}"] for k in _NAMES})
-        (output * inputs[f"{number}.cotangent"]).sum().backward()
-        expected[f"{number}.output"] = output.detach().contiguous()
-    named = model.named_parameters()
-    grads = {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in named}
-    return expected | {f"grad.{key}": value for key, value in grads.items()}
-
-
-_NAMES = ("latents", "timestep", "text", "text_length", "glyphs", "glyphs_length", "image")
 
 
 def call_model(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -219,4 +159,4 @@ def call_model(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch
 
 
 if __name__ == "__main__":
-    main()
+    golden_drawing.main(GOLDEN, CASES, draw, __doc__)

@@ -17,23 +17,18 @@ folder holds
 Run twice on one machine, it writes the same bytes.
 """
 
-import argparse
 import dataclasses
-import math
-import re
-import zlib
 from pathlib import Path
 
+import golden_drawing
 import numpy as np
 import torch
 from diffusers import WanTransformer3DModel
-from safetensors.torch import save_file
+from golden_drawing import draw_case, generator, normal
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wan"
 HARD_CODED_TEXT_LENGTH = 512
 """With images, diffusers takes the last 512 tokens for text and all before them for images."""
-SMALL = 1 / 32
-"""Variance 1e-3, of which an epsilon of 1e-5 or 1e-6 is a visible part."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +43,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model and its calls.
-
-    Parameters and inputs whose names match `small` are drawn by the factor SMALL smaller: norms
-    behind them then show their epsilon, which those of values of order one would hide.
-    """
+    """A model and its calls; see `golden_drawing.Case`."""
 
     name: str
     config: dict[str, object]
@@ -121,56 +112,24 @@ CASES = (
 )
 
 
-def main() -> None:
-    """Draws all cases."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=GOLDEN)
-    out = parser.parse_args().out
-    for case in CASES:
-        draw(case, out / case.name)
-        size = sum(file.stat().st_size for file in (out / case.name).rglob("*") if file.is_file())
-        print(f"{case.name:16} {size:8,} bytes")
-
-
 def draw(case: Case, folder: Path) -> None:
     """Writes one case's files into `folder`."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    folder.mkdir(parents=True, exist_ok=True)
     model = WanTransformer3DModel(**case.config)
-    _randomise(case, model)
-    inputs = {}
-    for number, call in enumerate(case.calls):
-        drawn = _inputs(case, call, number)
-        inputs |= {f"{number}.{name}": value for name, value in drawn.items()}
-    model.save_pretrained(folder / "transformer")
-    save_file(inputs, folder / "inputs.safetensors")
-    save_file(_expected(case, model, inputs), folder / "expected.safetensors")
 
+    def call(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        image = inputs.get("image")
+        if image is not None:  # [B, images · N, d]; diffusers has images in the batch
+            image = image.reshape(-1, case.image_tokens, image.shape[-1])
+        return model(
+            hidden_states=inputs["latents"],
+            timestep=inputs["timestep"],
+            encoder_hidden_states=inputs["text"],
+            encoder_hidden_states_image=image,
+        ).sample
 
-def _normal(case: Case, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Normal values that depend on the names alone, not on the order of drawing."""
-    values = _generator(case, name).standard_normal(shape, dtype=np.float32)
-    return torch.from_numpy(values) * (SMALL if re.search(case.small, name) else 1.0)
-
-
-def _generator(case: Case, name: str) -> np.random.Generator:
-    """NumPy's, because torch's normal values differ between CPUs in their last bits."""
-    return np.random.default_rng([zlib.crc32(case.name.encode()), zlib.crc32(name.encode())])
-
-
-@torch.no_grad()
-def _randomise(case: Case, model: WanTransformer3DModel) -> None:
-    """Draws all parameters such that activations stay of order one; none is left at 0 or 1."""
-    for key, parameter in model.named_parameters():
-        values = _normal(case, key, parameter.shape)
-        if not key.endswith((".weight", ".bias")):  # scale_shift_table, pos_embed
-            values = values / 2
-        elif parameter.ndim == 1:
-            values = values / 4 + (1.0 if key.endswith(".weight") else 0.0)
-        else:
-            values = values / math.sqrt(math.prod(parameter.shape[1:]))
-        parameter.copy_(values)
+    draw_case(case, folder, model, _inputs, call)
 
 
 def _inputs(case: Case, call: Call, number: int) -> dict[str, torch.Tensor]:
@@ -183,7 +142,7 @@ def _inputs(case: Case, call: Call, number: int) -> dict[str, torch.Tensor]:
     }
     if case.images:
         shapes["image"] = (batch, case.images * case.image_tokens, case.config["image_dim"])
-    drawn = {name: _normal(case, f"{number}.{name}", shape) for name, shape in shapes.items()}
+    drawn = {name: normal(case, f"{number}.{name}", shape) for name, shape in shapes.items()}
     return drawn | {"timestep": _timestep(case, call, number)}
 
 
@@ -193,7 +152,7 @@ def _timestep(case: Case, call: Call, number: int) -> torch.Tensor:
     if not case.timestep_per_token:
         return timestep
     frame = (call.height // 2) * (call.width // 2)
-    parts = _generator(case, f"{number}.timestep").random(
+    parts = generator(case, f"{number}.timestep").random(
         (len(timestep), call.frames * frame), dtype=np.float32
     )
     if call.frames > 1:
@@ -201,26 +160,5 @@ def _timestep(case: Case, call: Call, number: int) -> torch.Tensor:
     return timestep[:, None] * torch.from_numpy(parts)
 
 
-def _expected(
-    case: Case, model: WanTransformer3DModel, inputs: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """`n.output` for each call, and `grad.<key>` of all calls together for each parameter."""
-    expected = {}
-    for number in range(len(case.calls)):
-        image = inputs.get(f"{number}.image")
-        if image is not None:  # [B, images · N, d]; diffusers has images in the batch
-            image = image.reshape(-1, case.image_tokens, image.shape[-1])
-        output = model(
-            hidden_states=inputs[f"{number}.latents"],
-            timestep=inputs[f"{number}.timestep"],
-            encoder_hidden_states=inputs[f"{number}.text"],
-            encoder_hidden_states_image=image,
-        ).sample
-        (output * inputs[f"{number}.cotangent"]).sum().backward()
-        expected[f"{number}.output"] = output.detach().contiguous()
-    grads = {f"grad.{key}": value.grad for key, value in model.named_parameters()}
-    return expected | grads
-
-
 if __name__ == "__main__":
-    main()
+    golden_drawing.main(GOLDEN, CASES, draw, __doc__)

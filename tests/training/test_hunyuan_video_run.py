@@ -186,7 +186,7 @@ def test_adapters_are_trained_exported_and_merged(train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"tensor": 2}])
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"tensor": 2}, {"context": 2}])
 def test_shards_train_like_one_device(mesh, train):
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
@@ -200,6 +200,28 @@ def test_shards_train_like_one_device(mesh, train):
         np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-3)
 
 
+@pytest.mark.slow
+def test_layers_become_sparse_and_runs_resume(train):
+    sparse = {"selector": "predictor", "rank": 2, "min_tokens": 8, "profile_every": 1}
+    sparse |= {"dense_steps": 2, "min_sparsity": 0.0, "min_recall": 0.0, "max_density": 1.0}
+    changes = {
+        "model": MODEL | {"sparse_attention": sparse},
+        "planning": {"policy": "balanced", "m_mem": 48, "p": None},
+    }
+    once = train(**changes, folder="once")
+    folder = train("--run.steps", "2", **changes)
+    train(**changes)
+    assert learned(folder) == learned(once)
+    shares = [row["attention_sparse_layers"] for row in metrics(folder)[0]]
+    assert shares[0] == 0
+    assert shares[-1] == 1
+    assert np.isfinite(drawn("sparse", folder)).all()
+
+
+def learned(folder):
+    return [(row["loss"], row["grad_norm"]) for row in metrics(folder)[0]]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -208,7 +230,7 @@ def test_shards_train_like_one_device(mesh, train):
         ({"glyphs": {"dim": 3, "length": 7}}, r"3 tokens of glyphs of width 5.*model\.glyphs"),
         ({"glyphs": {"dim": 5, "length": 2}}, r"3 tokens of glyphs of width 5.*model\.glyphs"),
         ({"glyphs": None}, r"holds tokens of glyphs, which the model does not take"),
-        ({"sparse_attention": {}}, r"model\.sparse_attention is set"),
+        ({"sparse_attention": {"forced": [0.5, 1]}}, r"forced is 2 densities"),
     ],
 )
 def test_what_does_not_fit_is_one_line(changes, words, train):

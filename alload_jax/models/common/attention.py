@@ -31,6 +31,7 @@ def attention(
     *,
     segments: AttentionSegments | SplitRows | None = None,
     lengths: jax.Array | None = None,
+    key_lengths: jax.Array | None = None,
     implementation: AttentionImplementation = "auto",
     sharding: NamedSharding | None = None,
 ) -> jax.Array:
@@ -42,8 +43,9 @@ def attention(
       value: [B, T, num_heads, head_dim].
       segments: positions of the segments of packed rows; None for bucketed rows. `SplitRows` needs
         a mesh with a context axis.
-      lengths: [B] int32, for self-attention in bucketed rows of which only the first tokens are
-        some: the others attend to nothing, are not attended to and get zeros; None for all tokens.
+      lengths: [B] int32, for bucketed rows of which only the first tokens are some: the others
+        attend to nothing, are not attended to and get zeros; None for all tokens.
+      key_lengths: [B] int32, likewise of keys, if they are others than the queries.
       implementation: "cudnn" (fused, GPU only), "xla", or "auto": cuDNN where it can run.
       sharding: sharding of packed rows over a mesh of Auto axes; only B is split.
 
@@ -69,10 +71,33 @@ def attention(
     if lengths is None:
         return run(query, key, value)
     # Zeros on both sides, because cuDNN leaves outputs and gradients of masked tokens unwritten.
-    valid = (jnp.arange(query.shape[1]) < lengths[:, None])[:, :, None, None]
-    parts = (jnp.where(valid, part, 0) for part in (query, key, value))
-    output = run(*parts, jnp.maximum(lengths, 1))
-    return jnp.where(valid, output, 0)
+    key_lengths = lengths if key_lengths is None else key_lengths
+    asking, seen = _first_tokens(query, lengths), _first_tokens(key, key_lengths)
+    parts = (jnp.where(asking, query, 0), *(jnp.where(seen, part, 0) for part in (key, value)))
+    output = run(*parts, (jnp.maximum(lengths, 1), jnp.maximum(key_lengths, 1)))
+    return jnp.where(asking, output, 0)
+
+
+def _first_tokens(x: jax.Array, lengths: jax.Array) -> jax.Array:
+    """[B, S, 1, 1] bool, which tokens of x: [B, S, ...] are the first of their rows."""
+    return (jnp.arange(x.shape[1]) < lengths[:, None])[:, :, None, None]
+
+
+def attention_of_rows(implementation: AttentionImplementation) -> Within:
+    """The attention of bucketed rows, each of one segment that begins at its first token."""
+
+    def within(
+        query: jax.Array, key: jax.Array, value: jax.Array, segments: AttentionSegments
+    ) -> jax.Array:
+        lengths, key_lengths = (part.length[:, 0] for part in (segments.query, segments.key))
+        return attention(
+            *(query, key, value),
+            lengths=lengths,
+            key_lengths=key_lengths,
+            implementation=implementation,
+        )
+
+    return within
 
 
 def _packed(
@@ -129,21 +154,26 @@ def head_spec(sharding: NamedSharding) -> PartitionSpec:
     return PartitionSpec(sharding.spec[0], None, TENSOR if TENSOR in sharding.mesh.shape else None)
 
 
+_BothLengths = tuple[jax.Array, jax.Array]
+"""[B] int32 each: tokens of queries and of keys."""
+
+
 def _xla(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: _BothLengths | None = None
 ) -> jax.Array:
     """Runs XLA's attention on dense rows."""
+    query_lengths, key_lengths = lengths or (None, None)
     output = jax.nn.dot_product_attention(
         *(query, key, value),
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=key_lengths,
         implementation="xla",
     )
     return checkpoint_name(output, ATTENTION_OUTPUT)
 
 
 def _cudnn(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: _BothLengths | None = None
 ) -> jax.Array:
     """Runs cuDNN on dense rows.
 
@@ -154,7 +184,7 @@ def _cudnn(
     if lengths is None and even:
         return jax.nn.dot_product_attention(query, key, value, implementation="cudnn")
     whole = (jnp.full(batch, tokens, jnp.int32) for tokens in (queries, keys))
-    query_lengths, key_lengths = whole if lengths is None else (lengths, lengths)
+    query_lengths, key_lengths = whole if lengths is None else lengths
     output = jax.nn.dot_product_attention(
         *(_to_even(part) for part in (query, key, value)),
         query_seq_lengths=query_lengths,

@@ -11,6 +11,7 @@ from alload_jax.models.common.attention import AttentionImplementation
 from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.common.remat import RematPolicy
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig
+from pallas_kernels.layernorm_modulate import implementation_names as norm_implementations
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,16 @@ class ModelConfig:
     """Whether data may lack given frames and embeddings of images; they are then zeros and none."""
 
     def __post_init__(self) -> None:
-        for name in ("in_channels", "num_classes"):
-            if getattr(self, name) < 1:
-                raise InputError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        self._require_positive("in_channels", "num_classes")
         if self.out_channels is not None and self.out_channels < 1:
             raise InputError(f"model.out_channels is {self.out_channels}; it must be at least 1")
         if min(self.patch_size) < 1:
             raise InputError(f"model.patch_size is {self.patch_size}; each must be at least 1")
+
+    def _require_positive(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < 1:
+                raise InputError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
 
     def require_divisible(self, shards: int) -> None:
         """Checks that `shards` devices (mesh.context·mesh.tensor) can share the work of one rank.
@@ -180,3 +184,63 @@ class ModelConfig:
         if self.dtype == "auto":
             return jnp.dtype("bfloat16" if jax.default_backend() == "gpu" else "float32")
         return jnp.dtype(self.dtype)
+
+
+@dataclass(frozen=True)
+class TransformerConfig(ModelConfig):
+    """The fields of families whose model is a stack of equal blocks with modulated norms.
+
+    Attributes:
+      dim: width of the residual streams.
+      ffn_dim: width of the feed-forward layers.
+      num_heads: number of attention heads; `dim / num_heads` must be even.
+      num_layers: number of transformer blocks.
+      residual_dtype: dtype of the residual streams. `compute` is the dtype of the computation, as
+        in diffusers; `float32`, as in Wan's repository, is more exact and doubles activation
+        memory.
+      norm: implementation of the modulated norms: `triton` (our kernels, GPU only), `xla`, the
+        name of a registered one, or `auto`, the one that was measured as faster here.
+    """
+
+    dim: int = 128
+    ffn_dim: int = 512
+    num_heads: int = 4
+    num_layers: int = 4
+    residual_dtype: Literal["compute", "float32"] = "compute"
+    norm: str = "auto"
+
+    arithmetic_fields: ClassVar[tuple[str, ...]] = (
+        *("dtype", "attention", "norm", "remat", "residual_dtype"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_positive("dim", "ffn_dim", "num_heads", "num_layers")
+        if self.dim % self.num_heads or self.head_dim % 2:
+            raise InputError(
+                f"model.dim is {self.dim} with model.num_heads {self.num_heads}; "
+                "dim / num_heads must be a whole, even number"
+            )
+        if self.norm not in norm_implementations():
+            names = ", ".join(norm_implementations())
+            raise InputError(f"model.norm is {self.norm!r}; choose one of {names}")
+        if self.sparse_attention is not None:
+            self.sparse_attention.check_layers(self.num_layers)
+
+    def require_divisible(self, shards: int) -> None:
+        """See `ModelConfig.require_divisible`; these families split their heads."""
+        if self.num_heads % shards:
+            raise InputError(
+                f"mesh.context·mesh.tensor is {shards}, which does not divide model.num_heads "
+                f"{self.num_heads}; choose a divisor"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.dim // self.num_heads
+
+    @property
+    def stream_dtype(self) -> jnp.dtype:
+        """The dtype of the residual streams."""
+        return jnp.dtype("float32") if self.residual_dtype == "float32" else self.compute_dtype

@@ -1,16 +1,22 @@
 """Rows in which the tokens of latents and those of conditions attend to each other."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
+from alload_jax.models.common.condition_tiles import with_conditions
 from alload_jax.models.common.segments import (
     PADDING,
     AttentionSegments,
     PackedMetadata,
     Segments,
+    SplitRows,
 )
+from alload_jax.models.common.tile_layout import SplitTiles, TileLayout
+from alload_jax.sharding.mesh import CONTEXT
 
 
 class JointRows(NamedTuple):
@@ -20,17 +26,29 @@ class JointRows(NamedTuple):
     the tokens of a sample's condition follow those of its latents, in positions that are padding
     among the tokens of latents: joining writes the few condition tokens there, and moves no others.
 
+    The tokens of a split sample's condition follow those of its latents among the split tokens of
+    its group. Each rank with a part of the sample computes the whole condition, and joins those of
+    its tokens whose positions are in its own row. No layer communicates more than for latents.
+
     Attributes:
-      segments: joint segments of packed rows; None for bucketed rows.
+      packed: metadata of packed rows in which each sample has its condition, in segments and in
+        tiles; of bucketed rows likewise if they have sparse attention, else None.
       lengths: [B] int32, tokens of bucketed rows that are not padding; None if all are, and for
         packed rows.
       place: [R, C] int32, the position of each condition token in packed rows; the row's length
-        for padding. None for bucketed rows.
+        for padding and for tokens in the row of another rank. None for bucketed rows.
     """
 
-    segments: AttentionSegments | None = None
+    packed: PackedMetadata | None = None
     lengths: jax.Array | None = None
     place: jax.Array | None = None
+
+    @property
+    def segments(self) -> AttentionSegments | SplitRows | None:
+        """Joint segments of packed rows; None for bucketed rows."""
+        if self.place is None or self.packed is None:
+            return None
+        return self.packed.within_tokens()
 
     def join(self, tokens: jax.Array, condition: jax.Array) -> jax.Array:
         """Joins tokens [R, T, ...] with those of the condition, [R, C, ...].
@@ -48,7 +66,7 @@ class JointRows(NamedTuple):
 
         Returns:
           [R, T, ...], in packed rows with tokens of conditions in its padding; and [R, C, ...],
-          zeros in padding.
+          zeros in padding and for tokens in the row of another rank.
         """
         if self.place is None:
             return joined[:, :tokens], joined[:, tokens:]
@@ -56,38 +74,127 @@ class JointRows(NamedTuple):
         return joined, take(joined, self.place)
 
 
-def bucketed_joint_rows(tokens: int, condition: Segments | None) -> JointRows:
+def bucketed_joint_rows(
+    tokens: int, condition: Segments | None, layout: TileLayout | None = None
+) -> JointRows:
     """Joint rows of one sample each.
 
     Args:
       tokens: number of tokens of the latents.
       condition: the condition's tokens, padding last; None if there is no padding.
+      layout: tiles of each row; None if attention is always dense.
     """
-    if condition is None:
+    if condition is not None:
+        lengths = tokens + condition.length[:, 0]
+        return JointRows(_of_one_sample(tokens, lengths, layout), lengths)
+    if layout is None:
         return JointRows()
-    return JointRows(lengths=tokens + condition.length[:, 0])
+    rows, row_tokens = layout.place.shape
+    lengths = jnp.full(rows, row_tokens, jnp.int32)
+    return JointRows(_of_one_sample(tokens, lengths, layout), lengths)
 
 
-def packed_joint_rows(metadata: PackedMetadata, condition: Segments) -> JointRows:
+def _of_one_sample(
+    tokens: int, lengths: jax.Array, layout: TileLayout | None
+) -> PackedMetadata | None:
+    """Bucketed rows of [B] tokens, the latents' first, as packed rows of one segment each."""
+    if layout is None:
+        return None
+    zeros, row_tokens = jnp.zeros_like(lengths)[:, None], layout.place.shape[1]
+    latents = Segments(zeros, jnp.full_like(zeros, tokens), None)
+    valid = jnp.arange(row_tokens) < lengths[:, None]
+    joint = Segments(zeros, lengths[:, None], jnp.where(valid, 0, PADDING))
+    tiles = with_conditions(layout, latents, joint)
+    bounds = ((0, 1), (row_tokens, 0))
+    return PackedMetadata(joint, joint, None, (1, 1, 1), bounds, row_tokens, tiles)
+
+
+def packed_joint_rows(
+    metadata: PackedMetadata, condition: Segments, sharding: NamedSharding | None = None
+) -> JointRows:
     """Joint rows of several samples each.
 
     Args:
       metadata: positions of the samples in tokens. Each has room for its condition behind it, and
         `lengths` bounds the lengths of samples with their conditions.
-      condition: the samples' tokens in the condition.
+      condition: the samples' tokens in the condition; parts of a split sample have all of them.
+      sharding: sharding of rows over a mesh of Auto axes; rows with split samples need it.
 
     Raises:
-      NotImplementedError: the rows hold split samples.
+      ValueError: rows with split samples have no sharding.
     """
-    if metadata.split is not None:
-        raise NotImplementedError(
-            "samples with joint attention cannot be split; set mesh.context to 1"
-        )
     offset, length, ids = metadata.tokens
+    if metadata.split is None:
+        rows = JointRows(place=_places(condition, offset + length, ids.shape[1]))
+        both = Segments(offset, length + condition.length, rows.join(ids, condition.ids))
+        tiles = _tiles(metadata.row_tiles, metadata.tokens, both)
+        return rows._replace(packed=replace(metadata, tokens=both, row_tiles=tiles))
+    if sharding is None:
+        raise ValueError("sharding is None, but the rows hold split samples; give their sharding")
+    spec = jax.P(sharding.spec[0])
+    place, split = jax.shard_map(
+        _split_joint, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )(metadata.tokens, metadata.split, condition)
+    return JointRows(replace(metadata, split=split), None, place)
+
+
+def _tiles(layout: TileLayout | None, latents: Segments, joint: Segments) -> TileLayout | None:
+    return None if layout is None else with_conditions(layout, latents, joint)
+
+
+def _places(condition: Segments, begin: jax.Array, tokens: int) -> jax.Array:
+    """[R, C], the position of each condition token; `tokens` for padding.
+
+    Args:
+      condition: the samples' tokens in the condition.
+      begin: [R, M], where the condition of each sample begins.
+      tokens: of a row.
+    """
     slot = jnp.maximum(condition.ids, 0)
     index = jnp.arange(condition.ids.shape[1]) - jnp.take_along_axis(condition.offset, slot, 1)
-    place = jnp.take_along_axis(offset + length, slot, 1) + index
-    place = jnp.where(condition.ids == PADDING, ids.shape[1], place)
-    rows = JointRows(place=place)
-    both = Segments(offset, length + condition.length, rows.join(ids, condition.ids))
-    return rows._replace(segments=AttentionSegments(both, both, metadata.lengths, None))
+    place = jnp.take_along_axis(begin, slot, 1) + index
+    return jnp.where(condition.ids == PADDING, tokens, place)
+
+
+def _split_joint(
+    tokens: Segments, split: SplitRows, condition: Segments
+) -> tuple[jax.Array, SplitRows]:
+    """Places of condition tokens in the row of one rank, and the joint segments of its group.
+
+    It must run inside `shard_map`.
+    """
+    count, row_tokens = split.split_tokens, tokens.ids.shape[1]
+    is_split = split.slots != PADDING
+    slot = jnp.maximum(split.slots, 0)
+    in_group = jnp.take_along_axis(split.split.offset + split.split.length, slot, 1)
+    behind = in_group - jax.lax.axis_index(CONTEXT) * count
+    begin = jnp.where(is_split, behind, tokens.offset + tokens.length)
+    place = _places(condition, begin, row_tokens)
+    of_split = jnp.take_along_axis(is_split, jnp.maximum(condition.ids, 0), 1)
+    elsewhere = of_split & ((place < 0) | (place >= count))
+    place = jnp.where(elsewhere, row_tokens, place)
+    number = jnp.where(is_split, row_tokens, jnp.cumsum(~is_split, axis=1) - 1)
+    whole = _extended(split.whole, _by_slot(condition.length, number, split.whole))
+    number = jnp.where(is_split, split.slots, row_tokens)
+    own = _by_slot(condition.length, number, split.split)
+    together = _extended(split.split, jax.lax.pmax(own, CONTEXT))
+    tiles = split.tiles and SplitTiles(
+        _tiles(split.tiles.whole, split.whole, whole),
+        _tiles(split.tiles.split, split.split, together),
+    )
+    return place, replace(split, whole=whole, split=together, tiles=tiles, slots=None)
+
+
+def _by_slot(lengths: jax.Array, slot: jax.Array, segments: Segments) -> jax.Array:
+    """Lengths [1, M] of the samples of a row by their slots [1, M] among other segments."""
+    none = jnp.zeros_like(segments.length)
+    return none.at[:, slot[0]].max(lengths, mode="drop")
+
+
+def _extended(segments: Segments, beside: jax.Array) -> Segments:
+    """Segments of [1, T] with as many tokens more, [1, M], behind each of them."""
+    offset, length, ids = segments
+    length = length + beside
+    position, number = jnp.arange(ids.shape[1]), jnp.arange(length.shape[1], dtype=ids.dtype)
+    inside = (position >= offset[..., None]) & (position < (offset + length)[..., None])
+    return Segments(offset, length, jnp.where(inside, number[:, None], PADDING).max(axis=1))

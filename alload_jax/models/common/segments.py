@@ -57,19 +57,27 @@ class AttentionSegments:
 
     def shorter(self, than: int) -> "AttentionSegments":
         """Self-attention within the segments of fewer than `than` tokens alone."""
-        offset, length, ids = self.query.offset, self.query.length, self.query.ids
-        slot = jnp.maximum(ids, 0)
-        is_short = jnp.take_along_axis(length, slot, axis=1) < than
-        length = jnp.where(length < than, length, 0)
-        segments = Segments(offset, length, jnp.where(is_short, ids, PADDING))
-        longest = min(self.lengths[-1][0], than - 1)
-        kept = tuple(each for each in self.lengths[:-1] if each[0] < longest)
-        return _self_attention(segments, (*kept, (longest, 0)))
+        return self.only(self.query.length < than, than - 1)
+
+    def only(self, kept: jax.Array, longest: int) -> "AttentionSegments":
+        """Self-attention within some of the segments.
+
+        Args:
+          kept: [R, M] bool, which.
+          longest: most tokens that one of them has.
+        """
+        offset, length, ids = self.query
+        is_kept = jnp.take_along_axis(kept, jnp.maximum(ids, 0), axis=1)
+        ids = jnp.where(is_kept, ids, PADDING)
+        segments = Segments(offset, jnp.where(kept, length, 0), ids)
+        longest = min(self.lengths[-1][0], longest)
+        bounds = tuple(each for each in self.lengths[:-1] if each[0] < longest)
+        return _self_attention(segments, (*bounds, (longest, 0)))
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("whole", "split", "tiles"),
+    data_fields=("whole", "split", "tiles", "slots"),
     meta_fields=("split_tokens", "lengths"),
 )
 @dataclass(frozen=True)
@@ -85,6 +93,8 @@ class SplitRows:
       split_tokens: A, tokens per row.
       lengths: static bounds on the lengths of the segments of `whole` and of `split`.
       tiles: tiles of sparse self-attention, whose segments are those of `whole` and of `split`.
+      slots: [R, M] int32, the slot in `split` of each of a row's segments, PADDING for segments of
+        `whole`; None for models whose condition tokens do not stand in the rows.
     """
 
     whole: Segments
@@ -92,6 +102,7 @@ class SplitRows:
     split_tokens: int
     lengths: tuple[Lengths, Lengths]
     tiles: SplitTiles | None = None
+    slots: Any = None
 
     def within_whole(self) -> AttentionSegments:
         """Tokens behind the split region attend within their segment."""

@@ -16,8 +16,8 @@ Grid = tuple[int, int, int]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("source", "place", "tokens", "segments"),
-    meta_fields=("block", "longest", "covers_all"),
+    data_fields=("source", "place", "tokens", "segments", "condition"),
+    meta_fields=("block", "longest", "covers_all", "condition_blocks", "longest_condition"),
 )
 @dataclass(frozen=True)
 class TileLayout:
@@ -33,6 +33,10 @@ class TileLayout:
       block: static, places of a block.
       longest: static, most blocks that a segment has.
       covers_all: static, whether every segment of the rows is in tiles.
+      condition_blocks: static, room for blocks of conditions that stand in the rows.
+      longest_condition: static, most blocks that the condition of a segment has.
+      condition: blocks of these conditions, numbered behind those of the tiles; None before a model
+        has added them, and for conditions that do not stand in the rows.
     """
 
     source: Any
@@ -42,6 +46,9 @@ class TileLayout:
     block: int
     longest: int
     covers_all: bool = True
+    condition_blocks: int = 0
+    longest_condition: int = 0
+    condition: "TileLayout | None" = None
 
     def of_rows(self, rows: int) -> "TileLayout":
         """The layout of each of `rows` rows."""
@@ -119,6 +126,21 @@ def clip_tiles(grid: Grid, block: int) -> ClipTiles:
     tokens = jnp.asarray(found.tokens)[None]
     layout = TileLayout(None, None, tokens, jnp.zeros_like(tokens), block, tokens.shape[1])
     return ClipTiles(layout, found.source[: len(found.place)], found.place)
+
+
+def joint_clip_layout(grid: Grid, block: int, condition_tokens: int) -> TileLayout:
+    """The layout of rows that each hold a sample of (t, h, w) tokens, and then its condition.
+
+    Args:
+      grid: (t, h, w).
+      block: tokens of a block.
+      condition_tokens: room for those of the condition.
+    """
+    found, rooms = _order(grid, block), max(1, -(-condition_tokens // block))
+    blocks = len(found.tokens)
+    layout = empty_layout(1, len(found.place) + condition_tokens, blocks, block)
+    lay_out(layout, 0, [TiledSegment(0, 0, grid)])
+    return replace(layout, covers_all=True, condition_blocks=rooms, longest_condition=rooms)
 
 
 def empty_layout(rows: int, tokens: int, blocks: int, block: int) -> TileLayout:

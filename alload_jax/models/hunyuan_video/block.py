@@ -11,9 +11,11 @@ from alload_jax.models.common.attention import attention
 from alload_jax.models.common.feed_forward import FeedForward
 from alload_jax.models.common.gated_add import gated_add
 from alload_jax.models.common.joint_rows import JointRows
+from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.parts import HEAD, JOINT_ATTENTION, LINEAR, NORM, QK_NORM
 from alload_jax.models.common.rotary import RotaryTable, apply_rotary
 from alload_jax.models.common.single_row import split_single_row
+from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
 from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
 from pallas_kernels import Segmentation, layernorm_modulate, residual_layernorm_modulate
 
@@ -129,36 +131,65 @@ class Block(nnx.Module):
         self.implementation = config.attention
         self.video = Stream(config, rngs=rngs)
         self.condition = Stream(config, rngs=rngs)
+        sparse, shape = config.sparse_attention, (config.dim, config.num_heads)
+        # Last, so that all other parameters are drawn as without it.
+        self.sparse_attention = (
+            SparseSelfAttention(sparse, *shape, config.compute_dtype, rngs=rngs) if sparse else None
+        )
 
-    def __call__(self, x: Streams, context: Context) -> Streams:
-        """Computes both streams, in `stream_dtype`."""
-        sharding, rows, modules = context.sharding, context.rows, (self.video, self.condition)
+    def __call__(self, x: Streams, context: Context) -> tuple[Streams, Auxiliary]:
+        """Computes both streams, in `stream_dtype`, and the layer's auxiliary values."""
+        sharding, modules = context.sharding, (self.video, self.condition)
         pairs = zip(modules, context.segmentations, strict=True)
         options = [module.options(segments, sharding) for module, segments in pairs]
         modulations = [module.modulations(context.time) for module in modules]
-        rotary = (context.rotary, None)
-        heads = []
+        inputs = []
         for n, module in enumerate(modules):
             shift, scale = modulations[n][:2]
             with jax.named_scope(NORM):
-                y = layernorm_modulate(x[n], scale, shift, **options[n]).astype(module.dtype)
-            with jax.named_scope(JOINT_ATTENTION):
-                heads.append(module.heads(y, rotary[n], sharding))
+                normed = layernorm_modulate(x[n], scale, shift, **options[n])
+                inputs.append(normed.astype(module.dtype))
         with jax.named_scope(JOINT_ATTENTION):
-            mixed = attention(
-                *(rows.join(video, condition) for video, condition in zip(*heads, strict=True)),
-                segments=rows.segments,
-                lengths=rows.lengths,
+            mixed, auxiliary = self._attention(Streams(*inputs), context)
+            parts = context.rows.separate(mixed, x.video.shape[1])
+        streams = (
+            module.finish(x[n], parts[n], modulations[n], options[n])
+            for n, module in enumerate(modules)
+        )
+        return Streams(*streams), auxiliary
+
+    def _attention(self, y: Streams, context: Context) -> tuple[jax.Array, Auxiliary]:
+        """Attention of the joint rows, dense or sparse."""
+        rows, sharding = context.rows, context.sharding
+        video = self.video.heads(y.video, context.rotary, sharding)
+        condition = self.condition.heads(y.condition, None, sharding)
+        query, key, value = (rows.join(*parts) for parts in zip(video, condition, strict=True))
+        if self.sparse_attention is not None:
+            joint = RowsOfLayer(
+                x=rows.join(*y),
+                heads=(query, key, value),
+                rotary=_for_row(context.rotary, query.shape[1]),
+                layout=None,
+                packed=rows.packed,
                 implementation=self.implementation,
                 sharding=sharding,
+                lengths=rows.lengths,
             )
-            parts = rows.separate(mixed, x.video.shape[1])
-        return Streams(
-            *(
-                module.finish(x[n], parts[n], modulations[n], options[n])
-                for n, module in enumerate(modules)
-            )
+            return self.sparse_attention(joint)
+        mixed = attention(
+            *(query, key, value),
+            segments=rows.segments,
+            lengths=rows.lengths,
+            implementation=self.implementation,
+            sharding=sharding,
         )
+        return mixed, {}
+
+
+def _for_row(rotary: RotaryTable, tokens: int) -> RotaryTable:
+    """The table of the latents' tokens, with zeros for those of conditions behind them."""
+    behind = tokens - rotary[0].shape[-2]
+    return tuple(jnp.pad(part, ((0, behind), (0, 0))) if behind else part for part in rotary)
 
 
 class Head(nnx.Module):

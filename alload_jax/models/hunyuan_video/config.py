@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import jax.numpy as jnp
-
 from alload_jax.errors import InputError
-from alload_jax.models.common.config import ConditionPart, ModelConfig, TextConfig
-from pallas_kernels.layernorm_modulate import implementation_names as norm_implementations
+from alload_jax.models.common.config import ConditionPart, TextConfig, TransformerConfig
 
 TEXT, GLYPHS, IMAGE = "text", "glyphs", "image"
 """Names of the kinds of condition tokens."""
@@ -16,71 +13,38 @@ _IMAGE_TOKENS = 729
 
 
 @dataclass(frozen=True)
-class HunyuanVideoConfig(ModelConfig):
-    """Shape and arithmetic of the transformer; `ModelConfig` has the fields of all families.
+class HunyuanVideoConfig(TransformerConfig):
+    """Shape and arithmetic of the transformer; `TransformerConfig` has the other fields.
 
     Attributes:
       family: `hunyuan_video`.
-      dim: width of both streams.
-      ffn_dim: width of the feed-forward layers.
-      num_heads: number of attention heads; `dim / num_heads` must be even.
-      num_layers: number of transformer blocks.
       refiner_layers: number of blocks of the text refiner.
       glyphs: second text, of the characters to be drawn, from byT5; null for none.
       glyph_hidden: width of the layers that embed it.
       rotary_dims: channels of a head that encode (t, h, w), even; null for 1/8, 7/16 and 7/16 of
         them.
       rotary_theta: base of the frequencies of the rotary embedding.
-      residual_dtype: dtype of the residual streams. `compute` is the dtype of the computation, as
-        in diffusers; `float32` is more exact and doubles activation memory.
-      norm: implementation of the modulated norms: `triton` (our kernels, GPU only), `xla`, the
-        name of a registered one, or `auto`, the one that was measured as faster here.
     """
 
     family: Literal["hunyuan_video"] = "hunyuan_video"
-    dim: int = 128
-    ffn_dim: int = 512
-    num_heads: int = 4
-    num_layers: int = 4
     refiner_layers: int = 2
     glyphs: TextConfig | None = None
     glyph_hidden: int = 2048
     rotary_dims: tuple[int, int, int] | None = None
     rotary_theta: float = 256.0
-    residual_dtype: Literal["compute", "float32"] = "compute"
-    norm: str = "auto"
 
-    arithmetic_fields: ClassVar[tuple[str, ...]] = (
-        *("dtype", "attention", "norm", "remat", "residual_dtype"),
-    )
     joint_attention: ClassVar[bool] = True
     given_optional: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = ("dim", "ffn_dim", "num_heads", "num_layers", "refiner_layers", "glyph_hidden")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise InputError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.dim % self.num_heads or self.head_dim % 2:
-            raise InputError(
-                f"model.dim is {self.dim} with model.num_heads {self.num_heads}; "
-                "dim / num_heads must be a whole, even number"
-            )
+        self._require_positive("refiner_layers", "glyph_hidden")
         if any(size < 0 or size % 2 for size in self.rotary_sizes) or (
             sum(self.rotary_sizes) != self.head_dim
         ):
             raise InputError(
                 f"model.rotary_dims is {self.rotary_dims}; they must be even, and their sum "
                 f"model.dim / model.num_heads, which is {self.head_dim}"
-            )
-        if self.norm not in norm_implementations():
-            names = ", ".join(norm_implementations())
-            raise InputError(f"model.norm is {self.norm!r}; choose one of {names}")
-        if self.sparse_attention is not None:
-            raise InputError(
-                "model.sparse_attention is set, which model.family hunyuan_video does not support; "
-                "set it to null"
             )
         if self.image and self.image.positions is not None:
             raise InputError(
@@ -90,14 +54,6 @@ class HunyuanVideoConfig(ModelConfig):
         for name in (GLYPHS, IMAGE):
             if getattr(self, name) and not self.text:
                 raise InputError(f"model.{name} is set without model.text; set both, or neither")
-
-    def require_divisible(self, shards: int) -> None:
-        """See `ModelConfig.require_divisible`; this family splits its heads."""
-        if self.num_heads % shards:
-            raise InputError(
-                f"mesh.context·mesh.tensor is {shards}, which does not divide model.num_heads "
-                f"{self.num_heads}; choose a divisor"
-            )
 
     def architecture(self) -> dict[str, Any]:
         """See `ModelConfig.architecture`; the division of a head's channels is always named."""
@@ -115,19 +71,9 @@ class HunyuanVideoConfig(ModelConfig):
         return tuple(parts)
 
     @property
-    def head_dim(self) -> int:
-        """Channels of a head."""
-        return self.dim // self.num_heads
-
-    @property
     def rotary_sizes(self) -> tuple[int, int, int]:
         """Channels of a head that encode (t, h, w)."""
         if self.rotary_dims is not None:
             return self.rotary_dims
         spatial = 2 * (7 * self.head_dim // 32)
         return (self.head_dim - 2 * spatial, spatial, spatial)
-
-    @property
-    def stream_dtype(self) -> jnp.dtype:
-        """The dtype of the residual streams."""
-        return jnp.dtype("float32") if self.residual_dtype == "float32" else self.compute_dtype

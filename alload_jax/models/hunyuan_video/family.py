@@ -5,16 +5,16 @@ from typing import Any
 from flax import nnx
 
 from alload_jax.errors import InputError
-from alload_jax.models.common.attention import packing_unsupported_reason
 from alload_jax.models.common.named_tensors import Naming, Tensor
-from alload_jax.models.families import Family, SamplingDefaults
+from alload_jax.models.families import SamplingDefaults
 from alload_jax.models.hunyuan_video import conversion, weight_table
 from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
 from alload_jax.models.hunyuan_video.partition import PARTITION_RULES
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoTransformer
+from alload_jax.models.transformer_family import TransformerFamily
 
 
-class HunyuanVideoFamily(Family):
+class HunyuanVideoFamily(TransformerFamily):
     """HunyuanVideo 1.5's models for text and images to video; see `Family`."""
 
     name = "hunyuan_video"
@@ -27,10 +27,6 @@ class HunyuanVideoFamily(Family):
     def build(self, config: HunyuanVideoConfig, rngs: nnx.Rngs) -> HunyuanVideoTransformer:
         """See `Family.build`."""
         return HunyuanVideoTransformer(config, rngs=rngs)
-
-    def packing_unsupported_reason(self, config: HunyuanVideoConfig) -> str:
-        """See `Family.packing_unsupported_reason`."""
-        return packing_unsupported_reason(config.attention, config.head_dim, config.compute_dtype)
 
     def sampling_defaults(self, config: HunyuanVideoConfig) -> SamplingDefaults:
         """See `Family.sampling_defaults`; guidance and shift are those of the 720p models."""

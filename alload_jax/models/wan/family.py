@@ -2,21 +2,15 @@
 
 from typing import Any
 
-import jax
 from flax import nnx
 
 from alload_jax.models.common.named_tensors import Naming, Tensor
-from alload_jax.models.common.sparse_attention import (
-    forced_state,
-    switch_metrics,
-    switch_records,
-    update_switches,
-)
-from alload_jax.models.families import Family, SamplingDefaults
+from alload_jax.models.families import SamplingDefaults
+from alload_jax.models.transformer_family import TransformerFamily
 from alload_jax.models.wan import conversion, weight_table
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.models.wan.partition import PARTITION_RULES
-from alload_jax.models.wan.transformer import WanTransformer, packing_unsupported_reason
+from alload_jax.models.wan.transformer import WanTransformer
 
 _VAE_STRIDES = {1: (1, 1, 1), 3: (1, 1, 1), 48: (4, 16, 16)}
 """VAE strides by number of channels: pixels, and Wan 2.2's VAE; others are of Wan 2.1's VAE."""
@@ -25,7 +19,7 @@ _FPS = {48: 24.0}
 16."""
 
 
-class WanFamily(Family):
+class WanFamily(TransformerFamily):
     """Wan 2.1's models, and Wan 2.2's 5B model; see `Family`."""
 
     name = "wan"
@@ -40,40 +34,6 @@ class WanFamily(Family):
     def build(self, config: WanConfig, rngs: nnx.Rngs) -> WanTransformer:
         """See `Family.build`."""
         return WanTransformer(config, rngs=rngs)
-
-    def packing_unsupported_reason(self, config: WanConfig) -> str:
-        """See `Family.packing_unsupported_reason`."""
-        return packing_unsupported_reason(config)
-
-    def update_variables(self, config: WanConfig, variables: Any, auxiliary: dict[str, Any]) -> Any:
-        """See `Family.update_variables`; layers switch between dense and sparse attention."""
-        if config.sparse_attention is None:
-            return variables
-        state = variables["blocks"]["sparse_attention"]["switch"]
-        return _switched(variables, update_switches(config.sparse_attention, state, auxiliary))
-
-    def resumed_variables(self, config: WanConfig, variables: Any) -> Any:
-        """See `Family.resumed_variables`; forced densities are those of the config."""
-        if config.sparse_attention is None:
-            return variables
-        state = variables["blocks"]["sparse_attention"]["switch"]
-        return _switched(variables, forced_state(config.sparse_attention, state))
-
-    def step_metrics(
-        self, config: WanConfig, variables: Any, auxiliary: dict[str, Any]
-    ) -> dict[str, jax.Array]:
-        """See `Family.step_metrics`."""
-        if config.sparse_attention is None:
-            return super().step_metrics(config, variables, auxiliary)
-        state = variables["blocks"]["sparse_attention"]["switch"]
-        return switch_metrics(config.sparse_attention, state, auxiliary)
-
-    def layer_records(self, config: WanConfig, variables: Any) -> dict[str, jax.Array]:
-        """See `Family.layer_records`."""
-        if config.sparse_attention is None:
-            return {}
-        state = variables["blocks"]["sparse_attention"]["switch"]
-        return switch_records(config.sparse_attention, state)
 
     def sampling_defaults(self, config: WanConfig) -> SamplingDefaults:
         """See `Family.sampling_defaults`; guidance and shift are those recommended for 720p."""
@@ -96,13 +56,6 @@ class WanFamily(Family):
     def export_fields(self, config: WanConfig) -> dict[str, Any]:
         """See `Family.export_fields`."""
         return conversion.export_fields(config)
-
-
-def _switched(variables: Any, state: dict[str, Any]) -> Any:
-    """Variables with another state of the layers' switches."""
-    blocks = variables["blocks"]
-    sparse = blocks["sparse_attention"] | {"switch": state}
-    return variables | {"blocks": blocks | {"sparse_attention": sparse}}
 
 
 FAMILY = WanFamily()

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from alload_jax.models.common import attention
 from alload_jax.models.common.embedding import (
     ImageEmbedding,
     TimestepEmbedding,
@@ -24,12 +23,6 @@ from alload_jax.models.common.tile_layout import ClipTiles, TileLayout, clip_til
 from alload_jax.models.wan.block import Block, Context, Head
 from alload_jax.models.wan.config import WanConfig
 from pallas_kernels import segmentation
-
-
-def packing_unsupported_reason(config: WanConfig) -> str:
-    """Returns why this model should not train on packed rows on this device; empty if it can."""
-    head_dim = config.dim // config.num_heads
-    return attention.packing_unsupported_reason(config.attention, head_dim, config.compute_dtype)
 
 
 class WanTransformer(nnx.Module):
@@ -92,7 +85,7 @@ class WanTransformer(nnx.Module):
         tokens = patchify(latents, patch)
         frames, height, width = latents.shape[1:4]
         grid = (frames // patch[0], height // patch[1], width // patch[2])
-        head_dim = self.config.dim // self.config.num_heads
+        head_dim = self.config.head_dim
         positions, tiles = grid_positions(*grid), self._tiles(grid)
         if tiles is not None:
             # Nothing but attention depends on the order, so that layers need not move tokens.
@@ -139,7 +132,7 @@ class WanTransformer(nnx.Module):
             timestep = pairs.reshape(len(pairs), -1)
             of_token = 2 * modulated + (positions[..., 0] > 0)
             modulated = jnp.where(modulated == PADDING, PADDING, of_token)
-        head_dim = self.config.dim // self.config.num_heads
+        head_dim = self.config.head_dim
         rotary = rotary_table(positions, metadata.grid, head_dim)
         velocity, auxiliary = self.transform(
             tokens, timestep, condition, image, rotary, sharding, metadata, modulated=modulated

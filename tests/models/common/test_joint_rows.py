@@ -143,10 +143,10 @@ def test_bucketed_rows_end_with_the_condition():
     assert bucketed_joint_rows(5, None).lengths is None
 
 
-def test_split_samples_are_refused():
+def test_split_samples_need_a_sharding():
     metadata, condition = packed_case()
     split = PackedMetadata(
         *(metadata.tokens, metadata.condition, object(), metadata.grid, metadata.lengths, 4)
     )
-    with pytest.raises(NotImplementedError, match=r"set mesh\.context to 1"):
+    with pytest.raises(ValueError, match="give their sharding"):
         packed_joint_rows(split, condition.segments)

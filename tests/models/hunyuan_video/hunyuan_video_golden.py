@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import safetensors.numpy
+from golden_files import golden_arrays
 
 from alload_jax.models.common.condition_tokens import ConditionTokens
 from alload_jax.models.common.segments import segments_of
@@ -38,29 +38,17 @@ def bucketed_tokens(values, lengths):
 
 def golden_calls(case):
     """The case's calls, and its gradients by diffusers' keys."""
-    inputs = safetensors.numpy.load_file(GOLDEN / case / "inputs.safetensors")
-    expected = safetensors.numpy.load_file(GOLDEN / case / "expected.safetensors")
-    count = sum(name.endswith(".latents") for name in inputs)
-    calls = []
-    for n in range(count):
-        image = inputs[f"{n}.image"]
-        condition = {
-            name: bucketed_tokens(inputs[f"{n}.{name}"], inputs[f"{n}.{name}_length"])
-            for name in ("text", "glyphs")
-        }
-        tokens = image.shape[1] if image.any() else 0
-        condition["image"] = bucketed_tokens(image, [tokens] * len(image))
-        calls.append(
-            Call(
-                latents=channels_last(inputs[f"{n}.latents"]),
-                timestep=inputs[f"{n}.timestep"],
-                condition=condition,
-                cotangent=channels_last(inputs[f"{n}.cotangent"]),
-                output=channels_last(expected[f"{n}.output"]),
-            )
-        )
-    grads = {k.removeprefix("grad."): v for k, v in expected.items() if k.startswith("grad.")}
-    return calls, grads
+    calls, grads = golden_arrays(GOLDEN / case)
+    return [_call(arrays) for arrays in calls], grads
+
+
+def _call(arrays):
+    image = arrays["image"]
+    lengths = {name: arrays[f"{name}_length"] for name in ("text", "glyphs")}
+    lengths["image"] = [image.shape[1] if image.any() else 0] * len(image)
+    condition = {name: bucketed_tokens(arrays[name], each) for name, each in lengths.items()}
+    others = ("latents", "timestep", "cotangent", "output")
+    return Call(condition=condition, **{name: arrays[name] for name in others})
 
 
 def golden_config(case, **changes):
@@ -72,10 +60,6 @@ def golden_config(case, **changes):
 def golden_params(case, config):
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
     return load_weights(GOLDEN / case / "transformer", config, mesh)
-
-
-def channels_last(x):
-    return np.moveaxis(x, 1, -1)
 
 
 def error_of(value, expected):

@@ -13,8 +13,9 @@ from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.patches import patchify, unpatchify
 from alload_jax.models.common.rotary import grid_positions
 from alload_jax.models.common.segments import PackedMetadata, segments_of
+from alload_jax.models.families import family_of
 from alload_jax.models.wan.config import WanConfig
-from alload_jax.models.wan.transformer import WanTransformer, packing_unsupported_reason
+from alload_jax.models.wan.transformer import WanTransformer
 
 CONFIG = WanConfig(
     dim=24,
@@ -216,7 +217,7 @@ def test_what_keeps_a_model_from_packed_rows_is_named(changes, capability, reaso
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu(capability)])
     config = WanConfig(**vars(CONFIG) | {"dim": 32, "dtype": "bfloat16"} | changes)
-    found = packing_unsupported_reason(config)
+    found = family_of(config).packing_unsupported_reason(config)
     assert reason in found if reason else found == ""
 
 

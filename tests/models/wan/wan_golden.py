@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import safetensors.numpy
+from golden_files import golden_arrays
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "wan"
 CASES = sorted(folder.name for folder in GOLDEN.iterdir())
@@ -23,23 +23,5 @@ class Call(NamedTuple):
 
 def golden_calls(case):
     """The case's calls, and its gradients by diffusers' keys."""
-    inputs = safetensors.numpy.load_file(GOLDEN / case / "inputs.safetensors")
-    expected = safetensors.numpy.load_file(GOLDEN / case / "expected.safetensors")
-    count = sum(name.endswith(".latents") for name in inputs)
-    calls = [
-        Call(
-            latents=channels_last(inputs[f"{n}.latents"]),
-            timestep=inputs[f"{n}.timestep"],
-            text=inputs[f"{n}.text"],
-            image=inputs.get(f"{n}.image"),
-            cotangent=channels_last(inputs[f"{n}.cotangent"]),
-            output=channels_last(expected[f"{n}.output"]),
-        )
-        for n in range(count)
-    ]
-    grads = {k.removeprefix("grad."): v for k, v in expected.items() if k.startswith("grad.")}
-    return calls, grads
-
-
-def channels_last(x):
-    return np.moveaxis(x, 1, -1)
+    calls, grads = golden_arrays(GOLDEN / case)
+    return [Call(**({"image": None} | call)) for call in calls], grads

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from alload_jax.models.common.attention import (
     AttentionImplementation,
     attention,
+    attention_of_rows,
     attention_within,
     head_spec,
 )
@@ -51,6 +52,8 @@ class RowsOfLayer(NamedTuple):
       packed: the segments of packed rows, with their tiles; None for rows of one sample each.
       implementation: of dense attention.
       sharding: of the rows over a mesh of Auto axes.
+      lengths: [R] int32, tokens of rows that hold one sample each and its condition, whose segments
+        and tiles `packed` says too; None for other rows.
     """
 
     x: jax.Array
@@ -60,12 +63,15 @@ class RowsOfLayer(NamedTuple):
     packed: PackedMetadata | None
     implementation: AttentionImplementation
     sharding: NamedSharding | None
+    lengths: jax.Array | None = None
 
     def dense(self) -> jax.Array:
         """Dense attention."""
+        packed = self.packed if self.lengths is None else None
         return attention(
             *self.heads,
-            segments=None if self.packed is None else self.packed.within_tokens(),
+            segments=None if packed is None else packed.within_tokens(),
+            lengths=self.lengths,
             implementation=self.implementation,
             sharding=self.sharding,
         )
@@ -74,6 +80,8 @@ class RowsOfLayer(NamedTuple):
         """Dense attention within the segments of one device's packed rows."""
         if self.packed is None:
             return None
+        if self.lengths is not None:
+            return attention_of_rows(self.implementation)
         return attention_within(*self.heads[:2], self.implementation, self.sharding)
 
     def samples(self) -> Samples | None:
@@ -85,7 +93,9 @@ class RowsOfLayer(NamedTuple):
     @property
     def sample_shape(self) -> tuple[int, ...]:
         """Shape of the auxiliary values of samples: (R,), or (R, M) for packed rows."""
-        return self.x.shape[:1] if self.packed is None else self.packed.tokens.offset.shape
+        if self.packed is None or self.lengths is not None:
+            return self.x.shape[:1]
+        return self.packed.tokens.offset.shape
 
 
 class SparseSelfAttention(nnx.Module):
@@ -137,7 +147,7 @@ class SparseSelfAttention(nnx.Module):
             return self._on_devices(run, _profile_specs, rows, heads, samples)
 
         def nothing() -> Profile:
-            slots = 1 if rows.packed is None else rows.sample_shape[1]
+            slots = 1 if len(rows.sample_shape) == 1 else rows.sample_shape[1]
             none = jnp.zeros((len(rows.x), slots))
             per_head = jnp.zeros((*none.shape, rows.heads[0].shape[2]))
             return Profile(none, per_head, per_head, per_head)

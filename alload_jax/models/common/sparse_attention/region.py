@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from alload_jax.models.common.condition_tiles import to_samples, with_condition_blocks
 from alload_jax.models.common.remat import BLOCK_LISTS
 from alload_jax.models.common.segments import AttentionSegments
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
@@ -93,6 +94,9 @@ class Choice(NamedTuple):
 def attend(heads: Heads, rows: Rows, choice: Choice) -> jax.Array:
     """Sparse attention of the samples that have tiles, dense attention of the others.
 
+    Condition tokens that stand in the row are attended to by all tokens of their sample, and attend
+    to all of them.
+
     Returns:
       [R, S, H, head_dim].
     """
@@ -102,12 +106,35 @@ def attend(heads: Heads, rows: Rows, choice: Choice) -> jax.Array:
     if layout is None:
         return _dense(choice, *arrays, segments)
     query, key, value = (to_tiles(each, layout) for each in arrays)
-    lists = _lists(heads, layout, choice)
+    lists, tiles = _lists(heads, layout, choice), layout.condition
+    if tiles is not None:
+        lists = with_condition_blocks(lists, layout)
+        key, value = (
+            jnp.concatenate([part, to_tiles(each, tiles)], axis=1)
+            for part, each in ((key, heads.key), (value, heads.value))
+        )
     output = from_tiles(block_sparse_attention(query, key, value, lists), layout)
+    if tiles is not None:
+        assert segments is not None
+        asking = to_tiles(heads.query, tiles)
+        seen = _dense(choice, asking, *arrays[1:], to_samples(tiles, segments))
+        output = output + from_tiles(seen, tiles)
     if layout.covers_all:
         return output
     assert segments is not None
-    return output + _dense(choice, *arrays, segments.shorter(choice.config.min_tokens))
+    return output + _dense(choice, *arrays, _untiled(segments, layout, choice.config))
+
+
+def _untiled(
+    segments: AttentionSegments, layout: TileLayout, config: SparseAttentionConfig
+) -> AttentionSegments:
+    """The samples that have no tiles: their latents have fewer than `min_tokens` tokens."""
+    if layout.condition is None:
+        return segments.shorter(config.min_tokens)
+    slots = jnp.arange(segments.query.length.shape[1])[:, None]
+    tiled = ((layout.segments[:, None] == slots) & (layout.tokens[:, None] > 0)).any(axis=-1)
+    beside = layout.longest_condition * layout.block
+    return segments.only(~tiled, config.min_tokens - 1 + beside)
 
 
 def measure(heads: Heads, rows: Rows, choice: Choice) -> Profile:
