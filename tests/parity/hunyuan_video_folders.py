@@ -3,7 +3,11 @@
 import inspect
 
 import torch
-from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
+from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+)
 from tokenizers import pre_tokenizers
 from transformers import (
     ByT5Tokenizer,
@@ -109,3 +113,25 @@ def write_pipeline(folder, **vae):
     for name, part in parts.items():
         part.save_pretrained(folder / name)
     return parts
+
+
+def random_transformer(channels=8, target_size=32, **changes):
+    """A transformer for the pipeline's encoders, whose timesteps and texts matter."""
+    torch.manual_seed(1)
+    return moved_from_zero(
+        HunyuanVideo15Transformer3DModel(
+            in_channels=2 * channels + 1,
+            out_channels=channels,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            rope_axes_dim=(4, 2, 2),
+            num_layers=1,
+            num_refiner_layers=1,
+            mlp_ratio=2.0,
+            text_embed_dim=TEXT_WIDTH,
+            text_embed_2_dim=GLYPH_WIDTH,
+            image_embed_dim=IMAGE_WIDTH,
+            target_size=target_size,
+            **changes,
+        )
+    )
