@@ -39,16 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "one, or all: each line of a .txt file, each entry of a list, the columns caption, "
         "caption_1, caption_2 and so on; an epoch takes one of them; default one")  # fmt: skip
     add("--vae", default="none", help="encoder of frames: none stores pixels, wan latents of Wan's "
-        "VAE; default none")  # fmt: skip
+        "VAE, hunyuan_video those of HunyuanVideo 1.5's; default none")  # fmt: skip
     add("--vae-folder", help="local folder of the VAE's weights, as diffusers saves them")
     add("--text", default="bytes", help="encoder of captions: bytes, class where captions are "
-        "classes, umt5 for Wan's; default bytes")  # fmt: skip
+        "classes, umt5 for Wan's, hunyuan_video for HunyuanVideo 1.5's; default bytes")  # fmt: skip
     add("--text-folder", help="local folder of the text encoder's weights and tokenizer")
     add("--text-length", type=int, help="most tokens of a caption; default: 256 bytes for bytes, "
-        "512 tokens for umt5")  # fmt: skip
+        "512 tokens for umt5, 1000 for hunyuan_video")  # fmt: skip
     add("--image-to-video", help="store what image-to-video models are given: first, or first-last "
-        "for first and last frame; default: nothing")  # fmt: skip
-    add("--image-folder", help="local folder of their image encoder (CLIP); default: none")
+        "for first and last frame, which Wan's models take; default: nothing")  # fmt: skip
+    add("--image-folder", help="local folder of their image encoder: CLIP for wan, SigLIP for "
+        "hunyuan_video; default: none")  # fmt: skip
     add("--area", nargs="+", default=["480p"], help="area classes of the buckets: 192p, 256p, "
         "480p, 512p, 720p, 1080p, or HEIGHTxWIDTH; default 480p")  # fmt: skip
     add("--max-enlarge", type=float, default=1.25, help="smaller pictures than this needs are "

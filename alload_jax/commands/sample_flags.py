@@ -81,11 +81,13 @@ def _add_conditions(parser: argparse.ArgumentParser) -> None:
 
 def _add_encoders(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--text-encoder", metavar="DIR", help="local folder of umT5, for --prompt; bytes for the "
-        "embedding of --text bytes, which runs on such data have without it")  # fmt: skip
-    add("--vae", metavar="DIR", help="local folder of Wan's VAE, which turns latents into pictures")
-    add("--image-encoder", metavar="DIR", help="local folder of CLIP, for --image with models that "
-        "take image embeddings")  # fmt: skip
+    add("--text-encoder", metavar="DIR", help="local folder of the model's text encoder, for "
+        "--prompt: umT5 for Wan, HunyuanVideo 1.5's pipeline; bytes for the embedding of --text "
+        "bytes, which runs on such data have without it")  # fmt: skip
+    add("--vae", metavar="DIR", help="local folder of the model's VAE, which turns latents into "
+        "pictures")  # fmt: skip
+    add("--image-encoder", metavar="DIR", help="local folder of the model's image encoder, CLIP or "
+        "SigLIP, for --image with models that take image embeddings")  # fmt: skip
 
 
 def _add_low_noise(parser: argparse.ArgumentParser) -> None:

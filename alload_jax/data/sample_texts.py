@@ -1,26 +1,34 @@
 """The texts of a sample that has several: how a record holds them, and which one an epoch takes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from alload_jax.data.record import LABELS, TEXT, Arrays
+from alload_jax.data.sample_form import part_names
 
 _STREAM = 2
 """Tells these draws from others of the same seed."""
 
 
 def with_alternatives(
-    arrays: dict[str, np.ndarray], alternatives: Sequence[np.ndarray]
+    arrays: dict[str, np.ndarray],
+    alternatives: Sequence[np.ndarray],
+    parts: Sequence[Mapping[str, np.ndarray]] = (),
 ) -> dict[str, np.ndarray]:
     """A record's arrays with further conditions of the sample, `text.1`, `text.2` and so on.
 
     Args:
       arrays: of the record, with its first condition.
       alternatives: [L, width] or [L] each, as the first.
+      parts: for each alternative its tokens of further kinds by name, stored as `glyphs.1` and so
+        on; kinds that are left out are those of the first condition.
     """
-    name = _name(arrays)
-    return arrays | {f"{name}.{number}": other for number, other in enumerate(alternatives, 1)}
+    name, found = _name(arrays), dict(arrays)
+    found |= {f"{name}.{number}": other for number, other in enumerate(alternatives, 1)}
+    for number, kinds in enumerate(parts, 1):
+        found |= {f"{kind}.{number}": tokens for kind, tokens in kinds.items()}
+    return found
 
 
 def texts_of(arrays: Arrays, name: str | None = None) -> list[np.ndarray]:
@@ -28,7 +36,7 @@ def texts_of(arrays: Arrays, name: str | None = None) -> list[np.ndarray]:
 
     Args:
       arrays: of the sample.
-      name: `TEXT` or `LABELS`; None for what there is.
+      name: `TEXT` or `LABELS`, None for what there is of them; or a further kind of tokens.
     """
     name = name or _name(arrays)
     found = [arrays[name]]
@@ -42,6 +50,8 @@ def with_text_of_epoch(
 ) -> dict[str, np.ndarray]:
     """The arrays with one of the sample's texts as its text, drawn from seed, epoch and sample.
 
+    Tokens of further kinds are those of that text.
+
     Args:
       arrays: of the sample; returned as they are if it has one text.
       seed: of the run.
@@ -52,7 +62,10 @@ def with_text_of_epoch(
     if len(texts) == 1:
         return arrays
     drawn = np.random.SeedSequence(seed, spawn_key=(_STREAM, epoch, sample)).generate_state(1)[0]
-    return arrays | {_name(arrays): texts[int(drawn) % len(texts)]}
+    number = int(drawn) % len(texts)
+    kinds = {kind: arrays.get(f"{kind}.{number}") for kind in part_names(arrays)}
+    taken = {kind: tokens for kind, tokens in kinds.items() if tokens is not None}
+    return arrays | taken | {_name(arrays): texts[number]}
 
 
 def _name(arrays: Arrays) -> str:

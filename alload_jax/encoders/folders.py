@@ -76,7 +76,8 @@ def read_config(folder: Path, key: str, known: Sequence[str], wanted: str) -> di
         raise InputError(f"{path}: is not valid JSON; copy it again") from error
     name = found.get(key) if isinstance(found, dict) else None
     if name not in known:
-        raise InputError(f"{path}: {key} is {name}, not {known[0]}; give the folder of {wanted}")
+        names = " or ".join(known)
+        raise InputError(f"{path}: {key} is {name}, not {names}; give the folder of {wanted}")
     return dict(found)
 
 

@@ -47,6 +47,23 @@ def load_model(kind: Any, folder: Path, device: Any, dtype: str | None) -> Any:
     return _moved(model, folder, device).eval().requires_grad_(False)
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a local folder, of the class that its config names.
+
+    Raises:
+      InputError: it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise InputError(
+            f"{folder}: the tokenizer cannot be read ({str(error).splitlines()[0][:120]}); copy "
+            "the model's tokenizer folder again"
+        ) from error
+
+
 def _moved(model: Any, folder: Path, device: Any) -> Any:
     import torch
 

@@ -17,8 +17,8 @@ from alload_jax.encoders.folders import (
     weight_files,
     weights_digest,
 )
-from alload_jax.encoders.loading import load_model
-from alload_jax.errors import InputError
+from alload_jax.encoders.loading import load_model, load_tokenizer
+from alload_jax.encoders.text_model import TEXT
 
 _WANTED = "umT5 (UMT5EncoderModel, as transformers saves it)"
 _TOKENIZERS = ("tokenizer.json", "spiece.model")
@@ -114,6 +114,11 @@ class Umt5Text:
         """
         return [self._encode(clean_prompt(text)) for text in texts]
 
+    def tokens(self, text: str) -> dict[str, np.ndarray]:
+        """The tokens of a text by their kind, [L, width] float32; see `TextModel.tokens`."""
+        (found,) = self.encode([text])
+        return {TEXT: found}
+
     def unload(self) -> None:
         """Frees the weights; the next call of `encode` loads them again."""
         self.__dict__.pop("_model", None)
@@ -142,15 +147,7 @@ class Umt5Text:
     @cached_property
     def _tokenizer(self) -> Any:
         require_packages(_WANTED)
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(self._tokenizer_folder, local_files_only=True)
-        except (OSError, ValueError, TypeError, ImportError) as error:
-            raise InputError(
-                f"{self._tokenizer_folder}: the tokenizer cannot be read "
-                f"({str(error).splitlines()[0][:120]}); copy Wan's tokenizer folder again"
-            ) from error
+        return load_tokenizer(self._tokenizer_folder)
 
     @cached_property
     def _model(self) -> Any:

@@ -1,6 +1,6 @@
 """Builds the condition arrays of requests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 from alload_jax.data.record import GIVEN, IMAGE, TEXT
 from alload_jax.errors import InputError
 from alload_jax.models.common.condition_tokens import ConditionTokens
-from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.config import ConditionPart, ModelConfig
 from alload_jax.models.common.segments import PADDING, Segments
 from alload_jax.sampling.embeddings import read_embeddings, read_optional, read_part
 from alload_jax.sampling.encoders import Encoders
@@ -65,7 +65,7 @@ def _text(source: Path | str | None, model: ModelConfig, encoders: Encoders) -> 
         return np.zeros((0, model.text.dim), np.float32)
     if isinstance(source, Path):
         return read_embeddings(source, TEXT)[: model.text.length]
-    return encoders.encoded(source)[: model.text.length]
+    return encoders.encoded(source)[TEXT][: model.text.length]
 
 
 def _padded(tokens: np.ndarray, length: int) -> np.ndarray:
@@ -79,15 +79,14 @@ def _parts(
     source: Path | str | None, image: np.ndarray | None, model: ModelConfig, encoders: Encoders
 ) -> dict[str, ConditionTokens]:
     """The parts of a condition, without the batch's axis; a file of text may hold others too."""
-    found = {}
+    found, words = {}, encoders.encoded(source) if isinstance(source, str) else {}
     for part in model.condition_parts():
-        tokens = np.zeros((0, part.width), np.float32)
-        if part.name == TEXT:
-            tokens = _text(source, model, encoders)
-        elif part.name == IMAGE:
-            tokens = tokens if image is None else image
+        if part.name == IMAGE:
+            tokens = np.zeros((0, part.width), np.float32) if image is None else image
         elif isinstance(source, Path):
-            tokens = read_part(source, part)
+            tokens = _part_in_file(source, part)
+        else:
+            tokens = _part_of_words(words, part)
         # Requests of a batch have equally many tokens of their images alone.
         room = len(tokens) if part.name == IMAGE else part.length
         ids = np.full(room, PADDING, np.int32)
@@ -96,6 +95,23 @@ def _parts(
         segments = Segments(np.zeros_like(length), length, ids)
         found[part.name] = ConditionTokens(_padded(tokens, room), segments)
     return found
+
+
+def _part_in_file(path: Path, part: ConditionPart) -> np.ndarray:
+    if part.name == TEXT:
+        return read_embeddings(path, TEXT)[: part.length]
+    return read_part(path, part)
+
+
+def _part_of_words(words: Mapping[str, np.ndarray], part: ConditionPart) -> np.ndarray:
+    """The tokens of a kind that an encoder gives, [L, width]; none if it gives none."""
+    tokens = words.get(part.name, np.zeros((0, part.width), np.float32))[: part.length]
+    if tokens.shape[1] != part.width:
+        raise InputError(
+            f"--text-encoder: gives {part.name} of width {tokens.shape[1]}, but the model takes "
+            f"{part.width}; name the encoder that the model was trained with"
+        )
+    return tokens
 
 
 def _given(request: Request, model: ModelConfig, encoders: Encoders) -> tuple[Any, Any, Any]:

@@ -10,10 +10,12 @@ import numpy as np
 from alload_jax.data.manifest import VAE
 from alload_jax.data.prepare.byte_text import ByteText
 from alload_jax.data.prepare.captions import clean
-from alload_jax.encoders.clip_image import ClipImage
+from alload_jax.data.record import TEXT
 from alload_jax.encoders.devices import release_memory
-from alload_jax.encoders.umt5 import Umt5Text
-from alload_jax.encoders.wan_vae import WanVae
+from alload_jax.encoders.image import ImageEncoder
+from alload_jax.encoders.known import open_image, open_text, open_vae
+from alload_jax.encoders.text_model import TextModel
+from alload_jax.encoders.vae import Vae
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 
@@ -28,26 +30,25 @@ class Encoders:
       image: encoder of given images.
     """
 
-    text: Umt5Text | ByteText | None = None
-    vae: WanVae | None = None
-    image: ClipImage | None = None
+    text: TextModel | ByteText | None = None
+    vae: Vae | None = None
+    image: ImageEncoder | None = None
 
-    def encoded(self, words: str) -> np.ndarray:
-        """The embeddings of a prompt, [L, width] float32.
+    def encoded(self, words: str) -> dict[str, np.ndarray]:
+        """The tokens of a prompt by kind, [L, width] float32: `text`, and others if it has some.
 
         Raises:
           InputError: the weights of the encoder cannot be loaded.
         """
         assert self.text is not None
         if isinstance(self.text, ByteText):
-            return self.text.encode(clean(words)).astype(np.float32)
-        (found,) = self.text.encode([words])
-        return found
+            return {TEXT: self.text.encode(clean(words)).astype(np.float32)}
+        return self.text.tokens(words)
 
     def unload(self) -> None:
         """Frees the weights of text and image encoders, which are as large as the model's."""
         for encoder in (self.text, self.image):
-            if isinstance(encoder, Umt5Text | ClipImage):
+            if encoder is not None and not isinstance(encoder, ByteText):
                 encoder.unload()
         release_memory()
 
@@ -67,7 +68,7 @@ def find_encoders(
     Args:
       model: config of the model.
       origin: origin of the training data; empty if it is not known.
-      text, vae, image: folders of umT5, of Wan's VAE and of CLIP; None where there is none.
+      text, vae, image: folders of text encoder, VAE and image encoder; None where there is none.
 
     Raises:
       InputError: a folder holds no such encoder, or one that does not fit model or data.
@@ -75,11 +76,11 @@ def find_encoders(
     return Encoders(
         _text(model, origin.get("text"), text),
         None if vae is None else _vae(model, origin.get(VAE), vae),
-        None if image is None else _image(model, image),
+        None if image is None else _image(model, origin.get("image_to_video"), image),
     )
 
 
-def _text(model: ModelConfig, known: Any, folder: Path | None) -> Umt5Text | ByteText | None:
+def _text(model: ModelConfig, known: Any, folder: Path | None) -> TextModel | ByteText | None:
     known = known if isinstance(known, dict) else {}
     if folder is None:
         if known.get("name") != "bytes" or model.text is None:
@@ -91,7 +92,7 @@ def _text(model: ModelConfig, known: Any, folder: Path | None) -> Umt5Text | Byt
         return ByteText(model.text.dim, model.text.length)
     if model.text is None:
         raise InputError(f"--text-encoder {folder}: the model's condition is classes; leave it out")
-    encoder = Umt5Text(folder, model.text.length)
+    encoder = open_text(folder, model.text.length)
     if encoder.width != model.text.dim:
         raise InputError(
             f"--text-encoder {folder}: gives embeddings of width {encoder.width}, but the model "
@@ -101,8 +102,8 @@ def _text(model: ModelConfig, known: Any, folder: Path | None) -> Umt5Text | Byt
     return encoder
 
 
-def _vae(model: ModelConfig, known: Any, folder: Path) -> WanVae:
-    vae = WanVae(folder)
+def _vae(model: ModelConfig, known: Any, folder: Path) -> Vae:
+    vae = open_vae(folder)
     if vae.channels != model.latent_channels:
         raise InputError(
             f"--vae {folder}: has latents of {vae.channels} channels, but the model generates "
@@ -112,10 +113,18 @@ def _vae(model: ModelConfig, known: Any, folder: Path) -> WanVae:
     return vae
 
 
-def _image(model: ModelConfig, folder: Path) -> ClipImage:
+def _image(model: ModelConfig, known: Any, folder: Path) -> ImageEncoder:
     if model.image is None:
         raise InputError(f"--image-encoder {folder}: the model takes no image embeddings")
-    return ClipImage(folder)
+    encoder = open_image(folder)
+    if encoder.width != model.image.dim:
+        raise InputError(
+            f"--image-encoder {folder}: gives embeddings of width {encoder.width}, but the model "
+            f"takes {model.image.dim}; name the encoder that the model was trained with"
+        )
+    if isinstance(known, dict) and isinstance(known.get("image"), dict):
+        _require_same("--image-encoder", folder, encoder.origin(), known["image"])
+    return encoder
 
 
 def _require_same(

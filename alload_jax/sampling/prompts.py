@@ -54,9 +54,9 @@ class EncoderFolders:
     """Local folders of the encoders; null for none.
 
     Attributes:
-      text: umT5, for prompts; not needed for data that were prepared with `--text bytes`.
-      vae: Wan's VAE, which decodes samples; without it latents are written.
-      image: CLIP, for models that take image embeddings.
+      text: text encoder, for prompts; not needed for data that were prepared with `--text bytes`.
+      vae: VAE, which decodes samples; without it latents are written.
+      image: image encoder, for models that take image embeddings.
     """
 
     text: str | None = None

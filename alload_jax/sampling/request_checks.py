@@ -12,6 +12,7 @@ from alload_jax.sampling.clips import check_format
 from alload_jax.sampling.embeddings import embeddings_shape
 from alload_jax.sampling.requests import RawRequest, Request, Target
 
+_FIRST_ONLY = "the model takes a first frame only; remove it"
 _SEEDS = 2**32
 _LARGEST = 2**31
 """Maximum size along an axis, and maximum number of elements of a sample and of its picture."""
@@ -122,7 +123,7 @@ def _text(raw: RawRequest, words_key: str, key: str, target: Target) -> Path | s
         if target.encoders.text is None:
             raise InputError(
                 f"{raw.place(words_key)} needs an encoder; give --text-encoder (in a config: "
-                f"sampling.encoders.text), a local folder of umT5, or {key}"
+                f"sampling.encoders.text), a local folder of the model's text encoder, or {key}"
             )
         return str(words)
     tokens = _tokens(raw, key, "text", text.dim)
@@ -143,9 +144,10 @@ def _image_tokens(raw: RawRequest, target: Target) -> int:
             raise InputError(f"{place} is given, but the model takes no image; remove it")
         return 0
     if not given:
-        if "image" in raw.values and target.encoders.image is not None:
+        has_image = "image" in raw.values
+        if has_image and target.encoders.image is not None:
             return 0
-        if model.given_optional:
+        if model.given_optional and not has_image:
             return 0
         raise InputError(
             f"{place} is not given; the model takes [N, {model.image.dim}] of them: give them, or "
@@ -178,13 +180,13 @@ def _check_given(raw: RawRequest, target: Target, size: Triple) -> None:
     if model.given_channels:
         if target.encoders.vae is None:
             raise InputError(f"{place} needs --vae, a local folder of the model's VAE")
+        if "last_image" in raw.values and not target.encoders.vae.takes_last_frame:
+            raise InputError(f"{raw.place('last_image')}: {_FIRST_ONLY}")
         return
     if not family_of(model).has_first_frame_timestep or model.patch_size[0] != 1:
         raise InputError(f"{place} is given, but the model cannot take a first frame; remove it")
     if "last_image" in raw.values:
-        raise InputError(
-            f"{raw.place('last_image')}: the model takes a first frame only; remove it"
-        )
+        raise InputError(f"{raw.place('last_image')}: {_FIRST_ONLY}")
     if target.encoders.vae is None and target.picture_channels is None:
         raise InputError(f"{place} needs --vae, a local folder of the model's VAE")
     if size[0] == 1:

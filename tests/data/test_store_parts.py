@@ -94,6 +94,23 @@ def test_wrong_parts_are_refused_and_the_sample_is_named(parts, words, tmp_path)
 
 
 @pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        ({"glyphs": np.ones((2, 4), np.float32)}, "width of 4, the first has a width of 5"),
+        ({"other": np.ones((2, 4), np.float32)}, "the first has none"),
+        ({"glyphs": np.full((2, 5), np.inf)}, "glyphs.1 hold inf"),
+    ],
+)
+def test_an_alternative_has_kinds_like_those_of_the_first_text(kinds, words, tmp_path):
+    with StoreWriter(tmp_path / "s", vae_stride=(1, 1, 1)) as writer:
+        latents, text, size, first = next(samples())
+        with pytest.raises(ValueError, match="sample 0") as error:
+            writer.add(latents, text, size, parts=first, alternatives=[(text, "b", kinds)])
+        assert_says(error, words)
+        writer.add(latents, text, size, parts=first, alternatives=[(text, "b")])
+
+
+@pytest.mark.parametrize(
     "change",
     [
         lambda table: table.drop_columns(PART_LENGTHS),

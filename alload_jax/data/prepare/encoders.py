@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 
 from alload_jax.planning.geometry import Triple
 from alload_jax.registry import Registry
+
+Encoded = np.ndarray | dict[str, np.ndarray]
+"""What a `TextEncoder` makes of a caption."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,59 @@ class TextEncoder(Protocol):
         """Its name and what else determines the conditions, as JSON values."""
         ...
 
-    def encode(self, caption: str | None) -> np.ndarray:
+    def encode(self, caption: str | None) -> Encoded:
         """Encodes a cleaned caption; None for a file without one.
 
         Returns:
-          [L, width] floats, or [L] int32 classes.
+          [L, width] floats, or [L] int32 classes. For models that take several kinds of tokens,
+          those kinds by name: `text`, and the others of the models' `condition_parts`.
 
         Raises:
           UnusableError: a file with this caption, or without one, cannot be used.
+        """
+        ...
+
+
+class Given(NamedTuple):
+    """What a model is given for a clip.
+
+    Attributes:
+      channels: [t, h, w, G] float16, as `Vae.encode_given`.
+      image: [L, width] float16, embeddings of the given frames one after the other; None without
+        an image encoder.
+    """
+
+    channels: np.ndarray
+    image: np.ndarray | None
+
+
+class GivenEncoder(Protocol):
+    """Encodes the frames of a clip that are given to a model; pickled like a `VaeEncoder`."""
+
+    @classmethod
+    def make(cls, kind: str, vae_folder: Path, image_folder: Path | None) -> Self:
+        """Makes the encoder.
+
+        Args:
+          kind: value of `--image-to-video`.
+          vae_folder: local folder of the VAE, the one that encodes the frames.
+          image_folder: local folder of the image encoder; None for none.
+
+        Raises:
+          InputError: kind and folders do not fit the models.
+        """
+        ...
+
+    def origin(self) -> dict[str, Any]:
+        """What determines the given arrays beside the VAE, as JSON values."""
+        ...
+
+    def encode(self, first: np.ndarray, last: np.ndarray, frames: int) -> Given:
+        """Encodes the given frames of a clip.
+
+        Args:
+          first, last: [H, W, 3] uint8, its first and last frame.
+          frames: number of its frames; of one frame, that frame is given.
         """
         ...
 
@@ -115,6 +163,7 @@ VAE_ENCODERS: Registry[type[Any]] = Registry(
     {
         "none": "alload_jax.data.prepare.pixels:Pixels",
         "wan": "alload_jax.data.prepare.wan_latents:WanLatents",
+        "hunyuan_video": "alload_jax.data.prepare.hunyuan_video_latents:HunyuanVideoLatents",
     },
 )
 """Classes of `VaeEncoder`s."""
@@ -124,9 +173,19 @@ TEXT_ENCODERS: Registry[type[Any]] = Registry(
         "bytes": "alload_jax.data.prepare.byte_text:ByteText",
         "class": "alload_jax.data.prepare.class_text:ClassText",
         "umt5": "alload_jax.data.prepare.umt5_embeddings:Umt5Embeddings",
+        "hunyuan_video": "alload_jax.data.prepare.hunyuan_video_embeddings:HunyuanVideoEmbeddings",
     },
 )
 """Classes of `TextEncoder`s."""
+
+GIVEN_ENCODERS: Registry[type[Any]] = Registry(
+    "--vae",
+    {
+        "wan": "alload_jax.data.prepare.wan_latents:WanGivenFrames",
+        "hunyuan_video": "alload_jax.data.prepare.hunyuan_video_latents:HunyuanVideoGivenFrames",
+    },
+)
+"""Classes of `GivenEncoder`s by the name of the VAE: its models determine what they are given."""
 
 
 def sides_multiple(vae: VaeEncoder) -> int:

@@ -3,98 +3,84 @@
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from alload_jax.data.prepare.wan_latents import as_float16, wan_vae
-from alload_jax.encoders.clip_image import ClipImage
+from alload_jax.data.prepare.encoders import Given
+from alload_jax.data.prepare.rounding import as_float16
+from alload_jax.data.prepare.vae_latents import vae_in
 from alload_jax.encoders.devices import require_packages
+from alload_jax.encoders.image import ImageEncoder
+from alload_jax.encoders.vae import Vae
 from alload_jax.errors import InputError
 
-GivenKind = Literal["first", "first-last"]
-_NEEDS_NONE = 48  # channels of the VAE of Wan 2.2's 5B model
-
-
-class Given(NamedTuple):
-    """What a model is given for a clip.
-
-    Attributes:
-      channels: [t, h, w, G] float16, as `WanVae.encode_given`.
-      image: [L, width] float16, embeddings of the given frames one after the other; None without
-        an image encoder.
-    """
-
-    channels: np.ndarray
-    image: np.ndarray | None
+_KINDS = ("first", "first-last")
 
 
 @dataclass(frozen=True)
 class GivenFrames:
-    """Encodes the frames of a clip that are given to a model; pickled like a `VaeEncoder`.
+    """Encodes the given frames of a clip by VAE and image encoder; see `GivenEncoder`.
 
     Attributes:
+      vae_class, image_class: the encoders that its models were trained with.
       kind: which frames are given.
-      vae_folder: local folder of Wan's VAE.
-      image_folder: local folder of CLIP's image encoder; None for models that take none.
+      vae_folder: local folder of the VAE.
+      image_folder: local folder of the image encoder; None for models that take none.
       made_from: kind, and name and digest of the image encoder.
     """
 
-    kind: GivenKind
+    vae_class: ClassVar[type[Vae]]
+    image_class: ClassVar[type[ImageEncoder]]
+
+    kind: str
     vae_folder: Path
     image_folder: Path | None
     made_from: dict[str, Any]
 
     @classmethod
-    def make(cls, kind: str, vae: str, vae_folder: Path | None, image_folder: Path | None) -> Self:
-        """Makes the encoder.
-
-        Args:
-          kind: value of `--image-to-video`.
-          vae: name of the encoder of frames.
-          vae_folder, image_folder: local folders.
-
-        Raises:
-          InputError: kind, VAE and folders do not fit each other.
-        """
-        if kind not in get_args(GivenKind):
-            raise InputError(f"--image-to-video is {kind}; choose first or first-last")
-        if vae != "wan" or vae_folder is None:
-            raise InputError(f"--image-to-video {kind} needs latents of Wan's VAE; give --vae wan")
-        if wan_vae(vae_folder).channels == _NEEDS_NONE:
+    def make(cls, kind: str, vae_folder: Path, image_folder: Path | None) -> Self:
+        """See `GivenEncoder.make`."""
+        if kind not in _KINDS:
+            raise InputError(f"--image-to-video is {kind}; choose {' or '.join(_KINDS)}")
+        if kind == "first-last" and not cls.vae_class.takes_last_frame:
             raise InputError(
-                f"--image-to-video {kind}: {vae_folder} is the VAE of Wan 2.2's 5B model, which "
-                "takes its first frame from the latents themselves; leave it out and train with "
-                "objective.given_first_frame"
+                f"--image-to-video is {kind}, but models on latents of --vae {cls.vae_class.name} "
+                "take a first frame only; choose first"
             )
+        cls.check_vae(kind, vae_in(cls.vae_class, vae_folder))
         require_packages("--image-to-video")
         origin: dict[str, Any] = {"given": kind}
         if image_folder is not None:
-            origin["image"] = _clip(image_folder).origin()
-        return cls("first" if kind == "first" else "first-last", vae_folder, image_folder, origin)
+            origin["image"] = _image_in(cls.image_class, image_folder).origin()
+        return cls(kind, vae_folder, image_folder, origin)
+
+    @classmethod
+    def check_vae(cls, kind: str, vae: Vae) -> None:
+        """Checks that models on latents of this VAE are given frames.
+
+        Raises:
+          InputError: they are not.
+        """
 
     def origin(self) -> dict[str, Any]:
-        """What determines the given arrays beside the VAE, as JSON values."""
+        """See `GivenEncoder.origin`."""
         return dict(self.made_from)
 
     def encode(self, first: np.ndarray, last: np.ndarray, frames: int) -> Given:
-        """Encodes the given frames of a clip.
-
-        Args:
-          first, last: [H, W, 3] uint8, its first and last frame.
-          frames: number of its frames; of one frame, that frame is given.
-        """
+        """See `GivenEncoder.encode`."""
         pictures = [first] if self.kind == "first" else [first, last]
         given_last = last if self.kind == "first-last" and frames > 1 else None
-        channels = wan_vae(self.vae_folder).encode_given(first, given_last, frames)
+        vae = vae_in(self.vae_class, self.vae_folder)
+        channels = as_float16(vae.encode_given(first, given_last, frames))
         if self.image_folder is None:
-            return Given(as_float16(channels), None)
-        clip = _clip(self.image_folder)
-        image = np.concatenate([clip.encode(picture) for picture in pictures])
-        return Given(as_float16(channels), as_float16(image))
+            return Given(channels, None)
+        encoder = _image_in(self.image_class, self.image_folder)
+        image = np.concatenate([encoder.encode(picture) for picture in pictures])
+        return Given(channels, as_float16(image))
 
 
 @cache
-def _clip(folder: Path) -> ClipImage:
+def _image_in(kind: type[ImageEncoder], folder: Path) -> ImageEncoder:
     """The image encoder of this process, with its weights once they are loaded."""
-    return ClipImage(folder)
+    return kind(folder)

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from alload_jax.data.prepare.encoders import TextEncoder, VaeEncoder
-from alload_jax.data.prepare.given_frames import Given, GivenFrames
+from alload_jax.data.prepare.encoders import Encoded, Given, GivenEncoder, TextEncoder, VaeEncoder
 from alload_jax.data.prepare.interrupts import deferred_interrupts
 from alload_jax.data.processes import follow_parent
 from alload_jax.encoders.devices import device_count
@@ -37,12 +36,13 @@ class RemoteEncoders:
         """
         return np.asarray(self._asked("encode_frames", frames))
 
-    def encode_caption(self, caption: str | None) -> np.ndarray:
+    def encode_caption(self, caption: str | None) -> Encoded:
         """As `TextEncoder.encode`; errors as `encode_frames`."""
-        return np.asarray(self._asked("encode_caption", caption))
+        found: Encoded = self._asked("encode_caption", caption)
+        return found
 
     def encode_given(self, first: np.ndarray, last: np.ndarray, frames: int) -> Given:
-        """As `GivenFrames.encode`; errors as `encode_frames`."""
+        """As `GivenEncoder.encode`; errors as `encode_frames`."""
         return Given(*self._asked("encode_given", first, last, frames))
 
     def _asked(self, method: str, *arguments: Any) -> Any:
@@ -57,7 +57,7 @@ class RemoteEncoders:
 
 @contextmanager
 def encoding_processes(
-    vae: VaeEncoder, text: TextEncoder, given: GivenFrames | None, context: SpawnContext
+    vae: VaeEncoder, text: TextEncoder, given: GivenEncoder | None, context: SpawnContext
 ) -> Iterator[list[RemoteEncoders]]:
     """Starts a process for each GPU, or one where there is none; ends them at the end."""
     with ExitStack() as stack:
@@ -100,7 +100,7 @@ def _begin(device: str | None) -> None:
 class _Encoders:
     """The encoders of an encoding process; a thread for each worker calls them."""
 
-    def __init__(self, vae: VaeEncoder, text: TextEncoder, given: GivenFrames | None):
+    def __init__(self, vae: VaeEncoder, text: TextEncoder, given: GivenEncoder | None):
         self._vae, self._text, self._given = vae, text, given
         self._lock = threading.Lock()
 
@@ -108,7 +108,7 @@ class _Encoders:
         with self._lock:
             return self._vae.encode(frames)
 
-    def encode_caption(self, caption: str | None) -> np.ndarray:
+    def encode_caption(self, caption: str | None) -> Encoded:
         with self._lock:
             return self._text.encode(caption)
 

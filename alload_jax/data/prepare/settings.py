@@ -10,13 +10,14 @@ from typing import Any
 
 from alload_jax.data.prepare.captions import clean
 from alload_jax.data.prepare.encoders import (
+    GIVEN_ENCODERS,
     TEXT_ENCODERS,
     VAE_ENCODERS,
     EncoderOptions,
+    GivenEncoder,
     TextEncoder,
     VaeEncoder,
 )
-from alload_jax.data.prepare.given_frames import GivenFrames
 from alload_jax.data.prepare.sources import Item
 from alload_jax.errors import InputError
 
@@ -155,7 +156,7 @@ class MediaSettings:
         folder = _folder("--text", self.text, text, self.text_folder)
         return made, text.make(EncoderOptions(folder, self._text_length, captions))
 
-    def given_frames(self) -> GivenFrames | None:
+    def given_frames(self) -> GivenEncoder | None:
         """The encoder of the frames that image-to-video models are given; None for none.
 
         Raises:
@@ -165,11 +166,15 @@ class MediaSettings:
             if self.image_folder:
                 raise InputError("--image-folder needs --image-to-video first or first-last")
             return None
-        vae, image = (
-            Path(folder).absolute() if folder else None
-            for folder in (self.vae_folder, self.image_folder)
-        )
-        return GivenFrames.make(self.image_to_video, self.vae, vae, image)
+        if self.vae not in GIVEN_ENCODERS.names() or not self.vae_folder:
+            raise InputError(
+                f"--image-to-video {self.image_to_video} needs latents of a VAE; give --vae "
+                f"{' or --vae '.join(GIVEN_ENCODERS.names())}, with --vae-folder"
+            )
+        vae = Path(self.vae_folder).absolute()
+        image = Path(self.image_folder).absolute() if self.image_folder else None
+        found: GivenEncoder = GIVEN_ENCODERS.get(self.vae).make(self.image_to_video, vae, image)
+        return found
 
     @property
     def _text_length(self) -> int:

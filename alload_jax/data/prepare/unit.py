@@ -10,15 +10,16 @@ import numpy as np
 from alload_jax.data.prepare.buckets import Bucket, Fit, buckets_of, fit
 from alload_jax.data.prepare.captions import clean
 from alload_jax.data.prepare.clips import video_clips
-from alload_jax.data.prepare.encoders import TextEncoder, VaeEncoder, sides_multiple
-from alload_jax.data.prepare.given_frames import GivenFrames
+from alload_jax.data.prepare.encoders import GivenEncoder, TextEncoder, VaeEncoder, sides_multiple
 from alload_jax.data.prepare.images import decode_image
 from alload_jax.data.prepare.remote import RemoteEncoders
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.sources import Item
 from alload_jax.data.prepare.unusable import UnusableError, short
 from alload_jax.data.prepare.work_folder import Skipped, UnitReport, write_report
+from alload_jax.data.record import TEXT
 from alload_jax.data.store import ShardWriter
+from alload_jax.data.store.checks import Alternative
 from alload_jax.errors import InputError
 
 
@@ -38,7 +39,7 @@ class Job:
     settings: MediaSettings
     vae: VaeEncoder
     text: TextEncoder
-    given: GivenFrames | None = None
+    given: GivenEncoder | None = None
     remote: RemoteEncoders | None = None
 
     def encode_frames(self, frames: np.ndarray) -> np.ndarray:
@@ -47,11 +48,18 @@ class Job:
             return self.remote.encode_frames(frames)
         return self.vae.encode(frames)
 
-    def encode_caption(self, caption: str | None) -> np.ndarray:
-        """Encodes a caption, here or remotely; see `TextEncoder.encode`."""
+    def encode_caption(self, caption: str | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Encodes a caption, here or remotely: the condition, and tokens of further kinds by name.
+
+        See `TextEncoder.encode`.
+        """
         if self.remote is not None and self.text.has_weights:
-            return self.remote.encode_caption(caption)
-        return self.text.encode(caption)
+            found = self.remote.encode_caption(caption)
+        else:
+            found = self.text.encode(caption)
+        if not isinstance(found, dict):
+            return found, {}
+        return found[TEXT], {name: array for name, array in found.items() if name != TEXT}
 
     def encode_given(self, clip: np.ndarray) -> dict[str, np.ndarray | None]:
         """What image-to-video models are given for a clip, by the names of `ShardWriter.add`."""
@@ -118,9 +126,8 @@ def _add_item(
     before = shard.written
     caption = None if item.caption is None else clean(item.caption)
     try:
-        condition = job.encode_caption(caption)
-        others = [clean(other) for other in item.alternatives]
-        alternatives = [(job.encode_caption(other), other) for other in others]
+        condition, parts = job.encode_caption(caption)
+        alternatives = [_alternative(job, clean(other)) for other in item.alternatives]
         for clip in _clips(job, item):
             if stopped():
                 raise KeyboardInterrupt
@@ -131,6 +138,7 @@ def _add_item(
                 clip.shape[:3],
                 caption or "",
                 alternatives=alternatives,
+                parts=parts,
                 path=item.name,
                 **given,
             )
@@ -139,6 +147,11 @@ def _add_item(
     if shard.written > before:
         report.used += 1
         report.without_caption += not caption
+
+
+def _alternative(job: Job, caption: str) -> Alternative:
+    condition, parts = job.encode_caption(caption)
+    return condition, caption, parts
 
 
 def _encoded(job: Job, clip: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:

@@ -11,8 +11,11 @@ from alload_jax.data.sample_form import SampleForm
 from alload_jax.data.sample_texts import with_alternatives
 from alload_jax.planning.geometry import Geometry, Triple
 
-Alternative = tuple[np.ndarray, str | None]
-"""A further text of a sample: the condition, and the caption in words."""
+Alternative = (
+    tuple[np.ndarray, str | None] | tuple[np.ndarray, str | None, Mapping[str, np.ndarray]]
+)
+"""A further text of a sample: the condition, the caption in words, and its tokens of further kinds
+by name if they differ from those of the first text."""
 
 _MOST_CHANNELS = 48
 """Of the VAEs that are in use; an axis of up to this length may be that of channels."""
@@ -63,7 +66,7 @@ class SampleChecks:
           ValueError: the sample is refused; the message names it.
         """
         place = f"{self._where}sample {self.number}"
-        for words in (caption, *(words for _, words in alternatives)):
+        for words in (caption, *(words for _, words, *_ in alternatives)):
             if words is not None and not isinstance(words, str):
                 raise ValueError(
                     f"{place}: caption is {words!r}; give text, or None where there is none"
@@ -78,14 +81,19 @@ class SampleChecks:
         arrays = {LATENTS: latents, (LABELS if condition.ndim == 1 else TEXT): condition}
         arrays |= _checked_image(latents, given, image, place)
         arrays |= _checked_parts(parts or {}, place)
-        others = [_checked_condition(np.asarray(other), place) for other, _ in alternatives]
+        others = [_checked_condition(np.asarray(other), place) for other, *_ in alternatives]
         for other in others:
             if other.shape[1:] != condition.shape[1:]:
                 raise ValueError(
                     f"{place}: one of its texts has shape {other.shape}, the first has "
                     f"{condition.shape}; all must be labels [L], or text of one width"
                 )
-        arrays = with_alternatives(arrays, others)
+        others_parts = [
+            _checked_parts(kinds[0], place) if kinds else {} for _, _, *kinds in alternatives
+        ]
+        for kinds in others_parts:
+            _require_alike(kinds, arrays, place)
+        arrays = with_alternatives(arrays, others, others_parts)
         for name, array in arrays.items():
             if not name.startswith(LABELS):
                 _require_finite(name, array, place)
@@ -185,6 +193,20 @@ def _checked_parts(parts: Mapping[str, np.ndarray], place: str) -> dict[str, np.
                 "[tokens, width] of floats"
             )
     return found
+
+
+def _require_alike(
+    kinds: Mapping[str, np.ndarray], first: Mapping[str, np.ndarray], place: str
+) -> None:
+    """Refuses further kinds of tokens of an alternative that the first text has not, or wider."""
+    for name, array in kinds.items():
+        known = first.get(name)
+        if known is None or known.shape[1] != array.shape[1]:
+            held = "none" if known is None else f"a width of {known.shape[1]}"
+            raise ValueError(
+                f"{place}: {name} of one of its texts has a width of {array.shape[1]}, the first "
+                f"has {held}; all must be alike"
+            )
 
 
 def is_float(array: np.ndarray) -> bool:

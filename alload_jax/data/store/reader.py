@@ -90,7 +90,7 @@ class StoreReader:
         shapes = self.manifest.record_shapes(sample)
         for name, shape in {records.LATENTS: latents, **shapes}.items():
             held = [arrays[name]] if name in arrays else []
-            if held and name in (records.TEXT, records.LABELS):
+            if held and name not in (records.LATENTS, records.GIVEN, records.IMAGE):
                 # Of several texts, the manifest has the length of the longest.
                 held = sorted(texts_of(arrays, name), key=len, reverse=True)
             found = held[0].shape if held else "nothing"

@@ -129,11 +129,11 @@ class ShardWriter:
             CAPTION: caption,
         }
         if alternatives:
-            row[CAPTIONS] = [caption, *(words for _, words in alternatives)]
+            row[CAPTIONS] = [caption, *(words for _, words, *_ in alternatives)]
         if path is not None:
             row[PATH] = path
         if names := part_names(arrays):
-            row[PART_LENGTHS] = [len(arrays[name]) for name in names]
+            row[PART_LENGTHS] = [max(map(len, texts_of(arrays, name))) for name in names]
         self.add_record(data, row)
 
     def add_record(self, data: bytes, row: dict[str, Any]) -> None:

@@ -127,7 +127,8 @@ class StoreWriter:
             the noisy latents: a mask and the latents of the given frames.
           image: [N, width] finite floats, embeddings of the given image.
           alternatives: further texts of the sample, each as a condition and a caption, like the
-            first. Training takes one of all in each epoch.
+            first, and where the text has tokens of further kinds, these as `parts`. Training takes
+            one of all in each epoch.
           parts: [L, width] finite floats by name, condition tokens of further kinds, such as those
             of a second text encoder. All samples of a folder have the same names and widths; a
             sample may have no tokens of a kind.

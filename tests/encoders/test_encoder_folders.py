@@ -1,0 +1,133 @@
+"""Folders of encoders, read without PyTorch: which encoder they hold, and what they lack."""
+
+import json
+
+import numpy as np
+import pytest
+
+from alload_jax.encoders import known
+from alload_jax.encoders.clip_image import ClipImage
+from alload_jax.encoders.hunyuan_video_text import HunyuanVideoText, glyph_prompt
+from alload_jax.encoders.hunyuan_video_vae import HunyuanVideoVae
+from alload_jax.encoders.siglip_image import SiglipImage
+from alload_jax.encoders.vae import Vae
+from alload_jax.encoders.wan_vae import WanVae
+from alload_jax.errors import InputError
+
+CONFIGS = {
+    "vae": {"_class_name": "AutoencoderKLHunyuanVideo15", "latent_channels": 8},
+    "text_encoder": {"model_type": "qwen2_5_vl_text", "hidden_size": 12},
+    "text_encoder_2": {"model_type": "t5", "d_model": 10},
+    "image_encoder": {"model_type": "siglip_vision_model", "hidden_size": 6},
+}
+OTHERS = {
+    "tokenizer": "tokenizer.json",
+    "tokenizer_2": "added_tokens.json",
+    "feature_extractor": "preprocessor_config.json",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a pipeline, with weights that are never read as such."""
+    for name, config in CONFIGS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        stem = "diffusion_pytorch_model" if name == "vae" else "model"
+        (tmp_path / name / f"{stem}.safetensors").write_bytes(name.encode())
+    for name, file in OTHERS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+    return tmp_path
+
+
+def test_a_folder_says_which_encoder_it_holds(folder):
+    vae, image = known.open_vae(folder), known.open_image(folder / "image_encoder")
+    text = known.open_text(folder, 9)
+    assert (type(vae), vae.stride, vae.channels) == (HunyuanVideoVae, (4, 16, 16), 8)
+    assert (type(image), image.width) == (SiglipImage, 6)
+    assert (type(text), text.width, text.length) == (HunyuanVideoText, 12, 9)
+    origin = text.origin()
+    assert (origin["name"], origin["width"], origin["glyph_width"]) == ("hunyuan_video", 12, 10)
+    (folder / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKLWan"}')
+    assert type(known.open_vae(folder / "vae")) is WanVae
+
+
+@pytest.mark.parametrize("name", ["text_encoder/model", "text_encoder_2/model", "tokenizer_2"])
+def test_the_digest_of_texts_follows_every_file(folder, name):
+    before = HunyuanVideoText(folder).origin()["weights"]
+    path = folder / (
+        f"{name}/added_tokens.json" if name == "tokenizer_2" else f"{name}.safetensors"
+    )
+    path.write_bytes(b"other bytes")
+    assert HunyuanVideoText(folder).origin()["weights"] != before
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (known.open_vae, "_class_name is x, not AutoencoderKLWan or AutoencoderKLHunyuanVideo15"),
+        (lambda folder: known.open_text(folder, 9), "model_type is x, not umt5 or qwen2_5_vl_text"),
+        (known.open_image, "model_type is x, not clip_vision_model or siglip_vision_model"),
+        (WanVae, "_class_name is x, not AutoencoderKLWan; give the folder of Wan's VAE"),
+        (HunyuanVideoText, "model_type is x, not qwen2_5_vl_text; give the folder of Qwen2.5-VL"),
+        (ClipImage, "model_type is x, not clip_vision_model"),
+    ],
+)
+def test_folders_of_something_else_are_refused(tmp_path, make, named):
+    with pytest.raises(InputError, match="no such folder"):
+        make(tmp_path / "missing")
+    (tmp_path / "config.json").write_text('{"_class_name": "x", "model_type": "x"}')
+    with pytest.raises(InputError) as error:
+        make(tmp_path)
+    assert named in str(error.value)
+
+
+def test_missing_parts_of_a_pipeline_are_named(folder):
+    (folder / "tokenizer_2" / "added_tokens.json").unlink()
+    with pytest.raises(InputError, match="no tokenizer"):
+        HunyuanVideoText(folder)
+    (folder / "text_encoder_2" / "config.json").unlink()
+    with pytest.raises(InputError, match=r"text_encoder_2: has no config\.json.* byT5"):
+        HunyuanVideoText(folder / "text_encoder")
+    with pytest.raises(ValueError, match="at least 1"):
+        HunyuanVideoText(folder, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no quotes, it's plain", None),
+        ("", None),
+        ('"A" then “B c”', 'Text "A". Text "B c". '),
+        ('"twice" “twice” "once"', 'Text "twice". Text "once". '),
+        ('an open " quote', None),
+        ('two\n"li\nnes"', None),
+        ('""', 'Text "". '),
+    ],
+)
+def test_byt5_is_told_what_stands_in_quotes(text, expected):
+    assert glyph_prompt(text) == expected
+
+
+class Halves(Vae):
+    """A VAE from outside the package."""
+
+    name, class_name, described = "halves", "AutoencoderHalves", "halves"
+    takes_last_frame = False
+    stride, channels = (4, 2, 2), 3
+
+    def encode_given(self, first, last, frames):
+        return np.zeros((1, 1, 1, 1), np.float32)
+
+    def _load(self):
+        raise AssertionError
+
+    _normalised = _as_decoded = _load
+
+
+def test_a_vae_from_outside_is_found_by_its_folder(tmp_path):
+    if Halves.class_name not in known.VAES.names():
+        known.VAES.register(Halves.class_name, Halves)
+    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderHalves"}')
+    assert type(known.open_vae(tmp_path)) is Halves
