@@ -231,11 +231,14 @@ def test_rows_add_up_to_the_traced_step(drawn, idle, rates):
     idle = traced - sum(each["seconds"] for each in drawn)
     profile = {"operations": drawn, "idle_seconds": idle, "traced_seconds": traced}
     found = summary.rows(profile, rates)
-    for added in (found, summary.totals(found)):
+    totals = summary.totals(found)
+    for added in (found, totals):
         assert sum(row.seconds for row in added) == pytest.approx(traced)
         assert sum(row.share for row in added) == pytest.approx(1)
         assert sum(row.calls for row in added) == sum(each["calls"] for each in drawn)
         assert added[-1].part == IDLE
+    roofs = (sum(row.roof_seconds or 0.0 for row in added) for added in (found, totals))
+    assert next(roofs) == pytest.approx(next(roofs))
 
 
 def operation(instruction, **fields):

@@ -117,9 +117,10 @@ def totals(found: Sequence[Row]) -> list[Row]:
 
 
 def _added(part: str, members: Sequence[Row]) -> Row:
-    known = [row for row in members if row.roof_seconds is not None and row.of_roof]
+    known = [row for row in members if row.roof_seconds is not None]
     roof = sum(row.roof_seconds or 0.0 for row in known)
-    spent = sum((row.roof_seconds or 0.0) / (row.of_roof or 1.0) for row in known)
+    timed = [row for row in known if row.of_roof]
+    spent = sum((row.roof_seconds or 0.0) / (row.of_roof or 1.0) for row in timed)
     longest = max(known, key=lambda row: row.roof_seconds or 0.0, default=None)
     return Row(
         part,
@@ -130,7 +131,7 @@ def _added(part: str, members: Sequence[Row]) -> Row:
         sum(row.flops for row in members),
         sum(row.bytes for row in members),
         roof if known else None,
-        roof / spent if spent else None,
+        sum(row.roof_seconds or 0.0 for row in timed) / spent if spent else None,
         longest.bound if longest else "",
     )
 
