@@ -31,7 +31,13 @@ _COMMANDS: Sequence[Any] = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises an InputError of one line for an invalid command line."""
+    """Raises an InputError of one line for an invalid command line.
+
+    Flags cannot be shortened: what a short form means would change with each new flag.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{self.prog}: {message}; `{self.prog} --help` lists what there is")
@@ -41,7 +47,9 @@ class _Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = [flag for flag in parsed.parser._option_string_actions if flag[:2] == "--"]
-            near = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
+            typed = unknown[0].split("=")[0]
+            longer = [flag for flag in flags if typed[:2] == "--" and flag.startswith(typed)]
+            near = longer or difflib.get_close_matches(typed, flags, n=1)
             hint = f"did you mean {near[0]}?" if near else f"`{parsed.parser.prog} --help` helps"
             raise InputError(f"{parsed.parser.prog}: {unknown[0]} is unknown; {hint}")
         return parsed

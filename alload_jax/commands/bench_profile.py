@@ -20,7 +20,7 @@ _WIDTH = 150
 _MEASURE = "alload_jax.bench.step_profile.measure"
 _ROOFS = "alload_jax.bench.step_profile.roofs"
 _LISTED = 12
-"""Kernels that a list shows; the JSON has all."""
+"""Kernels that a list shows; the JSON has more."""
 _NAME = 60
 _COLUMNS = ("part", "kernels", "ms", "share", "rate", "roof", "of roof")
 
@@ -69,14 +69,15 @@ def run(
     }
     for name, program, settings in cases:
         keep = _folder_of(options.keep_trace, name)
-        case = {"name": name} | _profiled(program, settings, keep)
+        case, operations = _profiled(program, settings, keep)
+        case = {"name": name} | case
         content["cases"].append(case)
         # After each, so that a failure loses nothing that was measured.
         out.write_text(json.dumps(content, indent=1) + "\n")
         if "error" in case:
             console.print(f"{name}: {case['error']}")
             continue
-        _show(console, case)
+        _show(console, case, operations)
         picture = out.with_name(f"{out.stem}_{_as_file(name)}.png")
         _draw(picture, case, content)
         print(f"written: {picture}")
@@ -84,35 +85,50 @@ def run(
     return 0 if any("rows" in case for case in content["cases"]) else 1
 
 
-def _profiled(program: str | Path, settings: dict[str, Any], keep: str | None) -> dict[str, Any]:
-    """A case as without a profile, with the rows of its profile; or its error."""
+def _profiled(
+    program: str | Path, settings: dict[str, Any], keep: str | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A case as without a profile, with the rows of its profile; or its error. All operations."""
     from alload_jax.bench.step_profile.measure import NO_GRAPHS
-    from alload_jax.bench.step_profile.summary import attention_shapes, rows, step_roof
+    from alload_jax.bench.step_profile.summary import attention_shapes
 
     found = measured(program, settings)
     if "error" in found:
-        return found
+        return found, []
     flags = f"{os.environ.get('XLA_FLAGS', '')} {NO_GRAPHS}".strip()
     traced = measured(_MEASURE, settings | {"keep": keep}, {"XLA_FLAGS": flags})
     if "error" in traced:
-        return found | {"error": f"the traced step {traced['error']}"}
-    operations = sorted(traced["operations"], key=lambda each: -each["seconds"])
-    roofs, roof = None, None
+        return found | {"error": f"the traced step {traced['error']}"}, []
+    roofs = None
     if traced["backend"] == "gpu":
-        roofs = measured(_ROOFS, {"attention": attention_shapes(operations)})
+        roofs = measured(_ROOFS, {"attention": attention_shapes(traced["operations"])})
         if "error" in roofs:
-            return found | {"error": f"the measurement of roofs {roofs['error']}"}
-        roof = step_roof(traced, roofs)
+            return found | {"error": f"the measurement of roofs {roofs['error']}"}, []
+    return found | summarised(found["seconds"], traced, roofs), traced["operations"]
+
+
+def summarised(
+    seconds: float, traced: Mapping[str, Any], roofs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What the JSON says of a profile.
+
+    Args:
+      seconds: of a step that is not traced.
+      traced: what `step_profile.measure` prints.
+      roofs: what `step_profile.roofs` prints; None without a GPU.
+    """
+    from alload_jax.bench.step_profile.summary import records, rows, step_roof
+
+    roof = step_roof(traced, roofs) if roofs else None
     return (
-        found
-        | {name: traced[name] for name in ("traced_seconds", "traced_steps", "devices")}
+        {name: traced[name] for name in ("traced_seconds", "traced_steps", "devices")}
         | {
             "roofs": roofs,
             "roof": roof and roof._asdict() | {"seconds": roof.seconds},
-            "of_roof": roof and roof.seconds / found["seconds"],
+            "of_roof": roof and roof.seconds / seconds,
             "rows": [row._asdict() for row in rows(traced, roofs)],
-            "operations": operations,
         }
+        | records(traced["operations"])
     )
 
 
@@ -125,14 +141,17 @@ def _folder_of(folder: str | None, name: str) -> str | None:
     return None if folder is None else str((Path(folder) / _as_file(name)).absolute())
 
 
-def _show(console: Console, case: Mapping[str, Any]) -> None:
-    console.print(_table(case))
-    console.print(_outcome(case))
+def _show(
+    console: Console, case: Mapping[str, Any], operations: Sequence[Mapping[str, Any]]
+) -> None:
     from alload_jax.bench.step_profile.attribution import ELSE
 
-    unnamed = [each for each in case["operations"] if each["part"] == ELSE]
+    console.print(_table(case))
+    console.print(_outcome(case))
+    longest = sorted(operations, key=lambda each: -each["seconds"])
+    unnamed = [each for each in longest if each["part"] == ELSE]
     _show_kernels(console, "everything else, by kernel", unnamed)
-    others = [each for each in case["operations"] if not each["flops"]]
+    others = [each for each in longest if not each["flops"]]
     _show_kernels(console, "longest kernels but products and attention", others)
     print()
 
@@ -159,6 +178,7 @@ def _show_kernels(console: Console, title: str, kernels: Sequence[Mapping[str, A
         holds = f" with {', '.join(each['also'])}" if each["also"] else ""
         name = each["instruction"] or each["kernel"][:_NAME]
         place = "/".join(each["op_name"].split("/")[-3:]) or each["kernel"][:_NAME]
+        place = each["tensor"] or place
         console.print(
             f"  {each['seconds'] * 1e3:9.3f} ms {each['calls']:6.0f}×  {name}: "
             f"{part}{holds} ({place})",
@@ -190,8 +210,8 @@ def _cells(row: Any) -> tuple[str, ...]:
     time = (calls, f"{row.seconds * 1e3:,.2f}", f"{row.share:.1%}")
     if not row.of_roof:
         return (*time, "–", "–", "–")
-    # FLOP/s where there are products, else bytes/s.
-    work, unit, digits = (row.flops, "TFLOP/s", 0) if row.flops else (row.bytes, "TB/s", 2)
+    by_flops = row.bound == "flops"
+    work, unit, digits = (row.flops, "TFLOP/s", 0) if by_flops else (row.bytes, "TB/s", 2)
     roof = work / row.roof_seconds / 1e12
     of_roof = f"{row.of_roof:.2f}"
     return (*time, f"{roof * row.of_roof:.{digits}f} {unit}", f"{roof:.{digits}f}", of_roof)
@@ -200,5 +220,12 @@ def _cells(row: Any) -> tuple[str, ...]:
 def _draw(path: Path, case: Mapping[str, Any], content: Mapping[str, Any]) -> None:
     from alload_jax.bench.step_profile.picture import write_picture
 
-    latents = "×".join(map(str, content["latents"]))
-    write_picture(path, case, f"{content['batch']}×{latents} latents, {case['name']}")
+    frames, height, width = content["latents"]
+    settings = case["settings"]
+    write_picture(
+        path,
+        case,
+        f"One training step of {settings['model']['num_layers']} layers, "
+        f"{content['batch']} × {frames}×{height}×{width} latents, "
+        f"remat: {settings['model']['remat']}",
+    )

@@ -119,6 +119,7 @@ def test_flops_are_those_of_the_compiled_forward():
         (["--steps", "0"], "--steps 0: it must be at least 1"),
         (["--layers", "0"], "--layers 0: it must be at least 1"),
         (["--latentz", "1", "1", "1"], "--latentz is unknown; did you mean --latents"),
+        (["--profil"], "--profil is unknown; did you mean --profile"),
     ],
 )
 def test_wrong_flags_are_one_line(flags, words):

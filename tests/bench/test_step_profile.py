@@ -215,6 +215,7 @@ operations = st.lists(
             "detail": st.sampled_from(["forward", "backward", ""]),
             "calls": st.integers(1, 9),
             "seconds": st.floats(1e-6, 1e-2),
+            "running": st.floats(1e-6, 1e-2),
             "flops": st.sampled_from([0.0, 1e6]),
             "bytes": st.sampled_from([0.0, 1e3]),
             "attention": st.none(),
@@ -230,17 +231,21 @@ def test_rows_add_up_to_the_traced_step(drawn, idle, rates):
     idle = traced - sum(each["seconds"] for each in drawn)
     profile = {"operations": drawn, "idle_seconds": idle, "traced_seconds": traced}
     found = summary.rows(profile, rates)
-    for added in (found, summary.totals(found)):
+    totals = summary.totals(found)
+    for added in (found, totals):
         assert sum(row.seconds for row in added) == pytest.approx(traced)
         assert sum(row.share for row in added) == pytest.approx(1)
         assert sum(row.calls for row in added) == sum(each["calls"] for each in drawn)
         assert added[-1].part == IDLE
+    roofs = (sum(row.roof_seconds or 0.0 for row in added) for added in (found, totals))
+    assert next(roofs) == pytest.approx(next(roofs))
 
 
 def operation(instruction, **fields):
     base = {"program": "p", "instruction": instruction, "kernel": instruction, "part": PRODUCTS}
     base |= {"detail": "forward", "calls": 2.0, "seconds": 1.0, "flops": 0.0, "bytes": 0.0}
-    return base | {"attention": None} | fields
+    fields = {"seconds": base["seconds"], "attention": None} | fields
+    return base | {"running": fields["seconds"]} | fields
 
 
 CALL = {"rows": 1, "queries": 8, "keys": 8, "heads": 2, "head_dim": 4}
@@ -258,6 +263,34 @@ def test_roofs_are_the_slower_of_products_and_bytes():
     row = summary.rows(profile, RATES)[0]
     assert row.roof_seconds == pytest.approx(2 * 0.5 + 2 * 0.5)
     assert row.of_roof == pytest.approx(2 / 3)
+
+
+def test_rates_are_of_the_time_in_which_kernels_run_not_of_their_part_of_it():
+    shared = [operation("a", bytes=5e8, seconds=0.5, running=2.0)]
+    profile = {"operations": shared, "idle_seconds": 0.0, "traced_seconds": 0.5}
+    row = summary.rows(profile, RATES)[0]
+    assert (row.seconds, row.share) == (0.5, 1)
+    assert row.of_roof == pytest.approx(0.5)
+
+
+def test_rows_are_bound_by_the_longer_roof():
+    """Few FLOPs among many bytes, as of gradient accumulation, do not make a rate of FLOPs."""
+    mixed = [operation("a", bytes=1e9, flops=1e3), operation("b", part="activation", flops=1e12)]
+    profile = {"operations": mixed, "idle_seconds": 0.0, "traced_seconds": 2.0}
+    found = {row.part: row.bound for row in summary.rows(profile, RATES)}
+    assert found == {PRODUCTS: "bytes", "activation": "flops", IDLE: ""}
+    assert {row.part: row.bound for row in summary.totals(summary.rows(profile, RATES))} == found
+
+
+@given(operations)
+def test_records_hold_all_the_time(drawn):
+    kept = summary.records(drawn)
+    everything = kept["operations"] + kept["shorter"]
+    for name in ("seconds", "calls"):
+        held = sum(each[name] for each in everything)
+        assert held == pytest.approx(sum(each[name] for each in drawn))
+    assert all(each["seconds"] >= summary.SHORTEST for each in kept["operations"])
+    assert len(kept["operations"]) + sum(e["operations"] for e in kept["shorter"]) == len(drawn)
 
 
 def test_the_roof_of_a_step_has_no_recomputation():

@@ -265,6 +265,8 @@ def test_flags_that_cannot_be_read_are_refused(refused, flags, named):
         (["--polcy", "fixed"], "--policy"),
         (["--micro-batch-per-step", "2"], "--micro-batches-per-step"),
         (["--jsno"], "--json"),
+        (["--micro", "2"], "--micro-batches-per-step"),
+        (["--polic=fixed"], "--policy"),
     ],
 )
 def test_a_mistyped_flag_suggests_the_nearest(refused, typed, meant):

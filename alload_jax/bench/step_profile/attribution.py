@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from alload_jax.bench.step_profile import copies
 from alload_jax.bench.step_profile.hlo import Computation, Instruction, Program
 from alload_jax.bench.step_profile.work import (
     FUSED_ATTENTION,
@@ -65,8 +66,8 @@ ORDER = (
 )
 """All parts, as tables and pictures list them."""
 
+_SUMMED_IN = (scopes.LINEAR, scopes.BLOCKS, scopes.OBJECTIVE)
 _SCOPES = {*PARTS, scopes.ATTENTION}
-_UPDATE = "dynamic-update-slice"
 _WORD = re.compile(r"[/();]")
 _COLLECTIVE = re.compile("^(all-|reduce-scatter|collective-|ragged-all|send|recv)")
 _MOVES = {
@@ -92,6 +93,7 @@ class Attribution(NamedTuple):
       flops: of its matrix products.
       bytes: that it must read and write.
       attention: shape of a call of cuDNN's fused attention.
+      tensor: what a copy moves.
     """
 
     part: str
@@ -101,10 +103,16 @@ class Attribution(NamedTuple):
     flops: float = 0.0
     bytes: float = 0.0
     attention: AttentionCall | None = None
+    tensor: str = ""
 
 
 UNKNOWN = Attribution(ELSE)
-"""Of kernels that no instruction is known for."""
+
+
+def unknown(instruction: str) -> Attribution:
+    """The attribution of a kernel that no program has, by the name of its instruction."""
+    detail = copies.kind_by_name(instruction)
+    return Attribution(COPIES, detail) if detail else UNKNOWN
 
 
 def attributions(program: Program, unscoped: str = "") -> dict[str, Attribution]:
@@ -162,7 +170,7 @@ def _attribution(
     attention = attention_call(program, instruction, computation)
     part, detail = _place(instruction, members, leader, attention)
     scoped = {_scoped_part(each) for each in members if each.computes and each.scope}
-    if any(each.opcode == _UPDATE and each.size > _SMALL for each in members):
+    if any(each.opcode == copies.UPDATE and each.size > _SMALL for each in members):
         scoped.add(COPIES)
     return Attribution(
         part,
@@ -172,6 +180,7 @@ def _attribution(
         flops_of(program, instruction, computation),
         moved_bytes(program, instruction, computation),
         attention,
+        copies.tensor(program, instruction, computation) if part == COPIES else "",
     )
 
 
@@ -212,8 +221,9 @@ def scope_of(op_name: str) -> str:
     if scopes.EMBEDDING in words and scopes.ATTENTION not in words:
         return scopes.EMBEDDING
     scope = words[-1] if words else ""
-    # Autodiff adds the gradients of several linear layers of one input in the scope of one.
-    return GRADIENT_SUMS if scope == scopes.LINEAR and op_name.endswith("add_any") else scope
+    # Autodiff adds the gradients of several users of one tensor in the scope of one of them.
+    summed = op_name.endswith("add_any") and scope in _SUMMED_IN
+    return GRADIENT_SUMS if summed else scope
 
 
 def _leader(members: Sequence[_Member], own: _Member) -> _Member:
@@ -285,13 +295,4 @@ def _moved(members: Sequence[_Member], leader: _Member) -> tuple[str, str]:
         scoped = _scoped_part(leader)
         return (ELSE, "bookkeeping") if scoped == ELSE else (scoped, pass_of(leader.op_name))
     opcodes = {each.opcode for each in members if each.size > _SMALL} - _NOTHING
-    if _UPDATE in opcodes:
-        gradients = pass_of(leader.op_name) in ("backward", "recomputed")
-        return COPIES, f"{'gradients' if gradients else 'kept tensors'} into the scan's stacks"
-    if opcodes <= {"broadcast", "bitcast", "reshape"}:
-        return COPIES, "zeros and broadcasts"
-    if "convert" in opcodes:
-        return COPIES, "casts"
-    if opcodes & {"dynamic-slice", "gather"}:
-        return COPIES, "slices"
-    return COPIES, "layout"
+    return COPIES, copies.kind(opcodes, pass_of(leader.op_name))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.profiler import ProfileData
 
 from alload_jax.bench.device_trace import recorded
 from alload_jax.bench.provenance import provenance
@@ -21,11 +22,12 @@ from alload_jax.bench.step import Settings, Step, training_spec
 from alload_jax.bench.step_profile.attribution import (
     COMMUNICATION,
     OPTIMIZER,
-    UNKNOWN,
     Attribution,
     attributions,
     containers,
+    unknown,
 )
+from alload_jax.bench.step_profile.copies import wrapping_starts
 from alload_jax.bench.step_profile.hlo import read_program
 from alload_jax.bench.step_profile.timeline import Operation, Timeline, is_collective, timeline
 from alload_jax.training.device_memory import out_of_memory
@@ -67,20 +69,35 @@ def measure(settings: ProfileSettings) -> dict[str, Any]:
     for name, text in texts.items():
         if (place := _file(settings.keep, f"{name}.hlo.txt.gz")) is not None:
             place.write_bytes(gzip.compress(text.encode()))
-    programs = {name: read_program(text) for name, text in texts.items()}
-    skipped = {program.name: containers(program) for program in programs.values()}
-    found = timeline(profile, skipped)
-    parts = {
-        programs["accumulate"].name: attributions(programs["accumulate"]),
-        programs["update"].name: attributions(programs["update"], OPTIMIZER),
-    }
     return result | {
         "backend": jax.default_backend(),
+        "optimizer_bytes": _optimizer_bytes(step),
+        **attributed(profile, texts["accumulate"], texts["update"]),
+    }
+
+
+def attributed(profile: ProfileData, accumulate: str, update: str) -> dict[str, Any]:
+    """Seconds of a traced step by operation, each with its part.
+
+    Args:
+      profile: of `device_trace.recorded`.
+      accumulate: text of the compiled program of gradients.
+      update: that of the optimizer's.
+    """
+    programs = {each.name: each for each in map(read_program, (accumulate, update))}
+    optimizer = [*programs][-1]
+    found = timeline(profile, {name: containers(each) for name, each in programs.items()})
+    parts = {}
+    for name, program in programs.items():
+        known = attributions(program, OPTIMIZER if name == optimizer else "")
+        shown = (each.instruction for each in found.spent if each.program == name)
+        starts = wrapping_starts(program, shown)
+        parts[name] = known | {wrapped: known[start] for wrapped, start in starts.items()}
+    return {
         "traced_seconds": found.seconds,
         "traced_steps": found.steps,
         "devices": found.devices,
         "idle_seconds": found.idle,
-        "optimizer_bytes": _optimizer_bytes(step),
         "operations": list(_operations(found, parts)),
     }
 
@@ -117,8 +134,9 @@ def _operations(
 def attribution_of(
     operation: Operation, parts: Mapping[str, Mapping[str, Attribution]]
 ) -> Attribution:
-    """The attribution of a kernel, `UNKNOWN` where no program has its instruction."""
-    found = parts.get(operation.program, {}).get(operation.instruction, UNKNOWN)
+    """The attribution of a kernel, that of `unknown` where no program has its instruction."""
+    known = parts.get(operation.program, {}).get(operation.instruction)
+    found = known or unknown(operation.instruction)
     if is_collective(operation):
         return found._replace(part=COMMUNICATION, detail="")
     return found

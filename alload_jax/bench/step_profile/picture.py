@@ -4,23 +4,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alload_jax.bench.step_profile.attribution import IDLE, ORDER
+from alload_jax.bench.step_profile.attribution import ELSE, ORDER
 from alload_jax.bench.step_profile.summary import Row, totals
 
 _COLOURS = (
-    *("#1f6feb", "#58a6ff", "#388bfd", "#79c0ff", "#3fb950", "#f0883e", "#d29922", "#e3b341"),
-    *("#a371f7", "#db61a2", "#bf8700", "#9e6a03", "#8c959f", "#57606a", "#f85149", "#bc4c00"),
-    *("#8250df", "#b1bac4", "#cf222e", "#eaeef2"),
+    *("#1f6feb", "#54aeff", "#0a3069", "#80ccff", "#2da44e", "#f0883e", "#d4a72c", "#953800"),
+    *("#8250df", "#db61a2", "#1b7c83", "#9a6700", "#768390", "#444c56", "#e5534b", "#6fdd8b"),
+    *("#b083f0", "#afb8c1", "#a40e26", "#8b949e"),
 )
 _COLOUR = dict(zip(ORDER, _COLOURS, strict=True))
 _INK = "#1f2328"
-_DARK = {IDLE, "everything else"}
+_LIGHT = {"other attention", "optimizer, clipping, EMA", "gradient accumulation", ELSE}
 """Parts whose colours are so light that their text is dark."""
-_CHARACTER = 0.0062
+_TINT = 0.35
+"""Opacity of what a part takes beyond its roof, and of its passes."""
+_CHARACTER = 0.0068
 """Width of a character as a share of the flame graph's."""
 _SMALLEST = 0.0004
 """Share of a step below which a part has no bar."""
 _BAR_INCHES = 0.29
+_COLUMNS = {"ms": 0.89, "share": 0.945, "of roof": 1.0}
+"""Right ends of the columns of numbers, as shares of the width."""
+_LONGEST_BAR = 0.82
 
 
 def write_picture(path: Path, case: Mapping[str, Any], title: str) -> None:
@@ -39,13 +44,13 @@ def write_picture(path: Path, case: Mapping[str, Any], title: str) -> None:
 
     rows = [Row(**row) for row in case["rows"]]
     parts = [row for row in totals(rows) if row.share >= _SMALLEST]
-    heights = (1.8, 0.6 + _BAR_INCHES * len(parts))
+    heights = (1.6, 0.6 + _BAR_INCHES * len(parts))
     figure, (flame, bars) = plt.subplots(
         2, 1, figsize=(12, sum(heights) + 0.9), height_ratios=heights, layout="constrained"
     )
     _draw_flame(flame, parts, rows, case["traced_seconds"])
     _draw_bars(bars, parts)
-    figure.suptitle(f"{title}\n{_measured(case)}", fontsize=11)
+    figure.suptitle(f"{title}\n{_measured(case)}", fontsize=12)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -56,35 +61,34 @@ def _measured(case: Mapping[str, Any]) -> str:
     if case["roof"] is None:
         return told
     roof = case["roof"]["seconds"] * 1e3
-    return f"{told}, roof {roof:,.1f} ms, {case['of_roof']:.2f} of the roof"
+    return f"{told}, roof {roof:,.1f} ms, {case['of_roof']:.3f} of the roof"
 
 
 def _draw_flame(axis: Any, parts: Sequence[Row], rows: Sequence[Row], seconds: float) -> None:
     """Three levels: the step, its parts, and their passes or kinds."""
-    _block(axis, 2, 0.0, 1.0, f"traced step, {seconds * 1e3:,.1f} ms", "#d0d7de", _INK)
+    _block(axis, (2.4, 3), 0.0, 1.0, f"traced step, {seconds * 1e3:,.1f} ms", "#eaeef2", _INK)
     begin = 0.0
     for part in parts:
-        colour = _COLOUR[part.part]
-        text = _INK if part.part in _DARK else "white"
-        _block(axis, 1, begin, part.share, part.part, colour, text)
-        inner = begin
+        colour, inner = _COLOUR[part.part], begin
         details = [row for row in rows if row.part == part.part and row.detail]
         for row in sorted(details, key=lambda each: -each.seconds):
-            _block(axis, 0, inner, row.share, row.detail, colour, text, alpha=0.75)
+            _block(axis, (0, 1.2), inner, row.share, row.detail, colour, _INK, alpha=_TINT)
             inner += row.share
+        text = _INK if part.part in _LIGHT else "white"
+        _block(axis, (1.2 if details else 0, 2.4), begin, part.share, part.part, colour, text)
         begin += part.share
     axis.set_xlim(0, 1)
     axis.set_ylim(0, 3)
     ticks = [tenth / 10 for tenth in range(11)]
-    axis.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks], fontsize=8)
-    axis.set_xlabel("share of the step's device time, by part; longest first", fontsize=9)
+    axis.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks], fontsize=9)
+    axis.set_xlabel("share of the traced step, by part and pass; longest first", fontsize=9)
     axis.set_yticks([])
     _bare(axis, "left", "top", "right")
 
 
 def _block(
     axis: Any,
-    level: int,
+    levels: tuple[float, float],
     begin: float,
     width: float,
     label: str,
@@ -92,46 +96,45 @@ def _block(
     text: str,
     alpha: float = 1.0,
 ) -> None:
-    axis.barh(
-        level + 0.5,
-        width,
-        0.96,
-        left=begin,
-        color=colour,
-        alpha=alpha,
-        edgecolor="white",
-        linewidth=0.6,
-    )
-    fits = int(width / _CHARACTER) - 1
-    if fits < 4:
-        return
-    shown = label if len(label) <= fits else f"{label[: fits - 1]}…"
-    middle = begin + width / 2
-    axis.text(middle, level + 0.5, shown, ha="center", va="center", fontsize=8, color=text)
+    """A block from one level to another, with its label where it fits."""
+    bottom, top = levels
+    style = {"color": colour, "alpha": alpha, "edgecolor": "white", "linewidth": 0.8}
+    axis.barh(bottom, width, top - bottom, left=begin, align="edge", **style)
+    if len(label) * _CHARACTER < width:
+        middle = begin + width / 2
+        centre = {"ha": "center", "va": "center", "fontsize": 9, "color": text}
+        axis.text(middle, (bottom + top) / 2, label, **centre)
 
 
 def _draw_bars(axis: Any, parts: Sequence[Row]) -> None:
-    """A bar for each part, in which the hatched beginning is its roof."""
+    """A bar for each part, full up to its roof and pale beyond it, and its numbers."""
     places = range(len(parts))
+    colours = [_COLOUR[row.part] for row in parts]
     ms = [row.seconds * 1e3 for row in parts]
-    bars = axis.barh(places, ms, 0.78, color=[_COLOUR[row.part] for row in parts])
     roofs = [min(row.roof_seconds or 0.0, row.seconds) * 1e3 for row in parts]
-    if any(roofs):
-        style = {"facecolor": "none", "edgecolor": _INK, "hatch": "///", "linewidth": 0.4}
-        label = "roof: the same work at the rate measured for it alone"
-        axis.barh(places, roofs, 0.78, label=label, **style)
-        axis.legend(loc="lower right", frameon=False, fontsize=9)
-    axis.bar_label(bars, [_label(row) for row in parts], fontsize=8, padding=3)
+    axis.barh(places, ms, 0.78, color=colours, alpha=_TINT)
+    axis.barh(places, roofs, 0.78, color=colours)
+    _numbers(axis, parts)
     axis.set_yticks(places, [row.part for row in parts], fontsize=9)
-    axis.invert_yaxis()
-    axis.set_xlim(0, max(ms) * 1.28)
-    axis.set_xlabel("ms of a step", fontsize=9)
+    axis.set_ylim(len(parts) - 0.4, -1.2)
+    axis.set_xlim(0, max(ms) / _LONGEST_BAR)
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.tick_params(axis="x", labelsize=9)
+    legend = "; full colour: roof, the same work at the rate measured for it alone"
+    axis.set_xlabel(f"ms of a step{legend if any(roofs) else ''}", fontsize=9)
     _bare(axis, "top", "right")
 
 
-def _label(row: Row) -> str:
-    of_roof = "" if row.of_roof is None else f", {row.of_roof:.2f} of roof"
-    return f"{row.seconds * 1e3:,.2f} ms, {row.share:.1%}{of_roof}"
+def _numbers(axis: Any, parts: Sequence[Row]) -> None:
+    """Columns of ms, share of the step and fraction of the roof, right of the bars."""
+    style = {"transform": axis.get_yaxis_transform(), "ha": "right", "va": "center"}
+    for name, place in _COLUMNS.items():
+        axis.text(place, -0.9, name, fontsize=9, fontweight="bold", color=_INK, **style)
+    for line, row in enumerate(parts):
+        of_roof = "–" if row.of_roof is None else f"{row.of_roof:.2f}"
+        shown = (f"{row.seconds * 1e3:,.2f}", f"{row.share:.1%}", of_roof)
+        for text, place in zip(shown, _COLUMNS.values(), strict=True):
+            axis.text(place, line, text, fontsize=9, color=_INK, **style)
 
 
 def _bare(axis: Any, *sides: str) -> None:

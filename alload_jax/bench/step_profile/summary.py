@@ -3,6 +3,7 @@
 An operation's roof is the least time that it could take: a matrix product at the rate of large
 products or, where that takes longer, its bytes at the rate of copies; fused attention in the time
 of the same call alone; everything else its bytes at the rate of copies. All rates are measured.
+What has no name has no roof.
 """
 
 from collections import defaultdict
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from alload_jax.bench.step_profile.attribution import (
     COMMUNICATION,
+    ELSE,
     IDLE,
     ORDER,
     PRODUCTS,
@@ -18,6 +20,8 @@ from alload_jax.bench.step_profile.attribution import (
 
 Operation = Mapping[str, Any]
 """As `measure` gives them: the fields of `Operation`, `Attribution` and `Spent`."""
+SHORTEST = 5e-5
+"""Seconds of a step from which an operation is worth a record of its own."""
 _DETAILS = ("forward", "recomputed", "backward")
 
 
@@ -33,7 +37,9 @@ class Row(NamedTuple):
       flops: of matrix products and attention.
       bytes: that its kernels must move.
       roof_seconds: the least time of the kernels whose work is known; None if there are none.
-      of_roof: `roof_seconds` over the seconds of these kernels; None if there are none.
+      of_roof: `roof_seconds` over the seconds in which these kernels run, alone or beside others;
+        None if there are none.
+      bound: "flops" or "bytes", whichever most of `roof_seconds` is for; "" if there is none.
     """
 
     part: str
@@ -45,6 +51,7 @@ class Row(NamedTuple):
     bytes: float
     roof_seconds: float | None
     of_roof: float | None
+    bound: str
 
 
 class StepRoof(NamedTuple):
@@ -91,7 +98,7 @@ def rows(profile: Mapping[str, Any], roofs: Mapping[str, Any] | None) -> list[Ro
     whole, runs = profile["traced_seconds"], executions(profile["operations"])
     found = [_row(key, members, whole, runs, roofs) for key, members in groups.items()]
     idle = profile["idle_seconds"]
-    found.append(Row(IDLE, "", 0, idle, idle / whole, 0.0, 0.0, None, None))
+    found.append(Row(IDLE, "", 0, idle, idle / whole, 0.0, 0.0, None, None, ""))
     return sorted(found, key=_place)
 
 
@@ -110,9 +117,11 @@ def totals(found: Sequence[Row]) -> list[Row]:
 
 
 def _added(part: str, members: Sequence[Row]) -> Row:
-    known = [row for row in members if row.roof_seconds is not None and row.of_roof]
+    known = [row for row in members if row.roof_seconds is not None]
     roof = sum(row.roof_seconds or 0.0 for row in known)
-    spent = sum((row.roof_seconds or 0.0) / (row.of_roof or 1.0) for row in known)
+    timed = [row for row in known if row.of_roof]
+    spent = sum((row.roof_seconds or 0.0) / (row.of_roof or 1.0) for row in timed)
+    longest = max(known, key=lambda row: row.roof_seconds or 0.0, default=None)
     return Row(
         part,
         "",
@@ -122,7 +131,8 @@ def _added(part: str, members: Sequence[Row]) -> Row:
         sum(row.flops for row in members),
         sum(row.bytes for row in members),
         roof if known else None,
-        roof / spent if spent else None,
+        sum(row.roof_seconds or 0.0 for row in timed) / spent if spent else None,
+        longest.bound if longest else "",
     )
 
 
@@ -147,7 +157,8 @@ def _row(
 ) -> Row:
     seconds = sum(each["seconds"] for each in members)
     instructions = {(each["program"], each["instruction"]): each for each in members}
-    flops, moved, roof = 0.0, 0.0, 0.0
+    flops, moved = 0.0, 0.0
+    bounds = {"flops": 0.0, "bytes": 0.0}
     known = set()
     for place, each in instructions.items():
         flops += runs[place] * each["flops"]
@@ -155,8 +166,9 @@ def _row(
         least = _roof(each, roofs)
         if least is not None:
             known.add(place)
-            roof += runs[place] * least
-    measured = sum(e["seconds"] for e in members if (e["program"], e["instruction"]) in known)
+            bounds[least.bound] += runs[place] * least.seconds
+    roof = sum(bounds.values())
+    running = sum(e["running"] for e in members if (e["program"], e["instruction"]) in known)
     return Row(
         *key,
         sum(each["calls"] for each in members),
@@ -165,22 +177,30 @@ def _row(
         flops,
         moved,
         roof if known else None,
-        roof / measured if measured else None,
+        roof / running if running else None,
+        max(bounds, key=lambda bound: bounds[bound]) if known else "",
     )
 
 
-def _roof(operation: Operation, roofs: Mapping[str, Any] | None) -> float | None:
-    """The least seconds of one run; None if its work or the device's rates are unknown."""
-    if roofs is None or operation["part"] == COMMUNICATION:
+class _Least(NamedTuple):
+    """The least seconds of an operation, and what they are for: "flops" or "bytes"."""
+
+    seconds: float
+    bound: str
+
+
+def _roof(operation: Operation, roofs: Mapping[str, Any] | None) -> _Least | None:
+    """The roof of one run; None if its work or the device's rates are unknown."""
+    if roofs is None or operation["part"] in (COMMUNICATION, ELSE):
         return None
     if operation["attention"]:
         found = _alone(operation["attention"], roofs)
-        return found and found[operation["attention"]["backward"]]
+        return _Least(found[operation["attention"]["backward"]], "flops") if found else None
     if not operation["flops"] and not operation["bytes"]:
         return None
     return max(
-        operation["flops"] / roofs["matmul_flops_per_second"],
-        operation["bytes"] / roofs["copy_bytes_per_second"],
+        _Least(operation["flops"] / roofs["matmul_flops_per_second"], "flops"),
+        _Least(operation["bytes"] / roofs["copy_bytes_per_second"], "bytes"),
     )
 
 
@@ -218,3 +238,33 @@ def step_roof(profile: Mapping[str, Any], roofs: Mapping[str, Any]) -> StepRoof:
                 attention += seconds
     optimizer = profile["optimizer_bytes"] / roofs["copy_bytes_per_second"]
     return StepRoof(products, attention, optimizer)
+
+
+def records(operations: Sequence[Operation]) -> dict[str, list[dict[str, Any]]]:
+    """The operations as they are kept: the long ones each, the others added up by part.
+
+    Returns:
+      `operations` of at least `SHORTEST` seconds, the longest first, without fields that are empty
+      or 0; `shorter`, with `part`,
+      `detail`, their number `operations`, `calls` and `seconds`.
+    """
+    groups: dict[tuple[str, str], list[Operation]] = defaultdict(list)
+    for each in operations:
+        if each["seconds"] < SHORTEST:
+            groups[each["part"], each["detail"]].append(each)
+    long = (
+        {name: value for name, value in each.items() if value}
+        for each in operations
+        if each["seconds"] >= SHORTEST
+    )
+    shorter = [
+        {
+            "part": part,
+            "detail": detail,
+            "operations": len(members),
+            "calls": sum(each["calls"] for each in members),
+            "seconds": sum(each["seconds"] for each in members),
+        }
+        for (part, detail), members in sorted(groups.items())
+    ]
+    return {"operations": sorted(long, key=lambda each: -each["seconds"]), "shorter": shorter}

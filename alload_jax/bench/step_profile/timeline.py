@@ -42,10 +42,12 @@ class Spent(NamedTuple):
     Attributes:
       calls: runs of the kernel.
       seconds: time in which it alone is running, and its part of the time that it shares.
+      running: seconds in which it runs, alone or not.
     """
 
     calls: float
     seconds: float
+    running: float
 
 
 class Timeline(NamedTuple):
@@ -86,6 +88,7 @@ def timeline(
         raise ValueError("the profile has no steps; record it with `device_trace.recorded`")
     calls: dict[Operation, float] = defaultdict(float)
     seconds: dict[Operation, float] = defaultdict(float)
+    running: dict[Operation, float] = defaultdict(float)
     idle, count = 0.0, len(windows) * len(devices)
     for spans in devices:
         for begin, end in windows:
@@ -95,9 +98,13 @@ def timeline(
             for each, spent in zip(inside, owned, strict=True):
                 calls[each.operation] += 1
                 seconds[each.operation] += spent / 1e9
+                running[each.operation] += (min(each.end, end) - max(each.begin, begin)) / 1e9
     return Timeline(
         sum(end - begin for begin, end in windows) / 1e9 / len(windows),
-        {each: Spent(calls[each] / count, spent / count) for each, spent in seconds.items()},
+        {
+            each: Spent(calls[each] / count, spent / count, running[each] / count)
+            for each, spent in seconds.items()
+        },
         idle / 1e9 / count,
         len(windows),
         len(devices),

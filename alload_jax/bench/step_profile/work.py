@@ -105,7 +105,8 @@ def moved_bytes(program: Program, instruction: Instruction, computation: Computa
     if instruction.opcode == "dynamic-update-slice":
         update = _result(instruction.operands[1], computation)
         return 2 * update.bytes if update else instruction.bytes
-    if instruction.opcode != "fusion" or instruction.called not in program.computations:
+    fusion = instruction.opcode in ("fusion", "fusion-start")
+    if not fusion or instruction.called not in program.computations:
         read = (computation[name].bytes for name in instruction.operands if name in computation)
         return instruction.bytes + sum(read)
     fused = program.computations[instruction.called]
