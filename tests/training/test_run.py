@@ -176,7 +176,8 @@ def test_a_recalibrated_run_continues_by_the_models_of_its_checkpoint(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 7])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("stop", [7, 4])
 def test_a_run_cut_short_and_continued_is_the_run_never_stopped(runs, unbroken, stop):
     """Within an epoch (4) and in the next one (7), by a checkpoint of exactly that step."""
     process = runs.start("--checkpoint.every", str(stop), "--checkpoint.keep", "9")

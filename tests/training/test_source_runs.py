@@ -40,6 +40,7 @@ def losses(runs, name):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_on_others_files_is_that_on_the_same_samples_in_a_store(runs, kind):
     write, source = KINDS[kind]

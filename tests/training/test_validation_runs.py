@@ -99,6 +99,7 @@ def crash_at(step, monkeypatch, logged):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("step", "logged", "saved"), [(4, False, 4), (6, True, 6), (6, False, 4), (8, False, 8)]
 )
@@ -199,6 +200,7 @@ def test_two_processes_measure_what_one_does(runs):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["equal_tokens", "balanced"])
 def test_more_epochs_continue_a_run(train, policy, capsys):
     flags = ("--planning.policy", policy, "--run.steps", "null", "--optimizer.final_fraction", "1")

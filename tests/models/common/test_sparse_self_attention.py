@@ -112,6 +112,7 @@ def test_all_blocks_are_dense_attention(dense, remat):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("selector", ["predictor", "pooled", "random"])
 def test_recomputed_layers_choose_the_same_blocks(dense, selector):
     config = sparse(selector=selector, forced=(0.3, 0.3, 1.0))
