@@ -168,7 +168,10 @@ def run(options: argparse.Namespace) -> int:
     replay = None
     if options.simulate:
         replay = SimulationSettings(options.noise, options.all_reduce, inputs.seed)
-    study = Study(inputs.samples, inputs.planning, inputs.costs, inputs.seed, options.epoch, replay)
+    study = Study(
+        *(inputs.samples, inputs.planning, inputs.costs, inputs.seed, options.epoch, replay),
+        bucketed=inputs.bucketed,
+    )
     policies = list(dict.fromkeys(options.compare or [inputs.planning.policy]))
     cases = list(study.cases(policies, ranks))
     if options.json:
@@ -176,9 +179,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print_tables(inputs, study, cases)
     if options.out:
-        table = plan_table(
-            cases[0].epoch, inputs.samples.seq_len, _settings(options, inputs, cases[0])
-        )
+        seq_len = study.samples_of(cases[0].config.policy).seq_len
+        table = plan_table(cases[0].epoch, seq_len, _settings(options, inputs, cases[0]))
         write_plan(options.out, table)
         _print_unless_json(options, f"plan: {options.out}")
     if options.report:

@@ -41,6 +41,8 @@ class PlanInputs(NamedTuple):
       costs_source: description of the cost model's source.
       seed: seed of the order of samples.
       shares: what weighted sources are of an epoch; empty without weights.
+      bucketed: where policies of both layouts are compared, the samples with their lengths in
+        bucketed rows, and `samples` has those in packed rows; else None.
     """
 
     samples: Samples
@@ -50,6 +52,7 @@ class PlanInputs(NamedTuple):
     costs_source: str
     seed: int
     shares: tuple[SourceShare, ...] = ()
+    bucketed: Samples | None = None
 
 
 class PlannedModel(NamedTuple):
@@ -130,7 +133,10 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     if options.config and base.model:
         planning.refuse_foreign_costs(base.model | {"remat": base.remat}, None)
     seed = base.seed if options.seed is None else options.seed
-    return PlanInputs(samples, data, planning, costs, source, seed, shares)
+    bucketed = None
+    if options.compare and base.config is not None and base.config.joint_attention:
+        bucketed, _ = weigh(_samples(options, base, packed=False)[0], weights, paths)
+    return PlanInputs(samples, data, planning, costs, source, seed, shares, bucketed)
 
 
 def _from_config(path: str | None) -> _Base:

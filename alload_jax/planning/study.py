@@ -73,11 +73,12 @@ class Study:
     """The inputs that all cases share.
 
     Attributes:
-      samples: the samples of the data set.
+      samples: the samples of the data set, with their lengths in packed rows.
       config: settings of all policies.
       costs: the content of the cost model's file.
       seed, epoch: seed and number of the epoch, which determine the order of samples.
       replay: noise and all-reduce of the simulation; None for no simulation.
+      bucketed: the samples with their lengths in bucketed rows; None for the same lengths.
     """
 
     samples: Samples
@@ -86,6 +87,13 @@ class Study:
     seed: int = 0
     epoch: int = 0
     replay: SimulationSettings | None = None
+    bucketed: Samples | None = None
+
+    def samples_of(self, policy: str) -> Samples:
+        """The samples with their lengths in the rows of a policy."""
+        if self.bucketed is None or find_policy(policy).packed:
+            return self.samples
+        return self.bucketed
 
     @property
     def predictor(self) -> CostModel:
@@ -110,11 +118,12 @@ class Study:
     def case(self, policy: str, ranks: int) -> Case:
         """Plans one policy on one number of ranks; see `cases`."""
         config = policy_config(self.config, policy)
-        plan = make_plan(replace(config, ranks=ranks), self.samples, ranks, self.seed, self.costs)
+        samples = self.samples_of(config.policy)
+        plan = make_plan(replace(config, ranks=ranks), samples, ranks, self.seed, self.costs)
         if config.context == "auto":  # the plan has chosen it
             config = replace(config, context=getattr(plan.policy, "context", 1))
         epoch = plan.epoch(self.epoch)
-        seq_len = self.samples.seq_len
+        seq_len = samples.seq_len
         seconds_per_split_token = config.seconds_per_split_token(self.costs)
         m_mem = config.tokens_bound(self.costs)
         metrics = plan_metrics(epoch, seq_len, self.predictor, m_mem, seconds_per_split_token)

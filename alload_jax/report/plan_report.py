@@ -71,13 +71,14 @@ def write_report(
 
 
 def _policy_part(case: Case, study: Study) -> PolicyPart:
-    epoch, seq_len = case.epoch, study.samples.seq_len
+    samples = study.samples_of(case.config.policy)
+    epoch, seq_len = case.epoch, samples.seq_len
     seconds = case.config.seconds_per_split_token(study.costs)
     cost = rank_costs(epoch, micro_batch_costs(epoch, seq_len, study.predictor, seconds))
     metrics = {k: v for k, v in asdict(case.metrics).items() if k in _METRICS}
     if case.in_seconds and case.metrics.cost:
         speed = case.metrics.tokens_per_second
-        metrics["seconds_per_epoch"] = float(study.samples.typical().seq_len.sum()) / speed
+        metrics["seconds_per_epoch"] = float(samples.typical().seq_len.sum()) / speed
         metrics["tokens_per_second"] = speed
     else:
         metrics["cost"] = case.metrics.cost
@@ -131,7 +132,8 @@ def _curve(cases: Sequence[Case], study: Study) -> tuple[np.ndarray, np.ndarray,
     """Predicted time over M_comp of the first policy that has an M_comp by default."""
     for case in cases:
         if case.config.traits.m_comp_by_default:
-            curve = m_comp_curve(case.config, study.samples, case.plan.topology, study.costs)
+            samples = study.samples_of(case.config.policy)
+            curve = m_comp_curve(case.config, samples, case.plan.topology, study.costs)
             return curve.m_comp, curve.cost, curve.chosen
     return None
 

@@ -154,6 +154,10 @@ def test_plans_count_conditions_where_a_model_says_so(policy, tokens, data, tmp_
         flags += ["--ranks", "1", "--m-mem", "48", "--policy", policy, "--json"]
         assert cli.main(["plan", *flags]) == 0
         assert json.loads(capsys.readouterr().out)["metrics"]["tokens"] == tokens
+    report = ["--report", str(tmp_path / "report.html")]
+    assert cli.main(["plan", *flags, "--compare", "equal_tokens", "balanced", *report]) == 0
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    assert [case["metrics"]["tokens"] for case in cases] == [144 + 16 * 11, 144 + 72 + 24]
 
 
 @pytest.mark.slow
