@@ -12,7 +12,12 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.condition_tokens import ConditionTokens
 from alload_jax.models.common.config import ConditionPart, ModelConfig
 from alload_jax.models.common.segments import PADDING, Segments
-from alload_jax.sampling.embeddings import read_embeddings, read_optional, read_part
+from alload_jax.sampling.embeddings import (
+    read_embeddings,
+    read_optional,
+    read_part,
+    refuse_others,
+)
 from alload_jax.sampling.encoders import Encoders
 from alload_jax.sampling.flow import Condition
 from alload_jax.sampling.given import as_latent, read_picture
@@ -80,6 +85,8 @@ def _parts(
 ) -> dict[str, ConditionTokens]:
     """The parts of a condition, without the batch's axis; a file of text may hold others too."""
     found, words = {}, encoders.encoded(source) if isinstance(source, str) else {}
+    if isinstance(source, Path):
+        refuse_others(source, [p.name for p in model.condition_parts() if p.name != IMAGE])
     for part in model.condition_parts():
         if part.name == IMAGE:
             tokens = np.zeros((0, part.width), np.float32) if image is None else image
@@ -119,6 +126,7 @@ def _given(request: Request, model: ModelConfig, encoders: Encoders) -> tuple[An
     embeddings = None
     if request.image_embeds is not None:
         embeddings = read_embeddings(request.image_embeds, IMAGE)
+        refuse_others(request.image_embeds, [IMAGE, GIVEN] if model.given_channels else [IMAGE])
     if request.first is None:
         return embeddings, _given_in_file(request, model), None
     first, last = (

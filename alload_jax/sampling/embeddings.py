@@ -1,6 +1,7 @@
 """Reads text or image embeddings: safetensors with one tensor, or with one of a given name."""
 
 import functools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,21 @@ def read_part(path: Path, part: ConditionPart) -> np.ndarray:
             f"[{part.length}, {part.width}]; write embeddings of its own encoder"
         )
     return found
+
+
+def refuse_others(path: Path, names: Collection[str]) -> None:
+    """Refuses tensors of other names, but for a file's only tensor, whose name does not matter.
+
+    Raises:
+      InputError: there are some.
+    """
+    with open_safetensors(path) as file:
+        keys = set(file.keys())
+    if len(keys) > 1 and (others := sorted(keys - set(names))):
+        raise InputError(
+            f"{path}: holds {', '.join(others)}, but the model takes {', '.join(names)} from it; "
+            "remove or rename them"
+        )
 
 
 def embeddings_shape(path: Path, name: str) -> tuple[int, ...]:

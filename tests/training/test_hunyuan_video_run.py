@@ -133,6 +133,9 @@ def test_a_run_is_validated_resumed_and_drawn(train):
         else:
             with pytest.raises(InputError, match=r"glyphs has shape \[3, 4\].*\[7, 5\]"):
                 drawn(name, folder)
+    safetensors.numpy.save_file(text | {"glyph": glyphs}, "text.safetensors")
+    with pytest.raises(InputError, match="holds glyph, but the model takes text, glyphs from it"):
+        drawn("misspelt", folder)
 
 
 @pytest.mark.parametrize(
