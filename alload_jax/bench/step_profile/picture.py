@@ -107,12 +107,15 @@ def _block(
 
 
 def _draw_bars(axis: Any, parts: Sequence[Row]) -> None:
-    """A bar for each part, full up to its roof and pale beyond it, and its numbers."""
+    """A bar for each part, full up to its roof and pale beyond it, and its numbers.
+
+    Without any roof the bars are full.
+    """
     places = range(len(parts))
     colours = [_COLOUR[row.part] for row in parts]
     ms = [row.seconds * 1e3 for row in parts]
     roofs = [min(row.roof_seconds or 0.0, row.seconds) * 1e3 for row in parts]
-    axis.barh(places, ms, 0.78, color=colours, alpha=_TINT)
+    axis.barh(places, ms, 0.78, color=colours, alpha=_TINT if any(roofs) else 1)
     axis.barh(places, roofs, 0.78, color=colours)
     _numbers(axis, parts)
     axis.set_yticks(places, [row.part for row in parts], fontsize=9)
