@@ -16,7 +16,7 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.data.store import StoreReader
 from alload_jax.models.families import abstract_model
 from alload_jax.objectives.objective import LossSums
-from alload_jax.planning.plan import MicroBatch
+from alload_jax.planning.step import MicroBatch
 from alload_jax.sharding.mesh import batch_sharding
 from alload_jax.training.restore import find_step, one_device_mesh, restore_weights
 from alload_jax.training.state import Weights

@@ -14,8 +14,9 @@ from alload_jax.data.condition import Conditions
 from alload_jax.data.condition_parts import bucketed_parts, put_parts
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays
-from alload_jax.planning.plan import MicroBatch, Plan
+from alload_jax.planning.plan import Plan
 from alload_jax.planning.repeats import noise_epoch
+from alload_jax.planning.step import MicroBatch
 
 
 @dataclass(frozen=True)

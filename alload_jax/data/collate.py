@@ -12,7 +12,7 @@ from alload_jax.data.collation import Collation
 from alload_jax.data.sample_texts import with_text_of_epoch
 from alload_jax.data.sources.source import SampleReader
 from alload_jax.data.store import BadRecordError
-from alload_jax.planning.plan import MicroBatch, Step
+from alload_jax.planning.step import MicroBatch, Step
 
 
 class HostStep(NamedTuple):

@@ -10,7 +10,8 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.data.packed import PackedCollation
 from alload_jax.data.record import Arrays
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.planning.plan import MicroBatch, Plan
+from alload_jax.planning.plan import Plan
+from alload_jax.planning.step import MicroBatch
 
 
 class Collation(Protocol):

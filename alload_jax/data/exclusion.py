@@ -7,7 +7,7 @@ import numpy as np
 
 from alload_jax.errors import InputError
 from alload_jax.planning.digest import digest
-from alload_jax.planning.plan import Step
+from alload_jax.planning.step import Step
 
 _MOST_DIGITS = 20
 

@@ -19,8 +19,9 @@ from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.patches import patchify
 from alload_jax.models.common.segments import PADDING, PackedMetadata, SplitRows, segments_of
 from alload_jax.models.common.tile_layout import SplitTiles, TileLayout
-from alload_jax.planning.plan import MicroBatch, Plan, RowPlan
+from alload_jax.planning.plan import Plan
 from alload_jax.planning.repeats import noise_epoch
+from alload_jax.planning.step import MicroBatch, RowPlan
 
 
 class Place(NamedTuple):

@@ -11,7 +11,8 @@ from absl import flags
 from alload_jax.data.collate import HostStep
 from alload_jax.data.processes import follow_parent, hush_resource_tracker
 from alload_jax.errors import InputError
-from alload_jax.planning.plan import Plan, Step
+from alload_jax.planning.plan import Plan
+from alload_jax.planning.step import Step
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import numpy as np
 
 from alload_jax.planning.cost import CostModel, QuadraticCost
 from alload_jax.planning.epoch import EpochPlan
-from alload_jax.planning.plan import Plan, Step
+from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.step_order import correlation
+from alload_jax.planning.step import Step
 from alload_jax.planning.step_costs import (
     SQUARES,
     largest_indivisible_cost,

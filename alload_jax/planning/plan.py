@@ -13,85 +13,18 @@ import numpy as np
 
 from alload_jax.planning.cost import CostModel
 from alload_jax.planning.digest import digest
-from alload_jax.planning.epoch import EpochPlan, LeftOver, Packing
+from alload_jax.planning.epoch import EpochPlan, LeftOver
 from alload_jax.planning.policies.bucketed import Bucketed
 from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.repeats import number_repetitions, require_counts
 from alload_jax.planning.samples import Samples
+from alload_jax.planning.step import Step, micro_batch
 from alload_jax.planning.topology import RankTopology
 
 _LATER = {"split_above": 1.0, "ranks_per_group": 1, "refitted": None}
 """Fields that identities in the first checkpoints lack → their values for those plans."""
 _RENAMED = {"anchor_seconds": "seconds_per_split_token"}
 """Names of fields in old checkpoints → their present names."""
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Rows of one shape, or one packed row, that one rank computes at once.
-
-    Attributes:
-      rank: the rank that computes it.
-      index: its index among the rank's micro-batches of the step.
-      rows: number of rows, including padding rows; 1 if packed.
-      seq_len: tokens of each row.
-      shape: (frames, height, width) in pixels; zeros where unknown or packed.
-      samples: the manifest's row numbers, one for each row or each part of a packed row.
-      row_plan: positions of the parts, in the order of `samples`; None if not packed.
-      repetitions: which of the sample's times in its own epoch each of `samples` is, from 0; empty
-        if the plan repeats no sample.
-    """
-
-    rank: int
-    index: int
-    rows: int
-    seq_len: int
-    shape: tuple[int, int, int]
-    samples: tuple[int, ...]
-    row_plan: "RowPlan | None" = None
-    repetitions: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class RowPlan:
-    """Positions of the parts of a packed row (see `RowShape`).
-
-    Attributes:
-      split_tokens: A, tokens of the row that are reserved for split samples.
-      tokens: tokens of each part.
-      offsets: position of each part's first token in the row.
-      is_split: whether each part belongs to a split sample.
-      first: index of each part's first token within its sample.
-      split_segments: (offset, tokens) of the samples among the split tokens of the rank's group.
-      split_samples: the manifest's row number of each of these samples.
-      split_slots: which of these samples each part belongs to; −1 for parts of whole samples.
-      late: epochs by which each part's sample is late; 0 in its own epoch.
-    """
-
-    split_tokens: int
-    tokens: tuple[int, ...]
-    offsets: tuple[int, ...]
-    is_split: tuple[bool, ...]
-    first: tuple[int, ...]
-    split_segments: tuple[tuple[int, int], ...]
-    split_samples: tuple[int, ...]
-    split_slots: tuple[int, ...]
-    late: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step.
-
-    Attributes:
-      index: number of the step, counted from the start of training.
-      epoch: number of the epoch, counted from 0.
-      micro_batches: micro-batches ordered by (index, rank).
-    """
-
-    index: int
-    epoch: int
-    micro_batches: tuple[MicroBatch, ...]
 
 
 @dataclass(frozen=True)
@@ -261,7 +194,7 @@ class Plan:
         return Step(
             index=index,
             epoch=epoch,
-            micro_batches=tuple(_micro_batch(plan, w) for w in range(place.start, place.stop)),
+            micro_batches=tuple(micro_batch(plan, w) for w in range(place.start, place.stop)),
         )
 
     def locate(self, index: int) -> tuple[int, int]:
@@ -320,76 +253,3 @@ class Plan:
 def current_identity(identity: dict[str, Any]) -> dict[str, Any]:
     """The identity of a plan with the present names of fields; old identities are converted."""
     return {_RENAMED.get(name, name): value for name, value in identity.items()}
-
-
-def _micro_batch(plan: EpochPlan, position: int) -> MicroBatch:
-    frames, height, width = plan.shape[position].tolist()
-    return MicroBatch(
-        rank=int(plan.rank[position]),
-        index=int(plan.micro_batch[position]),
-        rows=int(plan.rows[position]),
-        seq_len=int(plan.padded_len[position]),
-        shape=(frames, height, width),
-        samples=tuple(plan.sample[plan.parts_of(position)].tolist()),
-        row_plan=_row_plan(plan, position),
-        repetitions=()
-        if plan.repetition is None
-        else tuple(plan.repetition[plan.parts_of(position)].tolist()),
-    )
-
-
-def _row_plan(plan: EpochPlan, position: int) -> RowPlan | None:
-    packing = plan.packing
-    if packing is None:
-        return None
-    parts = plan.parts_of(position)
-    is_split, offsets = packing.is_split[parts].tolist(), packing.offset[parts].tolist()
-    split_tokens = int(packing.split_tokens[position])
-    segments = _split_segments(plan, packing, position) if split_tokens else {}
-    numbers = {copy: number for number, copy in enumerate(segments)}
-    copies = zip(_copies(plan, packing, parts), is_split, strict=True)
-    slots = [numbers[copy] if split else -1 for copy, split in copies]
-    placed = tuple(segments.values())
-    begin = int(plan.rank[position]) % packing.context * split_tokens
-    return RowPlan(
-        split_tokens=split_tokens,
-        tokens=tuple(packing.tokens[parts].tolist()),
-        offsets=tuple(offsets),
-        is_split=tuple(is_split),
-        first=tuple(
-            0 if slot < 0 else begin + offset - placed[slot][0]
-            for slot, offset in zip(slots, offsets, strict=True)
-        ),
-        split_segments=placed,
-        split_samples=tuple(sample for sample, *_ in segments),
-        split_slots=tuple(slots),
-        late=tuple(packing.late[parts].tolist()),
-    )
-
-
-_Copy = tuple[int, int, int]
-"""A sample, by how many epochs it is late, and its repetition: a group may hold several of one."""
-
-
-def _copies(plan: EpochPlan, packing: Packing, parts: slice) -> list[_Copy]:
-    """The copy that each part belongs to."""
-    columns = (plan.sample[parts], packing.late[parts], plan.repetitions()[parts])
-    return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def _split_segments(
-    plan: EpochPlan, packing: Packing, position: int
-) -> dict[_Copy, tuple[int, int]]:
-    """(offset, tokens) of each sample among the split tokens of a micro-batch's group."""
-    first = position - int(plan.rank[position]) % packing.context
-    region = int(packing.split_tokens[position])
-    laid: dict[_Copy, tuple[int, int]] = {}
-    for member in range(packing.context):
-        parts = plan.parts_of(first + member)
-        copies = _copies(plan, packing, parts)
-        for number in np.flatnonzero(packing.is_split[parts]).tolist():
-            part, copy = parts.start + number, copies[number]
-            here = member * region + int(packing.offset[part])
-            offset, before = laid.get(copy, (here, 0))
-            laid[copy] = (offset, before + int(packing.tokens[part]))
-    return laid

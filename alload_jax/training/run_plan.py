@@ -14,10 +14,11 @@ from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.sparse_attention.switching import DENSITY, SPARSE_LAYERS
 from alload_jax.planning.cost import CostFile, CostModel, QuadraticCost
 from alload_jax.planning.metrics import StepMetrics, step_metrics
-from alload_jax.planning.plan import Plan, Step
+from alload_jax.planning.plan import Plan
 from alload_jax.planning.refit import CostFilter
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.sparse_cost import SparseCost, SparseLayers, cost_of_fields
+from alload_jax.planning.step import Step
 from alload_jax.planning.step_costs import SQUARES
 from alload_jax.training.plan_costs import first_layers, sparse_layers
 

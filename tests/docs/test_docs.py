@@ -121,7 +121,7 @@ def test_flags_in_the_text_exist(page, capsys):
 def test_keys_in_the_text_exist(page, keys):
     sections = "run|data|planning|model|optimizer|mesh|cluster|checkpoint|sampling"
     named = set(re.findall(rf"`((?:{sections})\.[a-z_.]+)[^`/(]*`", prose(page)))
-    assert {name for name in named if not name.endswith((".py", ".json"))} <= keys
+    assert {name for name in named if not name.endswith((".py", ".json", ".secret"))} <= keys
 
 
 @commands_of(r"python (train|benchmarks/\w+)\.py|^make |^sbatch ")

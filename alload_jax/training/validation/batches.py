@@ -8,7 +8,7 @@ import numpy as np
 from alload_jax.data.held_out import content_order
 from alload_jax.data.manifest import Manifest
 from alload_jax.planning.geometry import Triple
-from alload_jax.planning.plan import MicroBatch, Step
+from alload_jax.planning.step import MicroBatch, Step
 
 
 @dataclass(frozen=True)

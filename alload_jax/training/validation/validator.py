@@ -22,7 +22,7 @@ from alload_jax.errors import InputError
 from alload_jax.models.families import abstract_model
 from alload_jax.objectives.objective import MeasuresLevels
 from alload_jax.planning.digest import digest
-from alload_jax.planning.plan import Step
+from alload_jax.planning.step import Step
 from alload_jax.sharding.mesh import batch_sharding, local_plan_ranks, ranks_of, replicated
 from alload_jax.training.state import TrainingSpec, TrainState, Weights
 from alload_jax.training.trainer import in_parallel, on_mesh
