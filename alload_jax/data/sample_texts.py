@@ -26,8 +26,9 @@ def with_alternatives(
     """
     name, found = _name(arrays), dict(arrays)
     found |= {f"{name}.{number}": other for number, other in enumerate(alternatives, 1)}
-    for number, kinds in enumerate(parts, 1):
-        found |= {f"{kind}.{number}": tokens for kind, tokens in kinds.items()}
+    for kind in dict.fromkeys(kind for kinds in parts for kind in kinds):
+        for number, kinds in enumerate(parts, 1):  # without gaps, so that `texts_of` finds all
+            found[f"{kind}.{number}"] = kinds.get(kind, arrays[kind])
     return found
 
 

@@ -5,6 +5,7 @@ import pytest
 from data_helpers import assert_says, change_manifest
 
 from alload_jax.data.manifest import PART_LENGTHS, read_manifest
+from alload_jax.data.sample_texts import with_text_of_epoch
 from alload_jax.data.store import BadRecordError, StoreReader, StoreWriter, merge_stores
 from alload_jax.errors import InputError
 
@@ -108,6 +109,22 @@ def test_an_alternative_has_kinds_like_those_of_the_first_text(kinds, words, tmp
             writer.add(latents, text, size, parts=first, alternatives=[(text, "b", kinds)])
         assert_says(error, words)
         writer.add(latents, text, size, parts=first, alternatives=[(text, "b")])
+
+
+def test_an_alternative_without_a_kind_has_that_of_the_first_text(tmp_path):
+    latents, text, size, first = next(samples())
+    glyphs = np.ones((7, 5), np.float32)
+    others = [(text, "b"), (text, "c", {"glyphs": glyphs})]
+    with StoreWriter(tmp_path / "s", vae_stride=(1, 1, 1)) as writer:
+        writer.add(latents, text, size, parts=first, alternatives=others)
+    manifest = read_manifest(tmp_path / "s")
+    assert manifest.part_lengths.tolist() == [[len(first["audio"]), 7]]
+    arrays = StoreReader(manifest).read(0)
+    drawn = {
+        len(with_text_of_epoch(arrays, seed=0, epoch=epoch, sample=0)["glyphs"])
+        for epoch in range(30)
+    }
+    assert drawn == {len(first["glyphs"]), 7}
 
 
 @pytest.mark.parametrize(
