@@ -40,6 +40,7 @@ class SpokenModel:
 @dataclass(frozen=True)
 class Spoken(TextEmbeddings):
     name = "spoken"
+    needs_torch = False
     default_length = 30
     text_class = SpokenModel
 

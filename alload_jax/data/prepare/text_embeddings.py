@@ -27,12 +27,14 @@ class TextEmbeddings:
     Attributes:
       name: value of `--text`.
       text_class: the encoder, made of a folder and the most tokens of a caption.
+      needs_torch: whether the encoder runs in PyTorch.
       folder: local folder of encoder and tokenizer.
       length: most tokens of a caption.
       made_from: name, width, length and digest of the encoder.
     """
 
     has_weights: ClassVar[bool] = True
+    needs_torch: ClassVar[bool] = True
     default_length: ClassVar[int]
     name: ClassVar[str]
     text_class: ClassVar[Any]
@@ -52,7 +54,8 @@ class TextEmbeddings:
                 f"--text-length is {options.text_length}; it must be from 1 to {_LONGEST}"
             )
         encoder = _encoder(cls.text_class, options.folder, options.text_length)
-        require_packages(flag)
+        if cls.needs_torch:
+            require_packages(flag)
         return cls(options.folder, options.text_length, encoder.origin())
 
     def origin(self) -> dict[str, Any]:
