@@ -14,7 +14,7 @@ from alload_jax.bench.device_time import device_time, rotating
 from alload_jax.bench.kernel import measure
 from pallas_kernels.layernorm_modulate.operands import Operands, Options, Residuals, normalise
 from pallas_kernels.layernorm_modulate.triton import calls
-from pallas_kernels.layernorm_modulate.triton.division import Division, Pass, Range
+from pallas_kernels.layernorm_modulate.triton.division import Division, Pass
 from pallas_kernels.layernorm_modulate.triton.tuned_files import Tuned
 from pallas_kernels.layernorm_modulate.triton.tuning import divisions, nearest
 from pallas_kernels.layernorm_modulate.workloads import Workload
@@ -35,8 +35,6 @@ _PER_CORE = {
 """Programs of each multiprocessor, by warps of a program."""
 _MOST_EACH = 80
 """Elements of a row that a thread holds at most; more would leave the registers."""
-_LEAST_ELEMENTS = 256 * 1536
-"""Of x: as on the H200, where kernels were faster from there on."""
 _FEW_EACH = 16
 """Up to as many, nothing is gained by holding less."""
 
@@ -145,14 +143,24 @@ def search(dims: Sequence[int], device_kind: str, seconds: float) -> Iterator[Be
                 yield Best(next(each for each in found if each.division == used), found[0])
 
 
-def tuned(found: Sequence[Best], before: Tuned | None, faster: Range | None) -> Tuned:
-    """What a device's file says after a search: its widths replace those that were known."""
+def tuned(
+    found: Sequence[Best],
+    before: Tuned | None,
+    ratios: Mapping[int, tuple[float, float]] | None = None,
+) -> Tuned:
+    """What a device's file says after a search: its widths replace those that were known.
+
+    Args:
+      found: what was searched.
+      before: what the file said before; None without one.
+      ratios: the result of `times_xla`, if that was measured already.
+    """
     known: dict[Pass, dict[int, Division]] = {kernel: {} for kernel in get_args(Pass)}
     for kernel in known:
         known[kernel] |= before.divisions[kernel] if before else {}
     for _, best in found:
         known[best.kernel][best.dim] = best.division
-    return Tuned(known, faster)
+    return Tuned(known, {**(before.times_xla if before else {}), **(ratios or {})})
 
 
 def times_xla(dims: Sequence[int]) -> dict[int, tuple[float, float]]:
@@ -173,13 +181,3 @@ def times_xla(dims: Sequence[int]) -> dict[int, tuple[float, float]]:
         )
         for dim in dims
     }
-
-
-def faster_range(ratios: Mapping[int, tuple[float, float]]) -> Range | None:
-    """The widths where kernels were faster both ways: the longest stretch without an exception."""
-    best: list[int] = []
-    stretch: list[int] = []
-    for dim in sorted(ratios):
-        stretch = [*stretch, dim] if min(ratios[dim]) > 1 else []
-        best = max(best, stretch, key=len)
-    return Range(_LEAST_ELEMENTS, (best[0], best[-1])) if best else None

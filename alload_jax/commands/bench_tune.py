@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     import jax
 
     from alload_jax.bench.device_time import copy_bandwidth, require_gpu
-    from alload_jax.bench.kernel_tuning import check, faster_range, search, times_xla, tuned
+    from alload_jax.bench.kernel_tuning import check, search, times_xla, tuned
     from alload_jax.bench.provenance import provenance
     from pallas_kernels.layernorm_modulate.triton import tuned_files
 
@@ -71,10 +71,9 @@ def run(options: argparse.Namespace) -> int:
         found.append(best)
         console.print(" ".join(_row(best, copy)), highlight=False)
         # After each, so that a failure loses nothing that was measured.
-        result = tuned(found, before, before.faster if before else None)
-        path = tuned_files.write(device, result, details)
+        path = tuned_files.write(device, tuned(found, before), details)
     ratios = times_xla(sorted({best.dim for _, best in found}))
-    path = tuned_files.write(device, tuned(found, before, faster_range(ratios)), details)
+    path = tuned_files.write(device, tuned(found, before, ratios), details)
     checked = list(check(options.check, device))
     if options.out:
         details["widths"] = [[_fields(each, copy) for each in best] for best in found]

@@ -7,15 +7,21 @@ Processes of one run should have the same files: another division adds up in ano
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from pallas_kernels.layernorm_modulate.triton.division import Division, Pass, Range
+from pallas_kernels.layernorm_modulate.triton.division import Division, Pass
 
 _FORMAT = "layernorm-modulate-tuning-1"
+_DAMAGE = (
+    *(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError),
+)
+"""What reading a file of another content may raise."""
 
 
 class Tuned(NamedTuple):
@@ -23,12 +29,12 @@ class Tuned(NamedTuple):
 
     Attributes:
       divisions: of each kernel, by width.
-      faster: where kernels were faster than XLA's fusion with a scale for each row of a batch;
-        None for nowhere.
+      times_xla: by width, how many times as fast as XLA's fusion the kernels were, forward and
+        backward, with a scale for each row of a batch.
     """
 
     divisions: Mapping[Pass, Mapping[int, Division]]
-    faster: Range | None
+    times_xla: Mapping[int, tuple[float, float]]
 
 
 def path_of(device_kind: str) -> Path:
@@ -42,21 +48,20 @@ def path_of(device_kind: str) -> Path:
 def read(device_kind: str) -> Tuned | None:
     """What the device's file says; None without one. It is read once in a process.
 
-    Raises:
-      ValueError: the file is not what `write` writes.
+    A file that is not what `write` writes is passed over with a warning.
     """
     path = path_of(device_kind)
     try:
-        text = path.read_text()
+        return _parsed(json.loads(path.read_text()), device_kind)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
-        return _parsed(json.loads(text), device_kind)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"{path}: not a result of `alload bench tune` for {device_kind} ({error}); delete it, "
-            "or measure again"
-        ) from error
+    except _DAMAGE as error:
+        warnings.warn(
+            f"{path} is passed over: not a result of `alload bench tune` for {device_kind} "
+            f"({type(error).__name__}: {error}); delete it, or measure again",
+            stacklevel=2,
+        )
+        return None
 
 
 def write(device_kind: str, tuned: Tuned, details: Mapping[str, Any]) -> Path:
@@ -70,7 +75,7 @@ def write(device_kind: str, tuned: Tuned, details: Mapping[str, Any]) -> Path:
             kernel: {str(dim): dataclasses.asdict(each) for dim, each in by_dim.items()}
             for kernel, by_dim in tuned.divisions.items()
         },
-        "faster": tuned.faster and tuned.faster._asdict(),
+        "times_xla": {str(dim): list(each) for dim, each in tuned.times_xla.items()},
         "details": dict(details),
     }
     # Renamed, so that no process reads half a file.
@@ -87,12 +92,21 @@ def _parsed(content: Mapping[str, Any], device_kind: str) -> Tuned:
     divisions: dict[Pass, dict[int, Division]] = {}
     for kernel in get_args(Pass):
         by_dim = content["divisions"].get(kernel, {})
-        divisions[kernel] = {int(dim): _division(fields) for dim, fields in by_dim.items()}
-    faster = content["faster"]
-    if faster is not None:
-        narrowest, widest = faster["widths"]
-        faster = Range(int(faster["least_elements"]), (int(narrowest), int(widest)))
-    return Tuned(divisions, faster)
+        divisions[kernel] = {_width(dim): _division(fields) for dim, fields in by_dim.items()}
+    times_xla = {_width(dim): _ratios(*found) for dim, found in content["times_xla"].items()}
+    return Tuned(divisions, times_xla)
+
+
+def _width(text: str) -> int:
+    if (width := int(text)) < 1:
+        raise ValueError(f"a width is {width}")
+    return width
+
+
+def _ratios(forward: Any, backward: Any) -> tuple[float, float]:
+    if not all(type(each) is float and 0 < each < math.inf for each in (forward, backward)):
+        raise ValueError(f"ratios are {forward!r} and {backward!r}")
+    return forward, backward
 
 
 def _division(fields: Mapping[str, Any]) -> Division:

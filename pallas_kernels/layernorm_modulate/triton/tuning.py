@@ -119,8 +119,13 @@ MEASURED: dict[Pass, dict[int, Division]] = {
 _WIDER = Division(2048, 16, 1, prefetch=False, keep_in_registers=False)
 
 
+_LEAST_ELEMENTS = 256 * 1536
+"""Of x, from which on the kernels were faster on an H200."""
+_NEAR = math.log(1.15)
+"""How far a width may be, by ratio, from one that was measured on the user's device."""
+
 _FASTER: dict[tuple[str, ModulationLayout], Range] = {
-    ("NVIDIA H200", "row"): Range(256 * 1536, (256, 8192)),
+    ("NVIDIA H200", "row"): Range(_LEAST_ELEMENTS, (256, 8192)),
     ("NVIDIA H200", "segment"): Range(8 * 4096 * 1152, (1152, 5120)),
     ("NVIDIA H200", "token"): Range(32760 * 1536, (1536, 5120)),
 }
@@ -155,15 +160,20 @@ def faster_than_reference(
     device_kind: str, layout: ModulationLayout, elements: int, dim: int
 ) -> bool:
     """Whether the kernels were measured as faster for x's size and width; False if unknown."""
-    tuned = tuned_files.read(device_kind)
-    if tuned and layout == "row":
-        faster = tuned.faster
-    else:
-        alike = next(
-            (same for kind, same in _SAME_CHIP.items() if device_kind.startswith(kind)), ""
-        )
-        faster = _FASTER.get((alike or device_kind, layout))
+    if layout == "row" and (ratios := _measured_ratios(device_kind, dim)):
+        return min(ratios) > 1 and elements >= _LEAST_ELEMENTS
+    same_chip = (same for kind, same in _SAME_CHIP.items() if device_kind.startswith(kind))
+    faster = _FASTER.get((next(same_chip, device_kind), layout))
     if faster is None:
         return False
     narrowest, widest = faster.widths
     return narrowest <= dim <= widest and elements >= faster.least_elements
+
+
+def _measured_ratios(device_kind: str, dim: int) -> tuple[float, float] | None:
+    """How many times as fast as XLA's the nearest width was on the user's device; None if far."""
+    tuned = tuned_files.read(device_kind)
+    near = {abs(math.log(width / dim)): width for width in (tuned.times_xla if tuned else ())}
+    if tuned is None or not near or min(near) > _NEAR:
+        return None
+    return tuned.times_xla[near[min(near)]]
