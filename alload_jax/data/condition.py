@@ -160,6 +160,11 @@ def _conditions_in_parts(model: ModelConfig, manifest: Manifest) -> Conditions:
     if model.text is not None:
         _require_text(model.text, manifest)
     parts, found = model.condition_parts(), []
+    if model.image and manifest.form.given_channels and manifest.form.image_shape is None:
+        raise InputError(
+            f"{manifest.path}: holds given frames without embeddings of their images, which the "
+            "model takes too; prepare the data with --image-folder, or set model.image to null"
+        )
     for name, _ in manifest.form.parts:
         if name not in [part.name for part in parts]:
             raise InputError(

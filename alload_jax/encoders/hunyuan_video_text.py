@@ -200,6 +200,11 @@ class HunyuanVideoText:
     def _tokenizers(self) -> tuple[Any, Any]:
         require_packages(_WANTED)
         language, glyphs = map(load_tokenizer, self._tokenizer_folders)
+        if not language.chat_template:
+            raise InputError(
+                f"{self._tokenizer_folders[0]}: has no chat template; copy chat_template.jinja of "
+                "HunyuanVideo's tokenizer there"
+            )
         return language, glyphs
 
     @cached_property

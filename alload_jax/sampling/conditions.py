@@ -126,7 +126,8 @@ def _given(request: Request, model: ModelConfig, encoders: Encoders) -> tuple[An
     embeddings = None
     if request.image_embeds is not None:
         embeddings = read_embeddings(request.image_embeds, IMAGE)
-        refuse_others(request.image_embeds, [IMAGE, GIVEN] if model.given_channels else [IMAGE])
+        takes_given = model.given_channels and request.first is None
+        refuse_others(request.image_embeds, [IMAGE, GIVEN] if takes_given else [IMAGE])
     if request.first is None:
         return embeddings, _given_in_file(request, model), None
     first, last = (

@@ -1,5 +1,6 @@
 """The encoders of `alload sample`: words and pictures in, pictures out."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,12 @@ def find_encoders(
     Raises:
       InputError: a folder holds no such encoder, or one that does not fit model or data.
     """
+    if image is not None and origin and "image_to_video" not in origin:
+        print(
+            f"note: --image-encoder {image}: the training data had no given frames; what is drawn "
+            "from a picture is as good as the run's initial weights are at it",
+            file=sys.stderr,
+        )
     return Encoders(
         _text(model, origin.get("text"), text),
         None if vae is None else _vae(model, origin.get(VAE), vae),

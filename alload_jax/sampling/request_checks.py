@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from alload_jax.data.record import IMAGE
 from alload_jax.errors import InputError
 from alload_jax.models.families import family_of
 from alload_jax.planning.geometry import Geometry, Triple
@@ -160,6 +161,12 @@ def _image_tokens(raw: RawRequest, target: Target) -> int:
         raise InputError(
             f"{place}: {raw.values['image_embeds']} has {tokens} tokens, but the model takes "
             f"exactly {model.image.positions}"
+        )
+    lengths = {part.name: part.length for part in model.condition_parts()}
+    if tokens > lengths.get(IMAGE, tokens):
+        raise InputError(
+            f"{place}: {raw.values['image_embeds']} has {tokens} tokens, but the model takes up to "
+            f"{lengths[IMAGE]}"
         )
     return tokens
 

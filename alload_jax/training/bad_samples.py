@@ -101,7 +101,7 @@ class BadSamples:
         found = self._search(samples, [], values)
         self._bad |= frozenset(found)
         if len(samples) > 1 and len(found) == len(samples):
-            self._stop(values, f" for each of its {len(samples)} samples")
+            self._stop(values, f" for each of its {len(samples)} samples: training diverges")
         if not found:
             print(
                 f"warning: step {number + 1}: loss {values.get('loss')} at first, but finite when "
@@ -127,7 +127,7 @@ class BadSamples:
         if not samples or self._is_finite(samples):
             return found
         if len(found) >= self._most:
-            self._stop(values, f" for more than {self._most} samples")
+            self._stop(values, f" for more than {self._most} samples: training diverges")
         if len(samples) == 1:
             return [*found, *samples]
         before, half = len(found), len(samples) // 2

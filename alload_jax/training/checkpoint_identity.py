@@ -73,7 +73,10 @@ def _check_data(place: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> No
 
 
 def _remedy(theirs: Any, ours: Any) -> str:
-    ranks = [each.get("ranks") if isinstance(each, dict) else None for each in (theirs, ours)]
+    plans = [each if isinstance(each, dict) else {} for each in (theirs, ours)]
+    ranks = [each.get("ranks") for each in plans]
+    if any(each.get("context", 1) != 1 for each in plans):
+        return "restore the config, with mesh and number of devices, or choose another run.folder"
     if ranks[0] is None or ranks[0] == ranks[1]:
         return "restore the config or choose another run.folder"
     return (

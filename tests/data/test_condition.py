@@ -13,6 +13,7 @@ from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
+from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
@@ -88,6 +89,19 @@ def test_image_to_video_needs_what_it_is_given(changes, words, tmp_path):
     manifest, _ = write_texts(tmp_path / "data")
     with pytest.raises(InputError, match=words):
         conditions_for(dataclasses.replace(MODEL, **changes), manifest)
+
+
+def test_given_frames_of_joint_models_come_with_their_images(tmp_path):
+    latents, given = np.zeros((1, 4, 4, 1), np.float32), np.ones((1, 4, 4, 2), np.float32)
+    with StoreWriter(tmp_path / "data", vae_stride=(1, 1, 1)) as writer:
+        writer.add(latents, np.zeros((2, 6), np.float16), (1, 4, 4), given=given)
+    manifest = read_manifest(tmp_path / "data")
+    model = HunyuanVideoConfig(
+        in_channels=3, out_channels=1, text=TextConfig(6, 5), image=ImageConfig(7)
+    )
+    with pytest.raises(InputError, match="given frames without embeddings of their images"):
+        conditions_for(model, manifest)
+    conditions_for(dataclasses.replace(model, image=None), manifest)
 
 
 def test_given_frames_and_images_are_stored_and_checked(tmp_path):

@@ -263,6 +263,9 @@ def test_a_tokenizer_of_another_model_is_refused(folder, parts, tmp_path):
     short.save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(InputError, match="tokenizer: gives 5 tokens"):
         HunyuanVideoText(tmp_path).tokens("a cat")
+    (tmp_path / "tokenizer" / "chat_template.jinja").unlink()
+    with pytest.raises(InputError, match="tokenizer: has no chat template; copy"):
+        HunyuanVideoText(tmp_path).tokens("a cat")
 
 
 # ---------------------------------------------------------------- pictures

@@ -203,6 +203,7 @@ def test_what_does_not_fit_is_refused_in_one_line(folder, parts, media, tmp_path
     for argv, named in (
         ([*vae, "--image-to-video", "first-last"], "take a first frame only; choose first"),
         ([*vae, "--image-to-video", "first", "--image-folder", f"{folder}/vae"], "siglip"),
+        ([*vae, "--image-to-video", "first"], "give --image-folder DIR"),
         ([*text, "--text-length", "0"], "--text-length"),
         (["--vae", "wan", "--vae-folder", str(folder)], "not AutoencoderKLWan"),
         (["--text", "umt5", "--text-folder", str(folder)], "not umt5"),

@@ -120,13 +120,19 @@ def test_checkpoints_that_name_no_data_are_of_any(tmp_path, made):
 
 def test_a_plan_for_other_ranks_says_how_to_go_on(tmp_path, made):
     state, like = made
-    four, two = ({"model": {"dim": 16}, "plan": {"ranks": count}} for count in (4, 2))
+    plans = ({"ranks": 4}, {"ranks": 2}, {"ranks": 4, "context": 2})
+    four, two, split = ({"model": {"dim": 16}, "plan": plan} for plan in plans)
     checkpoints = opened(tmp_path, four)
     checkpoints.save(1, state)
     checkpoints.close()
     other = opened(tmp_path, two)
     words = "ranks was 4 and is now 2; on another number of devices give --planning.ranks 4"
     with pytest.raises(InputError, match=words):
+        other.restore(1, like)
+    other.close()
+    # Split samples need the ranks that they were planned for.
+    other = opened(tmp_path, split)
+    with pytest.raises(InputError, match="restore the config, with mesh and number of devices"):
         other.restore(1, like)
     other.close()
 

@@ -24,6 +24,7 @@ class GivenFrames:
 
     Attributes:
       vae_class, image_class: the encoders that its models were trained with.
+      needs_image: whether all of its models take embeddings of the image.
       kind: which frames are given.
       vae_folder: local folder of the VAE.
       image_folder: local folder of the image encoder; None for models that take none.
@@ -32,6 +33,7 @@ class GivenFrames:
 
     vae_class: ClassVar[type[Vae]]
     image_class: ClassVar[type[ImageEncoder]]
+    needs_image: ClassVar[bool] = False
 
     kind: str
     vae_folder: Path
@@ -47,6 +49,11 @@ class GivenFrames:
             raise InputError(
                 f"--image-to-video is {kind}, but models on latents of --vae {cls.vae_class.name} "
                 "take a first frame only; choose first"
+            )
+        if cls.needs_image and image_folder is None:
+            raise InputError(
+                f"--image-to-video {kind}: models on latents of --vae {cls.vae_class.name} take "
+                "embeddings of the image too; give --image-folder DIR"
             )
         cls.check_vae(kind, vae_in(cls.vae_class, vae_folder))
         require_packages("--image-to-video")

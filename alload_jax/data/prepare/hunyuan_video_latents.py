@@ -22,3 +22,4 @@ class HunyuanVideoGivenFrames(GivenFrames):
 
     vae_class = HunyuanVideoVae
     image_class = SiglipImage
+    needs_image = True
