@@ -9,7 +9,7 @@ from typing import Any
 
 project = "alload-jax"
 extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.napoleon"]
-exclude_patterns = ["clusters", "results"]
+exclude_patterns = ["clusters"]
 html_theme = "furo"
 html_title = "alload-jax"
 html_static_path = ["_static"]

@@ -200,8 +200,9 @@ def test_shards_train_like_one_device(mesh, train):
     if len(jax.devices()) < devices:
         pytest.skip(f"needs {devices} devices")
     planning = {"policy": "dual_constraint", "m_mem": 96, "p": 2.0, "ranks": 2}
-    expected, _ = metrics(train(folder="one", planning=planning))
-    found, _ = metrics(train(folder="two", devices=devices, mesh=mesh, planning=planning))
+    changes = {"planning": planning, "model": MODEL | {"num_heads": 4}}
+    expected, _ = metrics(train(folder="one", **changes))
+    found, _ = metrics(train(folder="two", devices=devices, mesh=mesh, **changes))
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-4)
         np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-3)
