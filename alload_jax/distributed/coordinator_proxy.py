@@ -10,7 +10,7 @@ import time
 from threading import Event, Thread
 
 _PROBES, _PROBE_SECONDS = 3, 1.0
-"""Connections that process 0 refuses, one after the other, before it counts as gone."""
+"""Attempts to connect that process 0 refuses before it counts as gone, and seconds between them."""
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -59,16 +59,27 @@ class CoordinatorProxy:
                 client.sendall(data)
         except OSError:
             pass  # the connection is broken, which is no different from a closed one
-        for _ in range(_PROBES):
+        if self._has_ended():
+            self._gone.set()
+
+    def _has_ended(self) -> bool:
+        """Whether process 0 refuses connections.
+
+        One that it takes is no proof that it lives: a process that ends may close its connections
+        before the port on which it listens.
+        """
+        refused = others = 0
+        while refused < _PROBES and others < _PROBES:
             try:
                 socket.create_connection(self._target, timeout=_PROBE_SECONDS).close()
             except ConnectionRefusedError:
-                time.sleep(_PROBE_SECONDS)
+                refused += 1
             except OSError:
-                return
+                others += 1
             else:
-                return
-        self._gone.set()
+                others += 1
+            time.sleep(_PROBE_SECONDS)
+        return refused == _PROBES
 
 
 def _forward_requests(client: socket.socket, target: socket.socket) -> None:
