@@ -166,7 +166,8 @@ def test_cases_run_on_two_devices(tmp_path):
     command = [sys.executable, "-m", "alload_jax.cli", "bench", "balance", "--model", "tiny"]
     command += ["--longest", "520", "--m-mem", "560", "--samples", "60", "--steps", "2"]
     command += ["--one-aspect", "--cost-model", str(COSTS), "--out", str(out), "--cases", *names]
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT)}
+    xla_flags = os.environ["XLA_FLAGS"].replace("count=8", "count=2")
+    flags = {"XLA_FLAGS": xla_flags, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, env=os.environ | flags, check=True, timeout=900)
     content = json.loads(out.read_text())
     assert [case["case"] for case in content["cases"]] == names

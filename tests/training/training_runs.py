@@ -52,7 +52,7 @@ class Runs:
         return [sys.executable, str(ROOT / "train.py"), "--config", str(self.config), *flags]
 
     def start(self, *flags, devices=1):
-        xla_flags = f"--xla_force_host_platform_device_count={devices}" if devices > 1 else ""
+        xla_flags = os.environ["XLA_FLAGS"].replace("count=8", f"count={devices}")
         environment = os.environ | {"XLA_FLAGS": xla_flags, "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(
             self.command(*flags),
