@@ -45,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH=WEIGHT",
         help="times that samples of a folder stand in an epoch; default: data.weights of --config",
     )
-    data.add_argument("--vae-stride", type=triple, help="pixels per latent, such as 4,8,8")
+    data.add_argument(
+        "--vae-stride",
+        type=triple,
+        help="pixels per latent, such as 4,8,8 for Wan and 4,16,16 for HunyuanVideo 1.5",
+    )
     data.add_argument("--patch-size", type=triple, help="latents per token, such as 1,2,2")
     data.add_argument("--seed", type=int, help="seed of the order of samples")
     data.add_argument("--epoch", type=int, default=0, help="which epoch to plan")

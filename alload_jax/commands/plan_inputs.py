@@ -354,6 +354,8 @@ def _source_samples(options: argparse.Namespace, base: _Base, packed: bool) -> _
         conditions = conditions_for(base.config, manifest)
         samples = samples_for(base.config, manifest, conditions, packed)
     described = f"{options.manifest}, {len(samples):,} samples"
+    if base.config is None and manifest.form.parts:  # data of models with joint attention
+        described += ", without the tokens of their conditions, which --config counts"
     return samples, described, read_paths(manifest)
 
 

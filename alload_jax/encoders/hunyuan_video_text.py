@@ -91,8 +91,7 @@ class HunyuanVideoText:
         self.folder = find_folder(Path(folder), "text_encoder", _WANTED)
         self.length = length
         self._config = read_config(self.folder, "model_type", ["qwen2_5_vl_text"], _WANTED)
-        pipeline = self.folder.parent
-        self._glyph_folder = pipeline / "text_encoder_2"
+        self._glyph_folder = self.folder.parent / "text_encoder_2"
         if not (self._glyph_folder / CONFIG_NAME).is_file():
             raise InputError(
                 f"{self._glyph_folder}: has no {CONFIG_NAME}; give the folder of HunyuanVideo "
@@ -100,8 +99,8 @@ class HunyuanVideoText:
             )
         self._glyph_config = read_config(self._glyph_folder, "model_type", ["t5"], _WANTED_GLYPHS)
         self._tokenizer_folders = [
-            find_beside(pipeline, name, _TOKENIZER_FILES, "tokenizer")
-            for name in ("tokenizer", "tokenizer_2")
+            find_beside(folder, name, _TOKENIZER_FILES, "tokenizer")
+            for folder, name in ((self.folder, "tokenizer"), (self._glyph_folder, "tokenizer_2"))
         ]
         self._asked = device, dtype
 

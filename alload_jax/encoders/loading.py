@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from safetensors import SafetensorError
 
 from alload_jax.encoders.devices import choose_dtype
 from alload_jax.errors import InputError
+
+_LONGEST_REASON = 200
 
 
 def load_model(kind: Any, folder: Path, device: Any, dtype: str | None) -> Any:
@@ -35,8 +38,7 @@ def load_model(kind: Any, folder: Path, device: Any, dtype: str | None) -> Any:
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InputError(
-            f"{folder}: its weights cannot be read ({str(error).splitlines()[0][:120]}); copy the "
-            "folder again"
+            f"{folder}: its weights cannot be read ({_reason(error)}); copy the folder again"
         ) from error
     for keys in ("missing_keys", "mismatched_keys"):
         if found := sorted(map(str, info.get(keys) or ())):
@@ -59,9 +61,15 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, ImportError) as error:
         raise InputError(
-            f"{folder}: the tokenizer cannot be read ({str(error).splitlines()[0][:120]}); copy "
-            "the model's tokenizer folder again"
+            f"{folder}: the tokenizer cannot be read ({_reason(error)}); copy the model's "
+            "tokenizer folder again"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a library's error, cut between words where it is long."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return shorten(lines[0], _LONGEST_REASON, placeholder=" …")
 
 
 def _moved(model: Any, folder: Path, device: Any) -> Any:

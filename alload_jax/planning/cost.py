@@ -198,7 +198,8 @@ class MemoryModel:
         if tokens < 1:
             raise InputError(
                 f"the model takes {self.base / 1e9:.1f} GB before any token, and the device has "
-                f"{budget / 1e9:.1f} GB with a margin of {margin:.0%}; shard it over more devices"
+                f"{budget / 1e9:.1f} GB with a margin of {margin:.0%}; shard it over more devices "
+                "(--shards of `alload plan`)"
             )
         return tokens
 

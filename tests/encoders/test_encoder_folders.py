@@ -85,7 +85,8 @@ def test_folders_of_something_else_are_refused(tmp_path, make, named):
 
 def test_missing_parts_of_a_pipeline_are_named(folder):
     (folder / "tokenizer_2" / "added_tokens.json").unlink()
-    with pytest.raises(InputError, match="no tokenizer"):
+    missing = rf"text_encoder_2: no tokenizer .* in it or in {folder}/tokenizer_2; copy it there"
+    with pytest.raises(InputError, match=missing):
         HunyuanVideoText(folder)
     (folder / "text_encoder_2" / "config.json").unlink()
     with pytest.raises(InputError, match=r"text_encoder_2: has no config\.json.* byT5"):

@@ -158,6 +158,9 @@ def test_plans_count_conditions_where_a_model_says_so(policy, tokens, data, tmp_
         flags += ["--ranks", "1", "--m-mem", "48", "--policy", policy, "--json"]
         assert cli.main(["plan", *flags]) == 0
         assert json.loads(capsys.readouterr().out)["metrics"]["tokens"] == tokens
+    plain = ["--manifest", str(data), "--ranks", "1", "--m-mem", "48", "--policy", policy]
+    assert cli.main(["plan", *plain, "--patch-size", "1,1,1"]) == 0
+    assert "without the tokens of their conditions, which --config" in capsys.readouterr().out
     report = ["--report", str(tmp_path / "report.html")]
     assert cli.main(["plan", *flags, "--compare", "equal_tokens", "balanced", *report]) == 0
     cases = json.loads(capsys.readouterr().out)["cases"]
