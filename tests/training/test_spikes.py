@@ -1,5 +1,7 @@
 """Updates of large gradients are skipped."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +54,8 @@ def test_the_updates_are_those_of_the_steps_that_are_not_skipped(norms, spikes):
     found = run(skip_spikes(optax.adam(0.1), 5.0), norms)
     assert [count for _, count in found] == np.cumsum(expected).tolist()
     alone = run(optax.adam(0.1), kept)
-    jax.tree.map(np.testing.assert_array_equal, found[-1][0], alone[-1][0])
+    same = partial(np.testing.assert_allclose, rtol=1e-6)  # two programs may round differently
+    jax.tree.map(same, found[-1][0], alone[-1][0])
 
 
 def test_gradients_that_stay_large_are_accepted_after_some_steps():

@@ -24,15 +24,14 @@ from alload_jax.sharding.mesh import MeshConfig, make_mesh
 
 
 def outputs_of(config, params, calls):
-    """All calls in one program."""
+    """Each call by itself; those of one shape by one program."""
     graph = abstract_model(config).graph
 
     @jax.jit
-    def run(params):
-        model = nnx.merge(graph, params)
-        return [model(c.latents, c.timestep, c.condition) for c in calls]
+    def run(params, latents, timestep, condition):
+        return nnx.merge(graph, params)(latents, timestep, condition)
 
-    return run(params)
+    return [run(params, call.latents, call.timestep, call.condition) for call in calls]
 
 
 @pytest.mark.parametrize(
