@@ -21,7 +21,10 @@ DIGIT = 8
 """Height and width of a digit, in pixels."""
 
 _MAX_TURN = np.deg2rad(20.0)
-_FILL = 0.75  # size of a digit relative to its part of the canvas, if that is larger
+_PAIRS = 0.8
+"""Share of the samples with room for two digits that show two."""
+_SWAY = 3.0
+"""Pixels by which a digit moves in a clip that is as small as itself."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,8 @@ class Digits:
     name: Literal["digits"] = "digits"
     mix: tuple[tuple[int, int, int, int], ...] = (
         (1, 8, 8, 14376),
-        (1, 8, 16, 2000),
-        (1, 16, 16, 4000),
+        (1, 8, 16, 5000),
+        (1, 16, 16, 2000),
         (5, 8, 8, 600),
         (5, 8, 16, 300),
         (5, 16, 16, 300),
@@ -126,24 +129,23 @@ def render_clip(
     along = int(width >= height)
     area = np.array([height, width], np.float64)
     area[along] /= len(digits)
-    size = max(DIGIT, _FILL * area.min())
     for n, digit in enumerate(digits):
-        path = _motion(frames, area - size, rng)
+        path = _motion(frames, area - DIGIT, rng)
         path[:, along] += n * area[along]
-        np.maximum(clip, _place(digit, path, size, height, width), out=clip)
+        np.maximum(clip, _place(digit, path, height, width), out=clip)
     return clip[..., None].astype(np.float16)
 
 
 def _choices(
     labels: np.ndarray, height: int, width: int, count: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Chooses the digits of each sample: one, or two in half of the samples that fit two."""
+    """Chooses the digits of each sample: one, or two in most samples that fit two."""
     order = np.concatenate(
         [rng.permutation(len(labels)) for _ in range(-(-2 * count // len(labels)))]
     )
     fits_two = max(height, width) >= 2 * DIGIT
     return [
-        order[2 * i : 2 * i + 2] if fits_two and rng.random() < 0.5 else order[i : i + 1]
+        order[2 * i : 2 * i + 2] if fits_two and rng.random() < _PAIRS else order[i : i + 1]
         for i in range(count)
     ]
 
@@ -156,10 +158,9 @@ def _motion(frames: int, free: np.ndarray, rng: np.random.Generator) -> np.ndarr
       free: [2], pixels by which the digit can move in height and width.
       rng: random generator.
     """
-    # A area as small as its digit lets it sway by a pixel in a clip; a still stands where it is.
-    sway = np.where(free > 0, 0.0, 1.0 if frames > 1 else 0.0)
+    sway = np.where(free > 0, 0.0, _SWAY if frames > 1 else 0.0)
     start = (free + sway) / 2 + rng.uniform(-1, 1, 2) * np.minimum(1, free / 2)
-    speed = rng.uniform(0.3, 0.8, 2) * rng.choice([-1, 1], 2)
+    speed = rng.uniform(0.4, 1.0, 2) * rng.choice([-1, 1], 2)
     turn = rng.uniform(0.03, 0.08) * rng.choice([-1, 1])
     time = np.arange(frames)[:, None]
     path = _reflect(start + speed * time, free + sway) - sway / 2
@@ -173,21 +174,19 @@ def _reflect(value: np.ndarray, size: np.ndarray) -> np.ndarray:
     return np.where(size > 0, size - np.abs(np.mod(value, period) - size), 0.0)
 
 
-def _place(digit: np.ndarray, path: np.ndarray, size: float, height: int, width: int) -> np.ndarray:
+def _place(digit: np.ndarray, path: np.ndarray, height: int, width: int) -> np.ndarray:
     """Renders the digit along its path, rotated about its centre, with bilinear interpolation.
 
     Args:
       digit: [8, 8].
       path: [frames, 3] of (top, left, angle).
-      size: size of the digit on the canvas in pixels.
 
     Returns:
       [frames, height, width]; −1 outside the digit.
     """
     top, left, angle = (column[:, None, None] for column in path.T)
-    zoom = DIGIT / size
-    y = zoom * (np.arange(height)[:, None] - top - (size - 1) / 2)
-    x = zoom * (np.arange(width) - left - (size - 1) / 2)
+    y = np.arange(height)[:, None] - top - (DIGIT - 1) / 2
+    x = np.arange(width) - left - (DIGIT - 1) / 2
     # One empty border pixel lets the digit fade into the canvas; another is read at the far edge.
     framed = np.pad(digit, (1, 2), constant_values=-1.0)
     centre = (DIGIT - 1) / 2 + 1

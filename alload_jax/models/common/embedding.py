@@ -45,7 +45,11 @@ class TimestepEmbedding(nnx.Module):
 
 
 class ClassEmbedding(nnx.Module):
-    """Embeds class labels as condition tokens. An additional class is the null condition."""
+    """Embeds class labels as condition tokens. An additional class is the null condition.
+
+    A sinusoidal embedding of each label's place is added, since attention to the tokens does not
+    depend on their order.
+    """
 
     def __init__(self, num_classes: int, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.null_class = num_classes
@@ -60,7 +64,9 @@ class ClassEmbedding(nnx.Module):
 
     def __call__(self, labels: jax.Array) -> jax.Array:
         """labels: [B, L] int32, `num_classes` is the null class → [B, L, D]."""
-        return self.table(labels)
+        tokens = self.table(labels)
+        places = sinusoid(jnp.arange(labels.shape[-1]), tokens.shape[-1], max_period=100.0)
+        return tokens + places.astype(tokens.dtype)
 
 
 class TextEmbedding(nnx.Module):

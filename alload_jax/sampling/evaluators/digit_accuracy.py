@@ -1,7 +1,7 @@
 """Digit accuracy: a small classifier reads generated stills."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,14 +17,18 @@ _CLASSES = 10
 
 @dataclass(frozen=True)
 class DigitAccuracy:
-    """Fraction of generated 8×8 stills that a classifier reads as the requested digit.
+    """Fraction of generated stills that a classifier reads as the requested digits.
+
+    `digit_accuracy` is that of 8×8 stills of one digit. `pair_accuracy` is that of 8×16 stills of
+    two digits, both of which must be read correctly; it is measured if samples have two classes.
 
     The classifier is a support vector machine trained on all of scikit-learn's real digits; its
     accuracy on held-out real digits is 99 %.
 
     Attributes:
       name: `digit_accuracy`.
-      per_digit: number of stills per digit.
+      per_digit: number of stills per digit. There are as many pairs as stills; each digit is as
+        often on the left as on the right.
     """
 
     name: Literal["digit_accuracy"] = "digit_accuracy"
@@ -42,21 +46,7 @@ class DigitAccuracy:
         Raises:
           InputError: the model cannot generate such stills.
         """
-        if "digits" not in manifest.origin:
-            raise InputError(
-                f"evaluators: digit_accuracy needs the data set digits, but {manifest.path} holds "
-                "other data; remove the evaluator"
-            )
-        if model.num_classes != _CLASSES:
-            raise InputError(
-                f"model.num_classes is {model.num_classes}; digits have 10 classes, so set it to 10"
-            )
-        frames, height, width = model.patch_size
-        if frames != 1 or DIGIT % height or DIGIT % width:
-            raise InputError(
-                f"model.patch_size is {model.patch_size}; stills of {DIGIT}×{DIGIT} digits need "
-                f"one frame, and a height and width that divide {DIGIT}"
-            )
+        require_digits(self.name, (1, DIGIT, DIGIT), model, manifest)
 
     def evaluate(self, drawing: Drawing) -> dict[str, float]:
         """See `Evaluator.evaluate`."""
@@ -64,10 +54,50 @@ class DigitAccuracy:
 
         images, digits = load_digits()
         classifier = SVC(gamma="scale").fit(images.reshape(len(images), -1), digits)
-        requested = np.repeat(np.arange(_CLASSES, dtype=np.int32), self.per_digit)
-        labels = np.full((len(requested), drawing.condition_tokens), _CLASSES, np.int32)
-        labels[:, 0] = requested
-        key = jax.random.key(drawing.seed)
-        drawn = drawing.draw(drawing.values, key, labels, (1, DIGIT, DIGIT))
-        read = classifier.predict(np.clip(drawn, -1, 1).reshape(len(requested), -1))
-        return {"digit_accuracy": float((read == requested).mean())}
+        left = np.repeat(np.arange(_CLASSES, dtype=np.int32), self.per_digit)
+        metrics = {"digit_accuracy": _accuracy(drawing, left[:, None], classifier)}
+        if drawing.condition_tokens > 1:
+            right = np.resize(np.arange(_CLASSES, dtype=np.int32), len(left))
+            pairs = np.stack([left, right], axis=1)
+            metrics["pair_accuracy"] = _accuracy(drawing, pairs, classifier)
+        return metrics
+
+
+def require_digits(
+    evaluator: str, size: tuple[int, int, int], model: ModelConfig, manifest: Manifest
+) -> None:
+    """Checks that a model generates digits in samples of a size (frames, height, width).
+
+    Raises:
+      InputError: the data are others, or classes or patches do not fit.
+    """
+    if "digits" not in manifest.origin:
+        raise InputError(
+            f"evaluators: {evaluator} needs the data set digits, but {manifest.path} holds "
+            "other data; remove the evaluator"
+        )
+    if model.num_classes != _CLASSES:
+        raise InputError(
+            f"model.num_classes is {model.num_classes}; digits have 10 classes, so set it to 10"
+        )
+    if any(side % patch for side, patch in zip(size, model.patch_size, strict=True)):
+        raise InputError(
+            f"model.patch_size is {model.patch_size}; evaluators: {evaluator} draws "
+            f"{'×'.join(map(str, size))} pixels, which each number must divide"
+        )
+
+
+def _accuracy(drawing: Drawing, digits: np.ndarray, classifier: Any) -> float:
+    """Fraction of generated stills of which every digit is read correctly.
+
+    Args:
+      digits: [N, k], digits beside each other.
+    """
+    count, beside = digits.shape
+    labels = np.full((count, drawing.condition_tokens), _CLASSES, np.int32)
+    labels[:, :beside] = digits
+    key = jax.random.key(drawing.seed)
+    drawn = drawing.draw(drawing.values, key, labels, (1, DIGIT, beside * DIGIT))
+    stills = np.clip(drawn, -1, 1).reshape(count, DIGIT, beside, DIGIT).swapaxes(1, 2)
+    read = classifier.predict(stills.reshape(count * beside, -1)).reshape(count, beside)
+    return float((read == digits).all(axis=1).mean())

@@ -41,6 +41,10 @@ class Evaluator(Protocol):
 
 
 EVALUATORS: Registry[type[Any]] = Registry(
-    "evaluator", {"digit_accuracy": "alload_jax.sampling.evaluators.digit_accuracy:DigitAccuracy"}
+    "evaluator",
+    {
+        "digit_accuracy": "alload_jax.sampling.evaluators.digit_accuracy:DigitAccuracy",
+        "digit_motion": "alload_jax.sampling.evaluators.digit_motion:DigitMotion",
+    },
 )
 """Classes of evaluators, each an `Evaluator`."""
