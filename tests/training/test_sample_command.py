@@ -248,14 +248,14 @@ def test_without_its_data_a_run_still_draws(
 
     noted = json.loads((run / "data.json").read_text())
     assert noted.pop("origin") == read_manifest(digits_folder).origin
-    assert noted == {"vae_stride": [1, 1, 1], "text_length": 1}
+    assert noted == {"vae_stride": [1, 1, 1], "text_length": 2}
     assert said("--class", 3) == (0, "")
     (run / "data.json").write_text('{"vae_stride": [1, 1]}')
     assert "data.json: needs vae_stride" in said("--class", 3)[1]
     noted |= {"vae_stride": [1, 2, 2]}
     (run / "data.json").write_text(json.dumps(noted))
     assert "need a decoder" in said("--class", 3)[1]
-    assert "lists 2 classes" in said("--class", 3, 4, "--vae-stride", 1, 1, 1)[1]
+    assert "lists 3 classes" in said("--class", 3, 4, 5, "--vae-stride", 1, 1, 1)[1]
     (run / "data.json").unlink()
     status, note = said("--class", 3, 4)
     assert (status, note.count("\n")) == (0, 1)
@@ -299,7 +299,7 @@ def test_out_of_memory_is_reported_in_one_line(refused, class_run, monkeypatch):
     [
         (["--class", 10], ["--class is 10", "from 0 to 9"]),
         (["--class", -1], ["--class"]),
-        (["--class", 1, 2], ["2 classes", "at most"]),
+        (["--class", 1, 2, 3], ["3 classes", "at most"]),
         (["--class", 1, "--height", 9], ["--height is 9", "nearest: 8 and 12"]),
         (["--class", 1, "--width", 1], ["--width is 1", "nearest: 4"]),
         (["--class", 1, "--frames", 0], ["--frames is 0", "nearest: 1"]),

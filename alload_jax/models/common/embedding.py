@@ -5,7 +5,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from alload_jax.models.common.config import ImageConfig, ModelConfig, TextConfig
+from alload_jax.models.common.segments import Segments
 
+_PLACE_PERIOD = 100.0
+"""Longest period of the sinusoids of a label's place; samples have few labels."""
 _IMAGE_NORM_EPS = 1e-5
 """Epsilon of the image embedding's norms in Wan 2.1 and diffusers, whatever the blocks use."""
 
@@ -62,11 +65,14 @@ class ClassEmbedding(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, labels: jax.Array) -> jax.Array:
-        """labels: [B, L] int32, `num_classes` is the null class → [B, L, D]."""
+    def __call__(self, labels: jax.Array, segments: Segments | None = None) -> jax.Array:
+        """Embeds labels [B, L] int32, `num_classes` for the null class, as [B, L, D].
+
+        Packed rows have the labels of their samples in `segments`.
+        """
+        place = jnp.arange(labels.shape[1]) if segments is None else segments.place()
         tokens = self.table(labels)
-        places = sinusoid(jnp.arange(labels.shape[-1]), tokens.shape[-1], max_period=100.0)
-        return tokens + places.astype(tokens.dtype)
+        return tokens + sinusoid(place, tokens.shape[-1], _PLACE_PERIOD).astype(tokens.dtype)
 
 
 class TextEmbedding(nnx.Module):
@@ -76,8 +82,8 @@ class TextEmbedding(nnx.Module):
         self.hidden = nnx.Linear(text.dim, dim, dtype=dtype, rngs=rngs)
         self.out = nnx.Linear(dim, dim, dtype=dtype, rngs=rngs)
 
-    def __call__(self, text: jax.Array) -> jax.Array:
-        """text: [B, L, text.dim] → [B, L, D]."""
+    def __call__(self, text: jax.Array, segments: Segments | None = None) -> jax.Array:
+        """text: [B, L, text.dim] → [B, L, D]; `segments` change nothing: a text holds its order."""
         return self.out(nnx.gelu(self.hidden(text), approximate=True))
 
 

@@ -32,6 +32,11 @@ class Segments(NamedTuple):
     length: Any
     ids: Any
 
+    def place(self) -> jax.Array:
+        """[R, T] int32, place of each token in its segment, from 0; padding has any place."""
+        first = jnp.take_along_axis(self.offset, jnp.maximum(self.ids, 0), axis=1)
+        return jnp.arange(self.ids.shape[1], dtype=jnp.int32) - first
+
 
 @partial(
     jax.tree_util.register_dataclass,

@@ -91,7 +91,8 @@ class ConditionEmbedding(nnx.Module):
           have no padding.
         """
         if self.classes is not None:
-            return self.classes(condition), None if packed is None else packed.condition
+            segments = None if packed is None else packed.condition
+            return self.classes(condition, segments), segments
         parts = []
         for name in _ORDER:
             if (module := getattr(self, name)) is not None:

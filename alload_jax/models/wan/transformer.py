@@ -185,7 +185,8 @@ class WanTransformer(nnx.Module):
             if self.image_embedding is not None:
                 assert image is not None
                 image = self.image_embedding(image).reshape(len(tokens), -1, self.config.dim)
-            embedded = self.condition_embedding(condition)
+            segments = None if packed is None else packed.condition
+            embedded = self.condition_embedding(condition, segments)
         by_segment = None
         if modulated is not None:
             by_segment = segmentation(modulated, timestep.shape[1], self.config.dim, sharding)

@@ -67,6 +67,9 @@ class Oracle:
         time = self.linear(embedding["out"], self.silu(self.linear(embedding["hidden"], time)))
         modulation = self.linear(embedding["modulation"], self.silu(time)).reshape(6, -1)
         condition = p["condition_embedding"]["table"]["embedding"][labels]
+        half = config.dim // 2
+        angle = np.arange(len(labels))[:, None] * 100.0 ** (-np.arange(half) / half)
+        condition = condition + np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
         for n in range(config.num_layers):
             layer = jax.tree.map(lambda leaf, n=n: leaf[n], p["blocks"])
             x = self.block(layer, x, modulation, condition, places)
