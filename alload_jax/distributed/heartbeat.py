@@ -209,7 +209,15 @@ class Heartbeat:
                 try:
                     print(f"error: {failure}; {self.remedy()}", file=sys.stderr, flush=True)
                 finally:  # stderr may be closed, for example because its reader has ended
+                    self._announce_exit(failure)
                     os._exit(1)
+
+    def _announce_exit(self, reason: str) -> None:
+        """Tells process 0, which exits last, not to wait for this one; soon, or not at all."""
+        self._message.state, self._message.reason = "exited", reason
+        announcement = Thread(target=self._exchange, daemon=True)
+        announcement.start()
+        announcement.join(self._interval)  # longer where process 0 does not answer
 
     def _find_suspension(self, pause: float) -> str:
         """Describes a suspension of this process that the others take for its loss; or "".

@@ -20,6 +20,7 @@ from alload_jax.training.base import BASE, Base
 from alload_jax.training.checkpoint_errors import as_input_error, raise_if_lost, reason_of_storage
 from alload_jax.training.checkpoint_identity import check_identity
 from alload_jax.training.checksums import damage, write_checksums
+from alload_jax.training.commit_barrier import commit_barrier
 from alload_jax.training.state import TrainState
 
 _RECALIBRATION = "recalibration"
@@ -92,7 +93,9 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._kept,
             enable_async_checkpointing=True,
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._add_checksums),
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=self._add_checksums, barrier_sync_fn=commit_barrier()
+            ),
         )
         # Orbax would remove these in a thread that outlives a program that exits immediately.
         if jax.process_index() == 0:

@@ -137,7 +137,8 @@ def test_an_objective_with_a_loss_from_inside_layers_and_a_second_optimizer(trai
     moved = train(folder="moved", objective={"name": "half_velocity"}, optimizer={"clip_norm": 1e9})
     still, moved = (restored(each)["params"] for each in (still, moved))
     for name in still:
-        same = np.array_equal(still[name], moved[name])
+        # Two programs, which may round differently; at the other learning rate nothing is close.
+        same = np.allclose(still[name], moved[name], rtol=1e-5, atol=1e-7)
         # Only the predictors followed the second optimizer; the model does not see them.
         assert same == ("predictor" not in name), name
 

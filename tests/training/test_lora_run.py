@@ -283,7 +283,8 @@ def test_a_run_without_a_moving_average_samples_from_its_weights(train):
     average = {"optimizer": {"ema_decay": None}}
     folder = train(**average)
     assert "'ema'" not in (folder / "checkpoints" / "4" / "state" / "_METADATA").read_text()
-    assert metrics(folder) == metrics(train(folder="averaged"))
+    averaged = metrics(train(folder="averaged"))  # by another program
+    np.testing.assert_allclose(metrics(folder), averaged, rtol=1e-6)
     assert alload(["lora", "export", "--checkpoint", str(folder), "--out", "x.safetensors"]) == 0
     adapters = read_lora("x.safetensors", find_run(folder).config).adapters
     up = values_of(folder)["blocks/self_attention/query/lora_up"]
