@@ -183,6 +183,25 @@ def test_messages_of_unknown_processes_are_skipped(cluster):
     assert cluster.failure(LOST_AFTER) == ""
 
 
+def test_a_process_that_another_ends_says_so_before_it_exits(cluster, monkeypatch, capsys):
+    def end(status):
+        raise SystemExit(status)
+
+    def started_at_once(target, daemon):
+        return SimpleNamespace(start=target, join=lambda seconds: None)
+
+    monkeypatch.setattr(heartbeat_module, "Thread", started_at_once)
+    monkeypatch.setattr(heartbeat_module.os, "_exit", end)
+    cluster.others[0] |= {"state": "failed", "reason": "disk full"}
+    cluster.advance(LOST_AFTER)
+    cluster.heartbeat._interval = 0.01
+    with pytest.raises(SystemExit, match="1"):
+        cluster.heartbeat._check_loop()
+    own = parse_message(cluster.store.texts["1"])
+    assert (own.state, "disk full" in own.reason) == ("exited", True)
+    assert capsys.readouterr().err.startswith("error: process 0 of 3 (h0) ended")
+
+
 def test_process_0_exits_last(monkeypatch):
     cluster = FakeCluster(monkeypatch, process_id=0)
     statuses = []
