@@ -16,7 +16,7 @@ from pallas_kernels.layernorm_modulate.operands import Operands, Options, Residu
 from pallas_kernels.layernorm_modulate.triton import calls
 from pallas_kernels.layernorm_modulate.triton.division import Division, Pass
 from pallas_kernels.layernorm_modulate.triton.tuned_files import Tuned
-from pallas_kernels.layernorm_modulate.triton.tuning import divisions, nearest
+from pallas_kernels.layernorm_modulate.triton.tuning import division_for, divisions
 from pallas_kernels.layernorm_modulate.workloads import Workload
 
 ELEMENTS = 50_000_000
@@ -113,7 +113,7 @@ def check(dims: Sequence[int], device_kind: str) -> Iterator[Timed]:
     """Times each width and kernel with what is used now."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for dim, kernel in itertools.product(dims, get_args(Pass)):
-            yield from timed(kernel, dim, [nearest(divisions(kernel, device_kind), dim)], pool)
+            yield from timed(kernel, dim, [division_for(divisions(kernel, device_kind), dim)], pool)
 
 
 class Best(NamedTuple):
@@ -137,7 +137,7 @@ def search(dims: Sequence[int], device_kind: str, seconds: float) -> Iterator[Be
             if time.monotonic() > deadline:
                 return
             for kernel in get_args(Pass):
-                used = nearest(divisions(kernel, device_kind), dim)
+                used = division_for(divisions(kernel, device_kind), dim)
                 ways = list(dict.fromkeys([used, *candidates(kernel, dim)]))
                 found = timed(kernel, dim, ways, pool)
                 yield Best(next(each for each in found if each.division == used), found[0])

@@ -15,7 +15,7 @@ from pallas_kernels.layernorm_modulate.triton.row_blocks import (
     even_row_blocks,
     segment_row_blocks,
 )
-from pallas_kernels.layernorm_modulate.triton.tiles import split_width
+from pallas_kernels.triton.tiles import split_width
 
 SIZES = st.integers(1, 3000)
 
@@ -120,6 +120,18 @@ def test_tiles_cover_the_width(dim, power):
         assert tile.ragged == (offset > dim)
     assert 0 <= offset - dim < 128
     assert not any(tile.ragged for tile in tiles[:-1])
+
+
+@examples(100)
+@given(dim=st.integers(1, 20_000), power=st.integers(7, 12))
+def test_equal_tiles_cover_the_width(dim, power):
+    *whole, last = split_width(dim, 1 << power, equal=True)
+    assert [tile.offset for tile in (*whole, last)] == list(range(0, dim, last.width))
+    assert {tile.width for tile in whole} <= {last.width}
+    assert last.width.bit_count() == 1
+    assert last.width <= 1 << power
+    assert not any(tile.ragged for tile in whole)
+    assert last.ragged == (last.offset + last.width > dim)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 1152, 1536, 3072, 5120, 8192])

@@ -15,7 +15,6 @@ from pallas_kernels.layernorm_modulate.triton.kernels import (
     forward_kernel,
     sum_backward_kernel,
 )
-from pallas_kernels.layernorm_modulate.triton.reduction import reduce_partials
 from pallas_kernels.layernorm_modulate.triton.row_blocks import (
     EvenRowBlocks,
     RowBlocks,
@@ -23,9 +22,11 @@ from pallas_kernels.layernorm_modulate.triton.row_blocks import (
     segment_row_blocks,
 )
 from pallas_kernels.layernorm_modulate.triton.rows import Launch
+from pallas_kernels.triton.reduction import reduce_partials
 
-FORWARD, STATISTICS, BACKWARD, SUM_BACKWARD = (
-    f"layernorm_modulate_{part}" for part in ("forward", "statistics", "backward", "sum_backward")
+FORWARD, STATISTICS, BACKWARD, SUM_BACKWARD, REDUCE = (
+    f"layernorm_modulate_{part}"
+    for part in ("forward", "statistics", "backward", "sum_backward", "reduce")
 )
 """Names of the kernels, as profilers and lowered modules show them."""
 
@@ -156,7 +157,9 @@ def _sums(
 ) -> jax.Array:
     """`reduce_partials` of what a kernel's programs summed up."""
     table_row = row_blocks.table_row.reshape(-1) if isinstance(row_blocks, RowBlocks) else None
-    return reduce_partials(partial_sums, table_row, row_blocks.per_row, table, options.interpret)
+    return reduce_partials(
+        *(partial_sums, table_row, row_blocks.per_row, table, options.interpret), REDUCE
+    )
 
 
 def _call(

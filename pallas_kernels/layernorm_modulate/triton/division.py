@@ -17,6 +17,7 @@ class Blocks:
       prefetch: whether the next row is loaded before work on this one begins.
       keep_in_registers: of scale, shift and gate; else they are loaded again, from cache, for each
         row.
+      equal_tiles: whether all tiles are equally wide and the last one may be padded.
     """
 
     max_tile: int
@@ -24,6 +25,7 @@ class Blocks:
     programs: int
     prefetch: bool = True
     keep_in_registers: bool = True
+    equal_tiles: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Division:
     """`Blocks` for a device with any number of multiprocessors.
 
     Attributes:
-      max_tile, num_warps, prefetch, keep_in_registers: as in `Blocks`.
+      max_tile, num_warps, prefetch, keep_in_registers, equal_tiles: as in `Blocks`.
       per_core: row blocks for each multiprocessor.
     """
 
@@ -40,6 +42,7 @@ class Division:
     per_core: int
     prefetch: bool = True
     keep_in_registers: bool = True
+    equal_tiles: bool = False
 
     def blocks(self, cores: int) -> Blocks:
         """The blocks on a device with `cores` multiprocessors."""
@@ -49,6 +52,7 @@ class Division:
             self.per_core * cores,
             self.prefetch,
             self.keep_in_registers,
+            self.equal_tiles,
         )
 
 

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.layernorm_modulate.triton.rows import Launch, Rows
-from pallas_kernels.layernorm_modulate.triton.tiles import (
+from pallas_kernels.triton.tiles import (
     Tiles,
     row_sums,
     tile_map,

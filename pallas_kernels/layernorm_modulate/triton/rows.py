@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.layernorm_modulate.operands import Options
 from pallas_kernels.layernorm_modulate.triton.division import Blocks
 from pallas_kernels.layernorm_modulate.triton.row_blocks import IMPOSSIBLE, EvenRowBlocks
-from pallas_kernels.layernorm_modulate.triton.tiles import (
+from pallas_kernels.triton.tiles import (
     Tiles,
     clear_beyond,
     load_row,
@@ -58,7 +58,7 @@ class Rows:
         """`streams` are loaded row by row; tables too, if each token has a row of its own."""
         self.ref: Refs = dict(zip(launch.names, refs, strict=True))
         self.launch = launch
-        self.tiles = split_width(launch.dim, launch.blocks.max_tile)
+        self.tiles = split_width(launch.dim, launch.blocks.max_tile, launch.blocks.equal_tiles)
         self.start, self.stop, self.table_row = launch.row_block(self.ref)
         self.per_token = launch.options.layout == "token"
         tables: list[str] = [name for name in ("scale", "shift", "gate") if name in self.ref]

@@ -115,7 +115,8 @@ def _division(fields: Mapping[str, Any]) -> Division:
     powers = all(type(count) is int and count > 0 for count in counts) and all(
         count & (count - 1) == 0 for count in counts[:2]
     )
-    flags = all(type(flag) is bool for flag in (division.prefetch, division.keep_in_registers))
+    switches = (division.prefetch, division.keep_in_registers, division.equal_tiles)
+    flags = all(type(switch) is bool for switch in switches)
     if not powers or not flags:
         raise ValueError(f"{division} cannot run")
     return division

@@ -8,6 +8,7 @@ What `alload bench tune` measures on another device stands in a file of the user
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from pallas_kernels import devices
 from pallas_kernels.layernorm_modulate.operands import ModulationLayout
@@ -117,6 +118,10 @@ MEASURED: dict[Pass, dict[int, Division]] = {
     },
 }
 _WIDER = Division(2048, 16, 1, prefetch=False, keep_in_registers=False)
+_EQUAL = (1024, 8)
+"""Width and warps of equal tiles, where they pad a row little."""
+_MOST_PADDED = 1.25
+"""Width with padding over width of a row, at most."""
 
 
 _LEAST_ELEMENTS = 256 * 1536
@@ -150,10 +155,26 @@ def nearest(measured: Mapping[int, Division], dim: int) -> Division:
     return measured[min(measured, key=lambda width: abs(math.log(width / dim)))]
 
 
+def division_for(measured: Mapping[int, Division], dim: int) -> Division:
+    """How rows are divided: as measured, or like those of the nearest width in equal tiles.
+
+    Tiles of several sizes take a sum over the program's threads each, and narrow ones load little
+    at once (benchmarks/results/layernorm_equal_tiles_h200.json).
+    """
+    found = nearest(measured, dim)
+    if dim in measured:
+        return found
+    tile, warps = _EQUAL
+    if found.num_warps in (4, 8) and -(-dim // tile) * tile <= _MOST_PADDED * dim:
+        per_core = max(1, found.per_core * found.num_warps // warps)
+        found = replace(found, max_tile=tile, num_warps=warps, per_core=per_core)
+    return replace(found, equal_tiles=True)
+
+
 def blocks_for(kernel: Pass, dim: int) -> Blocks:
     """How a kernel divides rows of `dim` elements on the device to run on."""
     measured = divisions(kernel, devices.device_kind())
-    return nearest(measured, dim).blocks(devices.core_count())
+    return division_for(measured, dim).blocks(devices.core_count())
 
 
 def faster_than_reference(

@@ -22,14 +22,19 @@ class Tile(NamedTuple):
     ragged: bool
 
 
-def split_width(dim: int, max_tile: int) -> tuple[Tile, ...]:
+def split_width(dim: int, max_tile: int, equal: bool = False) -> tuple[Tile, ...]:
     """Cuts rows of `dim` elements into power-of-two tiles of at most `max_tile`.
 
-    What is left under 128 columns is one tile, padded to a power of two: 1152 with `max_tile` 1024
-    is 1024 + 128, 5120 is five tiles of 1024, 1000 is 512 + 256 + 128 + 104 of 128.
+    If `equal`, all have the same width and the last one may be padded: 1920 with `max_tile` 512 is
+    four tiles of 512. Otherwise each is as wide as the rest of the row allows, and what is left
+    under 128 columns is one tile, padded to a power of two: 1152 with `max_tile` 1024 is
+    1024 + 128, 5120 is five tiles of 1024, 1000 is 512 + 256 + 128 + 104 of 128.
     """
     tiles: list[Tile] = []
     offset = 0
+    if equal:
+        width = min(max_tile, pl.next_power_of_2(dim))
+        return tuple(Tile(at, width, at + width > dim) for at in range(0, dim, width))
     while offset < dim:
         left = dim - offset
         largest = 1 << (left.bit_length() - 1)

@@ -10,9 +10,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-REDUCE = "layernorm_modulate_reduce"
-"""Name of the kernel."""
-
 _TOGETHER = 8
 """Groups of partial rows that are loaded at once."""
 
@@ -23,6 +20,7 @@ def reduce_partials(
     per_row: int,
     table: tuple[int, ...],
     interpret: bool,
+    name: str,
 ) -> jax.Array:
     """Partial sums [K·B·P, D] → sums [K·B·M, D], float32, for tables [B, D] or [B, M, D].
 
@@ -33,6 +31,7 @@ def reduce_partials(
       per_row: P, row blocks of each row of the batch.
       table: shape of the tables.
       interpret: run in Pallas's interpreter.
+      name: of the kernel, for profilers and lowered modules.
     """
     dim, tables = table[-1], math.prod(table[1:-1])
     rows = partial_sums.shape[0] // per_row * tables
@@ -45,7 +44,7 @@ def reduce_partials(
         grid=(rows, pl.cdiv(dim, tile)),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
-        name=REDUCE,
+        name=name,
     )(partial_sums, *(() if table_row is None else (table_row,)))
 
 

@@ -1,0 +1,1 @@
+"""What the Triton backends of several kernels share: tiles of rows, sums of partial rows."""
