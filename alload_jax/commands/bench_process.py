@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from alload_jax.errors import InputError
+from alload_jax.sharding.xla_flags import with_defaults
 
 _ERROR_LINE = re.compile(r"[\w.]*(Error|Exception): ")
 _INPUT_ERROR = "alload_jax.errors.InputError: "
@@ -35,6 +36,7 @@ def measured(
       InputError: the measurement did.
     """
     environment = os.environ | {
+        "XLA_FLAGS": with_defaults(os.environ.get("XLA_FLAGS", "")),
         "XLA_PYTHON_CLIENT_MEM_FRACTION": _MEMORY_SHARE,
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }

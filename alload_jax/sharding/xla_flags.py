@@ -1,4 +1,4 @@
-"""XLA options that overlap collectives with computation on GPUs."""
+"""XLA options of training steps on GPUs."""
 
 import os
 from collections.abc import Mapping
@@ -7,10 +7,16 @@ OVERLAP_FLAGS = {
     # Starts collectives as early, and waits for them as late, as data dependencies allow.
     "xla_gpu_enable_latency_hiding_scheduler": "true",
 }
-"""Defaults; XLA_FLAGS in the environment takes precedence."""
+"""They overlap collectives with computation."""
+DEFAULT_FLAGS = OVERLAP_FLAGS | {
+    # The scan over layers writes all of the stacks that it keeps for the backward pass: without
+    # zeros written before, a step with short sequences is 2.6 % faster on an H200.
+    "xla_gpu_enable_dus_accumulator_zero_init_elimination": "true",
+}
+"""XLA_FLAGS in the environment takes precedence."""
 
 
-def with_defaults(flags: str, defaults: Mapping[str, str] = OVERLAP_FLAGS) -> str:
+def with_defaults(flags: str, defaults: Mapping[str, str] = DEFAULT_FLAGS) -> str:
     """Adds to XLA_FLAGS the defaults that it does not set itself."""
     given = {flag.removeprefix("--").split("=")[0] for flag in flags.split()}
     added = (f"--{name}={value}" for name, value in defaults.items() if name not in given)
