@@ -7,6 +7,7 @@ from pallas_kernels.layernorm_modulate import (
     residual_layernorm_modulate,
     segmentation,
 )
+from pallas_kernels.rms_norm_rotary import rms_norm_rotary
 
 __all__ = [
     "BlockLists",
@@ -14,5 +15,6 @@ __all__ = [
     "block_sparse_attention",
     "layernorm_modulate",
     "residual_layernorm_modulate",
+    "rms_norm_rotary",
     "segmentation",
 ]

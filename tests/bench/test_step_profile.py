@@ -167,7 +167,7 @@ def wan():
 def test_every_part_of_a_block_is_found_in_its_passes(wan):
     found = {(each.part, each.detail) for each in wan.values()}
     everywhere = ("self-attention", "cross-attention", PRODUCTS, "norms with modulation")
-    elementwise = ("q/k RMSNorm", "rotary embedding", "activation")
+    elementwise = ("q/k RMSNorm, rotary embedding", "activation")
     passes = ("forward", "recomputed", "backward")
     missing = set(itertools.product((*everywhere, *elementwise), passes)) - found
     assert not missing
@@ -199,7 +199,7 @@ def test_parts_of_joint_attention_without_rematerialisation():
     details = {(each.part, each.detail) for each in found.values()}
     assert {("joint attention", "forward"), ("joint attention", "backward")} <= details
     assert not any(detail == "recomputed" for _, detail in details)
-    assert {"q/k RMSNorm", "rotary embedding", "norms with modulation"} <= {p for p, _ in details}
+    assert {"q/k RMSNorm, rotary embedding", "norms with modulation"} <= {p for p, _ in details}
 
 
 # ---------------------------------------------------------------- rows

@@ -41,8 +41,8 @@ ACCUMULATION = "gradient accumulation"
 GRADIENT_SUMS = "gradient_sums"
 PARTS = {
     scopes.NORM: "norms with modulation",
-    scopes.QK_NORM: "q/k RMSNorm",
-    scopes.ROTARY: "rotary embedding",
+    scopes.QK_NORM: "q/k RMSNorm, rotary embedding",
+    scopes.ROTARY: "q/k RMSNorm, rotary embedding",
     scopes.ACTIVATION: "activation",
     scopes.RESIDUAL: "residual with gate",
     scopes.LINEAR: "biases",

@@ -8,7 +8,7 @@ from alload_jax.bench.step_profile.attribution import ELSE, ORDER
 from alload_jax.bench.step_profile.summary import Row, totals
 
 _COLOURS = (
-    *("#1f6feb", "#54aeff", "#0a3069", "#80ccff", "#2da44e", "#f0883e", "#d4a72c", "#953800"),
+    *("#1f6feb", "#54aeff", "#0a3069", "#80ccff", "#2da44e", "#f0883e", "#d4a72c"),
     *("#8250df", "#db61a2", "#1b7c83", "#9a6700", "#768390", "#444c56", "#e5534b", "#6fdd8b"),
     *("#b083f0", "#afb8c1", "#a40e26", "#8b949e"),
 )

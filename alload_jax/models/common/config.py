@@ -199,7 +199,8 @@ class TransformerConfig(ModelConfig):
         in diffusers; `float32`, as in Wan's repository, is more exact and doubles activation
         memory.
       norm: implementation of the modulated norms: `triton` (our kernels, GPU only), `xla`, the
-        name of a registered one, or `auto`, the one that was measured as faster here.
+        name of a registered one, or `auto`, the one that was measured as faster here. RMSNorm of
+        queries and keys with their rotation is XLA's with `xla`, and `auto` otherwise.
     """
 
     dim: int = 128

@@ -27,9 +27,15 @@ def split_single_row(
       sharding: sharding of rows over a mesh; None on one device.
       arrays: [B, S, ...] with the same B and S, divisible by the mesh.
     """
-    rows, tokens = arrays[0].shape[:2]
-    if rows != row_shards(sharding) or tokens % _ROW_BLOCKS:
+    if not splits_single_row(arrays[0], sharding):
         return function(*arrays)
+    rows, tokens = arrays[0].shape[:2]
     blocks = (x.reshape(rows * _ROW_BLOCKS, tokens // _ROW_BLOCKS, *x.shape[2:]) for x in arrays)
     result = function(*blocks)
     return result.reshape(rows, tokens, *result.shape[2:])
+
+
+def splits_single_row(x: jax.Array, sharding: NamedSharding | None) -> bool:
+    """Whether `split_single_row` reshapes arrays with the rows and tokens of x [B, S, ...]."""
+    rows, tokens = x.shape[:2]
+    return rows == row_shards(sharding) and tokens % _ROW_BLOCKS == 0

@@ -1,5 +1,6 @@
 """A block of two streams that attend jointly, and the head that follows the last one."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +13,9 @@ from alload_jax.models.common.feed_forward import FeedForward
 from alload_jax.models.common.gated_add import gated_add
 from alload_jax.models.common.joint_rows import JointRows
 from alload_jax.models.common.output import Auxiliary
-from alload_jax.models.common.parts import HEAD, JOINT_ATTENTION, LINEAR, NORM, QK_NORM
-from alload_jax.models.common.rotary import RotaryTable, apply_rotary
+from alload_jax.models.common.parts import HEAD, JOINT_ATTENTION, LINEAR, NORM
+from alload_jax.models.common.query_key import project_heads
+from alload_jax.models.common.rotary import RotaryTable
 from alload_jax.models.common.single_row import split_single_row
 from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
 from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
@@ -88,23 +90,17 @@ class Stream(nnx.Module):
         self, y: jax.Array, rotary: RotaryTable | None, sharding: NamedSharding | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query, key and value of y: [B, S, D], [B, S, num_heads, head_dim] each."""
-
-        def project(linear: nnx.Linear, norm: nnx.RMSNorm | None, *tables: jax.Array) -> jax.Array:
-            def projected(y: jax.Array, *rotary: jax.Array) -> jax.Array:
-                with jax.named_scope(LINEAR):
-                    heads = linear(y).reshape(*y.shape[:-1], self.num_heads, -1)
-                if norm is not None:
-                    with jax.named_scope(QK_NORM):
-                        heads = norm(heads)
-                return apply_rotary(heads, rotary) if rotary else heads
-
-            return split_single_row(projected, sharding, y, *tables)
-
-        tables = [jnp.broadcast_to(part, (*y.shape[:2], part.shape[-1])) for part in rotary or ()]
+        heads = partial(
+            project_heads,
+            y,
+            num_heads=self.num_heads,
+            norm_implementation=self.norm_options["implementation"],
+            sharding=sharding,
+        )
         return (
-            project(self.query, self.query_norm, *tables),
-            project(self.key, self.key_norm, *tables),
-            project(self.value, None),
+            heads(self.query, self.query_norm, rotary),
+            heads(self.key, self.key_norm, rotary),
+            heads(self.value),
         )
 
     def finish(

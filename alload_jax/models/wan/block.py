@@ -1,5 +1,6 @@
 """A block of Wan's transformer, and the head that follows the last one."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,10 +19,10 @@ from alload_jax.models.common.parts import (
     HEAD,
     LINEAR,
     NORM,
-    QK_NORM,
     SELF_ATTENTION,
 )
-from alload_jax.models.common.rotary import RotaryTable, apply_rotary
+from alload_jax.models.common.query_key import project_heads
+from alload_jax.models.common.rotary import RotaryTable
 from alload_jax.models.common.segments import AttentionSegments, PackedMetadata, SplitRows
 from alload_jax.models.common.single_row import split_single_row
 from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
@@ -72,6 +73,7 @@ class Attention(nnx.Module):
 
         self.num_heads = config.num_heads
         self.implementation = config.attention
+        self.norm_implementation = config.norm
         self.query, self.key, self.value, self.out = linear(), linear(), linear(), linear()
         self.query_norm, self.key_norm = norm(), norm()
         self.image_key = linear() if with_image else None
@@ -94,8 +96,9 @@ class Attention(nnx.Module):
         if image is not None:
             assert self.image_key is not None
             assert self.image_value is not None
-            key = self._heads(image, self.image_key, self.image_key_norm, sharding=sharding)
-            value = self._heads(image, self.image_value, sharding=sharding)
+            heads = self._projection(sharding)
+            key = heads(image, self.image_key, self.image_key_norm)
+            value = heads(image, self.image_value)
             to_image = self.attend(query, key, value, segments=image_segments, sharding=sharding)
             mixed = mixed + to_image
         return self.project(mixed, sharding)
@@ -108,7 +111,7 @@ class Attention(nnx.Module):
         sharding: NamedSharding | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query of x: [B, S, D], key and value of context: [B, T, D], as `attention` takes them."""
-        heads = partial(self._heads, sharding=sharding)
+        heads = self._projection(sharding)
         return (
             heads(x, self.query, self.query_norm, rotary),
             heads(context, self.key, self.key_norm, rotary),
@@ -132,33 +135,18 @@ class Attention(nnx.Module):
             sharding=sharding,
         )
 
+    def _projection(self, sharding: NamedSharding | None) -> Callable[..., jax.Array]:
+        return partial(
+            project_heads,
+            num_heads=self.num_heads,
+            norm_implementation=self.norm_implementation,
+            sharding=sharding,
+        )
+
     def project(self, mixed: jax.Array, sharding: NamedSharding | None) -> jax.Array:
         """The output of all heads, [B, S, num_heads, head_dim] → [B, S, D]."""
         with jax.named_scope(LINEAR):
             return split_single_row(self.out, sharding, mixed.reshape(*mixed.shape[:2], -1))
-
-    def _heads(
-        self,
-        x: jax.Array,
-        linear: nnx.Linear,
-        norm: nnx.RMSNorm | None = None,
-        rotary: RotaryTable | None = None,
-        *,
-        sharding: NamedSharding | None,
-    ) -> jax.Array:
-        """Projects, norms and rotates x: [B, S, D] → [B, S, num_heads, head_dim]."""
-
-        def projected(x: jax.Array, *rotary: jax.Array) -> jax.Array:
-            with jax.named_scope(LINEAR):
-                y = linear(x)
-            if norm is not None:
-                with jax.named_scope(QK_NORM):
-                    y = norm(y)
-            y = y.reshape(*x.shape[:-1], self.num_heads, -1)
-            return apply_rotary(y, rotary) if rotary else y
-
-        tables = (jnp.broadcast_to(part, (*x.shape[:2], part.shape[-1])) for part in rotary or ())
-        return split_single_row(projected, sharding, x, *tables)
 
 
 class Block(nnx.Module):

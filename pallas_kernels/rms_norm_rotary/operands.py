@@ -1,0 +1,110 @@
+"""The operands of RMSNorm with rotary embedding, and the checks that bring them into one form."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_NAME = "rms_norm_rotary"
+
+
+class Operands(NamedTuple):
+    """Arrays of one call.
+
+    Attributes:
+      x: [B, S, D] bfloat16, float16 or float32.
+      weight: [D], or [head_dim] where each head has statistics of its own.
+      cos: [S, head_dim // 2] or [B, S, head_dim // 2] float32; None for no rotation.
+      sin: like `cos`.
+    """
+
+    x: jax.Array
+    weight: jax.Array
+    cos: jax.Array | None = None
+    sin: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is static in a call on one device.
+
+    Attributes:
+      head_dim: channels of a head.
+      per_head: whether each head has statistics of its own, rather than the whole width.
+      eps: added to the mean square.
+      interpret: run kernels in an interpreter, which needs no GPU.
+    """
+
+    head_dim: int
+    per_head: bool
+    eps: float
+    interpret: bool = False
+
+
+@dataclass(frozen=True)
+class CallConfig:
+    """What is static in a call.
+
+    Attributes:
+      options: of the function.
+      sharding: of x [B, S, D]; None on one device.
+    """
+
+    options: Options
+    sharding: NamedSharding | None
+
+
+def normalise(
+    x: jax.Array,
+    weight: jax.Array,
+    rotary: tuple[jax.Array, ...] | None,
+    head_dim: int,
+    eps: float,
+    interpret: bool,
+) -> tuple[Operands, Options]:
+    """Checks what a user gave and brings it into the form of `Operands`.
+
+    Raises:
+      ValueError: a shape or dtype does not fit.
+    """
+    if x.ndim != 3 or x.dtype not in DTYPES:
+        raise ValueError(
+            f"{_NAME}: x is {x.dtype}{list(x.shape)}; it must be [B, S, D] of bfloat16, float16 or "
+            "float32"
+        )
+    dim = x.shape[-1]
+    if head_dim < 1 or dim % head_dim:
+        raise ValueError(f"{_NAME}: head_dim={head_dim} does not divide D={dim}, the width of x")
+    if weight.shape not in ((dim,), (head_dim,)):
+        raise ValueError(
+            f"{_NAME}: weight is {list(weight.shape)}; it must be [{dim}], or [{head_dim}] for "
+            "statistics of each head"
+        )
+    options = Options(head_dim, weight.shape != (dim,), eps, interpret)
+    if rotary is None:
+        return Operands(x, weight), options
+    if head_dim % 2:
+        raise ValueError(f"{_NAME}: head_dim={head_dim} is odd; channels rotate in pairs")
+    shared = (x.shape[1], head_dim // 2)
+    shapes = [part.shape for part in rotary]
+    if len(shapes) != 2 or shapes[0] != shapes[1] or shapes[0] not in (shared, (len(x), *shared)):
+        raise ValueError(
+            f"{_NAME}: rotary has the shapes {[list(shape) for shape in shapes]}; it must be cos "
+            f"and sin of {list(shared)}, or of {[len(x), *shared]}"
+        )
+    cos, sin = (part.astype(jnp.float32) for part in rotary)
+    return Operands(x, weight, cos, sin), options
+
+
+def heads_shape(x: jax.Array, options: Options) -> tuple[int, ...]:
+    """[B, S, D // head_dim, head_dim]."""
+    return (*x.shape[:-1], x.shape[-1] // options.head_dim, options.head_dim)
+
+
+def rows_of(x: jax.Array) -> int:
+    """Tokens of x [B, S, D]."""
+    return math.prod(x.shape[:-1])

@@ -1,0 +1,38 @@
+"""What the function means, in plain jax.numpy: the XLA implementation and the oracle's formula."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.rms_norm_rotary.implementation import Implementation
+from pallas_kernels.rms_norm_rotary.operands import CallConfig, Operands, Options, heads_shape
+
+
+class XlaImplementation(Implementation):
+    """`reference`, fused and differentiated by XLA and JAX: for every device and sharding."""
+
+    name = "xla"
+
+    def run(self, operands: Operands, config: CallConfig) -> jax.Array:
+        """The reference."""
+        return reference(operands, config.options)
+
+
+def reference(operands: Operands, options: Options) -> jax.Array:
+    """RMSNorm of x, then its rotation, float32 inside: [B, S, H, head_dim] in x's dtype."""
+    wide = operands.x.astype(jnp.float32)
+    heads = heads_shape(wide, options)
+    wide = wide.reshape(heads) if options.per_head else wide
+    mean = jnp.square(wide).mean(axis=-1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(mean + options.eps) * operands.weight.astype(jnp.float32)
+    normed = normed.reshape(heads)
+    if operands.cos is not None and operands.sin is not None:
+        normed = _rotated(normed, operands.cos[..., None, :], operands.sin[..., None, :])
+    return normed.astype(operands.x.dtype)
+
+
+def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Channel pairs (2i, 2i + 1) turned by angle i."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+    return turned.reshape(x.shape)
