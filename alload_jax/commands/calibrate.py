@@ -51,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--out", required=True, help="cost model's JSON to write, for planning.cost_model")
     add("--picture", help="PNG of measured and fitted steps")
-    add("--seconds", type=float, default=300.0, help="time for the grid (default 300)")
+    add(
+        "--seconds",
+        type=float,
+        default=300.0,
+        help="time for the grid, after small steps are compiled (default 300)",
+    )
     add("--shortest", type=int, default=256, help="tokens of the shortest sequence (default 256)")
     add("--longest", type=int, help="tokens of the longest; default: what fits, at most 80,000")
     add("--margin", type=float, default=0.05, help="share of memory to leave free (default 0.05)")
@@ -87,7 +92,9 @@ def run(options: argparse.Namespace) -> int:
     config = _config(options)
     use_compilation_cache(config.run)
     console = Console(soft_wrap=True, width=_WIDTH)
-    calibration = Calibration(_step(config, options), _bounds(options))
+    step = _step(config, options)
+    console.print("compiling small steps, to fit memory over tokens; --seconds counts from then on")
+    calibration = Calibration(step, _bounds(options))
     finding = calibration.memory()
     console.print(
         f"{finding.model.base / 1e9:.2f} GB + {finding.model.per_token / 1e3:.1f} kB per token + "

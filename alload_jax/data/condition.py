@@ -133,6 +133,17 @@ def conditions_for(model: ModelConfig, manifest: Manifest) -> Conditions:
     )
 
 
+def unread(model: ModelConfig, manifest: Manifest) -> str:
+    """What the data hold and the model does not take, in words; "" for nothing."""
+    if model.image is not None or manifest.form.image_shape is None:
+        return ""
+    held = manifest.form.described()["image"]
+    return (
+        f"each sample has {held} of its image, which are not read, because model.image is null; "
+        "set model.image for a model that takes them"
+    )
+
+
 def _embedding_dtype(model: ModelConfig) -> np.dtype:
     low = model.compute_dtype == np.dtype(ml_dtypes.bfloat16)
     return np.dtype(ml_dtypes.bfloat16 if low else np.float32)

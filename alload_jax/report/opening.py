@@ -30,6 +30,7 @@ class Opening(NamedTuple):
       weights: where the weights come from.
       excluded: number of samples that are left out.
       validation: what is validated and when; "" for nothing.
+      unread: what the data hold and the model does not take; "" for nothing.
     """
 
     plan: Plan
@@ -41,6 +42,7 @@ class Opening(NamedTuple):
     weights: str
     excluded: int = 0
     validation: str = ""
+    unread: str = ""
 
 
 def show_opening(opening: Opening, changed: str) -> None:
@@ -114,7 +116,8 @@ def _predicted(found: PlanMetrics, opening: Opening) -> list[str]:
 
 
 def _warnings(found: PlanMetrics, opening: Opening) -> list[str]:
-    samples, warnings = len(opening.plan.samples.seq_len), []
+    samples = len(opening.plan.samples.seq_len)
+    warnings = [opening.unread] if opening.unread else []
     if found.utilisation is not None and found.utilisation < _POOR_FILL:
         warnings.append(
             f"micro-batches fill {found.utilisation:.0%} of planning.m_mem on average; lower "

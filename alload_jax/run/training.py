@@ -9,6 +9,7 @@ from pathlib import Path
 
 from alload_jax.config import Config, run_steps, values_in, values_of
 from alload_jax.data.batch import describe
+from alload_jax.data.condition import unread
 from alload_jax.data.placement import place_ahead
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.distributed.consensus import Consensus
@@ -161,6 +162,7 @@ def _open(
         source,
         len(work.collator.excluded),
         validator.told() if validator else "",
+        unread(config.model, work.manifest),
     )
     show_opening(opening, changed_settings(before, values_of(config)))
 

@@ -8,7 +8,7 @@ import pytest
 
 from alload_jax.data.bucketed import BucketedCollation
 from alload_jax.data.collate import Collator
-from alload_jax.data.condition import conditions_for
+from alload_jax.data.condition import conditions_for, unread
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.errors import InputError
@@ -89,6 +89,16 @@ def test_image_to_video_needs_what_it_is_given(changes, words, tmp_path):
     manifest, _ = write_texts(tmp_path / "data")
     with pytest.raises(InputError, match=words):
         conditions_for(dataclasses.replace(MODEL, **changes), manifest)
+
+
+def test_images_that_a_model_does_not_read_are_told(tmp_path):
+    latents, image = np.zeros((1, 4, 4, 1), np.float32), np.zeros((3, 7), np.float16)
+    with StoreWriter(tmp_path / "data", vae_stride=(1, 1, 1)) as writer:
+        writer.add(latents, np.zeros((2, 6), np.float16), (1, 4, 4), image=image)
+    manifest = read_manifest(tmp_path / "data")
+    assert unread(dataclasses.replace(MODEL, image=ImageConfig(7)), manifest) == ""
+    assert unread(MODEL, manifest).startswith("each sample has 3 embeddings of width 7 of its")
+    assert unread(MODEL, write_texts(tmp_path / "other")[0]) == ""
 
 
 def test_given_frames_of_joint_models_come_with_their_images(tmp_path):

@@ -22,6 +22,11 @@ def opening_of(lengths, m_mem, ranks=2, cost=None):
     return Opening(plan, "equal_tokens", m_mem, cost, 100, 20, "new, drawn with run.seed 0")
 
 
+def test_what_the_model_does_not_read_is_a_warning():
+    opening = opening_of([10] * 40, 100)._replace(unread="each sample has embeddings")
+    assert opening_lines(opening)[1] == ["each sample has embeddings"]
+
+
 def test_a_run_says_what_it_will_do():
     opening = opening_of([10] * 40, 100, cost=QuadraticCost(1.0, 0.01, 0.0))
     lines, warnings = opening_lines(opening)
