@@ -54,7 +54,8 @@ def test_the_updates_are_those_of_the_steps_that_are_not_skipped(norms, spikes):
     found = run(skip_spikes(optax.adam(0.1), 5.0), norms)
     assert [count for _, count in found] == np.cumsum(expected).tolist()
     alone = run(optax.adam(0.1), kept)
-    same = partial(np.testing.assert_allclose, rtol=1e-6)  # two programs may round differently
+    # Two programs may round differently, each update at the size of the weights, which begin at 1.
+    same = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
     jax.tree.map(same, found[-1][0], alone[-1][0])
 
 
