@@ -23,7 +23,6 @@ with quiet_imports():
         sample,
         train,
     )
-    from alload_jax.sharding.xla_flags import set_xla_flags
 
 _COMMANDS: Sequence[Any] = (
     *(plan, calibrate, prepare, data),
@@ -60,7 +59,6 @@ def main(argv: Sequence[str]) -> int:
     """Runs `alload` with the arguments `argv` and returns the exit status."""
     if list(argv[:1]) == ["train"]:  # its flags are the keys of the config
         return train.main(list(argv[1:]))
-    set_xla_flags()  # what is measured is what trains
     parser = _Parser(
         prog="alload",
         description="Plan, prepare and measure the training of video DiTs, and sample from them.",

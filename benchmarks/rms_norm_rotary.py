@@ -29,7 +29,7 @@ from pallas_kernels import rms_norm_rotary
 
 ROOT = Path(__file__).parents[1]
 _ROTATED_BYTES = 256 << 20
-"""What the sets of arguments together exceed, several times the L2 cache."""
+"""What the sets of arguments together exceed, if eight do: several times the L2 cache."""
 
 
 class Case(NamedTuple):

@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import subprocess
 from collections.abc import Iterable
@@ -9,15 +10,16 @@ from typing import Any
 
 
 def provenance(packages: Iterable[str]) -> dict[str, Any]:
-    """Date, GPU and driver (None without nvidia-smi), versions of Python and of packages."""
+    """Date, GPU and driver (None without nvidia-smi), versions, and XLA_FLAGS if they are set."""
     device, driver = _nvidia_smi()
+    versions = {"python": platform.python_version()} | {name: _version(name) for name in packages}
+    flags = os.environ.get("XLA_FLAGS")
     return {
         "date": datetime.date.today().isoformat(),
         "device": device,
         "driver": driver,
-        "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in packages},
-    }
+        "versions": versions,
+    } | ({"xla_flags": flags} if flags else {})
 
 
 def _version(package: str) -> str | None:

@@ -9,6 +9,7 @@ from alload_jax.commands import (
     bench_step,
     bench_tune,
 )
+from alload_jax.sharding.xla_flags import set_xla_flags
 
 HELP = "Measure kernels and training steps on this device against other implementations."
 
@@ -29,5 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the chosen benchmark."""
+    """Runs the chosen benchmark, with the flags of XLA that training has."""
+    set_xla_flags()
     return options.measure(options)

@@ -15,6 +15,7 @@ from alload_jax.commands.calibrate_run import calibrate_from_run
 from alload_jax.commands.calibrate_tables import print_report
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import read_cost_file, write_cost_file
+from alload_jax.sharding.xla_flags import set_xla_flags
 
 if TYPE_CHECKING:  # JAX takes a second to import and reserves a GPU's memory
     from alload_jax.bench.calibration import Bounds, Calibration, MemoryFinding, Outcome
@@ -89,6 +90,7 @@ def run(options: argparse.Namespace) -> int:
     from alload_jax.config import use_compilation_cache
     from alload_jax.training.run_files import peak_memory
 
+    set_xla_flags()  # as training does
     config = _config(options)
     use_compilation_cache(config.run)
     console = Console(soft_wrap=True, width=_WIDTH)

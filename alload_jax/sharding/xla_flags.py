@@ -9,15 +9,21 @@ OVERLAP_FLAGS = {
 }
 """They overlap collectives with computation."""
 DEFAULT_FLAGS = OVERLAP_FLAGS | {
-    # The scan over layers writes all of the stacks that it keeps for the backward pass: without
-    # zeros written before, a step with short sequences is 2.6 % faster on an H200.
+    # The scan over layers writes all of the stacks that it keeps for the backward pass; without
+    # this, XLA fills them with zeros before.
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": "true",
 }
 """XLA_FLAGS in the environment takes precedence."""
 
 
 def with_defaults(flags: str, defaults: Mapping[str, str] = DEFAULT_FLAGS) -> str:
-    """Adds to XLA_FLAGS the defaults that it does not set itself."""
+    """Adds to XLA_FLAGS the defaults that it does not set itself.
+
+    XLA takes a value that does not begin with "-" for the path of a file of flags. It stays as it
+    is.
+    """
+    if flags.strip() and not flags.lstrip().startswith("-"):
+        return flags
     given = {flag.removeprefix("--").split("=")[0] for flag in flags.split()}
     added = (f"--{name}={value}" for name, value in defaults.items() if name not in given)
     return " ".join([*flags.split(), *added])

@@ -34,7 +34,8 @@ def rms_norm_rotary(
       head_dim: channels of a head.
       eps: added to the mean square.
       implementation: "triton" (the kernels), "xla" (XLA's fusion), or "auto": whichever was
-        measured as faster for this device, width and size; XLA where nothing was measured.
+        measured as faster for this device, size, width, heads and dtype; XLA where nothing was
+        measured.
       interpret: run the kernels ("auto" means "triton" then) in Pallas's interpreter, which is slow
         and needs no GPU.
       sharding: how x is split over a mesh whose axes are Auto, where tracing cannot see it. Its
@@ -44,7 +45,8 @@ def rms_norm_rotary(
       [B, S, D // head_dim, head_dim] in x's dtype.
 
     Raises:
-      ValueError: a shape or dtype does not fit, or the kernels cannot know how x is split.
+      TypeError: head_dim or eps is no plain number.
+      ValueError: a shape, a dtype or eps does not fit, or the kernels cannot know how x is split.
       NotImplementedError: this device or this sharding cannot run the kernels.
     """
     operands, options = normalise(x, weight, rotary, head_dim, eps, interpret)

@@ -97,13 +97,27 @@ def _on_shards(config: CallConfig, run: Callable, in_specs: Any, out_specs: Any)
     )
 
 
+def _differentiated_once(run: Callable) -> Callable:
+    """`run`, which the custom VJP differentiates, with words for who differentiates it again."""
+    guarded = jax.custom_jvp(run)
+
+    @guarded.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            "rms_norm_rotary: the kernels differentiate once, in reverse mode; use "
+            "implementation='xla' for second derivatives"
+        )
+
+    return guarded
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fused(
     implementation: FusedImplementation, config: CallConfig, operands: Operands
 ) -> jax.Array:
     run = partial(implementation.forward, options=config.options)
     specs, out = _specs(operands, config)
-    return _on_shards(config, run, (specs,), out)(operands)
+    return _differentiated_once(_on_shards(config, run, (specs,), out))(operands)
 
 
 def _forward(
@@ -125,9 +139,8 @@ def _backward(
         return dx, jax.lax.psum(dweight, split) if split else dweight
 
     specs, out = _specs(operands, config)
-    dx, dweight = _on_shards(config, run, (specs, out), (specs.x, specs.weight))(
-        operands, cotangent
-    )
+    on_shards = _on_shards(config, run, (specs, out), (specs.x, specs.weight))
+    dx, dweight = _differentiated_once(on_shards)(operands, cotangent)
     # The tables get no gradient.
     return (Operands(dx, dweight.astype(operands.weight.dtype)),)
 

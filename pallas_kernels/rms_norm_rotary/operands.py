@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -69,7 +70,8 @@ def normalise(
     """Checks what a user gave and brings it into the form of `Operands`.
 
     Raises:
-      ValueError: a shape or dtype does not fit.
+      TypeError: head_dim or eps is no plain number.
+      ValueError: a shape, a dtype or eps does not fit.
     """
     if x.ndim != 3 or x.dtype not in DTYPES:
         raise ValueError(
@@ -77,12 +79,18 @@ def normalise(
             "float32"
         )
     dim = x.shape[-1]
+    if type(head_dim) is not int or type(eps) is not float:
+        raise TypeError(
+            f"{_NAME}: head_dim is {head_dim!r} and eps {eps!r}; they must be an int and a float"
+        )
+    if not np.float32(eps) > 0:
+        raise ValueError(f"{_NAME}: eps={eps} is not above 0 in float32")
     if head_dim < 1 or dim % head_dim:
         raise ValueError(f"{_NAME}: head_dim={head_dim} does not divide D={dim}, the width of x")
-    if weight.shape not in ((dim,), (head_dim,)):
+    if weight.shape not in ((dim,), (head_dim,)) or not jnp.issubdtype(weight.dtype, jnp.floating):
         raise ValueError(
-            f"{_NAME}: weight is {list(weight.shape)}; it must be [{dim}], or [{head_dim}] for "
-            "statistics of each head"
+            f"{_NAME}: weight is {weight.dtype}{list(weight.shape)}; it must be floats [{dim}], or "
+            f"[{head_dim}] for statistics of each head"
         )
     options = Options(head_dim, weight.shape != (dim,), eps, interpret)
     if rotary is None:
@@ -90,13 +98,14 @@ def normalise(
     if head_dim % 2:
         raise ValueError(f"{_NAME}: head_dim={head_dim} is odd; channels rotate in pairs")
     shared = (x.shape[1], head_dim // 2)
-    shapes = [part.shape for part in rotary]
+    shapes = [jnp.shape(part) for part in rotary]
     if len(shapes) != 2 or shapes[0] != shapes[1] or shapes[0] not in (shared, (len(x), *shared)):
         raise ValueError(
             f"{_NAME}: rotary has the shapes {[list(shape) for shape in shapes]}; it must be cos "
             f"and sin of {list(shared)}, or of {[len(x), *shared]}"
         )
-    cos, sin = (part.astype(jnp.float32) for part in rotary)
+    # No implementation has a gradient for them, so that none depends on the choice.
+    cos, sin = (jax.lax.stop_gradient(jnp.asarray(part, jnp.float32)) for part in rotary)
     return Operands(x, weight, cos, sin), options
 
 

@@ -32,7 +32,7 @@ def reference(operands: Operands, options: Options) -> jax.Array:
 
 def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Channel pairs (2i, 2i + 1) turned by angle i."""
-    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
     return turned.reshape(x.shape)

@@ -108,7 +108,7 @@ def test_xla_equals_the_oracle(name):
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_the_oracle(name, interpret, monkeypatch):
     shape, head_dim, per_head, table, dtype = CASES[name]
-    # Three programs, so that each has several tokens and the last one fewer.
+    # Few programs, so that each has several tokens and the last one fewer.
     monkeypatch.setattr(tuning.devices, "core_count", lambda: 1)
     given_arrays = arrays(shape, head_dim, per_head=per_head, table=table, dtype=dtype)
     found = run(*given_arrays, head_dim=head_dim, **kernels(interpret))
@@ -214,7 +214,10 @@ def test_kernels_lower_for_cuda(shape, per_head, table):
     [
         ({"x": jnp.zeros((4, 8))}, r"x is float32\[4, 8\]"),
         ({"x": jnp.zeros((1, 4, 8), jnp.int32)}, r"x is int32"),
-        ({"weight": jnp.zeros(3)}, r"weight is \[3\]; it must be \[8\], or \[4\]"),
+        ({"weight": jnp.zeros(3)}, r"weight is float32\[3\]; it must be floats \[8\], or \[4\]"),
+        ({"weight": jnp.zeros(8, jnp.int32)}, r"weight is int32\[8\]"),
+        ({"eps": 0.0}, r"eps=0\.0 is not above 0"),
+        ({"eps": 1e-60}, r"eps=1e-60 is not above 0 in float32"),
         ({"head_dim": 3}, r"head_dim=3 does not divide D=8"),
         ({"rotary": (jnp.zeros((4, 2)),)}, r"rotary has the shapes \[\[4, 2\]\]"),
         ({"rotary": (jnp.zeros((5, 2)),) * 2}, r"it must be cos and sin of \[4, 2\], or"),
@@ -243,13 +246,58 @@ def test_a_split_width_needs_statistics_of_each_head():
 
 
 @pytest.mark.parametrize(
-    ("kind", "elements", "faster"),
+    ("call", "faster"),
     [
-        ("NVIDIA H200", 1 << 24, True),
-        ("NVIDIA H100 80GB HBM3", 1 << 24, True),
-        ("NVIDIA H200", 1 << 10, False),
-        ("NVIDIA A100", 1 << 24, False),
+        (("NVIDIA H200", 1 << 24, 1536, 128, 2), True),
+        (("NVIDIA H100 80GB HBM3", 1 << 24, 1536, 128, 2), True),
+        (("NVIDIA H200", 1 << 10, 1536, 128, 2), False),
+        (("NVIDIA H200", 1 << 24, 65536, 128, 2), False),
+        (("NVIDIA H200", 1 << 24, 1536, 32, 2), False),
+        (("NVIDIA H200", 1 << 24, 1536, 128, 4), False),
+        (("NVIDIA A100", 1 << 24, 1536, 128, 2), False),
     ],
 )
-def test_auto_takes_the_kernels_where_they_were_measured(kind, elements, faster):
-    assert tuning.faster_than_reference(kind, elements) == faster
+def test_auto_takes_the_kernels_where_they_were_measured(call, faster):
+    assert tuning.faster_than_reference(*call) == faster
+
+
+@pytest.mark.parametrize("implementation", [{"implementation": "xla"}, {"interpret": True}])
+def test_tables_get_no_gradient_from_any_implementation(implementation):
+    x, weight, rotary, cotangent = arrays((1, 3, 32), 8)
+
+    def total(rotary):
+        out = rms_norm_rotary(x, weight, rotary, head_dim=8, **implementation)
+        return jnp.sum(out * cotangent)
+
+    assert not any(jnp.any(part) for part in jax.grad(total)(rotary))
+
+
+def test_second_derivatives_of_kernels_are_refused_in_words(interpret):
+    x, weight, rotary, _ = arrays((1, 3, 32), 8)
+
+    def slope(x):
+        options = {"head_dim": 8, **kernels(interpret)}
+        return jnp.sum(jax.grad(lambda x: rms_norm_rotary(x, weight, rotary, **options).sum())(x))
+
+    with pytest.raises(NotImplementedError, match="differentiate once, in reverse mode"):
+        jax.grad(slope)(x)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 32), (2, 0, 32)])
+def test_nothing_gives_nothing(shape):
+    x, weight, rotary, cotangent = arrays(shape, 8)
+    found = run(x, weight, rotary, cotangent, head_dim=8, interpret=True)
+    assert [part.shape for part in found] == [cotangent.shape, shape, (32,)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 4.0}, r"head_dim is 4\.0"),
+        ({"eps": jnp.float32(1e-6)}, "they must be an int and a float"),
+    ],
+)
+def test_what_is_no_plain_number_is_named(change, message):
+    call = {"x": jnp.zeros((1, 4, 8)), "weight": jnp.zeros(8), "head_dim": 4} | change
+    with pytest.raises(TypeError, match=message):
+        rms_norm_rotary(**call)

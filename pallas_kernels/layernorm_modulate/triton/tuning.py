@@ -158,8 +158,9 @@ def nearest(measured: Mapping[int, Division], dim: int) -> Division:
 def division_for(measured: Mapping[int, Division], dim: int) -> Division:
     """How rows are divided: as measured, or like those of the nearest width in equal tiles.
 
-    Tiles of several sizes take a sum over the program's threads each, and narrow ones load little
-    at once (benchmarks/results/layernorm_equal_tiles_h200.json).
+    The equal tiles are `_EQUAL` where these pad a row little and the nearest width has four or
+    eight warps. Tiles of several sizes take a sum over the program's threads each, and narrow ones
+    load little at once (benchmarks/results/layernorm_equal_tiles_h200.json).
     """
     found = nearest(measured, dim)
     if dim in measured:

@@ -22,7 +22,7 @@ class TritonImplementation(FusedImplementation):
         head_dim = config.options.head_dim
         if head_dim & (head_dim - 1) or head_dim < 2:
             return NotImplementedError(
-                f"head_dim={head_dim} is not a power of two; use 'xla' or 'auto'"
+                f"head_dim={head_dim} is not a power of two from 2 on; use 'xla' or 'auto'"
             )
         return (
             triton_support.missing_lowering()
@@ -33,8 +33,12 @@ class TritonImplementation(FusedImplementation):
 
     def faster_than_reference(self, operands: Operands, config: CallConfig) -> bool:
         """As measured, see `tuning.py`."""
-        elements = devices.elements_per_device(operands.x, config.sharding)
-        return tuning.faster_than_reference(devices.device_kind(), elements)
+        x, sharding = operands.x, config.sharding
+        shards = devices.shards_of(sharding, 2)
+        elements = devices.elements_per_device(x, sharding) // shards
+        width, head_dim = x.shape[-1] // shards, config.options.head_dim
+        kind = devices.device_kind()
+        return tuning.faster_than_reference(kind, elements, width, head_dim, x.dtype.itemsize)
 
     def forward(self, operands: Operands, options: Options) -> jax.Array:
         """One kernel."""

@@ -29,6 +29,7 @@ class Blocks:
 _NARROW, _WIDE = 2048, 6144
 """Widths up to which the sums leave registers for four programs a core, and for four warps."""
 _LEAST_ELEMENTS = 256 * 1536
+_WIDTHS, _HEADS, _ITEMSIZE = (1024, 8192), (64, 128), 2
 _CHIP = ("NVIDIA H200", "NVIDIA H100")
 """Beginnings of the kinds of devices with the measured chip."""
 
@@ -47,9 +48,19 @@ def backward_blocks(dim: int, per_head: bool) -> Blocks:
     return Blocks(512, 1, 4, 4 if dim <= _NARROW else 2)
 
 
-def faster_than_reference(device_kind: str, elements: int) -> bool:
-    """Whether the kernels were measured as faster for x's size; False if unknown."""
-    return device_kind.startswith(_CHIP) and elements >= _LEAST_ELEMENTS
+def faster_than_reference(
+    device_kind: str, elements: int, dim: int, head_dim: int, itemsize: int
+) -> bool:
+    """Whether the kernels were measured as faster on a device; False if unknown.
+
+    Args:
+      device_kind: of the device to run on.
+      elements, dim: of x on one device.
+      head_dim: channels of a head.
+      itemsize: bytes of an element of x.
+    """
+    measured = _WIDTHS[0] <= dim <= _WIDTHS[1] and head_dim in _HEADS and itemsize == _ITEMSIZE
+    return device_kind.startswith(_CHIP) and elements >= _LEAST_ELEMENTS and measured
 
 
 def programs(blocks: Blocks, tokens: int) -> int:
