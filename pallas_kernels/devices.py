@@ -39,6 +39,16 @@ def hidden_axes(x: jax.Array) -> list[str]:
     return [name for name, kind in kinds if kind == AxisType.Auto and mesh.shape[name] > 1]
 
 
+def unseen_split(x: jax.Array) -> Exception | None:
+    """Why a kernel cannot know how x [B, S, D] without a sharding is split; None if it can."""
+    if hidden := hidden_axes(x):
+        return ValueError(
+            f"tracing cannot see how x is split over the Auto axes {hidden} of the mesh; "
+            "give sharding=NamedSharding(mesh, P(batch axes, sequence axes, None))"
+        )
+    return None
+
+
 def mesh_axes(sharding: NamedSharding | None, dimension: int) -> tuple[str, ...]:
     """Names of the mesh axes that split a dimension of x; empty if nothing does."""
     spec = () if sharding is None else tuple(sharding.spec)

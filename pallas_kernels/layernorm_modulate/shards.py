@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels.devices import hidden_axes, mesh_axes, shards_of
+from pallas_kernels.devices import mesh_axes, shards_of, unseen_split
 from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands
 
 
@@ -54,12 +54,7 @@ def operand_specs(config: CallConfig) -> Operands:
 def unsupported_sharding(x: jax.Array, sharding: NamedSharding | None) -> Exception | None:
     """Why x [B, S, D] cannot be computed shard by shard; None if it can."""
     if sharding is None:
-        if hidden := hidden_axes(x):
-            return ValueError(
-                f"tracing cannot see how x is split over the Auto axes {hidden} of the mesh; "
-                "give sharding=NamedSharding(mesh, P(batch axes, sequence axes, None))"
-            )
-        return None
+        return unseen_split(x)
     if split := mesh_axes(sharding, 2):
         return NotImplementedError(
             f"x's width is split over {', '.join(split)}, and a row's statistics need all of it; "

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.devices import hidden_axes, mesh_axes, shards_of
+from pallas_kernels.devices import mesh_axes, shards_of, unseen_split
 from pallas_kernels.rms_norm_rotary.implementation import Implementation
 from pallas_kernels.rms_norm_rotary.operands import CallConfig, Operands, Options
 
@@ -44,12 +44,7 @@ class FusedImplementation(Implementation):
 def _unsupported_sharding(x: jax.Array, config: CallConfig) -> Exception | None:
     sharding, options = config.sharding, config.options
     if sharding is None:
-        if hidden := hidden_axes(x):
-            return ValueError(
-                f"tracing cannot see how x is split over the Auto axes {hidden} of the mesh; "
-                "give sharding=NamedSharding(mesh, P(batch axes, sequence axes, None))"
-            )
-        return None
+        return unseen_split(x)
     if (split := mesh_axes(sharding, 2)) and not options.per_head:
         return NotImplementedError(
             f"x's width is split over {', '.join(split)}, and a token's statistics need all of it; "
