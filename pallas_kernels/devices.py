@@ -62,6 +62,15 @@ def shards_of(sharding: NamedSharding | None, dimension: int) -> int:
     return math.prod(sharding.mesh.shape[name] for name in names) if sharding is not None else 1
 
 
+def undivided(sharding: NamedSharding, sizes: tuple[int, ...]) -> Exception | None:
+    """Why arrays of these sizes cannot be split into equal shards; None if they can."""
+    for dimension, size in enumerate(sizes):
+        if size % (shards := shards_of(sharding, dimension)):
+            names = ", ".join(mesh_axes(sharding, dimension))
+            return ValueError(f"{shards} shards over {names} do not divide {size} of {sizes}")
+    return None
+
+
 def elements_per_device(x: jax.Array, sharding: NamedSharding | None) -> int:
     """How many elements of x [B, S, D] each device holds."""
     return x.size // (shards_of(sharding, 0) * shards_of(sharding, 1))

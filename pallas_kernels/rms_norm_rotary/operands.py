@@ -7,7 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+
+from pallas_kernels import shardwise
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _NAME = "rms_norm_rotary"
@@ -46,17 +47,8 @@ class Options:
     interpret: bool = False
 
 
-@dataclass(frozen=True)
-class CallConfig:
-    """What is static in a call.
-
-    Attributes:
-      options: of the function.
-      sharding: of x [B, S, D]; None on one device.
-    """
-
-    options: Options
-    sharding: NamedSharding | None
+CallConfig = shardwise.CallConfig[Options]
+"""What is static in a call."""
 
 
 def normalise(
