@@ -8,28 +8,16 @@ keys of texts. `of_copy` is the least number of bytes of a pass, two tensors lik
 three backward, over its time, relative to a copy from the device to itself in the same run.
 """
 
-import argparse
-import json
-import math
-import os
-import shlex
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import kernel_passes
 
-from alload_jax.bench.device_time import copy_bandwidth, device_time, require_gpu, rotating
-from alload_jax.bench.provenance import provenance
 from alload_jax.errors import run_command
 from pallas_kernels import rms_norm_rotary
-
-ROOT = Path(__file__).parents[1]
-_ROTATED_BYTES = 256 << 20
-"""What the sets of arguments together exceed, if eight do: several times the L2 cache."""
 
 
 class Case(NamedTuple):
@@ -71,10 +59,10 @@ def arguments(case: Case, seed: int) -> tuple[jax.Array, ...]:
     return x, weight, jnp.cos(angle), jnp.sin(angle), cotangent
 
 
-def passes(case: Case, implementation: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+def passes(case: Case, implementation: str) -> dict[str, Callable[..., Any]]:
     """The forward and the backward as functions of `arguments`."""
 
-    def forward(x: jax.Array, weight: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    def output(x: jax.Array, weight: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         rotary = (cos, sin) if case.rotates else None
         return rms_norm_rotary(
             x, weight, rotary, head_dim=case.head_dim, implementation=implementation
@@ -82,55 +70,15 @@ def passes(case: Case, implementation: str) -> Iterator[tuple[str, Callable[...,
 
     def backward(x: jax.Array, weight: jax.Array, *others: jax.Array) -> Any:
         *tables, cotangent = others
-        return jax.vjp(lambda x, weight: forward(x, weight, *tables), x, weight)[1](cotangent)
+        return jax.vjp(lambda x, weight: output(x, weight, *tables), x, weight)[1](cotangent)
 
-    yield "forward", lambda *given: forward(*given[:4])
-    yield "backward", backward
-
-
-def measure() -> dict[str, Any]:
-    """Measures all cases, both passes and both implementations."""
-    copy, rows = copy_bandwidth(), []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, case in CASES.items():
-            size = 2 * math.prod(case.shape)
-            count = min(8, max(2, math.ceil(_ROTATED_BYTES / (2 * size))))
-            sets = [arguments(case, seed) for seed in range(count)]
-            pending = {
-                (direction, implementation): pool.submit(rotating, function, sets)
-                for implementation in ("triton", "xla")
-                for direction, function in passes(case, implementation)
-            }
-            us = {
-                key: device_time(program.result(), sets, 5).median
-                for key, program in pending.items()
-            }
-            for direction, tensors in (("forward", 2), ("backward", 3)):
-                kernel, xla = us[direction, "triton"], us[direction, "xla"]
-                of_copy = tensors * size / kernel * 1e6 / copy
-                rows.append(
-                    {"case": name, **case._asdict(), "pass": direction, "us": kernel}
-                    | {"of_copy": of_copy, "xla_us": xla, "times_xla": xla / kernel}
-                )
-                print(f"{name}, {direction}: {kernel:.1f} µs, {of_copy:.3f} of copy, "
-                      f"{xla / kernel:.2f} times XLA", flush=True)  # fmt: skip
-    return {"copy_bytes_per_second": copy, "rows": rows}
+    return {"forward": lambda *given: output(*given[:4]), "backward": backward}
 
 
 def main(argv: list[str]) -> int:
     """Measures and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = ROOT / "benchmarks/results/rms_norm_rotary_h200.json"
-    parser.add_argument("--out", type=Path, default=default)
-    options = parser.parse_args(argv)
-    require_gpu()
-    result = {
-        "command": shlex.join(["python", *sys.argv]),
-        **provenance(("jax", "jaxlib")),
-        **measure(),
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    default = "rms_norm_rotary_h200.json"
+    return kernel_passes.main(argv, __doc__, default, CASES, arguments, passes)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """GPU kernels that diffusion transformers need beside XLA's own fusions."""
 
+from pallas_kernels.bias_gelu import bias_gelu
 from pallas_kernels.block_sparse_attention import BlockLists, block_sparse_attention
 from pallas_kernels.layernorm_modulate import (
     Segmentation,
@@ -12,6 +13,7 @@ from pallas_kernels.rms_norm_rotary import rms_norm_rotary
 __all__ = [
     "BlockLists",
     "Segmentation",
+    "bias_gelu",
     "block_sparse_attention",
     "layernorm_modulate",
     "residual_layernorm_modulate",
