@@ -43,7 +43,11 @@ def model_fields(name: str, layers: int | None = None) -> dict[str, Any]:
 
 
 def training_fields(
-    model: dict[str, Any], remat: str = "attention", residual: str = "compute"
+    model: dict[str, Any],
+    remat: str = "attention",
+    residual: str = "compute",
+    scan_layers: bool = True,
 ) -> dict[str, Any]:
-    """`model_fields` for training: bfloat16, and the given remat policy and residual dtype."""
-    return model | {"remat": remat, "residual_dtype": residual, "dtype": "bfloat16"}
+    """`model_fields` for training: in bfloat16, and otherwise as given."""
+    given = {"remat": remat, "residual_dtype": residual, "scan_layers": scan_layers}
+    return model | given | {"dtype": "bfloat16"}

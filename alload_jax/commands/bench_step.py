@@ -55,6 +55,11 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--remat", nargs="+", choices=_POLICIES, default=_POLICIES, help="default: all")
     add("--residual", nargs="+", choices=("compute", "float32"), default=("compute",))
+    add(
+        "--unrolled",
+        action="store_true",
+        help="compile each layer by itself, as model.scan_layers: false",
+    )
     add("--steps", type=int, default=6, help="timed steps")
     add("--out", default="step.json", help="written after each measurement")
 
@@ -68,7 +73,8 @@ def run(options: argparse.Namespace) -> int:
         return bench_profile.run(options, cases(options))
     if not options.workload and not options.same:
         return measure(options, cases(options))
-    model = training_fields(model_fields(options.model, options.layers))
+    model = model_fields(options.model, options.layers)
+    model = training_fields(model, scan_layers=not options.unrolled)
     return bench_layouts.run(options, model, measured)
 
 
@@ -117,8 +123,9 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     model, shared = model_fields(options.model, options.layers), shared_settings(options)
     for residual in options.residual:
         for remat in options.remat:
-            fields = training_fields(model, remat, residual)
+            fields = training_fields(model, remat, residual, not options.unrolled)
             name = f"alload, keep {remat}" + (", float32 residual" * (residual == "float32"))
+            name += ", unrolled" * options.unrolled
             yield name, "alload_jax.bench.step", shared | {"model": fields}
 
 

@@ -85,6 +85,14 @@ def row_shards(sharding: NamedSharding | None) -> int:
     return math.prod(sharding.mesh.shape[name] for name in names)
 
 
+def with_tensor_axis(sharding: NamedSharding | None) -> NamedSharding | None:
+    """The sharding of [B, S, D] whose width tensor parallelism splits, by that of its tokens."""
+    if sharding is None or sharding.mesh.shape.get(TENSOR, 1) == 1:
+        return sharding
+    rows, tokens, *_ = (*sharding.spec, None, None)
+    return NamedSharding(sharding.mesh, PartitionSpec(rows, tokens, TENSOR))
+
+
 def local_plan_ranks(mesh: Mesh, ranks: int, context: int = 1) -> frozenset[int]:
     """The plan's ranks that run on this process's devices. Each rank of the mesh gets as many.
 

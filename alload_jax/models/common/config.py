@@ -200,7 +200,10 @@ class TransformerConfig(ModelConfig):
         memory.
       norm: implementation of the modulated norms: `triton` (our kernels, GPU only), `xla`, the
         name of a registered one, or `auto`, the one that was measured as faster here. RMSNorm of
-        queries and keys with their rotation is XLA's with `xla`, and `auto` otherwise.
+        queries and keys with their rotation, and GELU with the bias before it, are XLA's with
+        `xla`, and `auto` otherwise.
+      scan_layers: whether the blocks are compiled as one loop. Without one a step copies less and
+        takes longer to compile.
     """
 
     dim: int = 128
@@ -209,9 +212,10 @@ class TransformerConfig(ModelConfig):
     num_layers: int = 4
     residual_dtype: Literal["compute", "float32"] = "compute"
     norm: str = "auto"
+    scan_layers: bool = True
 
     arithmetic_fields: ClassVar[tuple[str, ...]] = (
-        *("dtype", "attention", "norm", "remat", "residual_dtype"),
+        *("dtype", "attention", "norm", "remat", "residual_dtype", "scan_layers"),
     )
 
     def __post_init__(self) -> None:

@@ -1,33 +1,47 @@
 """The feed-forward layer of transformer blocks."""
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
+from alload_jax.models.common.linear import Linear
 from alload_jax.models.common.parts import ACTIVATION, FEED_FORWARD, LINEAR
+from alload_jax.models.common.remat import LINEAR_OUTPUT
 from alload_jax.models.common.single_row import split_single_row
-
-gelu_tanh = partial(nnx.gelu, approximate=True)
+from alload_jax.sharding.mesh import with_tensor_axis
+from pallas_kernels import bias_gelu
 
 
 class FeedForward(nnx.Module):
-    """Linear, activation (by default GELU in its tanh form), linear."""
+    """Linear, activation, linear."""
 
     def __init__(
         self,
         dim: int,
         hidden: int,
         *,
-        activation: Callable[[jax.Array], jax.Array] = gelu_tanh,
+        activation: Callable[[jax.Array], jax.Array] | None = None,
+        implementation: str = "auto",
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
+        """Draws the weights.
+
+        Args:
+          dim: width of the inputs and outputs.
+          hidden: width between the linear layers.
+          activation: a function of elements; None for GELU in its tanh form.
+          implementation: the config's `norm`. Others than XLA's are chosen among by "auto".
+          dtype: in which the layers compute.
+          rngs: draws the weights.
+        """
         self.activation = activation
-        self.hidden = nnx.Linear(dim, hidden, dtype=dtype, rngs=rngs)
+        self.implementation = "xla" if implementation == "xla" else "auto"
+        self.hidden = Linear(dim, hidden, dtype=dtype, rngs=rngs)
         self.out = nnx.Linear(hidden, dim, dtype=dtype, rngs=rngs)
 
     @jax.named_scope(FEED_FORWARD)
@@ -35,11 +49,25 @@ class FeedForward(nnx.Module):
         """[B, S, D] → [B, S, D]."""
 
         def both(x: jax.Array) -> jax.Array:
+            hidden = self._activated(x, sharding)
             with jax.named_scope(LINEAR):
-                hidden = self.hidden(x)
-            with jax.named_scope(ACTIVATION):
-                hidden = self.activation(hidden)
-            with jax.named_scope(LINEAR):
-                return self.out(hidden)
+                return checkpoint_name(self.out(hidden), LINEAR_OUTPUT)
 
         return split_single_row(both, sharding, x)
+
+    def _activated(self, x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+        """[B, S, D] → [B, S, hidden]."""
+        if self.activation is not None:
+            with jax.named_scope(LINEAR):
+                hidden = checkpoint_name(self.hidden(x), LINEAR_OUTPUT)
+            with jax.named_scope(ACTIVATION):
+                return self.activation(hidden)
+        with jax.named_scope(LINEAR):
+            product = checkpoint_name(self.hidden.product(x), LINEAR_OUTPUT)
+        with jax.named_scope(ACTIVATION):
+            return bias_gelu(
+                product,
+                self.hidden.bias_of(product),
+                implementation=self.implementation,
+                sharding=with_tensor_axis(sharding),
+            )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from alload_jax.errors import InputError
+from alload_jax.models.common.linear import Linear
 
 DOWN, UP = "lora_down", "lora_up"
 """Names of an adapter's matrices, beside the layer's `kernel`: [in, rank] and [rank, out]."""
@@ -64,7 +65,7 @@ class DropoutKey(nnx.Variable):
     """Key data of an adapter's dropout, [2] uint32; every step of training sets it."""
 
 
-class LoraLinear(nnx.Linear):
+class LoraLinear(Linear):
     """A linear layer with an adapter; see `LoraConfig`."""
 
     def __init__(self, base: nnx.Linear, config: LoraConfig, *, training: bool, rngs: nnx.Rngs):
@@ -94,13 +95,21 @@ class LoraLinear(nnx.Linear):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """[..., in] → [..., out]."""
+        return super().__call__(inputs, out_sharding) + self._adapted(inputs)
+
+    def product(self, inputs: jax.Array) -> jax.Array:
+        """See `Linear.product`."""
+        return super().product(inputs) + self._adapted(inputs)
+
+    def _adapted(self, inputs: jax.Array) -> jax.Array:
+        """What the adapter adds, [..., in] → [..., out]."""
         down, up = self.lora_down[...], self.lora_up[...]
         x, down, up = self.promote_dtype((inputs, down, up), dtype=self.dtype)
         if self.dropout_key is not None:
             key = jax.random.wrap_key_data(self.dropout_key[...])
             kept = jax.random.bernoulli(key, 1 - self.rate, x.shape)
             x = jnp.where(kept, x / (1 - self.rate), 0)
-        return super().__call__(inputs, out_sharding) + (x @ down) @ (self.scale * up)
+        return (x @ down) @ (self.scale * up)
 
 
 def add_lora(

@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
 
 from alload_jax.models.common.parts import LINEAR, QK_NORM
+from alload_jax.models.common.remat import LINEAR_OUTPUT
 from alload_jax.models.common.rotary import RotaryTable, apply_rotary
 from alload_jax.models.common.single_row import split_single_row, splits_single_row
-from alload_jax.sharding.mesh import TENSOR
+from alload_jax.sharding.mesh import with_tensor_axis
 from pallas_kernels import rms_norm_rotary
 
 
@@ -40,7 +42,7 @@ def project_heads(
 
     def projected(x: jax.Array, *tables: jax.Array) -> jax.Array:
         with jax.named_scope(LINEAR):
-            y = linear(x)
+            y = checkpoint_name(linear(x), LINEAR_OUTPUT)
         if norm is None:
             y = y.reshape(*y.shape[:-1], num_heads, -1)
             return apply_rotary(y, tables) if tables else y
@@ -52,7 +54,7 @@ def project_heads(
                 head_dim=y.shape[-1] // num_heads,
                 eps=norm.epsilon,
                 implementation="xla" if norm_implementation == "xla" else "auto",
-                sharding=_with_heads(sharding),
+                sharding=with_tensor_axis(sharding),
             )
 
     tables = tuple(rotary or ())
@@ -65,11 +67,3 @@ def project_heads(
 def _weight(norm: nnx.RMSNorm) -> jax.Array:
     assert norm.scale is not None
     return norm.scale[...]
-
-
-def _with_heads(sharding: NamedSharding | None) -> NamedSharding | None:
-    """The sharding of [B, S, D], whose width is split between heads by tensor parallelism."""
-    if sharding is None or sharding.mesh.shape.get(TENSOR, 1) == 1:
-        return sharding
-    rows, tokens, *_ = (*sharding.spec, None, None)
-    return NamedSharding(sharding.mesh, PartitionSpec(rows, tokens, TENSOR))

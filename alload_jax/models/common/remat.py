@@ -9,7 +9,11 @@ from jax.ad_checkpoint import checkpoint_name
 RematPolicy = Literal["none", "full", "offload", "attention", "matmuls_and_attention"]
 """`none` keeps all activations; `full` keeps only the block's input; `offload` keeps it in the
 host's memory; `attention` keeps attention outputs; `matmuls_and_attention` keeps those and the
-outputs of matrix products."""
+outputs of linear layers."""
+
+LINEAR_OUTPUT = "linear_output"
+"""Name by which policies find what linear layers of blocks compute: with their bias, where nothing
+else adds it, so that the backward pass need not add it again."""
 
 ATTENTION_OUTPUT = "attention_output"
 """Name by which policies find attention outputs that are not from JAX's fused attention."""
@@ -40,21 +44,25 @@ _POLICIES = {
     ),
     "attention": _KEEP_ATTENTION,
     "matmuls_and_attention": _policies.save_from_both_policies(
-        _KEEP_ATTENTION, _policies.dots_with_no_batch_dims_saveable
+        _KEEP_ATTENTION, _policies.save_only_these_names(LINEAR_OUTPUT)
     ),
 }
 
 
-def rematerialise(function: Callable, policy: RematPolicy) -> Callable:
-    """Wraps a function (usually the body of a scan) in `jax.checkpoint` with the given policy.
+def rematerialise(function: Callable, policy: RematPolicy, *, in_loop: bool) -> Callable:
+    """Wraps a function in `jax.checkpoint` with the given policy.
 
-    The function's first argument is the block's input, an array.
+    Args:
+      function: whose first argument is the block's input, arrays.
+      policy: what it keeps for the backward pass.
+      in_loop: whether it is the body of a loop, in which XLA cannot undo the recomputation; else it
+        is kept from that.
     """
     if policy == "none":
         return function
     if policy == "offload":
         function = _with_named_input(function)
-    return jax.checkpoint(function, policy=_POLICIES[policy], prevent_cse=False)
+    return jax.checkpoint(function, policy=_POLICIES[policy], prevent_cse=not in_loop)
 
 
 def _with_named_input(function: Callable) -> Callable:

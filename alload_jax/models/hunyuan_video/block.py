@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from alload_jax.models.common.attention import attention
@@ -15,6 +16,7 @@ from alload_jax.models.common.joint_rows import JointRows
 from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.parts import HEAD, JOINT_ATTENTION, LINEAR, NORM
 from alload_jax.models.common.query_key import project_heads
+from alload_jax.models.common.remat import LINEAR_OUTPUT
 from alload_jax.models.common.rotary import RotaryTable
 from alload_jax.models.common.single_row import split_single_row
 from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
@@ -72,7 +74,9 @@ class Stream(nnx.Module):
         self.modulation = nnx.Linear(dim, 6 * dim, kernel_init=nnx.initializers.zeros, rngs=rngs)
         self.query, self.key, self.value, self.out = linear(), linear(), linear(), linear()
         self.query_norm, self.key_norm = norm(), norm()
-        self.feed_forward = FeedForward(dim, config.ffn_dim, dtype=dtype, rngs=rngs)
+        self.feed_forward = FeedForward(
+            dim, config.ffn_dim, implementation=config.norm, dtype=dtype, rngs=rngs
+        )
 
     @jax.named_scope(NORM)
     def modulations(self, time: jax.Array) -> list[jax.Array]:
@@ -115,6 +119,7 @@ class Stream(nnx.Module):
         sharding = options["sharding"]
         with jax.named_scope(LINEAR):
             y = split_single_row(self.out, sharding, mixed.reshape(*mixed.shape[:2], -1))
+            y = checkpoint_name(y, LINEAR_OUTPUT)
         with jax.named_scope(NORM):
             x, y = residual_layernorm_modulate(x, y, gate1, scale2, shift2, **options)
         return gated_add(x, self.feed_forward(y, sharding), gate2, options)

@@ -9,10 +9,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from alload_jax.models.common.joint_rows import bucketed_joint_rows, packed_joint_rows
+from alload_jax.models.common.layers import apply_layers
 from alload_jax.models.common.output import Auxiliary, Output, by_sample
 from alload_jax.models.common.parts import BLOCKS, EMBEDDING
 from alload_jax.models.common.patches import patchify, unpatchify
-from alload_jax.models.common.remat import rematerialise
 from alload_jax.models.common.rotary import RotaryTable, grid_positions, rotary_table
 from alload_jax.models.common.segments import PackedMetadata
 from alload_jax.models.common.sparse_attention import number_layers
@@ -132,7 +132,8 @@ class HunyuanVideoTransformer(nnx.Module):
             return nnx.merge(graph, layer)(x, context)
 
         with jax.named_scope(BLOCKS):
-            x, stacked = jax.lax.scan(rematerialise(apply_layer, self.config.remat), x, layers)
+            remat, scan = self.config.remat, self.config.scan_layers
+            x, stacked = apply_layers(apply_layer, x, layers, remat=remat, scan=scan)
         auxiliary = by_sample(stacked, sample_axes=1 if packed is None else 2)
         return Output(self.head(x.video, context).astype(jnp.float32), auxiliary)
 

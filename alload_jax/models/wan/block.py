@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from alload_jax.models.common.attention import attention
@@ -22,6 +23,7 @@ from alload_jax.models.common.parts import (
     SELF_ATTENTION,
 )
 from alload_jax.models.common.query_key import project_heads
+from alload_jax.models.common.remat import LINEAR_OUTPUT
 from alload_jax.models.common.rotary import RotaryTable
 from alload_jax.models.common.segments import AttentionSegments, PackedMetadata, SplitRows
 from alload_jax.models.common.single_row import split_single_row
@@ -146,7 +148,8 @@ class Attention(nnx.Module):
     def project(self, mixed: jax.Array, sharding: NamedSharding | None) -> jax.Array:
         """The output of all heads, [B, S, num_heads, head_dim] → [B, S, D]."""
         with jax.named_scope(LINEAR):
-            return split_single_row(self.out, sharding, mixed.reshape(*mixed.shape[:2], -1))
+            y = split_single_row(self.out, sharding, mixed.reshape(*mixed.shape[:2], -1))
+            return checkpoint_name(y, LINEAR_OUTPUT)
 
 
 class Block(nnx.Module):
@@ -167,7 +170,13 @@ class Block(nnx.Module):
             else None
         )
         self.cross_attention = Attention(config, with_image=config.image is not None, rngs=rngs)
-        self.feed_forward = FeedForward(config.dim, config.ffn_dim, dtype=self.dtype, rngs=rngs)
+        self.feed_forward = FeedForward(
+            config.dim,
+            config.ffn_dim,
+            implementation=config.norm,
+            dtype=self.dtype,
+            rngs=rngs,
+        )
         sparse = config.sparse_attention
         # Last, so that all other parameters are drawn as without it.
         self.sparse_attention = (

@@ -168,8 +168,9 @@ def test_equals_the_float64_oracle_at_any_size(config, size):
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("full", "offload", "attention")),
     ],
 )
-def test_rematerialisation_changes_no_gradient(remat):
-    plain, kept = gradient("none"), gradient(remat)
+@pytest.mark.parametrize("scan", [True, False], ids=["loop", "unrolled"])
+def test_rematerialisation_changes_no_gradient(remat, scan):
+    plain, kept = gradient("none"), gradient(remat, scan)
 
     def same(a, b):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * np.abs(a).max())
@@ -182,8 +183,8 @@ def test_offloading_changes_no_bit_of_a_gradient_on_a_gpu():
     jax.tree.map(np.testing.assert_array_equal, gradient("full"), gradient("offload"))
 
 
-def gradient(remat):
-    config = WanConfig(**{**vars(CONFIG), "remat": remat})
+def gradient(remat, scan=True):
+    config = WanConfig(**{**vars(CONFIG), "remat": remat, "scan_layers": scan})
     graph, params = randomised(config)
     arguments = inputs(config, 2, (2, 4, 4))
     return jax.jit(jax.grad(lambda params: jnp.sum(nnx.merge(graph, params)(*arguments) ** 2)))(
@@ -191,8 +192,8 @@ def gradient(remat):
     )
 
 
-def residual_bytes(remat):
-    config = WanConfig(**{**vars(CONFIG), "remat": remat})
+def residual_bytes(remat, scan):
+    config = WanConfig(**{**vars(CONFIG), "remat": remat, "scan_layers": scan})
     graph, params = randomised(config)
     arguments = inputs(config, 2, (4, 8, 8))
 
@@ -203,10 +204,23 @@ def residual_bytes(remat):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backward))
 
 
-def test_rematerialisation_keeps_less_the_more_it_recomputes():
-    kept = [residual_bytes(r) for r in ("full", "attention", "matmuls_and_attention", "none")]
+@pytest.mark.parametrize("scan", [True, False], ids=["loop", "unrolled"])
+def test_rematerialisation_keeps_less_the_more_it_recomputes(scan):
+    policies = ("full", "attention", "matmuls_and_attention", "none")
+    kept = [residual_bytes(policy, scan) for policy in policies]
     assert kept == sorted(kept)
     assert len(set(kept)) == 4
+
+
+def test_unrolled_layers_are_in_no_loop():
+    def loops(scan):
+        config = WanConfig(**{**vars(CONFIG), "scan_layers": scan})
+        graph, params = randomised(config)
+        arguments = inputs(config, 2, (2, 4, 4))
+        step = jax.jit(lambda params: nnx.merge(graph, params)(*arguments))
+        return step.lower(params).as_text().count("stablehlo.while")
+
+    assert (loops(True), loops(False)) == (1, 0)
 
 
 def test_offloading_moves_the_inputs_of_blocks_alone_to_the_host():
