@@ -65,7 +65,7 @@ class Campaign:
         self.folder, self.data, self.steps = folder, folder / "data", steps
         folder.mkdir(parents=True, exist_ok=True)
         if not self.data.exists():
-            Digits(mix=MIX).write(self.data)
+            Digits(mix=MIX, frames_per_latent=1).write(self.data)
         self._config = folder / "chaos.yaml"
         self._config.write_text(json.dumps(self._settings()))
         self.starter = Starter(folder / "output")

@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 def measure(folder: Path, name: str, steps: int, every: int | None) -> list[Look]:
     """Trains in a process of its own and looks at it until its last step."""
     if not (folder / "data").exists():
-        Digits(mix=((1, 8, 8, 32),)).write(folder / "data")
+        Digits(mix=((1, 8, 8, 32),), frames_per_latent=1).write(folder / "data")
     config = folder / f"{name}.yaml"
     config.write_text(json.dumps(settings(folder, name, steps, every)))
     command = [sys.executable, str(ROOT / "train.py"), "--config", str(config)]

@@ -16,6 +16,7 @@ from alload_jax.models.common.config import ModelConfig
 from alload_jax.sampling import flow
 from alload_jax.sampling.clips import LATENTS, write_clip
 from alload_jax.sampling.conditions import RequestArrays, arrays_of, stacked
+from alload_jax.sampling.decoding import decoded
 from alload_jax.sampling.encoders import Encoders
 from alload_jax.sampling.requests import Request
 from alload_jax.training.device_memory import out_of_memory
@@ -121,8 +122,8 @@ def _write(
     request: Request, clip: np.ndarray, drawing: Drawing, shift: float, encoders: Encoders
 ) -> None:
     """Decodes a sample where it is to be a picture, and writes it."""
-    if encoders.vae is not None and request.out.suffix.lower() != LATENTS:
-        clip = encoders.vae.decode(clip)
+    if request.out.suffix.lower() != LATENTS:
+        clip = decoded(clip, request, encoders.vae)
     guidance = float(drawing.guidance)
     notes = {"steps": drawing.steps, "sampler": drawing.sampler, "guidance": guidance}
     notes |= {"seed": request.seed, "shift": float(shift)}

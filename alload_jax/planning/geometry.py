@@ -69,5 +69,14 @@ class Geometry:
         return _ceil_div(self.latent_grid(frames, height, width), np.asarray(self.patch_size))
 
 
+def divisible(size: Triple, vae_stride: Triple, patch_size: Triple) -> bool:
+    """Whether a sample of this size in pixels is made of whole latents and whole patches."""
+    parts = zip((size[0] - 1, *size[1:]), vae_stride, strict=True)
+    if any(part % stride for part, stride in parts):
+        return False
+    grid = Geometry(vae_stride).latent_grid(*np.asarray(size)[:, None])[0]
+    return not (grid % np.asarray(patch_size)).any()
+
+
 def _ceil_div(value: np.ndarray, divisor: int | np.ndarray) -> np.ndarray:
     return -(-value // divisor)

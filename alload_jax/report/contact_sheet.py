@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from alload_jax.data.manifest import Manifest
+from alload_jax.data.pixel_latents import pixel_channels, unfold_frames
 from alload_jax.data.record import LATENTS
 from alload_jax.data.sources.source import SampleSource
 from alload_jax.data.store import BadRecordError
@@ -44,7 +45,7 @@ def write_contact_sheet(path: str | Path, source: SampleSource, samples: int = 1
 
 def holds_pixels(manifest: Manifest) -> bool:
     """Returns whether the samples are grey or colour pictures, not latents."""
-    return manifest.vae_stride == (1, 1, 1) and int(manifest.channels[0]) in (1, 3)
+    return pixel_channels(manifest.vae_stride, int(manifest.channels[0])) is not None
 
 
 def latent_colours(latents: np.ndarray) -> np.ndarray:
@@ -73,6 +74,8 @@ def _row(source: SampleSource, number: int, caption: str | None) -> Image.Image:
         latents = source.read(number)[LATENTS]
     except BadRecordError:
         return _stack([heading, _text(["This record is damaged."], _INK)])
+    if holds_pixels(manifest):
+        latents = unfold_frames(latents, manifest.vae_stride[0])
     chosen = np.linspace(0, len(latents) - 1, min(_FRAMES, len(latents))).round().astype(int)
     if holds_pixels(manifest):
         pixels = to_bytes(latents[chosen].astype(np.float32))

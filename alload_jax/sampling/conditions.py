@@ -141,7 +141,7 @@ def _given(request: Request, model: ModelConfig, encoders: Encoders) -> tuple[An
         _require_positions(request, model, len(embeddings))
     if not model.given_channels:
         if encoders.vae is None:
-            return embeddings, None, as_latent(first, model.in_channels)
+            return embeddings, None, as_latent(first, model.in_channels, request.frames_per_latent)
         return embeddings, None, encoders.vae.encode(first[None])
     assert encoders.vae is not None
     given = encoders.vae.encode_given(first, last, request.size[0])

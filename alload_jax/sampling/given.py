@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.prepare.buckets import Bucket, Fit, covering
 from alload_jax.data.prepare.images import decode_image
 from alload_jax.data.prepare.sources import Source
@@ -34,17 +35,18 @@ def read_picture(path: Path, height: int, width: int) -> np.ndarray:
     return picture
 
 
-def as_latent(picture: np.ndarray, channels: int) -> np.ndarray:
+def as_latent(picture: np.ndarray, channels: int, frames_per_latent: int) -> np.ndarray:
     """A picture as the first latent frame of a model of pixels.
 
     Args:
       picture: [height, width, 3] uint8.
-      channels: 1 or 3.
+      channels: of a latent, those of as many pixels as it has frames.
+      frames_per_latent: frames of a latent.
 
     Returns:
       [1, height, width, channels] float32 from −1 to 1.
     """
     values = picture.astype(np.float32) / 127.5 - 1
-    if channels == 1:
+    if channels == frames_per_latent:
         values = values.mean(axis=-1, keepdims=True)
-    return values[None]
+    return fold_frames(values[None], frames_per_latent)

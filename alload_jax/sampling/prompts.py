@@ -19,6 +19,7 @@ from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import family_of
 from alload_jax.sampling.clips import LATENTS, write_clip
 from alload_jax.sampling.conditions import RequestArrays, arrays_of, stacked
+from alload_jax.sampling.decoding import decoded
 from alload_jax.sampling.encoders import Encoders, find_encoders
 from alload_jax.sampling.flow import make_flow
 from alload_jax.sampling.pictures import Picture
@@ -131,11 +132,11 @@ class PromptWriter:
             drawn = flow(values, noise, *jax.tree.map(jnp.asarray, stacked([arrays])))
             (clip,) = np.asarray(process_allgather(drawn, tiled=True))
             path = folder / request.out
-            yield Picture(path, partial(self._write, path, clip))
+            yield Picture(path, partial(self._write, path, clip, request))
 
-    def _write(self, path: Path, clip: np.ndarray) -> None:
-        if self._vae is not None:
-            clip = self._vae.decode(clip)
+    def _write(self, path: Path, clip: np.ndarray, request: Request) -> None:
+        if path.suffix != LATENTS:
+            clip = decoded(clip, request, self._vae)
         write_clip(path, clip, self._notes, fps=self._fps)
 
 

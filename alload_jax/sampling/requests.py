@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from alload_jax.data.pixel_latents import pixel_channels
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.geometry import Triple
@@ -44,8 +45,7 @@ class Target(NamedTuple):
         """Number of channels, 1 or 3, if samples are pictures; None if they stay latents."""
         if self.encoders.vae is not None:
             return 3
-        plain = self.vae_stride == (1, 1, 1) and self.model.latent_channels in (1, 3)
-        return self.model.latent_channels if plain else None
+        return pixel_channels(self.vae_stride, self.model.latent_channels)
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ class Request(NamedTuple):
       image_embeds: file of image embeddings.
       image_tokens: number of image embeddings in that file; 0 for none.
       first, last: pictures of the first and the last frame.
+      frames_per_latent: of latents that are pixels; 1 for others.
     """
 
     size: Triple
@@ -106,6 +107,7 @@ class Request(NamedTuple):
     image_tokens: int
     first: Path | None = None
     last: Path | None = None
+    frames_per_latent: int = 1
 
     def shape(self) -> tuple[Any, ...]:
         """Returns a key that is equal for requests that can form one batch."""

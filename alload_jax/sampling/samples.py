@@ -15,10 +15,12 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from alload_jax.data.manifest import Manifest
+from alload_jax.data.pixel_latents import pixel_channels, unfold_frames
 from alload_jax.diffusion.schedules import Sampler, noise_levels
 from alload_jax.diffusion.timesteps import TimestepConfig, shift_of
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
+from alload_jax.planning.geometry import Geometry, Triple, divisible
 from alload_jax.sampling.flow import Condition, make_flow
 from alload_jax.sampling.frames import has_mp4
 from alload_jax.sampling.pictures import ClipFormat, Picture, cell_box, clip_suffix, write_grid
@@ -95,22 +97,30 @@ class SamplingConfig:
 
 
 Draw = Callable[[Any, jax.Array, np.ndarray, tuple[int, int, int]], np.ndarray]
-"""(values of a model, key, labels [B, L], (frames, height, width)) → samples
-[B, frames, height, width, C]."""
+"""(values of a model, key, labels [B, L], (frames, height, width) in pixels) → samples
+[B, frames, height, width, 1 or 3]."""
 
 
-def make_draw(model: ModelConfig, timesteps: TimestepConfig, config: SamplingConfig) -> Draw:
-    """Builds a function that generates samples with classifier-free guidance.
+def make_draw(
+    model: ModelConfig, timesteps: TimestepConfig, config: SamplingConfig, vae_stride: Triple
+) -> Draw:
+    """Builds a function that generates samples of pixels with classifier-free guidance.
 
     Noise levels are shifted by sequence length as in training.
+
+    Args:
+      model: config of the model.
+      timesteps: distribution of noise levels in training.
+      config: how to generate.
+      vae_stride: pixels per latent, (frames, height, width).
     """
 
     @partial(jax.jit, static_argnums=3)
     def draw(
-        values: Any, key: jax.Array, labels: jax.Array, size: tuple[int, int, int]
+        values: Any, key: jax.Array, labels: jax.Array, grid: tuple[int, int, int]
     ) -> jax.Array:
-        noise = jax.random.normal(key, (len(labels), *size, model.in_channels))
-        seq_len = math.prod(size) // math.prod(model.patch_size)
+        noise = jax.random.normal(key, (len(labels), *grid, model.in_channels))
+        seq_len = math.prod(grid) // math.prod(model.patch_size)
         sigmas = noise_levels(config.sampler, config.steps, shift_of(timesteps, seq_len))
         null = jnp.full_like(labels, model.num_classes)
         flow = make_flow(model, config.sampler, sigmas, config.guidance)
@@ -119,8 +129,9 @@ def make_draw(model: ModelConfig, timesteps: TimestepConfig, config: SamplingCon
     def draw_on_host(
         values: Any, key: jax.Array, labels: np.ndarray, size: tuple[int, int, int]
     ) -> np.ndarray:
-        drawn = draw(values, key, jnp.asarray(labels), size)
-        return np.asarray(process_allgather(drawn, tiled=True))
+        grid = Geometry(vae_stride).latent_grid(*np.asarray(size)[:, None])[0].tolist()
+        drawn = draw(values, key, jnp.asarray(labels), tuple(grid))
+        return unfold_frames(np.asarray(process_allgather(drawn, tiled=True)), vae_stride[0])
 
     return draw_on_host
 
@@ -150,6 +161,7 @@ class SampleWriter:
     Attributes:
       draw: function that generates samples.
       condition_tokens: number of condition tokens per sample.
+      origin: origin of the training data.
     """
 
     def __init__(
@@ -174,9 +186,9 @@ class SampleWriter:
         Raises:
           InputError: a grid has labels or sizes that the model or the data do not support.
         """
-        self.draw = make_draw(model, timesteps, config)
+        self.draw = make_draw(model, timesteps, config, manifest.vae_stride)
         self._folder, self._model, self._config = folder, model, config
-        self.condition_tokens = manifest.longest_text()
+        self.condition_tokens, self.origin = manifest.longest_text(), manifest.origin
         self._labels = [
             grid_labels(g, model.num_classes, self.condition_tokens) for g in config.grids
         ]
@@ -248,20 +260,22 @@ def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Mani
             "sampling.grids: a column shows a class, but the model's condition is text; leave "
             "sampling.grids empty, and list sampling.prompts"
         )
-    if grids and manifest.vae_stride != (1, 1, 1):
+    stride, channels = manifest.vae_stride, model.in_channels
+    if grids and pixel_channels(stride, channels) is None:
         raise InputError(
-            f"sampling.grids: the data are VAE latents (stride {manifest.vae_stride}), which "
-            "cannot be shown as pictures; leave sampling.grids empty"
-        )
-    if grids and model.in_channels not in (1, 3):
-        raise InputError(
-            f"sampling.grids: model.in_channels is {model.in_channels}, but pictures have 1 or 3; "
-            "leave sampling.grids empty"
+            f"sampling.grids: the data are latents of {channels} channels with the stride "
+            f"{stride}, which are no pixels and cannot be shown as pictures; leave sampling.grids "
+            "empty"
         )
     for grid in grids:
         size = _size(grid)
-        if any(part % step for part, step in zip(size, model.patch_size, strict=True)):
+        if not divisible(size, stride, model.patch_size):
             raise InputError(
                 f"sampling.grids: {size} is not a multiple of model.patch_size "
-                f"{model.patch_size}; choose a size that is"
+                f"{model.patch_size}{_in_latents(stride)}; choose a size that is"
             )
+
+
+def _in_latents(stride: Triple) -> str:
+    """What a message adds where a latent holds several frames."""
+    return f", with {stride[0]} frames to a latent but for the first" if stride[0] > 1 else ""

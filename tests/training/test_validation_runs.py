@@ -152,7 +152,7 @@ def test_held_out_samples_are_not_trained_on_and_another_share_is_refused(train,
 
 @pytest.mark.slow
 def test_validation_on_other_data_changes_no_step(train, tmp_path, capsys):
-    Digits(mix=((1, 8, 8, 4), (5, 8, 8, 2)), seed=9).write(tmp_path / "held")
+    Digits(mix=((1, 8, 8, 4), (5, 8, 8, 2)), seed=9, frames_per_latent=1).write(tmp_path / "held")
     plain = train(folder="plain")
     assert "\nvalidation: " not in capsys.readouterr().out
     assert not (plain / "best.json").exists()

@@ -54,7 +54,7 @@ def mesh_of(devices, **axes):
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("held") / "digits"
-    Digits(mix=MIX).write(folder)
+    Digits(mix=MIX, frames_per_latent=1).write(folder)
     return StoreReader(read_manifest(folder))
 
 

@@ -1,11 +1,11 @@
 """Images and videos of real handwritten digits: the data of the default run.
 
 The images are scikit-learn's bundled ones (1,797 scans of 8×8 pixels; E. Alpaydin and C. Kaynak,
-Optical Recognition of Handwritten Digits, UCI). Clips show one or two
-digits that drift, rotate and bounce off the edges of their part of the canvas.
+Optical Recognition of Handwritten Digits, UCI). Clips show one or two digits that move, each in its
+own part of the canvas.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.planning.geometry import Triple
@@ -20,11 +21,19 @@ from alload_jax.planning.geometry import Triple
 DIGIT = 8
 """Height and width of a digit, in pixels."""
 
+Motion = Literal["circle", "drift"]
+"""How digits move: all clockwise on a circle from its top, or each on a straight line with a speed
+of its own, turning and bouncing off the edges."""
+
 _MAX_TURN = np.deg2rad(20.0)
 _PAIRS = 0.8
 """Share of the samples with room for two digits that show two."""
 _SWAY = 3.0
 """Pixels by which a digit moves in a clip that is as small as itself."""
+_ROUND = 20
+"""Frames of a whole circle."""
+_REACH = 0.75
+"""Diameter of a circle over the pixels by which a digit can move."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +45,14 @@ class Digits:
       mix: (frames, height, width, count) of the samples, sizes in pixels; frames 4n + 1, height and
         width even and at least 8.
       seed: seed of digits, positions and motion.
+      motion: how the digits of clips move. `drift` is harder to learn.
+      frames_per_latent: frames of a latent, 1 or 4, and with them the latents' channels; four are
+        as in the VAEs of video models.
     """
 
     name: Literal["digits"] = "digits"
     mix: tuple[tuple[int, int, int, int], ...] = (
-        (1, 8, 8, 14376),
+        (1, 8, 8, 12000),
         (1, 8, 16, 5000),
         (1, 16, 16, 2000),
         (5, 8, 8, 600),
@@ -49,11 +61,13 @@ class Digits:
         (9, 8, 8, 400),
         (9, 8, 16, 200),
         (9, 16, 16, 200),
-        (17, 8, 8, 240),
-        (17, 8, 16, 120),
-        (17, 16, 16, 160),
+        (17, 8, 8, 400),
+        (17, 8, 16, 300),
+        (17, 16, 16, 1600),
     )
     seed: int = 0
+    motion: Motion = "circle"
+    frames_per_latent: Literal[1, 4] = 4
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -76,7 +90,9 @@ class Digits:
 
     def origin(self) -> dict[str, Any]:
         """See `Dataset.origin`."""
-        return {"digits": {"mix": [list(row) for row in self.mix], "seed": self.seed}}
+        mix = [list(row) for row in self.mix]
+        content = {"mix": mix, "seed": self.seed, "motion": self.motion}
+        return {"digits": content | {"frames_per_latent": self.frames_per_latent}}
 
     def write(self, folder: str | Path) -> None:
         """See `Dataset.write`.
@@ -85,11 +101,12 @@ class Digits:
           InputError: the folder exists already.
         """
         images, labels = load_digits()
-        options: dict[str, Any] = {"vae_stride": (1, 1, 1), "origin": self.origin()}
+        stride = (self.frames_per_latent, 1, 1)
+        options: dict[str, Any] = {"vae_stride": stride, "origin": self.origin()}
         with StoreWriter(folder, mode="resume", **options) as writer:
             # The first ones are there if an earlier call was interrupted.
             for clip, classes, size in islice(self._samples(images, labels), writer.written, None):
-                writer.add(clip, classes, size)
+                writer.add(fold_frames(clip, self.frames_per_latent), classes, size)
 
     def _samples(
         self, images: np.ndarray, labels: np.ndarray
@@ -98,7 +115,7 @@ class Digits:
         rng = np.random.default_rng(self.seed)
         for frames, height, width, count in self.mix:
             for chosen in _choices(labels, height, width, count, rng):
-                clip = render_clip(images[chosen], frames, height, width, rng)
+                clip = render_clip(images[chosen], frames, height, width, rng, self.motion)
                 yield clip, labels[chosen], (frames, height, width)
 
 
@@ -111,9 +128,14 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def render_clip(
-    digits: np.ndarray, frames: int, height: int, width: int, rng: np.random.Generator
+    digits: np.ndarray,
+    frames: int,
+    height: int,
+    width: int,
+    rng: np.random.Generator,
+    motion: Motion,
 ) -> np.ndarray:
-    """Renders digits that drift, rotate and bounce, each in its own part of a black canvas.
+    """Renders digits that move, each in its own part of a black canvas.
 
     A single still digit on a canvas of its size is the unmodified scan.
 
@@ -121,6 +143,7 @@ def render_clip(
       digits: [n, 8, 8] float32 in −1 to 1; n is 1 or 2.
       frames, height, width: size of the clip; height and width in pixels.
       rng: random generator for positions and motion.
+      motion: how they move.
 
     Returns:
       [frames, height, width, 1] float16 in −1 to 1.
@@ -130,7 +153,7 @@ def render_clip(
     area = np.array([height, width], np.float64)
     area[along] /= len(digits)
     for n, digit in enumerate(digits):
-        path = _motion(frames, area - DIGIT, rng)
+        path = _MOTIONS[motion](frames, area - DIGIT, rng)
         path[:, along] += n * area[along]
         np.maximum(clip, _place(digit, path, height, width), out=clip)
     return clip[..., None].astype(np.float16)
@@ -150,7 +173,18 @@ def _choices(
     ]
 
 
-def _motion(frames: int, free: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _circle(frames: int, free: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Like `_drift`, on a circle; stills stand near the centre of the canvas."""
+    if frames == 1:
+        start = free / 2 + rng.uniform(-1, 1, 2) * np.minimum(1, free / 2)
+        return np.append(start, 0.0)[None]
+    radius = np.where(free > 0, _REACH * free, _SWAY) / 2
+    angle = 2 * np.pi / _ROUND * np.arange(frames)[:, None]
+    path = free / 2 + radius * np.concatenate([-np.cos(angle), np.sin(angle)], axis=1)
+    return np.concatenate([path, np.zeros((frames, 1))], axis=1)
+
+
+def _drift(frames: int, free: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Returns (top, left, angle) per frame, [frames, 3]; motion is linear with reflections.
 
     Args:
@@ -166,6 +200,12 @@ def _motion(frames: int, free: np.ndarray, rng: np.random.Generator) -> np.ndarr
     path = _reflect(start + speed * time, free + sway) - sway / 2
     angle = _reflect(_MAX_TURN + turn * time, np.array([2 * _MAX_TURN])) - _MAX_TURN
     return np.concatenate([path, angle], axis=1)
+
+
+_MOTIONS: dict[str, Callable[[int, np.ndarray, np.random.Generator], np.ndarray]] = {
+    "circle": _circle,
+    "drift": _drift,
+}
 
 
 def _reflect(value: np.ndarray, size: np.ndarray) -> np.ndarray:

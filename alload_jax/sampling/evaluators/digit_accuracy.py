@@ -10,6 +10,7 @@ from alload_jax.data.datasets.digits import DIGIT, load_digits
 from alload_jax.data.manifest import Manifest
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
+from alload_jax.planning.geometry import divisible
 from alload_jax.sampling.evaluators.evaluator import Drawing
 
 _CLASSES = 10
@@ -80,10 +81,11 @@ def require_digits(
         raise InputError(
             f"model.num_classes is {model.num_classes}; digits have 10 classes, so set it to 10"
         )
-    if any(side % patch for side, patch in zip(size, model.patch_size, strict=True)):
+    if not divisible(size, manifest.vae_stride, model.patch_size):
         raise InputError(
-            f"model.patch_size is {model.patch_size}; evaluators: {evaluator} draws "
-            f"{'×'.join(map(str, size))} pixels, which each number must divide"
+            f"model.patch_size is {model.patch_size} and a latent has {manifest.vae_stride[0]} "
+            f"frames; evaluators: {evaluator} draws {'×'.join(map(str, size))} pixels, which are "
+            "no whole number of them; choose others"
         )
 
 

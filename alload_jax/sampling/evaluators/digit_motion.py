@@ -65,7 +65,8 @@ class DigitMotion:
         labels = np.full((self.clips, drawing.condition_tokens), digits.max() + 1, np.int32)
         labels[:, 0] = digits[chosen]
         drawn = drawing.draw(drawing.values, jax.random.key(drawing.seed), labels, self._size)
-        real = [render_clip(images[n : n + 1], *self._size, rng) for n in chosen]
+        motion = drawing.origin["digits"].get("motion", "drift")  # older data name none
+        real = [render_clip(images[n : n + 1], *self._size, rng, motion) for n in chosen]
         return {
             "jerk_over_travel": _mean_jerk_over_travel(drawn),
             "jerk_over_travel_real": _mean_jerk_over_travel(np.stack(real)),

@@ -1,5 +1,6 @@
 """Evaluators: metrics of generated samples, selected by name."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from alload_jax.data.manifest import Manifest
@@ -16,12 +17,14 @@ class Drawing(NamedTuple):
       values: values of the model.
       condition_tokens: number of condition tokens per sample.
       seed: seed of the initial noise.
+      origin: origin of the training data.
     """
 
     draw: Draw
     values: Any
     condition_tokens: int
     seed: int
+    origin: Mapping[str, Any]
 
 
 class Evaluator(Protocol):

@@ -23,6 +23,7 @@ class Evaluation(Callback):
         """See `Callback.on_finish`."""
         values = run.state.averaged_weights.merged()
         writer = self._writer
-        drawing = Drawing(writer.draw, values, writer.condition_tokens, self._seed)
+        tokens, origin = writer.condition_tokens, writer.origin
+        drawing = Drawing(writer.draw, values, tokens, self._seed, origin)
         for evaluator in self._evaluators:
             self.figures |= evaluator.evaluate(drawing)
