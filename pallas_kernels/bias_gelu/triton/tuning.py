@@ -30,21 +30,23 @@ FORWARD = Blocks(512, 2, 2)
 BACKWARD = Blocks(256, 4, 4, 8)
 
 _LEAST_ELEMENTS = 256 * 8960
-_ITEMSIZE = 2
+_NARROWEST, _ITEMSIZE = 1024, 2
 _CHIP = ("NVIDIA H200", "NVIDIA H100")
 """Beginnings of the kinds of devices with the measured chip."""
 
 
-def faster_than_reference(device_kind: str, elements: int, dim: int, itemsize: int) -> bool:
-    """Whether the kernels were measured as faster on a device; False if unknown.
+def measured_as_faster(device_kind: str, elements: int, dim: int, itemsize: int) -> bool | None:
+    """Whether the kernels were measured as faster on a device; None if unknown.
 
     Args:
       device_kind: of the device to run on.
       elements, dim: of x on one device.
       itemsize: bytes of an element of x.
     """
-    measured = dim >= 1024 and itemsize == _ITEMSIZE
-    return device_kind.startswith(_CHIP) and elements >= _LEAST_ELEMENTS and measured
+    if elements < _LEAST_ELEMENTS:
+        return False
+    measured = device_kind.startswith(_CHIP) and dim >= _NARROWEST and itemsize == _ITEMSIZE
+    return True if measured else None
 
 
 def programs(blocks: Blocks, tokens: int, dim: int) -> tuple[int, int]:

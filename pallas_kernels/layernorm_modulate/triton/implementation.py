@@ -1,20 +1,33 @@
 """The Triton kernels as an implementation: what they can do, and where they are faster."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import get_args
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from pallas_kernels import devices, triton_support
+from pallas_kernels.first_use import COMPARISONS, ELEMENTS, compared
 from pallas_kernels.layernorm_modulate.differentiable import FusedImplementation
-from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, Options, Residuals
+from pallas_kernels.layernorm_modulate.operands import (
+    CallConfig,
+    ModulationLayout,
+    Operands,
+    Options,
+    Residuals,
+)
+from pallas_kernels.layernorm_modulate.reference import XlaImplementation
 from pallas_kernels.layernorm_modulate.triton import tuning
 from pallas_kernels.layernorm_modulate.triton.division import Pass
 from pallas_kernels.layernorm_modulate.triton.row_blocks import RowBlocks, segment_row_blocks
 
 # What needs Pallas's Triton lowering is imported where it runs: it is deprecated, and a JAX
 # without it must still run the other implementations.
+
+_SEGMENTS = 8
+"""Of the row that a comparison with segments takes."""
 
 
 class TritonImplementation(FusedImplementation):
@@ -33,13 +46,37 @@ class TritonImplementation(FusedImplementation):
         )
 
     def faster_than_reference(self, operands: Operands, config: CallConfig) -> bool:
-        """As measured, see `tuning.py`."""
-        return tuning.faster_than_reference(
-            devices.device_kind(),
-            config.options.layout,
-            devices.elements_per_device(operands.x, config.sharding),
-            operands.x.shape[-1],
-        )
+        """As measured, see `tuning.py`; where nothing was, as it is at first use."""
+        x, layout = operands.x, config.options.layout
+        elements = devices.elements_per_device(x, config.sharding)
+        dim, kind = x.shape[-1], devices.device_kind()
+        known = tuning.measured_as_faster(kind, layout, elements, dim)
+        if known is not None:
+            return known
+        case = f"layernorm_modulate {dim} {x.dtype} {layout}"
+        return COMPARISONS.ratio(case, partial(self._times, dim, x.dtype, layout)) > 1
+
+    def _times(self, dim: int, dtype: jnp.dtype, layout: ModulationLayout) -> tuple[float, float]:
+        """Seconds of XLA's fusion and of the kernels."""
+        tokens, keys = max(1, ELEMENTS // dim), jax.random.split(jax.random.key(0), 3)
+        tables: dict[ModulationLayout, tuple[int, ...]] = {
+            "row": (1, dim),
+            "token": (1, tokens, dim),
+            "segment": (1, _SEGMENTS, dim),
+        }
+        x = jax.random.normal(keys[0], (1, tokens, dim), dtype)
+        scale, shift = (jax.random.normal(key, tables[layout]) for key in keys[1:])
+        ids = None
+        if layout == "segment":
+            ids = (jnp.arange(tokens, dtype=jnp.int32) * _SEGMENTS // tokens)[None]
+        rounded = jnp.dtype(dtype)
+        options = Options(layout, 1e-6, rounded, rounded, rounded)
+
+        def operands(x: jax.Array, scale: jax.Array, shift: jax.Array) -> Operands:
+            return Operands(x, scale, shift, segment_ids=ids)
+
+        config = CallConfig(options, None)
+        return compared((XlaImplementation(), self), operands, config, (x, scale, shift))
 
     def prepare_segments(
         self, segment_ids: jax.Array, table_rows: int, width: int, sharding: NamedSharding | None

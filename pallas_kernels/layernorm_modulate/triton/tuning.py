@@ -178,18 +178,19 @@ def blocks_for(kernel: Pass, dim: int) -> Blocks:
     return division_for(measured, dim).blocks(devices.core_count())
 
 
-def faster_than_reference(
+def measured_as_faster(
     device_kind: str, layout: ModulationLayout, elements: int, dim: int
-) -> bool:
-    """Whether the kernels were measured as faster for x's size and width; False if unknown."""
+) -> bool | None:
+    """Whether the kernels were measured as faster for x's size and width; None if unknown."""
+    if elements < _LEAST_ELEMENTS:
+        return False
     if layout == "row" and (ratios := _measured_ratios(device_kind, dim)):
-        return min(ratios) > 1 and elements >= _LEAST_ELEMENTS
+        return min(ratios) > 1
     same_chip = (same for kind, same in _SAME_CHIP.items() if device_kind.startswith(kind))
     faster = _FASTER.get((next(same_chip, device_kind), layout))
-    if faster is None:
-        return False
-    narrowest, widest = faster.widths
-    return narrowest <= dim <= widest and elements >= faster.least_elements
+    if faster is None or dim > faster.widths[1]:
+        return None
+    return dim >= faster.widths[0] and elements >= faster.least_elements
 
 
 def _measured_ratios(device_kind: str, dim: int) -> tuple[float, float] | None:

@@ -48,10 +48,10 @@ def backward_blocks(dim: int, per_head: bool) -> Blocks:
     return Blocks(512, 1, 4, 4 if dim <= _NARROW else 2)
 
 
-def faster_than_reference(
+def measured_as_faster(
     device_kind: str, elements: int, dim: int, head_dim: int, itemsize: int
-) -> bool:
-    """Whether the kernels were measured as faster on a device; False if unknown.
+) -> bool | None:
+    """Whether the kernels were measured as faster on a device; None if unknown.
 
     Args:
       device_kind: of the device to run on.
@@ -59,8 +59,10 @@ def faster_than_reference(
       head_dim: channels of a head.
       itemsize: bytes of an element of x.
     """
+    if elements < _LEAST_ELEMENTS:
+        return False
     measured = _WIDTHS[0] <= dim <= _WIDTHS[1] and head_dim in _HEADS and itemsize == _ITEMSIZE
-    return device_kind.startswith(_CHIP) and elements >= _LEAST_ELEMENTS and measured
+    return True if measured and device_kind.startswith(_CHIP) else None
 
 
 def programs(blocks: Blocks, tokens: int) -> int:

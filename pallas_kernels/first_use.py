@@ -1,0 +1,208 @@
+"""Compares a kernel with XLA's fusion where it is first used on a kind of GPU without a table.
+
+What is found stays in `$XDG_CACHE_HOME/pallas_kernels/first_use`, by default under `~/.cache`, in a
+file for each kind of device and version of JAX. Processes of one run must choose alike, so that
+nothing is measured or read where there are several, unless one of them shares what it knows:
+`Comparisons.use`.
+"""
+
+import json
+import os
+import re
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import devices
+
+ELEMENTS = 1 << 25
+"""Of the largest operand of a comparison: more than caches hold."""
+_FORMAT = "pallas-kernels-first-use-1"
+_ROUNDS, _CALLS = 5, 10
+_SWITCH = "PALLAS_KERNELS_FIRST_USE"
+"""A variable of the environment: 0 measures nothing."""
+_DAMAGE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+"""What reading a file of another content may raise."""
+
+Times = Callable[[], tuple[float, float]]
+"""Measures the seconds of the reference and of the kernel."""
+
+
+class Comparisons:
+    """How many times as fast as the reference kernels are, by kind of device and case."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._ratios: dict[str, dict[str, float]] = {}
+        self._measures: bool | None = None
+
+    def ratio(self, case: str, times: Times) -> float:
+        """The ratio of a case on the device to run on; 1 where it cannot be known.
+
+        Args:
+          case: kernel and what its speed depends on, such as "bias_gelu 8960 bfloat16".
+          times: measures it. It runs outside of any trace.
+        """
+        kind = devices.device_kind()
+        with self._lock:
+            known = self._known(kind)
+            if case in known:
+                return known[case]
+            if not self._may_measure():
+                return 1.0
+            found = known[case] = _measured(case, times)
+            if found != 1.0:
+                _write(kind, known)
+            return found
+
+    def known(self) -> dict[str, float]:
+        """Ratios of this process's kind of device by case."""
+        with self._lock:
+            return dict(self._known(devices.device_kind()))
+
+    def use(self, ratios: Mapping[str, float] | None) -> None:
+        """Takes these ratios for this process's device, and measures no others from now on.
+
+        Args:
+          ratios: by case, from `known`; None to measure in this process though there are others.
+        """
+        with self._lock:
+            self._measures = ratios is None
+            if ratios is not None:
+                self._ratios[devices.device_kind()] = dict(ratios)
+
+    def clear(self) -> None:
+        """Forgets what this process knows; files stay."""
+        with self._lock:
+            self._ratios.clear()
+            self._measures = None
+
+    def _known(self, kind: str) -> dict[str, float]:
+        if kind not in self._ratios:
+            self._ratios[kind] = _read(kind) if self._may_measure() else {}
+        return self._ratios[kind]
+
+    def _may_measure(self) -> bool:
+        if self._measures is None:
+            return os.environ.get(_SWITCH) != "0" and jax.process_count() == 1
+        return self._measures
+
+
+COMPARISONS = Comparisons()
+"""Those of this process."""
+
+
+def seconds_of(
+    functions: Sequence[Callable[..., Any]], arguments: tuple[jax.Array, ...]
+) -> list[float]:
+    """Seconds of a forward and a backward of each function, as medians of rounds in turn.
+
+    Args:
+      functions: of all arguments, differentiable in them.
+      arguments: floats.
+    """
+
+    def both(function: Callable[..., Any], *arguments: jax.Array) -> Any:
+        out, pull = jax.vjp(function, *arguments)
+        return out, pull(jax.tree.map(jnp.ones_like, out))
+
+    programs = [
+        jax.jit(both, static_argnums=0).lower(each, *arguments).compile() for each in functions
+    ]
+    rounds: list[list[float]] = [[] for _ in programs]
+    for program, found in (*zip(programs, rounds, strict=True),) * (_ROUNDS + 1):
+        begin = time.perf_counter()
+        for _ in range(_CALLS):
+            result = program(*arguments)
+        jax.block_until_ready(result)
+        found.append((time.perf_counter() - begin) / _CALLS)
+    return [statistics.median(found[1:]) for found in rounds]
+
+
+def compared(
+    implementations: tuple[Any, Any],
+    operands_of: Callable[..., Any],
+    config: Any,
+    arguments: tuple[jax.Array, ...],
+) -> tuple[float, float]:
+    """`seconds_of` the reference and the kernel, which run(operands, config).
+
+    Args:
+      implementations: the reference and the kernel.
+      operands_of: the operands that arguments make.
+      config: of the call.
+      arguments: floats, in which the functions are differentiated.
+    """
+
+    def of(implementation: Any) -> Callable[..., Any]:
+        return lambda *arguments: implementation.run(operands_of(*arguments), config)
+
+    reference, kernel = seconds_of([of(each) for each in implementations], arguments)
+    return reference, kernel
+
+
+def path_of(device_kind: str) -> Path:
+    """The file of a kind of device."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = re.sub(r"\W+", "_", f"{device_kind}_jax_{jax.__version__}").strip("_").lower()
+    return cache / "pallas_kernels" / "first_use" / f"{name}.json"
+
+
+def _measured(case: str, times: Times) -> float:
+    device = devices.current_device()
+
+    def run() -> tuple[float, float]:
+        with jax.default_device(device):
+            return times()
+
+    # A thread of its own: in this one, a trace may be under way.
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            reference, kernel = pool.submit(run).result()
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        warnings.warn(
+            f"{case} could not be measured on {device.device_kind} ({reason}); XLA's is used",
+            stacklevel=2,
+        )
+        return 1.0
+    return reference / kernel
+
+
+def _read(device_kind: str) -> dict[str, float]:
+    path = path_of(device_kind)
+    try:
+        content = json.loads(path.read_text())
+        if (content["format"], content["device"]) != (_FORMAT, device_kind):
+            raise ValueError(f"it is of {content['format']!r}, {content['device']!r}")
+        return {str(case): float(ratio) for case, ratio in content["times_xla"].items()}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except _DAMAGE as error:
+        warnings.warn(
+            f"{path} is passed over: it holds no comparisons for {device_kind} "
+            f"({type(error).__name__}: {error}); delete it",
+            stacklevel=2,
+        )
+        return {}
+
+
+def _write(device_kind: str, ratios: Mapping[str, float]) -> None:
+    path = path_of(device_kind)
+    content = {"format": _FORMAT, "device": device_kind, "times_xla": dict(ratios)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed, so that no process reads half a file.
+        new = path.with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps(content, indent=1) + "\n")
+        new.replace(path)
+    except OSError as error:
+        warnings.warn(f"{path} cannot be written ({error}); it is measured again", stacklevel=2)
