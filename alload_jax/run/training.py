@@ -7,6 +7,8 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+import jax
+
 from alload_jax.config import Config, run_steps, values_in, values_of
 from alload_jax.data.batch import describe
 from alload_jax.data.condition import unread
@@ -18,6 +20,7 @@ from alload_jax.report.opening import Opening, changed_settings, show_opening
 from alload_jax.report.summary import print_summary, read_summary, summarise
 from alload_jax.run.callbacks import Callbacks, make_callbacks
 from alload_jax.run.folder import write_folder
+from alload_jax.run.kernel_choice import share_comparisons
 from alload_jax.run.work import Work
 from alload_jax.training.bad_samples import BadSamples
 from alload_jax.training.callbacks.watchdog import Watchdog
@@ -33,8 +36,9 @@ from alload_jax.training.run_files import peak_memory, write_json
 from alload_jax.training.shape_groups import GroupTrainer, make_trainer
 from alload_jax.training.signals import StopRequest, stop_name
 from alload_jax.training.start import Origin, new_state, state_of_checkpoint
-from alload_jax.training.state import TrainingSpec, TrainState
-from alload_jax.training.trainer import Trainer
+from alload_jax.training.state import TrainingSpec, TrainState, Weights
+from alload_jax.training.step import auxiliary_shapes
+from alload_jax.training.trainer import Trainer, on_mesh
 from alload_jax.training.validation.validator import Validator
 
 
@@ -67,11 +71,13 @@ def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> 
             print_summary(summary, folder)
             return 0
         state, source = _begin(config, spec, work, checkpoints, start)
-        trainer = make_trainer(spec, mesh, state, work.groups)
+        single = work.run_plan.plan.topology.micro_batches_per_step == 1
+        trainer = make_trainer(spec, mesh, state, work.groups, single=single)
 
         # ------------------------------------------------------------ run folder, compilation
         _open(config, work, validator, total, start, source)
         write_folder(config, folder, work.manifest, argv, start)
+        share_comparisons(cluster, partial(_trace, spec, work, state.weights))
         _compile(trainer, work, validator, start < total, stop)
 
         # ------------------------------------------------------------ training
@@ -165,6 +171,14 @@ def _open(
         unread(config.model, work.manifest),
     )
     show_opening(opening, changed_settings(before, values_of(config)))
+
+
+def _trace(spec: TrainingSpec, work: Work, weights: Weights) -> None:
+    """Traces the largest micro-batch."""
+    mesh = work.groups[0] if work.groups else work.mesh
+    shapes = work.collator.collation.shapes(work.run_plan.plan)
+    largest = max(shapes, key=lambda shape: sum(part.size for part in jax.tree.leaves(shape)))
+    auxiliary_shapes(spec, mesh, weights, on_mesh(largest, mesh))
 
 
 def _compile(

@@ -39,7 +39,12 @@ from alload_jax.training.trainer import Trainer, in_parallel, on_mesh
 
 
 def make_trainer(
-    spec: TrainingSpec, mesh: Mesh, state: TrainState, groups: Sequence[Mesh] = ()
+    spec: TrainingSpec,
+    mesh: Mesh,
+    state: TrainState,
+    groups: Sequence[Mesh] = (),
+    *,
+    single: bool = False,
 ) -> "Trainer | GroupTrainer":
     """Builds the trainer that runs a plan's steps on a mesh.
 
@@ -48,10 +53,12 @@ def make_trainer(
       mesh: mesh of all devices.
       state: initial state; the trainer donates its buffers.
       groups: mesh of each of the plan's shape groups; empty if all ranks are one group.
+      single: whether steps have one micro-batch, which takes less memory where all ranks are one
+        group; see `make_accumulate`.
     """
     if groups:
         return GroupTrainer(spec, mesh, state, groups)
-    return Trainer(spec, mesh, state)
+    return Trainer(spec, mesh, state, single=single)
 
 
 class GroupTrainer:

@@ -53,14 +53,22 @@ Update = Callable[
 ]
 
 
-def make_accumulate(spec: TrainingSpec, mesh: Mesh) -> Accumulate:
+def make_accumulate(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> Accumulate:
     """Builds a jitted function (weights, accumulator, batch, key) → accumulator.
 
     It is compiled for each shape of batch. `accumulator` is donated.
+
+    Args:
+      spec: what training computes.
+      mesh: mesh of the devices.
+      single: whether steps have one micro-batch. Its gradient is then written in place of the one
+        that the accumulator holds, so that memory holds one gradient and not two.
     """
     sums_of = _make_sums(spec, mesh)
 
-    @partial(jax.jit, donate_argnums=1)
+    # Where nothing is added, the accumulator's gradient is an unused argument: kept, so that the
+    # result takes its memory.
+    @partial(jax.jit, donate_argnums=1, keep_unused=single)
     def accumulate(
         weights: Weights,
         accumulator: GradientAccumulator,
@@ -73,10 +81,17 @@ def make_accumulate(spec: TrainingSpec, mesh: Mesh) -> Accumulate:
         added = GradientAccumulator(grads, sums.loss, sums.weight, sums.auxiliary)
         with jax.named_scope(ACCUMULATION):
             total = jax.tree.map(_add, accumulator, added)
+            if single:
+                total = total._replace(grads=_like(grads, accumulator.grads))
         shardings = accumulator_shardings(accumulator, spec, mesh)
         return jax.lax.with_sharding_constraint(total, shardings)
 
     return accumulate
+
+
+def _like(grads: Any, others: Any) -> Any:
+    """Gradients in the dtypes of others."""
+    return jax.tree.map(lambda grad, other: grad.astype(other.dtype), grads, others)
 
 
 def _add(total: jax.Array, part: jax.Array) -> jax.Array:
@@ -84,12 +99,17 @@ def _add(total: jax.Array, part: jax.Array) -> jax.Array:
     return (total + part).astype(total.dtype)
 
 
-def make_update(spec: TrainingSpec, mesh: Mesh) -> Update:
-    """Builds a jitted function (state, accumulator) → (next state, zeroed accumulator, metrics).
+def make_update(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> Update:
+    """Builds a jitted function (state, accumulator) → (next state, emptied accumulator, metrics).
 
     Both arguments are donated. The metrics are `loss`, `grad_norm` (before clipping) and what the
     family says of the step. If one of them is not finite, the state stays as it is, and so do all
     later updates until `make_is_finite` has cleared the accumulator.
+
+    Args:
+      spec: what training computes.
+      mesh: mesh of the devices.
+      single: as in `make_accumulate`; the gradient is then left as it is.
     """
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -99,6 +119,8 @@ def make_update(spec: TrainingSpec, mesh: Mesh) -> Update:
         after, metrics = apply_gradients(spec, mesh, state, accumulator)
         with jax.named_scope(ACCUMULATION):
             emptied = emptied_after(accumulator, metrics)
+            if single:
+                emptied = emptied._replace(grads=accumulator.grads)
         shardings = accumulator_shardings(accumulator, spec, mesh)
         return after, jax.lax.with_sharding_constraint(emptied, shardings), metrics
 

@@ -28,13 +28,13 @@ class Trainer:
       programs: compiled gradient programs by shape of micro-batch.
     """
 
-    def __init__(self, spec: TrainingSpec, mesh: Mesh, state: TrainState):
-        """Takes `state`, whose buffers each step donates."""
+    def __init__(self, spec: TrainingSpec, mesh: Mesh, state: TrainState, *, single: bool = False):
+        """Takes `state`, whose buffers each step donates; `single` as in `make_accumulate`."""
         self.state = state
         self.programs: dict[Signature, Any] = {}
-        self._spec, self._mesh = spec, mesh
-        self._accumulate: Any = make_accumulate(spec, mesh)
-        self._update = make_update(spec, mesh)
+        self._spec, self._mesh, self._single = spec, mesh, single
+        self._accumulate: Any = make_accumulate(spec, mesh, single=single)
+        self._update = make_update(spec, mesh, single=single)
         self._empty = make_is_finite(spec, mesh)
         self._accumulator: Any = None
 
@@ -86,6 +86,8 @@ class Trainer:
         return bool(finite)
 
     def _accumulate_all(self, step: PlacedStep) -> None:
+        if self._single and len(step.batches) != 1:
+            raise ValueError(f"a step has {len(step.batches)} micro-batches; give single=False")
         for batch in step.batches:
             gradient = self.programs[signature(batch)]
             self._accumulator = gradient(

@@ -13,7 +13,12 @@ from alload_jax.objectives.flow_matching import FlowMatching, noised
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, Weights, init_state
-from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
+from alload_jax.training.step import (
+    make_accumulate,
+    make_is_finite,
+    make_update,
+    zero_accumulator,
+)
 
 MODEL = WanConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=2, freq_dim=8, dtype="float32")
 OBJECTIVE = FlowMatching(timesteps=TimestepConfig(shift_power=0.5), condition_dropout=0.3)
@@ -184,3 +189,73 @@ def test_a_step_of_padding_changes_only_the_step_number(setup):
     jax.tree.map(np.testing.assert_array_equal, before, (after.params, after.ema, after.opt_state))
     assert int(after.step) == 1
     assert float(metrics["loss"]) == 0
+
+
+@pytest.fixture(scope="module")
+def alone(setup):
+    """The programs of steps of one micro-batch."""
+    mesh = setup[0]
+    return make_accumulate(spec_with(), mesh, single=True), make_update(
+        spec_with(), mesh, single=True
+    )
+
+
+def test_one_micro_batch_alone_gives_the_same_gradient_whatever_was_held_before(setup, alone):
+    mesh, weights, key, accumulate = setup
+    batch = batch_of([0, 1])
+    zero = zero_accumulator(spec_with(), mesh, weights, batch)
+    added = accumulate(weights, zero, batch, key)
+    held = zero_accumulator(spec_with(), mesh, weights, batch)
+    held = held._replace(grads=jax.tree.map(lambda g: g + jnp.nan, held.grads))
+    written = alone[0](weights, held, batch, key)
+    for one, other in zip(jax.tree.leaves(added), jax.tree.leaves(written), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_the_gradient_of_a_micro_batch_alone_takes_no_memory_of_its_own(setup, alone):
+    mesh, weights, key, accumulate = setup
+    batch = batch_of([0, 1])
+    zero = jax.eval_shape(lambda: zero_accumulator(spec_with(), mesh, weights, batch))
+    sizes = [
+        program.lower(weights, zero, batch, key).compile().memory_analysis()
+        for program in (accumulate, alone[0])
+    ]
+    gradient = sum(leaf.size * 4 for leaf in jax.tree.leaves(weights.params))
+    added, written = (size.temp_size_in_bytes for size in sizes)
+    assert sizes[1].alias_size_in_bytes >= gradient
+    assert added - written > 0.5 * gradient
+
+
+def test_updates_of_micro_batches_alone_are_those_of_sums(setup, alone):
+    mesh, _, _, accumulate = setup
+    found = []
+    for gradient, update in ((accumulate, make_update(spec_with(), mesh)), alone):
+        state = init_state(spec_with(), mesh, seed=0)
+        sums = zero_accumulator(spec_with(), mesh, state.weights, batch_of([0, 1]))
+        for step in range(3):
+            sums = gradient(state.weights, sums, batch_of([0, 1], epoch=step), state.key)
+            state, sums, metrics = update(state, sums)
+        found.append((state.params, metrics))
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_after_a_step_that_is_not_finite_nothing_changes_until_it_is_cleared(setup, alone):
+    mesh, _, _, _ = setup
+    gradient, update = alone
+    state = init_state(spec_with(), mesh, seed=0)
+    before = jax.tree.map(np.asarray, state.params)
+    good, bad = batch_of([0, 1]), batch_of([0, 1])
+    bad = bad._replace(latents=bad.latents.at[0, 0, 0, 0].set(jnp.nan))
+    sums = zero_accumulator(spec_with(), mesh, state.weights, good)
+    for batch in (bad, good):
+        state, sums, metrics = update(state, gradient(state.weights, sums, batch, state.key))
+        assert not np.isfinite(metrics["loss"])
+    jax.tree.map(np.testing.assert_array_equal, before, state.params)
+    _, sums = make_is_finite(spec_with(), mesh)(sums)
+    state, _, metrics = update(state, gradient(state.weights, sums, good, state.key))
+    assert np.isfinite(metrics["loss"])
+    assert any(
+        (np.asarray(a) != b).any()
+        for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(before), strict=True)
+    )
