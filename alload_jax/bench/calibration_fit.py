@@ -247,7 +247,9 @@ def calibrated(
         sparse=terms,
         memory=finding.model,
         m_mem=finding.m_mem,
-        bytes_per_split_token=bytes_per_split_token(from_fields(model), step.model.remat, itemsize),
+        bytes_per_split_token=bytes_per_split_token(
+            from_fields(model), step.model.policies, itemsize
+        ),
         model=model,
         device=jax.local_devices()[0].device_kind,
         origin="measured",

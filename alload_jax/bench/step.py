@@ -32,10 +32,12 @@ from alload_jax.models.families import (
     parameter_count,
 )
 from alload_jax.objectives.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
+from alload_jax.planning.remat import AUTO_REMAT
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ALL_TRAINED, ParametersConfig
+from alload_jax.training.remat_choice import choose_for, memory_budget
 from alload_jax.training.state import TrainingSpec, init_state
 from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
 
@@ -109,9 +111,15 @@ class Step:
       accumulate, update: the two jitted functions of a step.
     """
 
-    def __init__(self, spec: TrainingSpec, condition_tokens: int = 512):
-        """Initializes the weights; `condition_tokens` applies to models conditioned on classes."""
-        self.condition_tokens = condition_tokens
+    def __init__(self, spec: TrainingSpec, condition_tokens: int = 512, *, single: bool = True):
+        """Initializes the weights.
+
+        Args:
+          spec: what training computes.
+          condition_tokens: applies to models conditioned on classes.
+          single: whether steps have no other micro-batches, as in `make_accumulate`.
+        """
+        self.condition_tokens, self._single = condition_tokens, single
         self.mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
         self.use(spec)
 
@@ -123,8 +131,8 @@ class Step:
     def use(self, spec: TrainingSpec) -> None:
         """Takes another spec, with a new state in place of the last one."""
         self.spec, self.model = spec, spec.model
-        self.accumulate: Any = make_accumulate(spec, self.mesh)
-        self.update: Any = make_update(spec, self.mesh)
+        self.accumulate: Any = make_accumulate(spec, self.mesh, single=self._single)
+        self.update: Any = make_update(spec, self.mesh, single=self._single)
         self.renew()
 
     def renew(self) -> None:
@@ -228,12 +236,28 @@ def with_density(model: ModelConfig, density: float) -> ModelConfig:
     return dataclasses.replace(model, sparse_attention=sparse)
 
 
+def resolved(settings: Settings) -> ModelConfig:
+    """The model; with `remat: auto`, what this device's memory holds of it.
+
+    Raises:
+      InputError: nothing fits.
+    """
+    model = settings.config()
+    if model.remat != AUTO_REMAT or (budget := memory_budget(model)) is None:
+        return model
+    tokens = settings.batch * math.prod(settings.latents) // math.prod(model.patch_size)
+    tokens += settings.batch * tokens_beside(model, settings.condition_tokens)
+    choice = choose_for(model, tokens, budget, ALL_TRAINED, OptimizerConfig())
+    return dataclasses.replace(model, remat_layers=choice.policies)
+
+
 def measure(settings: Settings) -> dict[str, Any]:
     """Median seconds and peak bytes of a step; or the error that ended the measurement."""
-    model, latents = settings.config(), (settings.batch, *settings.latents)
+    model, latents = resolved(settings), (settings.batch, *settings.latents)
     recorded = provenance(["jax", "jaxlib", "flax"]) | {
         "settings": dataclasses.asdict(settings),
         "parameters": parameter_count(model),
+        "policies": list(model.policies),
         "tokens": settings.batch * math.prod(settings.latents) // math.prod(model.patch_size),
         "tokens_beside": tokens_beside(model, settings.condition_tokens),
     }

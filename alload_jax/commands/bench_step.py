@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from rich.console import Console
@@ -21,12 +21,12 @@ from alload_jax.commands.bench_output import (
 )
 from alload_jax.commands.bench_process import measured
 from alload_jax.planning.architectures.registry import from_fields
+from alload_jax.planning.remat import AUTO_REMAT, RematPolicy
 
 HELP = "Training steps: by what is kept for the backward pass, by policy, or by part (--profile)."
 
 _WIDTH = 150
-_POLICIES = ("full", "offload", "attention", "matmuls_and_attention", "none")
-"""As in `model.remat`, whose module would import JAX."""
+_POLICIES = get_args(RematPolicy)
 
 Case = tuple[str, str | Path, dict[str, Any]]
 """A name, the module or script that measures it, and its settings."""
@@ -53,7 +53,14 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
         default=(21, 60, 104),
         help="of a row; default 21 60 104, 81 frames of 480×832: 32,760 tokens",
     )
-    add("--remat", nargs="+", choices=_POLICIES, default=_POLICIES, help="default: all")
+    add(
+        "--remat",
+        nargs="+",
+        choices=(*_POLICIES, AUTO_REMAT),
+        default=_POLICIES,
+        help="what layers keep, as model.remat; default: all but auto",
+    )
+    add("--memory-budget", type=float, help="GB that --remat auto may fill; default: the device's")
     add("--residual", nargs="+", choices=("compute", "float32"), default=("compute",))
     add(
         "--unrolled",
@@ -124,6 +131,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     for residual in options.residual:
         for remat in options.remat:
             fields = training_fields(model, remat, residual, not options.unrolled)
+            fields["memory_budget"] = options.memory_budget
             name = f"alload, keep {remat}" + (", float32 residual" * (residual == "float32"))
             name += ", unrolled" * options.unrolled
             yield name, "alload_jax.bench.step", shared | {"model": fields}

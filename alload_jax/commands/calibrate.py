@@ -152,6 +152,11 @@ def _config(options: argparse.Namespace) -> "Config":
         )
     overrides = [part for key, value in options.set for part in (f"--{key}", value)]
     config = read_config(["--config", options.config, *overrides], prog="alload calibrate")
+    if config.model.remat == "auto":
+        raise InputError(
+            "alload calibrate: model.remat is auto, which fills the memory that m_mem leaves; give "
+            "the policy to measure, such as --set model.remat attention"
+        )
     if config.model.sparse_attention:  # the densities that are measured are not the config's
         sparse = dataclasses.replace(config.model.sparse_attention, forced=None)
         model = dataclasses.replace(config.model, sparse_attention=sparse)
@@ -190,7 +195,8 @@ def _step(config: "Config", options: argparse.Namespace) -> "Step":
     MemoryModel(float(state), 1.0).max_tokens(limit, options.margin)
     model = with_density(config.model, 1.0)
     spec = training_spec(model, config.optimizer, config.objective, config.parameters)
-    return Step(spec, _condition_tokens(config))
+    single = config.planning.micro_batches_per_step == 1
+    return Step(spec, _condition_tokens(config), single=single)
 
 
 def _condition_tokens(config: "Config") -> int:

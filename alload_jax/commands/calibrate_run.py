@@ -90,7 +90,9 @@ def _model(folder: Path) -> dict[str, Any]:
     from alload_jax.config import read_config
 
     config = read_config(["--config", str(folder / "config.yaml")], prog="alload calibrate")
-    return config.model.architecture() | {"remat": str(config.model.remat)}
+    step = config.model.step_fields()
+    remat = {"remat": step["remat"]} if "remat" in step else {}
+    return config.model.architecture() | remat
 
 
 def _print(found: RunFit, before: QuadraticCost | None) -> None:

@@ -11,13 +11,20 @@ from alload_jax.commands.plan_weights import described, weigh, weights_of_flags
 from alload_jax.commands.source_config import holds_samples, source_config
 from alload_jax.data.weights import SourceShare, SourceWeight
 from alload_jax.errors import InputError
-from alload_jax.planning.analytic import ALL_TRAINED, Trained, analytic_costs
+from alload_jax.planning.analytic import (
+    ALL_TRAINED,
+    USABLE_SHARE,
+    Remat,
+    Trained,
+    analytic_costs,
+)
 from alload_jax.planning.architectures.architecture import Architecture
 from alload_jax.planning.architectures.registry import architecture_named, from_fields
 from alload_jax.planning.cost import CostFile, PowerCost, read_cost_file
 from alload_jax.planning.devices import DEVICES, device_named
 from alload_jax.planning.geometry import Geometry
 from alload_jax.planning.policies.registry import AUTO, AUTO_PACKED, candidates, find_policy
+from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, choose_remat
 from alload_jax.planning.samples import Samples, read_sample_paths, read_samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.sparse_cost import SparseLayers, with_layers
@@ -63,7 +70,8 @@ class PlannedModel(NamedTuple):
       name: its name, or the file of its config.
       patch_size: latents per token (frames, height, width).
       trained: which of its parameters are trained.
-      remat: rematerialisation policy of the config; None without a config.
+      remat: rematerialisation policy of the config, or those that repeat over the layers; None
+        without a config.
       vae_stride: pixels per latent of the model's VAE (frames, height, width).
       condition: most condition tokens of a sample that count in its length.
     """
@@ -72,7 +80,7 @@ class PlannedModel(NamedTuple):
     name: str
     patch_size: tuple[int, int, int]
     trained: Trained
-    remat: str | None
+    remat: Remat | None
     vae_stride: tuple[int, int, int]
     condition: int
 
@@ -85,7 +93,7 @@ class _Base(NamedTuple):
       patch_size: latents per token (frames, height, width).
       seed: seed of the order of samples.
       model: fields of the model's architecture; None without a config.
-      remat: rematerialisation policy of the model.
+      remat: rematerialisation policy of the model, or those that repeat over its layers.
       packs: whether the model can train on packed rows.
       layers: the model's layers as training begins; None if all are always dense.
       trained: which parameters are trained.
@@ -97,7 +105,7 @@ class _Base(NamedTuple):
     patch_size: tuple[int, int, int]
     seed: int
     model: dict[str, Any] | None
-    remat: str
+    remat: Remat
     packs: bool
     layers: SparseLayers | None = None
     trained: Trained = ALL_TRAINED
@@ -131,7 +139,8 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
         fields["m_mem"] = _m_mem(options, costs, int(samples.seq_len.min()))
     planning = PlanningConfig(**fields).resolved(packs)
     if options.config and base.model:
-        planning.refuse_foreign_costs(base.model | {"remat": base.remat}, None)
+        remat = {} if base.remat == AUTO_REMAT else {"remat": base.remat}
+        planning.refuse_foreign_costs(base.model | remat, None)
     seed = base.seed if options.seed is None else options.seed
     bucketed = None
     if options.compare and base.config is not None and base.config.joint_attention:
@@ -156,7 +165,7 @@ def _from_config(path: str | None) -> _Base:
         model.patch_size,
         config.run.seed,
         model.architecture(),
-        str(model.remat),
+        list(model.remat_layers) or str(model.remat),
         packs=model.attention != "xla" and model.dtype != "float32",
         layers=first_layers(model),
         trained=_trained_of(config),
@@ -248,10 +257,35 @@ def _costs(
         return CostFile(power=PowerCost(fields["p"])), f"B·S^p with p = {fields['p']:g}, no unit"
     device = device_named(options.device or _DEFAULT_DEVICE)
     architecture, model = _architecture(options, base)
-    costs = analytic_costs(architecture, device, base.remat, shards=options.shards, trained=trained)
+    remat = _remat(options, fields, base, architecture, trained)
+    costs = analytic_costs(architecture, device, remat, shards=options.shards, trained=trained)
     if trained.parameters:
         model += f", {trained.parameters:,} of {architecture.parameters():,} parameters trained,"
     return costs, f"analytic, not measured: {model} on {device.name}; see `alload calibrate`"
+
+
+def _remat(
+    options: argparse.Namespace,
+    fields: dict[str, Any],
+    base: _Base,
+    architecture: Architecture,
+    trained: Trained,
+) -> Remat:
+    """The config's policy; where it is auto, what the device's memory holds beside M_mem."""
+    if base.remat != AUTO_REMAT:
+        return base.remat
+    if (m_mem := fields.get("m_mem")) is None:  # it follows from the memory
+        return UNRESOLVED
+    device = device_named(options.device or _DEFAULT_DEVICE)
+    budget = USABLE_SHARE * device.memory
+    if options.memory_gb is not None:
+        budget = options.memory_gb * 1e9
+    layers = getattr(architecture, "num_layers", 1)
+    shards = options.shards
+    choice = choose_remat(
+        architecture, layers, device, m_mem, budget, shards=shards, trained=trained
+    )
+    return choice.policies
 
 
 def _architecture(options: argparse.Namespace, base: _Base) -> tuple[Architecture, str]:

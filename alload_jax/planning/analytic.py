@@ -6,6 +6,7 @@ they move, and every kernel by the minimum time that it takes.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,11 +54,19 @@ _BACKWARD_KERNELS = 2
 
 @dataclass(frozen=True)
 class _Recomputed:
-    """The operations that the backward pass recomputes under a rematerialisation policy."""
+    """The operations that the backward pass recomputes under a rematerialisation policy.
+
+    Attributes:
+      matmuls: matrix products.
+      attention: attention.
+      elementwise: all else.
+      but_output: of the products, all but the last one of feed-forward layers.
+    """
 
     matmuls: bool
     attention: bool
     elementwise: bool
+    but_output: bool = False
 
     @property
     def any(self) -> bool:
@@ -65,10 +74,20 @@ class _Recomputed:
         return self.matmuls or self.attention or self.elementwise
 
 
+Remat = str | Sequence[str]
+"""A rematerialisation policy, or several that repeat over the layers."""
+
+
+def policies_of(remat: Remat) -> tuple[str, ...]:
+    """The policies that repeat over the layers."""
+    return (remat,) if isinstance(remat, str) else tuple(remat)
+
+
 _RECOMPUTED = {
     "full": _Recomputed(True, True, True),
     "offload": _Recomputed(True, True, True),
     "attention": _Recomputed(True, False, True),
+    "feed_forward_and_attention": _Recomputed(True, False, True, but_output=True),
     "matmuls_and_attention": _Recomputed(False, False, True),
     "none": _Recomputed(False, False, False),
 }
@@ -118,7 +137,7 @@ ALL_TRAINED = Trained()
 def analytic_costs(
     architecture: Architecture,
     device: Device,
-    remat: str = "attention",
+    remat: Remat = "attention",
     *,
     shards: int = 1,
     margin: float = 0.05,
@@ -129,7 +148,7 @@ def analytic_costs(
     Args:
       architecture: the model.
       device: the device of every rank.
-      remat: rematerialisation policy, as in `model.remat`.
+      remat: rematerialisation policy, as in `model.remat`, or those that repeat over the layers.
       shards: devices that share one copy of weights and state (`mesh.fsdp`). Only memory is
         shared; their communication is not counted.
       margin: share of the device's memory that `m_mem` leaves free.
@@ -139,8 +158,9 @@ def analytic_costs(
       InputError: the rematerialisation policy is unknown, more parameters are trained than there
         are, or the state alone does not fit the device.
     """
-    if remat not in _RECOMPUTED:
-        raise InputError(f"model.remat is {remat!r}; choose one of {', '.join(_RECOMPUTED)}")
+    for policy in policies_of(remat):
+        if policy not in _RECOMPUTED:
+            raise InputError(f"model.remat is {policy!r}; choose one of {', '.join(_RECOMPUTED)}")
     if shards < 1:
         raise InputError(f"shards is {shards}; give at least 1")
     quadratic = step_cost(architecture, device, remat, trained)
@@ -155,7 +175,7 @@ def analytic_costs(
         memory=memory,
         m_mem=memory.max_tokens(USABLE_SHARE * device.memory, margin, SHORTEST),
         bytes_per_split_token=bytes_per_split_token(architecture, remat, device.compute_bytes),
-        model=architecture.fields() | {"remat": remat},
+        model=architecture.fields() | ({"remat": remat} if isinstance(remat, str) else {}),
         device=device.name,
         origin="analytic",
         details=details,
@@ -163,9 +183,20 @@ def analytic_costs(
 
 
 def step_cost(
-    architecture: Architecture, device: Device, remat: str, trained: Trained = ALL_TRAINED
+    architecture: Architecture, device: Device, remat: Remat, trained: Trained = ALL_TRAINED
 ) -> QuadraticCost:
-    """Seconds of a step, including recomputation; arguments as `analytic_costs`.
+    """Seconds of a step, including recomputation; arguments as `analytic_costs`."""
+    policies = policies_of(remat)
+    found = [_cost_by_policy(architecture, device, each, trained) for each in policies]
+    terms = (f.name for f in dataclasses.fields(QuadraticCost))
+    mean = {name: sum(getattr(cost, name) for cost in found) / len(found) for name in terms}
+    return QuadraticCost(**mean)
+
+
+def _cost_by_policy(
+    architecture: Architecture, device: Device, remat: str, trained: Trained
+) -> QuadraticCost:
+    """Seconds of a step whose layers all have the same policy.
 
     Frozen parameters need no update and no matrix product for their gradient, which is one of the
     two products of a layer's backward pass. The saved time is assumed to be proportional to their
@@ -174,7 +205,9 @@ def step_cost(
     again, flops = _RECOMPUTED[remat], architecture.flops()
     total = architecture.parameters()
     frozen_share = 1 - trained.of(total) / total
-    products = (3 - frozen_share + again.matmuls) / (device.peak_flops * device.matmul_share)
+    rate = device.peak_flops * device.matmul_share
+    products = (3 - frozen_share + again.matmuls) / rate
+    kept = flops.feed_forward_output / rate if again.but_output else 0.0
     attention = (1 + _BACKWARD_ATTENTION) / (device.peak_flops * device.attention_share)
     attention += again.attention / (device.peak_flops * device.attention_forward_share)
     elementwise = _elementwise_bytes(architecture, device, again) / (
@@ -182,7 +215,10 @@ def step_cost(
     )
     return QuadraticCost(
         c0=_fixed_seconds(architecture, device, again, trained),
-        c1=flops.matmul_per_token * products + flops.attention_per_token * attention + elementwise,
+        c1=flops.matmul_per_token * products
+        - kept
+        + flops.attention_per_token * attention
+        + elementwise,
         c2=flops.attention_per_pair * attention,
         c_sequence=flops.matmul_per_sequence * products + flops.attention_per_sequence * attention,
     )
@@ -191,14 +227,16 @@ def step_cost(
 def step_memory(
     architecture: Architecture,
     device: Device,
-    remat: str,
+    remat: Remat,
     shards: int = 1,
     trained: Trained = ALL_TRAINED,
 ) -> MemoryModel:
     """Peak bytes in use during a step on one device; arguments as `analytic_costs`."""
     fixed = state_bytes(architecture.parameters(), trained) / shards + WORKSPACE_BYTES
     activations = architecture.activations()
-    values = architecture.kept_activations(remat) + activations.working_set
+    policies = policies_of(remat)
+    kept = sum(architecture.kept_activations(each) for each in policies) / len(policies)
+    values = kept + activations.working_set
     if trained.parameters is not None:
         values += activations.adapters
     condition = device.compute_bytes * activations.condition
@@ -217,7 +255,9 @@ def state_bytes(parameters: int, trained: Trained = ALL_TRAINED) -> int:
     return round(count * (trained.bytes_each + GRADIENT_BYTES)) + frozen
 
 
-def bytes_per_split_token(architecture: Architecture, remat: str, compute_bytes: int = 2) -> float:
+def bytes_per_split_token(
+    architecture: Architecture, remat: Remat, compute_bytes: int = 2
+) -> float:
     """Upper bound of the bytes that a token of a split sequence sends in a step.
 
     Only self-attention needs the other devices' tokens; all-to-alls exchange heads for tokens, as
@@ -225,7 +265,7 @@ def bytes_per_split_token(architecture: Architecture, remat: str, compute_bytes:
     pass, their gradients in the backward pass, and query, key, value and output again if the
     backward pass recomputes the block. In a group of c devices, 1/c of the bytes stay on theirs.
     """
-    passes = 2 + _RECOMPUTED[remat].any
+    passes = 2 + any(_RECOMPUTED[each].any for each in policies_of(remat))
     return float(passes * compute_bytes * architecture.activations().split_exchange)
 
 

@@ -66,8 +66,8 @@ def _analytic(model: ModelConfig) -> CostFile:
         return CostFile()
     device = DEVICES[_ASSUMED_DEVICE]
     return CostFile(
-        quadratic=step_cost(architecture, device, model.remat),
+        quadratic=step_cost(architecture, device, model.policies),
         bytes_per_split_token=bytes_per_split_token(
-            architecture, model.remat, device.compute_bytes
+            architecture, model.policies, device.compute_bytes
         ),
     )

@@ -14,9 +14,9 @@ from alload_jax.bench.workload_step import Measured, representative
 from alload_jax.cli import main
 from alload_jax.commands import bench_step
 from alload_jax.errors import InputError
-from alload_jax.models.common.remat import RematPolicy
 from alload_jax.models.families import parameter_count
 from alload_jax.planning.architectures.wan import WanArchitecture
+from alload_jax.planning.remat import RematPolicy
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

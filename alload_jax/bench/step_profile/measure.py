@@ -18,7 +18,7 @@ from jax.profiler import ProfileData
 
 from alload_jax.bench.device_trace import recorded
 from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import Settings, Step, training_spec
+from alload_jax.bench.step import Settings, Step, resolved, training_spec
 from alload_jax.bench.step_profile.attribution import (
     COMMUNICATION,
     OPTIMIZER,
@@ -50,7 +50,7 @@ class ProfileSettings(Settings):
 
 def measure(settings: ProfileSettings) -> dict[str, Any]:
     """Seconds of a step by operation, each with its part; or the error that ended it."""
-    model = settings.config()
+    model = resolved(settings)
     result = provenance(["jax", "jaxlib", "flax"])
     try:
         step = Step(training_spec(model), settings.condition_tokens)

@@ -1,5 +1,6 @@
 """The config fields that all model families share."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 from alload_jax.errors import InputError
 from alload_jax.models.common.attention import AttentionImplementation
 from alload_jax.models.common.lora import LoraConfig
-from alload_jax.models.common.remat import RematPolicy
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig
+from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, RematChoice, RematPolicy
 from pallas_kernels.layernorm_modulate import implementation_names as norm_implementations
 
 
@@ -87,7 +88,11 @@ class ModelConfig:
       dtype: dtype of the computation; parameters are float32. `auto` is bfloat16 on a GPU, else
         float32.
       attention: implementation of attention; `auto` is cuDNN where it can run.
-      remat: activations that blocks keep for the backward pass.
+      remat: activations that blocks keep for the backward pass. `auto` chooses for each of them
+        what fits the memory of a device.
+      remat_layers: policies that repeat over the blocks, in place of `remat`; their number divides
+        that of the blocks. Empty for the same in all.
+      memory_budget: GB of a device's memory that `remat: auto` may fill; null for what JAX may use.
       sparse_attention: self-attention that becomes sparse; null for dense.
       lora: adapters, which are then what is trained unless `parameters` says otherwise; null for
         none.
@@ -102,11 +107,15 @@ class ModelConfig:
     image: ImageConfig | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: AttentionImplementation = "auto"
-    remat: RematPolicy = "none"
+    remat: RematChoice = "none"
+    remat_layers: tuple[RematPolicy, ...] = ()
+    memory_budget: float | None = None
     sparse_attention: SparseAttentionConfig | None = None
     lora: LoraConfig | None = None
 
-    arithmetic_fields: ClassVar[tuple[str, ...]] = ("dtype", "attention", "remat")
+    arithmetic_fields: ClassVar[tuple[str, ...]] = (
+        *("dtype", "attention", "remat", "remat_layers", "memory_budget"),
+    )
     """Fields that do not affect the parameters."""
 
     later_fields: ClassVar[dict[str, Any]] = {}
@@ -125,6 +134,8 @@ class ModelConfig:
             raise InputError(f"model.out_channels is {self.out_channels}; it must be at least 1")
         if min(self.patch_size) < 1:
             raise InputError(f"model.patch_size is {self.patch_size}; each must be at least 1")
+        if self.memory_budget is not None and not 0 < self.memory_budget < math.inf:
+            raise InputError(f"model.memory_budget is {self.memory_budget} GB; it must be above 0")
 
     def _require_positive(self, *names: str) -> None:
         for name in names:
@@ -164,9 +175,23 @@ class ModelConfig:
 
         A cost model is valid only for equal fields.
         """
-        fields = self.architecture()
-        fields |= {name: getattr(self, name) for name in self.arithmetic_fields}
+        fields = self.architecture() | {
+            name: getattr(self, name) for name in self.arithmetic_fields
+        }
+        for name in ("remat", "remat_layers", "memory_budget"):
+            del fields[name]
+        # Policies that were chosen for this run's memory may differ from those that were measured.
+        if self.remat != AUTO_REMAT:
+            remat = self.policies
+            fields["remat"] = remat[0] if len(remat) == 1 else list(remat)
         return fields | {"dtype": str(self.compute_dtype)}
+
+    @property
+    def policies(self) -> tuple[RematPolicy, ...]:
+        """The rematerialisation policies that repeat over the blocks."""
+        if self.remat_layers:
+            return self.remat_layers
+        return (UNRESOLVED if self.remat == AUTO_REMAT else self.remat,)
 
     @property
     def latent_channels(self) -> int:
@@ -215,7 +240,8 @@ class TransformerConfig(ModelConfig):
     scan_layers: bool = True
 
     arithmetic_fields: ClassVar[tuple[str, ...]] = (
-        *("dtype", "attention", "norm", "remat", "residual_dtype", "scan_layers"),
+        *("dtype", "attention", "norm", "remat", "remat_layers", "memory_budget"),
+        *("residual_dtype", "scan_layers"),
     )
 
     def __post_init__(self) -> None:
@@ -229,6 +255,11 @@ class TransformerConfig(ModelConfig):
         if self.norm not in norm_implementations():
             names = ", ".join(norm_implementations())
             raise InputError(f"model.norm is {self.norm!r}; choose one of {names}")
+        if self.remat_layers and self.num_layers % len(self.remat_layers):
+            raise InputError(
+                f"model.remat_layers has {len(self.remat_layers)} policies, which does not divide "
+                f"model.num_layers {self.num_layers}; give a number that does"
+            )
         if self.sparse_attention is not None:
             self.sparse_attention.check_layers(self.num_layers)
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from alload_jax.models.common.linear import Linear
 from alload_jax.models.common.parts import ACTIVATION, FEED_FORWARD, LINEAR
-from alload_jax.models.common.remat import LINEAR_OUTPUT
+from alload_jax.models.common.remat import FEED_FORWARD_OUTPUT, LINEAR_OUTPUT
 from alload_jax.models.common.single_row import split_single_row
 from alload_jax.sharding.mesh import with_tensor_axis
 from pallas_kernels import bias_gelu
@@ -51,7 +51,7 @@ class FeedForward(nnx.Module):
         def both(x: jax.Array) -> jax.Array:
             hidden = self._activated(x, sharding)
             with jax.named_scope(LINEAR):
-                return checkpoint_name(self.out(hidden), LINEAR_OUTPUT)
+                return checkpoint_name(self.out(hidden), FEED_FORWARD_OUTPUT)
 
         return split_single_row(both, sharding, x)
 

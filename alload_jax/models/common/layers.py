@@ -1,44 +1,68 @@
-"""Runs a stack of equal layers: as one loop, or each by itself."""
+"""Runs a stack of equal layers: as a loop, or each by itself."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from alload_jax.models.common.output import Auxiliary
-from alload_jax.models.common.remat import RematPolicy, rematerialise
+from alload_jax.models.common.remat import rematerialise
+from alload_jax.planning.remat import RematPolicy
+
+ApplyLayer = Callable[[Any, Any], tuple[Any, Auxiliary]]
+"""(x, parameters of a layer) → (x, auxiliary values)."""
 
 
 def apply_layers(
-    apply_layer: Callable[[Any, Any], tuple[Any, Auxiliary]],
+    apply_layer: ApplyLayer,
     x: Any,
     layers: Any,
     *,
-    remat: RematPolicy,
+    policies: Sequence[RematPolicy],
     scan: bool,
 ) -> tuple[Any, Auxiliary]:
     """Applies layer after layer.
 
-    A loop compiles one layer for all, and copies what the backward pass keeps into arrays of all
-    layers. Without one nothing is copied, and the program is as long as the layers are many.
+    A loop compiles one layer for all, or one for each policy, and copies what the backward pass
+    keeps into arrays of all layers. Without one nothing is copied, and the program is as long as
+    the layers are many.
 
     Args:
-      apply_layer: (x, parameters of a layer) → (x, auxiliary values).
+      apply_layer: applies one layer.
       x: input of the first layer.
       layers: parameters, stacked over layers.
-      remat: what each layer keeps for the backward pass.
+      policies: what layers keep for the backward pass; they repeat over the layers, and their
+        number divides that of the layers.
       scan: whether to run them as a loop.
 
     Returns:
       The output of the last layer; auxiliary values, stacked over layers.
     """
-    if scan:
-        return jax.lax.scan(rematerialise(apply_layer, remat, in_loop=True), x, layers)
-    apply_one = rematerialise(apply_layer, remat, in_loop=False)
+    if not scan:
+        times = len(jax.tree.leaves(layers)[0]) // len(policies)
+        return _in_turn(apply_layer, x, layers, [*policies] * times, in_loop=False)
+    grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, len(policies), *leaf.shape[1:]), layers)
+
+    def apply_group(x: Any, group: Any) -> tuple[Any, Auxiliary]:
+        return _in_turn(apply_layer, x, group, policies, in_loop=True)
+
+    x, auxiliary = jax.lax.scan(apply_group, x, grouped)
+    return x, jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), auxiliary)
+
+
+def _in_turn(
+    apply_layer: ApplyLayer,
+    x: Any,
+    layers: Any,
+    policies: Sequence[RematPolicy],
+    *,
+    in_loop: bool,
+) -> tuple[Any, Auxiliary]:
+    """Applies as many layers as there are policies."""
     auxiliary = []
-    for layer in _each(layers):
-        x, values = apply_one(x, layer)
+    for layer, policy in zip(_each(layers), policies, strict=True):
+        x, values = rematerialise(apply_layer, policy, in_loop=in_loop)(x, layer)
         auxiliary.append(values)
     return x, jax.tree.map(lambda *values: jnp.stack(values), *auxiliary)
 

@@ -1,19 +1,19 @@
 """Rematerialisation policies: which activations a block keeps for its backward pass."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-RematPolicy = Literal["none", "full", "offload", "attention", "matmuls_and_attention"]
-"""`none` keeps all activations; `full` keeps only the block's input; `offload` keeps it in the
-host's memory; `attention` keeps attention outputs; `matmuls_and_attention` keeps those and the
-outputs of linear layers."""
+from alload_jax.planning.remat import RematPolicy
 
 LINEAR_OUTPUT = "linear_output"
 """Name by which policies find what linear layers of blocks compute: with their bias, where nothing
 else adds it, so that the backward pass need not add it again."""
+
+FEED_FORWARD_OUTPUT = "feed_forward_output"
+"""Name by which policies find outputs of feed-forward layers."""
 
 ATTENTION_OUTPUT = "attention_output"
 """Name by which policies find attention outputs that are not from JAX's fused attention."""
@@ -43,8 +43,11 @@ _POLICIES = {
         offload_dst="pinned_host",
     ),
     "attention": _KEEP_ATTENTION,
+    "feed_forward_and_attention": _policies.save_from_both_policies(
+        _KEEP_ATTENTION, _policies.save_only_these_names(FEED_FORWARD_OUTPUT)
+    ),
     "matmuls_and_attention": _policies.save_from_both_policies(
-        _KEEP_ATTENTION, _policies.save_only_these_names(LINEAR_OUTPUT)
+        _KEEP_ATTENTION, _policies.save_only_these_names(LINEAR_OUTPUT, FEED_FORWARD_OUTPUT)
     ),
 }
 

@@ -132,8 +132,8 @@ class HunyuanVideoTransformer(nnx.Module):
             return nnx.merge(graph, layer)(x, context)
 
         with jax.named_scope(BLOCKS):
-            remat, scan = self.config.remat, self.config.scan_layers
-            x, stacked = apply_layers(apply_layer, x, layers, remat=remat, scan=scan)
+            policies, scan = self.config.policies, self.config.scan_layers
+            x, stacked = apply_layers(apply_layer, x, layers, policies=policies, scan=scan)
         auxiliary = by_sample(stacked, sample_axes=1 if packed is None else 2)
         return Output(self.head(x.video, context).astype(jnp.float32), auxiliary)
 

@@ -22,6 +22,8 @@ class ForwardFlops:
       attention_per_token: FLOPs of attention per token that do not depend on S, such as those with
         the tokens of the condition.
       attention_per_sequence: FLOPs of attention that do not depend on S.
+      feed_forward_output: those of `matmul_per_token` that are the last product of feed-forward
+        layers.
     """
 
     matmul_per_token: float
@@ -29,6 +31,7 @@ class ForwardFlops:
     attention_per_pair: float
     attention_per_token: float = 0.0
     attention_per_sequence: float = 0.0
+    feed_forward_output: float = 0.0
 
     def of(self, seq_len: int) -> float:
         """FLOPs of one sequence of `seq_len` tokens."""

@@ -33,7 +33,9 @@ _TENSORS = BlockTensors(
         "offload": (0, 0),  # in the host's memory
         # Attention's output is kept twice: under its name, and as an output of cuDNN.
         "attention": (1 + 2, 0),
-        # Besides: query, key, value, out; both feed-forward layers.
+        # Besides: the feed-forward layers' output.
+        "feed_forward_and_attention": (1 + 2 + 1, 0),
+        # Besides: query, key, value, out; the hidden layer.
         "matmuls_and_attention": (1 + 2 + 5, 1),
         # An estimate: what autodiff keeps of norms, rotary embedding and GELU, partly in float32.
         "none": (24, 3),
@@ -122,6 +124,7 @@ class HunyuanVideoArchitecture(BlockArchitecture):
             matmul_per_sequence=layers * 24.0 * dim**2
             + self.refiner_layers * refined * per_text_token,
             attention_per_pair=layers * 4.0 * dim,
+            feed_forward_output=layers * 2.0 * dim * self.ffn_dim,
             attention_per_sequence=self.refiner_layers * 4.0 * dim * refined**2,
         )
 

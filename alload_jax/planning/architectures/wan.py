@@ -31,8 +31,9 @@ _TENSORS = BlockTensors(
         "offload": (0, 0),  # in the host's memory
         # Both attentions' outputs are kept twice: under their names, and as outputs of cuDNN.
         "attention": (1 + 4, 0),
-        # Besides: query, key, value, out; cross-attention's query and out; both feed-forward
-        # layers.
+        # Besides: the feed-forward layer's output.
+        "feed_forward_and_attention": (1 + 4 + 1, 0),
+        # Besides: query, key, value, out; cross-attention's query and out; the hidden layer.
         "matmuls_and_attention": (1 + 4 + 7, 1),
         # An estimate: what autodiff keeps of norms, rotary embedding and GELU, partly in float32.
         "none": (28, 3),
@@ -137,6 +138,7 @@ class WanArchitecture(BlockArchitecture):
             matmul_per_sequence=self.num_layers * 4.0 * condition * self.dim**2,
             attention_per_pair=self.num_layers * 4.0 * self.dim,
             attention_per_token=self.num_layers * 4.0 * condition * self.dim,
+            feed_forward_output=self.num_layers * 2.0 * self.dim * self.ffn_dim,
         )
 
     def condition_values(self) -> float:

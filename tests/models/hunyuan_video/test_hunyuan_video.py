@@ -127,13 +127,17 @@ def test_a_sample_without_any_text_is_finite_with_all_its_gradients():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["full", "attention", "matmuls_and_attention"])
+@pytest.mark.parametrize(
+    "remat",
+    [["full"], ["attention"], ["feed_forward_and_attention"], ["matmuls_and_attention"]],
+    ids="+".join,
+)
 @pytest.mark.parametrize("scan", [True, False], ids=["loop", "unrolled"])
 def test_what_is_kept_for_the_backward_pass_does_not_change_gradients(remat, scan):
     call = golden_calls("both")[0][1]
 
     def grads(remat, scan=True):
-        config = golden_config("both", remat=remat, scan_layers=scan)
+        config = golden_config("both", remat_layers=tuple(remat), scan_layers=scan)
         graph, params = abstract_model(config).graph, golden_params("both", config)
 
         def total(params):
@@ -143,7 +147,7 @@ def test_what_is_kept_for_the_backward_pass_does_not_change_gradients(remat, sca
         return jax.jit(jax.grad(total))(params)
 
     for found, expected in zip(
-        jax.tree.leaves(grads(remat, scan)), jax.tree.leaves(grads("none")), strict=True
+        jax.tree.leaves(grads(remat, scan)), jax.tree.leaves(grads(["none"])), strict=True
     ):
         assert error_of(found, np.asarray(expected)) < 1e-5
 

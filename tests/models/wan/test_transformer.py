@@ -1,6 +1,7 @@
 """The transformer against an independent float64 one, and its invariances."""
 
 import dataclasses
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 from alload_jax.errors import InputError
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.models.wan.transformer import WanTransformer
+from alload_jax.planning.remat import RematPolicy
 
 CONFIG = WanConfig(
     dim=24, ffn_dim=40, num_heads=2, num_layers=3, in_channels=2, freq_dim=16, dtype="float32"
@@ -164,13 +166,18 @@ def test_equals_the_float64_oracle_at_any_size(config, size):
 @pytest.mark.parametrize(
     "remat",
     [
-        "matmuls_and_attention",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("full", "offload", "attention")),
+        ["full", "matmuls_and_attention"],
+        *(
+            pytest.param([each], marks=pytest.mark.slow)
+            for each in get_args(RematPolicy)
+            if each != "none"
+        ),
     ],
+    ids="+".join,
 )
 @pytest.mark.parametrize("scan", [True, False], ids=["loop", "unrolled"])
 def test_rematerialisation_changes_no_gradient(remat, scan):
-    plain, kept = gradient("none"), gradient(remat, scan)
+    plain, kept = gradient(["none"]), gradient(remat, scan)
 
     def same(a, b):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * np.abs(a).max())
@@ -180,11 +187,11 @@ def test_rematerialisation_changes_no_gradient(remat, scan):
 
 @pytest.mark.gpu
 def test_offloading_changes_no_bit_of_a_gradient_on_a_gpu():
-    jax.tree.map(np.testing.assert_array_equal, gradient("full"), gradient("offload"))
+    jax.tree.map(np.testing.assert_array_equal, gradient(["full"]), gradient(["offload"]))
 
 
 def gradient(remat, scan=True):
-    config = WanConfig(**{**vars(CONFIG), "remat": remat, "scan_layers": scan})
+    config = dataclasses.replace(CONFIG, num_layers=2, remat_layers=tuple(remat), scan_layers=scan)
     graph, params = randomised(config)
     arguments = inputs(config, 2, (2, 4, 4))
     return jax.jit(jax.grad(lambda params: jnp.sum(nnx.merge(graph, params)(*arguments) ** 2)))(
@@ -193,7 +200,7 @@ def gradient(remat, scan=True):
 
 
 def residual_bytes(remat, scan):
-    config = WanConfig(**{**vars(CONFIG), "remat": remat, "scan_layers": scan})
+    config = dataclasses.replace(CONFIG, num_layers=2, remat_layers=tuple(remat), scan_layers=scan)
     graph, params = randomised(config)
     arguments = inputs(config, 2, (4, 8, 8))
 
@@ -206,10 +213,23 @@ def residual_bytes(remat, scan):
 
 @pytest.mark.parametrize("scan", [True, False], ids=["loop", "unrolled"])
 def test_rematerialisation_keeps_less_the_more_it_recomputes(scan):
-    policies = ("full", "attention", "matmuls_and_attention", "none")
-    kept = [residual_bytes(policy, scan) for policy in policies]
+    ladder = [
+        ["full"],
+        ["attention"],
+        ["attention", "feed_forward_and_attention"],
+        ["feed_forward_and_attention"],
+        ["feed_forward_and_attention", "matmuls_and_attention"],
+        ["matmuls_and_attention"],
+        ["none"],
+    ]
+    kept = [residual_bytes(policies, scan) for policies in ladder]
     assert kept == sorted(kept)
-    assert len(set(kept)) == 4
+    assert len(set(kept)) == len(ladder)
+
+
+def test_policies_of_layers_divide_their_number():
+    with pytest.raises(InputError, match=r"model\.remat_layers has 3 policies"):
+        WanConfig(num_layers=4, remat_layers=("full", "full", "none"))
 
 
 def test_unrolled_layers_are_in_no_loop():

@@ -1,0 +1,130 @@
+"""Chooses what each layer keeps for the backward pass, so that memory is full and time least.
+
+All layers are alike, so that a choice is how many of them have which policy. A choice repeats every
+few layers: a loop over layers then compiles no more than that many.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from alload_jax.errors import InputError
+from alload_jax.planning.analytic import ALL_TRAINED, SHORTEST, Trained, step_cost, step_memory
+from alload_jax.planning.architectures.architecture import Architecture
+from alload_jax.planning.cost import bucketed_cost
+from alload_jax.planning.devices import Device
+
+RematPolicy = Literal[
+    "none", "full", "offload", "attention", "feed_forward_and_attention", "matmuls_and_attention"
+]
+"""`none` keeps all activations; `full` keeps only the block's input; `offload` keeps it in the
+host's memory; `attention` keeps attention outputs; `feed_forward_and_attention` keeps those and the
+outputs of feed-forward layers, whose product takes the most time for its bytes;
+`matmuls_and_attention` keeps attention's and those of all linear layers."""
+
+RematChoice = Literal[RematPolicy, "auto"]
+"""A policy for all blocks, or `auto` for one that is chosen by memory for each of them."""
+AUTO_REMAT: Literal["auto"] = "auto"
+UNRESOLVED: RematPolicy = "attention"
+"""The policy where there is no memory to go by."""
+
+_LADDER: tuple[RematPolicy, ...] = (
+    "full",
+    "attention",
+    "feed_forward_and_attention",
+    "matmuls_and_attention",
+    "none",
+)
+"""From the least that is kept to the most."""
+_LAST_RESORT: RematPolicy = "offload"
+_LONGEST_PATTERN = 10
+MARGIN = 0.08
+"""Share of the memory that predictions leave free."""
+
+
+class Choice(NamedTuple):
+    """What layers keep.
+
+    Attributes:
+      policies: of consecutive layers, repeated over all.
+      seconds: predicted for a micro-batch.
+      bytes: predicted peak on a device.
+      budget: bytes that it may take.
+    """
+
+    policies: tuple[RematPolicy, ...]
+    seconds: float
+    bytes: float
+    budget: float
+
+    def line(self) -> str:
+        """The choice in words."""
+        names = list(dict.fromkeys(self.policies))
+        counts = {name: self.policies.count(name) for name in names}
+        of = len(self.policies)
+        words = [f"{name} in {n} of {of} layers" if of > 1 else name for name, n in counts.items()]
+        return (
+            f"model.remat: {', '.join(words)} (predicted {self.bytes / 1e9:.1f} of "
+            f"{self.budget / 1e9:.1f} GB)"
+        )
+
+
+def choose_remat(
+    architecture: Architecture,
+    num_layers: int,
+    device: Device,
+    tokens: int,
+    budget: float,
+    *,
+    shards: int = 1,
+    trained: Trained = ALL_TRAINED,
+) -> Choice:
+    """The fastest choice whose micro-batches of `tokens` tokens fit, by arithmetic.
+
+    Args:
+      architecture: the model.
+      num_layers: its layers.
+      device: whose rates say what recomputation costs.
+      tokens: of a micro-batch on one device, at most.
+      budget: bytes of the device that a step may take.
+      shards: devices that share one copy of weights and state.
+      trained: which parameters are trained.
+
+    Raises:
+      InputError: no policy fits.
+    """
+
+    def predicted(policies: tuple[RematPolicy, ...]) -> Choice:
+        memory = step_memory(architecture, device, policies, shards, trained)
+        needed = memory.bytes_of(tokens, tokens / SHORTEST)
+        cost = step_cost(architecture, device, policies, trained)
+        [seconds] = bucketed_cost(cost, np.array([1]), np.array([tokens]))
+        return Choice(policies, float(seconds), needed, budget)
+
+    free = budget * (1 - MARGIN)
+    fitting = [each for each in map(predicted, _patterns(num_layers)) if each.bytes <= free]
+    if not fitting:
+        last = predicted((_LAST_RESORT,))
+        if last.bytes > free:
+            raise InputError(
+                f"model.remat: auto finds nothing that fits: {tokens:,} tokens need "
+                f"{last.bytes / 1e9:.1f} GB with {_LAST_RESORT}, and a device has "
+                f"{budget / 1e9:.1f} GB with a margin of {MARGIN:.0%}; lower planning.m_mem, or "
+                "raise mesh.fsdp"
+            )
+        return last
+    return min(fitting, key=lambda each: (each.seconds, len(each.policies)))
+
+
+def _patterns(num_layers: int) -> Iterator[tuple[RematPolicy, ...]]:
+    """Policies that repeat: one, or two neighbours on the ladder in some of the layers each."""
+    for policy in _LADDER:
+        yield (policy,)
+    for length in range(2, min(num_layers, _LONGEST_PATTERN) + 1):
+        if num_layers % length:
+            continue
+        for less, more in pairwise(_LADDER):
+            for count in range(1, length):
+                yield (less,) * (length - count) + (more,) * count

@@ -1,0 +1,97 @@
+"""What layers keep, chosen by memory."""
+
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import refusal
+
+from alload_jax.planning.analytic import SHORTEST, Trained, step_cost, step_memory
+from alload_jax.planning.architectures.hunyuan_video import HUNYUAN_VIDEO_1_5
+from alload_jax.planning.architectures.wan import WAN_1_3B, WAN_14B, WanArchitecture
+from alload_jax.planning.cost import bucketed_cost
+from alload_jax.planning.devices import DEVICES
+from alload_jax.planning.remat import MARGIN, RematPolicy, choose_remat
+
+H200 = DEVICES["h200"]
+MODELS = {"wan-1.3b": WAN_1_3B, "hunyuan": HUNYUAN_VIDEO_1_5}
+
+
+def choose(architecture, tokens, gigabytes, **options):
+    layers = architecture.num_layers
+    return choose_remat(architecture, layers, H200, tokens, gigabytes * 1e9, **options)
+
+
+def needed(architecture, remat, tokens):
+    return step_memory(architecture, H200, remat).bytes_of(tokens, tokens / SHORTEST)
+
+
+budgets = st.floats(60, 2000)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(256, 80_000), budgets, budgets)
+def test_more_memory_is_never_slower_and_what_is_chosen_fits(tokens, one, other):
+    small, large = sorted([one, other])
+    less, more = (choose(WAN_1_3B, tokens, size) for size in (small, large))
+    assert more.seconds <= less.seconds
+    for choice, size in ((less, small), (more, large)):
+        fitting = needed(WAN_1_3B, choice.policies, tokens)
+        assert fitting == choice.bytes
+        assert fitting <= size * 1e9 * (1 - MARGIN) or choice.policies == ("offload",)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(sorted(MODELS)), st.integers(4096, 50_000), st.floats(230, 900))
+def test_no_single_policy_that_fits_is_faster(name, tokens, gigabytes):
+    model = MODELS[name]
+    choice = choose(model, tokens, gigabytes)
+    assert model.num_layers % len(choice.policies) == 0
+    for policy in get_args(RematPolicy):
+        if policy != "offload" and needed(model, policy, tokens) <= gigabytes * 1e9 * (1 - MARGIN):
+            [seconds] = bucketed_cost(step_cost(model, H200, policy), [1], [tokens])
+            assert choice.seconds <= seconds
+
+
+def test_memory_between_two_policies_is_filled_by_both():
+    tokens = 32_760
+    few, many = (
+        needed(WAN_1_3B, each, tokens)
+        for each in ("feed_forward_and_attention", "matmuls_and_attention")
+    )
+    choice = choose(WAN_1_3B, tokens, (few + many) / 2 / (1 - MARGIN) / 1e9)
+    assert set(choice.policies) == {"feed_forward_and_attention", "matmuls_and_attention"}
+    assert choice.bytes > few + 0.4 * (many - few)
+    assert "feed_forward_and_attention in 1 of 2 layers" in choice.line()
+
+
+def test_a_little_memory_offloads_and_less_is_refused():
+    tokens = 60_000
+    least = needed(WAN_1_3B, "offload", tokens) / (1 - MARGIN) / 1e9
+    assert choose(WAN_1_3B, tokens, least * 1.001).policies == ("offload",)
+    message = refusal(choose, WAN_1_3B, tokens, least * 0.999)
+    assert message.startswith("model.remat: auto finds nothing that fits: 60,000 tokens need")
+
+
+def test_layers_whose_number_is_prime_have_one_policy():
+    model = WanArchitecture(1536, 8960, 12, 13)
+    assert {len(choose(model, 32_760, size).policies) for size in range(30, 200, 10)} == {1}
+
+
+def test_shards_and_adapters_leave_room_to_keep_more():
+    tokens, lora = 32_760, Trained(50_000_000, "bfloat16")
+    assert choose(WAN_14B, tokens, 140, trained=lora).policies != ("offload",)
+    alone = choose(WAN_14B, tokens, 142, shards=8)
+    more = choose(WAN_14B, tokens, 142, shards=16)
+    assert more.seconds <= alone.seconds
+
+
+@pytest.mark.parametrize("remat", [("full", "attention"), ("attention",) * 3])
+def test_costs_and_bytes_of_several_policies_are_their_means(remat):
+    parts = [step_cost(WAN_1_3B, H200, each) for each in remat]
+    found = step_cost(WAN_1_3B, H200, remat)
+    assert found.c1 == pytest.approx(sum(each.c1 for each in parts) / len(parts))
+    assert found.c2 == pytest.approx(sum(each.c2 for each in parts) / len(parts))
+    sizes = [needed(WAN_1_3B, each, 1000) for each in remat]
+    assert needed(WAN_1_3B, remat, 1000) == pytest.approx(sum(sizes) / len(sizes))
