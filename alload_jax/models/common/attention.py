@@ -15,6 +15,7 @@ from alload_jax.models.common.packed_attention import (
     xla_packed,
 )
 from alload_jax.models.common.parts import ATTENTION
+from alload_jax.models.common.query_blocks import in_query_blocks, query_blocks
 from alload_jax.models.common.remat import ATTENTION_OUTPUT
 from alload_jax.models.common.segments import AttentionSegments, SplitRows
 from alload_jax.models.common.split_attention import Within, split_packed
@@ -69,7 +70,8 @@ def attention(
         raise NotImplementedError(f"attention: cuDNN cannot run here, {reason}; use 'xla'")
     run: Callable[..., jax.Array] = _xla if implementation == "xla" or reason else _cudnn
     if lengths is None:
-        return run(query, key, value)
+        blocks = 1 if run is _xla else query_blocks(query, key, row_shards(sharding))
+        return run(*in_query_blocks(query, key, value, blocks)).reshape(query.shape)
     # Zeros on both sides, because cuDNN leaves outputs and gradients of masked tokens unwritten.
     key_lengths = lengths if key_lengths is None else key_lengths
     asking, seen = _first_tokens(query, lengths), _first_tokens(key, key_lengths)
