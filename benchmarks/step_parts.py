@@ -1,0 +1,212 @@
+"""Times whole training steps with and without some of their parts, in one process.
+
+    python benchmarks/step_parts.py
+
+Each case is a shape of rows, what the layers keep, and what is left out: `bias_gelu` and
+`gated_add` leave those to XLA, `query_blocks` runs cross-attention unsplit. All programs are
+compiled at once and share one state. `bytes` is what XLA's programs and the state take together;
+`of_roof` compares with matrix products at this device's rate, cuDNN's attention measured alone, and
+the optimizer's bytes at the rate of a copy, all in the same run.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from alload_jax.bench.provenance import provenance
+from alload_jax.bench.step import Step, training_spec
+from alload_jax.bench.step_profile.roofs import measure as measure_roofs
+from alload_jax.commands.bench_models import MODELS, model_fields, training_fields
+from alload_jax.errors import run_command
+from alload_jax.models.common import attention, gated_add
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import config_from_fields
+from alload_jax.planning.architectures.registry import from_fields
+from alload_jax.sharding.xla_flags import set_xla_flags
+from alload_jax.training.step import make_accumulate
+from pallas_kernels.bias_gelu.triton import tuning
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+_TEXT = 512
+
+
+class Case(NamedTuple):
+    """A step.
+
+    Attributes:
+      rows: of a micro-batch.
+      latents: (frames, height, width) of a row.
+      remat: as `model.remat`.
+      without: the part that is left out; empty for none.
+      unrolled: whether layers are compiled one by one.
+    """
+
+    rows: int
+    latents: tuple[int, int, int]
+    remat: str
+    without: str = ""
+    unrolled: bool = False
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        tokens = math.prod(self.latents) // 4
+        words = f"{self.rows}×{tokens:,}, {self.remat}"
+        words += f", without {self.without}" if self.without else ""
+        return words + ", unrolled" * self.unrolled
+
+
+CLIP, IMAGES, MIDDLE = (1, (21, 60, 104)), (42, (1, 60, 104)), (8, (8, 64, 32))
+SETS: dict[str, tuple[Case, ...]] = {
+    "bars": (
+        Case(*IMAGES, "matmuls_and_attention"),
+        Case(*IMAGES, "matmuls_and_attention", "bias_gelu"),
+        Case(*IMAGES, "matmuls_and_attention", "gated_add"),
+        Case(*CLIP, "attention"),
+        Case(*CLIP, "attention", "query_blocks"),
+        Case(*CLIP, "matmuls_and_attention"),
+        Case(*MIDDLE, "matmuls_and_attention"),
+        Case(*CLIP, "feed_forward_and_attention"),
+        Case(*CLIP, "full"),
+    ),
+    "unrolled": (
+        Case(*IMAGES, "matmuls_and_attention"),
+        Case(*IMAGES, "matmuls_and_attention", unrolled=True),
+        Case(*CLIP, "attention"),
+        Case(*CLIP, "attention", unrolled=True),
+    ),
+    "tiny": (
+        Case(2, (1, 8, 8), "attention"),
+        Case(2, (1, 8, 8), "matmuls_and_attention", "bias_gelu", unrolled=True),
+    ),
+}
+
+
+@contextlib.contextmanager
+def leaving_out(part: str) -> Iterator[None]:
+    """Traces without a part."""
+    patches: dict[str, Any] = {
+        "": contextlib.nullcontext(),
+        "bias_gelu": mock.patch.object(tuning, "measured_as_faster", return_value=False),
+        "gated_add": mock.patch.object(gated_add, "residual_layernorm_modulate", _plain_sum),
+        "query_blocks": mock.patch.object(attention, "query_blocks", return_value=1),
+    }
+    with patches[part]:
+        yield
+
+
+def _plain_sum(x: jax.Array, y: jax.Array, gate: jax.Array, *_: Any, **__: Any) -> Any:
+    wide = x.astype(jnp.float32) + y.astype(jnp.float32) * gate[:, None, :]
+    return wide.astype(x.dtype), None
+
+
+def lowered(step: Step, case: Case, model: ModelConfig) -> Any:
+    """The gradient of a case, to be compiled."""
+    fields: dict[str, Any] = {"remat": case.remat, "scan_layers": not case.unrolled}
+    spec = training_spec(dataclasses.replace(model, **fields))
+    batch = step.batch_shape((case.rows, *case.latents))
+    state = step.state
+    with leaving_out(case.without):
+        program: Any = make_accumulate(spec, step.mesh, single=True)
+        return program.lower(state.weights, step.accumulator, batch, state.key)
+
+
+def timed(step: Step, case: Case, program: Any, repeats: int) -> dict[str, Any]:
+    """Seconds of the steps of a case, and bytes."""
+    batch = step.batch((case.rows, *case.latents))
+    seconds = [step.run(program, batch) for _ in range(repeats + 1)][1:]
+    found = program.memory_analysis()
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves((step.state, step.accumulator, batch)))
+    return {
+        "seconds": statistics.median(seconds),
+        "seconds_least": min(seconds),
+        "seconds_most": max(seconds),
+        "bytes": held + found.temp_size_in_bytes,
+    }
+
+
+def roof_seconds(case: Case, step: Step, model: ModelConfig, roofs: Mapping[str, Any]) -> float:
+    """Products at their rate, attention as measured alone, the optimizer's bytes as a copy."""
+    tokens = math.prod(case.latents) // math.prod(model.patch_size)
+    flops = from_fields(model.architecture()).flops()
+    products = 3 * case.rows * (flops.matmul_per_token * tokens + flops.matmul_per_sequence)
+    calls = [each for each in roofs["attention"] if (each["rows"], each["queries"]) ==
+             (case.rows, tokens)]  # fmt: skip
+    layers: int = getattr(model, "num_layers")  # noqa: B009
+    attending = layers * sum(each["forward_seconds"] + each["backward_seconds"] for each in calls)
+    state, grads = step.state, step.accumulator.grads
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.opt_state, state.ema)))
+    moved = 2 * kept + sum(leaf.nbytes for leaf in jax.tree.leaves(grads))
+    optimizer = moved / roofs["copy_bytes_per_second"]
+    return products / roofs["matmul_flops_per_second"] + attending + optimizer
+
+
+def shapes_of(cases: Sequence[Case], model: ModelConfig) -> list[dict[str, int]]:
+    """Self- and cross-attention of each shape."""
+    heads: int = getattr(model, "num_heads")  # noqa: B009
+    head_dim: int = getattr(model, "head_dim")  # noqa: B009
+    found = []
+    for rows, latents in dict.fromkeys((case.rows, case.latents) for case in cases):
+        tokens = math.prod(latents) // math.prod(model.patch_size)
+        shared = {"rows": rows, "queries": tokens, "heads": heads, "head_dim": head_dim}
+        found += [shared | {"keys": keys} for keys in (tokens, _TEXT)]
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Compiles all cases of a set, times them, and writes the result after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--set", choices=SETS, default="bars", help="default: bars")
+    parser.add_argument("--model", choices=tuple(MODELS), default="1.3b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps (default 5)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "step_parts_h200.json")
+    options = parser.parse_args(argv)
+    set_xla_flags()
+    model = config_from_fields(training_fields(model_fields(options.model, options.layers)))
+    cases = SETS[options.set]
+    result: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]),
+        **provenance(("jax", "jaxlib", "flax")),
+        "model": model_fields(options.model, options.layers),
+        "cases": [],
+    }
+    step, begin = Step(training_spec(model)), time.perf_counter()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        update = pool.submit(step.update.lower(step.state, step.accumulator).compile)
+        pending = [pool.submit(lowered(step, case, model).compile) for case in cases]
+        step.update = update.result()
+        programs = [each.result() for each in pending]
+    result["compile_seconds"] = time.perf_counter() - begin
+    for case, program in zip(cases, programs, strict=True):
+        row = {"name": case.name, **case._asdict()} | timed(step, case, program, options.repeats)
+        result["cases"].append(row)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{case.name}: {row['seconds']:.4f} s, {row['bytes'] / 1e9:.1f} GB", flush=True)
+    if jax.default_backend() == "gpu":
+        result["roofs"] = roofs = measure_roofs(shapes_of(cases, model))
+        for case, row in zip(cases, result["cases"], strict=True):
+            row["roof_seconds"] = roof_seconds(case, step, model, roofs)
+            row["of_roof"] = row["roof_seconds"] / row["seconds"]
+            print(f"{case.name}: {row['of_roof']:.3f} of the roof", flush=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))
