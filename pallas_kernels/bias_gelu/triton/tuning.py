@@ -29,7 +29,7 @@ class Blocks:
 FORWARD = Blocks(512, 2, 2)
 BACKWARD = Blocks(256, 4, 4, 8)
 
-_LEAST_ELEMENTS = 256 * 8960
+_LEAST_ELEMENTS = 1 << 22
 _NARROWEST, _ITEMSIZE = 1024, 2
 _CHIP = ("NVIDIA H200", "NVIDIA H100")
 """Beginnings of the kinds of devices with the measured chip."""

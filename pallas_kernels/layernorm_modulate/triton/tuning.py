@@ -160,7 +160,9 @@ def division_for(measured: Mapping[int, Division], dim: int) -> Division:
 
     The equal tiles are `_EQUAL` where these pad a row little and the nearest width has four or
     eight warps. Tiles of several sizes take a sum over the program's threads each, and narrow ones
-    load little at once (benchmarks/results/layernorm_equal_tiles_h200.json).
+    load little at once (benchmarks/results/layernorm_equal_tiles_h200.json). Where that leaves one
+    program for each multiprocessor, it is two if a measured width of as many such tiles has two:
+    one reached half of a copy (benchmarks/results/layernorm_widths_h200.json).
     """
     found = nearest(measured, dim)
     if dim in measured:
@@ -169,7 +171,20 @@ def division_for(measured: Mapping[int, Division], dim: int) -> Division:
     if found.num_warps in (4, 8) and -(-dim // tile) * tile <= _MOST_PADDED * dim:
         per_core = max(1, found.per_core * found.num_warps // warps)
         found = replace(found, max_tile=tile, num_warps=warps, per_core=per_core)
+        found = (_in_two_programs(measured, dim) if per_core == 1 else None) or found
     return replace(found, equal_tiles=True)
+
+
+def _in_two_programs(measured: Mapping[int, Division], dim: int) -> Division | None:
+    """The division of the nearest measured width of as many `_EQUAL` tiles, if it has two."""
+    tile, _ = _EQUAL
+    alike = {
+        abs(math.log(width / dim)): found
+        for width, found in measured.items()
+        if (found.max_tile, found.num_warps) == _EQUAL and -(-width // tile) == -(-dim // tile)
+    }
+    found = alike[min(alike)] if alike else None
+    return found if found and found.per_core > 1 else None
 
 
 def blocks_for(kernel: Pass, dim: int) -> Blocks:
