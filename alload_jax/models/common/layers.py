@@ -1,6 +1,7 @@
 """Runs a stack of equal layers: as a loop, or each by itself."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,30 +42,42 @@ def apply_layers(
     """
     if not scan:
         times = len(jax.tree.leaves(layers)[0]) // len(policies)
-        return _in_turn(apply_layer, x, layers, [*policies] * times, in_loop=False)
+        return _in_turn(apply_layer, x, layers, [*policies] * times)
+    if len(policies) == 1:
+        return jax.lax.scan(rematerialise(apply_layer, policies[0], in_loop=True), x, layers)
     grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, len(policies), *leaf.shape[1:]), layers)
-
-    def apply_group(x: Any, group: Any) -> tuple[Any, Auxiliary]:
-        return _in_turn(apply_layer, x, group, policies, in_loop=True)
-
-    x, auxiliary = jax.lax.scan(apply_group, x, grouped)
+    x, auxiliary = jax.lax.scan(partial(_apply_group, apply_layer, policies), x, grouped)
     return x, jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), auxiliary)
 
 
-def _in_turn(
-    apply_layer: ApplyLayer,
-    x: Any,
-    layers: Any,
-    policies: Sequence[RematPolicy],
-    *,
-    in_loop: bool,
+def _apply_group(
+    apply_layer: ApplyLayer, policies: Sequence[RematPolicy], x: Any, group: Any
 ) -> tuple[Any, Auxiliary]:
-    """Applies as many layers as there are policies."""
+    """Applies the layers of one iteration of the loop.
+
+    Each takes its parameters from those of the group by itself. Given them, it would keep them for
+    the backward pass, in a copy of all layers'.
+    """
+    auxiliary = []
+    for number, policy in enumerate(policies):
+
+        def apply_one(x: Any, group: Any, number: int = number) -> tuple[Any, Auxiliary]:
+            return apply_layer(x, jax.tree.map(lambda leaf: leaf[number], group))
+
+        x, values = rematerialise(apply_one, policy, in_loop=True)(x, group)
+        auxiliary.append(values)
+    return x, _stacked(auxiliary)
+
+
+def _in_turn(
+    apply_layer: ApplyLayer, x: Any, layers: Any, policies: Sequence[RematPolicy]
+) -> tuple[Any, Auxiliary]:
+    """Applies as many layers as there are policies, without a loop."""
     auxiliary = []
     for layer, policy in zip(_each(layers), policies, strict=True):
-        x, values = rematerialise(apply_layer, policy, in_loop=in_loop)(x, layer)
+        x, values = rematerialise(apply_layer, policy, in_loop=False)(x, layer)
         auxiliary.append(values)
-    return x, jax.tree.map(lambda *values: jnp.stack(values), *auxiliary)
+    return x, _stacked(auxiliary)
 
 
 def _each(layers: Any) -> Iterator[Any]:
@@ -77,3 +90,7 @@ def _each(layers: Any) -> Iterator[Any]:
     parts = [jax.lax.split(leaf, [1] * len(leaf), axis=0) for leaf in leaves]
     for layer in zip(*parts, strict=True):
         yield jax.tree.unflatten(tree, [jnp.squeeze(part, axis=0) for part in layer])
+
+
+def _stacked(auxiliary: Sequence[Auxiliary]) -> Auxiliary:
+    return jax.tree.map(lambda *values: jnp.stack(values), *auxiliary)
