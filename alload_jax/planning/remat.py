@@ -119,12 +119,15 @@ def choose_remat(
 
 
 def _patterns(num_layers: int) -> Iterator[tuple[RematPolicy, ...]]:
-    """Policies that repeat: one, or two neighbours on the ladder in some of the layers each."""
+    """Policies that repeat: one, or two neighbours on the ladder in some of the layers each.
+
+    `none` stands alone: beside others it would also keep a copy of its layers' parameters.
+    """
     for policy in _LADDER:
         yield (policy,)
     for length in range(2, min(num_layers, _LONGEST_PATTERN) + 1):
         if num_layers % length:
             continue
-        for less, more in pairwise(_LADDER):
+        for less, more in pairwise(_LADDER[:-1]):
             for count in range(1, length):
                 yield (less,) * (length - count) + (more,) * count
