@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +21,7 @@ from alload_jax.commands.bench_output import (
     typed,
 )
 from alload_jax.commands.bench_process import measured
+from alload_jax.errors import InputError
 from alload_jax.planning.architectures.registry import from_fields
 from alload_jax.planning.remat import AUTO_REMAT, RematPolicy
 
@@ -88,6 +90,8 @@ def run(options: argparse.Namespace) -> int:
 def require_usable(command: str, options: argparse.Namespace) -> None:
     """Raises InputError where a flag of `add_case_arguments` makes no sense."""
     require_place(command, "--out", Path(options.out))
+    if options.memory_budget is not None and not 0 < options.memory_budget < math.inf:
+        raise InputError(f"{command}: --memory-budget {options.memory_budget}: it must be above 0")
     require_counts(
         command,
         batch=options.batch,
@@ -140,7 +144,10 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 def _outcome(result: dict[str, Any]) -> str:
     if "error" in result:
         return result["error"]
-    return f"{result['seconds']:.3f} s, at most {gigabytes(result.get('peak_bytes'))}"
+    kept = ""
+    if "policies" in result and result["settings"]["model"].get("remat") == AUTO_REMAT:
+        kept = f"; auto keeps {', '.join(result['policies'])}"
+    return f"{result['seconds']:.3f} s, at most {gigabytes(result.get('peak_bytes'))}{kept}"
 
 
 def _table(content: dict[str, Any]) -> Table:

@@ -33,6 +33,15 @@ def test_a_tiny_step_is_measured_and_written(tmp_path, capsys):
     assert "| alload, keep full" in capsys.readouterr().out
 
 
+def test_what_auto_keeps_is_told(tmp_path, capsys):
+    out = tmp_path / "step.json"
+    flags = ["--model", "tiny", "--latents", "1", "4", "4", "--steps", "1", "--remat", "auto"]
+    assert main(["bench", "step", *flags, "--memory-budget", "2", "--out", str(out)]) == 0
+    assert "auto keeps none" in capsys.readouterr().out
+    [case] = json.loads(out.read_text())["cases"]
+    assert case["policies"] == ["none"]
+
+
 def test_policies_are_those_of_the_model():
     assert set(bench_step._POLICIES) == set(get_args(RematPolicy))
 
@@ -118,6 +127,7 @@ def test_flops_are_those_of_the_compiled_forward():
         (["--out", "/no/such/step.json"], "not a file in an existing folder"),
         (["--steps", "0"], "--steps 0: it must be at least 1"),
         (["--layers", "0"], "--layers 0: it must be at least 1"),
+        (["--memory-budget", "0"], "--memory-budget 0.0: it must be above 0"),
         (["--latentz", "1", "1", "1"], "--latentz is unknown; did you mean --latents"),
         (["--profil"], "--profil is unknown; did you mean --profile"),
     ],
