@@ -17,6 +17,7 @@ from alload_jax.planning.analytic import (
     Remat,
     Trained,
     analytic_costs,
+    policies_of,
 )
 from alload_jax.planning.architectures.architecture import Architecture
 from alload_jax.planning.architectures.registry import architecture_named, from_fields
@@ -259,6 +260,8 @@ def _costs(
     architecture, model = _architecture(options, base)
     remat = _remat(options, fields, base, architecture, trained)
     costs = analytic_costs(architecture, device, remat, shards=options.shards, trained=trained)
+    if base.remat == AUTO_REMAT:
+        model += f", model.remat auto: {', '.join(policies_of(remat))},"
     if trained.parameters:
         model += f", {trained.parameters:,} of {architecture.parameters():,} parameters trained,"
     return costs, f"analytic, not measured: {model} on {device.name}; see `alload calibrate`"

@@ -108,6 +108,21 @@ def test_a_config_with_forced_densities_is_planned_for_them(figures, tmp_path):
     assert layers == {"share": 0.5, "density": 0.2, "min_tokens": 9000, "block": 64}
 
 
+def test_what_auto_keeps_follows_from_the_memory(figures, tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "run: {folder: run}\ndata: {folder: data}\nplanning: {policy: sorted, m_mem: 66816}\n"
+        "model: {dim: 1536, ffn_dim: 8960, num_heads: 12, num_layers: 30, dtype: bfloat16,"
+        " remat: auto}\n"
+    )
+    data = ["--workload", "wan-480p", "--size", 500, "--ranks", 2, "--config", "config.yaml"]
+    found = [figures(*data, "--memory-gb", size) for size in (60, 140, 400)]
+    sources = [each["plan"]["cost_model_source"] for each in found]
+    for words, source in zip(("full, full", "matmuls", "auto: none"), sources, strict=True):
+        assert words in source.split("model.remat ")[1]
+    costs = [each["metrics"]["cost"] for each in found]
+    assert costs[0] > costs[1] > costs[2]
+
+
 def test_policies_are_compared_over_ranks(figures, alload):
     policies = ["equal_tokens:independent", "dual_constraint", "first_fit", "balanced"]
     flags = ["--workload", "wan-480p", "--size", 2000, "--m-mem", 66_816, "--compare", *policies]
