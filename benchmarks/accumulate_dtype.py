@@ -2,7 +2,7 @@
 
     python benchmarks/accumulate_dtype.py
 
-Trains configs/digits.yaml with several micro-batches per step under both settings of
+Trains benchmarks/digits_study.yaml with several micro-batches per step under both settings of
 `optimizer.accumulate_dtype`, with the same seeds, samples and noise. Then compares the gradient of
 one step at the last weights. Writes benchmarks/results/accumulate_dtype_{device}.json and prints a
 table. Finished runs in the folder of `--runs` are not repeated.

@@ -32,7 +32,7 @@ def flip_bits(campaign: Campaign, count: int, seed: int) -> dict[str, Any]:
     if not (campaign.folder / "reference" / "summary.json").exists():
         campaign.reference()
     shutil.rmtree(folder, ignore_errors=True)
-    Digits(mix=_MIX, frames_per_latent=1).write(folder / "store")
+    Digits(mix=_MIX, motion="drift", frames_per_latent=1).write(folder / "store")
     saved = max(
         (path for path in (campaign.folder / "reference" / "checkpoints").iterdir()
          if path.name.isdigit()),

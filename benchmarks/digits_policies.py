@@ -4,14 +4,14 @@
     python benchmarks/digits_policies.py --ranks 4 --m-mem 320 --samples 20782 --seeds 0 1 \
         --policies equal_tokens sorted balanced
 
-Trains configs/digits.yaml under `equal_tokens` (AdaptiveLoad's baseline), `dual_constraint` (its
-method) and packed `balanced` with three seeds each, on as many samples as in the default run.
-`--ranks` plans for several independent ranks, which one device computes in turn; on one rank the
-steps of `sorted` are those of `equal_tokens` in another order. The last weights are evaluated on
-all samples with the same noise. Writes benchmarks/results/digits_policies_{device}.json and
-docs/results/digits/policies.png (policies_R_ranks.png for R ranks) and prints a table. Finished
-runs in the folder of `--runs` are not repeated; `--parallel 5` trains five runs at once, each in a
-separate process.
+Trains benchmarks/digits_study.yaml under `equal_tokens` (AdaptiveLoad's baseline),
+`dual_constraint` (its method) and packed `balanced` with three seeds each, on as many samples as
+under `dual_constraint` with the config's steps. `--ranks` plans for several independent ranks,
+which one device computes in turn; on one rank the steps of `sorted` are those of `equal_tokens` in
+another order. The last weights are evaluated on all samples with the same noise. Writes
+benchmarks/results/digits_policies_{device}.json and docs/results/digits/policies.png
+(policies_R_ranks.png for R ranks) and prints a table. Finished runs in the folder of `--runs` are
+not repeated; `--parallel 5` trains five runs at once, each in a separate process.
 """
 
 import argparse
@@ -40,7 +40,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parents[1]
-CONFIG = ROOT / "configs" / "digits.yaml"
+CONFIG = ROOT / "benchmarks" / "digits_study.yaml"
 PICTURES = ROOT / "docs" / "results" / "digits"
 COLOURS = {
     "equal_tokens": "#888888",
@@ -63,10 +63,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="ranks of a step (default 1)")
     parser.add_argument("--m-mem", type=int, help="tokens of a micro-batch (default: the config's)")
     parser.add_argument(
-        "--samples", type=int, help="samples of a run (default: those of the default run)"
+        "--samples", type=int, help="samples of a run (default: those of the config's steps)"
     )
     parser.add_argument(
-        "--steps", type=int, help="steps of the default run (default: the config's)"
+        "--steps", type=int, help="steps that give the samples (default: the config's)"
     )
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "policies")
     parser.add_argument("--parallel", type=int, default=1, help="runs at once (default 1)")
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
 
 
 def samples_of_default(steps: int | None) -> int:
-    """Number of samples in the default run of the config."""
+    """Number of samples in the steps of the config under `dual_constraint`."""
     config = digits_config(0, planning_flags("dual_constraint", 1, None))
     plan = plan_of(config)
     return sum(step_samples(plan, number) for number in range(steps or config.run.given_steps))

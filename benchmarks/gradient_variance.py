@@ -2,14 +2,14 @@
 
     python benchmarks/gradient_variance.py
 
-Trains configs/digits.yaml for 500 steps and takes the weights of step 100 and of step 500. With
-these it computes the gradient of each of the 22,896 samples, once, with the sample's own noise and
-noise level. A sample has the same noise in every layout, so the gradient of a step of any policy on
-any number of ranks is the mean of its samples' gradients. Epochs are planned by each policy and
-compared with samples drawn i.i.d., with the mean of a step over samples and over tokens
-(`objective.weighting`). Gradients are kept as 4,096 signed sums of parameters, whose
-inner products are those of the gradients without bias. One step of each policy is also computed by
-the training program and compared.
+Trains benchmarks/digits_study.yaml for 500 steps and takes the weights of step 100 and of step 500.
+With these it computes the gradient of each of the 22,896 samples, once, with the sample's own noise
+and noise level. A sample has the same noise in every layout, so the gradient of a step of any
+policy on any number of ranks is the mean of its samples' gradients. Epochs are planned by each
+policy and compared with samples drawn i.i.d., with the mean of a step over samples and over tokens
+(`objective.weighting`). Gradients are kept as 4,096 signed sums of parameters, whose inner products
+are those of the gradients without bias. One step of each policy is also computed by the training
+program and compared.
 
 Writes benchmarks/results/gradient_variance_{device}.json and prints a table. Finished parts in
 runs/gradient_variance are not repeated.
@@ -53,7 +53,7 @@ from alload_jax.training.state import Weights
 from alload_jax.training.step import make_accumulate, zero_accumulator
 
 ROOT = Path(__file__).parents[1]
-CONFIG = ROOT / "configs" / "digits.yaml"
+CONFIG = ROOT / "benchmarks" / "digits_study.yaml"
 CASES = (
     ("balanced", "synchronous"),
     ("sorted", "independent"),

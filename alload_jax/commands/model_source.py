@@ -18,6 +18,7 @@ from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import SamplingDefaults, family_of, initial_variables
 from alload_jax.models.weights import load_weights, read_transformer
 from alload_jax.planning.geometry import Triple
+from alload_jax.sampling.decoding import family_fps
 from alload_jax.training.restore import (
     CHECKPOINTS,
     StepChoice,
@@ -130,7 +131,7 @@ class RunSource:
 
     def fps(self) -> float | None:
         """Frames per second of the training data, else of the family; None if not known."""
-        return fps_of(self.origin()) or family_of(self.config).sampling_defaults(self.config).fps
+        return fps_of(self.origin()) or family_fps(self.config, self.vae_stride())
 
     def trained_null(self) -> bool:
         """Whether the model was trained with zeros for its condition, as guidance needs them."""

@@ -16,10 +16,9 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.diffusion.schedules import Sampler, noise_levels
 from alload_jax.diffusion.timesteps import TimestepConfig, shift_of
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.families import family_of
 from alload_jax.sampling.clips import LATENTS, write_clip
 from alload_jax.sampling.conditions import RequestArrays, arrays_of, stacked
-from alload_jax.sampling.decoding import decoded
+from alload_jax.sampling.decoding import decoded, family_fps
 from alload_jax.sampling.encoders import Encoders, find_encoders
 from alload_jax.sampling.flow import make_flow
 from alload_jax.sampling.pictures import Picture
@@ -103,7 +102,7 @@ class PromptWriter:
           InputError: a prompt cannot be encoded or drawn.
         """
         self._model, self._words = model, [each.prompt for each in prompts]
-        self._fps = manifest.fps or family_of(model).sampling_defaults(model).fps
+        self._fps = manifest.fps or family_fps(model, manifest.vae_stride)
         sampler, steps, guidance = method
         self._notes = {"steps": steps, "sampler": sampler, "guidance": guidance}
         encoders = _encoders(folders, model, manifest) if prompts else Encoders()

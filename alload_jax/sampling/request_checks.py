@@ -46,7 +46,7 @@ def check_request(raw: RawRequest, target: Target) -> Request:
         image_tokens=_image_tokens(raw, target),
         first=raw.values.get("image"),
         last=raw.values.get("last_image"),
-        frames_per_latent=1 if target.encoders.vae else target.vae_stride[0],
+        frames_per_latent=target.frames_per_latent,
     )
 
 

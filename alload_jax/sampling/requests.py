@@ -47,6 +47,12 @@ class Target(NamedTuple):
             return 3
         return pixel_channels(self.vae_stride, self.model.latent_channels)
 
+    @property
+    def frames_per_latent(self) -> int:
+        """Number of frames of a latent that holds pixels; 1 for other latents."""
+        pixels = self.encoders.vae is None and self.picture_channels is not None
+        return self.vae_stride[0] if pixels else 1
+
 
 @dataclass(frozen=True)
 class RawRequest:
@@ -93,7 +99,7 @@ class Request(NamedTuple):
       image_embeds: file of image embeddings.
       image_tokens: number of image embeddings in that file; 0 for none.
       first, last: pictures of the first and the last frame.
-      frames_per_latent: of latents that are pixels; 1 for others.
+      frames_per_latent: see `Target`.
     """
 
     size: Triple

@@ -263,9 +263,8 @@ def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Mani
     stride, channels = manifest.vae_stride, model.in_channels
     if grids and pixel_channels(stride, channels) is None:
         raise InputError(
-            f"sampling.grids: the data are latents of {channels} channels with the stride "
-            f"{stride}, which are no pixels and cannot be shown as pictures; leave sampling.grids "
-            "empty"
+            f"sampling.grids: the data are VAE latents (stride {stride}, {channels} channels), "
+            "which cannot be shown as pictures; leave sampling.grids empty"
         )
     for grid in grids:
         size = _size(grid)
@@ -278,4 +277,4 @@ def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Mani
 
 def _in_latents(stride: Triple) -> str:
     """What a message adds where a latent holds several frames."""
-    return f", with {stride[0]} frames to a latent but for the first" if stride[0] > 1 else ""
+    return f" in latents of 1 frame, then {stride[0]} each" if stride[0] > 1 else ""

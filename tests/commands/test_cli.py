@@ -378,7 +378,7 @@ def test_prepare_writes_a_folder_that_can_be_planned(alload, monkeypatch):
     flags = ["--policy", "fixed", "--rows", 2, "--ranks", 1, "--patch-size", "1,4,4", "--json"]
     status, out, _ = alload(*plan(*flags, manifest="data/manifest.parquet"))
     assert status == 0
-    assert json.loads(out)["metrics"]["tokens"] == 5 * 4 + 2 * 5 * 16
+    assert json.loads(out)["metrics"]["tokens"] == 5 * 4 + 2 * 2 * 16  # two latents of 5 frames
 
 
 def test_prepare_refuses_a_seed_below_zero(refused):

@@ -9,6 +9,7 @@ from PIL import Image
 from alload_jax import cli
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.manifest_columns import read_paths
+from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import run_command
 from alload_jax.report.contact_sheet import latent_colours
@@ -105,7 +106,15 @@ def test_check_names_damaged_records(alload, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("channels", "stride"), [(3, (1, 1, 1)), (1, (1, 1, 1)), (16, (4, 8, 8)), (2, (1, 1, 1))]
+    ("channels", "stride"),
+    [
+        (3, (1, 1, 1)),
+        (1, (1, 1, 1)),
+        (16, (4, 8, 8)),
+        (2, (1, 1, 1)),
+        (4, (4, 1, 1)),
+        (12, (4, 1, 1)),
+    ],
 )
 def test_the_sheet_is_a_picture(alload, tmp_path, channels, stride):
     write(tmp_path / "store", channels=channels, stride=stride)
@@ -132,6 +141,29 @@ def test_pixels_on_the_sheet_are_those_of_the_store(alload, tmp_path):
     with Image.open(tmp_path / "sheet.png") as sheet:
         pixels = np.asarray(sheet).reshape(-1, 3)
     assert (pixels == [255, 0, 0]).all(axis=1).sum() == 150 * 150
+
+
+@pytest.mark.parametrize("colour", [(1, -1, -1), (0.5,)])
+def test_all_frames_of_a_latent_are_on_the_sheet(alload, tmp_path, colour):
+    clip = np.full((5, 8, 8, len(colour)), -1, np.float16)
+    clip[[0, 3]] = colour
+    with StoreWriter(tmp_path / "store", vae_stride=(4, 1, 1)) as writer:
+        writer.add(fold_frames(clip, 4), np.zeros(1, np.int32), (5, 8, 8))
+    alload("store", "--sheet", "sheet.png")
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        pixels = np.asarray(sheet)
+    shown = np.rint((np.resize(colour, 3) + 1) * 127.5)
+    row = (pixels[pixels.shape[0] - 100] == shown).all(axis=1)
+    begins = np.flatnonzero(np.diff(row.astype(int)) == 1)
+    assert row.sum() == 2 * 150
+    assert np.diff(begins).tolist() == [3 * 156]
+
+
+def test_sizes_of_pixels_have_whole_patches_of_pixels(alload, tmp_path):
+    write(tmp_path / "store", channels=4, stride=(4, 1, 1), sizes=[(5, 16, 16)])
+    _, out, _ = alload("store")
+    assert ("tokens", "2 with patch size 1,16,16") in cells(out)
+    assert ("VAE stride", "4,1,1") in cells(out)
 
 
 def test_a_damaged_record_leaves_its_place_on_the_sheet(alload, tmp_path):

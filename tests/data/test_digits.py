@@ -1,22 +1,19 @@
-from fractions import Fraction
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sklearn.datasets
-import yaml
 from data_helpers import assert_says
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from alload_jax.config import read_config
 from alload_jax.data.datasets.dataset import prepare_dataset
 from alload_jax.data.datasets.digits import (
     Digits,
-    _reflect,
     load_digits,
-    render_clip,
 )
 from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
+from alload_jax.data.pixel_latents import fold_frames, unfold_frames
 from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError
 from alload_jax.planning.geometry import Geometry
@@ -28,20 +25,29 @@ SMALL = Digits(
 )
 SCANS, SCAN_LABELS = sklearn.datasets.load_digits(return_X_y=True)
 SCANS = (SCANS.reshape(-1, 8, 8) / 8 - 1).astype(np.float16)
-BLANK = np.full((8, 8), -1, np.float32)
+
+
+@pytest.fixture(scope="module", params=[1, 4])
+def config(request):
+    return dataclasses.replace(SMALL, frames_per_latent=request.param)
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory):
+def digits(tmp_path_factory, config):
     folder = tmp_path_factory.mktemp("made") / "digits"
-    SMALL.write(folder)
+    config.write(folder)
     return folder
 
 
 def read_all(folder):
+    """The manifest and the records, whose latents are unfolded to pixels."""
     manifest = read_manifest(folder)
     reader = StoreReader(manifest)
-    return manifest, [reader.read(number) for number in range(len(manifest))]
+    records = [reader.read(number) for number in range(len(manifest))]
+    per_latent = manifest.vae_stride[0]
+    return manifest, [
+        arrays | {"latents": unfold_frames(arrays["latents"], per_latent)} for arrays in records
+    ]
 
 
 def of_size(folder, size):
@@ -55,58 +61,56 @@ def scan_labels_of(image):
     return set(SCAN_LABELS[distance < 0.01].tolist())
 
 
-def draw(digit, frames, height, width, seed):
-    clip = render_clip(np.asarray(digit), frames, height, width, np.random.default_rng(seed))
-    assert clip.shape == (frames, height, width, 1)
-    assert clip.dtype == np.float16
-    return clip[..., 0].astype(np.float32)
-
-
-def mass(clip):
-    return (clip + 1).sum(axis=(1, 2))
-
-
-scan_numbers = st.integers(0, len(SCANS) - 1)
-seeds = st.integers(0, 2**32 - 1)
-frame_counts = st.sampled_from([1, 5, 9, 13, 17])
-sides = st.sampled_from([8, 10, 16, 24])
-
-
 # ---------------------------------------------------------------- the mix
 
 
-def config_mixes():
-    config = yaml.safe_load((CONFIGS / "digits.yaml").read_text())
-    mix = config["data"]["dataset"].get("mix", Digits().mix)
-    return [
-        pytest.param(Digits().mix, (1, 2, 2), id="default-1x2x2"),
-        pytest.param(Digits().mix, (1, 4, 4), id="default-1x4x4"),
-        pytest.param(mix, tuple(config["model"]["patch_size"]), id="digits.yaml"),
-    ]
+def config_of(name):
+    return read_config(["--config", str(CONFIGS / name)])
 
 
-def planned(mix, patch):
-    frames, height, width, count = np.array(mix).T
+@pytest.fixture(params=["default-1x2x2", "default-1x4x4", "digits.yaml"])
+def mixed(request):
+    """A data set, and the patch size of models that are trained on it."""
+    if request.param == "digits.yaml":
+        config = config_of(request.param)
+        return config.data.dataset, config.model.patch_size
+    return Digits(), tuple(map(int, request.param.removeprefix("default-").split("x")))
+
+
+def planned(dataset, patch):
+    frames, height, width, count = np.array(dataset.mix).T
     columns = {"frames": frames, "height": height, "width": width}
     columns = {name: np.repeat(column, count) for name, column in columns.items()}
-    return samples_from_columns(columns, Geometry((1, 1, 1), patch), "mix")
+    geometry = Geometry((dataset.frames_per_latent, 1, 1), patch)
+    return samples_from_columns(columns, geometry, "mix")
 
 
-@pytest.mark.parametrize(("mix", "patch"), config_mixes())
-def test_mixes_are_as_mixed_as_real_data(mix, patch):
-    samples = planned(mix, patch)
+def test_mixes_are_as_mixed_as_real_data(mixed):
+    samples = planned(*mixed)
     assert len(samples.buckets()) >= 12
     assert samples.seq_len.max() >= 30 * samples.seq_len.min()
     assert len(np.unique(samples.shape[:, 1:], axis=0)) >= 3
 
 
-@pytest.mark.parametrize(("mix", "patch"), config_mixes())
-def test_mixes_hold_images_and_clips_of_up_to_17_frames(mix, patch):
-    frames = {row[0] for row in mix}
+def test_mixes_hold_images_and_clips_of_up_to_17_frames(mixed):
+    dataset, patch = mixed
+    mix, frames = dataset.mix, {row[0] for row in dataset.mix}
     assert min(frames) == 1
     assert max(frames) == 17
     assert all(count % 4 == 1 for count in frames)
     assert all(height % patch[1] == width % patch[2] == 0 for _, height, width, _ in mix)
+
+
+def test_the_configs_that_share_a_folder_make_the_same_data_as_the_command():
+    datasets = [config_of(name).data for name in ("digits.yaml", "digits_mmdit.yaml")]
+    assert {data.folder for data in datasets} == {"data/digits"}
+    assert [data.dataset for data in datasets] == [Digits(), Digits()]
+
+
+@pytest.mark.parametrize("name", ["digits.yaml", "digits_mmdit.yaml", "digits_sparse.yaml"])
+def test_a_latent_of_the_configs_has_the_models_channels(name):
+    config = config_of(name)
+    assert config.model.latent_channels == config.data.dataset.frames_per_latent
 
 
 # ---------------------------------------------------------------- what is made
@@ -120,24 +124,35 @@ def test_loaded_digits_are_scikit_learns():
     np.testing.assert_array_equal(labels, SCAN_LABELS)
 
 
-def test_there_are_as_many_samples_as_the_mix_asks_for(digits):
+def test_there_are_as_many_samples_as_the_mix_asks_for(digits, config):
     manifest, _ = read_all(digits)
     sizes, counts = np.unique(manifest.shape, axis=0, return_counts=True)
     made = {(*size, count) for size, count in zip(sizes.tolist(), counts.tolist(), strict=True)}
     assert {tuple(row) for row in SMALL.mix} == {(*size[:3], size[3]) for size in made}
-    assert manifest.vae_stride == (1, 1, 1)
-    assert set(manifest.channels.tolist()) == {1}
+    assert manifest.vae_stride == (config.frames_per_latent, 1, 1)
+    assert set(manifest.channels.tolist()) == {config.frames_per_latent}
 
 
-def test_the_same_config_makes_the_same_samples(digits, tmp_path):
-    SMALL.write(tmp_path / "again")
+def test_latents_hold_the_same_clips_whatever_their_frames(tmp_path):
+    for frames in (1, 4):
+        dataclasses.replace(SMALL, frames_per_latent=frames).write(tmp_path / str(frames))
+    (_, plain), (manifest, _) = read_all(tmp_path / "1"), read_all(tmp_path / "4")
+    folded = StoreReader(manifest)
+    for number, arrays in enumerate(plain):
+        stored = folded.read(number)
+        np.testing.assert_array_equal(stored["latents"], fold_frames(arrays["latents"], 4))
+        np.testing.assert_array_equal(stored["labels"], arrays["labels"])
+
+
+def test_the_same_config_makes_the_same_samples(digits, config, tmp_path):
+    config.write(tmp_path / "again")
     np.testing.assert_array_equal(
         read_manifest(tmp_path / "again").checksum, read_manifest(digits).checksum
     )
 
 
-def test_another_seed_makes_other_samples(digits, tmp_path):
-    Digits(mix=SMALL.mix, seed=4).write(tmp_path / "other")
+def test_another_seed_makes_other_samples(digits, config, tmp_path):
+    dataclasses.replace(config, seed=4).write(tmp_path / "other")
     same = read_manifest(tmp_path / "other").checksum == read_manifest(digits).checksum
     assert same.mean() < 0.1
 
@@ -182,86 +197,6 @@ def test_labels_name_classes(digits):
     assert set(labels.tolist()) == set(range(10))
 
 
-# ---------------------------------------------------------------- clips
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(scan_numbers, min_size=1, max_size=2), frame_counts, sides, sides, seeds)
-def test_clips_stay_between_black_and_white(numbers, frames, height, width, seed):
-    clip = draw(SCANS[numbers].astype(np.float32), frames, height, width, seed)
-    assert np.isfinite(clip).all()
-    assert clip.min() >= -1
-    assert clip.max() <= 1
-    assert clip.max() > 0
-
-
-@settings(max_examples=60, deadline=None)
-@given(scan_numbers, st.sampled_from([5, 9, 13, 17]), sides, sides, seeds)
-def test_consecutive_frames_differ(number, frames, height, width, seed):
-    clip = draw(SCANS[[number]].astype(np.float32), frames, height, width, seed)
-    assert np.abs(np.diff(clip, axis=0)).max(axis=(1, 2)).min() > 0.01
-
-
-@settings(max_examples=60, deadline=None)
-@given(scan_numbers, st.sampled_from([(24, 24), (32, 32), (16, 48), (48, 16)]), seeds)
-def test_digits_stay_whole_inside_large_canvases(number, side, seed):
-    masses = mass(draw(SCANS[[number]].astype(np.float32), 17, *side, seed))
-    np.testing.assert_allclose(masses, masses.mean(), rtol=0.15)  # corners turn over the edge
-
-
-@settings(max_examples=30, deadline=None)
-@given(scan_numbers, st.sampled_from([(8, 64), (64, 8)]), seeds)
-def test_the_canvas_is_black_where_the_digit_is_not(number, side, seed):
-    clip = draw(SCANS[[number]].astype(np.float32), 5, *side, seed)
-    diagonal = np.ceil(np.sqrt(2) * (8 + 2))
-    for frame in clip:
-        drawn = np.flatnonzero((frame > -1).any(axis=int(side[0] > side[1])))
-        assert np.ptp(drawn) < diagonal
-
-
-@settings(max_examples=30, deadline=None)
-@given(scan_numbers, st.booleans(), st.sampled_from([(16, 32), (32, 16)]), seeds)
-def test_each_of_two_digits_keeps_to_its_own_part(number, second, side, seed):
-    pair = [BLANK, SCANS[number]] if second else [SCANS[number], BLANK]
-    clip = draw(np.stack(pair).astype(np.float32), 17, *side, seed)
-    first_half, second_half = np.split(clip, 2, axis=1 + int(side[1] > side[0]))
-    own, other = (second_half, first_half) if second else (first_half, second_half)
-    assert (mass(other) < 0.15 * mass(own)).all()  # corners turn over the border
-
-
-@settings(max_examples=60, deadline=None)
-@given(scan_numbers, st.sampled_from([(8, 8), (8, 16), (16, 16)]), seeds)
-def test_motion_is_visible(number, side, seed):
-    clip = draw(SCANS[[number]].astype(np.float32), 17, *side, seed)
-    light = clip + 1
-    total = light.sum(axis=(1, 2))
-    rows, columns = light.sum(axis=2) @ np.arange(side[0]), light.sum(axis=1) @ np.arange(side[1])
-    path = np.stack([rows, columns], axis=1) / total[:, None]
-    assert np.linalg.norm(np.diff(path, axis=0), axis=1).sum() > 4  # pixels
-
-
-def bounced(steps, size):
-    """Position of a ball after `steps` unit steps between walls at 0 and `size`."""
-    place, direction = 0, 1
-    for _ in range(abs(steps)):
-        if not 0 <= place + direction <= size:
-            direction = -direction
-        place += direction
-    return place
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(-120, 120), st.integers(1, 15), st.fractions(Fraction(1, 8), 8))
-def test_reflect_bounces_like_a_ball(steps, size, unit):
-    unit = float(unit)
-    found = _reflect(np.array([steps * unit]), np.array([size * unit]))
-    np.testing.assert_allclose(found, [bounced(steps, size) * unit], atol=1e-9)
-
-
-def test_nothing_moves_without_space():
-    assert _reflect(np.array([0.0, 3.7, -2.0]), np.zeros(3)).tolist() == [0, 0, 0]
-
-
 # ---------------------------------------------------------------- preparing
 
 
@@ -280,14 +215,30 @@ def test_data_are_made_once(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "other", [Digits(mix=SMALL.mix, seed=4), Digits(mix=SMALL.mix[:-1], seed=SMALL.seed)]
+    "other",
+    [
+        {"seed": 4},
+        {"mix": SMALL.mix[:-1]},
+        {"motion": "drift"},
+        {"motion": "drift", "frames_per_latent": 1},
+    ],
 )
-def test_data_of_another_config_are_refused_and_left_alone(digits, other):
+def test_data_of_another_config_are_refused_and_left_alone(digits, config, other):
     made = contents(digits)
     with pytest.raises(InputError) as error:
-        prepare_dataset(digits, other)
+        prepare_dataset(digits, dataclasses.replace(config, **other))
     assert_says(error, digits, "data.dataset", "data.folder", "remove")
     assert contents(digits) == made
+
+
+def test_a_folder_that_names_no_motion_holds_drifting_digits(tmp_path):
+    config = Digits(mix=((5, 8, 8, 1),), motion="drift", frames_per_latent=1)
+    assert config.origin() == {"digits": {"mix": [[5, 8, 8, 1]], "seed": 0}}
+    config.write(tmp_path / "old")
+    prepare_dataset(tmp_path / "old", config)
+    with pytest.raises(InputError) as error:
+        prepare_dataset(tmp_path / "old", Digits(mix=config.mix))
+    assert_says(error, tmp_path / "old", "data.dataset", "data.folder", "remove")
 
 
 def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import SHAPES, examples, refusal, tokens
 
-from alload_jax.planning.geometry import Geometry
+from alload_jax.planning.geometry import Geometry, divisible
 
 TRIPLES = st.tuples(*[st.integers(1, 9)] * 3)
 
@@ -56,3 +56,40 @@ def test_a_bad_triple_is_refused_by_name_and_value(name, value):
     assert name in message
     assert str(value) in message
     assert "at least 1" in message
+
+
+@given(SHAPES, TRIPLES, TRIPLES)
+@examples(100)
+def test_a_size_is_divisible_where_nothing_is_rounded_up(shape, vae_stride, patch_size):
+    steps = np.multiply(vae_stride, patch_size)
+    later, rest = divmod(shape[0] - 1, vae_stride[0])
+    whole_frames = rest == 0 and (later + 1) % patch_size[0] == 0
+    expected = whole_frames and not (np.array(shape)[1:] % steps[1:]).any()
+    assert divisible(tuple(shape), vae_stride, patch_size) == expected
+
+
+@given(TRIPLES, TRIPLES, st.tuples(*[st.integers(1, 5)] * 3))
+@examples(60)
+def test_sizes_of_whole_patches_are_divisible(vae_stride, patch_size, patches):
+    grid = np.multiply(patches, patch_size)
+    size = tuple(((grid - [1, 0, 0]) * vae_stride + [1, 0, 0]).tolist())
+    assert divisible(size, vae_stride, patch_size)
+
+
+@pytest.mark.parametrize(
+    ("size", "vae_stride", "patch_size", "expected"),
+    [
+        ((17, 16, 16), (4, 1, 1), (1, 4, 4), True),
+        ((1, 8, 16), (4, 1, 1), (1, 4, 4), True),
+        ((3, 8, 8), (4, 1, 1), (1, 4, 4), False),
+        ((4, 8, 8), (4, 1, 1), (1, 4, 4), False),
+        ((5, 8, 8), (4, 1, 1), (2, 4, 4), True),
+        ((9, 8, 8), (4, 1, 1), (2, 4, 4), False),
+        ((5, 8, 10), (4, 1, 1), (1, 4, 4), False),
+        ((3, 8, 8), (1, 1, 1), (1, 4, 4), True),
+        ((81, 480, 832), (4, 8, 8), (1, 2, 2), True),
+        ((81, 480, 840), (4, 8, 8), (1, 2, 2), False),
+    ],
+)
+def test_divisible_sizes(size, vae_stride, patch_size, expected):
+    assert divisible(size, vae_stride, patch_size) is expected

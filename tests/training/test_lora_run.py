@@ -303,11 +303,12 @@ def test_a_model_of_classes_moves_to_other_data_and_classes(tmp_path, monkeypatc
 
     monkeypatch.chdir(tmp_path)
     shape = {"dim": 16, "ffn_dim": 16, "num_heads": 2, "num_layers": 1, "freq_dim": 8}
+    digits = {"name": "digits", "frames_per_latent": 1}
 
     def train(name, mix, m_mem, **changes):
         content = {
             "run": {"folder": name, "steps": 2} | changes.pop("run", {}),
-            "data": {"folder": f"data-{name}", "dataset": {"name": "digits", "mix": [mix]}},
+            "data": {"folder": f"data-{name}", "dataset": digits | {"mix": [mix]}},
             "planning": {"policy": "equal_tokens", "m_mem": m_mem},
             "model": shape | {"patch_size": [1, 4, 4]} | changes,
             "optimizer": {"learning_rate": 1e-12, "warmup_steps": 0},

@@ -22,8 +22,8 @@ DIGIT = 8
 """Height and width of a digit, in pixels."""
 
 Motion = Literal["circle", "drift"]
-"""How digits move: all clockwise on a circle from its top, or each on a straight line with a speed
-of its own, turning and bouncing off the edges."""
+"""How digits move: all clockwise from the top of a circle, at one angular speed; or on straight
+lines with bounces, each with a place, speed and turn of its own."""
 
 _MAX_TURN = np.deg2rad(20.0)
 _PAIRS = 0.8
@@ -45,9 +45,10 @@ class Digits:
       mix: (frames, height, width, count) of the samples, sizes in pixels; frames 4n + 1, height and
         width even and at least 8.
       seed: seed of digits, positions and motion.
-      motion: how the digits of clips move. `drift` is harder to learn.
-      frames_per_latent: frames of a latent, 1 or 4, and with them the latents' channels; four are
-        as in the VAEs of video models.
+      motion: how the digits of clips move: `circle`, which is the same in all clips of a size, or
+        `drift`, which is harder to learn.
+      frames_per_latent: frames of a latent, 1 or 4, which is also the number of its channels; 4 as
+        in the VAEs of video models.
     """
 
     name: Literal["digits"] = "digits"
@@ -62,8 +63,8 @@ class Digits:
         (9, 8, 16, 200),
         (9, 16, 16, 200),
         (17, 8, 8, 400),
-        (17, 8, 16, 300),
         (17, 16, 16, 1600),
+        (17, 16, 32, 100),
     )
     seed: int = 0
     motion: Motion = "circle"
@@ -90,9 +91,11 @@ class Digits:
 
     def origin(self) -> dict[str, Any]:
         """See `Dataset.origin`."""
-        mix = [list(row) for row in self.mix]
-        content = {"mix": mix, "seed": self.seed, "motion": self.motion}
-        return {"digits": content | {"frames_per_latent": self.frames_per_latent}}
+        content: dict[str, Any] = {"mix": [list(row) for row in self.mix], "seed": self.seed}
+        # Older folders name neither; theirs are these.
+        if (self.motion, self.frames_per_latent) != ("drift", 1):
+            content |= {"motion": self.motion, "frames_per_latent": self.frames_per_latent}
+        return {"digits": content}
 
     def write(self, folder: str | Path) -> None:
         """See `Dataset.write`.
@@ -174,7 +177,7 @@ def _choices(
 
 
 def _circle(frames: int, free: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Like `_drift`, on a circle; stills stand near the centre of the canvas."""
+    """Like `_drift`, on a circle stretched to the free space; stills stand near its centre."""
     if frames == 1:
         start = free / 2 + rng.uniform(-1, 1, 2) * np.minimum(1, free / 2)
         return np.append(start, 0.0)[None]

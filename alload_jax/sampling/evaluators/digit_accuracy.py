@@ -83,9 +83,9 @@ def require_digits(
         )
     if not divisible(size, manifest.vae_stride, model.patch_size):
         raise InputError(
-            f"model.patch_size is {model.patch_size} and a latent has {manifest.vae_stride[0]} "
-            f"frames; evaluators: {evaluator} draws {'×'.join(map(str, size))} pixels, which are "
-            "no whole number of them; choose others"
+            f"evaluators: {evaluator} draws {'×'.join(map(str, size))} pixels, which "
+            f"model.patch_size {model.patch_size} and latents of {manifest.vae_stride[0]} frames "
+            "don't divide; choose another patch size or other clips"
         )
 
 

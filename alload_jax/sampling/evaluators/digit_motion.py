@@ -65,7 +65,7 @@ class DigitMotion:
         labels = np.full((self.clips, drawing.condition_tokens), digits.max() + 1, np.int32)
         labels[:, 0] = digits[chosen]
         drawn = drawing.draw(drawing.values, jax.random.key(drawing.seed), labels, self._size)
-        motion = drawing.origin["digits"].get("motion", "drift")  # older data name none
+        motion = drawing.origin["digits"].get("motion", "drift")  # see Digits.origin
         real = [render_clip(images[n : n + 1], *self._size, rng, motion) for n in chosen]
         return {
             "jerk_over_travel": _mean_jerk_over_travel(drawn),

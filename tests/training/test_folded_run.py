@@ -1,0 +1,160 @@
+"""A run on latents of four frames, and `alload sample` on its model."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image, ImageSequence
+from safetensors.numpy import load_file
+from training_runs import Runs
+
+from alload_jax import cli
+from alload_jax.data.datasets.digits import Digits
+from alload_jax.data.pixel_latents import unfold_frames
+from alload_jax.errors import InputError, run_command
+from alload_jax.run.main import main
+from alload_jax.sampling.frames import to_bytes
+
+CONFIG = Path(__file__).parents[2] / "configs" / "digits.yaml"
+GRIDS = [
+    {"frames": 1, "height": 8, "width": 8, "rows": 1},
+    {"frames": 9, "height": 8, "width": 8, "rows": 1},
+]
+MOTION = {"name": "digit_motion", "clips": 2, "frames": 5, "height": 8, "width": 8}
+SMALL = ["--height", 8, "--width", 8, "--steps", 2]
+
+
+@pytest.fixture(scope="module")
+def folded(tmp_path_factory):
+    """What starts train.py on digits of four frames a latent."""
+    data = tmp_path_factory.mktemp("data") / "digits"
+    Digits(mix=((1, 8, 8, 10), (5, 8, 8, 5), (1, 8, 16, 6))).write(data)
+    runs = Runs(tmp_path_factory.mktemp("folded"), data)
+    config = runs.tiny()
+    config["model"]["in_channels"] = 4
+    config["sampling"]["grids"] = GRIDS
+    config["objective"] = {"given_first_frame": 0.5}
+    runs.config.write_text(yaml.safe_dump(config))
+    return runs
+
+
+@pytest.fixture(scope="module")
+def run(folded):
+    """The folder of a finished run."""
+    finished = folded.run("--run.steps", "6", "--evaluators", json.dumps([MOTION]))
+    assert finished.returncode == 0, finished.stderr
+    return folded.folder / "run"
+
+
+@pytest.fixture
+def sample(run, tmp_path, monkeypatch, capsys):
+    """Runs `alload sample` on the run in an empty folder; returns its status and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def draw(*argv):
+        command = ["sample", "--checkpoint", run, "--class", 3, *SMALL, *argv]
+        return run_command(cli.main, [str(part) for part in command]), capsys.readouterr().err
+
+    return draw
+
+
+def frames_of(path):
+    with Image.open(path) as picture:
+        return [np.asarray(frame.convert("L")) for frame in ImageSequence.Iterator(picture)]
+
+
+def test_a_run_draws_and_judges_all_frames(run):
+    assert json.loads((run / "data.json").read_text())["vae_stride"] == [4, 1, 1]
+    drawn = run / "samples" / "step_0000006"
+    assert len(frames_of(drawn / "9x8x8.gif")) == 9
+    assert len(frames_of(drawn / "1x8x8.png")) == 1
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["jerk_over_travel"] > 0
+    assert 0 < summary["jerk_over_travel_real"] < 0.1
+
+
+@pytest.mark.parametrize("frames", [1, 5, 17])
+def test_a_drawn_clip_has_the_frames_that_were_asked_for(sample, frames):
+    for name in ("x.gif", "x.safetensors"):
+        assert sample("--frames", frames, "--out", name) == (0, "")
+    latents = load_file("x.safetensors")["latents"]
+    assert latents.shape == ((frames - 1) // 4 + 1, 8, 8, 4)
+    np.testing.assert_array_equal(frames_of("x.gif"), to_bytes(unfold_frames(latents, 4)[..., 0]))
+
+
+def test_clips_of_pixels_have_the_frame_rate_of_pixels(sample):
+    sample("--frames", 5, "--out", "x.gif")
+    with Image.open("x.gif") as picture:
+        assert picture.info["duration"] == 110  # 9 frames per second, not those of a VAE's latents
+
+
+def test_a_given_picture_is_the_first_frame(sample):
+    given = np.random.default_rng(0).integers(0, 256, (8, 8), np.uint8)
+    Image.fromarray(given).save("given.png")
+    assert sample("--frames", 9, "--image", "given.png", "--out", "x.gif") == (0, "")
+    frames = frames_of("x.gif")
+    assert len(frames) == 9
+    np.testing.assert_allclose(frames[0].astype(int), given, atol=1)
+
+
+@pytest.mark.parametrize(("frames", "nearest"), [(3, "1 and 5"), (4, "1 and 5"), (16, "13 and 17")])
+def test_frames_between_latents_are_refused(sample, frames, nearest):
+    status, said = sample("--frames", frames, "--out", "x.gif")
+    assert status == 2
+    assert said.startswith(f"error: alload sample: --frames is {frames}, which a VAE stride of 4")
+    assert said.endswith(f"nearest: {nearest}\n")
+    assert not Path("x.gif").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ("--sampling.grids", "[{frames: 3, height: 8, width: 8}]"),
+            "sampling.grids: (3, 8, 8) is not a multiple of model.patch_size (1, 4, 4) in latents "
+            "of 1 frame, then 4 each",
+        ),
+        (
+            ("--sampling.grids", "[{frames: 5, height: 8, width: 10}]"),
+            "sampling.grids: (5, 8, 10) is not a multiple",
+        ),
+        (
+            ("--evaluators", json.dumps([MOTION | {"frames": 6}])),
+            "evaluators: digit_motion draws 6×8×8 pixels, which model.patch_size (1, 4, 4) and "
+            "latents of 4 frames don't divide",
+        ),
+        (
+            ("--model.in_channels", "1"),
+            "has 4 channels, but the model generates 1; set model.in_channels to the channels",
+        ),
+        (
+            ("--model.in_channels", "1", "--sampling.grids", "[]"),
+            "has 4 channels, but the model generates 1; set model.in_channels to the channels",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_latents_is_one_line(folded, flags, said, capsys, monkeypatch):
+    monkeypatch.chdir(folded.folder)
+    folder = ("--run.folder", str(folded.folder / "refused"))
+    assert run_command(main, ["--config", str(folded.config), *folder, *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_a_folder_of_the_example_before_it_had_four_frames_a_latent_is_refused(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    old = Digits(mix=((1, 8, 8, 2),), motion="drift", frames_per_latent=1)
+    dataclasses.replace(old).write("data/digits")
+    with pytest.raises(InputError) as error:
+        main(["--config", str(CONFIG)])
+    assert str(error.value) == (
+        "data/digits: holds data of another data.dataset; name another data.folder, or remove "
+        "this one to write it again"
+    )
+    assert not Path("runs").exists()
