@@ -27,6 +27,8 @@ ELEMENTS = 1 << 25
 """Of the largest operand of a comparison: more than caches hold."""
 _FORMAT = "pallas-kernels-first-use-1"
 _ROUNDS, _CALLS = 5, 10
+_CLEARLY = 1.02
+"""Ratio from which on a kernel is taken."""
 _SWITCH = "PALLAS_KERNELS_FIRST_USE"
 """A variable of the environment: 0 measures nothing."""
 _DAMAGE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -60,8 +62,14 @@ class Comparisons:
                 return 1.0
             found = known[case] = _measured(case, times)
             if found != 1.0:
+                # Beside what other processes have measured meanwhile.
+                known |= {**_read(kind), case: found}
                 _write(kind, known)
             return found
+
+    def faster(self, case: str, times: Times) -> bool:
+        """Whether a kernel is faster by more than measurements differ; arguments as `ratio`."""
+        return self.ratio(case, times) > _CLEARLY
 
     def known(self) -> dict[str, float]:
         """Ratios of this process's kind of device by case."""
@@ -76,6 +84,7 @@ class Comparisons:
         """
         with self._lock:
             self._measures = ratios is None
+            self._ratios.pop(devices.device_kind(), None)
             if ratios is not None:
                 self._ratios[devices.device_kind()] = dict(ratios)
 
@@ -167,7 +176,7 @@ def _measured(case: str, times: Times) -> float:
     try:
         with ThreadPoolExecutor(1) as pool:
             reference, kernel = pool.submit(run).result()
-    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+    except Exception as error:  # whatever a compiler says of a GPU that it does not know
         reason = " ".join(str(error).split())[:200]
         warnings.warn(
             f"{case} could not be measured on {device.device_kind} ({reason}); XLA's is used",

@@ -83,7 +83,9 @@ def _measured(program: Any, sets: Sequence[tuple[Any, ...]], iterations: int) ->
     """(name, ms) of each kernel of each iteration."""
     from jax.experimental.mosaic.gpu import profiler
 
-    for left in reversed(range(_ATTEMPTS)):
+    left = _ATTEMPTS
+    while True:
+        left -= 1
         try:
             cupti = profiler.Cupti()
             return cupti.measure(program, aggregate=False, iterations=iterations)(sets)[1]
@@ -91,7 +93,6 @@ def _measured(program: Any, sets: Sequence[tuple[Any, ...]], iterations: int) ->
             # Now and then CUPTI's record lacks a kernel.
             if "not divisible" not in str(error) or not left:
                 raise
-    return None
 
 
 def copy_bandwidth() -> float:

@@ -22,6 +22,7 @@ from alload_jax.bench.provenance import provenance
 from alload_jax.bench.weights import without_zeros
 from alload_jax.data.batch import AnyBatch, Batch
 from alload_jax.data.condition import form_for
+from alload_jax.errors import InputError
 from alload_jax.models.common.condition_tokens import ConditionTokens
 from alload_jax.models.common.config import ConditionPart, ModelConfig
 from alload_jax.models.common.segments import Segments
@@ -247,13 +248,18 @@ def resolved(settings: Settings) -> ModelConfig:
         return model
     tokens = settings.batch * math.prod(settings.latents) // math.prod(model.patch_size)
     tokens += settings.batch * tokens_beside(model, settings.condition_tokens)
-    choice = choose_for(model, tokens, budget, ALL_TRAINED, OptimizerConfig())
-    return dataclasses.replace(model, remat_layers=choice.policies)
+    rows = settings.batch
+    choice = choose_for(model, tokens, budget, ALL_TRAINED, OptimizerConfig(), rows=rows)
+    return dataclasses.replace(model, remat="none", remat_layers=choice.policies)
 
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Median seconds and peak bytes of a step; or the error that ended the measurement."""
-    model, latents = resolved(settings), (settings.batch, *settings.latents)
+    try:
+        model = resolved(settings)
+    except InputError as error:
+        return {"error": str(error), "settings": dataclasses.asdict(settings)}
+    latents = (settings.batch, *settings.latents)
     recorded = provenance(["jax", "jaxlib", "flax"]) | {
         "settings": dataclasses.asdict(settings),
         "parameters": parameter_count(model),

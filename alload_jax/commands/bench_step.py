@@ -23,7 +23,7 @@ from alload_jax.commands.bench_output import (
 from alload_jax.commands.bench_process import measured
 from alload_jax.errors import InputError
 from alload_jax.planning.architectures.registry import from_fields
-from alload_jax.planning.remat import AUTO_REMAT, RematPolicy
+from alload_jax.planning.remat import AUTO_REMAT, RematPolicy, in_words
 
 HELP = "Training steps: by what is kept for the backward pass, by policy, or by part (--profile)."
 
@@ -90,6 +90,8 @@ def run(options: argparse.Namespace) -> int:
 def require_usable(command: str, options: argparse.Namespace) -> None:
     """Raises InputError where a flag of `add_case_arguments` makes no sense."""
     require_place(command, "--out", Path(options.out))
+    if options.memory_budget is not None and AUTO_REMAT not in options.remat:
+        raise InputError(f"{command}: --memory-budget is for --remat auto; give both or neither")
     if options.memory_budget is not None and not 0 < options.memory_budget < math.inf:
         raise InputError(f"{command}: --memory-budget {options.memory_budget}: it must be above 0")
     require_counts(
@@ -146,7 +148,7 @@ def _outcome(result: dict[str, Any]) -> str:
         return result["error"]
     kept = ""
     if "policies" in result and result["settings"]["model"].get("remat") == AUTO_REMAT:
-        kept = f"; auto keeps {', '.join(result['policies'])}"
+        kept = f"; auto keeps {in_words(result['policies'])}"
     return f"{result['seconds']:.3f} s, at most {gigabytes(result.get('peak_bytes'))}{kept}"
 
 

@@ -25,7 +25,7 @@ from alload_jax.planning.cost import CostFile, PowerCost, read_cost_file
 from alload_jax.planning.devices import DEVICES, device_named
 from alload_jax.planning.geometry import Geometry
 from alload_jax.planning.policies.registry import AUTO, AUTO_PACKED, candidates, find_policy
-from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, choose_remat
+from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, choose_remat, in_words
 from alload_jax.planning.samples import Samples, read_sample_paths, read_samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.sparse_cost import SparseLayers, with_layers
@@ -166,7 +166,7 @@ def _from_config(path: str | None) -> _Base:
         model.patch_size,
         config.run.seed,
         model.architecture(),
-        list(model.remat_layers) or str(model.remat),
+        model.step_fields().get("remat", AUTO_REMAT),
         packs=model.attention != "xla" and model.dtype != "float32",
         layers=first_layers(model),
         trained=_trained_of(config),
@@ -261,7 +261,7 @@ def _costs(
     remat = _remat(options, fields, base, architecture, trained)
     costs = analytic_costs(architecture, device, remat, shards=options.shards, trained=trained)
     if base.remat == AUTO_REMAT:
-        model += f", model.remat auto: {', '.join(policies_of(remat))},"
+        model += f", model.remat auto: {in_words(policies_of(remat))},"
     if trained.parameters:
         model += f", {trained.parameters:,} of {architecture.parameters():,} parameters trained,"
     return costs, f"analytic, not measured: {model} on {device.name}; see `alload calibrate`"
@@ -281,8 +281,10 @@ def _remat(
         return UNRESOLVED
     device = device_named(options.device or _DEFAULT_DEVICE)
     budget = USABLE_SHARE * device.memory
-    if options.memory_gb is not None:
-        budget = options.memory_gb * 1e9
+    given = base.config.memory_budget if base.config is not None else None
+    given = given if options.memory_gb is None else options.memory_gb
+    if given is not None:
+        budget = given * 1e9
     layers = getattr(architecture, "num_layers", 1)
     shards = options.shards
     choice = choose_remat(

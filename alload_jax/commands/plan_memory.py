@@ -17,7 +17,10 @@ from alload_jax.planning.devices import device_named
 from alload_jax.planning.geometry import Geometry
 
 _DEVICES = ("h100", "h200")
-_REMAT = ("offload", "full", "attention", "matmuls_and_attention")
+_REMAT = (
+    *("offload", "full", "attention", "feed_forward_and_attention"),
+    "matmuls_and_attention",
+)
 _SIZES = ((480, 832), (720, 1280))
 _LONGEST = 1001
 """Most frames of a clip that are tried."""

@@ -102,11 +102,13 @@ class Trained:
       frozen_dtype: dtype of the frozen parameters, one of `FROZEN_BYTES`.
       bytes_each: bytes of each trained parameter: weights, optimizer state, EMA and accumulated
         gradients.
+      accumulates: whether the gradient of a micro-batch is held beside the sum of several.
     """
 
     parameters: int | None = None
     frozen_dtype: str = "float32"
     bytes_each: float = STATE_BYTES
+    accumulates: bool = True
 
     def __post_init__(self) -> None:
         if self.frozen_dtype not in FROZEN_BYTES:
@@ -252,7 +254,8 @@ def state_bytes(parameters: int, trained: Trained = ALL_TRAINED) -> int:
     """
     count = trained.of(parameters)
     frozen = (parameters - count) * FROZEN_BYTES[trained.frozen_dtype]
-    return round(count * (trained.bytes_each + GRADIENT_BYTES)) + frozen
+    gradient = GRADIENT_BYTES if trained.accumulates else 0
+    return round(count * (trained.bytes_each + gradient)) + frozen
 
 
 def bytes_per_split_token(

@@ -4,7 +4,7 @@ All layers are alike, so that a choice is how many of them have which policy. A 
 few layers: a loop over layers then compiles no more than that many.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -61,14 +61,19 @@ class Choice(NamedTuple):
 
     def line(self) -> str:
         """The choice in words."""
-        names = list(dict.fromkeys(self.policies))
-        counts = {name: self.policies.count(name) for name in names}
-        of = len(self.policies)
-        words = [f"{name} in {n} of {of} layers" if of > 1 else name for name, n in counts.items()]
         return (
-            f"model.remat: {', '.join(words)} (predicted {self.bytes / 1e9:.1f} of "
+            f"model.remat: {in_words(self.policies)} (predicted {self.bytes / 1e9:.1f} of "
             f"{self.budget / 1e9:.1f} GB)"
         )
+
+
+def in_words(policies: Sequence[str]) -> str:
+    """How many of the layers have which policy."""
+    counts = {name: policies.count(name) for name in dict.fromkeys(policies)}
+    if len(counts) == 1:
+        return policies[0]
+    of = len(policies)
+    return ", ".join(f"{name} in {count} of {of} layers" for name, count in counts.items())
 
 
 def choose_remat(
@@ -79,6 +84,7 @@ def choose_remat(
     budget: float,
     *,
     shards: int = 1,
+    rows: int | None = None,
     trained: Trained = ALL_TRAINED,
 ) -> Choice:
     """The fastest choice whose micro-batches of `tokens` tokens fit, by arithmetic.
@@ -90,6 +96,8 @@ def choose_remat(
       tokens: of a micro-batch on one device, at most.
       budget: bytes of the device that a step may take.
       shards: devices that share one copy of weights and state.
+      rows: sequences of the micro-batch, each with its condition; None for as many of `SHORTEST`
+        tokens as there may be.
       trained: which parameters are trained.
 
     Raises:
@@ -98,7 +106,7 @@ def choose_remat(
 
     def predicted(policies: tuple[RematPolicy, ...]) -> Choice:
         memory = step_memory(architecture, device, policies, shards, trained)
-        needed = memory.bytes_of(tokens, tokens / SHORTEST)
+        needed = memory.bytes_of(tokens, tokens / SHORTEST if rows is None else rows)
         cost = step_cost(architecture, device, policies, trained)
         [seconds] = bucketed_cost(cost, np.array([1]), np.array([tokens]))
         return Choice(policies, float(seconds), needed, budget)
@@ -111,8 +119,8 @@ def choose_remat(
             raise InputError(
                 f"model.remat: auto finds nothing that fits: {tokens:,} tokens need "
                 f"{last.bytes / 1e9:.1f} GB with {_LAST_RESORT}, and a device has "
-                f"{budget / 1e9:.1f} GB with a margin of {MARGIN:.0%}; lower planning.m_mem, or "
-                "raise mesh.fsdp"
+                f"{budget / 1e9:.1f} GB with a margin of {MARGIN:.0%}; take fewer tokens "
+                "(planning.m_mem), more shards (mesh.fsdp) or more memory (model.memory_budget)"
             )
         return last
     return min(fitting, key=lambda each: (each.seconds, len(each.policies)))

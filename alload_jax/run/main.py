@@ -9,7 +9,6 @@ from alload_jax.config import read_config, with_policy
 from alload_jax.distributed.initialize import initialize
 from alload_jax.encoders.devices import share_memory
 from alload_jax.errors import run_command
-from alload_jax.run.remat import with_remat
 from alload_jax.run.training import train
 from alload_jax.run.work import prepare
 from alload_jax.sharding.xla_flags import set_xla_flags
@@ -37,7 +36,7 @@ def main(argv: Sequence[str], prog: str = "train.py") -> int:
             initialize(config.cluster, config.run.folder) as cluster,
             termination_as_interrupt(end),
         ):
-            config = with_remat(with_policy(config), cluster)
+            config = with_policy(config)
             work = prepare(config, cluster)
             with locked(Path(config.run.folder), cluster):
                 return train(config, cluster, work, argv)

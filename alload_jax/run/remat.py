@@ -1,45 +1,105 @@
 """Resolves `model.remat: auto` for the devices of a run."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
 
 from alload_jax.config import Config
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.errors import InputError
-from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, Choice
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, RematPolicy, in_words
 from alload_jax.training.plan_costs import run_costs
 from alload_jax.training.remat_choice import choose_for, memory_budget
+from alload_jax.training.run_files import read_json, write_json
+
+CHOICE = "remat.json"
+"""In the run folder: what was chosen, and for which memory and micro-batches."""
 
 
-def with_remat(config: Config, cluster: Cluster) -> Config:
-    """Replaces `model.remat: auto` by policies that fit this run's devices, and prints them.
+def resolved_model(config: Config, cluster: Cluster) -> ModelConfig:
+    """The model with policies that fit this run's devices in place of `remat: auto`; prints them.
 
-    Policies that the config lists stay: a run goes on with those that it began with.
+    A run that goes on with the same memory and micro-batches keeps what it began with.
 
     Raises:
       InputError: nothing fits, or the tokens of a micro-batch are not known.
     """
     model = config.model
-    if model.remat != AUTO_REMAT or model.remat_layers:
-        return config
+    if model.remat != AUTO_REMAT:
+        return model
+    budgets = [each for each in cluster.all_gather(memory_budget(model)) if each is not None]
     # Of process 0, since all must compile the same programs.
-    budget = cluster.broadcast(lambda: memory_budget(model))
-    choice = None if budget is None else _choose(config, budget)
+    policies, line = cluster.broadcast(lambda: _choice(config, min(budgets, default=None)))
     if first_process():
-        unknown = f"model.remat: {UNRESOLVED}, as auto knows no limit of memory here"
-        print(choice.line() if choice else unknown, flush=True)
-    if choice is None:
-        return config
-    chosen = dataclasses.replace(model, remat_layers=choice.policies)
-    return dataclasses.replace(config, model=chosen)
+        print(line, flush=True)
+    chosen: dict[str, Any] = {"remat": "none", "remat_layers": tuple(policies)}
+    return dataclasses.replace(model, **chosen)
 
 
-def _choose(config: Config, budget: float) -> Choice:
-    model = config.model
-    tokens = config.planning.tokens_bound(run_costs(model, config.planning))
+def _choice(config: Config, budget: float | None) -> tuple[list[str], str]:
+    """The policies and what is said of them."""
+    if budget is None:
+        return [UNRESOLVED], f"model.remat: {UNRESOLVED}, as auto knows no limit of memory here"
+    conditions = _conditions(config, budget)
+    place = Path(config.run.folder) / CHOICE
+    before = _read(place)
+    if before and before["for"] == conditions:
+        policies = before["policies"]
+        return policies, f"model.remat: {in_words(policies)}, as this run began"
+    planning = config.planning
+    choice = choose_for(
+        config.model,
+        conditions["tokens"],
+        budget,
+        config.parameters,
+        config.optimizer,
+        shards=conditions["shards"],
+        single=planning.micro_batches_per_step == 1 and planning.ranks_mode == "synchronous",
+    )
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_json(place, {"policies": choice.policies, "for": conditions})
+    changed = [
+        f"{name} was {before['for'].get(name)} and is {value}"
+        for name, value in conditions.items()
+        if before and before["for"].get(name) != value
+    ]
+    return list(choice.policies), "; ".join([choice.line(), *changed])
+
+
+def _read(place: Path) -> dict[str, Any] | None:
+    """What an earlier start of the run chose; None if there is none.
+
+    Raises:
+      InputError: the file holds something else.
+    """
+    content = read_json(place)
+    if content is None:
+        return None
+    known = isinstance(content, dict) and isinstance(content.get("for"), dict)
+    policies = content.get("policies") if known else None
+    if not isinstance(policies, list) or not set(policies) <= set(get_args(RematPolicy)):
+        raise InputError(f"{place}: is not a choice of model.remat auto; remove it")
+    return content
+
+
+def _conditions(config: Config, budget: float) -> dict[str, Any]:
+    """What a choice depends on.
+
+    Raises:
+      InputError: the tokens of a micro-batch are not known.
+    """
+    tokens = config.planning.tokens_bound(run_costs(config.model, config.planning))
     if tokens is None:
         raise InputError(
             "model.remat is auto, and how many tokens a micro-batch holds is not known; give "
             "planning.m_mem, or a policy such as attention"
         )
-    shards = config.mesh.fsdp * config.mesh.tensor
-    return choose_for(model, tokens, budget, config.parameters, config.optimizer, shards=shards)
+    return {
+        "tokens": tokens,
+        "budget": budget,
+        "shards": config.mesh.fsdp * config.mesh.tensor,
+        "device": jax.local_devices()[0].device_kind,
+    }

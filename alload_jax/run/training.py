@@ -21,6 +21,7 @@ from alload_jax.report.summary import print_summary, read_summary, summarise
 from alload_jax.run.callbacks import Callbacks, make_callbacks
 from alload_jax.run.folder import write_folder
 from alload_jax.run.kernel_choice import share_comparisons
+from alload_jax.run.remat import resolved_model
 from alload_jax.run.work import Work
 from alload_jax.training.bad_samples import BadSamples
 from alload_jax.training.callbacks.watchdog import Watchdog
@@ -46,7 +47,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> 
     """Trains, from the start or from where the run folder stands; returns the exit status."""
     folder, mesh = Path(config.run.folder), work.mesh
     total = run_steps(config.run, work.run_plan.plan)
-    spec = training_spec(config, total)
+    spec = training_spec(config, total)._replace(model=resolved_model(config, cluster))
     validator = make_validator(config, spec, work)
     stop = StopRequest()
     remedy = partial(continue_with, folder, config.cluster)
@@ -77,7 +78,8 @@ def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> 
         # ------------------------------------------------------------ run folder, compilation
         _open(config, work, validator, total, start, source)
         write_folder(config, folder, work.manifest, argv, start)
-        share_comparisons(cluster, partial(_trace, spec, work, state.weights))
+        if start < total:
+            share_comparisons(cluster, partial(_trace, spec, work, state.weights))
         _compile(trainer, work, validator, start < total, stop)
 
         # ------------------------------------------------------------ training

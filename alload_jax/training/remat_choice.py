@@ -34,6 +34,8 @@ def choose_for(
     optimizer: OptimizerConfig,
     *,
     shards: int = 1,
+    rows: int | None = None,
+    single: bool = True,
 ) -> Choice:
     """The fastest choice for a model that fits, by arithmetic; see `choose_remat`.
 
@@ -44,6 +46,8 @@ def choose_for(
       parameters: which parameters are trained.
       optimizer: the optimizer, whose state takes memory.
       shards: devices that share one copy of weights and state.
+      rows: sequences of a micro-batch; None for as many short ones as M_mem is made for.
+      single: whether steps have one micro-batch, so that no sum is kept beside its gradient.
 
     Raises:
       InputError: nothing fits, or no costs of such models are known.
@@ -56,7 +60,8 @@ def choose_for(
         tokens,
         budget,
         shards=shards,
-        trained=trained_of(params, parameters, optimizer),
+        rows=rows,
+        trained=trained_of(params, parameters, optimizer, accumulates=not single),
     )
 
 

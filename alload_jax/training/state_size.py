@@ -13,13 +13,20 @@ _WEIGHT_BYTES = 4
 _SUM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def trained_of(params: Any, parameters: ParametersConfig, optimizer: OptimizerConfig) -> Trained:
+def trained_of(
+    params: Any,
+    parameters: ParametersConfig,
+    optimizer: OptimizerConfig,
+    *,
+    accumulates: bool = True,
+) -> Trained:
     """Counts the trained parameters and the bytes of each, for memory models.
 
     Args:
       params: nested dict of a model's parameters or of their shapes.
       parameters: which of them are trained.
       optimizer: the optimizer, whose state is counted without being made.
+      accumulates: as in `Trained`.
     """
     trained, _ = split_parameters(params, parameters)
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
@@ -32,5 +39,7 @@ def trained_of(params: Any, parameters: ParametersConfig, optimizer: OptimizerCo
     sums = _SUM_BYTES[optimizer.accumulate_dtype]
     each = _WEIGHT_BYTES + average + sums + moments / count
     if parameters.identity():
-        return Trained(count, parameters.stored_dtype, each)
-    return ALL_TRAINED if each == STATE_BYTES else Trained(bytes_each=each)
+        return Trained(count, parameters.stored_dtype, each, accumulates)
+    if each == STATE_BYTES and accumulates:
+        return ALL_TRAINED
+    return Trained(bytes_each=each, accumulates=accumulates)

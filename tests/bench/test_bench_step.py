@@ -42,6 +42,16 @@ def test_what_auto_keeps_is_told(tmp_path, capsys):
     assert case["policies"] == ["none"]
 
 
+def test_a_budget_in_which_nothing_fits_ends_no_other_case(tmp_path, capsys):
+    out = tmp_path / "step.json"
+    flags = ["--model", "tiny", "--latents", "1", "4", "4", "--steps", "1"]
+    flags += ["--remat", "auto", "full", "--memory-budget", "0.1"]
+    assert main(["bench", "step", *flags, "--out", str(out)]) == 0
+    first, second = json.loads(out.read_text())["cases"]
+    assert "auto finds nothing that fits" in first["error"]
+    assert second["seconds"] > 0
+
+
 def test_policies_are_those_of_the_model():
     assert set(bench_step._POLICIES) == set(get_args(RematPolicy))
 
@@ -127,7 +137,8 @@ def test_flops_are_those_of_the_compiled_forward():
         (["--out", "/no/such/step.json"], "not a file in an existing folder"),
         (["--steps", "0"], "--steps 0: it must be at least 1"),
         (["--layers", "0"], "--layers 0: it must be at least 1"),
-        (["--memory-budget", "0"], "--memory-budget 0.0: it must be above 0"),
+        (["--remat", "auto", "--memory-budget", "0"], "--memory-budget 0.0: it must be above 0"),
+        (["--memory-budget", "40"], "--memory-budget is for --remat auto"),
         (["--latentz", "1", "1", "1"], "--latentz is unknown; did you mean --latents"),
         (["--profil"], "--profil is unknown; did you mean --profile"),
     ],

@@ -1,5 +1,7 @@
 """Runs whose layers keep what memory holds: `model.remat: auto`."""
 
+import json
+
 import pytest
 import yaml
 from training_runs import Runs
@@ -15,19 +17,62 @@ def runs(tmp_path, digits_folder, monkeypatch):
     return runs
 
 
+AUTO = ("--model.remat", "auto", "--sampling.grids", "[]", "--evaluators", "[]")
+
+
 def train(runs, *flags):
-    flags = ("--run.steps", "2", "--sampling.grids", "[]", "--evaluators", "[]", *flags)
-    return run_command(main, ["--config", str(runs.config), "--model.remat", "auto", *flags])
+    return run_command(main, ["--config", str(runs.config), *AUTO, "--run.steps", "2", *flags])
+
+
+def chosen(runs):
+    return json.loads((runs.folder / "run" / "remat.json").read_text())["policies"]
 
 
 def test_a_budget_is_filled_and_the_run_goes_on_with_what_it_chose(runs, capsys):
     assert train(runs, "--model.memory_budget", "2") == 0
     assert "model.remat: none (predicted 0.5 of 2.0 GB)" in capsys.readouterr().out
     written = yaml.safe_load((runs.folder / "run" / "config.yaml").read_text())["model"]
-    assert (written["remat"], written["remat_layers"]) == ("auto", ["none"])
-    flags = ["--config", "run/config.yaml", "--run.steps", "3"]
+    assert (written["remat"], written["remat_layers"]) == ("auto", [])
+    assert chosen(runs) == ["none"]
+    # Another would fit, too.
+    path = runs.folder / "run" / "remat.json"
+    path.write_text(path.read_text().replace("none", "full"))
+    for command in (
+        ["--config", "run/config.yaml", "--run.steps", "3"],
+        ["--config", str(runs.config), *AUTO, "--model.memory_budget", "2", "--run.steps", "4"],
+    ):
+        assert run_command(main, command) == 0
+        assert "model.remat: full, as this run began" in capsys.readouterr().out
+
+
+def test_another_budget_is_told_and_chosen_for(runs, capsys):
+    assert train(runs, "--model.memory_budget", "2") == 0
+    capsys.readouterr()
+    flags = ["--config", "run/config.yaml", "--run.steps", "3", "--model.memory_budget", "3"]
     assert run_command(main, flags) == 0
-    assert "predicted" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "(predicted 0.5 of 3.0 GB); budget was 2000000000.0 and is 3000000000.0" in out
+
+
+def test_a_policy_takes_the_place_of_auto_when_a_run_goes_on(runs, capsys):
+    assert train(runs, "--model.memory_budget", "2") == 0
+    capsys.readouterr()
+    flags = ["--config", "run/config.yaml", "--run.steps", "3", "--model.remat", "full"]
+    assert run_command(main, flags) == 0
+    out = capsys.readouterr().out
+    assert "model.remat: none" not in out
+    assert "model.remat auto → full" in out
+    written = yaml.safe_load((runs.folder / "run" / "config.yaml").read_text())["model"]
+    assert written["remat"] == "full"
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"for": {}, "policies": ["most"]}', "?"])
+def test_another_file_in_its_place_is_named(runs, content, capsys):
+    (runs.folder / "run").mkdir()
+    (runs.folder / "run" / "remat.json").write_text(content)
+    assert train(runs, "--model.memory_budget", "2") == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert "run/remat.json: is not" in line
 
 
 def test_without_a_limit_of_memory_it_says_what_it_takes(runs, capsys):
@@ -40,7 +85,7 @@ def test_without_a_limit_of_memory_it_says_what_it_takes(runs, capsys):
     [
         (("--model.memory_budget", "0.2"), "model.remat: auto finds nothing that fits: "),
         (("--model.memory_budget", "0"), "model.memory_budget is 0.0 GB; it must be above 0"),
-        (("--model.remat_layers", "[full,full,none]"), "model.remat_layers has 3 policies"),
+        (("--model.remat_layers", "[full,none]"), "model.remat is auto and model.remat_layers"),
         (("--model.remat_layers", "[most]"), "model.remat_layers"),
     ],
 )

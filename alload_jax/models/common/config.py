@@ -90,8 +90,8 @@ class ModelConfig:
       attention: implementation of attention; `auto` is cuDNN where it can run.
       remat: activations that blocks keep for the backward pass. `auto` chooses for each of them
         what fits the memory of a device.
-      remat_layers: policies that repeat over the blocks, in place of `remat`; their number divides
-        that of the blocks. Empty for the same in all.
+      remat_layers: policies that repeat over the blocks, in place of `remat`, which is then left
+        out; their number divides that of the blocks. Empty for the same in all.
       memory_budget: GB of a device's memory that `remat: auto` may fill; null for what JAX may use.
       sparse_attention: self-attention that becomes sparse; null for dense.
       lora: adapters, which are then what is trained unless `parameters` says otherwise; null for
@@ -114,7 +114,11 @@ class ModelConfig:
     lora: LoraConfig | None = None
 
     arithmetic_fields: ClassVar[tuple[str, ...]] = (
-        *("dtype", "attention", "remat", "remat_layers", "memory_budget"),
+        "dtype",
+        "attention",
+        "remat",
+        "remat_layers",
+        "memory_budget",
     )
     """Fields that do not affect the parameters."""
 
@@ -134,6 +138,11 @@ class ModelConfig:
             raise InputError(f"model.out_channels is {self.out_channels}; it must be at least 1")
         if min(self.patch_size) < 1:
             raise InputError(f"model.patch_size is {self.patch_size}; each must be at least 1")
+        if self.remat_layers and self.remat != "none":
+            raise InputError(
+                f"model.remat is {self.remat} and model.remat_layers {list(self.remat_layers)}; "
+                "give one: set model.remat to none, or model.remat_layers to []"
+            )
         if self.memory_budget is not None and not 0 < self.memory_budget < math.inf:
             raise InputError(f"model.memory_budget is {self.memory_budget} GB; it must be above 0")
 
@@ -175,12 +184,10 @@ class ModelConfig:
 
         A cost model is valid only for equal fields.
         """
-        fields = self.architecture() | {
-            name: getattr(self, name) for name in self.arithmetic_fields
-        }
-        for name in ("remat", "remat_layers", "memory_budget"):
-            del fields[name]
-        # Policies that were chosen for this run's memory may differ from those that were measured.
+        alone = {"remat", "remat_layers", "memory_budget"}
+        others = (name for name in self.arithmetic_fields if name not in alone)
+        fields = self.architecture() | {name: getattr(self, name) for name in others}
+        # Policies that are chosen for a device's memory may differ from those that were measured.
         if self.remat != AUTO_REMAT:
             remat = self.policies
             fields["remat"] = remat[0] if len(remat) == 1 else list(remat)
@@ -240,8 +247,10 @@ class TransformerConfig(ModelConfig):
     scan_layers: bool = True
 
     arithmetic_fields: ClassVar[tuple[str, ...]] = (
-        *("dtype", "attention", "norm", "remat", "remat_layers", "memory_budget"),
-        *("residual_dtype", "scan_layers"),
+        *ModelConfig.arithmetic_fields,
+        "norm",
+        "residual_dtype",
+        "scan_layers",
     )
 
     def __post_init__(self) -> None:

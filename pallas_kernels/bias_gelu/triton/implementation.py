@@ -41,7 +41,7 @@ class TritonImplementation(FusedImplementation):
         if known is not None:
             return known
         case = f"{self.function} {width} {x.dtype}"
-        return COMPARISONS.ratio(case, partial(self._times, width, x.dtype)) > 1
+        return COMPARISONS.faster(case, partial(self._times, width, x.dtype))
 
     def _times(self, width: int, dtype: jnp.dtype) -> tuple[float, float]:
         """Seconds of XLA's fusion and of the kernels."""

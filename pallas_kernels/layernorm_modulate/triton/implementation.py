@@ -54,7 +54,7 @@ class TritonImplementation(FusedImplementation):
         if known is not None:
             return known
         case = f"layernorm_modulate {dim} {x.dtype} {layout}"
-        return COMPARISONS.ratio(case, partial(self._times, dim, x.dtype, layout)) > 1
+        return COMPARISONS.faster(case, partial(self._times, dim, x.dtype, layout))
 
     def _times(self, dim: int, dtype: jnp.dtype, layout: ModulationLayout) -> tuple[float, float]:
         """Seconds of XLA's fusion and of the kernels."""

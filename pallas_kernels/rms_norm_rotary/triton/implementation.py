@@ -50,7 +50,7 @@ class TritonImplementation(FusedImplementation):
         case = f"{self.function} {width} {head_dim} {x.dtype}"
         case += " per head" * config.options.per_head + " rotated" * rotates
         times = partial(self._times, width, x.dtype, config.options, rotates)
-        return COMPARISONS.ratio(case, times) > 1
+        return COMPARISONS.faster(case, times)
 
     def _times(
         self, width: int, dtype: jnp.dtype, options: Options, rotates: bool
