@@ -61,12 +61,14 @@ class _Recomputed:
       attention: attention.
       elementwise: all else.
       but_output: of the products, all but the last one of feed-forward layers.
+      but_norms: of all else, what is not an output of norms and activations.
     """
 
     matmuls: bool
     attention: bool
     elementwise: bool
     but_output: bool = False
+    but_norms: bool = False
 
     @property
     def any(self) -> bool:
@@ -89,6 +91,7 @@ _RECOMPUTED = {
     "attention": _Recomputed(True, False, True),
     "feed_forward_and_attention": _Recomputed(True, False, True, but_output=True),
     "matmuls_and_attention": _Recomputed(False, False, True),
+    "norms_matmuls_and_attention": _Recomputed(False, False, True, but_norms=True),
     "none": _Recomputed(False, False, False),
 }
 
@@ -276,6 +279,7 @@ def _elementwise_bytes(architecture: Architecture, device: Device, again: _Recom
     """Bytes that elementwise work reads and writes for each token of a step."""
     counts = architecture.activations()
     values = counts.forward_traffic * (1 + again.elementwise) + counts.backward_traffic
+    values -= counts.norms_traffic * again.but_norms
     return device.compute_bytes * values
 
 

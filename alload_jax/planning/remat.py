@@ -17,12 +17,19 @@ from alload_jax.planning.cost import bucketed_cost
 from alload_jax.planning.devices import Device
 
 RematPolicy = Literal[
-    "none", "full", "offload", "attention", "feed_forward_and_attention", "matmuls_and_attention"
+    "none",
+    "full",
+    "offload",
+    "attention",
+    "feed_forward_and_attention",
+    "matmuls_and_attention",
+    "norms_matmuls_and_attention",
 ]
 """`none` keeps all activations; `full` keeps only the block's input; `offload` keeps it in the
 host's memory; `attention` keeps attention outputs; `feed_forward_and_attention` keeps those and the
 outputs of feed-forward layers, whose product takes the most time for its bytes;
-`matmuls_and_attention` keeps attention's and those of all linear layers."""
+`matmuls_and_attention` keeps attention's and those of all linear layers;
+`norms_matmuls_and_attention` also those of norms, rotations and activations."""
 
 RematChoice = Literal[RematPolicy, "auto"]
 """A policy for all blocks, or `auto` for one that is chosen by memory for each of them."""
@@ -35,6 +42,7 @@ _LADDER: tuple[RematPolicy, ...] = (
     "attention",
     "feed_forward_and_attention",
     "matmuls_and_attention",
+    "norms_matmuls_and_attention",
     "none",
 )
 """From the least that is kept to the most."""

@@ -33,7 +33,10 @@ from alload_jax.planning.devices import DEVICES, device_named
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200 = DEVICES["h200"]
-REMAT = ("full", "attention", "feed_forward_and_attention", "matmuls_and_attention", "none")
+REMAT = (
+    *("full", "attention", "feed_forward_and_attention", "matmuls_and_attention"),
+    *("norms_matmuls_and_attention", "none"),
+)
 TOLERANCE = 0.15
 
 

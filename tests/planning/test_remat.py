@@ -105,14 +105,12 @@ def measured():
     return {case["remat"]: case for case in cases if case["rows"] == 1 and not case["without"]}
 
 
-@pytest.mark.parametrize("gigabytes", [55, 60, 70, 80, 100, 142])
+@pytest.mark.parametrize("gigabytes", [55, 60, 70, 80])
 def test_what_is_chosen_fits_and_is_near_the_fastest_measured_policy_that_does(gigabytes):
     """Wan 1.3B, 1×32,760 tokens on an H200."""
     single = Trained(accumulates=False)
     choice = choose(WAN_1_3B, 32_760, gigabytes, rows=1, trained=single)
     steps = measured()
-    if "none" in choice.policies:
-        pytest.skip("not measured")
     taken = [steps[policy] for policy in choice.policies]
     # A lower bound of the measured bytes, as the steps held a copy of the parameters.
     assert sum(step["bytes"] for step in taken) / len(taken) - 5.7e9 < gigabytes * 1e9

@@ -10,7 +10,11 @@ from jax.sharding import NamedSharding
 
 from alload_jax.models.common.linear import Linear
 from alload_jax.models.common.parts import ACTIVATION, FEED_FORWARD, LINEAR
-from alload_jax.models.common.remat import FEED_FORWARD_OUTPUT, LINEAR_OUTPUT
+from alload_jax.models.common.remat import (
+    FEED_FORWARD_OUTPUT,
+    LINEAR_OUTPUT,
+    NORM_OUTPUT,
+)
 from alload_jax.models.common.single_row import split_single_row
 from alload_jax.sharding.mesh import with_tensor_axis
 from pallas_kernels import bias_gelu
@@ -61,13 +65,14 @@ class FeedForward(nnx.Module):
             with jax.named_scope(LINEAR):
                 hidden = checkpoint_name(self.hidden(x), LINEAR_OUTPUT)
             with jax.named_scope(ACTIVATION):
-                return self.activation(hidden)
+                return checkpoint_name(self.activation(hidden), NORM_OUTPUT)
         with jax.named_scope(LINEAR):
             product = checkpoint_name(self.hidden.product(x), LINEAR_OUTPUT)
         with jax.named_scope(ACTIVATION):
-            return bias_gelu(
+            hidden = bias_gelu(
                 product,
                 self.hidden.bias_of(product),
                 implementation=self.implementation,
                 sharding=with_tensor_axis(sharding),
             )
+            return checkpoint_name(hidden, NORM_OUTPUT)

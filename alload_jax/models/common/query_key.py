@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from alload_jax.models.common.parts import LINEAR, QK_NORM
-from alload_jax.models.common.remat import LINEAR_OUTPUT
+from alload_jax.models.common.remat import LINEAR_OUTPUT, NORM_OUTPUT
 from alload_jax.models.common.rotary import RotaryTable, apply_rotary
 from alload_jax.models.common.single_row import split_single_row, splits_single_row
 from alload_jax.sharding.mesh import with_tensor_axis
@@ -47,7 +47,7 @@ def project_heads(
             y = y.reshape(*y.shape[:-1], num_heads, -1)
             return apply_rotary(y, tables) if tables else y
         with jax.named_scope(QK_NORM):
-            return rms_norm_rotary(
+            heads = rms_norm_rotary(
                 y,
                 _weight(norm),
                 tables or None,
@@ -56,6 +56,7 @@ def project_heads(
                 implementation="xla" if norm_implementation == "xla" else "auto",
                 sharding=with_tensor_axis(sharding),
             )
+            return checkpoint_name(heads, NORM_OUTPUT)
 
     tables = tuple(rotary or ())
     if splits_single_row(x, sharding):

@@ -12,6 +12,9 @@ LINEAR_OUTPUT = "linear_output"
 """Name by which policies find what linear layers of blocks compute: with their bias, where nothing
 else adds it, so that the backward pass need not add it again."""
 
+NORM_OUTPUT = "norm_output"
+"""Name by which policies find what norms, rotations and activations of blocks compute."""
+
 FEED_FORWARD_OUTPUT = "feed_forward_output"
 """Name by which policies find outputs of feed-forward layers."""
 
@@ -48,6 +51,10 @@ _POLICIES = {
     ),
     "matmuls_and_attention": _policies.save_from_both_policies(
         _KEEP_ATTENTION, _policies.save_only_these_names(LINEAR_OUTPUT, FEED_FORWARD_OUTPUT)
+    ),
+    "norms_matmuls_and_attention": _policies.save_from_both_policies(
+        _KEEP_ATTENTION,
+        _policies.save_only_these_names(LINEAR_OUTPUT, FEED_FORWARD_OUTPUT, NORM_OUTPUT),
     ),
 }
 

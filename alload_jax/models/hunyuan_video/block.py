@@ -16,7 +16,7 @@ from alload_jax.models.common.joint_rows import JointRows
 from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.parts import HEAD, JOINT_ATTENTION, LINEAR, NORM
 from alload_jax.models.common.query_key import project_heads
-from alload_jax.models.common.remat import LINEAR_OUTPUT
+from alload_jax.models.common.remat import LINEAR_OUTPUT, NORM_OUTPUT
 from alload_jax.models.common.rotary import RotaryTable
 from alload_jax.models.common.single_row import split_single_row
 from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
@@ -122,6 +122,7 @@ class Stream(nnx.Module):
             y = checkpoint_name(y, LINEAR_OUTPUT)
         with jax.named_scope(NORM):
             x, y = residual_layernorm_modulate(x, y, gate1, scale2, shift2, **options)
+            y = checkpoint_name(y, NORM_OUTPUT)
         return gated_add(x, self.feed_forward(y, sharding), gate2, options)
 
 
@@ -149,7 +150,7 @@ class Block(nnx.Module):
             shift, scale = modulations[n][:2]
             with jax.named_scope(NORM):
                 normed = layernorm_modulate(x[n], scale, shift, **options[n])
-                inputs.append(normed.astype(module.dtype))
+                inputs.append(checkpoint_name(normed.astype(module.dtype), NORM_OUTPUT))
         with jax.named_scope(JOINT_ATTENTION):
             mixed, auxiliary = self._attention(Streams(*inputs), context)
             parts = context.rows.separate(mixed, x.video.shape[1])

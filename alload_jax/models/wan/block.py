@@ -23,7 +23,7 @@ from alload_jax.models.common.parts import (
     SELF_ATTENTION,
 )
 from alload_jax.models.common.query_key import project_heads
-from alload_jax.models.common.remat import LINEAR_OUTPUT
+from alload_jax.models.common.remat import LINEAR_OUTPUT, NORM_OUTPUT
 from alload_jax.models.common.rotary import RotaryTable
 from alload_jax.models.common.segments import AttentionSegments, PackedMetadata, SplitRows
 from alload_jax.models.common.single_row import split_single_row
@@ -197,8 +197,10 @@ class Block(nnx.Module):
             options["segment_ids"] = context.segmentation
         with jax.named_scope(NORM):
             y = layernorm_modulate(x, scale1, shift1, **options).astype(self.dtype)
+            y = checkpoint_name(y, NORM_OUTPUT)
         y, auxiliary = self._self_attention(y, context)
         x, y = self._before_cross_attention(x, y, gate1, options)
+        y = checkpoint_name(y, NORM_OUTPUT)
         with jax.named_scope(CROSS_ATTENTION):
             y = self.cross_attention(
                 y,
@@ -210,6 +212,7 @@ class Block(nnx.Module):
             )
         with jax.named_scope(NORM):
             x, y = residual_layernorm_modulate(x, y, None, scale2, shift2, **options)
+            y = checkpoint_name(y, NORM_OUTPUT)
         return gated_add(x, self.feed_forward(y, sharding), gate2, options), auxiliary
 
     @jax.named_scope(SELF_ATTENTION)

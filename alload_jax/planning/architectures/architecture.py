@@ -51,6 +51,8 @@ class ActivationCounts:
       split_exchange: values sent between devices in one pass over a split sample.
       condition: peak of live values of each sample's condition (per sample, not per token).
       adapters: live values beside the working set where adapters are trained.
+      norms_traffic: of the forward traffic, what is not repeated in the backward pass where the
+        outputs of norms and activations are kept.
     """
 
     forward_traffic: float
@@ -59,6 +61,7 @@ class ActivationCounts:
     split_exchange: float
     condition: float = 0.0
     adapters: float = 0.0
+    norms_traffic: float = 0.0
 
 
 class Architecture(Protocol):

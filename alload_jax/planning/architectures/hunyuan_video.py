@@ -26,6 +26,8 @@ _TENSORS = BlockTensors(
     # Norms 12, query and key norms 8, gates 3, streams 8, gradients of biases 6, sums of gradients
     # 3; the hidden layer: GELU 3, gradient of bias 1.
     backward_traffic=(40, 4),
+    # Of the forward's: outputs of two norms; query and key norms; GELU.
+    norms_traffic=(2 + 4, 2),
     working_set=(19, 4),
     adapters=(4, 0),  # as measured of Wan
     kept={
@@ -37,6 +39,8 @@ _TENSORS = BlockTensors(
         "feed_forward_and_attention": (1 + 2 + 1, 0),
         # Besides: query, key, value, out; the hidden layer.
         "matmuls_and_attention": (1 + 2 + 5, 1),
+        # Besides: two norms; normed queries and keys; the activation's output.
+        "norms_matmuls_and_attention": (1 + 2 + 5 + 4, 2),
         # An estimate: what autodiff keeps of norms, rotary embedding and GELU, partly in float32.
         "none": (24, 3),
     },

@@ -129,7 +129,7 @@ def test_a_sample_without_any_text_is_finite_with_all_its_gradients():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "remat",
-    [["full"], ["attention"], ["feed_forward_and_attention"], ["matmuls_and_attention"]],
+    [["full"], ["attention"], ["feed_forward_and_attention"], ["norms_matmuls_and_attention"]],
     ids="+".join,
 )
 @pytest.mark.parametrize("scan", [True, False], ids=["loop", "unrolled"])
