@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from training_runs import Runs, errors, lines_of, wait_until
 
-RANKS = ("--planning.ranks", "4", "--data.loader.max_bad_records", "1")
+KEPT = ("--model.remat", "auto", "--model.memory_budget", "2")
+"""What layers keep is chosen by process 0 for all."""
+RANKS = ("--planning.ranks", "4", "--data.loader.max_bad_records", "1", *KEPT)
 PLAIN = ("--sampling.grids", "[]")
 CONSTANT = ("--optimizer.final_fraction", "1.0")
 """A learning rate that does not depend on the run's length."""
