@@ -28,6 +28,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
+from alload_jax.bench.device_time import require_gpu
 from alload_jax.bench.provenance import provenance
 from alload_jax.bench.step import Step, training_spec
 from alload_jax.bench.step_profile.roofs import measure as measure_roofs
@@ -178,6 +179,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "step_parts_h200.json")
     options = parser.parse_args(argv)
     set_xla_flags()
+    if options.set != "tiny":
+        require_gpu()
     model = config_from_fields(training_fields(model_fields(options.model, options.layers)))
     cases = SETS[options.set]
     result: dict[str, Any] = {
