@@ -287,6 +287,9 @@ def _remat(
         budget = given * 1e9
     layers = getattr(architecture, "num_layers", 1)
     shards = options.shards
+    several = fields.get("micro_batches_per_step", 1) > 1
+    several |= fields.get("ranks_mode") == "independent"
+    trained = dataclasses.replace(trained, accumulates=several)  # as the run
     choice = choose_remat(
         architecture, layers, device, m_mem, budget, shards=shards, trained=trained
     )
