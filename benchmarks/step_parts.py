@@ -64,10 +64,14 @@ class Case(NamedTuple):
     unrolled: bool = False
 
     @property
+    def tokens(self) -> int:
+        """Of a row, in patches of 1×2×2 latents."""
+        return math.prod(self.latents) // 4
+
+    @property
     def name(self) -> str:
         """In words."""
-        tokens = math.prod(self.latents) // 4
-        words = f"{self.rows}×{tokens:,}, {self.remat}"
+        words = f"{self.rows}×{self.tokens:,}, {self.remat}"
         words += f", without {self.without}" if self.without else ""
         return words + ", unrolled" * self.unrolled
 
@@ -141,15 +145,16 @@ def timed(step: Step, case: Case, program: Any, repeats: int) -> dict[str, Any]:
     }
 
 
-def roof_seconds(case: Case, step: Step, model: ModelConfig, roofs: Mapping[str, Any]) -> float:
+def roof_seconds(
+    case: Case, step: Step, fields: Mapping[str, Any], roofs: Mapping[str, Any]
+) -> float:
     """Products at their rate, attention as measured alone, the optimizer's bytes as a copy."""
-    tokens = math.prod(case.latents) // math.prod(model.patch_size)
-    flops = from_fields(model.architecture()).flops()
-    products = 3 * case.rows * (flops.matmul_per_token * tokens + flops.matmul_per_sequence)
+    flops = from_fields(fields).flops()
+    products = 3 * case.rows * (flops.matmul_per_token * case.tokens + flops.matmul_per_sequence)
     calls = [each for each in roofs["attention"] if (each["rows"], each["queries"]) ==
-             (case.rows, tokens)]  # fmt: skip
-    layers: int = getattr(model, "num_layers")  # noqa: B009
-    attending = layers * sum(each["forward_seconds"] + each["backward_seconds"] for each in calls)
+             (case.rows, case.tokens)]  # fmt: skip
+    passes = (each["forward_seconds"] + each["backward_seconds"] for each in calls)
+    attending = fields["num_layers"] * sum(passes)
     state, grads = step.state, step.accumulator.grads
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.opt_state, state.ema)))
     moved = 2 * kept + sum(leaf.nbytes for leaf in jax.tree.leaves(grads))
@@ -157,14 +162,12 @@ def roof_seconds(case: Case, step: Step, model: ModelConfig, roofs: Mapping[str,
     return products / roofs["matmul_flops_per_second"] + attending + optimizer
 
 
-def shapes_of(cases: Sequence[Case], model: ModelConfig) -> list[dict[str, int]]:
+def shapes_of(cases: Sequence[Case], fields: Mapping[str, Any]) -> list[dict[str, int]]:
     """Self- and cross-attention of each shape."""
-    heads: int = getattr(model, "num_heads")  # noqa: B009
-    head_dim: int = getattr(model, "head_dim")  # noqa: B009
-    found = []
-    for rows, latents in dict.fromkeys((case.rows, case.latents) for case in cases):
-        tokens = math.prod(latents) // math.prod(model.patch_size)
-        shared = {"rows": rows, "queries": tokens, "heads": heads, "head_dim": head_dim}
+    heads, found = fields["num_heads"], []
+    of_head = {"heads": heads, "head_dim": fields["dim"] // heads}
+    for rows, tokens in dict.fromkeys((case.rows, case.tokens) for case in cases):
+        shared = of_head | {"rows": rows, "queries": tokens}
         found += [shared | {"keys": keys} for keys in (tokens, _TEXT)]
     return found
 
@@ -181,12 +184,13 @@ def main(argv: list[str]) -> int:
     set_xla_flags()
     if options.set != "tiny":
         require_gpu()
-    model = config_from_fields(training_fields(model_fields(options.model, options.layers)))
+    fields = model_fields(options.model, options.layers)
+    model = config_from_fields(training_fields(fields))
     cases = SETS[options.set]
     result: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         **provenance(("jax", "jaxlib", "flax")),
-        "model": model_fields(options.model, options.layers),
+        "model": fields,
         "cases": [],
     }
     step, begin = Step(training_spec(model)), time.perf_counter()
@@ -202,9 +206,9 @@ def main(argv: list[str]) -> int:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
         print(f"{case.name}: {row['seconds']:.4f} s, {row['bytes'] / 1e9:.1f} GB", flush=True)
     if jax.default_backend() == "gpu":
-        result["roofs"] = roofs = measure_roofs(shapes_of(cases, model))
+        result["roofs"] = roofs = measure_roofs(shapes_of(cases, fields))
         for case, row in zip(cases, result["cases"], strict=True):
-            row["roof_seconds"] = roof_seconds(case, step, model, roofs)
+            row["roof_seconds"] = roof_seconds(case, step, fields, roofs)
             row["of_roof"] = row["roof_seconds"] / row["seconds"]
             print(f"{case.name}: {row['of_roof']:.3f} of the roof", flush=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")

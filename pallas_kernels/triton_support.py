@@ -10,6 +10,15 @@ _OLDEST = 8.0
 """Compute capability below which Triton has no bfloat16."""
 
 
+def unsupported_here(*, interpret: bool) -> Exception | None:
+    """Why kernels cannot run here, as the error to raise; None if they can.
+
+    Args:
+      interpret: whether they run in Pallas's interpreter, on any device.
+    """
+    return missing_lowering() or (None if interpret else unsupported_device())
+
+
 def missing_lowering() -> Exception | None:
     """Why this JAX cannot lower them, as the error to raise; None if it can."""
     try:

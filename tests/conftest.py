@@ -52,6 +52,17 @@ def in_sample(item, items):
     return cases.index(item) % marker.args[0] == 0
 
 
+@pytest.fixture
+def own_comparisons(tmp_path, monkeypatch):
+    """Comparisons of kernels that neither other tests nor the user's files know."""
+    from pallas_kernels.first_use import COMPARISONS
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    COMPARISONS.clear()
+    yield
+    COMPARISONS.clear()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_compiled():
     """Frees a file's programs, among which later files would be traced more slowly."""

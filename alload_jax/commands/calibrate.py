@@ -15,6 +15,7 @@ from alload_jax.commands.calibrate_run import calibrate_from_run
 from alload_jax.commands.calibrate_tables import print_report
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import read_cost_file, write_cost_file
+from alload_jax.planning.remat import AUTO_REMAT
 from alload_jax.sharding.xla_flags import set_xla_flags
 
 if TYPE_CHECKING:  # JAX takes a second to import and reserves a GPU's memory
@@ -152,7 +153,7 @@ def _config(options: argparse.Namespace) -> "Config":
         )
     overrides = [part for key, value in options.set for part in (f"--{key}", value)]
     config = read_config(["--config", options.config, *overrides], prog="alload calibrate")
-    if config.model.remat == "auto":
+    if config.model.remat == AUTO_REMAT:
         raise InputError(
             "alload calibrate: model.remat is auto, which fills the memory that m_mem leaves; give "
             "the policy to measure, such as --set model.remat attention"
@@ -195,8 +196,7 @@ def _step(config: "Config", options: argparse.Namespace) -> "Step":
     MemoryModel(float(state), 1.0).max_tokens(limit, options.margin)
     model = with_density(config.model, 1.0)
     spec = training_spec(model, config.optimizer, config.objective, config.parameters)
-    single = config.planning.micro_batches_per_step == 1
-    return Step(spec, _condition_tokens(config), single=single)
+    return Step(spec, _condition_tokens(config), single=config.planning.single_gradient)
 
 
 def _condition_tokens(config: "Config") -> int:

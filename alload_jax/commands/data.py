@@ -11,7 +11,7 @@ from alload_jax.commands.data_tables import bucket_table, store_table
 from alload_jax.commands.flags import triple
 from alload_jax.commands.source_config import source_config
 from alload_jax.data.manifest import Manifest
-from alload_jax.data.pixel_latents import pixel_channels
+from alload_jax.data.pixel_latents import holds_pixels
 from alload_jax.data.sources.opening import open_source
 from alload_jax.data.sources.source import SampleSource
 from alload_jax.errors import InputError
@@ -103,8 +103,7 @@ def _show(options: argparse.Namespace) -> int:
 def _usual_patch(manifest: Manifest) -> Triple:
     """The patch size of Wan's models for latents, and that of `alload prepare media` for pixels."""
     whole = not (manifest.shape[:, 1:] % PIXEL_PATCH[1:]).any()
-    pixels = pixel_channels(manifest.vae_stride, int(manifest.channels[0]))
-    return PIXEL_PATCH if pixels and whole else Geometry().patch_size
+    return PIXEL_PATCH if holds_pixels(manifest) and whole else Geometry().patch_size
 
 
 def _sheet_samples(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ holds the next n frames in its channels: time as in the causal VAEs of video mod
 
 import numpy as np
 
+from alload_jax.data.manifest import Manifest
 from alload_jax.planning.geometry import Triple
 
 
@@ -22,6 +23,11 @@ def pixel_channels(vae_stride: Triple, channels: int) -> int | None:
     frames, *sides = vae_stride
     found, rest = divmod(channels, frames)
     return found if sides == [1, 1] and rest == 0 and found in (1, 3) else None
+
+
+def holds_pixels(manifest: Manifest) -> bool:
+    """Whether samples are grey or colour pictures, not latents of a VAE."""
+    return pixel_channels(manifest.vae_stride, int(manifest.channels[0])) is not None
 
 
 def fold_frames(frames: np.ndarray, per_latent: int) -> np.ndarray:

@@ -218,6 +218,11 @@ class PlanningConfig:
         power = (costs or self.costs()).power
         return float(self.p or (power.p if power else 2.0))
 
+    @property
+    def single_gradient(self) -> bool:
+        """Whether a step has one micro-batch for all ranks, whose gradient is then the step's."""
+        return self.micro_batches_per_step == 1 and self.ranks_mode == "synchronous"
+
     def tokens_bound(self, costs: CostFile | None = None) -> int | None:
         """The M_mem to use, or None; `costs` as in `exponent`."""
         return self.m_mem or (costs or self.costs()).m_mem

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from alload_jax.data.manifest import Manifest
-from alload_jax.data.pixel_latents import pixel_channels, unfold_frames
+from alload_jax.data.pixel_latents import holds_pixels, unfold_frames
 from alload_jax.data.record import LATENTS
 from alload_jax.data.sources.source import SampleSource
 from alload_jax.data.store import BadRecordError
@@ -41,11 +40,6 @@ def write_contact_sheet(path: str | Path, source: SampleSource, samples: int = 1
     source.close()
     notes = [] if holds_pixels(manifest) else [_text([_NOTE], _FAINT)]
     _stack([*notes, *rows]).save(path, format="PNG")
-
-
-def holds_pixels(manifest: Manifest) -> bool:
-    """Returns whether the samples are grey or colour pictures, not latents."""
-    return pixel_channels(manifest.vae_stride, int(manifest.channels[0])) is not None
 
 
 def latent_colours(latents: np.ndarray) -> np.ndarray:

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from alload_jax.distributed.cluster import Cluster
 from pallas_kernels.first_use import COMPARISONS
 
@@ -12,15 +10,13 @@ from pallas_kernels.first_use import COMPARISONS
 def share_comparisons(cluster: Cluster, trace: Callable[[], Any]) -> None:
     """Measures in process 0 what a program asks for, and takes its results in all processes.
 
-    A run of one process measures too, before compilers of several programs share the GPU.
+    In a run of one process the kernels measure by themselves.
 
     Args:
       cluster: the processes.
       trace: traces a program, which asks for the comparisons that it needs.
     """
     if cluster.num_processes == 1:
-        if jax.default_backend() == "gpu":
-            trace()
         return
 
     def measured() -> dict[str, float]:

@@ -49,7 +49,6 @@ def _choice(config: Config, budget: float | None) -> tuple[list[str], str]:
     if before and before["for"] == conditions:
         policies = before["policies"]
         return policies, f"model.remat: {in_words(policies)}, as this run began"
-    planning = config.planning
     choice = choose_for(
         config.model,
         conditions["tokens"],
@@ -57,7 +56,7 @@ def _choice(config: Config, budget: float | None) -> tuple[list[str], str]:
         config.parameters,
         config.optimizer,
         shards=conditions["shards"],
-        single=planning.micro_batches_per_step == 1 and planning.ranks_mode == "synchronous",
+        single=config.planning.single_gradient,
     )
     place.parent.mkdir(parents=True, exist_ok=True)
     write_json(place, {"policies": choice.policies, "for": conditions})

@@ -7,8 +7,6 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-import jax
-
 from alload_jax.config import Config, run_steps, values_in, values_of
 from alload_jax.data.batch import describe
 from alload_jax.data.condition import unread
@@ -39,7 +37,7 @@ from alload_jax.training.signals import StopRequest, stop_name
 from alload_jax.training.start import Origin, new_state, state_of_checkpoint
 from alload_jax.training.state import TrainingSpec, TrainState, Weights
 from alload_jax.training.step import auxiliary_shapes
-from alload_jax.training.trainer import Trainer, on_mesh
+from alload_jax.training.trainer import Trainer, largest, on_mesh
 from alload_jax.training.validation.validator import Validator
 
 
@@ -72,7 +70,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> 
             print_summary(summary, folder)
             return 0
         state, source = _begin(config, spec, work, checkpoints, start)
-        single = work.run_plan.plan.topology.micro_batches_per_step == 1
+        single = config.planning.single_gradient
         trainer = make_trainer(spec, mesh, state, work.groups, single=single)
 
         # ------------------------------------------------------------ run folder, compilation
@@ -179,8 +177,7 @@ def _trace(spec: TrainingSpec, work: Work, weights: Weights) -> None:
     """Traces the largest micro-batch."""
     mesh = work.groups[0] if work.groups else work.mesh
     shapes = work.collator.collation.shapes(work.run_plan.plan)
-    largest = max(shapes, key=lambda shape: sum(part.size for part in jax.tree.leaves(shape)))
-    auxiliary_shapes(spec, mesh, weights, on_mesh(largest, mesh))
+    auxiliary_shapes(spec, mesh, weights, on_mesh(largest(shapes), mesh))
 
 
 def _compile(

@@ -35,7 +35,7 @@ from alload_jax.training.step import (
     make_accumulate,
     means_are_finite,
 )
-from alload_jax.training.trainer import Trainer, in_parallel, on_mesh
+from alload_jax.training.trainer import Trainer, in_parallel, largest, on_mesh
 
 
 def make_trainer(
@@ -93,7 +93,7 @@ class GroupTrainer:
         """
         if not shapes:
             return
-        self._share(self._zero_accumulator(shapes[0]))
+        self._share(self._zero_accumulator(largest(shapes)))
 
         def compile_one(shape: AnyBatch) -> dict[Mesh, Any]:
             return {mesh: group.compile(shape) for mesh, group in self._local.items()}

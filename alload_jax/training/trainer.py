@@ -48,8 +48,10 @@ class Trainer:
         """
         if not shapes:
             return
+        # Traced here, the largest one measures kernels of which nothing is known while the GPU is
+        # idle; below, compilers use it.
         self._accumulator = zero_accumulator(
-            self._spec, self._mesh, self.state.weights, on_mesh(shapes[0], self._mesh)
+            self._spec, self._mesh, self.state.weights, on_mesh(largest(shapes), self._mesh)
         )
 
         def compile_one(shape: AnyBatch) -> Any:
@@ -93,6 +95,11 @@ class Trainer:
             self._accumulator = gradient(
                 self.state.weights, self._accumulator, batch, self.state.key
             )
+
+
+def largest(shapes: Sequence[AnyBatch]) -> AnyBatch:
+    """The shape of most elements."""
+    return max(shapes, key=lambda shape: sum(part.size for part in jax.tree.leaves(shape)))
 
 
 def in_parallel(

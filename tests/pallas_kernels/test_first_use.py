@@ -21,16 +21,10 @@ from pallas_kernels import (
 from pallas_kernels.first_use import COMPARISONS, Comparisons, path_of, seconds_of
 from pallas_kernels.layernorm_modulate import layernorm_modulate, residual_layernorm_modulate
 
+pytestmark = pytest.mark.usefixtures("own_comparisons")
+
 KIND = "NVIDIA B999"
 CASE = "bias_gelu 64 bfloat16"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    COMPARISONS.clear()
-    yield
-    COMPARISONS.clear()
 
 
 @pytest.fixture

@@ -8,15 +8,9 @@ import pytest
 from alload_jax.run.kernel_choice import share_comparisons
 from pallas_kernels.first_use import COMPARISONS
 
+pytestmark = pytest.mark.usefixtures("own_comparisons")
+
 CASE = "bias_gelu 1536 bfloat16"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    COMPARISONS.clear()
-    yield
-    COMPARISONS.clear()
 
 
 def asks(*times):

@@ -45,21 +45,22 @@ def test_a_budget_is_filled_and_the_run_goes_on_with_what_it_chose(runs, capsys)
         assert "model.remat: full, as this run began" in capsys.readouterr().out
 
 
-def test_another_budget_is_told_and_chosen_for(runs, capsys):
+def gone_on(runs, capsys, *flags):
+    """What a run prints that goes on after another with a budget of 2 GB."""
     assert train(runs, "--model.memory_budget", "2") == 0
     capsys.readouterr()
-    flags = ["--config", "run/config.yaml", "--run.steps", "3", "--model.memory_budget", "3"]
+    flags = ["--config", "run/config.yaml", "--run.steps", "3", *flags]
     assert run_command(main, flags) == 0
-    out = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def test_another_budget_is_told_and_chosen_for(runs, capsys):
+    out = gone_on(runs, capsys, "--model.memory_budget", "3")
     assert "(predicted 0.5 of 3.0 GB); budget was 2000000000.0 and is 3000000000.0" in out
 
 
 def test_a_policy_takes_the_place_of_auto_when_a_run_goes_on(runs, capsys):
-    assert train(runs, "--model.memory_budget", "2") == 0
-    capsys.readouterr()
-    flags = ["--config", "run/config.yaml", "--run.steps", "3", "--model.remat", "full"]
-    assert run_command(main, flags) == 0
-    out = capsys.readouterr().out
+    out = gone_on(runs, capsys, "--model.remat", "full")
     assert "model.remat: none" not in out
     assert "model.remat auto → full" in out
     written = yaml.safe_load((runs.folder / "run" / "config.yaml").read_text())["model"]

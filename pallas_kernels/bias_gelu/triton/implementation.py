@@ -11,22 +11,20 @@ from pallas_kernels.bias_gelu.operands import CallConfig, Operands, Options
 from pallas_kernels.bias_gelu.reference import XlaImplementation
 from pallas_kernels.bias_gelu.triton import tuning
 from pallas_kernels.first_use import COMPARISONS, ELEMENTS, compared
-
-# What needs Pallas's Triton lowering is imported where it runs: it is deprecated, and a JAX
-# without it must still run the other implementations.
+from pallas_kernels.triton.lazy_calls import LazyCalls
 
 
-class TritonImplementation(FusedImplementation):
+class TritonImplementation(LazyCalls[Operands, Options], FusedImplementation):
     """The kernels of this folder, on NVIDIA GPUs."""
 
     name = "triton"
     interpretable = True
+    calls = "pallas_kernels.bias_gelu.triton.calls"
 
     def unsupported_reason(self, operands: Operands, config: CallConfig) -> Exception | None:
         """Another device or JAX, a checking shard_map, a split that does not fit."""
         return (
-            triton_support.missing_lowering()
-            or (None if config.options.interpret else triton_support.unsupported_device())
+            triton_support.unsupported_here(interpret=config.options.interpret)
             or devices.unsupported_manual_axes(operands.x)
             or super().unsupported_reason(operands, config)
         )
@@ -49,17 +47,3 @@ class TritonImplementation(FusedImplementation):
         x = jax.random.normal(keys[0], (1, max(1, ELEMENTS // width), width), dtype)
         bias, config = jax.random.normal(keys[1], (width,)), CallConfig(Options(), None)
         return compared((XlaImplementation(), self), Operands, config, (x, bias))
-
-    def forward(self, operands: Operands, options: Options) -> jax.Array:
-        """One kernel."""
-        from pallas_kernels.bias_gelu.triton import calls
-
-        return calls.forward(operands, options)
-
-    def backward(
-        self, operands: Operands, cotangent: jax.Array, options: Options
-    ) -> tuple[jax.Array, jax.Array]:
-        """One kernel, and one that adds up the partial sums of the bias's gradient."""
-        from pallas_kernels.bias_gelu.triton import calls
-
-        return calls.backward(operands, cotangent, options)

@@ -23,6 +23,4 @@ class TritonImplementation(KernelImplementation):
 
     def unsupported_here(self, config: CallConfig) -> Exception | None:
         """A JAX without the lowering, or another device."""
-        return triton_support.missing_lowering() or (
-            None if config.options.interpret else triton_support.unsupported_device()
-        )
+        return triton_support.unsupported_here(interpret=config.options.interpret)

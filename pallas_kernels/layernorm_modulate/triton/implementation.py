@@ -39,8 +39,7 @@ class TritonImplementation(FusedImplementation):
     def unsupported_reason(self, operands: Operands, config: CallConfig) -> Exception | None:
         """A JAX without the lowering, another device, a shard_map that checks, a split width."""
         return (
-            triton_support.missing_lowering()
-            or (None if config.options.interpret else triton_support.unsupported_device())
+            triton_support.unsupported_here(interpret=config.options.interpret)
             or devices.unsupported_manual_axes(operands.x)
             or super().unsupported_reason(operands, config)
         )

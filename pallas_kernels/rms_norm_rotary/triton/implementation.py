@@ -11,16 +11,15 @@ from pallas_kernels.rms_norm_rotary.differentiable import FusedImplementation
 from pallas_kernels.rms_norm_rotary.operands import CallConfig, Operands, Options
 from pallas_kernels.rms_norm_rotary.reference import XlaImplementation
 from pallas_kernels.rms_norm_rotary.triton import tuning
-
-# What needs Pallas's Triton lowering is imported where it runs: it is deprecated, and a JAX
-# without it must still run the other implementations.
+from pallas_kernels.triton.lazy_calls import LazyCalls
 
 
-class TritonImplementation(FusedImplementation):
+class TritonImplementation(LazyCalls[Operands, Options], FusedImplementation):
     """The kernels of this folder, on NVIDIA GPUs."""
 
     name = "triton"
     interpretable = True
+    calls = "pallas_kernels.rms_norm_rotary.triton.calls"
 
     def unsupported_reason(self, operands: Operands, config: CallConfig) -> Exception | None:
         """Another device or JAX, a checking shard_map, an odd head, a split that does not fit."""
@@ -30,8 +29,7 @@ class TritonImplementation(FusedImplementation):
                 f"head_dim={head_dim} is not a power of two from 2 on; use 'xla' or 'auto'"
             )
         return (
-            triton_support.missing_lowering()
-            or (None if config.options.interpret else triton_support.unsupported_device())
+            triton_support.unsupported_here(interpret=config.options.interpret)
             or devices.unsupported_manual_axes(operands.x)
             or super().unsupported_reason(operands, config)
         )
@@ -67,17 +65,3 @@ class TritonImplementation(FusedImplementation):
 
         config = CallConfig(options, None)
         return compared((XlaImplementation(), self), operands, config, (x, weight))
-
-    def forward(self, operands: Operands, options: Options) -> jax.Array:
-        """One kernel."""
-        from pallas_kernels.rms_norm_rotary.triton import calls
-
-        return calls.forward(operands, options)
-
-    def backward(
-        self, operands: Operands, cotangent: jax.Array, options: Options
-    ) -> tuple[jax.Array, jax.Array]:
-        """One kernel, and one that adds up the partial sums of the weight's gradient."""
-        from pallas_kernels.rms_norm_rotary.triton import calls
-
-        return calls.backward(operands, cotangent, options)
