@@ -72,7 +72,7 @@ def _step(costs: CostFile, case: Case) -> dict[str, Any]:
 
 def _measured(settings: dict[str, Any]) -> dict[str, Any]:
     """The JSON that the measurement prints, or the error that ended it."""
-    command = [sys.executable, "-m", "alload_jax.bench.step", json.dumps(settings)]
+    command = [sys.executable, "-m", "alload_jax.bench.step_process", json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0 and done.stdout:
         return json.loads(done.stdout.splitlines()[-1])

@@ -140,7 +140,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
             fields["memory_budget"] = options.memory_budget
             name = f"alload, keep {remat}" + (", float32 residual" * (residual == "float32"))
             name += ", unrolled" * options.unrolled
-            yield name, "alload_jax.bench.step", shared | {"model": fields}
+            yield name, "alload_jax.bench.step_process", shared | {"model": fields}
 
 
 def _outcome(result: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from alload_jax.bench.step import Settings
+from alload_jax.bench.step_process import Settings
 from alload_jax.bench.workload_step import Measured, representative
 from alload_jax.cli import main
 from alload_jax.commands import bench_step

@@ -18,7 +18,8 @@ from jax.profiler import ProfileData
 
 from alload_jax.bench.device_trace import recorded
 from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import Settings, Step, resolved, training_spec
+from alload_jax.bench.step import Step, training_spec
+from alload_jax.bench.step_process import Settings, resolved
 from alload_jax.bench.step_profile.attribution import (
     COMMUNICATION,
     OPTIMIZER,

@@ -1,0 +1,115 @@
+"""Measures one training step of this project in a separate process.
+
+`python -m alload_jax.bench.step_process '{"model": {...}, ...}'` prints one line of JSON. Each
+measurement has its own process, so that its peak of memory is its own. benchmarks/torch_step.py is
+the counterpart in PyTorch.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+
+from alload_jax.bench.provenance import provenance
+from alload_jax.bench.step import Step, tokens_beside, training_spec
+from alload_jax.errors import InputError
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import config_from_fields, parameter_count
+from alload_jax.planning.remat import AUTO_REMAT
+from alload_jax.training.device_memory import out_of_memory
+from alload_jax.training.optimizer import OptimizerConfig
+from alload_jax.training.parameters import ALL_TRAINED
+from alload_jax.training.remat_choice import choose_for, memory_budget
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings of one measurement.
+
+    Attributes:
+      model: fields of the model's config; `text` as a dict.
+      batch: number of rows.
+      latents: (frames, height, width) in latents.
+      warmup, steps: number of untimed and of timed steps.
+      condition_tokens: condition tokens of each row, for models conditioned on classes.
+    """
+
+    model: dict[str, Any]
+    batch: int
+    latents: tuple[int, int, int]
+    warmup: int = 2
+    steps: int = 6
+    condition_tokens: int = 512
+
+    def config(self) -> ModelConfig:
+        """The model's config."""
+        return config_from_fields(self.model)
+
+
+def resolved(settings: Settings) -> ModelConfig:
+    """The model; with `remat: auto`, what this device's memory holds of it.
+
+    Raises:
+      InputError: nothing fits.
+    """
+    model = settings.config()
+    if model.remat != AUTO_REMAT or (budget := memory_budget(model)) is None:
+        return model
+    tokens = settings.batch * math.prod(settings.latents) // math.prod(model.patch_size)
+    tokens += settings.batch * tokens_beside(model, settings.condition_tokens)
+    rows = settings.batch
+    choice = choose_for(model, tokens, budget, ALL_TRAINED, OptimizerConfig(), rows=rows)
+    return dataclasses.replace(model, remat="none", remat_layers=choice.policies)
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Median seconds and peak bytes of a step; or the error that ended the measurement."""
+    try:
+        model = resolved(settings)
+    except InputError as error:
+        return {"error": str(error), "settings": dataclasses.asdict(settings)}
+    latents = (settings.batch, *settings.latents)
+    recorded = provenance(["jax", "jaxlib", "flax"]) | {
+        "settings": dataclasses.asdict(settings),
+        "parameters": parameter_count(model),
+        "policies": list(model.policies),
+        "tokens": settings.batch * math.prod(settings.latents) // math.prod(model.patch_size),
+        "tokens_beside": tokens_beside(model, settings.condition_tokens),
+    }
+    begin = time.perf_counter()
+    try:
+        step = Step(training_spec(model), settings.condition_tokens)
+        gradient = step.compile(latents)
+        compiled = time.perf_counter()
+        batch = step.batch(latents)
+        runs = settings.warmup + settings.steps
+        seconds = [step.run(gradient, batch) for _ in range(runs)][settings.warmup :]
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return recorded | {"error": "out of memory"}
+    memory = jax.local_devices()[0].memory_stats() or {}
+    return recorded | {
+        "seconds": statistics.median(seconds),
+        "seconds_least": min(seconds),
+        "seconds_most": max(seconds),
+        "compile_seconds": compiled - begin,
+        "peak_bytes": memory.get("peak_bytes_in_use"),
+        "temporary_bytes": gradient.memory_analysis().temp_size_in_bytes,
+    }
+
+
+def main() -> None:
+    """Measures with the settings in the first argument, a JSON object."""
+    fields = json.loads(sys.argv[1])
+    fields["latents"] = tuple(fields["latents"])
+    print(json.dumps(measure(Settings(**fields))))
+
+
+if __name__ == "__main__":
+    main()
