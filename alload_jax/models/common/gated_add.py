@@ -22,10 +22,10 @@ def gated_add(x: jax.Array, y: jax.Array, gate: jax.Array, options: dict[str, An
     Returns:
       [B, S, D] in x's dtype.
     """
-    if "segment_ids" in options:
-        # The residual sum of the fused norm: its gradient of the gate is a reduction over segments,
-        # whereas indexing the gates by token would give a scatter over all tokens.
+    if "segment_ids" in options or gate.ndim == 2:
+        # The residual sum of the fused norm. The gate's gradient is then a reduction over a segment
+        # or a row, where indexing the gates by token would give a scatter over all tokens; and for
+        # rows of many samples XLA would transpose x and y before it reduces.
         none = jnp.zeros_like(gate)
         return residual_layernorm_modulate(x, y, gate, none, none, **options)[0]
-    gate = gate[:, None, :] if gate.ndim == 2 else gate
     return (x.astype(jnp.float32) + y.astype(jnp.float32) * gate).astype(x.dtype)

@@ -129,10 +129,10 @@ def _sum_backward(
         return dsum.astype(options.x_dtype), dsum.astype(options.out_dtype), tables
     ids, shape = residuals.segment_ids, (dh.size // dh.shape[-1], dh.shape[-1])
     row_blocks = _row_blocks(dh, residuals.gate, residuals, options, blocks)
-    shapes = {
-        "dx": jax.ShapeDtypeStruct(shape, options.x_dtype),
-        "dy": jax.ShapeDtypeStruct(shape, options.out_dtype),
-    }
+    shapes = {"dy": jax.ShapeDtypeStruct(shape, options.out_dtype)}
+    if ids is not None:
+        # Padding's gradient is zero. Elsewhere that of x is dh itself.
+        shapes["dx"] = jax.ShapeDtypeStruct(shape, options.x_dtype)
     if options.layout == "token":
         shapes["dgate"] = jax.ShapeDtypeStruct(shape, residuals.gate.dtype)
     else:
@@ -142,7 +142,8 @@ def _sum_backward(
     inputs = {"dh": dh, "y": residuals.y, "gate": residuals.gate}
     name = SUM_BACKWARD
     result = _call(sum_backward_kernel, name, inputs, ids, shapes, options, blocks, row_blocks)
-    dx, dy = (result[key].reshape(dh.shape) for key in ("dx", "dy"))
+    dx = result["dx"].reshape(dh.shape) if "dx" in result else dh.astype(options.x_dtype)
+    dy = result["dy"].reshape(dh.shape)
     if options.layout == "token":
         return dx, dy, [*zeros, result["dgate"].reshape(dh.shape)]
     total = _sums(result["partial"], row_blocks, residuals.gate.shape, options)

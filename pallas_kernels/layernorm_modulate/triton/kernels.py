@@ -58,12 +58,13 @@ def forward_kernel(*refs: Any, launch: Launch) -> None:
 
 
 def sum_backward_kernel(*refs: Any, launch: Launch) -> None:
-    """dh, y, gate → dx, dy, gradient of the gate or its sums: where h alone was used."""
+    """dh, y, gate → [dx], dy, gradient of the gate or its sums: where h alone was used."""
     rows = Rows(launch, refs, ("dh", "y"))
 
     def work(row: Any, value: dict[str, Tiles], valid: Any, total: Tiles) -> Any:
         dh = value["dh"]
-        rows.store("dx", row, dh)
+        if "dx" in rows.ref:
+            rows.store("dx", row, dh)
         rows.store("dy", row, tile_map(jnp.multiply, value["gate"], dh))
         grad = tile_map(jnp.multiply, dh, value["y"])
         if rows.per_token:
