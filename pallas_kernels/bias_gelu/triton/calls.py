@@ -1,6 +1,6 @@
 """The kernels' calls: arrays in, arrays out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,9 @@ def backward(
     launch = _launch(x, tuning.BACKWARD, options)
     sums = jax.ShapeDtypeStruct((launch.along, launch.dim), jnp.float32)
     given = (x, operands.bias[None], _rows(cotangent))
-    dx, partial_sums = _call(backward_kernel, BACKWARD, given, [x, sums], launch)
+    # The gradient of x takes the memory of the cotangent, which nothing else needs.
+    in_place = {2: 0} if cotangent.dtype == x.dtype else {}
+    dx, partial_sums = _call(backward_kernel, BACKWARD, given, [x, sums], launch, in_place)
     table = (1, launch.dim)
     dbias = reduce_partials(partial_sums, None, launch.along, table, options.interpret, REDUCE)
     return dx.reshape(operands.x.shape), dbias[0]
@@ -57,13 +59,18 @@ def _call(
     inputs: Sequence[jax.Array],
     outputs: Sequence[Any],
     launch: Launch,
+    in_place: Mapping[int, int] | None = None,
 ) -> Any:
-    """Runs a kernel; the outputs have the shapes and dtypes of `outputs`."""
+    """Runs a kernel; the outputs have the shapes and dtypes of `outputs`.
+
+    `in_place` says by numbers which input's memory an output takes.
+    """
     return pl.pallas_call(
         partial(kernel, launch=launch),
         out_shape=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in outputs],
         grid=(launch.along * launch.across,),
         compiler_params=plgpu.CompilerParams(num_warps=launch.blocks.num_warps, num_stages=1),
+        input_output_aliases=dict(in_place or {}),
         interpret=launch.interpret,
         name=name,
     )(*inputs)
