@@ -102,7 +102,9 @@ class Step:
         self.accumulator: Any = None
         self.state = without_zeros(init_state(self.spec, self.mesh, 0))
         smallest = self.batch_shape((1, *self.model.patch_size))
-        self.accumulator = zero_accumulator(self.spec, self.mesh, self.state.weights, smallest)
+        self.accumulator = zero_accumulator(
+            self.spec, self.mesh, self.state.weights, smallest, single=self._single
+        )
 
     def compile(self, latents: tuple[int, ...]) -> Any:
         """Compiles the gradient for latents (rows, frames, height, width)."""

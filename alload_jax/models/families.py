@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.gradient_slots import narrow_kernels
 from alload_jax.models.common.lora import DropoutKey, add_lora
 from alload_jax.models.common.named_tensors import Naming, Tensor
 from alload_jax.models.common.output import Output
@@ -275,6 +276,11 @@ def training_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Any]:
     model = nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0), training=True))
     graph, *states = nnx.split(model, DropoutKey, ...)
     return graph, nnx.to_pure_dict(states[0])
+
+
+def gradient_dtypes(config: ModelConfig) -> dict[str, jnp.dtype]:
+    """The kernels whose gradient is computed in 16 bits, with its dtype; see `SlottedKernel`."""
+    return narrow_kernels(nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0))))
 
 
 def split_model(model: Any) -> ModelParts:

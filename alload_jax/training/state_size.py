@@ -1,16 +1,18 @@
 """The size of a training state, for memory models."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from alload_jax.planning.analytic import ALL_TRAINED, STATE_BYTES, Trained
+from alload_jax.sharding.rules import path_name
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ParametersConfig, split_parameters
 
 _WEIGHT_BYTES = 4
-_SUM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def trained_of(
@@ -19,6 +21,7 @@ def trained_of(
     optimizer: OptimizerConfig,
     *,
     accumulates: bool = True,
+    narrow: Mapping[str, Any] | None = None,
 ) -> Trained:
     """Counts the trained parameters and the bytes of each, for memory models.
 
@@ -27,6 +30,8 @@ def trained_of(
       parameters: which of them are trained.
       optimizer: the optimizer, whose state is counted without being made.
       accumulates: as in `Trained`.
+      narrow: dtypes of gradients, by names of parameters, that are not the optimizer's
+        `accumulate_dtype`.
     """
     trained, _ = split_parameters(params, parameters)
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
@@ -36,8 +41,12 @@ def trained_of(
         math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.ndim
     )
     average = 0 if optimizer.ema_decay is None else _WEIGHT_BYTES
-    sums = _SUM_BYTES[optimizer.accumulate_dtype]
-    each = _WEIGHT_BYTES + average + sums + moments / count
+    gradients = sum(
+        leaf.size
+        * jnp.dtype((narrow or {}).get(path_name(path), optimizer.accumulate_dtype)).itemsize
+        for path, leaf in jax.tree_util.tree_flatten_with_path(trained)[0]
+    )
+    each = _WEIGHT_BYTES + average + (gradients + moments) / count
     if parameters.identity():
         return Trained(count, parameters.stored_dtype, each, accumulates)
     if each == STATE_BYTES and accumulates:

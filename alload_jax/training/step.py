@@ -5,7 +5,7 @@ their grouping into micro-batches and ranks: micro-batches accumulate weighted s
 gradient and auxiliary values, and the update divides by the sum of weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,12 +16,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from alload_jax.data.batch import AnyBatch
+from alload_jax.models.common.gradient_slots import with_slots
 from alload_jax.models.common.lora import dropout_keys
 from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.parts import ACCUMULATION, OBJECTIVE, OPTIMIZER
-from alload_jax.models.families import family_of, training_graph
+from alload_jax.models.families import family_of, gradient_dtypes, training_graph
 from alload_jax.sharding.mesh import batch_sharding, replicated
-from alload_jax.sharding.rules import zero_shardings
+from alload_jax.sharding.rules import path_name, zero_shardings
 from alload_jax.training.optimizer import update_ema
 from alload_jax.training.parameters import merge_parameters
 from alload_jax.training.spikes import skipped_updates
@@ -62,9 +63,15 @@ def make_accumulate(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> 
       spec: what training computes.
       mesh: mesh of the devices.
       single: whether steps have one micro-batch. Its gradient is then written in place of the one
-        that the accumulator holds, so that memory holds one gradient and not two.
+        that the accumulator holds, so that memory holds one gradient and not two. That of
+        `gradient_dtypes` stays in the dtype in which it is computed.
     """
     sums_of = _make_sums(spec, mesh)
+    narrow = gradient_dtypes(spec.model) if single else {}
+
+    def sums_at(inputs: Any, weights: Weights, *others: Any) -> Any:
+        params = with_slots(weights.params, inputs, narrow) if narrow else inputs
+        return sums_of(params, weights, *others)
 
     # Where nothing is added, the accumulator's gradient is an unused argument: kept, so that the
     # result takes its memory.
@@ -75,9 +82,10 @@ def make_accumulate(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> 
         batch: AnyBatch,
         key: jax.Array,
     ) -> GradientAccumulator:
-        gradient = jax.value_and_grad(sums_of, has_aux=True)
+        gradient = jax.value_and_grad(sums_at, has_aux=True)
         run_key = jax.random.wrap_key_data(key)
-        (_, sums), grads = gradient(weights.params, weights, batch, run_key)
+        inputs = _chosen_by_name(narrow, accumulator.grads, weights.params)
+        (_, sums), grads = gradient(inputs, weights, batch, run_key)
         added = GradientAccumulator(grads, sums.loss, sums.weight, sums.auxiliary)
         with jax.named_scope(ACCUMULATION):
             total = jax.tree.map(_add, accumulator, added)
@@ -87,6 +95,15 @@ def make_accumulate(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> 
         return jax.lax.with_sharding_constraint(total, shardings)
 
     return accumulate
+
+
+def _chosen_by_name(names: Container[str], these: Any, others: Any) -> Any:
+    """Leaves of the first of two nested dicts where their name is given, else of the other."""
+
+    def choose(path: Any, this: Any, other: Any) -> Any:
+        return this if path_name(path) in names else other
+
+    return jax.tree_util.tree_map_with_path(choose, these, others)
 
 
 def _like(grads: Any, others: Any) -> Any:
@@ -213,7 +230,7 @@ def _chosen(condition: jax.Array, new: Any, old: Any) -> Any:
 
 
 def zero_accumulator(
-    spec: TrainingSpec, mesh: Mesh, weights: Weights, batch: AnyBatch
+    spec: TrainingSpec, mesh: Mesh, weights: Weights, batch: AnyBatch, *, single: bool = False
 ) -> GradientAccumulator:
     """Builds an accumulator of zeros.
 
@@ -222,13 +239,18 @@ def zero_accumulator(
       mesh: mesh on which the accumulator is placed.
       weights: values of the model, or their shapes.
       batch: any micro-batch, or its shapes; auxiliary values have the same shapes for all.
+      single: as in `make_accumulate`.
     """
+    narrow = gradient_dtypes(spec.model) if single else {}
     auxiliary = auxiliary_shapes(spec, mesh, weights, batch)
+
+    def of_parameter(path: Any, value: Any) -> jax.Array:
+        return jnp.zeros(value.shape, narrow.get(path_name(path), spec.accumulate_dtype))
 
     def make() -> GradientAccumulator:
         zero = jnp.zeros(())
         return GradientAccumulator(
-            jax.tree.map(lambda p: jnp.zeros(p.shape, spec.accumulate_dtype), weights.params),
+            jax.tree_util.tree_map_with_path(of_parameter, weights.params),
             zero,
             zero,
             jax.tree.map(lambda value: jnp.zeros(value.shape, jnp.float32), auxiliary),

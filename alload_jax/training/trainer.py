@@ -51,7 +51,9 @@ class Trainer:
         # Traced here, the largest one measures kernels of which nothing is known while the GPU is
         # idle; below, compilers use it.
         self._accumulator = zero_accumulator(
-            self._spec, self._mesh, self.state.weights, on_mesh(largest(shapes), self._mesh)
+            *(self._spec, self._mesh, self.state.weights),
+            on_mesh(largest(shapes), self._mesh),
+            single=self._single,
         )
 
         def compile_one(shape: AnyBatch) -> Any:

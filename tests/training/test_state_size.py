@@ -1,10 +1,13 @@
 """The size of a training state that memory models are given."""
 
+import dataclasses
+
 import jax
 import pytest
+from flax.traverse_util import flatten_dict
 
 from alload_jax.models.common.lora import LoraConfig
-from alload_jax.models.families import abstract_model
+from alload_jax.models.families import abstract_model, gradient_dtypes
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.planning.analytic import ALL_TRAINED, GRADIENT_BYTES, state_bytes
@@ -49,3 +52,18 @@ def test_it_is_that_of_the_state_that_is_made(model, parameters, optimizer):
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     predicted = state_bytes(total, trained) - count * (GRADIENT_BYTES + sums)
     assert abs(predicted - made) < 200  # the step, the key and counters of the optimizer
+
+
+def test_gradients_that_stay_in_16_bits_take_half_of_their_bytes():
+    model = dataclasses.replace(PLAIN, dtype="bfloat16")
+    params, optimizer = abstract_model(model).params, OptimizerConfig()
+    narrow = gradient_dtypes(model)
+    wide, less = (
+        trained_of(params, ParametersConfig(), optimizer, accumulates=False, narrow=each)
+        for each in ({}, narrow)
+    )
+    flat = flatten_dict(params, sep="/")
+    count = sum(leaf.size for leaf in flat.values())
+    halved = sum(flat[name].size for name in narrow)
+    assert 0 < halved < count
+    assert (wide.bytes_each - less.bytes_each) * count == pytest.approx(2 * halved)

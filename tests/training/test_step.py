@@ -10,9 +10,11 @@ import pytest
 from alload_jax.data.batch import Batch
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
+from alload_jax.models.families import gradient_dtypes
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching, noised
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.sharding.rules import path_name
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, Weights, init_state
 from alload_jax.training.step import (
@@ -233,6 +235,34 @@ def test_the_gradient_of_a_micro_batch_alone_takes_no_memory_of_its_own(setup, p
     assert written.alias_size_in_bytes >= gradient
     assert written.temp_size_in_bytes < 0.6 * gradient
     assert added.temp_size_in_bytes > written.temp_size_in_bytes + 0.7 * gradient
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["loop", "unrolled"])
+def test_the_gradient_of_a_micro_batch_alone_stays_as_it_is_computed(setup, scan):
+    """In bfloat16 for kernels of layers that compute so: half the bytes and, but for one rounding
+    of XLA's own on CPUs, the same numbers."""
+    mesh, batch = setup[0], batch_of([0, 1])
+    model = dataclasses.replace(MODEL, dtype="bfloat16", scan_layers=scan)
+    spec = spec_with()._replace(model=model)
+    weights = init_state(spec, mesh, seed=0).weights
+    weights = weights._replace(params=jax.jit(disturbed)(weights.params))
+    found = []
+    for single in (False, True):
+        sums = zero_accumulator(spec, mesh, weights, batch, single=single)
+        accumulate = make_accumulate(spec, mesh, single=single)
+        found.append(accumulate(weights, sums, batch, setup[2]).grads)
+    names = set(gradient_dtypes(model))
+
+    def compare(path, wide, narrow):
+        in_16_bits = path_name(path) in names
+        assert wide.dtype == "float32"
+        assert narrow.dtype == ("bfloat16" if in_16_bits else "float32")
+        narrow = narrow.astype(jnp.float32)
+        scale = float(jnp.max(jnp.abs(wide)))
+        np.testing.assert_allclose(wide, narrow, rtol=2**-7, atol=2**-9 * scale)
+
+    jax.tree_util.tree_map_with_path(compare, *found)
+    assert len(names) == 10
 
 
 def test_updates_of_micro_batches_alone_are_those_of_sums(setup, alone):
