@@ -12,6 +12,10 @@ DEFAULT_FLAGS = OVERLAP_FLAGS | {
     # The scan over layers writes all of the stacks that it keeps for the backward pass; without
     # this, XLA fills them with zeros before.
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": "true",
+    # cuBLAS adds the bias of a linear layer as it writes the product. XLA's own Triton products
+    # take the bias with them when they are compared with cuBLAS; when they lose, a pass over the
+    # product adds it.
+    "xla_gpu_enable_triton_gemm": "false",
 }
 """XLA_FLAGS in the environment takes precedence."""
 
