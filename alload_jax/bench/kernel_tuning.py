@@ -1,10 +1,15 @@
-"""Searches how the LayerNorm-Modulate kernels divide rows of a width fastest, on this GPU."""
+"""Searches how the LayerNorm-Modulate kernels divide rows of a width fastest, on this GPU.
+
+Processes compile at the same time, and one after another measures. Most of the time goes to tracing
+and compiling, which threads of one process do not share well.
+"""
 
 import itertools
-import os
+import multiprocessing
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -28,15 +33,19 @@ TENSORS: dict[Pass, int] = {
     "residual_backward": 6,
 }
 """How many tensors of x's bytes each kernel must read and write at least."""
-_PER_CORE = {
-    "forward": {1: (16, 24), 4: (8, 24), 8: (4, 8)},
-    "backward": {1: (8, 16), 4: (2, 4), 8: (1, 2)},
+_PER_CORE: dict[str, dict[int, tuple[int, ...]]] = {
+    "forward": {1: (24, 16), 2: (24, 12), 4: (24, 8), 8: (4, 8), 16: (4, 2)},
+    "backward": {1: (8, 16), 2: (8, 4), 4: (4, 2, 3), 8: (2, 1, 3), 16: (1, 2), 32: (1,)},
 }
-"""Programs of each multiprocessor, by warps of a program."""
-_MOST_EACH = 80
+"""Programs of each multiprocessor, by warps of a program: the usual number, and others."""
+_MOST_EACH = {"forward": 80, "backward": 48}
 """Elements of a row that a thread holds at most; more would leave the registers."""
-_FEW_EACH = 16
-"""Up to as many, nothing is gained by holding less."""
+_MOST_PADDED = 1.25
+"""Width of a row with the padding of equal tiles over its own, at most."""
+_REFINED = 2
+"""Divisions whose programs and loads are varied."""
+_SETS = 2
+"""Sets of arguments in turn, so that the cache does not hold those of the next call."""
 
 
 class Timed(NamedTuple):
@@ -50,40 +59,70 @@ class Timed(NamedTuple):
 
 
 def candidates(kernel: Pass, dim: int) -> Iterator[Division]:
-    """Divisions of rows of `dim` elements, but those that cannot be fast."""
-    backward = kernel.endswith("backward")
-    for warps, lanes in itertools.product((1, 4, 8), (4, 8)):
+    """Divisions of rows of `dim` elements into tiles, but those that cannot be fast."""
+    kind = "backward" if kernel.endswith("backward") else "forward"
+    for warps, lanes in itertools.product(_PER_CORE[kind], (4, 8)):
         tile, each = 32 * warps * lanes, dim / (32 * warps)
-        if tile // 2 >= dim or not 2 <= each <= _MOST_EACH:
+        if tile // 2 >= dim or not 2 <= each <= _MOST_EACH[kind]:
             continue
-        for per_core in _PER_CORE["backward" if backward else "forward"][warps]:
-            yield Division(tile, warps, per_core)
-            if backward and each >= _FEW_EACH:
-                yield Division(tile, warps, per_core, prefetch=False, keep_in_registers=False)
+        usual = Division(tile, warps, _PER_CORE[kind][warps][0])
+        yield usual
+        if dim % tile and -(-dim // tile) * tile <= _MOST_PADDED * dim:
+            yield replace(usual, equal_tiles=True)
 
 
-def make_calls(kernel: Pass, dim: int, count: int) -> tuple[Any, list[tuple[Any, ...]]]:
-    """A function of (blocks) → call, and sets of its arguments."""
-    shape, residual = (1, ELEMENTS // dim, dim), kernel.startswith("residual")
+def variants(kernel: Pass, division: Division) -> Iterator[Division]:
+    """The same tiles with other numbers of programs, and other uses of registers."""
+    backward = kernel.endswith("backward")
+    others = _PER_CORE["backward" if backward else "forward"][division.num_warps]
+    uses = [{}, {"keep_in_registers": False}] if backward else [{}]
+    uses += [{"prefetch": False, "keep_in_registers": False}] if backward else []
+    for per_core, use in itertools.product(others, uses):
+        yield replace(division, per_core=per_core, **use)
 
-    def make(key: jax.Array) -> tuple[Operands, jax.Array, jax.Array]:
-        keys = jax.random.split(key, 7)
+
+class _Calls:
+    """Calls of a kernel with rows of one width: compiled without arrays, and run with them."""
+
+    def __init__(self, kernel: Pass, dim: int):
+        self.kernel, self.dim = kernel, dim
+        self._residual = kernel.startswith("residual")
+        key = jax.random.key(0)
+        self._shapes = jax.eval_shape(self._in_form, key)
+        self._make: Any = jax.jit(self._in_form).lower(key).compile()
+
+    def compile(self, division: Division) -> Any:
+        """A program that runs the kernel so on each of `_SETS` sets of arguments."""
+        blocks = division.blocks(jax.devices()[0].core_count)
+        outputs = ("out", "statistics", *(["h"] if self._residual else []))
+
+        def call(*given: Any) -> Any:
+            if self.kernel.endswith("forward"):
+                [operands] = given
+                return calls.forward(operands, self._options, blocks, outputs)
+            residuals, dh, dout = given
+            return calls.backward(residuals, dh, dout, self._options, blocks)
+
+        return rotating(call, [self._shapes] * _SETS)
+
+    def sets(self) -> list[tuple[Any, ...]]:
+        """Sets of arguments."""
+        return [self._make(jax.random.key(n)) for n in range(_SETS)]
+
+    def _in_form(self, key: jax.Array) -> tuple[Any, ...]:
+        shape, keys = (1, ELEMENTS // self.dim, self.dim), jax.random.split(key, 7)
         x, y, dh, dout = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys[:4])
-        scale, shift, gate = (jax.random.normal(k, (1, dim)) for k in keys[4:])
-        more = (y, gate) if residual else (None, None)
-        return Operands(x, scale, shift, *more), dh, dout
-
-    made = [jax.jit(make)(jax.random.key(n)) for n in range(count)]
-    _, options = normalise(kernel, made[0][0], eps=1e-6, residual_dtype=None, segment_block=None)
-    outputs = ("out", "statistics", *(["h"] if residual else []))
-    if kernel.endswith("forward"):
-        sets: list[tuple[Any, ...]] = [(operands,) for operands, _, _ in made]
-        return lambda blocks: lambda o: calls.forward(o, options, blocks, outputs), sets
-    sets = [
-        (_residuals(operands, options), dh if residual else None, dout)
-        for operands, dh, dout in made
-    ]
-    return lambda blocks: lambda s, dh, dout: calls.backward(s, dh, dout, options, blocks), sets
+        scale, shift, gate = (jax.random.normal(k, (1, self.dim)) for k in keys[4:])
+        more = (y, gate) if self._residual else (None, None)
+        operands, self._options = normalise(
+            *(self.kernel, Operands(x, scale, shift, *more)),
+            eps=1e-6,
+            residual_dtype=None,
+            segment_block=None,
+        )
+        if self.kernel.endswith("forward"):
+            return (operands,)
+        return _residuals(operands, self._options), dh if self._residual else None, dout
 
 
 def _residuals(operands: Operands, options: Options) -> Residuals:
@@ -94,26 +133,78 @@ def _residuals(operands: Operands, options: Options) -> Residuals:
     return Residuals(operands.x, statistics, operands.scale, shift, operands.y, operands.gate, None)
 
 
-def timed(
-    kernel: Pass, dim: int, divisions: Sequence[Division], pool: ThreadPoolExecutor
-) -> list[Timed]:
-    """The time of each division, the shortest first."""
-    call, sets = make_calls(kernel, dim, 2)
-    cores = jax.devices()[0].core_count
-    programs = pool.map(lambda each: rotating(call(each.blocks(cores)), sets), divisions)
-    moved = TENSORS[kernel] * (ELEMENTS // dim) * dim * 2
+Group = tuple[Pass, int, Division]
+"""A kernel, a width, and how it is divided now."""
+Measured = Callable[[Group], list[Timed]]
+
+_measuring: Any = None
+"""In a process of its own, the lock that whoever measures holds."""
+
+
+def _begin(lock: Any) -> None:
+    global _measuring
+    _measuring = lock
+
+
+def timed_now(group: Group) -> list[Timed]:
+    """The time of the division that is used now."""
+    kernel, dim, used = group
+    return _timed(_Calls(kernel, dim), [used])
+
+
+def timed_candidates(group: Group) -> list[Timed]:
+    """The times of the division that is used now, the candidates, and variants of the fastest."""
+    kernel, dim, used = group
+    given = _Calls(kernel, dim)
+    found = _timed(given, list(dict.fromkeys([used, *candidates(kernel, dim)])))
+    fastest = sorted(found, key=lambda each: each.us)[:_REFINED]
+    known = {each.division for each in found}
+    more = [one for each in fastest for one in variants(kernel, each.division) if one not in known]
+    return found + _timed(given, list(dict.fromkeys(more)))
+
+
+def _timed(given: _Calls, divisions: Sequence[Division]) -> list[Timed]:
+    programs = [given.compile(each) for each in divisions]
+    moved = TENSORS[given.kernel] * (ELEMENTS // given.dim) * given.dim * 2
     found = []
-    for division, program in zip(divisions, programs, strict=True):
-        us = device_time(program, sets, iterations=5).median
-        found.append(Timed(kernel, dim, division, us, moved / us * 1e6))
-    return sorted(found, key=lambda each: each.us)
+    with _measuring:
+        sets = given.sets()
+        for division, program in zip(divisions, programs, strict=True):
+            us = device_time(program, sets, iterations=5).median
+            found.append(Timed(given.kernel, given.dim, division, us, moved / us * 1e6))
+        del sets
+    return found
 
 
-def check(dims: Sequence[int], device_kind: str) -> Iterator[Timed]:
+def _in_processes(
+    work: Measured, groups: Iterable[Group], processes: int, deadline: float
+) -> Iterator[list[Timed]]:
+    """The result of each group as it is done; none is begun after the deadline."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, context, _begin, (context.Lock(),))
+    waiting, running = iter(groups), set[Future[list[Timed]]]()
+    try:
+        while True:
+            wanted = processes - len(running) if time.monotonic() < deadline else 0
+            running |= {pool.submit(work, each) for each in itertools.islice(waiting, wanted)}
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (each.result() for each in done)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _groups(dims: Sequence[int], kernels: Sequence[Pass], device_kind: str) -> Iterator[Group]:
+    for dim, kernel in itertools.product(dims, kernels):
+        yield kernel, dim, division_for(divisions(kernel, device_kind), dim)
+
+
+def check(dims: Sequence[int], device_kind: str, processes: int) -> Iterator[Timed]:
     """Times each width and kernel with what is used now."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for dim, kernel in itertools.product(dims, get_args(Pass)):
-            yield from timed(kernel, dim, [division_for(divisions(kernel, device_kind), dim)], pool)
+    groups = _groups(dims, get_args(Pass), device_kind)
+    for found in _in_processes(timed_now, groups, processes, float("inf")):
+        yield from found
 
 
 class Best(NamedTuple):
@@ -123,24 +214,27 @@ class Best(NamedTuple):
     best: Timed
 
 
-def search(dims: Sequence[int], device_kind: str, seconds: float) -> Iterator[Best]:
-    """Times all candidates for each width and kernel; begins new widths until time is up.
+def search(
+    dims: Sequence[int],
+    kernels: Sequence[Pass],
+    device_kind: str,
+    seconds: float,
+    processes: int,
+) -> Iterator[Best]:
+    """Times candidates for each width and kernel.
 
     Args:
       dims: widths, the most important first.
+      kernels: which are searched.
       device_kind: of this device.
-      seconds: no width is begun after as many.
+      seconds: no kernel of a width is begun after as many.
+      processes: that compile at the same time.
     """
     deadline = time.monotonic() + seconds
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for dim in dims:
-            if time.monotonic() > deadline:
-                return
-            for kernel in get_args(Pass):
-                used = division_for(divisions(kernel, device_kind), dim)
-                ways = list(dict.fromkeys([used, *candidates(kernel, dim)]))
-                found = timed(kernel, dim, ways, pool)
-                yield Best(next(each for each in found if each.division == used), found[0])
+    groups = _groups(dims, kernels, device_kind)
+    for found in _in_processes(timed_candidates, groups, processes, deadline):
+        # The division that is used now is the first that was timed.
+        yield Best(found[0], min(found, key=lambda each: each.us))
 
 
 def tuned(

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from alload_jax.errors import InputError
 HELP = "Measure how the norm kernels run fastest on this GPU, for model.norm auto and triton."
 
 _COMMAND = "alload bench tune"
+_KERNELS = ("forward", "backward", "residual_forward", "residual_backward")
 _DIMS = (1024, 1152, 1280, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096, 5120, 6144, 8192)
 _WIDTH = 120
 _COLUMNS = ("width", "kernel", "of copy before", "of copy", "tile", "warps", "programs a core")
@@ -35,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="widths, as model.dim, the most important first; default: common ones",
     )
     add(
+        "--kernels",
+        nargs="+",
+        choices=_KERNELS,
+        default=_KERNELS,
+        help="which are searched; default: all",
+    )
+    add(
         "--check",
         nargs="+",
         type=int,
@@ -42,17 +51,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIM",
         help="widths that are then timed as they run, without a search: are they near enough?",
     )
-    add("--seconds", type=float, default=600.0, help="no width is begun after as many")
+    add("--seconds", type=float, default=600.0, help="no kernel of a width is begun after as many")
+    add(
+        "--processes",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) - 1),
+        help="that compile at the same time; each takes about 0.6 GB of the GPU's memory; default: "
+        "one less than the machine has cores",
+    )
+    add(
+        "--without-xla",
+        action="store_true",
+        help="do not time XLA's fusion of each width, by which model.norm auto chooses",
+    )
     add("--out", help="JSON of all measurements; default: none")
 
 
 def run(options: argparse.Namespace) -> int:
     """Searches, prints a table, and writes the device's file, which later runs read."""
-    require_counts(_COMMAND, dims=min(options.dims), check=min(options.check, default=None))
+    counts = {"dims": min(options.dims), "check": min(options.check, default=None)}
+    require_counts(_COMMAND, **counts, processes=options.processes)
     if options.seconds <= 0:
         raise InputError(f"{_COMMAND}: --seconds {options.seconds}: it must be above 0")
     if options.out:
         require_place(_COMMAND, "--out", Path(options.out))
+    # The processes share the GPU's memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # Only now: `alload --help` needs neither JAX nor a GPU.
     import jax
 
@@ -67,14 +91,18 @@ def run(options: argparse.Namespace) -> int:
     details: dict[str, Any] = {"command": typed()} | provenance(["jax", "jaxlib", "numpy"])
     details |= {"copy_bytes_per_second": (copy := copy_bandwidth())}
     found = []
-    for best in search(list(dict.fromkeys(options.dims)), device, options.seconds):
+    dims = list(dict.fromkeys(options.dims))
+    search_for = (dims, options.kernels, device, options.seconds, options.processes)
+    for best in search(*search_for):
         found.append(best)
         console.print(" ".join(_row(best, copy)), highlight=False)
         # After each, so that a failure loses nothing that was measured.
         path = tuned_files.write(device, tuned(found, before), details)
-    ratios = times_xla(sorted({best.dim for _, best in found}))
+    found.sort(key=lambda each: (each.best.dim, each.best.kernel))
+    searched = sorted({best.dim for _, best in found})
+    ratios = {} if options.without_xla else times_xla(searched)
     path = tuned_files.write(device, tuned(found, before, ratios), details)
-    checked = list(check(options.check, device))
+    checked = sorted(check(options.check, device, options.processes))
     if options.out:
         details["widths"] = [[_fields(each, copy) for each in best] for best in found]
         details["checked"] = [_fields(each, copy) for each in checked]
@@ -114,6 +142,8 @@ def _show(
     for best in found:
         table.add_row(*_row(best, copy))
     console.print(table)
+    if not ratios:
+        return
     against = markdown_table("times as fast as XLA's fusion", ("width", "forward", "backward"))
     for dim, (forward, backward) in ratios.items():
         against.add_row(str(dim), f"{forward:.2f}", f"{backward:.2f}")

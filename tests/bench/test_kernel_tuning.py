@@ -157,11 +157,18 @@ def test_a_search_replaces_only_its_widths(before, division, kernel, dim):
 
 
 def test_the_table_holds_what_the_committed_search_found():
-    stored = json.loads((RESULTS / "kernel_tuning_h200.json").read_text())
-    for used, best in stored["widths"]:
-        fields = {name: best[name] for name in Division.__dataclass_fields__ if name in best}
-        assert tuning.MEASURED[best["kernel"]][best["dim"]] == Division(**fields)
-        assert best["us"] <= used["us"]
+    for name in ("kernel_tuning_h200.json", "kernel_tuning_widths_h200.json"):
+        for used, best in json.loads((RESULTS / name).read_text())["widths"]:
+            fields = {name: best[name] for name in Division.__dataclass_fields__ if name in best}
+            assert tuning.MEASURED[best["kernel"]][best["dim"]] == Division(**fields)
+            assert best["us"] <= used["us"]
+
+
+@given(st.sampled_from(PASSES), st.integers(1024, 8192))
+def test_widths_from_1024_on_are_near_a_searched_one(kernel, dim):
+    """The backward after a residual was searched up to 7,168 and at 8,192."""
+    known = tuning.MEASURED[kernel]
+    assert min(abs(width - dim) for width in known) <= (64 if dim <= 7168 else 512)
 
 
 @pytest.mark.parametrize(
