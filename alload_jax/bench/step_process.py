@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from alload_jax.bench.provenance import provenance
+from alload_jax.bench.remat_times import layer_seconds, measurable
 from alload_jax.bench.step import Step, tokens_beside, training_spec
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
@@ -62,8 +63,11 @@ def resolved(settings: Settings) -> ModelConfig:
         return model
     tokens = settings.batch * math.prod(settings.latents) // math.prod(model.patch_size)
     tokens += settings.batch * tokens_beside(model, settings.condition_tokens)
-    rows = settings.batch
-    choice = choose_for(model, tokens, budget, ALL_TRAINED, OptimizerConfig(), rows=rows)
+    latents, seconds = (settings.batch, *settings.latents), None
+    if measurable(model):
+        seconds = layer_seconds(model, latents, condition_tokens=settings.condition_tokens)
+    given = (ALL_TRAINED, OptimizerConfig())
+    choice = choose_for(model, tokens, budget, *given, rows=settings.batch, layer_seconds=seconds)
     return dataclasses.replace(model, remat="none", remat_layers=choice.policies)
 
 

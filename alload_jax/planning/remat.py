@@ -4,7 +4,7 @@ All layers are alike, so that a choice is how many of them have which policy. A 
 few layers: a loop over layers then compiles no more than that many.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -37,7 +37,7 @@ AUTO_REMAT: Literal["auto"] = "auto"
 UNRESOLVED: RematPolicy = "attention"
 """The policy where there is no memory to go by."""
 
-_LADDER: tuple[RematPolicy, ...] = (
+LADDER: tuple[RematPolicy, ...] = (
     "full",
     "attention",
     "feed_forward_and_attention",
@@ -60,17 +60,20 @@ class Choice(NamedTuple):
       seconds: predicted for a micro-batch.
       bytes: predicted peak on a device.
       budget: bytes that it may take.
+      measured: whether the times of the policies were measured.
     """
 
     policies: tuple[RematPolicy, ...]
     seconds: float
     bytes: float
     budget: float
+    measured: bool = False
 
     def line(self) -> str:
         """The choice in words."""
+        by = "by measured time, " if self.measured else ""
         return (
-            f"model.remat: {in_words(self.policies)} (predicted {self.bytes / 1e9:.1f} of "
+            f"model.remat: {in_words(self.policies)} ({by}predicted {self.bytes / 1e9:.1f} of "
             f"{self.budget / 1e9:.1f} GB)"
         )
 
@@ -94,8 +97,9 @@ def choose_remat(
     shards: int = 1,
     rows: int | None = None,
     trained: Trained = ALL_TRAINED,
+    layer_seconds: Mapping[RematPolicy, float] | None = None,
 ) -> Choice:
-    """The fastest choice whose micro-batches of `tokens` tokens fit, by arithmetic.
+    """The fastest choice whose micro-batches of `tokens` tokens fit.
 
     Args:
       architecture: the model.
@@ -107,20 +111,31 @@ def choose_remat(
       rows: sequences of the micro-batch, each with its condition; None for as many of `SHORTEST`
         tokens as there may be.
       trained: which parameters are trained.
+      layer_seconds: measured for a layer's forward and backward under each policy, `full` among
+        them; others are not chosen. None for the times that arithmetic predicts.
 
     Raises:
       InputError: no policy fits.
     """
 
+    def seconds_of(policies: Sequence[RematPolicy]) -> float:
+        measured = layer_seconds if layer_seconds and policies != (_LAST_RESORT,) else None
+        asked = ("full",) if measured else policies
+        cost = step_cost(architecture, device, asked, trained)
+        [seconds] = bucketed_cost(cost, np.array([1]), np.array([tokens]))
+        if measured is None:
+            return float(seconds)
+        gained = [measured["full"] - measured[each] for each in policies]
+        return float(seconds) - num_layers * sum(gained) / len(gained)
+
     def predicted(policies: tuple[RematPolicy, ...]) -> Choice:
         memory = step_memory(architecture, device, policies, shards, trained)
         needed = memory.bytes_of(tokens, tokens / SHORTEST if rows is None else rows)
-        cost = step_cost(architecture, device, policies, trained)
-        [seconds] = bucketed_cost(cost, np.array([1]), np.array([tokens]))
-        return Choice(policies, float(seconds), needed, budget)
+        return Choice(policies, seconds_of(policies), needed, budget, bool(layer_seconds))
 
-    free = budget * (1 - MARGIN)
-    fitting = [each for each in map(predicted, _patterns(num_layers)) if each.bytes <= free]
+    free, known = budget * (1 - MARGIN), layer_seconds or LADDER
+    patterns = (each for each in _patterns(num_layers) if set(each) <= set(known))
+    fitting = [each for each in map(predicted, patterns) if each.bytes <= free]
     if not fitting:
         last = predicted((_LAST_RESORT,))
         if last.bytes > free:
@@ -139,11 +154,11 @@ def _patterns(num_layers: int) -> Iterator[tuple[RematPolicy, ...]]:
 
     `none` stands alone: beside others it would also keep a copy of its layers' parameters.
     """
-    for policy in _LADDER:
+    for policy in LADDER:
         yield (policy,)
     for length in range(2, min(num_layers, _LONGEST_PATTERN) + 1):
         if num_layers % length:
             continue
-        for less, more in pairwise(_LADDER[:-1]):
+        for less, more in pairwise(LADDER[:-1]):
             for count in range(1, length):
                 yield (less,) * (length - count) + (more,) * count

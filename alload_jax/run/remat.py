@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import jax
 
+from alload_jax.bench.remat_times import layer_seconds, measurable, square_latents
 from alload_jax.config import Config
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.errors import InputError
@@ -57,15 +58,28 @@ def _choice(config: Config, budget: float | None) -> tuple[list[str], str]:
         config.optimizer,
         shards=conditions["shards"],
         single=config.planning.single_gradient,
+        layer_seconds=(seconds := _measured(config, conditions["tokens"])),
     )
     place.parent.mkdir(parents=True, exist_ok=True)
-    write_json(place, {"policies": choice.policies, "for": conditions})
+    found = {"policies": choice.policies, "for": conditions, "layer_seconds": seconds}
+    write_json(place, found)
     changed = [
         f"{name} was {before['for'].get(name)} and is {value}"
         for name, value in conditions.items()
         if before and before["for"].get(name) != value
     ]
     return list(choice.policies), "; ".join([choice.line(), *changed])
+
+
+def _measured(config: Config, tokens: int) -> dict[RematPolicy, float] | None:
+    """Seconds of a layer by policy on this process's device; None where they are predicted."""
+    if not measurable(config.model):
+        return None
+    print("model.remat: auto times two layers under each policy", flush=True)
+    latents = square_latents(config.model, tokens)
+    return layer_seconds(
+        config.model, latents, optimizer=config.optimizer, parameters=config.parameters
+    )
 
 
 def _read(place: Path) -> dict[str, Any] | None:

@@ -1,15 +1,16 @@
 """What the layers of a model keep, chosen for the memory of this process's devices."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.families import abstract_model
+from alload_jax.models.families import abstract_model, gradient_dtypes
 from alload_jax.planning.architectures.registry import from_fields
 from alload_jax.planning.devices import DEVICES, Device, device_named
-from alload_jax.planning.remat import Choice, choose_remat
+from alload_jax.planning.remat import Choice, RematPolicy, choose_remat
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.state_size import trained_of
@@ -36,8 +37,9 @@ def choose_for(
     shards: int = 1,
     rows: int | None = None,
     single: bool = True,
+    layer_seconds: Mapping[RematPolicy, float] | None = None,
 ) -> Choice:
-    """The fastest choice for a model that fits, by arithmetic; see `choose_remat`.
+    """The fastest choice for a model that fits; see `choose_remat`.
 
     Args:
       model: the model's config.
@@ -48,6 +50,7 @@ def choose_for(
       shards: devices that share one copy of weights and state.
       rows: sequences of a micro-batch; None for as many short ones as M_mem is made for.
       single: whether steps have one micro-batch, so that no sum is kept beside its gradient.
+      layer_seconds: as in `choose_remat`.
 
     Raises:
       InputError: nothing fits, or no costs of such models are known.
@@ -61,7 +64,14 @@ def choose_for(
         budget,
         shards=shards,
         rows=rows,
-        trained=trained_of(params, parameters, optimizer, accumulates=not single),
+        trained=trained_of(
+            params,
+            parameters,
+            optimizer,
+            accumulates=not single,
+            narrow=gradient_dtypes(model) if single else {},
+        ),
+        layer_seconds=layer_seconds,
     )
 
 

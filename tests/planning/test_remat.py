@@ -15,7 +15,7 @@ from alload_jax.planning.architectures.hunyuan_video import HUNYUAN_VIDEO_1_5
 from alload_jax.planning.architectures.wan import WAN_1_3B, WAN_14B, WanArchitecture
 from alload_jax.planning.cost import bucketed_cost
 from alload_jax.planning.devices import DEVICES
-from alload_jax.planning.remat import MARGIN, RematPolicy, choose_remat
+from alload_jax.planning.remat import LADDER, MARGIN, RematPolicy, choose_remat
 
 H200 = DEVICES["h200"]
 MODELS = {"wan-1.3b": WAN_1_3B, "hunyuan": HUNYUAN_VIDEO_1_5}
@@ -97,6 +97,34 @@ def test_one_gradient_and_few_rows_leave_room_to_keep_more():
     fewer = choose(WAN_1_3B, 32_760, 60, rows=1)
     assert fewer.bytes < needed(WAN_1_3B, fewer.policies, 32_760)
     assert fewer.seconds < found[0].seconds
+
+
+seconds = st.floats(0.01, 0.1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.fixed_dictionaries(dict.fromkeys(LADDER, seconds)), st.floats(40, 300), st.data())
+def test_measured_times_go_before_predicted_ones(measured, gigabytes, data):
+    tokens, single = 32_760, Trained(accumulates=False)
+    absent = data.draw(st.sampled_from(LADDER[1:]))
+    del measured[absent]
+    given = {"rows": 1, "trained": single, "layer_seconds": measured}
+    choice = choose(WAN_1_3B, tokens, gigabytes, **given)
+    if choice.policies == ("offload",):
+        return
+    assert absent not in choice.policies
+    assert "by measured time" in choice.line()
+
+    def total(policies):
+        return sum(measured[each] for each in policies) / len(policies)
+
+    for policy in measured:
+        memory = step_memory(WAN_1_3B, H200, policy, trained=single)
+        if memory.bytes_of(tokens, 1) <= gigabytes * 1e9 * (1 - MARGIN):
+            assert total(choice.policies) <= total([policy]) + 1e-12
+    gained = 30 * (measured["full"] - total(choice.policies))
+    [full] = bucketed_cost(step_cost(WAN_1_3B, H200, "full", single), [1], [tokens])
+    assert choice.seconds == pytest.approx(full - gained)
 
 
 def measured():

@@ -7,6 +7,8 @@ import yaml
 from training_runs import Runs
 
 from alload_jax.errors import run_command
+from alload_jax.planning.remat import LADDER
+from alload_jax.run import remat
 from alload_jax.run.main import main
 
 
@@ -43,6 +45,28 @@ def test_a_budget_is_filled_and_the_run_goes_on_with_what_it_chose(runs, capsys)
     ):
         assert run_command(main, command) == 0
         assert "model.remat: full, as this run began" in capsys.readouterr().out
+
+
+def test_on_a_gpu_measured_times_choose_and_stay_in_the_run_folder(runs, capsys, monkeypatch):
+    times = dict.fromkeys(LADDER, 2.0) | {"feed_forward_and_attention": 1.0}
+    asked = []
+
+    def layer_seconds(model, latents, *, optimizer, parameters):
+        asked.append(latents)
+        return times
+
+    monkeypatch.setattr(remat, "measurable", lambda model: True)
+    monkeypatch.setattr(remat, "layer_seconds", layer_seconds)
+    assert train(runs, "--model.memory_budget", "2") == 0
+    out = capsys.readouterr().out
+    assert "model.remat: auto times two layers under each policy" in out
+    assert "model.remat: feed_forward_and_attention (by measured time, predicted 0." in out
+    assert chosen(runs) == ["feed_forward_and_attention"]
+    stored = json.loads((runs.folder / "run" / "remat.json").read_text())
+    assert stored["layer_seconds"] == times
+    # What the run began with is not timed again.
+    assert train(runs, "--model.memory_budget", "2", "--run.steps", "3") == 0
+    assert len(asked) == 1
 
 
 def gone_on(runs, capsys, *flags):
