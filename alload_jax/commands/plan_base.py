@@ -31,6 +31,7 @@ class PlanBase(NamedTuple):
       packs: whether the model can train on packed rows.
       layers: the model's layers as training begins; None if all are always dense.
       trained: which parameters are trained.
+      single: the same for steps of one micro-batch, whose gradient takes less.
       weights: of the sources of samples.
       config: the model's config; None without a config.
     """
@@ -43,6 +44,7 @@ class PlanBase(NamedTuple):
     packs: bool
     layers: SparseLayers | None = None
     trained: Trained = ALL_TRAINED
+    single: Trained = dataclasses.replace(ALL_TRAINED, accumulates=False)
     weights: tuple[SourceWeight, ...] = ()
     config: "ModelConfig | None" = None
 
@@ -60,6 +62,7 @@ def read_base(path: str | None) -> PlanBase:
         f.name: getattr(config.planning, f.name) for f in dataclasses.fields(PlanningConfig)
     }
     model = config.model
+    trained, single = _trained_of(config)
     return PlanBase(
         planning,
         model.patch_size,
@@ -68,16 +71,21 @@ def read_base(path: str | None) -> PlanBase:
         model.step_fields().get("remat", AUTO_REMAT),
         packs=model.attention != "xla" and model.dtype != "float32",
         layers=first_layers(model),
-        trained=_trained_of(config),
+        trained=trained,
+        single=single,
         weights=config.data.weights,
         config=model,
     )
 
 
-def _trained_of(config: "Config") -> Trained:
-    """The trained parameters of a config; counting them needs the model's shapes."""
-    from alload_jax.models.families import abstract_model
+def _trained_of(config: "Config") -> tuple[Trained, Trained]:
+    """The trained parameters of a config, whose steps have several micro-batches or one.
+
+    Counting them needs the model's shapes.
+    """
+    from alload_jax.models.families import abstract_model, gradient_dtypes
     from alload_jax.training.state_size import trained_of
 
-    params = abstract_model(config.model).params
-    return trained_of(params, config.parameters, config.optimizer)
+    given = (abstract_model(config.model).params, config.parameters, config.optimizer)
+    narrow = gradient_dtypes(config.model)
+    return trained_of(*given), trained_of(*given, accumulates=False, narrow=narrow)

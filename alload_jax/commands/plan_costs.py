@@ -109,8 +109,9 @@ def _remat(
         budget = given * 1e9
     layers = getattr(architecture, "num_layers", 1)
     shards = options.shards
-    single = PlanningConfig(**fields).single_gradient
-    trained = dataclasses.replace(trained, accumulates=not single)
+    if PlanningConfig(**fields).single_gradient:
+        of_config = trained is base.trained
+        trained = base.single if of_config else dataclasses.replace(trained, accumulates=False)
     choice = choose_remat(
         architecture, layers, device, m_mem, budget, shards=shards, trained=trained
     )
