@@ -3,8 +3,9 @@
     python benchmarks/step_parts.py
 
 Each case is a shape of rows, what the layers keep, and what is left out: `bias_gelu` and
-`gated_add` leave those to XLA, `query_blocks` runs cross-attention unsplit. All programs are
-compiled at once and share one state. `bytes` is what XLA's programs and the state take together;
+`gated_add` leave those to XLA, `query_blocks` runs cross-attention unsplit, `added_bias` lets XLA
+choose its own products, beside which it adds biases. All programs are compiled at once and share
+one state. `bytes` is what XLA's programs and the state take together;
 `of_roof` compares with matrix products at this device's rate, cuDNN's attention measured alone, and
 the optimizer's bytes at the rate of a copy, all in the same run.
 """
@@ -79,25 +80,27 @@ class Case(NamedTuple):
 CLIP, IMAGES, MIDDLE = (1, (21, 60, 104)), (42, (1, 60, 104)), (8, (8, 64, 32))
 SETS: dict[str, tuple[Case, ...]] = {
     "bars": (
-        Case(*IMAGES, "matmuls_and_attention"),
-        Case(*IMAGES, "matmuls_and_attention", "bias_gelu"),
-        Case(*IMAGES, "matmuls_and_attention", "gated_add"),
-        Case(*CLIP, "attention"),
-        Case(*CLIP, "attention", "query_blocks"),
-        Case(*CLIP, "matmuls_and_attention"),
-        Case(*MIDDLE, "matmuls_and_attention"),
-        Case(*CLIP, "feed_forward_and_attention"),
-        Case(*CLIP, "full"),
-    ),
-    "unrolled": (
-        Case(*IMAGES, "matmuls_and_attention"),
         Case(*IMAGES, "matmuls_and_attention", unrolled=True),
+        Case(*MIDDLE, "matmuls_and_attention", unrolled=True),
         Case(*CLIP, "attention"),
-        Case(*CLIP, "attention", unrolled=True),
+        Case(*CLIP, "full"),
+        Case(*CLIP, "norms_matmuls_and_attention", unrolled=True),
+    ),
+    "parts": (
+        Case(*IMAGES, "matmuls_and_attention", unrolled=True),
+        Case(*IMAGES, "matmuls_and_attention", "added_bias", unrolled=True),
+        Case(*IMAGES, "matmuls_and_attention", "gated_add", unrolled=True),
+        Case(*IMAGES, "matmuls_and_attention", "bias_gelu", unrolled=True),
+        Case(*IMAGES, "matmuls_and_attention"),
+        Case(*CLIP, "matmuls_and_attention", unrolled=True),
+        Case(*CLIP, "matmuls_and_attention"),
+        Case(*CLIP, "feed_forward_and_attention"),
+        Case(*CLIP, "attention", "query_blocks"),
     ),
     "tiny": (
         Case(2, (1, 8, 8), "attention"),
         Case(2, (1, 8, 8), "matmuls_and_attention", "bias_gelu", unrolled=True),
+        Case(2, (1, 8, 8), "matmuls_and_attention", "added_bias"),
     ),
 }
 
@@ -107,6 +110,7 @@ def leaving_out(part: str) -> Iterator[None]:
     """Traces without a part."""
     patches: dict[str, Any] = {
         "": contextlib.nullcontext(),
+        "added_bias": contextlib.nullcontext(),
         "bias_gelu": mock.patch.object(tuning, "measured_as_faster", return_value=False),
         "gated_add": mock.patch.object(gated_add, "residual_layernorm_modulate", _plain_sum),
         "query_blocks": mock.patch.object(attention, "query_blocks", return_value=1),
@@ -129,6 +133,12 @@ def lowered(step: Step, case: Case, model: ModelConfig) -> Any:
     with leaving_out(case.without):
         program: Any = make_accumulate(spec, step.mesh, single=True)
         return program.lower(state.weights, step.accumulator, batch, state.key)
+
+
+def compiled(program: Any, case: Case) -> Any:
+    """The program of a case."""
+    of_xla = case.without == "added_bias" and jax.default_backend() == "gpu"
+    return program.compile({"xla_gpu_enable_triton_gemm": True} if of_xla else None)
 
 
 def timed(step: Step, case: Case, program: Any, repeats: int) -> dict[str, Any]:
@@ -179,8 +189,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", choices=tuple(MODELS), default="1.3b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps (default 5)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "step_parts_h200.json")
+    parser.add_argument("--out", type=Path, help="default: step_SET_h200.json of the results")
     options = parser.parse_args(argv)
+    options.out = options.out or RESULTS / f"step_{options.set}_h200.json"
     set_xla_flags()
     if options.set != "tiny":
         require_gpu()
@@ -196,7 +207,7 @@ def main(argv: list[str]) -> int:
     step, begin = Step(training_spec(model)), time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         update = pool.submit(step.update.lower(step.state, step.accumulator).compile)
-        pending = [pool.submit(lowered(step, case, model).compile) for case in cases]
+        pending = [pool.submit(compiled, lowered(step, case, model), case) for case in cases]
         step.update = update.result()
         programs = [each.result() for each in pending]
     result["compile_seconds"] = time.perf_counter() - begin
