@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import Offloadable, checkpoint_name
 
 from alload_jax.planning.remat import RematPolicy
 
@@ -34,6 +34,21 @@ def _keeps_fused_attention(prim: Any, *_: Any, **__: Any) -> bool:
     return prim.name == "dot_product_attention_fwd_wrapper"
 
 
+_TO_HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
+_offload_named_attention = _policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[BLOCK_LISTS],
+    names_which_can_be_offloaded=[ATTENTION_OUTPUT],
+    **_TO_HOST,
+)
+
+
+def _offload_attention(prim: Any, *avals: Any, **params: Any) -> Any:
+    """Keeps the same in the host's memory."""
+    if _keeps_fused_attention(prim):
+        return Offloadable(src=_TO_HOST["offload_src"], dst=_TO_HOST["offload_dst"])
+    return _offload_named_attention(prim, *avals, **params)
+
+
 _KEEP_ATTENTION = _policies.save_from_both_policies(
     _policies.save_only_these_names(ATTENTION_OUTPUT, BLOCK_LISTS), _keeps_fused_attention
 )
@@ -42,9 +57,9 @@ _POLICIES = {
     "offload": _policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[BLOCK_LISTS],
         names_which_can_be_offloaded=[_BLOCK_INPUT],
-        offload_src="device",
-        offload_dst="pinned_host",
+        **_TO_HOST,
     ),
+    "offload_attention": _offload_attention,
     "attention": _KEEP_ATTENTION,
     "feed_forward_and_attention": _policies.save_from_both_policies(
         _KEEP_ATTENTION, _policies.save_only_these_names(FEED_FORWARD_OUTPUT)

@@ -186,8 +186,11 @@ def test_rematerialisation_changes_no_gradient(remat, scan):
 
 
 @pytest.mark.gpu
-def test_offloading_changes_no_bit_of_a_gradient_on_a_gpu():
-    jax.tree.map(np.testing.assert_array_equal, gradient(["full"]), gradient(["offload"]))
+@pytest.mark.parametrize(
+    ("kept", "offloaded"), [("full", "offload"), ("attention", "offload_attention")]
+)
+def test_offloading_changes_no_bit_of_a_gradient_on_a_gpu(kept, offloaded):
+    jax.tree.map(np.testing.assert_array_equal, gradient([kept]), gradient([offloaded]))
 
 
 def gradient(remat, scan=True):
@@ -244,7 +247,7 @@ def test_unrolled_layers_are_in_no_loop():
     assert (loops(True), loops(False)) == (1, 0)
 
 
-def test_offloading_moves_the_inputs_of_blocks_alone_to_the_host():
+def test_offloading_moves_the_inputs_of_blocks_or_attention_alone_to_the_host():
     def moved(remat):
         config = WanConfig(**{**vars(CONFIG), "remat": remat})
         graph, params = randomised(config)
@@ -259,9 +262,13 @@ def test_offloading_moves_the_inputs_of_blocks_alone_to_the_host():
         return {line.rpartition("-> ")[2] for line in to_host}
 
     assert not moved("full")
+    assert not moved("attention")
     [shape] = moved("offload")
     rows, tokens = 2, 4 * 4 * 4
     assert shape.startswith(f"tensor<{rows}x{tokens}x{CONFIG.dim}x")
+    [shape] = moved("offload_attention")
+    heads = CONFIG.num_heads
+    assert shape.startswith(f"tensor<{rows}x{tokens}x{heads}x{CONFIG.dim // heads}x")
 
 
 def test_a_fresh_model_predicts_zero():
