@@ -6,6 +6,7 @@ and compiling, which threads of one process do not share well.
 
 import itertools
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -142,8 +143,10 @@ _measuring: Any = None
 
 
 def _begin(lock: Any) -> None:
+    """Begins a process; Ctrl-C is left to the one that began it."""
     global _measuring
     _measuring = lock
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def timed_now(group: Group) -> list[Timed]:
@@ -188,11 +191,19 @@ def _in_processes(
             wanted = processes - len(running) if time.monotonic() < deadline else 0
             running |= {pool.submit(work, each) for each in itertools.islice(waiting, wanted)}
             if not running:
-                return
+                break
             done, running = wait(running, return_when=FIRST_COMPLETED)
             yield from (each.result() for each in done)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    except BaseException:
+        # Without waiting for what they are compiling.
+        pool.shutdown(wait=False, cancel_futures=True)
+        children = multiprocessing.active_children()
+        for process in children:
+            process.terminate()
+        for process in children:
+            process.join()
+        raise
+    pool.shutdown()
 
 
 def _groups(dims: Sequence[int], kernels: Sequence[Pass], device_kind: str) -> Iterator[Group]:

@@ -2,6 +2,10 @@
 
 import json
 import math
+import multiprocessing
+import os
+import signal
+import time
 from pathlib import Path
 from typing import get_args
 
@@ -9,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alload_jax.bench.kernel_tuning import Best, Timed, candidates, tuned
+from alload_jax.bench import kernel_tuning
+from alload_jax.bench.kernel_tuning import Best, Timed, candidates, tuned, variants
 from alload_jax.cli import main
 from alload_jax.errors import InputError
 from pallas_kernels.layernorm_modulate.triton import tuned_files, tuning
@@ -135,6 +140,51 @@ def test_a_damaged_file_is_passed_over_with_a_warning(text):
     path.unlink()
 
 
+def in_another_process(group):
+    kernel, dim, division = group
+    if dim == 13:
+        raise ValueError(f"cannot run {dim}")
+    return [Timed(kernel, dim, division, float(os.getpid()), 1.0)]
+
+
+def slowly(group):
+    time.sleep(600)
+
+
+def groups_of(*dims):
+    return [("forward", dim, Division(128, 1, 1)) for dim in dims]
+
+
+@pytest.mark.slow
+def test_processes_share_the_work_and_begin_none_after_the_deadline():
+    run = kernel_tuning._in_processes
+    found = list(run(in_another_process, groups_of(*range(20, 26)), 2, math.inf))
+    assert sorted(each.dim for [each] in found) == list(range(20, 26))
+    assert os.getpid() not in {each.us for [each] in found}
+    assert list(run(in_another_process, groups_of(20), 2, time.monotonic() - 1)) == []
+    with pytest.raises(ValueError, match="cannot run 13"):
+        list(run(in_another_process, groups_of(20, 13, 21), 1, math.inf))
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+def test_a_search_that_is_interrupted_leaves_no_process():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 3)
+        with pytest.raises(KeyboardInterrupt):
+            list(kernel_tuning._in_processes(slowly, groups_of(1, 2), 2, math.inf))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    deadline = time.monotonic() + 30
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert multiprocessing.active_children() == []
+
+
 @given(st.sampled_from(PASSES), st.integers(65, 8192))
 def test_candidates_can_run_and_differ(kernel, dim):
     found = list(candidates(kernel, dim))
@@ -142,6 +192,11 @@ def test_candidates_can_run_and_differ(kernel, dim):
     for each in found:
         assert each.max_tile // 2 < dim
         assert each.max_tile & (each.max_tile - 1) == 0
+        others = list(variants(kernel, each))
+        assert each in others
+        assert {(one.max_tile, one.num_warps) for one in others} == {
+            (each.max_tile, each.num_warps)
+        }
 
 
 @given(TUNED, DIVISIONS, st.sampled_from(PASSES), st.integers(1, 9000))
@@ -176,6 +231,7 @@ def test_widths_from_1024_on_are_near_a_searched_one(kernel, dim):
     [
         (["--dims", "0"], "--dims 0: it must be at least 1"),
         (["--check", "0"], "--check 0: it must be at least 1"),
+        (["--processes", "0"], "--processes 0: it must be at least 1"),
         (["--seconds", "0"], "--seconds 0.0: it must be above 0"),
         (["--out", "/no/such/tune.json"], "not a file in an existing folder"),
         ([], "the backend is 'cpu'; kernels are measured on a GPU"),
