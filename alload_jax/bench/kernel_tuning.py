@@ -6,7 +6,9 @@ and compiling, which threads of one process do not share well.
 
 import itertools
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -143,10 +145,18 @@ _measuring: Any = None
 
 
 def _begin(lock: Any) -> None:
-    """Begins a process; Ctrl-C is left to the one that began it."""
+    """Begins a process, which ends with the one that began it and leaves Ctrl-C to that one."""
     global _measuring
     _measuring = lock
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def timed_now(group: Group) -> list[Timed]:

@@ -20,6 +20,7 @@ from alload_jax.errors import InputError
 HELP = "Measure how the norm kernels run fastest on this GPU, for model.norm auto and triton."
 
 _COMMAND = "alload bench tune"
+_MOST_PROCESSES = 14
 _KERNELS = ("forward", "backward", "residual_forward", "residual_backward")
 _DIMS = (1024, 1152, 1280, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096, 5120, 6144, 8192)
 _WIDTH = 120
@@ -55,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--processes",
         type=int,
-        default=max(1, (os.cpu_count() or 1) - 1),
+        default=max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) - 1)),
         help="that compile at the same time; each takes about 0.6 GB of the GPU's memory; default: "
-        "one less than the machine has cores",
+        f"one less than the machine has cores, at most {_MOST_PROCESSES}",
     )
     add(
         "--without-xla",
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     """Searches, prints a table, and writes the device's file, which later runs read."""
     counts = {"dims": min(options.dims), "check": min(options.check, default=None)}
     require_counts(_COMMAND, **counts, processes=options.processes)
-    if options.seconds <= 0:
+    if not options.seconds > 0:
         raise InputError(f"{_COMMAND}: --seconds {options.seconds}: it must be above 0")
     if options.out:
         require_place(_COMMAND, "--out", Path(options.out))

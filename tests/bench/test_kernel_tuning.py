@@ -5,6 +5,8 @@ import math
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import get_args
@@ -183,6 +185,34 @@ def test_a_search_that_is_interrupted_leaves_no_process():
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+def test_a_search_that_is_killed_leaves_no_process(tmp_path):
+    script = (
+        "import sys, math; sys.path.insert(0, sys.argv[1])\n"
+        "from test_kernel_tuning import groups_of, kernel_tuning, slowly\n"
+        "if __name__ == '__main__':\n"
+        "    list(kernel_tuning._in_processes(slowly, groups_of(1, 2), 2, math.inf))\n"
+    )
+    (tmp_path / "search.py").write_text(script)
+    command = [sys.executable, str(tmp_path / "search.py"), str(Path(__file__).parent)]
+    search = subprocess.Popen(command, start_new_session=True)
+
+    def running():
+        found = subprocess.run(["pgrep", "-s", str(search.pid)], capture_output=True, text=True)
+        return found.stdout.split()
+
+    deadline = time.monotonic() + 60
+    while len(running()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(8)  # until they are at work
+    search.terminate()
+    search.wait(30)
+    deadline = time.monotonic() + 30
+    while running() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert running() == []
 
 
 @given(st.sampled_from(PASSES), st.integers(65, 8192))
