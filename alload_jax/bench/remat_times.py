@@ -23,14 +23,18 @@ from alload_jax.training.step import make_accumulate
 _LAYERS = 2
 """Of the model that is timed in place of the whole one."""
 _RUNS = 3
+CONDITION_TOKENS = 512
+"""Condition tokens of a row, for models conditioned on classes."""
 
 
 def measurable(model: ModelConfig) -> bool:
     """Whether a model of few layers tells the times of the whole one on this device.
 
-    Layers with sparse attention differ from each other, and CPUs would take long.
+    Layers with sparse attention differ from each other, families may have no number of layers, and
+    CPUs would take long.
     """
-    return jax.default_backend() == "gpu" and model.sparse_attention is None
+    has_layers = hasattr(model, "num_layers")
+    return jax.default_backend() == "gpu" and has_layers and model.sparse_attention is None
 
 
 def layer_seconds(
@@ -39,7 +43,7 @@ def layer_seconds(
     *,
     optimizer: OptimizerConfig | None = None,
     parameters: ParametersConfig = ALL_TRAINED,
-    condition_tokens: int = 512,
+    condition_tokens: int = CONDITION_TOKENS,
 ) -> dict[RematPolicy, float] | None:
     """Seconds of a layer under each policy, each by the gradient of a model of two layers.
 
@@ -55,20 +59,35 @@ def layer_seconds(
     Returns:
       By policy; those that do not fit this device's memory are absent. None where `full` does not.
     """
-    small = _with_policy(model, "full")
-    step = Step(training_spec(small, optimizer, None, parameters), condition_tokens)
-    specs = [step.spec._replace(model=_with_policy(model, each)) for each in LADDER]
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-        programs = list(pool.map(lambda spec: _compiled(step, spec, latents), specs))
     found = {}
-    for policy, program in zip(LADDER, programs, strict=True):
+    try:
+        spec = training_spec(_with_policy(model, "full"), optimizer, None, parameters)
+        step = Step(spec, condition_tokens)
+        programs = _programs(step, model, latents)
+    except jax.errors.JaxRuntimeError as error:
+        _require_out_of_memory(error)
+        return None
+    for policy, program in programs.items():
         try:
             found[policy] = _seconds(step, program, latents) / _LAYERS
         except jax.errors.JaxRuntimeError as error:
-            if not out_of_memory(error):
-                raise
+            _require_out_of_memory(error)
             step.renew()
     return found if "full" in found else None
+
+
+def _require_out_of_memory(error: jax.errors.JaxRuntimeError) -> None:
+    """Raises an error of another kind."""
+    if not out_of_memory(error):
+        raise error
+
+
+def _programs(step: Step, model: ModelConfig, latents: tuple[int, ...]) -> dict[RematPolicy, Any]:
+    """The compiled gradient under each policy."""
+    specs = [step.spec._replace(model=_with_policy(model, each)) for each in LADDER]
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        compiled = pool.map(lambda spec: _compiled(step, spec, latents), specs)
+        return dict(zip(LADDER, compiled, strict=True))
 
 
 def square_latents(model: ModelConfig, tokens: int) -> tuple[int, int, int, int]:

@@ -6,7 +6,13 @@ from typing import Any, get_args
 
 import jax
 
-from alload_jax.bench.remat_times import layer_seconds, measurable, square_latents
+from alload_jax.bench.remat_times import (
+    CONDITION_TOKENS,
+    layer_seconds,
+    measurable,
+    square_latents,
+)
+from alload_jax.bench.step import tokens_beside
 from alload_jax.config import Config
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.errors import InputError
@@ -76,7 +82,9 @@ def _measured(config: Config, tokens: int) -> dict[RematPolicy, float] | None:
     if not measurable(config.model):
         return None
     print("model.remat: auto times two layers under each policy", flush=True)
-    latents = square_latents(config.model, tokens)
+    # As one row, whose condition a joint model counts among the tokens.
+    beside = tokens_beside(config.model, CONDITION_TOKENS)
+    latents = square_latents(config.model, max(1, tokens - beside))
     return layer_seconds(
         config.model, latents, optimizer=config.optimizer, parameters=config.parameters
     )

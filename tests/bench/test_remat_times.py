@@ -3,10 +3,12 @@
 import json
 import math
 
+import jax
 import pytest
 
-from alload_jax.bench import step_process
+from alload_jax.bench import remat_times, step_process
 from alload_jax.bench.remat_times import layer_seconds, measurable, square_latents
+from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields
 from alload_jax.planning.remat import LADDER
 
@@ -25,6 +27,27 @@ def test_every_policy_has_a_time(dtype):
     assert all(0 < seconds < 60 for seconds in found.values())
 
 
+def out_of_memory(*_, **__):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+
+def test_without_memory_for_the_measurement_there_are_no_times(monkeypatch):
+    monkeypatch.setattr(remat_times, "Step", out_of_memory)
+    assert layer_seconds(model_with(), (2, 1, 4, 4)) is None
+
+
+def test_policies_that_do_not_fit_have_no_time(monkeypatch):
+    programs = {each: each for each in LADDER}
+    monkeypatch.setattr(remat_times, "_programs", lambda *_: programs)
+
+    def seconds(step, program, latents):
+        return out_of_memory() if program in ("none", "matmuls_and_attention") else 3.0
+
+    monkeypatch.setattr(remat_times, "_seconds", seconds)
+    found = layer_seconds(model_with(), (2, 1, 4, 4))
+    assert found == {each: 1.5 for each in LADDER if each not in ("none", "matmuls_and_attention")}
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 17, 1000, 32_760, 99_991])
 def test_a_square_row_has_about_as_many_tokens(tokens):
     model = model_with()
@@ -39,6 +62,7 @@ def test_cpus_and_layers_that_differ_are_not_measured(monkeypatch):
     assert not measurable(model_with())
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     assert measurable(model_with())
+    assert not measurable(ModelConfig(family="without_layers"))
 
 
 def test_a_measured_step_takes_the_policy_of_least_measured_time(monkeypatch):
