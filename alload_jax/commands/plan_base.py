@@ -87,5 +87,8 @@ def _trained_of(config: "Config") -> tuple[Trained, Trained]:
     from alload_jax.training.state_size import trained_of
 
     given = (abstract_model(config.model).params, config.parameters, config.optimizer)
-    narrow = gradient_dtypes(config.model)
+    # Planned for a GPU, whatever this machine has.
+    model = config.model
+    model = dataclasses.replace(model, dtype="bfloat16") if model.dtype == "auto" else model
+    narrow = gradient_dtypes(model)
     return trained_of(*given), trained_of(*given, accumulates=False, narrow=narrow)

@@ -108,10 +108,11 @@ def test_a_config_with_forced_densities_is_planned_for_them(figures, tmp_path):
     assert layers == {"share": 0.5, "density": 0.2, "min_tokens": 9000, "block": 64}
 
 
-def test_what_auto_keeps_follows_from_the_memory(figures, tmp_path):
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
+def test_what_auto_keeps_follows_from_the_memory(figures, tmp_path, dtype):
     (tmp_path / "config.yaml").write_text(
         "run: {folder: run}\ndata: {folder: data}\nplanning: {policy: sorted, m_mem: 66816}\n"
-        "model: {dim: 1536, ffn_dim: 8960, num_heads: 12, num_layers: 30, dtype: bfloat16,"
+        f"model: {{dim: 1536, ffn_dim: 8960, num_heads: 12, num_layers: 30, dtype: {dtype},"
         " remat: auto}\n"
     )
     data = ["--workload", "wan-480p", "--size", 500, "--ranks", 2, "--config", "config.yaml"]
