@@ -43,7 +43,6 @@ from alload_jax.sharding.xla_flags import set_xla_flags
 from alload_jax.training.step import make_accumulate
 from pallas_kernels.bias_gelu.triton import tuning
 
-RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 _TEXT = 512
 
 
@@ -189,9 +188,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", choices=tuple(MODELS), default="1.3b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps (default 5)")
-    parser.add_argument("--out", type=Path, help="default: step_SET_h200.json of the results")
+    parser.add_argument("--out", type=Path, default="step_parts.json")
     options = parser.parse_args(argv)
-    options.out = options.out or RESULTS / f"step_{options.set}_h200.json"
     set_xla_flags()
     if options.set != "tiny":
         require_gpu()

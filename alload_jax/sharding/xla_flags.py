@@ -14,7 +14,8 @@ DEFAULT_FLAGS = OVERLAP_FLAGS | {
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": "true",
     # cuBLAS adds the bias of a linear layer as it writes the product. XLA's own Triton products
     # take the bias with them when they are compared with cuBLAS; when they lose, a pass over the
-    # product adds it.
+    # product adds it. XLA may apply a constant factor of such a sum to the product alone
+    # (openxla/xla issue 46110): models must not scale a layer's output by a constant number.
     "xla_gpu_enable_triton_gemm": "false",
 }
 """XLA_FLAGS in the environment takes precedence."""

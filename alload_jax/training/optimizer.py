@@ -76,7 +76,8 @@ class OptimizerConfig:
       beta1, beta2, eps, weight_decay: parameters of AdamW, and of the others where they have them;
         only matrices decay.
       mu_dtype: dtype of the first moment of adamw, lion and muon.
-      accumulate_dtype: dtype of the sum of gradients over the micro-batches of a step.
+      accumulate_dtype: dtype of the sum of gradients over the micro-batches of a step; of a single
+        one's gradient where that is not computed in 16 bits.
       clip_norm: maximum global norm of the gradient.
       clip_value: maximum magnitude of each value of the gradient, before the norm is clipped; null
         for none.

@@ -18,7 +18,7 @@ from alload_jax.config import read_config, values_of
 from alload_jax.errors import InputError
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-BENCHES = (["bench", "kernel"], ["bench", "step"], ["bench", "balance"])
+BENCHES = (["bench", "kernel"], ["bench", "tune"], ["bench", "step"], ["bench", "balance"])
 OF_OTHER_EXTRAS = ("diffusers",)
 """Packages that readers use beside ours and that the extra `test` does not install."""
 ALL_COMMANDS = sorted({command for page in PAGES for command in commands(page)})

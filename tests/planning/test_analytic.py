@@ -272,7 +272,10 @@ def test_every_device_gets_a_cost_model(device):
     [
         (lambda: device_named("tpu"), "choose one of h200 (NVIDIA H200)"),
         (lambda: architecture_named("wan3"), "choose one of wan2.1-1.3b"),
-        (lambda: analytic_costs(WAN, H200, "most"), "choose one of full, offload, attention"),
+        (
+            lambda: analytic_costs(WAN, H200, "most"),
+            "choose one of full, offload, offload_attention, attention",
+        ),
         (lambda: analytic_costs(WAN_14B, H200), "shard it over more devices"),
         (lambda: analytic_costs(WAN, H200, shards=0), "give at least 1"),
         (lambda: analytic_costs(WAN, H200, trained=Trained(0)), "from 1 to 1418996800"),
