@@ -34,7 +34,7 @@ class GradientAccumulator(NamedTuple):
 
     Attributes:
       grads: gradient of the weighted sum of minimised losses, like the trained parameters, of the
-        spec's `accumulate_dtype`.
+        spec's `accumulate_dtype`, or of `gradient_dtypes` where steps have one micro-batch.
       loss: weighted sum of losses, float32 scalar.
       weight: sum of weights, float32 scalar.
       auxiliary: weighted sum of each auxiliary value; often empty.
