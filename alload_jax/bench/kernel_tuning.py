@@ -24,7 +24,7 @@ from pallas_kernels.layernorm_modulate.operands import Operands, Options, Residu
 from pallas_kernels.layernorm_modulate.triton import calls
 from pallas_kernels.layernorm_modulate.triton.division import Division, Pass
 from pallas_kernels.layernorm_modulate.triton.tuned_files import Tuned
-from pallas_kernels.layernorm_modulate.triton.tuning import division_for, divisions
+from pallas_kernels.layernorm_modulate.triton.tuning import division_for, divisions, pads_little
 from pallas_kernels.layernorm_modulate.workloads import Workload
 
 ELEMENTS = 50_000_000
@@ -43,8 +43,6 @@ _PER_CORE: dict[str, dict[int, tuple[int, ...]]] = {
 """Programs of each multiprocessor, by warps of a program: the usual number, and others."""
 _MOST_EACH = {"forward": 80, "backward": 48}
 """Elements of a row that a thread holds at most; more would leave the registers."""
-_MOST_PADDED = 1.25
-"""Width of a row with the padding of equal tiles over its own, at most."""
 _REFINED = 2
 """Divisions whose programs and loads are varied."""
 _SETS = 2
@@ -63,25 +61,30 @@ class Timed(NamedTuple):
 
 def candidates(kernel: Pass, dim: int) -> Iterator[Division]:
     """Divisions of rows of `dim` elements into tiles, but those that cannot be fast."""
-    kind = "backward" if kernel.endswith("backward") else "forward"
+    kind = _kind(kernel)
     for warps, lanes in itertools.product(_PER_CORE[kind], (4, 8)):
         tile, each = 32 * warps * lanes, dim / (32 * warps)
         if tile // 2 >= dim or not 2 <= each <= _MOST_EACH[kind]:
             continue
         usual = Division(tile, warps, _PER_CORE[kind][warps][0])
         yield usual
-        if dim % tile and -(-dim // tile) * tile <= _MOST_PADDED * dim:
+        if dim % tile and pads_little(dim, tile):
             yield replace(usual, equal_tiles=True)
 
 
 def variants(kernel: Pass, division: Division) -> Iterator[Division]:
     """The same tiles with other numbers of programs, and other uses of registers."""
-    backward = kernel.endswith("backward")
-    others = _PER_CORE["backward" if backward else "forward"][division.num_warps]
-    uses = [{}, {"keep_in_registers": False}] if backward else [{}]
-    uses += [{"prefetch": False, "keep_in_registers": False}] if backward else []
-    for per_core, use in itertools.product(others, uses):
+    kind = _kind(kernel)
+    uses: list[dict[str, bool]] = [{}]
+    if kind == "backward":
+        less = {"keep_in_registers": False}
+        uses += [less, less | {"prefetch": False}]
+    for per_core, use in itertools.product(_PER_CORE[kind][division.num_warps], uses):
         yield replace(division, per_core=per_core, **use)
+
+
+def _kind(kernel: Pass) -> str:
+    return "backward" if kernel.endswith("backward") else "forward"
 
 
 class _Calls:
@@ -185,7 +188,7 @@ def _timed(given: _Calls, divisions: Sequence[Division]) -> list[Timed]:
         for division, program in zip(divisions, programs, strict=True):
             us = device_time(program, sets, iterations=5).median
             found.append(Timed(given.kernel, given.dim, division, us, moved / us * 1e6))
-        del sets
+        del sets  # before another process takes memory for its own
     return found
 
 

@@ -67,9 +67,14 @@ def division_for(measured: Mapping[int, Division], dim: int) -> Division:
     if dim in measured:
         return found
     tile = found.max_tile
-    while tile > _NARROWEST and -(-dim // tile) * tile > _MOST_PADDED * dim:
+    while tile > _NARROWEST and not pads_little(dim, tile):
         tile //= 2
     return replace(found, max_tile=tile, equal_tiles=True)
+
+
+def pads_little(dim: int, tile: int) -> bool:
+    """Whether equal tiles of this width are hardly wider together than a row of `dim` elements."""
+    return -(-dim // tile) * tile <= _MOST_PADDED * dim
 
 
 def blocks_for(kernel: Pass, dim: int) -> Blocks:
