@@ -8,10 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-_STACKED = 3
-"""Dimensions of a kernel that is stacked over layers."""
-_NARROW = 2
-"""Bytes of a number."""
+from alload_jax.models.common.stacked_kernels import narrow_linears
 
 
 @jax.tree_util.register_dataclass
@@ -59,13 +56,8 @@ _read.defvjp(_forward, _backward)
 
 def narrow_kernels(model: nnx.Module) -> dict[str, jnp.dtype]:
     """Names of the kernels of stacked layers that compute in 16 bits, with the dtype."""
-    found = {}
-    for path, module in nnx.iter_modules(model):
-        if not isinstance(module, nnx.Linear) or len(module.kernel.shape) != _STACKED:
-            continue
-        if module.dtype is not None and jnp.dtype(module.dtype).itemsize == _NARROW:
-            found["/".join(map(str, (*path, "kernel")))] = jnp.dtype(module.dtype)
-    return found
+    found = narrow_linears(model)
+    return {"/".join(map(str, (*path, "kernel"))): dtype for path, _, dtype in found}
 
 
 def with_slots(params: Any, slots: Any, names: Any) -> Any:

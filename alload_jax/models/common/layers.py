@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.remat import rematerialise
+from alload_jax.models.common.stacked_kernels import with_cast_kernels
 from alload_jax.planning.remat import RematPolicy
 
 ApplyLayer = Callable[[Any, Any], tuple[Any, Auxiliary]]
@@ -16,9 +18,9 @@ ApplyLayer = Callable[[Any, Any], tuple[Any, Auxiliary]]
 
 
 def apply_layers(
-    apply_layer: ApplyLayer,
+    blocks: nnx.Module,
     x: Any,
-    layers: Any,
+    context: Any,
     *,
     policies: Sequence[RematPolicy],
     scan: bool,
@@ -30,9 +32,9 @@ def apply_layers(
     the layers are many.
 
     Args:
-      apply_layer: applies one layer.
+      blocks: the layers, with parameters stacked over them; (x, context) → (x, auxiliary values).
       x: input of the first layer.
-      layers: parameters, stacked over layers.
+      context: inputs that all layers share.
       policies: what layers keep for the backward pass; they repeat over the layers, and their
         number divides that of the layers.
       scan: whether to run them as a loop.
@@ -40,6 +42,11 @@ def apply_layers(
     Returns:
       The output of the last layer; auxiliary values, stacked over layers.
     """
+    graph, layers = nnx.split(blocks if scan else with_cast_kernels(blocks))
+
+    def apply_layer(x: Any, layer: nnx.State) -> tuple[Any, Auxiliary]:
+        return nnx.merge(graph, layer)(x, context)
+
     if not scan:
         times = len(jax.tree.leaves(layers)[0]) // len(policies)
         return _in_turn(apply_layer, x, layers, [*policies] * times)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from alload_jax.models.common.joint_rows import bucketed_joint_rows, packed_joint_rows
 from alload_jax.models.common.layers import apply_layers
-from alload_jax.models.common.output import Auxiliary, Output, by_sample
+from alload_jax.models.common.output import Output, by_sample
 from alload_jax.models.common.parts import BLOCKS, EMBEDDING
 from alload_jax.models.common.patches import patchify, unpatchify
 from alload_jax.models.common.rotary import RotaryTable, grid_positions, rotary_table
@@ -126,14 +126,9 @@ class HunyuanVideoTransformer(nnx.Module):
             layout = self._layout(samples, *embedded.shape[:2])
             rows = bucketed_joint_rows(tokens.shape[1], segments, layout)
         context = Context(time, rotary, rows, tuple(by_segment), sharding)
-        graph, layers = nnx.split(self.blocks)
-
-        def apply_layer(x: Streams, layer: nnx.State) -> tuple[Streams, Auxiliary]:
-            return nnx.merge(graph, layer)(x, context)
-
         with jax.named_scope(BLOCKS):
             policies, scan = self.config.policies, self.config.scan_layers
-            x, stacked = apply_layers(apply_layer, x, layers, policies=policies, scan=scan)
+            x, stacked = apply_layers(self.blocks, x, context, policies=policies, scan=scan)
         auxiliary = by_sample(stacked, sample_axes=1 if packed is None else 2)
         return Output(self.head(x.video, context).astype(jnp.float32), auxiliary)
 

@@ -13,7 +13,7 @@ from alload_jax.models.common.embedding import (
     condition_embedding,
 )
 from alload_jax.models.common.layers import apply_layers
-from alload_jax.models.common.output import Auxiliary, Output, by_sample
+from alload_jax.models.common.output import Output, by_sample
 from alload_jax.models.common.parts import BLOCKS, EMBEDDING
 from alload_jax.models.common.patches import patchify, unpatchify
 from alload_jax.models.common.rotary import RotaryTable, grid_positions, rotary_table
@@ -193,13 +193,8 @@ class WanTransformer(nnx.Module):
         context = Context(
             *(modulation, embedded, image, rotary, sharding, packed, by_segment, layout)
         )
-        graph, layers = nnx.split(self.blocks)
-
-        def apply_layer(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, Auxiliary]:
-            return nnx.merge(graph, layer)(x, context)
-
         with jax.named_scope(BLOCKS):
             policies, scan = self.config.policies, self.config.scan_layers
-            x, stacked = apply_layers(apply_layer, x, layers, policies=policies, scan=scan)
+            x, stacked = apply_layers(self.blocks, x, context, policies=policies, scan=scan)
         auxiliary = by_sample(stacked, sample_axes=1 if packed is None else 2)
         return Output(self.head(x, time, sharding, by_segment), auxiliary)
