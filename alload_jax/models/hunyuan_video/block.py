@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from alload_jax.models.common.attention import attention
+from alload_jax.models.common.fan_out import fan_out
 from alload_jax.models.common.feed_forward import FeedForward
 from alload_jax.models.common.gated_add import gated_add
 from alload_jax.models.common.joint_rows import JointRows
@@ -96,15 +97,15 @@ class Stream(nnx.Module):
         """Query, key and value of y: [B, S, D], [B, S, num_heads, head_dim] each."""
         heads = partial(
             project_heads,
-            y,
             num_heads=self.num_heads,
             norm_implementation=self.norm_options["implementation"],
             sharding=sharding,
         )
+        of_query, of_key, of_value = fan_out(y, 3)
         return (
-            heads(self.query, self.query_norm, rotary),
-            heads(self.key, self.key_norm, rotary),
-            heads(self.value),
+            heads(of_query, self.query, self.query_norm, rotary),
+            heads(of_key, self.key, self.key_norm, rotary),
+            heads(of_value, self.value),
         )
 
     def finish(

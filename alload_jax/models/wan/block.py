@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from alload_jax.models.common.attention import attention
+from alload_jax.models.common.fan_out import fan_out
 from alload_jax.models.common.feed_forward import FeedForward
 from alload_jax.models.common.gated_add import gated_add
 from alload_jax.models.common.output import Auxiliary
@@ -114,10 +115,14 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query of x: [B, S, D], key and value of context: [B, T, D], as `attention` takes them."""
         heads = self._projection(sharding)
+        if x is context:
+            of_query, of_key, of_value = fan_out(x, 3)
+        else:
+            of_query, (of_key, of_value) = x, fan_out(context, 2)
         return (
-            heads(x, self.query, self.query_norm, rotary),
-            heads(context, self.key, self.key_norm, rotary),
-            heads(context, self.value),
+            heads(of_query, self.query, self.query_norm, rotary),
+            heads(of_key, self.key, self.key_norm, rotary),
+            heads(of_value, self.value),
         )
 
     def attend(
