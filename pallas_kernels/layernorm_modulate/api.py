@@ -74,7 +74,7 @@ def layernorm_modulate(
 
 def residual_layernorm_modulate(
     x: jax.Array,
-    y: jax.Array,
+    y: jax.Array | None,
     gate: jax.Array | None,
     scale: jax.Array,
     shift: jax.Array,
@@ -90,16 +90,17 @@ def residual_layernorm_modulate(
     """h = x + gate·y, then LayerNorm(h)·(1 + scale) + shift: where two halves of a block meet.
 
     Forward and backward read and write each tensor once. The sum is float32 and rounded once, to
-    `residual_dtype`; the norm is that of the rounded h.
+    `residual_dtype`; the norm is that of the rounded h. Without y, h is x: where a residual stream
+    begins a block, its two gradients are then added in the norm's backward.
 
     Args:
       x: [B, S, D] or [T, D], the residual stream; bfloat16, float16 or float32.
-      y: x's shape, a branch's output; any of these dtypes.
-      gate: shaped like scale, float32 or x's or y's dtype; None for h = x + y.
+      y: x's shape, a branch's output; any of these dtypes. None for h = x.
+      gate: shaped like scale, float32 or x's or y's dtype; None for h = x + y, or without y.
       scale: as in `layernorm_modulate`, float32 or x's or y's dtype.
       shift: shaped like scale, float32 or x's or y's dtype.
       residual_dtype: dtype of h, x's or float32; None for x's.
-      segment_ids: as in `layernorm_modulate`; h is zero in padding too.
+      segment_ids: as in `layernorm_modulate`; a sum h is zero in padding too, and x's gradient is.
       segment_block: as in `layernorm_modulate`.
       eps: added to the variance.
       implementation: as in `layernorm_modulate`.
@@ -107,7 +108,7 @@ def residual_layernorm_modulate(
       sharding: as in `layernorm_modulate`.
 
     Returns:
-      h in `residual_dtype` and the modulated value in y's dtype, both of x's shape.
+      h in `residual_dtype` and the modulated value in y's dtype (x's without y), both of x's shape.
 
     Raises:
       ValueError: a shape or dtype does not fit, or the kernels cannot know how x is split.
@@ -120,6 +121,7 @@ def residual_layernorm_modulate(
         eps=eps,
         residual_dtype=residual_dtype,
         segment_block=segment_block,
+        returns_x=True,
         interpret=interpret,
     )
     h, out = _run(name, implementation, operands, CallConfig(options, _three_axes(x, sharding)))

@@ -50,11 +50,11 @@ class FusedImplementation(Implementation):
         dout: jax.Array | None,
         options: Options,
     ) -> tuple[jax.Array, jax.Array | None, Sequence[jax.Array] | jax.Array]:
-        """Gradients of x, of y (None without), and of scale, shift and, where there is one, gate.
+        """Gradients of x, of y (any without), and of scale, shift and, where there is one, gate.
 
         Args:
           residuals: of the forward.
-          dh: [B, S, D] cotangent of h; None without y.
+          dh: [B, S, D] cotangent of h; None where it was not used, or is no result.
           dout: [B, S, D] cotangent of the modulated value; None where it was not used.
           options: of the call.
 
@@ -76,9 +76,14 @@ class FusedImplementation(Implementation):
 def fused(
     implementation: FusedImplementation, config: CallConfig, operands: Operands
 ) -> tuple[jax.Array | None, jax.Array]:
-    """h (None without y) and the modulated value [B, S, D]; differentiable once, in reverse."""
+    """h (None if no result) and the modulated value [B, S, D]; differentiable once, in reverse."""
     h, out, _ = _run_forward(implementation, config, operands, statistics=False)
-    return h, out
+    return _result(config, operands, h), out
+
+
+def _result(config: CallConfig, operands: Operands, h: jax.Array | None) -> jax.Array | None:
+    """h as a result: the sum, or x itself, which no kernel writes."""
+    return operands.x if config.options.h == "x" else h
 
 
 def _run_forward(
@@ -106,13 +111,13 @@ def _forward(
         segment_ids=operands.segment_ids,
         prepared=operands.prepared,
     )
-    return (h, out), residuals
+    return (_result(config, operands, h), out), residuals
 
 
 def _backward(
     implementation: FusedImplementation, config: CallConfig, residuals: Residuals, cotangents: Any
 ) -> tuple[Operands]:
-    dh, dout = _cotangents(*cotangents)
+    dh, dout = _cotangents(config.options, *cotangents)
     specs, token = specs_of(config), config.options.layout == "token"
 
     def run(residuals: Residuals, dh: Any, dout: Any) -> Any:
@@ -133,16 +138,16 @@ def _backward(
         x=dx,
         scale=dscale.astype(residuals.scale.dtype),
         shift=dshift.astype(residuals.shift.dtype),
-        y=dy,
+        y=dy if config.options.h == "sum" else None,
         gate=dgate[0].astype(residuals.gate.dtype) if residuals.gate is not None else None,
     )
     return (gradients,)
 
 
-def _cotangents(dh: Any, dout: Any) -> tuple[jax.Array | None, jax.Array | None]:
-    """Arrays in place of symbolic zeros, but None for dout where h alone was used."""
+def _cotangents(options: Options, dh: Any, dout: Any) -> tuple[jax.Array | None, jax.Array | None]:
+    """Arrays in place of symbolic zeros, but None where a gradient has no part in the others."""
     if dh is not None and isinstance(dh, SymbolicZero):
-        dh = jnp.zeros(dh.shape, dh.dtype)
+        dh = jnp.zeros(dh.shape, dh.dtype) if options.h == "sum" else None
     if isinstance(dout, SymbolicZero):
         # Only the sum h was wanted: the norm has no part in its gradients.
         dout = None if dh is not None else jnp.zeros(dout.shape, dout.dtype)

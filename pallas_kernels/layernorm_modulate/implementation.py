@@ -18,7 +18,10 @@ class Implementation(registry.Implementation, ABC):
 
     @abstractmethod
     def run(self, operands: Operands, config: CallConfig) -> tuple[jax.Array | None, jax.Array]:
-        """h (None without y) and the modulated value [B, S, D], differentiable in floats."""
+        """h (None if it is no result) and the modulated value [B, S, D].
+
+        Both are differentiable in floats.
+        """
 
     def prepare_segments(
         self, segment_ids: jax.Array, table_rows: int, width: int, sharding: NamedSharding | None

@@ -71,6 +71,7 @@ class Options:
       x_dtype: dtype of x.
       residual_dtype: dtype of h = x + gate·y; of x where there is no residual.
       out_dtype: dtype of the modulated value.
+      h: what the result h is: the residual sum, or x itself; None where it is no result.
       segment_block: segments begin at multiples of it; None for anywhere.
       interpret: run kernels in an interpreter, which needs no GPU.
     """
@@ -80,6 +81,7 @@ class Options:
     x_dtype: jnp.dtype
     residual_dtype: jnp.dtype
     out_dtype: jnp.dtype
+    h: Literal["sum", "x"] | None = None
     segment_block: int | None = None
     interpret: bool = False
 
@@ -104,9 +106,16 @@ def normalise(
     eps: float,
     residual_dtype: jnp.dtype | None,
     segment_block: int | None,
+    returns_x: bool = False,
     interpret: bool = False,
 ) -> tuple[Operands, Options]:
     """Checks what a user gave and brings it into the form of `Operands`.
+
+    Args:
+      function: its name, for messages.
+      operands: as given.
+      eps, residual_dtype, segment_block, interpret: as in the public functions.
+      returns_x: whether x is a result h where there is no y.
 
     Raises:
       ValueError: a shape or a dtype does not fit; the message names it.
@@ -128,6 +137,8 @@ def normalise(
             )
     if y is not None and y.shape != x.shape:
         raise ValueError(f"{function}: y must have x's shape {x.shape}, got {y.shape}")
+    if y is None and operands.gate is not None:
+        raise ValueError(f"{function}: a gate is given, but y is None; give y, or no gate")
     layout = _layout(function, operands)
     _check_modulation(function, operands, layout)
     _check_segments(function, operands, segment_block)
@@ -137,8 +148,13 @@ def normalise(
         raise ValueError(
             f"{function}: residual_dtype is {h_dtype}; it must be x's ({x.dtype}) or float32"
         )
+    if y is None and h_dtype != x.dtype:
+        raise ValueError(
+            f"{function}: residual_dtype is {h_dtype}, but without y h is x, which is {x.dtype}"
+        )
     dtypes = (x.dtype, h_dtype, jnp.dtype(out_dtype))
-    options = Options(layout, eps, *dtypes, segment_block, interpret)
+    h: Literal["sum", "x"] | None = "sum" if y is not None else "x" if returns_x else None
+    options = Options(layout, eps, *dtypes, h, segment_block, interpret)
     return _three_dimensional(operands, layout), options
 
 

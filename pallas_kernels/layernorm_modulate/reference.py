@@ -38,10 +38,11 @@ def reference(operands: Operands, options: Options) -> tuple[jax.Array | None, j
     """h = x + gate·y, then LayerNorm(h)·(1 + scale) + shift; float32 inside.
 
     h is rounded once to `residual_dtype`, and the norm is that of the rounded h; the modulated
-    value is rounded once. Without y, h is x. Padding (segment −1) is zero in both.
+    value is rounded once. Without y, h is x, and only its gradient is zero in padding (segment −1);
+    else both are.
 
     Returns:
-      h [B, S, D] (None without y) and the modulated value [B, S, D].
+      h [B, S, D] (None if it is no result) and the modulated value [B, S, D].
     """
     scale, shift, gate = (
         _per_token(value, operands, options)
@@ -53,15 +54,17 @@ def reference(operands: Operands, options: Options) -> tuple[jax.Array | None, j
         # Cleared first: what padding holds must not reach the gate's gradient.
         y = _cleared(operands.y.astype(jnp.float32), padding)
         wide = wide + (y if gate is None else gate * y)
+    # Cast from float32 also where it is x, so that its gradients add up in that.
+    h = _without_gradient(wide, padding) if options.h == "x" else _cleared(wide, padding)
+    h = h.astype(options.residual_dtype)
     wide = _cleared(wide, padding)
-    h = wide.astype(options.residual_dtype)
     if operands.y is not None:
         wide = _rounded(wide, options.residual_dtype)
     centred = wide - wide.mean(axis=-1, keepdims=True)
     variance = jnp.square(centred).mean(axis=-1, keepdims=True)
     normed = centred * jax.lax.rsqrt(variance + options.eps)
     out = _cleared(normed * (1.0 + scale) + shift, padding).astype(options.out_dtype)
-    return (None if operands.y is None else h), out
+    return (None if options.h is None else h), out
 
 
 def _per_token(value: jax.Array | None, operands: Operands, options: Options) -> Any:
@@ -92,3 +95,8 @@ def _rounded(value: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def _cleared(value: jax.Array, padding: jax.Array | None) -> jax.Array:
     return value if padding is None else jnp.where(padding, 0.0, value)
+
+
+def _without_gradient(value: jax.Array, padding: jax.Array | None) -> jax.Array:
+    """The same value, with no gradient in padding."""
+    return value if padding is None else jnp.where(padding, jax.lax.stop_gradient(value), value)

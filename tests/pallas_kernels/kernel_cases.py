@@ -59,11 +59,14 @@ def assert_same_bits(left, right):
 # Running the kernels -----------------------------------------------------------------------------
 
 
-def public(operands, **options):
-    """(h or None, out) of the public function that takes such operands."""
+def public(operands, *, returns_x=False, **options):
+    """(h or None, out) of the public function that takes such operands.
+
+    Without y, h is x itself if `returns_x`.
+    """
     x, scale, shift, y, gate, ids, _ = operands
     options = {"segment_ids": ids} | options
-    if y is None:
+    if y is None and not returns_x:
         return None, layernorm_modulate(x, scale, shift, **options)
     return residual_layernorm_modulate(x, y, gate, scale, shift, **options)
 
