@@ -146,20 +146,21 @@ class Block(nnx.Module):
         pairs = zip(modules, context.segmentations, strict=True)
         options = [module.options(segments, sharding) for module, segments in pairs]
         modulations = [module.modulations(context.time) for module in modules]
-        inputs = []
+        streams, inputs = [], []
         for n, module in enumerate(modules):
             shift, scale = modulations[n][:2]
             with jax.named_scope(NORM):
-                normed = layernorm_modulate(x[n], scale, shift, **options[n])
-                inputs.append(checkpoint_name(normed.astype(module.dtype), NORM_OUTPUT))
+                h, y = residual_layernorm_modulate(x[n], None, None, scale, shift, **options[n])
+                streams.append(h)
+                inputs.append(checkpoint_name(y.astype(module.dtype), NORM_OUTPUT))
         with jax.named_scope(JOINT_ATTENTION):
             mixed, auxiliary = self._attention(Streams(*inputs), context)
             parts = context.rows.separate(mixed, x.video.shape[1])
-        streams = (
-            module.finish(x[n], parts[n], modulations[n], options[n])
+        finished = (
+            module.finish(streams[n], parts[n], modulations[n], options[n])
             for n, module in enumerate(modules)
         )
-        return Streams(*streams), auxiliary
+        return Streams(*finished), auxiliary
 
     def _attention(self, y: Streams, context: Context) -> tuple[jax.Array, Auxiliary]:
         """Attention of the joint rows, dense or sparse."""

@@ -201,8 +201,8 @@ class Block(nnx.Module):
         if context.segmentation is not None:
             options["segment_ids"] = context.segmentation
         with jax.named_scope(NORM):
-            y = layernorm_modulate(x, scale1, shift1, **options).astype(self.dtype)
-            y = checkpoint_name(y, NORM_OUTPUT)
+            x, y = residual_layernorm_modulate(x, None, None, scale1, shift1, **options)
+            y = checkpoint_name(y.astype(self.dtype), NORM_OUTPUT)
         y, auxiliary = self._self_attention(y, context)
         x, y = self._before_cross_attention(x, y, gate1, options)
         y = checkpoint_name(y, NORM_OUTPUT)
