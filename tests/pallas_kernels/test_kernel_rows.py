@@ -112,3 +112,41 @@ def test_blocks_do_not_change_the_result(change, interpret, monkeypatch):
 
     monkeypatch.setattr(tuning, "blocks_for", changed)
     run_and_check(make((2, 13, 200), y_dtype=BF16, gate=True), interpret)
+
+
+IDS = np.repeat([0, -1, 2, 1, 5], [3, 2, 6, 1, 2])
+RELOADED = {
+    "row": {"shape": (2, 13, 200)},
+    "token": {"shape": (2, 13, 200), "table": (2, 13, 200)},
+    "segment": {"shape": (14, 136), "table": (6, 136), "ids": IDS},
+}
+
+
+@pytest.mark.parametrize("layout", RELOADED)
+@pytest.mark.parametrize("branch", ["none", "plain", "gated"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_rows_that_are_loaded_once_more(layout, branch, kept, interpret, monkeypatch):
+    table = tuning.blocks_for
+
+    def reloading(kernel, dim):
+        found = dataclasses.replace(table(kernel, dim), max_tile=128, programs=5)
+        return dataclasses.replace(found, reload=True, keep_in_registers=kept)
+
+    monkeypatch.setattr(tuning, "blocks_for", reloading)
+    dtype = F32 if kept else BF16
+    y_dtype = None if branch == "none" else dtype
+    operands = make(**RELOADED[layout], x_dtype=dtype, y_dtype=y_dtype, gate=branch == "gated")
+    run_and_check(operands, interpret)
+
+
+def test_a_segment_that_no_row_serves_is_nan_where_rows_are_loaded_once_more(
+    interpret, monkeypatch
+):
+    table = tuning.blocks_for
+    monkeypatch.setattr(
+        tuning, "blocks_for", lambda *which: dataclasses.replace(table(*which), reload=True)
+    )
+    operands = make((12, 40), (3, 40), ids=np.repeat([0, 7, 1], 4))
+    _, gradients = gradients_of(interpret)(operands, cotangents_for(operands))
+    assert np.isnan(gradients[0][4:8]).all()
+    assert np.isfinite(gradients[0][:4]).all()

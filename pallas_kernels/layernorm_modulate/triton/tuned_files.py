@@ -122,8 +122,13 @@ def _division(fields: Mapping[str, Any]) -> Division:
     powers = all(type(count) is int and count > 0 for count in counts) and all(
         count & (count - 1) == 0 for count in counts[:2]
     )
-    switches = (division.prefetch, division.keep_in_registers, division.equal_tiles)
-    flags = all(type(switch) is bool for switch in switches)
+    flags = all(
+        type(switch) is bool
+        for switch in (
+            *(division.prefetch, division.keep_in_registers),
+            *(division.equal_tiles, division.reload),
+        )
+    )
     if not powers or not flags:
         raise ValueError(f"{division} cannot run")
     return division
