@@ -1,6 +1,6 @@
 """GPU kernels that diffusion transformers need beside XLA's own fusions."""
 
-from pallas_kernels.bias_gelu import bias_gelu
+from pallas_kernels.bias_gelu import bias_gelu, bias_gelu_then
 from pallas_kernels.block_sparse_attention import BlockLists, block_sparse_attention
 from pallas_kernels.layernorm_modulate import (
     Segmentation,
@@ -14,6 +14,7 @@ __all__ = [
     "BlockLists",
     "Segmentation",
     "bias_gelu",
+    "bias_gelu_then",
     "block_sparse_attention",
     "layernorm_modulate",
     "residual_layernorm_modulate",

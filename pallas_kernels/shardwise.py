@@ -64,10 +64,10 @@ def run_shardwise(
     kernels: ShardwiseKernels[Operands, Options], config: CallConfig[Options], operands: Operands
 ) -> jax.Array:
     """Forward and backward of the kernels under one custom VJP."""
-    return _run(kernels, config, _placed(kernels, config, operands))
+    return _run(kernels, config, placed(kernels, config, operands))
 
 
-def _placed(kernels: ShardwiseKernels, config: CallConfig, operands: Any) -> Any:
+def placed(kernels: ShardwiseKernels, config: CallConfig, operands: Any) -> Any:
     """Operands split as x is; only Explicit axes ask for it, XLA moves what Auto axes need."""
     if config.sharding is None or AxisType.Explicit not in config.sharding.mesh.axis_types:
         return operands
@@ -114,16 +114,40 @@ def _forward(kernels: ShardwiseKernels, config: CallConfig, operands: Any) -> tu
 def _backward(
     kernels: ShardwiseKernels, config: CallConfig, operands: Any, cotangent: jax.Array
 ) -> tuple[Any]:
+    dx, dvector = backward_on_shards(kernels, config, kernels.backward, operands, cotangent)
+    return (type(operands)(dx, dvector.astype(operands[1].dtype)),)
+
+
+def backward_on_shards(
+    kernels: ShardwiseKernels,
+    config: CallConfig,
+    backward: Callable,
+    operands: Any,
+    cotangent: jax.Array,
+    *others: Any,
+) -> Any:
+    """Runs a backward on each shard.
+
+    Args:
+      kernels: whose function it differentiates.
+      config: of the call.
+      backward: (operands, cotangent, options) → gradients of x and the vector, and other arrays.
+      operands: split as x is.
+      cotangent: of the output.
+      others: how each other array is split.
+
+    Returns:
+      As the backward, with the vector's gradient added up over the shards that share it.
+    """
     (of_x, of_vector, *_), out = specs = kernels.specs(operands, config)
     shared = _axes_that_share_the_vector(config, of_vector)
 
-    def run(operands: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dx, dvector = kernels.backward(operands, cotangent, config.options)
-        return dx, jax.lax.psum(dvector, shared) if shared else dvector
+    def run(operands: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        dx, dvector, *more = backward(operands, cotangent, config.options)
+        return dx, jax.lax.psum(dvector, shared) if shared else dvector, *more
 
-    on_shards = _on_shards(config, run, (specs[0], out), (of_x, of_vector))
-    dx, dvector = _differentiated_once(kernels.function, on_shards)(operands, cotangent)
-    return (type(operands)(dx, dvector.astype(operands[1].dtype)),)
+    on_shards = _on_shards(config, run, (specs[0], out), (of_x, of_vector, *others))
+    return _differentiated_once(kernels.function, on_shards)(operands, cotangent)
 
 
 def _axes_that_share_the_vector(config: CallConfig, of_vector: PartitionSpec) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ class _Recomputed:
       attention: attention.
       elementwise: all else.
       but_output: of the products, all but the last one of feed-forward layers.
-      but_norms: of all else, what is not an output of norms and activations.
+      but_norms: of all else, what is not an output of norms.
     """
 
     matmuls: bool
@@ -280,8 +280,9 @@ def bytes_per_split_token(
 def _elementwise_bytes(architecture: Architecture, device: Device, again: _Recomputed) -> float:
     """Bytes that elementwise work reads and writes for each token of a step."""
     counts = architecture.activations()
-    values = counts.forward_traffic * (1 + again.elementwise) + counts.backward_traffic
-    values -= counts.norms_traffic * again.but_norms
+    repeated = counts.forward_traffic - counts.once_traffic
+    repeated -= counts.norms_traffic * again.but_norms
+    values = counts.forward_traffic + repeated * again.elementwise + counts.backward_traffic
     return device.compute_bytes * values
 
 

@@ -31,7 +31,7 @@ host's memory; `offload_attention` keeps the input, and attention outputs in the
 `attention` keeps attention outputs; `feed_forward_and_attention` keeps those and the
 outputs of feed-forward layers, whose product takes the most time for its bytes;
 `matmuls_and_attention` keeps attention's and those of all linear layers;
-`norms_matmuls_and_attention` also those of norms, rotations and activations."""
+`norms_matmuls_and_attention` also those of norms and rotations."""
 
 RematChoice = Literal[RematPolicy, "auto"]
 """A policy for all blocks, or `auto` for one that is chosen by memory for each of them."""

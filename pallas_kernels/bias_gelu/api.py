@@ -4,6 +4,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from pallas_kernels import devices
+from pallas_kernels.bias_gelu.implementation import Implementation
 from pallas_kernels.bias_gelu.implementations import REGISTRY
 from pallas_kernels.bias_gelu.operands import CallConfig, Operands, Options, check
 
@@ -38,6 +39,18 @@ def bias_gelu(
       ValueError: a shape or a dtype does not fit, or the kernels cannot know how x is split.
       NotImplementedError: this device cannot run the kernels.
     """
+    chosen, config = chosen_for(x, bias, implementation, interpret, sharding)
+    return chosen.run(Operands(x, bias), config)
+
+
+def chosen_for(
+    x: jax.Array,
+    bias: jax.Array,
+    implementation: str,
+    interpret: bool,
+    sharding: NamedSharding | None,
+) -> tuple[Implementation, CallConfig]:
+    """The implementation of a call, and what is static in it; arguments and errors as there."""
     operands = Operands(x, bias)
     check(operands)
     if sharding is None:
@@ -46,4 +59,4 @@ def bias_gelu(
         sharding = None
     config = CallConfig(Options(interpret), sharding)
     chosen = REGISTRY.choose("bias_gelu", implementation, operands, config, interpret=interpret)
-    return (chosen if x.size else REGISTRY.reference).run(operands, config)
+    return (chosen if x.size else REGISTRY.reference), config

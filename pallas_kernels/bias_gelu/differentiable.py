@@ -1,14 +1,20 @@
 """The kernels of this function on the shards of a mesh: what they support, how arrays are split."""
 
+from abc import abstractmethod
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.bias_gelu.implementation import Implementation
+from pallas_kernels.bias_gelu.implementation import Again, Implementation
 from pallas_kernels.bias_gelu.operands import CallConfig, Operands, Options
 from pallas_kernels.devices import undivided, unseen_split
-from pallas_kernels.shardwise import ShardwiseKernels, run_shardwise
+from pallas_kernels.shardwise import (
+    ShardwiseKernels,
+    backward_on_shards,
+    placed,
+    run_shardwise,
+)
 
 
 class FusedImplementation(Implementation, ShardwiseKernels[Operands, Options]):
@@ -33,3 +39,20 @@ class FusedImplementation(Implementation, ShardwiseKernels[Operands, Options]):
     def run(self, operands: Operands, config: CallConfig) -> jax.Array:
         """Forward and backward under one custom VJP."""
         return run_shardwise(self, config, operands)
+
+    def backward_with_output(
+        self, operands: Operands, cotangent: jax.Array, config: CallConfig
+    ) -> Again:
+        """One pass over memory on each shard."""
+        operands = placed(self, config, operands)
+        out = self.specs(operands, config)[1]
+        dx, dbias, again = backward_on_shards(
+            self, config, self.output_and_backward, operands, cotangent, out
+        )
+        return Again(again, dx, dbias.astype(operands.bias.dtype))
+
+    @abstractmethod
+    def output_and_backward(
+        self, operands: Operands, cotangent: jax.Array, options: Options
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`backward`, and the output."""

@@ -17,7 +17,7 @@ from alload_jax.models.common.remat import (
 )
 from alload_jax.models.common.single_row import split_single_row
 from alload_jax.sharding.mesh import with_tensor_axis
-from pallas_kernels import bias_gelu
+from pallas_kernels import bias_gelu_then
 
 
 class FeedForward(nnx.Module):
@@ -53,26 +53,36 @@ class FeedForward(nnx.Module):
         """[B, S, D] → [B, S, D]."""
 
         def both(x: jax.Array) -> jax.Array:
-            hidden = self._activated(x, sharding)
-            with jax.named_scope(LINEAR):
-                return checkpoint_name(self.out(hidden), FEED_FORWARD_OUTPUT)
+            out = self._with_gelu(x, sharding) if self.activation is None else self._plain(x)
+            return checkpoint_name(out, FEED_FORWARD_OUTPUT)
 
         return split_single_row(both, sharding, x)
 
-    def _activated(self, x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
-        """[B, S, D] → [B, S, hidden]."""
-        if self.activation is not None:
-            with jax.named_scope(LINEAR):
-                hidden = checkpoint_name(self.hidden(x), LINEAR_OUTPUT)
-            with jax.named_scope(ACTIVATION):
-                return checkpoint_name(self.activation(hidden), NORM_OUTPUT)
+    def _plain(self, x: jax.Array) -> jax.Array:
+        """With an activation of elements."""
+        assert self.activation is not None
+        with jax.named_scope(LINEAR):
+            hidden = checkpoint_name(self.hidden(x), LINEAR_OUTPUT)
+        with jax.named_scope(ACTIVATION):
+            hidden = checkpoint_name(self.activation(hidden), NORM_OUTPUT)
+        with jax.named_scope(LINEAR):
+            return self.out(hidden)
+
+    def _with_gelu(self, x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
         with jax.named_scope(LINEAR):
             product = checkpoint_name(self.hidden.product(x), LINEAR_OUTPUT)
+        graph, weights = nnx.split(self.out)
+
+        def out(hidden: jax.Array, weights: nnx.State) -> jax.Array:
+            with jax.named_scope(LINEAR):
+                return nnx.merge(graph, weights)(hidden)
+
         with jax.named_scope(ACTIVATION):
-            hidden = bias_gelu(
+            return bias_gelu_then(
                 product,
                 self.hidden.bias_of(product),
+                out,
+                weights,
                 implementation=self.implementation,
                 sharding=with_tensor_axis(sharding),
             )
-            return checkpoint_name(hidden, NORM_OUTPUT)

@@ -13,7 +13,8 @@ LINEAR_OUTPUT = "linear_output"
 else adds it, so that the backward pass need not add it again."""
 
 NORM_OUTPUT = "norm_output"
-"""Name by which policies find what norms, rotations and activations of blocks compute."""
+"""Name by which policies find what norms and rotations of blocks compute, and activations but GELU,
+which the kernel of its gradient computes again."""
 
 FEED_FORWARD_OUTPUT = "feed_forward_output"
 """Name by which policies find outputs of feed-forward layers."""

@@ -51,8 +51,9 @@ class ActivationCounts:
       split_exchange: values sent between devices in one pass over a split sample.
       condition: peak of live values of each sample's condition (per sample, not per token).
       adapters: live values beside the working set where adapters are trained.
-      norms_traffic: of the forward traffic, what is not repeated in the backward pass where the
-        outputs of norms and activations are kept.
+      once_traffic: of the forward traffic, what the backward pass never repeats apart.
+      norms_traffic: of the forward traffic, what it does not repeat where the outputs of norms are
+        kept.
     """
 
     forward_traffic: float
@@ -61,6 +62,7 @@ class ActivationCounts:
     split_exchange: float
     condition: float = 0.0
     adapters: float = 0.0
+    once_traffic: float = 0.0
     norms_traffic: float = 0.0
 
 

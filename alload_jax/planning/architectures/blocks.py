@@ -18,8 +18,8 @@ class BlockTensors:
     Attributes:
       kernels: kernels of a block's forward pass.
       forward_traffic, backward_traffic: read and written outside matrix products and attention.
-      norms_traffic: of the forward's, what is not repeated where the outputs of norms and
-        activations are kept.
+      once_traffic: of the forward's, what is never repeated apart in the backward pass.
+      norms_traffic: of the forward's, what is not repeated where the outputs of norms are kept.
       working_set: peak of live ones in the backward pass of one block.
       adapters: live ones beside it where adapters are trained.
       kept: by rematerialisation policy, those that every block keeps, including its input.
@@ -29,6 +29,7 @@ class BlockTensors:
     kernels: int
     forward_traffic: Tensors
     backward_traffic: Tensors
+    once_traffic: Tensors
     norms_traffic: Tensors
     working_set: Tensors
     adapters: Tensors
@@ -65,6 +66,7 @@ class BlockArchitecture(Architecture):
         return ActivationCounts(
             forward_traffic=layers * self._values(tensors.forward_traffic),
             backward_traffic=layers * self._values(tensors.backward_traffic),
+            once_traffic=layers * self._values(tensors.once_traffic),
             norms_traffic=layers * self._values(tensors.norms_traffic),
             working_set=self._values(tensors.working_set),
             split_exchange=layers * self._values(tensors.exchanged),

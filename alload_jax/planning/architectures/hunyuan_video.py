@@ -24,10 +24,11 @@ _TENSORS = BlockTensors(
     # embedding 4, joining and separating the streams 8; GELU reads and writes the hidden layer.
     forward_traffic=(21, 2),
     # Norms 12, query and key norms 8, gates 3, streams 8, gradients of biases 6, sums of gradients
-    # 3; the hidden layer: GELU 3, gradient of bias 1.
+    # 3; the hidden layer: GELU, which is computed again, and its gradient.
     backward_traffic=(40, 4),
-    # Of the forward's: outputs of two norms; query and key norms; GELU.
-    norms_traffic=(2 + 4, 2),
+    once_traffic=(0, 2),
+    # Of the forward's: outputs of two norms; query and key norms.
+    norms_traffic=(2 + 4, 0),
     working_set=(19, 4),
     adapters=(4, 0),  # as measured of Wan
     kept={
@@ -40,10 +41,10 @@ _TENSORS = BlockTensors(
         "feed_forward_and_attention": (1 + 2 + 1, 0),
         # Besides: query, key, value, out; the hidden layer.
         "matmuls_and_attention": (1 + 2 + 5, 1),
-        # Besides: two norms; normed queries and keys; the activation's output.
-        "norms_matmuls_and_attention": (1 + 2 + 5 + 4, 2),
-        # An estimate: what autodiff keeps of norms, rotary embedding and GELU, partly in float32.
-        "none": (24, 3),
+        # Besides: two norms; normed queries and keys.
+        "norms_matmuls_and_attention": (1 + 2 + 5 + 4, 1),
+        # Besides: a sum of the residual stream; query, key and value of both streams, joined.
+        "none": (1 + 2 + 5 + 4 + 4, 1),
     },
     exchanged=(4, 0),  # query, key, value and output of attention
 )

@@ -30,16 +30,34 @@ def backward(
     operands: Operands, cotangent: jax.Array, options: Options
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of x, in its dtype, and of the bias, float32."""
+    dx, dbias = _backward(operands, cotangent, options, with_output=False)
+    return dx, dbias
+
+
+def output_and_backward(
+    operands: Operands, cotangent: jax.Array, options: Options
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`backward`, and the output, like x."""
+    dx, dbias, out = _backward(operands, cotangent, options, with_output=True)
+    return dx, dbias, out
+
+
+def _backward(
+    operands: Operands, cotangent: jax.Array, options: Options, *, with_output: bool
+) -> list[jax.Array]:
     x = _rows(operands.x)
     launch = _launch(x, tuning.BACKWARD, options)
     sums = jax.ShapeDtypeStruct((launch.along, launch.dim), jnp.float32)
     given = (x, operands.bias[None], _rows(cotangent))
-    # The gradient of x takes the memory of the cotangent, which nothing else needs.
+    # The gradient of x takes the memory of the cotangent, and the output that of x: nothing else
+    # needs them in a backward pass, or XLA copies them before.
     in_place = {2: 0} if cotangent.dtype == x.dtype else {}
-    dx, partial_sums = _call(backward_kernel, BACKWARD, given, [x, sums], launch, in_place)
+    outputs = [x, sums, x] if with_output else [x, sums]
+    in_place |= {0: 2} if with_output else {}
+    dx, partial_sums, *out = _call(backward_kernel, BACKWARD, given, outputs, launch, in_place)
     table = (1, launch.dim)
     dbias = reduce_partials(partial_sums, None, launch.along, table, options.interpret, REDUCE)
-    return dx.reshape(operands.x.shape), dbias[0]
+    return [dx.reshape(operands.x.shape), dbias[0], *(o.reshape(operands.x.shape) for o in out)]
 
 
 def _rows(x: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """The Triton kernels as an implementation: what they can do, and where they are faster."""
 
 from functools import partial
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,12 @@ class TritonImplementation(LazyCalls[Operands, Options], FusedImplementation):
             return known
         case = f"{self.function} {width} {x.dtype}"
         return COMPARISONS.faster(case, partial(self._times, width, x.dtype))
+
+    def output_and_backward(
+        self, operands: Operands, cotangent: jax.Array, options: Options
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See `FusedImplementation.output_and_backward`."""
+        return import_module(self.calls).output_and_backward(operands, cotangent, options)
 
     def _times(self, width: int, dtype: jnp.dtype) -> tuple[float, float]:
         """Seconds of XLA's fusion and of the kernels."""

@@ -80,9 +80,15 @@ def forward_kernel(x_ref: Any, bias_ref: Any, out_ref: Any, *, launch: Launch) -
 
 
 def backward_kernel(
-    x_ref: Any, bias_ref: Any, dout_ref: Any, dx_ref: Any, partial_ref: Any, *, launch: Launch
+    x_ref: Any,
+    bias_ref: Any,
+    dout_ref: Any,
+    dx_ref: Any,
+    partial_ref: Any,
+    *out_ref: Any,
+    launch: Launch,
 ) -> None:
-    """x, bias, gradient of the output → gradient of x, sums of the bias's."""
+    """x, bias, gradient of the output → gradient of x, sums of the bias's, [the output]."""
     program, columns = launch.program()
     bias = _load_bias(bias_ref, columns, launch)
 
@@ -94,9 +100,11 @@ def backward_kernel(
     def body(step: Any, state: Any) -> Any:
         (x, dout), total = state
         following = fetch(step + 1)
-        dx = dout.astype(jnp.float32) * _derivative(x.astype(jnp.float32) + bias, launch)
+        out, slope = _value_and_slope(x.astype(jnp.float32) + bias, launch)
+        dx = dout.astype(jnp.float32) * slope
         where, mask = launch.place(program, step, columns)
-        plgpu.store(dx_ref.at[where], dx.astype(dx_ref.dtype), mask=mask)
+        for ref, value in ((dx_ref, dx), *((ref, out) for ref in out_ref)):
+            plgpu.store(ref.at[where], value.astype(ref.dtype), mask=mask)
         return following, total + dx
 
     zeros = jnp.zeros((launch.blocks.tokens, launch.blocks.columns), jnp.float32)
@@ -121,10 +129,10 @@ def _gelu(z: jax.Array, launch: Launch) -> jax.Array:
     return z * _gates(z, launch)[0]
 
 
-def _derivative(z: jax.Array, launch: Launch) -> jax.Array:
-    """Of GELU."""
+def _value_and_slope(z: jax.Array, launch: Launch) -> tuple[jax.Array, jax.Array]:
+    """GELU and its derivative."""
     gate, slope = _gates(z, launch)
-    return gate + slope * (z * (_LINEAR + 3 * _CUBIC * (z * z)))
+    return z * gate, gate + slope * (z * (_LINEAR + 3 * _CUBIC * (z * z)))
 
 
 def _gates(z: jax.Array, launch: Launch) -> tuple[jax.Array, jax.Array]:
