@@ -1,0 +1,92 @@
+"""Compiles programs for an NVIDIA GPU on a machine that has none.
+
+XLA needs the description of a GPU in place of the GPU itself, JAX's CUDA plugin and NVIDIA's
+libraries: `pip install "jax[cuda12]"`. What chooses by measurement does not run (cuBLAS's
+algorithms), and all else is the program that the GPU would get: its kernels, their order and its
+memory. (openxla/xla pull request 16913, jax-ml/jax pull request 33542.)
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax
+from jax.experimental import topologies
+
+from pallas_kernels import devices
+
+_HOPPER = """
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: {memory}
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: 9 }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 9 patch: 0 }}
+device_description_str: "{kind}"
+"""
+KINDS = {
+    "h200": ("NVIDIA H200", 4_800_000_000_000, 150_754_820_096),
+    "h100": ("NVIDIA H100 80GB HBM3", 3_352_320_000_000, 84_929_347_584),
+}
+"""By name: the kind of device, bytes a second of its memory, and its bytes."""
+FLAGS = "--xla_gpu_autotune_level=0"
+"""Of XLA, beside those of training: nothing can be measured."""
+
+
+def require_no_backend_but_cpu() -> None:
+    """Keeps JAX from looking for a GPU. Call it before JAX initializes its devices."""
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+
+
+def device(name: str) -> Any:
+    """A device of `KINDS` that is not there, for meshes of programs to compile.
+
+    Raises:
+      RuntimeError: JAX's CUDA plugin is not installed.
+    """
+    kind, bandwidth, memory = KINDS[name]
+    config = _HOPPER.format(kind=kind, bandwidth=bandwidth, memory=memory)
+    found = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    return found.devices[0]
+
+
+@contextlib.contextmanager
+def traced_for(device: Any) -> Iterator[None]:
+    """Within it, models choose what they would on the device."""
+    chosen = SimpleNamespace(
+        platform="gpu",
+        device_kind=device.device_kind,
+        compute_capability="9.0",
+        core_count=132,
+    )
+    with (
+        mock.patch.object(jax, "default_backend", return_value="gpu"),
+        mock.patch.object(devices, "current_device", return_value=chosen),
+    ):
+        yield
+
+
+def compiled(function: Any, *arguments: Any) -> Any:
+    """The program of a jitted function for shapes on a mesh of such a device."""
+    return function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
