@@ -5,7 +5,7 @@ CONFIG ?= configs/digits.yaml
 # A file stays on one worker: its tests share what they compile and the runs they set up.
 PYTEST = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: install train test test-slow test-parity test-gpu chaos docs lint format clean
+.PHONY: install train test test-slow test-parity test-gpu test-compiled chaos docs lint format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -30,7 +30,7 @@ train: .venv/installed
 	$(BIN)/python train.py --config $(CONFIG)
 
 test: lint
-	$(PYTEST) -n 2 -m "not slow and not gpu and not parity"
+	$(PYTEST) -n 2 -m "not slow and not gpu and not parity and not compiled"
 
 # What takes long: whole runs, clusters, a wheel in an environment of its own, the site.
 test-slow: .venv/installed-test .venv/installed-docs
@@ -44,6 +44,16 @@ test-parity: .venv/installed-parity
 # Workers share the GPU: most of the time goes into compiling.
 test-gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest --dist loadfile -n 4 -m gpu
+
+# Compiles steps and kernels for a GPU, on a machine without one. In an environment of its own, as
+# JAX's CUDA plugin looks for a GPU wherever it is installed; NVIDIA's libraries take 5 GB.
+test-compiled: .venv-compiled/installed
+	.venv-compiled/bin/python -m pytest -m compiled tests/bench/test_compiled.py
+
+.venv-compiled/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-compiled
+	.venv-compiled/bin/python -m pip install --quiet --constraint constraints.txt --editable .[test,cuda12]
+	touch $@
 
 # Interrupts and damages runs; adds to docs/results/chaos. As root, which can mount small disks.
 KILLS ?= 300
@@ -66,4 +76,4 @@ format: .venv/installed-test
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-compiled .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,6 +7,7 @@ memory. (openxla/xla pull request 16913, jax-ml/jax pull request 33542.)
 """
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from unittest import mock
 import jax
 from jax.experimental import topologies
 
+from alload_jax.errors import InputError
 from pallas_kernels import devices
 
 _HOPPER = """
@@ -25,7 +27,7 @@ gpu_device_info {{
   shared_memory_per_block: 49152
   shared_memory_per_core: 233472
   threads_per_core_limit: 2048
-  core_count: 132
+  core_count: {cores}
   fpus_per_core: 128
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
@@ -44,6 +46,8 @@ dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 12 minor: 9 patch: 0 }}
 device_description_str: "{kind}"
 """
+CORES = 132
+"""Multiprocessors."""
 KINDS = {
     "h200": ("NVIDIA H200", 4_800_000_000_000, 150_754_820_096),
     "h100": ("NVIDIA H100 80GB HBM3", 3_352_320_000_000, 84_929_347_584),
@@ -63,10 +67,12 @@ def device(name: str) -> Any:
     """A device of `KINDS` that is not there, for meshes of programs to compile.
 
     Raises:
-      RuntimeError: JAX's CUDA plugin is not installed.
+      InputError: JAX's CUDA plugin is not installed.
     """
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        raise InputError('JAX\'s CUDA plugin is missing; pip install "jax[cuda12]"')
     kind, bandwidth, memory = KINDS[name]
-    config = _HOPPER.format(kind=kind, bandwidth=bandwidth, memory=memory)
+    config = _HOPPER.format(cores=CORES, kind=kind, bandwidth=bandwidth, memory=memory)
     found = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
     return found.devices[0]
 
@@ -78,7 +84,7 @@ def traced_for(device: Any) -> Iterator[None]:
         platform="gpu",
         device_kind=device.device_kind,
         compute_capability="9.0",
-        core_count=132,
+        core_count=CORES,
     )
     with (
         mock.patch.object(jax, "default_backend", return_value="gpu"),
@@ -87,6 +93,12 @@ def traced_for(device: Any) -> Iterator[None]:
         yield
 
 
-def compiled(function: Any, *arguments: Any) -> Any:
-    """The program of a jitted function for shapes on a mesh of such a device."""
-    return function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+def compiled(function: Any, *arguments: Any, **options: Any) -> Any:
+    """The program of a jitted function for shapes on a mesh of such a device.
+
+    Args:
+      function: jitted.
+      arguments: shapes with shardings.
+      options: of XLA's compiler.
+    """
+    return function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile(options)

@@ -1,0 +1,196 @@
+"""Says how many registers the backward kernels take on an H100 or H200, and what they spill.
+
+    python benchmarks/compiled_kernels.py
+
+XLA compiles them without a GPU (see `benchmarks/gpu_target.py`), and NVIDIA's ptxas says what a
+thread takes. `fit` is whether all programs of a multiprocessor that a kernel is divided for hold
+their registers at the same time: 65,536 of them.
+"""
+
+import argparse
+import glob
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gpu_target
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from alload_jax.bench.provenance import provenance
+from alload_jax.errors import run_command
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from pallas_kernels.bias_gelu import operands as gelu_operands
+from pallas_kernels.bias_gelu.triton import calls as gelu_calls
+from pallas_kernels.bias_gelu.triton import tuning as gelu_tuning
+from pallas_kernels.layernorm_modulate import operands as norm_operands
+from pallas_kernels.layernorm_modulate.triton import calls as norm_calls
+from pallas_kernels.layernorm_modulate.triton import tuning as norm_tuning
+from pallas_kernels.rms_norm_rotary import operands as rotary_operands
+from pallas_kernels.rms_norm_rotary.triton import calls as rotary_calls
+from pallas_kernels.rms_norm_rotary.triton import tuning as rotary_tuning
+
+_REGISTERS, _THREADS = 65_536, 32
+_TOKENS, _HEAD = 8192, 128
+_RELOADED: dict[str, Any] = {
+    **{"prefetch": False, "keep_in_registers": False},
+    **{"reload": True, "per_core": 2},
+}
+
+
+class Case(NamedTuple):
+    """A kernel at a width.
+
+    Attributes:
+      kernel: its name in PTX.
+      dim: the width.
+      variant: which way of it.
+      warps, per_core: of a program, and programs of a multiprocessor.
+      call: runs it.
+      shapes: of the call's arguments.
+    """
+
+    kernel: str
+    dim: int
+    variant: str
+    warps: int
+    per_core: int
+    call: Callable[..., Any]
+    shapes: tuple[Any, ...]
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+    """The shape of an array, of bfloat16 unless said otherwise."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+wide = partial(array, dtype=jnp.float32)
+
+
+def gelu_cases() -> Iterator[Case]:
+    """Its backward with the output."""
+    blocks, options = gelu_tuning.BACKWARD, gelu_operands.Options()
+    for dim in (8192, 8960, 13824):
+        x = array(1, _TOKENS, dim)
+        shapes = (gelu_operands.Operands(x, array(dim)), x)
+        call = partial(gelu_calls.output_and_backward, options=options)
+        which = ("bias_gelu_backward", dim, "with the output")
+        yield Case(*which, blocks.num_warps, blocks.per_core, call, shapes)
+
+
+def rotary_cases() -> Iterator[Case]:
+    """Its backward, with a bias where that is summed by the kernel."""
+    for dim, per_head in ((1024, False), (1536, False), (2048, True), (3072, False), (5120, False)):
+        blocks = rotary_tuning.backward_blocks(dim, per_head)
+        options = rotary_operands.Options(_HEAD, per_head, 1e-6)
+        tables = (wide(_TOKENS, _HEAD // 2),) * 2
+        weight, heads = wide(_HEAD if per_head else dim), (dim // _HEAD, _HEAD)
+        operands = rotary_operands.Operands(array(1, _TOKENS, dim), weight, array(dim), *tables)
+        summed = rotary_tuning.sums_bias(dim, per_head)
+        words = "each head" if per_head else "whole width"
+        words += ", with the sum of the bias" if summed else ""
+        call = partial(rotary_calls.backward, options=options)
+        which = ("rms_norm_rotary_backward", dim, words)
+        shapes = (operands, array(1, _TOKENS, *heads))
+        yield Case(*which, blocks.num_warps, blocks.per_core, call, shapes)
+
+
+def norm_cases() -> Iterator[Case]:
+    """The backward after a residual: as it is divided now, and with rows that are loaded twice."""
+    dtype = jnp.dtype(jnp.bfloat16)
+    options = norm_operands.Options("row", 1e-6, dtype, dtype, dtype, h="sum")
+    for dim in (1536, 3072, 5120, 6144, 7168, 8192):
+        stream, table = array(1, _TOKENS, dim), wide(1, dim)
+        residuals = norm_operands.Residuals(
+            *(stream, wide(1, _TOKENS, 2), table, wide(0), stream, table, None)
+        )
+        used = norm_tuning.division_for(norm_tuning.MEASURED["residual_backward"], dim)
+        ways = {"as it is divided": used}
+        if dim >= 4096:
+            ways |= {
+                f"loaded twice, {warps} warps": replace(used, num_warps=warps, **_RELOADED)
+                for warps in (8, 16)
+            }
+        for words, division in ways.items():
+            call = partial(
+                norm_calls.backward,
+                options=options,
+                blocks=division.blocks(gpu_target.CORES),
+            )
+            which = ("layernorm_modulate_backward", dim, words)
+            shapes = (residuals, stream, stream)
+            yield Case(*which, division.num_warps, division.per_core, call, shapes)
+
+
+def compiled_case(case: Case, device: Any) -> dict[str, Any]:
+    """Registers of a thread, and bytes that it spills."""
+    everywhere = NamedSharding(make_mesh(MeshConfig(), [device]), PartitionSpec())
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), case.shapes
+    )
+    with tempfile.TemporaryDirectory() as folder, gpu_target.traced_for(device):
+        gpu_target.compiled(jax.jit(case.call), *shapes, xla_dump_to=folder)
+        words = next(
+            text
+            for path in glob.glob(f"{folder}/*.ptx")
+            if f".entry {case.kernel}" in Path(path).read_text() and (text := ptxas(path))
+        )
+    registers = int(re.findall(r"Used (\d+) registers", words)[0])
+    spilled = int(re.findall(r"(\d+) bytes spill stores", words)[0])
+    held = registers * _THREADS * case.warps * case.per_core
+    return {
+        "kernel": case.kernel,
+        "dim": case.dim,
+        "variant": case.variant,
+        "warps": case.warps,
+        "per_core": case.per_core,
+        "registers": registers,
+        "spilled_bytes": spilled,
+        "fit": held <= _REGISTERS,
+    }
+
+
+def ptxas(path: str) -> str:
+    """What NVIDIA's assembler says of a file."""
+    installed = importlib.util.find_spec("nvidia.cuda_nvcc")
+    assert installed is not None
+    [folder] = installed.submodule_search_locations or []
+    given = [f"{folder}/bin/ptxas", "-v", "-arch=sm_90a", path, "-o", "/dev/null"]
+    return subprocess.run(given, capture_output=True, text=True, check=True).stderr
+
+
+def main(argv: list[str]) -> int:
+    """Compiles all cases and writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default="compiled_kernels.json")
+    options = parser.parse_args(argv)
+    gpu_target.require_no_backend_but_cpu()
+    device = gpu_target.device("h200")
+    result: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]),
+        **provenance(("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")),
+        "compiled_for": device.device_kind,
+        "cases": [],
+    }
+    for case in (*gelu_cases(), *rotary_cases(), *norm_cases()):
+        row = compiled_case(case, device)
+        result["cases"].append(row)
+        words = f"{row['registers']} registers, {row['spilled_bytes']} bytes spilled"
+        words += "" if row["fit"] else f"; {case.per_core} programs do not fit at the same time"
+        print(f"{case.kernel} {case.dim}, {case.variant}: {words}", flush=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""`benchmarks/compiled_step.py` and `compiled_kernels.py`: programs for a GPU that is not there."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+PLUGIN = importlib.util.find_spec("jax_cuda12_plugin") is not None
+GIGABYTES = {"full": 33.0, "attention": 39.0, "feed_forward_and_attention": 42.0, "none": 113.7}
+"""Of a step of Wan 1.3B at 1×32,760 tokens, at most; `none`: what PyTorch takes."""
+
+
+def run(program, *flags, folder):
+    command = [sys.executable, BENCHMARKS / program, *flags]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(PLUGIN, reason="JAX's CUDA plugin is installed")
+@pytest.mark.parametrize("program", ["compiled_step.py", "compiled_kernels.py"])
+def test_a_missing_plugin_is_named(program, tmp_path):
+    done = run(program, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == 'error: JAX\'s CUDA plugin is missing; pip install "jax[cuda12]"\n'
+
+
+def cases_of(path):
+    return json.loads(path.read_text())["cases"]
+
+
+def check_steps(cases):
+    for case in cases:
+        if case["rows"] == 1 and case["remat"] in GIGABYTES:
+            assert case["bytes"] < GIGABYTES[case["remat"]] * 1e9, case["name"]
+        if not case["unrolled"]:
+            continue
+        passes = case["moved"]
+        # GELU is computed again by the kernel of its gradient, and cuBLAS adds up gradients.
+        assert "activation recomputed" not in passes
+        assert passes.get("sums of gradients backward", 0) < 0.005 * sum(passes.values())
+
+
+def test_the_recorded_steps_keep_their_bounds():
+    check_steps(cases_of(RESULTS / "compiled_step_h200.json"))
+
+
+def test_the_recorded_kernels_spill_nothing_up_to_6144_columns():
+    for case in cases_of(RESULTS / "compiled_kernels_h200.json"):
+        assert not case["spilled_bytes"] or case["dim"] > 6144, case
+
+
+@pytest.mark.compiled
+@pytest.mark.timeout(1200)
+def test_steps_compile_and_keep_their_bounds(tmp_path):
+    done = run("compiled_step.py", "--out", "step.json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    check_steps(cases_of(tmp_path / "step.json"))
+
+
+@pytest.mark.compiled
+def test_kernels_compile_as_recorded(tmp_path):
+    done = run("compiled_kernels.py", "--out", "kernels.json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = cases_of(tmp_path / "kernels.json")
+    recorded = cases_of(RESULTS / "compiled_kernels_h200.json")
+    for one, other in zip(found, recorded, strict=True):
+        assert (one["kernel"], one["dim"], one["variant"]) == (
+            *(other["kernel"], other["dim"], other["variant"]),
+        )
+        # Another ptxas may take a few more.
+        assert one["registers"] <= other["registers"] + 16
+        assert one["spilled_bytes"] <= other["spilled_bytes"] + 64
