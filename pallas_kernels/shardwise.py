@@ -2,14 +2,14 @@
 
 The custom VJP stands outside, and forward and backward each run inside a `shard_map` of their own:
 under a mesh whose axes are Auto, XLA would otherwise gather every operand of a kernel that it
-cannot look into. One `psum` adds the gradients of the vector over the shards that share it.
+cannot look into. One `psum` adds the gradients of a vector over the shards that share it.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -34,16 +34,18 @@ class CallConfig(Generic[Options]):
 
 
 class ShardwiseKernels(ABC, Generic[Operands, Options]):
-    """Kernels of a function of tokens and one vector of parameters, on one device's arrays.
+    """Kernels of a function of tokens and vectors of parameters, on one device's arrays.
 
-    The operands are a named tuple of x [B, S, D], the vector, and others without a gradient, whose
-    default is None.
+    The operands are a named tuple of x [B, S, D], the vectors, and others without a gradient. The
+    default of all but x and the first vector is None.
 
     Attributes:
       function: its name, for messages.
+      vectors: how many vectors there may be.
     """
 
     function: str
+    vectors: ClassVar[int] = 1
 
     @abstractmethod
     def forward(self, operands: Operands, options: Options) -> jax.Array:
@@ -52,8 +54,8 @@ class ShardwiseKernels(ABC, Generic[Operands, Options]):
     @abstractmethod
     def backward(
         self, operands: Operands, cotangent: jax.Array, options: Options
-    ) -> tuple[jax.Array, jax.Array]:
-        """Gradients of x, in its dtype, and of the vector, float32."""
+    ) -> tuple[jax.Array, ...]:
+        """Gradients of x, in its dtype, and of each vector that there is, float32."""
 
     @abstractmethod
     def specs(self, operands: Operands, config: CallConfig[Options]) -> tuple[Operands, Any]:
@@ -114,8 +116,18 @@ def _forward(kernels: ShardwiseKernels, config: CallConfig, operands: Any) -> tu
 def _backward(
     kernels: ShardwiseKernels, config: CallConfig, operands: Any, cotangent: jax.Array
 ) -> tuple[Any]:
-    dx, dvector = backward_on_shards(kernels, config, kernels.backward, operands, cotangent)
-    return (type(operands)(dx, dvector.astype(operands[1].dtype)),)
+    dx, *found = backward_on_shards(kernels, config, kernels.backward, operands, cotangent)
+    places = _vectors(kernels, operands)
+    fields = (operands._fields[place] for place in places)
+    dtypes = (operands[place].dtype for place in places)
+    cast = (each.astype(dtype) for each, dtype in zip(found, dtypes, strict=True))
+    nothing = dict.fromkeys(operands._fields)
+    return (type(operands)(**nothing | {"x": dx} | dict(zip(fields, cast, strict=True))),)
+
+
+def _vectors(kernels: ShardwiseKernels, operands: Any) -> list[int]:
+    """Places of the vectors that there are."""
+    return [n for n in range(1, 1 + kernels.vectors) if operands[n] is not None]
 
 
 def backward_on_shards(
@@ -131,27 +143,30 @@ def backward_on_shards(
     Args:
       kernels: whose function it differentiates.
       config: of the call.
-      backward: (operands, cotangent, options) → gradients of x and the vector, and other arrays.
+      backward: (operands, cotangent, options) → gradients of x and the vectors, and other arrays.
       operands: split as x is.
       cotangent: of the output.
       others: how each other array is split.
 
     Returns:
-      As the backward, with the vector's gradient added up over the shards that share it.
+      As the backward, with the vectors' gradients added up over the shards that share them.
     """
-    (of_x, of_vector, *_), out = specs = kernels.specs(operands, config)
-    shared = _axes_that_share_the_vector(config, of_vector)
+    specs, out = kernels.specs(operands, config)
+    of_vectors = [specs[place] for place in _vectors(kernels, operands)]
+    shared = [_axes_that_share(config, each) for each in of_vectors]
 
     def run(operands: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-        dx, dvector, *more = backward(operands, cotangent, config.options)
-        return dx, jax.lax.psum(dvector, shared) if shared else dvector, *more
+        dx, *found = backward(operands, cotangent, config.options)
+        for place, axes in enumerate(shared):
+            found[place] = jax.lax.psum(found[place], axes) if axes else found[place]
+        return dx, *found
 
-    on_shards = _on_shards(config, run, (specs[0], out), (of_x, of_vector, *others))
+    on_shards = _on_shards(config, run, (specs, out), (specs[0], *of_vectors, *others))
     return _differentiated_once(kernels.function, on_shards)(operands, cotangent)
 
 
-def _axes_that_share_the_vector(config: CallConfig, of_vector: PartitionSpec) -> tuple[str, ...]:
-    """Axes that split x but not the vector, whose gradients are then parts of one sum."""
+def _axes_that_share(config: CallConfig, of_vector: PartitionSpec) -> tuple[str, ...]:
+    """Axes that split x but not a vector, whose gradients are then parts of one sum."""
     if config.sharding is None:
         return ()
     own = mesh_axes(NamedSharding(config.sharding.mesh, of_vector), 0)

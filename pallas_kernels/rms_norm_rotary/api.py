@@ -14,6 +14,7 @@ def rms_norm_rotary(
     rotary: tuple[jax.Array, ...] | None = None,
     *,
     head_dim: int,
+    bias: jax.Array | None = None,
     eps: float = 1e-6,
     implementation: str = "auto",
     interpret: bool = False,
@@ -23,7 +24,7 @@ def rms_norm_rotary(
 
     What attention does with queries and keys after their projection (RMSNorm: arXiv 1910.07467;
     rotary embedding: arXiv 2104.09864). All of it is float32, and the result is rounded once.
-    Differentiable once in x and weight, in reverse mode.
+    Differentiable once in x, weight and bias, in reverse mode.
 
     Args:
       x: [B, S, D], bfloat16, float16 or float32.
@@ -32,6 +33,9 @@ def rms_norm_rotary(
       rotary: cos and sin of each token and channel pair (2i, 2i + 1), [S, head_dim // 2] or
         [B, S, head_dim // 2] each; they get no gradient. None for no rotation.
       head_dim: channels of a head.
+      bias: [D] floats, the bias that x already holds of a linear layer; None for none. Its gradient
+        is the sum of x's over all tokens, which the backward kernel adds up as well where it has
+        registers for it. Where it was added to x, stop its gradient.
       eps: added to the mean square.
       implementation: "triton" (the kernels), "xla" (XLA's fusion), or "auto": whichever was
         measured as faster for this device, size, width, heads and dtype; XLA where nothing was
@@ -49,7 +53,7 @@ def rms_norm_rotary(
       ValueError: a shape, a dtype or eps does not fit, or the kernels cannot know how x is split.
       NotImplementedError: this device or this sharding cannot run the kernels.
     """
-    operands, options = normalise(x, weight, rotary, head_dim, eps, interpret)
+    operands, options = normalise(x, weight, bias, rotary, head_dim, eps, interpret)
     if sharding is None:
         sharding = devices.visible_sharding(x)
     elif sharding.mesh.size == 1:

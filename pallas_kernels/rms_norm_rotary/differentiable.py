@@ -15,6 +15,7 @@ class FusedImplementation(Implementation, ShardwiseKernels[Operands, Options]):
     """An implementation with a forward and a backward of its own, each on one device's arrays."""
 
     function = "rms_norm_rotary"
+    vectors = 2
 
     def specs(self, operands: Operands, config: CallConfig) -> tuple[Operands, P]:
         """See `ShardwiseKernels.specs`."""
@@ -25,7 +26,8 @@ class FusedImplementation(Implementation, ShardwiseKernels[Operands, Options]):
             table = P(sequence, None) if operands.cos.ndim == 2 else P(batch, sequence, None)
         of_x: Any = P(batch, sequence, width)
         weight: Any = P(None)
-        return Operands(of_x, weight, table, table), P(batch, sequence, width, None)
+        bias: Any = None if operands.bias is None else P(width)
+        return Operands(of_x, weight, bias, table, table), P(batch, sequence, width, None)
 
     def unsupported_reason(self, operands: Operands, config: CallConfig) -> Exception | None:
         """Why x cannot be computed shard by shard."""

@@ -20,12 +20,14 @@ class Operands(NamedTuple):
     Attributes:
       x: [B, S, D] bfloat16, float16 or float32.
       weight: [D], or [head_dim] where each head has statistics of its own.
+      bias: [D], which x holds already and which gets the sum of x's gradients; None for none.
       cos: [S, head_dim // 2] or [B, S, head_dim // 2] float32; None for no rotation.
       sin: like `cos`.
     """
 
     x: jax.Array
     weight: jax.Array
+    bias: jax.Array | None = None
     cos: jax.Array | None = None
     sin: jax.Array | None = None
 
@@ -54,6 +56,7 @@ CallConfig = shardwise.CallConfig[Options]
 def normalise(
     x: jax.Array,
     weight: jax.Array,
+    bias: jax.Array | None,
     rotary: tuple[jax.Array, ...] | None,
     head_dim: int,
     eps: float,
@@ -84,9 +87,13 @@ def normalise(
             f"{_NAME}: weight is {weight.dtype}{list(weight.shape)}; it must be floats [{dim}], or "
             f"[{head_dim}] for statistics of each head"
         )
+    if bias is not None and (bias.shape != (dim,) or not jnp.issubdtype(bias.dtype, jnp.floating)):
+        raise ValueError(
+            f"{_NAME}: bias is {bias.dtype}{list(bias.shape)}; it must be floats [{dim}]"
+        )
     options = Options(head_dim, weight.shape != (dim,), eps, interpret)
     if rotary is None:
-        return Operands(x, weight), options
+        return Operands(x, weight, bias), options
     if head_dim % 2:
         raise ValueError(f"{_NAME}: head_dim={head_dim} is odd; channels rotate in pairs")
     shared = (x.shape[1], head_dim // 2)
@@ -98,7 +105,7 @@ def normalise(
         )
     # No implementation has a gradient for them, so that none depends on the choice.
     cos, sin = (jax.lax.stop_gradient(jnp.asarray(part, jnp.float32)) for part in rotary)
-    return Operands(x, weight, cos, sin), options
+    return Operands(x, weight, bias, cos, sin), options
 
 
 def heads_shape(x: jax.Array, options: Options) -> tuple[int, ...]:

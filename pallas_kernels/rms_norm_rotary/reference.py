@@ -19,7 +19,8 @@ class XlaImplementation(Implementation):
 
 def reference(operands: Operands, options: Options) -> jax.Array:
     """RMSNorm of x, then its rotation, float32 inside: [B, S, H, head_dim] in x's dtype."""
-    wide = operands.x.astype(jnp.float32)
+    x = operands.x if operands.bias is None else _holding(operands.x, operands.bias)
+    wide = x.astype(jnp.float32)
     heads = heads_shape(wide, options)
     wide = wide.reshape(heads) if options.per_head else wide
     mean = jnp.square(wide).mean(axis=-1, keepdims=True)
@@ -28,6 +29,24 @@ def reference(operands: Operands, options: Options) -> jax.Array:
     if operands.cos is not None and operands.sin is not None:
         normed = _rotated(normed, operands.cos[..., None, :], operands.sin[..., None, :])
     return normed.astype(operands.x.dtype)
+
+
+@jax.custom_vjp
+def _holding(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x, whose gradients the bias gets as well."""
+    return x
+
+
+def _forward(x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, jnp.zeros((0,), bias.dtype)
+
+
+def _backward(like: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    summed = gradient.astype(jnp.float32).sum(axis=tuple(range(gradient.ndim - 1)))
+    return gradient, summed.astype(like.dtype)
+
+
+_holding.defvjp(_forward, _backward)
 
 
 def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

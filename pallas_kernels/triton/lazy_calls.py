@@ -26,6 +26,6 @@ class LazyCalls(ShardwiseKernels[Operands, Options]):
 
     def backward(
         self, operands: Operands, cotangent: jax.Array, options: Options
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, ...]:
         """See `ShardwiseKernels.backward`."""
         return import_module(self.calls).backward(operands, cotangent, options)

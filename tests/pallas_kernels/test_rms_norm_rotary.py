@@ -115,6 +115,40 @@ def test_kernels_equal_the_oracle(name, interpret, monkeypatch):
     check(found, oracle(*given_arrays, head_dim), dtype)
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("summed", [False, True, "xla"], ids=["by XLA", "by the kernel", "xla"])
+def test_a_bias_in_x_gets_the_sum_of_its_gradient(name, summed, interpret, monkeypatch):
+    shape, head_dim, per_head, table, dtype = CASES[name]
+    monkeypatch.setattr(tuning.devices, "core_count", lambda: 1)
+    monkeypatch.setattr(tuning, "sums_bias", lambda *_: summed)
+    options = {"implementation": "xla"} if summed == "xla" else kernels(interpret)
+    x, weight, rotary, cotangent = arrays(
+        shape, head_dim, per_head=per_head, table=table, dtype=dtype
+    )
+
+    def function(x, weight, bias):
+        options_of = {"head_dim": head_dim, "eps": EPS} | options
+        return rms_norm_rotary(x, weight, rotary, bias=bias, **options_of)
+
+    bias = jnp.full(shape[-1], jnp.nan, BF16)  # whose values do not matter
+    out, pull = jax.vjp(function, x, weight, bias)
+    dx, dweight, dbias = pull(cotangent)
+    expected = oracle(x, weight, rotary, cotangent, head_dim)
+    check((out, dx, dweight), expected, dtype)
+    assert dbias.dtype == BF16
+    wanted = expected[1].sum(axis=(0, 1))
+    rows = shape[0] * shape[1]
+    rounding = rows * tolerance(dtype, np.max(np.abs(expected[1])), shape[-1], condition=8.0)
+    limit = tolerance(BF16, wanted, shape[-1], rows=rows, condition=16.0) + rounding
+    assert np.all(np.abs(numpy64(dbias) - wanted) <= limit)
+
+
+def test_a_bias_is_summed_where_registers_are_left_for_it():
+    assert tuning.sums_bias(1536, False)
+    assert not tuning.sums_bias(2048, False)
+    assert not tuning.sums_bias(1024, True)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("dim", [512, 1024, 1152, 1536, 2048, 2304, 3072, 5120, 6144, 8192])
@@ -216,6 +250,8 @@ def test_kernels_lower_for_cuda(shape, per_head, table):
         ({"x": jnp.zeros((1, 4, 8), jnp.int32)}, r"x is int32"),
         ({"weight": jnp.zeros(3)}, r"weight is float32\[3\]; it must be floats \[8\], or \[4\]"),
         ({"weight": jnp.zeros(8, jnp.int32)}, r"weight is int32\[8\]"),
+        ({"bias": jnp.zeros(4)}, r"bias is float32\[4\]; it must be floats \[8\]"),
+        ({"bias": jnp.zeros(8, jnp.int32)}, r"bias is int32\[8\]"),
         ({"eps": 0.0}, r"eps=0\.0 is not above 0"),
         ({"eps": 1e-60}, r"eps=1e-60 is not above 0 in float32"),
         ({"head_dim": 3}, r"head_dim=3 does not divide D=8"),

@@ -6,6 +6,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
+from alload_jax.models.common.linear import Linear
 from alload_jax.models.common.parts import LINEAR, QK_NORM
 from alload_jax.models.common.remat import LINEAR_OUTPUT, NORM_OUTPUT
 from alload_jax.models.common.rotary import RotaryTable, apply_rotary
@@ -16,7 +17,7 @@ from pallas_kernels import rms_norm_rotary
 
 def project_heads(
     x: jax.Array,
-    linear: nnx.Linear,
+    linear: Linear,
     norm: nnx.RMSNorm | None = None,
     rotary: RotaryTable | None = None,
     *,
@@ -41,17 +42,23 @@ def project_heads(
     """
 
     def projected(x: jax.Array, *tables: jax.Array) -> jax.Array:
-        with jax.named_scope(LINEAR):
-            y = checkpoint_name(linear(x), LINEAR_OUTPUT)
         if norm is None:
+            with jax.named_scope(LINEAR):
+                y = checkpoint_name(linear(x), LINEAR_OUTPUT)
             y = y.reshape(*y.shape[:-1], num_heads, -1)
             return apply_rotary(y, tables) if tables else y
+        with jax.named_scope(LINEAR):
+            product = linear.product(x)
+            bias = linear.bias_of(product)
+            # The norm adds up the bias's gradient.
+            y = checkpoint_name(product + jax.lax.stop_gradient(bias), LINEAR_OUTPUT)
         with jax.named_scope(QK_NORM):
             heads = rms_norm_rotary(
                 y,
                 _weight(norm),
                 tables or None,
                 head_dim=y.shape[-1] // num_heads,
+                bias=bias,
                 eps=norm.epsilon,
                 implementation="xla" if norm_implementation == "xla" else "auto",
                 sharding=with_tensor_axis(sharding),

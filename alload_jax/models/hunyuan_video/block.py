@@ -14,6 +14,7 @@ from alload_jax.models.common.fan_out import fan_out
 from alload_jax.models.common.feed_forward import FeedForward
 from alload_jax.models.common.gated_add import gated_add
 from alload_jax.models.common.joint_rows import JointRows
+from alload_jax.models.common.linear import Linear
 from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.parts import HEAD, JOINT_ATTENTION, LINEAR, NORM
 from alload_jax.models.common.query_key import project_heads
@@ -63,8 +64,8 @@ class Stream(nnx.Module):
     def __init__(self, config: HunyuanVideoConfig, *, rngs: nnx.Rngs):
         dim, dtype = config.dim, config.compute_dtype
 
-        def linear() -> nnx.Linear:
-            return nnx.Linear(dim, dim, dtype=dtype, rngs=rngs)
+        def linear() -> Linear:
+            return Linear(dim, dim, dtype=dtype, rngs=rngs)
 
         def norm() -> nnx.RMSNorm:
             return nnx.RMSNorm(config.head_dim, epsilon=_EPS, dtype=dtype, rngs=rngs)

@@ -14,6 +14,7 @@ from alload_jax.models.common.attention import attention
 from alload_jax.models.common.fan_out import fan_out
 from alload_jax.models.common.feed_forward import FeedForward
 from alload_jax.models.common.gated_add import gated_add
+from alload_jax.models.common.linear import Linear
 from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.parts import (
     ATTENTION,
@@ -66,8 +67,8 @@ class Attention(nnx.Module):
     def __init__(self, config: WanConfig, *, with_image: bool = False, rngs: nnx.Rngs):
         dim, dtype = config.dim, config.compute_dtype
 
-        def linear() -> nnx.Linear:
-            return nnx.Linear(dim, dim, dtype=dtype, rngs=rngs)
+        def linear() -> Linear:
+            return Linear(dim, dim, dtype=dtype, rngs=rngs)
 
         def norm() -> nnx.RMSNorm | None:
             if not config.qk_norm:

@@ -29,25 +29,28 @@ def forward(operands: Operands, options: Options) -> jax.Array:
     return result.reshape(heads_shape(x, options))
 
 
-def backward(
-    operands: Operands, cotangent: jax.Array, options: Options
-) -> tuple[jax.Array, jax.Array]:
-    """Gradients of x, in its dtype, and of the weight, float32."""
+def backward(operands: Operands, cotangent: jax.Array, options: Options) -> tuple[jax.Array, ...]:
+    """Gradients of x, in its dtype, and of the weight and the bias, if there is one, float32."""
     x = operands.x
     blocks = tuning.backward_blocks(x.shape[-1], options.per_head)
     shape = (rows_of(x), x.shape[-1])
     programs = tuning.programs(blocks, shape[0])
+    summed = operands.bias is not None and tuning.sums_bias(x.shape[-1], options.per_head)
+    vectors = 2 if summed else 1
     outputs = [
         jax.ShapeDtypeStruct(shape, x.dtype),
-        jax.ShapeDtypeStruct((programs, shape[1]), jnp.float32),
+        jax.ShapeDtypeStruct((vectors * programs, shape[1]), jnp.float32),
     ]
     given = (cotangent.reshape(shape),)
     dx, partial_sums = _call(backward_kernel, BACKWARD, operands, given, outputs, options, blocks)
-    table = (1, shape[1])
-    dweight = reduce_partials(partial_sums, None, programs, table, options.interpret, REDUCE)[0]
+    table = (vectors, shape[1])
+    sums = reduce_partials(partial_sums, None, programs, table, options.interpret, REDUCE)
+    dweight, *dbias = sums
     if options.per_head:
         dweight = dweight.reshape(-1, options.head_dim).sum(axis=0)
-    return dx.reshape(x.shape), dweight
+    if operands.bias is not None and not summed:
+        dbias = [dx.astype(jnp.float32).sum(axis=0)]
+    return dx.reshape(x.shape), dweight, *dbias
 
 
 def _call(
@@ -61,7 +64,8 @@ def _call(
 ) -> Any:
     """Runs a kernel over all tokens; arrays go in and come out as [tokens, channels]."""
     x = operands.x.reshape(-1, operands.x.shape[-1])
-    tables = [part.reshape(-1, part.shape[-1]) for part in operands[2:] if part is not None]
+    angles = (part for part in (operands.cos, operands.sin) if part is not None)
+    tables = [part.reshape(-1, part.shape[-1]) for part in angles]
     weight = operands.weight.reshape(1, -1)
     programs = tuning.programs(blocks, len(x))
     tokens, dim = x.shape

@@ -61,7 +61,7 @@ class TritonImplementation(LazyCalls[Operands, Options], FusedImplementation):
         table = (jnp.cos(angle), jnp.sin(angle)) if rotates else (None, None)
 
         def operands(x: jax.Array, weight: jax.Array) -> Operands:
-            return Operands(x, weight, *table)
+            return Operands(x, weight, None, *table)
 
         config = CallConfig(options, None)
         return compared((XlaImplementation(), self), operands, config, (x, weight))

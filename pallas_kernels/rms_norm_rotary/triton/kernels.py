@@ -157,7 +157,7 @@ def forward_kernel(x_ref: Any, weight_ref: Any, *refs: Any, launch: Launch) -> N
 
 
 def backward_kernel(x_ref: Any, weight_ref: Any, dout_ref: Any, *refs: Any, launch: Launch) -> None:
-    """x, weight, gradient of the output, [cos, sin] → gradient of x, sums of the weight's."""
+    """x, weight, gradient of the output, [cos, sin] → gradient of x, sums of the vectors'."""
     *tables, dx_ref, partial_ref = refs
     together = launch.blocks.tokens
     begin = pl.program_id(0) * launch.each
@@ -170,7 +170,7 @@ def backward_kernel(x_ref: Any, weight_ref: Any, dout_ref: Any, *refs: Any, laun
         angles = launch.load_angles(tuple(tables), token, end)
         return launch.load(x_ref, token, end), launch.load(dout_ref, token, end), angles
 
-    def work(step: Any, fetched: Any, sums: Parts) -> Parts:
+    def work(step: Any, fetched: Any, sums: list[Parts]) -> list[Parts]:
         token = begin + step * together + jnp.arange(together)
         x, dout, angles = fetched
         x = _wide(x)
@@ -182,7 +182,9 @@ def backward_kernel(x_ref: Any, weight_ref: Any, dout_ref: Any, *refs: Any, laun
         normed = [part * r for part, r in zip(x, rstd, strict=True)]
         dx = [(g - n * (a * r)) * r for g, n, a, r in zip(pulled, normed, along, rstd, strict=True)]
         launch.store(dx_ref, token, end, dx)
-        return [s + g * n for s, g, n in zip(sums, gained, normed, strict=True)]
+        of_weight = [g * n for g, n in zip(gained, normed, strict=True)]
+        pairs = zip(sums, (of_weight, dx), strict=False)
+        return [[total + part for total, part in zip(*pair, strict=True)] for pair in pairs]
 
     def body(step: Any, state: Any) -> Any:
         fetched, sums = state
@@ -191,12 +193,16 @@ def backward_kernel(x_ref: Any, weight_ref: Any, dout_ref: Any, *refs: Any, laun
 
     zeros = [jnp.zeros((together, tile.width), jnp.float32) for tile in launch.tiles]
     steps = launch.each // together
-    sums = lax.fori_loop(0, steps, body, (fetch(0), zeros))[1]
-    for tile, part in zip(launch.tiles, sums, strict=True):
-        column = tile.offset + jnp.arange(tile.width)
-        mask = column < launch.dim if tile.ragged else None
-        where = jnp.full_like(column, 0) + pl.program_id(0), column
-        plgpu.store(partial_ref.at[where], jnp.sum(part, axis=0), mask=mask)
+    # Those of the weight, and of the gradient of x where there is room for them.
+    begun = [zeros] * (partial_ref.shape[0] // launch.programs)
+    sums = lax.fori_loop(0, steps, body, (fetch(0), begun))[1]
+    for place, parts in enumerate(sums):
+        row = place * launch.programs + pl.program_id(0)
+        for tile, part in zip(launch.tiles, parts, strict=True):
+            column = tile.offset + jnp.arange(tile.width)
+            mask = column < launch.dim if tile.ragged else None
+            where = jnp.full_like(column, 0) + row, column
+            plgpu.store(partial_ref.at[where], jnp.sum(part, axis=0), mask=mask)
 
 
 def _wide(parts: Parts) -> Parts:

@@ -28,6 +28,9 @@ class Blocks:
 
 _NARROW, _WIDE = 2048, 6144
 """Widths up to which the sums leave registers for four programs a core, and for four warps."""
+_SUMS_BIAS = 1536
+"""Width up to which the bias's sums leave registers for as many programs (114 at 1,536, by ptxas
+for sm_90a). Where each head has statistics of its own they do not."""
 _LEAST_ELEMENTS = 256 * 1536
 _WIDTHS, _HEADS, _ITEMSIZE = (1024, 8192), (64, 128), 2
 _CHIP = ("NVIDIA H200", "NVIDIA H100")
@@ -46,6 +49,11 @@ def backward_blocks(dim: int, per_head: bool) -> Blocks:
     if dim > _WIDE:
         return Blocks(1024, 1, 8, 2)
     return Blocks(512, 1, 4, 4 if dim <= _NARROW else 2)
+
+
+def sums_bias(dim: int, per_head: bool) -> bool:
+    """Whether the backward adds up the bias's gradient itself, and does not leave it to XLA."""
+    return dim <= _SUMS_BIAS and not per_head
 
 
 def measured_as_faster(

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alload_jax.models.common import query_key
+from alload_jax.models.common.linear import Linear
 from alload_jax.models.common.rotary import apply_rotary
 from alload_jax.sharding.mesh import AXES, BATCH_AXES
 
@@ -27,7 +28,7 @@ CASES = {
 
 def made(name):
     (rows, tokens), table, per_head = CASES[name]
-    linear = nnx.Linear(DIM, DIM, rngs=nnx.Rngs(0))
+    linear = Linear(DIM, DIM, rngs=nnx.Rngs(0))
     norm = nnx.RMSNorm(DIM // HEADS if per_head else DIM, rngs=nnx.Rngs(1))
     norm.scale[...] = 1 + 0.2 * jax.random.normal(jax.random.key(2), norm.scale.shape)
     x = jax.random.normal(jax.random.key(3), (rows, tokens, DIM))
