@@ -43,8 +43,10 @@ from pallas_kernels.rms_norm_rotary.triton import tuning as rotary_tuning
 _REGISTERS, _THREADS = 65_536, 32
 _TOKENS, _HEAD = 8192, 128
 _RELOADED: dict[str, Any] = {
-    **{"prefetch": False, "keep_in_registers": False},
-    **{"reload": True, "per_core": 2},
+    "prefetch": False,
+    "keep_in_registers": False,
+    "reload": True,
+    "per_core": 2,
 }
 
 
@@ -182,6 +184,7 @@ def main(argv: list[str]) -> int:
         "compiled_for": device.device_kind,
         "cases": [],
     }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")  # or fails before it compiles
     for case in (*gelu_cases(), *rotary_cases(), *norm_cases()):
         row = compiled_case(case, device)
         result["cases"].append(row)

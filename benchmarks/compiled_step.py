@@ -115,6 +115,7 @@ def main(argv: list[str]) -> int:
         "model": fields,
         "cases": [],
     }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")  # or fails before it compiles
     for case in CASES:
         row = measured(case, fields, device)
         result["cases"].append(row)

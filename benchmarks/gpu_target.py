@@ -1,9 +1,10 @@
 """Compiles programs for an NVIDIA GPU on a machine that has none.
 
 XLA needs the description of a GPU in place of the GPU itself, JAX's CUDA plugin and NVIDIA's
-libraries: `pip install "jax[cuda12]"`. What chooses by measurement does not run (cuBLAS's
-algorithms), and all else is the program that the GPU would get: its kernels, their order and its
-memory. (openxla/xla pull request 16913, jax-ml/jax pull request 33542.)
+libraries: `pip install "jax[cuda12]"`. What chooses by measurement does not run: cuBLAS's
+algorithms, and kernels of widths that no table knows. All else is the program that the GPU would
+get: its kernels, their order and its memory. (openxla/xla pull request 16913, jax-ml/jax pull
+request 33542.)
 """
 
 import contextlib
@@ -58,7 +59,11 @@ FLAGS = "--xla_gpu_autotune_level=0"
 
 
 def require_no_backend_but_cpu() -> None:
-    """Keeps JAX from looking for a GPU. Call it before JAX initializes its devices."""
+    """Keeps JAX from looking for a GPU. Call it before JAX initializes its devices.
+
+    Kernels of widths that no table knows are not compared with XLA either.
+    """
+    os.environ["PALLAS_KERNELS_FIRST_USE"] = "0"
     jax.config.update("jax_platforms", "cpu")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 

@@ -74,7 +74,7 @@ def candidates(kernel: Pass, dim: int) -> Iterator[Division]:
             yield replace(usual, equal_tiles=True)
         if kind == "backward" and dim >= _RELOADED[0] and warps in _RELOADED[1]:
             less = {"prefetch": False, "keep_in_registers": False}
-            yield replace(usual, per_core=2, reload=True, **less)
+            yield replace(usual, reload=True, **less)
 
 
 def variants(kernel: Pass, division: Division) -> Iterator[Division]:

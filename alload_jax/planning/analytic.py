@@ -71,6 +71,11 @@ class _Recomputed:
     but_norms: bool = False
 
     @property
+    def feed_forward_kept(self) -> bool:
+        """Whether the outputs of feed-forward layers are kept."""
+        return self.but_output or not self.matmuls
+
+    @property
     def any(self) -> bool:
         """Whether the backward pass recomputes anything."""
         return self.matmuls or self.attention or self.elementwise
@@ -280,7 +285,7 @@ def bytes_per_split_token(
 def _elementwise_bytes(architecture: Architecture, device: Device, again: _Recomputed) -> float:
     """Bytes that elementwise work reads and writes for each token of a step."""
     counts = architecture.activations()
-    repeated = counts.forward_traffic - counts.once_traffic
+    repeated = counts.forward_traffic - counts.once_traffic * again.feed_forward_kept
     repeated -= counts.norms_traffic * again.but_norms
     values = counts.forward_traffic + repeated * again.elementwise + counts.backward_traffic
     return device.compute_bytes * values

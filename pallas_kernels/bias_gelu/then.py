@@ -65,7 +65,8 @@ def _forward(
     operands: Operands,
     parameters: Any,
 ) -> tuple[jax.Array, tuple[Operands, Any]]:
-    return _then(implementation, config, function, operands, parameters), (operands, parameters)
+    out = function(implementation.run(operands, config), parameters)
+    return out, (operands, parameters)
 
 
 def _backward(

@@ -1,5 +1,6 @@
 """The search for divisions of rows, and the files that keep what it finds."""
 
+import itertools
 import json
 import math
 import multiprocessing
@@ -32,8 +33,7 @@ DIVISIONS = st.builds(
     st.sampled_from([128, 256, 512, 1024, 2048]),
     st.sampled_from([1, 2, 4, 8]),
     st.integers(1, 32),
-    st.booleans(),
-    st.booleans(),
+    *(st.booleans(),) * 4,
 )
 RATIOS = st.floats(0.25, 4.0)
 TUNED = st.builds(
@@ -224,9 +224,21 @@ def test_candidates_can_run_and_differ(kernel, dim):
         assert each.max_tile & (each.max_tile - 1) == 0
         others = list(variants(kernel, each))
         assert each in others
+        assert {one.reload for one in others} == {each.reload}
         assert {(one.max_tile, one.num_warps) for one in others} == {
             (each.max_tile, each.num_warps)
         }
+
+
+def test_only_wide_backwards_may_load_rows_twice():
+    reloading = {
+        (kernel, dim)
+        for kernel in PASSES
+        for dim in (1024, 4095, 4096, 8192)
+        if any(each.reload for each in candidates(kernel, dim))
+    }
+    backwards = ("backward", "residual_backward")
+    assert reloading == set(itertools.product(backwards, (4096, 8192)))
 
 
 @given(TUNED, DIVISIONS, st.sampled_from(PASSES), st.integers(1, 9000))

@@ -1,6 +1,8 @@
 """The feed-forward layer of transformer blocks."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from alload_jax.models.common.remat import (
 )
 from alload_jax.models.common.single_row import split_single_row
 from alload_jax.sharding.mesh import with_tensor_axis
-from pallas_kernels import bias_gelu_then
+from pallas_kernels import bias_gelu, bias_gelu_then
 
 
 class FeedForward(nnx.Module):
@@ -49,14 +51,29 @@ class FeedForward(nnx.Module):
         self.out = nnx.Linear(hidden, dim, dtype=dtype, rngs=rngs)
 
     @jax.named_scope(FEED_FORWARD)
-    def __call__(self, x: jax.Array, sharding: NamedSharding | None = None) -> jax.Array:
-        """[B, S, D] → [B, S, D]."""
+    def __call__(
+        self,
+        x: jax.Array,
+        sharding: NamedSharding | None = None,
+        *,
+        output_kept: bool = True,
+    ) -> jax.Array:
+        """[B, S, D] → [B, S, D].
 
-        def both(x: jax.Array) -> jax.Array:
-            out = self._with_gelu(x, sharding) if self.activation is None else self._plain(x)
-            return checkpoint_name(out, FEED_FORWARD_OUTPUT)
+        Args:
+          x: inputs.
+          sharding: of x's rows over a mesh of Auto axes, which kernels need.
+          output_kept: whether the backward pass has the output, and need not apply the layer again.
+        """
+        if self.activation is not None:
+            both = self._plain
+        else:
+            both = partial(self._with_gelu, sharding=sharding, again=output_kept)
 
-        return split_single_row(both, sharding, x)
+        def named(x: jax.Array) -> jax.Array:
+            return checkpoint_name(both(x), FEED_FORWARD_OUTPUT)
+
+        return split_single_row(named, sharding, x)
 
     def _plain(self, x: jax.Array) -> jax.Array:
         """With an activation of elements."""
@@ -68,9 +85,20 @@ class FeedForward(nnx.Module):
         with jax.named_scope(LINEAR):
             return self.out(hidden)
 
-    def _with_gelu(self, x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    def _with_gelu(self, x: jax.Array, *, sharding: NamedSharding | None, again: bool) -> jax.Array:
+        """With GELU; `again` if the backward pass computes it in the kernel of its gradient."""
         with jax.named_scope(LINEAR):
             product = checkpoint_name(self.hidden.product(x), LINEAR_OUTPUT)
+        options: dict[str, Any] = {
+            "implementation": self.implementation,
+            "sharding": with_tensor_axis(sharding),
+        }
+        bias = self.hidden.bias_of(product)
+        if not again:
+            with jax.named_scope(ACTIVATION):
+                hidden = bias_gelu(product, bias, **options)
+            with jax.named_scope(LINEAR):
+                return self.out(hidden)
         graph, weights = nnx.split(self.out)
 
         def out(hidden: jax.Array, weights: nnx.State) -> jax.Array:
@@ -78,11 +106,4 @@ class FeedForward(nnx.Module):
                 return nnx.merge(graph, weights)(hidden)
 
         with jax.named_scope(ACTIVATION):
-            return bias_gelu_then(
-                product,
-                self.hidden.bias_of(product),
-                out,
-                weights,
-                implementation=self.implementation,
-                sharding=with_tensor_axis(sharding),
-            )
+            return bias_gelu_then(product, bias, out, weights, **options)

@@ -13,8 +13,8 @@ from alload_jax.models.common.remat import rematerialise
 from alload_jax.models.common.stacked_kernels import with_cast_kernels
 from alload_jax.planning.remat import RematPolicy
 
-ApplyLayer = Callable[[Any, Any], tuple[Any, Auxiliary]]
-"""(x, parameters of a layer) → (x, auxiliary values)."""
+ApplyLayer = Callable[[RematPolicy, Any, Any], tuple[Any, Auxiliary]]
+"""(policy, x, parameters of a layer) → (x, auxiliary values)."""
 
 
 def apply_layers(
@@ -34,7 +34,7 @@ def apply_layers(
     Args:
       blocks: the layers, with parameters stacked over them; (x, context) → (x, auxiliary values).
       x: input of the first layer.
-      context: inputs that all layers share.
+      context: inputs that all layers share, a named tuple; its field `remat` is set for each.
       policies: what layers keep for the backward pass; they repeat over the layers, and their
         number divides that of the layers.
       scan: whether to run them as a loop.
@@ -44,14 +44,16 @@ def apply_layers(
     """
     graph, layers = nnx.split(blocks if scan else with_cast_kernels(blocks))
 
-    def apply_layer(x: Any, layer: nnx.State) -> tuple[Any, Auxiliary]:
-        return nnx.merge(graph, layer)(x, context)
+    def apply_layer(policy: RematPolicy, x: Any, layer: nnx.State) -> tuple[Any, Auxiliary]:
+        return nnx.merge(graph, layer)(x, context._replace(remat=policy))
 
     if not scan:
         times = len(jax.tree.leaves(layers)[0]) // len(policies)
         return _in_turn(apply_layer, x, layers, [*policies] * times)
     if len(policies) == 1:
-        return jax.lax.scan(rematerialise(apply_layer, policies[0], in_loop=True), x, layers)
+        [policy] = policies
+        step = rematerialise(partial(apply_layer, policy), policy, in_loop=True)
+        return jax.lax.scan(step, x, layers)
     grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, len(policies), *leaf.shape[1:]), layers)
     x, auxiliary = jax.lax.scan(partial(_apply_group, apply_layer, policies), x, grouped)
     return x, jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), auxiliary)
@@ -68,8 +70,10 @@ def _apply_group(
     auxiliary = []
     for number, policy in enumerate(policies):
 
-        def apply_one(x: Any, group: Any, number: int = number) -> tuple[Any, Auxiliary]:
-            return apply_layer(x, jax.tree.map(lambda leaf: leaf[number], group))
+        def apply_one(
+            x: Any, group: Any, number: int = number, policy: RematPolicy = policy
+        ) -> tuple[Any, Auxiliary]:
+            return apply_layer(policy, x, jax.tree.map(lambda leaf: leaf[number], group))
 
         x, values = rematerialise(apply_one, policy, in_loop=True)(x, group)
         auxiliary.append(values)
@@ -82,7 +86,8 @@ def _in_turn(
     """Applies as many layers as there are policies, without a loop."""
     auxiliary = []
     for layer, policy in zip(_each(layers), policies, strict=True):
-        x, values = rematerialise(apply_layer, policy, in_loop=False)(x, layer)
+        step = rematerialise(partial(apply_layer, policy), policy, in_loop=False)
+        x, values = step(x, layer)
         auxiliary.append(values)
     return x, _stacked(auxiliary)
 

@@ -13,8 +13,8 @@ LINEAR_OUTPUT = "linear_output"
 else adds it, so that the backward pass need not add it again."""
 
 NORM_OUTPUT = "norm_output"
-"""Name by which policies find what norms and rotations of blocks compute, and activations but GELU,
-which the kernel of its gradient computes again."""
+"""Name by which policies find what norms and rotations of blocks compute, and activations other
+than GELU."""
 
 FEED_FORWARD_OUTPUT = "feed_forward_output"
 """Name by which policies find outputs of feed-forward layers."""
@@ -26,6 +26,10 @@ BLOCK_LISTS = "attention_block_lists"
 """Name of the blocks that sparse attention has chosen, which every policy keeps: computed again,
 rounding could choose others."""
 
+_KEEPING_FEED_FORWARD: tuple[RematPolicy, ...] = (
+    *("feed_forward_and_attention", "matmuls_and_attention", "norms_matmuls_and_attention"),
+    "none",
+)
 _BLOCK_INPUT = "block_input"
 _policies = jax.checkpoint_policies
 
@@ -73,6 +77,11 @@ _POLICIES = {
         _policies.save_only_these_names(LINEAR_OUTPUT, FEED_FORWARD_OUTPUT, NORM_OUTPUT),
     ),
 }
+
+
+def keeps_feed_forward(policy: RematPolicy) -> bool:
+    """Whether the output of a feed-forward layer is kept, so that it is not applied again."""
+    return policy in _KEEPING_FEED_FORWARD
 
 
 def rematerialise(function: Callable, policy: RematPolicy, *, in_loop: bool) -> Callable:

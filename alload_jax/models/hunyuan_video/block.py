@@ -18,11 +18,12 @@ from alload_jax.models.common.linear import Linear
 from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.parts import HEAD, JOINT_ATTENTION, LINEAR, NORM
 from alload_jax.models.common.query_key import project_heads
-from alload_jax.models.common.remat import LINEAR_OUTPUT, NORM_OUTPUT
+from alload_jax.models.common.remat import LINEAR_OUTPUT, NORM_OUTPUT, keeps_feed_forward
 from alload_jax.models.common.rotary import RotaryTable
 from alload_jax.models.common.single_row import split_single_row
 from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
 from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
+from alload_jax.planning.remat import RematPolicy
 from pallas_kernels import Segmentation, layernorm_modulate, residual_layernorm_modulate
 
 _EPS = 1e-6
@@ -38,6 +39,7 @@ class Context(NamedTuple):
       segmentations: segments of the tokens of the latents and of those of the condition, for the
         norms of packed rows; None each for rows of one sample.
       sharding: sharding of rows over a mesh of Auto axes, which kernels need.
+      remat: what the layer keeps for the backward pass.
     """
 
     time: jax.Array
@@ -45,6 +47,7 @@ class Context(NamedTuple):
     rows: JointRows
     segmentations: tuple[Segmentation | None, ...]
     sharding: NamedSharding | None
+    remat: RematPolicy = "none"
 
 
 class Streams(NamedTuple):
@@ -115,6 +118,7 @@ class Stream(nnx.Module):
         mixed: jax.Array,
         modulations: list[jax.Array],
         options: dict[str, Any],
+        remat: RematPolicy,
     ) -> jax.Array:
         """Adds attention's output [B, S, num_heads, head_dim] and feed-forward to x: [B, S, D]."""
         _, _, gate1, shift2, scale2, gate2 = modulations
@@ -125,7 +129,8 @@ class Stream(nnx.Module):
         with jax.named_scope(NORM):
             x, y = residual_layernorm_modulate(x, y, gate1, scale2, shift2, **options)
             y = checkpoint_name(y, NORM_OUTPUT)
-        return gated_add(x, self.feed_forward(y, sharding), gate2, options)
+        y = self.feed_forward(y, sharding, output_kept=keeps_feed_forward(remat))
+        return gated_add(x, y, gate2, options)
 
 
 class Block(nnx.Module):
@@ -158,7 +163,7 @@ class Block(nnx.Module):
             mixed, auxiliary = self._attention(Streams(*inputs), context)
             parts = context.rows.separate(mixed, x.video.shape[1])
         finished = (
-            module.finish(streams[n], parts[n], modulations[n], options[n])
+            module.finish(streams[n], parts[n], modulations[n], options[n], context.remat)
             for n, module in enumerate(modules)
         )
         return Streams(*finished), auxiliary

@@ -25,13 +25,14 @@ from alload_jax.models.common.parts import (
     SELF_ATTENTION,
 )
 from alload_jax.models.common.query_key import project_heads
-from alload_jax.models.common.remat import LINEAR_OUTPUT, NORM_OUTPUT
+from alload_jax.models.common.remat import LINEAR_OUTPUT, NORM_OUTPUT, keeps_feed_forward
 from alload_jax.models.common.rotary import RotaryTable
 from alload_jax.models.common.segments import AttentionSegments, PackedMetadata, SplitRows
 from alload_jax.models.common.single_row import split_single_row
 from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
 from alload_jax.models.common.tile_layout import TileLayout
 from alload_jax.models.wan.config import WanConfig
+from alload_jax.planning.remat import RematPolicy
 from pallas_kernels import Segmentation, layernorm_modulate, residual_layernorm_modulate
 
 
@@ -49,6 +50,7 @@ class Context(NamedTuple):
       segmentation: tokens of equal modulation, for the norms; None if a row, or each token, has
         its own.
       layout: tiles of sparse self-attention in rows of one sample each; None for dense attention.
+      remat: what the layer keeps for the backward pass.
     """
 
     modulation: jax.Array
@@ -59,6 +61,7 @@ class Context(NamedTuple):
     packed: PackedMetadata | None = None
     segmentation: Segmentation | None = None
     layout: TileLayout | None = None
+    remat: RematPolicy = "none"
 
 
 class Attention(nnx.Module):
@@ -219,7 +222,8 @@ class Block(nnx.Module):
         with jax.named_scope(NORM):
             x, y = residual_layernorm_modulate(x, y, None, scale2, shift2, **options)
             y = checkpoint_name(y, NORM_OUTPUT)
-        return gated_add(x, self.feed_forward(y, sharding), gate2, options), auxiliary
+        y = self.feed_forward(y, sharding, output_kept=keeps_feed_forward(context.remat))
+        return gated_add(x, y, gate2, options), auxiliary
 
     @jax.named_scope(SELF_ATTENTION)
     def _self_attention(self, y: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:

@@ -51,7 +51,8 @@ class ActivationCounts:
       split_exchange: values sent between devices in one pass over a split sample.
       condition: peak of live values of each sample's condition (per sample, not per token).
       adapters: live values beside the working set where adapters are trained.
-      once_traffic: of the forward traffic, what the backward pass never repeats apart.
+      once_traffic: of the forward traffic, what the backward pass does not repeat apart where the
+        outputs of feed-forward layers are kept.
       norms_traffic: of the forward traffic, what it does not repeat where the outputs of norms are
         kept.
     """

@@ -18,7 +18,8 @@ class BlockTensors:
     Attributes:
       kernels: kernels of a block's forward pass.
       forward_traffic, backward_traffic: read and written outside matrix products and attention.
-      once_traffic: of the forward's, what is never repeated apart in the backward pass.
+      once_traffic: of the forward's, what is not repeated apart where the outputs of feed-forward
+        layers are kept.
       norms_traffic: of the forward's, what is not repeated where the outputs of norms are kept.
       working_set: peak of live ones in the backward pass of one block.
       adapters: live ones beside it where adapters are trained.

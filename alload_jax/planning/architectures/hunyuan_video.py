@@ -24,7 +24,7 @@ _TENSORS = BlockTensors(
     # embedding 4, joining and separating the streams 8; GELU reads and writes the hidden layer.
     forward_traffic=(21, 2),
     # Norms 12, query and key norms 8, gates 3, streams 8, gradients of biases 6, sums of gradients
-    # 3; the hidden layer: GELU, which is computed again, and its gradient.
+    # 3; the hidden layer: GELU's gradient 3, its output once more 1.
     backward_traffic=(40, 4),
     once_traffic=(0, 2),
     # Of the forward's: outputs of two norms; query and key norms.

@@ -20,7 +20,7 @@ _TENSORS = BlockTensors(
     # gate 3; GELU reads and writes the hidden layer.
     forward_traffic=(22, 2),
     # Norms 15, query and key norms 12, gates 3, gradients of biases 8, sums of gradients 4; the
-    # hidden layer: GELU, which is computed again, and its gradient.
+    # hidden layer: GELU's gradient 3, its output once more 1.
     backward_traffic=(42, 4),
     once_traffic=(0, 2),
     # Of the forward's: outputs of three norms; query and key norms.
