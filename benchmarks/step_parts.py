@@ -84,6 +84,7 @@ SETS: dict[str, tuple[Case, ...]] = {
         Case(*CLIP, "attention"),
         Case(*CLIP, "full"),
         Case(*CLIP, "norms_matmuls_and_attention", unrolled=True),
+        Case(*CLIP, "none", unrolled=True),
     ),
     "parts": (
         Case(*IMAGES, "matmuls_and_attention", unrolled=True),
