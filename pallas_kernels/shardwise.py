@@ -117,12 +117,11 @@ def _backward(
     kernels: ShardwiseKernels, config: CallConfig, operands: Any, cotangent: jax.Array
 ) -> tuple[Any]:
     dx, *found = backward_on_shards(kernels, config, kernels.backward, operands, cotangent)
-    places = _vectors(kernels, operands)
-    fields = (operands._fields[place] for place in places)
-    dtypes = (operands[place].dtype for place in places)
-    cast = (each.astype(dtype) for each, dtype in zip(found, dtypes, strict=True))
-    nothing = dict.fromkeys(operands._fields)
-    return (type(operands)(**nothing | {"x": dx} | dict(zip(fields, cast, strict=True))),)
+    gradients = {
+        operands._fields[place]: each.astype(operands[place].dtype)
+        for place, each in zip(_vectors(kernels, operands), found, strict=True)
+    }
+    return (type(operands)(x=dx, **gradients),)
 
 
 def _vectors(kernels: ShardwiseKernels, operands: Any) -> list[int]:

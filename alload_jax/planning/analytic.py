@@ -103,6 +103,11 @@ _RECOMPUTED = {
 }
 
 
+def keeps_feed_forward(policy: str) -> bool:
+    """Whether the outputs of feed-forward layers are kept, so that they are not applied again."""
+    return _RECOMPUTED[policy].feed_forward_kept
+
+
 @dataclass(frozen=True)
 class Trained:
     """How many of a model's parameters are trained.

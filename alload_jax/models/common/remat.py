@@ -26,10 +26,6 @@ BLOCK_LISTS = "attention_block_lists"
 """Name of the blocks that sparse attention has chosen, which every policy keeps: computed again,
 rounding could choose others."""
 
-_KEEPING_FEED_FORWARD: tuple[RematPolicy, ...] = (
-    *("feed_forward_and_attention", "matmuls_and_attention", "norms_matmuls_and_attention"),
-    "none",
-)
 _BLOCK_INPUT = "block_input"
 _policies = jax.checkpoint_policies
 
@@ -77,11 +73,6 @@ _POLICIES = {
         _policies.save_only_these_names(LINEAR_OUTPUT, FEED_FORWARD_OUTPUT, NORM_OUTPUT),
     ),
 }
-
-
-def keeps_feed_forward(policy: RematPolicy) -> bool:
-    """Whether the output of a feed-forward layer is kept, so that it is not applied again."""
-    return policy in _KEEPING_FEED_FORWARD
 
 
 def rematerialise(function: Callable, policy: RematPolicy, *, in_loop: bool) -> Callable:

@@ -18,11 +18,12 @@ from alload_jax.models.common.linear import Linear
 from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.parts import HEAD, JOINT_ATTENTION, LINEAR, NORM
 from alload_jax.models.common.query_key import project_heads
-from alload_jax.models.common.remat import LINEAR_OUTPUT, NORM_OUTPUT, keeps_feed_forward
+from alload_jax.models.common.remat import LINEAR_OUTPUT, NORM_OUTPUT
 from alload_jax.models.common.rotary import RotaryTable
 from alload_jax.models.common.single_row import split_single_row
 from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
 from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
+from alload_jax.planning.analytic import keeps_feed_forward
 from alload_jax.planning.remat import RematPolicy
 from pallas_kernels import Segmentation, layernorm_modulate, residual_layernorm_modulate
 

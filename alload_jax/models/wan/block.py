@@ -25,13 +25,14 @@ from alload_jax.models.common.parts import (
     SELF_ATTENTION,
 )
 from alload_jax.models.common.query_key import project_heads
-from alload_jax.models.common.remat import LINEAR_OUTPUT, NORM_OUTPUT, keeps_feed_forward
+from alload_jax.models.common.remat import LINEAR_OUTPUT, NORM_OUTPUT
 from alload_jax.models.common.rotary import RotaryTable
 from alload_jax.models.common.segments import AttentionSegments, PackedMetadata, SplitRows
 from alload_jax.models.common.single_row import split_single_row
 from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
 from alload_jax.models.common.tile_layout import TileLayout
 from alload_jax.models.wan.config import WanConfig
+from alload_jax.planning.analytic import keeps_feed_forward
 from alload_jax.planning.remat import RematPolicy
 from pallas_kernels import Segmentation, layernorm_modulate, residual_layernorm_modulate
 

@@ -88,7 +88,7 @@ def reloading_backward_kernel(*refs: Any, launch: Launch) -> None:
 
         def pulled(place: int) -> tuple[jax.Array, jax.Array, jax.Array]:
             dout, normed = load("dout", place), (load("h", place) - mean) * rstd
-            return dout, normed, dout + dout * load("scale", place)
+            return dout, normed, _gain(dout, load("scale", place))
 
         gained, along = [], []
         for place in places:
@@ -100,7 +100,7 @@ def reloading_backward_kernel(*refs: Any, launch: Launch) -> None:
         after: dict[str, Tiles] = {name: [] for name in sums}
         for place in places:
             dout, normed, gain = pulled(place)
-            dh = (gain * rstd - constant) - normed * slope
+            dh = _through_norm(gain, normed, rstd, constant, slope)
             grads = {"dscale": dout * normed, "dshift": dout}
             if "dh" in rows.ref:
                 dh = dh + load("dh", place)
@@ -126,12 +126,12 @@ def backward_kernel(*refs: Any, launch: Launch) -> None:
     dim = launch.dim
 
     def work(row: Any, value: dict[str, Tiles], valid: Any, sums: dict[str, Tiles]) -> Any:
-        gained = tile_map(lambda d, scale: d + d * scale, value["dout"], value["scale"])
+        gained = tile_map(_gain, value["dout"], value["scale"])
         mean, rstd = value["saved_statistics"]
         normed = [(part - mean) * rstd for part in value["h"]]
         gains, products = row_sums(gained, tile_map(jnp.multiply, gained, normed))
         constant, slope = gains / dim * rstd, products / dim * rstd
-        dh = tile_map(lambda g, n: (g * rstd - constant) - n * slope, gained, normed)
+        dh = tile_map(lambda g, n: _through_norm(g, n, rstd, constant, slope), gained, normed)
         grads = {"dscale": tile_map(jnp.multiply, value["dout"], normed), "dshift": value["dout"]}
         if "dh" in value:
             dh = tile_map(jnp.add, dh, value["dh"])
@@ -147,6 +147,16 @@ def backward_kernel(*refs: Any, launch: Launch) -> None:
         return {name: tile_map(jnp.add, total, grads[name]) for name, total in sums.items()}
 
     _store_sums(rows, rows.walk(work, _no_sums(rows)))
+
+
+def _gain(dout: jax.Array, scale: jax.Array) -> jax.Array:
+    """The gradient of the normed row."""
+    return dout + dout * scale
+
+
+def _through_norm(gain: Any, normed: Any, rstd: Any, constant: Any, slope: Any) -> jax.Array:
+    """The gradient of the norm's input; `constant` and `slope` are sums over the row."""
+    return (gain * rstd - constant) - normed * slope
 
 
 def _summed(rows: Rows) -> list[str]:

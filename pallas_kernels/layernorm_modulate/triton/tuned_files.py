@@ -122,13 +122,8 @@ def _division(fields: Mapping[str, Any]) -> Division:
     powers = all(type(count) is int and count > 0 for count in counts) and all(
         count & (count - 1) == 0 for count in counts[:2]
     )
-    flags = all(
-        type(switch) is bool
-        for switch in (
-            *(division.prefetch, division.keep_in_registers),
-            *(division.equal_tiles, division.reload),
-        )
-    )
+    switches = [each.name for each in dataclasses.fields(division) if each.type is bool]
+    flags = all(type(getattr(division, name)) is bool for name in switches)
     if not powers or not flags:
         raise ValueError(f"{division} cannot run")
     return division

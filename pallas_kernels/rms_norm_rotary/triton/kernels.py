@@ -183,6 +183,7 @@ def backward_kernel(x_ref: Any, weight_ref: Any, dout_ref: Any, *refs: Any, laun
         dx = [(g - n * (a * r)) * r for g, n, a, r in zip(pulled, normed, along, rstd, strict=True)]
         launch.store(dx_ref, token, end, dx)
         of_weight = [g * n for g, n in zip(gained, normed, strict=True)]
+        # There are sums of dx only where the bias's gradient is asked for.
         pairs = zip(sums, (of_weight, dx), strict=False)
         return [[total + part for total, part in zip(*pair, strict=True)] for pair in pairs]
 

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from alload_jax.models.common.feed_forward import FeedForward
-from alload_jax.models.common.remat import keeps_feed_forward, rematerialise
+from alload_jax.models.common.remat import rematerialise
+from alload_jax.planning.analytic import keeps_feed_forward
 from alload_jax.planning.remat import RematPolicy
 from pallas_kernels import devices, triton_support
 
