@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,12 +41,6 @@ from pallas_kernels.rms_norm_rotary.triton import tuning as rotary_tuning
 
 _REGISTERS, _THREADS = 65_536, 32
 _TOKENS, _HEAD = 8192, 128
-_RELOADED: dict[str, Any] = {
-    "prefetch": False,
-    "keep_in_registers": False,
-    "reload": True,
-    "per_core": 2,
-}
 
 
 class Case(NamedTuple):
@@ -108,7 +101,7 @@ def rotary_cases() -> Iterator[Case]:
 
 
 def norm_cases() -> Iterator[Case]:
-    """The backward after a residual: as it is divided now, and with rows that are loaded twice."""
+    """The backward after a residual."""
     dtype = jnp.dtype(jnp.bfloat16)
     options = norm_operands.Options("row", 1e-6, dtype, dtype, dtype, h="sum")
     for dim in (1536, 3072, 5120, 6144, 7168, 8192):
@@ -116,22 +109,12 @@ def norm_cases() -> Iterator[Case]:
         residuals = norm_operands.Residuals(
             *(stream, wide(1, _TOKENS, 2), table, wide(0), stream, table, None)
         )
-        used = norm_tuning.division_for(norm_tuning.MEASURED["residual_backward"], dim)
-        ways = {"as it is divided": used}
-        if dim >= 4096:
-            ways |= {
-                f"loaded twice, {warps} warps": replace(used, num_warps=warps, **_RELOADED)
-                for warps in (8, 16)
-            }
-        for words, division in ways.items():
-            call = partial(
-                norm_calls.backward,
-                options=options,
-                blocks=division.blocks(gpu_target.CORES),
-            )
-            which = ("layernorm_modulate_backward", dim, words)
-            shapes = (residuals, stream, stream)
-            yield Case(*which, division.num_warps, division.per_core, call, shapes)
+        division = norm_tuning.division_for(norm_tuning.MEASURED["residual_backward"], dim)
+        blocks = division.blocks(gpu_target.CORES)
+        call = partial(norm_calls.backward, options=options, blocks=blocks)
+        which = ("layernorm_modulate_backward", dim, "after a residual")
+        shapes = (residuals, stream, stream)
+        yield Case(*which, division.num_warps, division.per_core, call, shapes)
 
 
 def compiled_case(case: Case, device: Any) -> dict[str, Any]:

@@ -43,8 +43,6 @@ _PER_CORE: dict[str, dict[int, tuple[int, ...]]] = {
 """Programs of each multiprocessor, by warps of a program: the usual number, and others."""
 _MOST_EACH = {"forward": 80, "backward": 48}
 """Elements of a row that a thread holds at most; more would leave the registers."""
-_RELOADED = (4096, (8, 16))
-"""Least width whose rows the backward may load once more, and warps of a program that does."""
 _REFINED = 2
 """Divisions whose programs and loads are varied."""
 _SETS = 2
@@ -72,18 +70,13 @@ def candidates(kernel: Pass, dim: int) -> Iterator[Division]:
         yield usual
         if dim % tile and pads_little(dim, tile):
             yield replace(usual, equal_tiles=True)
-        if kind == "backward" and dim >= _RELOADED[0] and warps in _RELOADED[1]:
-            less = {"prefetch": False, "keep_in_registers": False}
-            yield replace(usual, reload=True, **less)
 
 
 def variants(kernel: Pass, division: Division) -> Iterator[Division]:
     """The same tiles with other numbers of programs, and other uses of registers."""
     kind = _kind(kernel)
     uses: list[dict[str, bool]] = [{}]
-    if division.reload:
-        uses += [{"keep_in_registers": True}]
-    elif kind == "backward":
+    if kind == "backward":
         less = {"keep_in_registers": False}
         uses += [less, less | {"prefetch": False}]
     for per_core, use in itertools.product(_PER_CORE[kind][division.num_warps], uses):

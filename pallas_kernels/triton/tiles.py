@@ -46,26 +46,19 @@ def split_width(dim: int, max_tile: int, equal: bool = False) -> tuple[Tile, ...
 
 def load_row(ref: Any, row: Any, dim: int, tiles: Sequence[Tile]) -> Tiles:
     """A row of a [rows, dim] ref in its own dtype; 0 beyond its end."""
-    return [load_tile(ref, row, dim, tile) for tile in tiles]
-
-
-def load_tile(ref: Any, row: Any, dim: int, tile: Tile) -> jax.Array:
-    """One tile of `load_row`."""
-    if tile.ragged:
-        return plgpu.load(_at(ref, row, tile), mask=_columns(tile, dim), other=0.0)
-    return plgpu.load(_at(ref, row, tile))
+    return [
+        plgpu.load(_at(ref, row, tile), mask=_columns(tile, dim), other=0.0)
+        if tile.ragged
+        else plgpu.load(_at(ref, row, tile))
+        for tile in tiles
+    ]
 
 
 def store_row(ref: Any, row: Any, dim: int, tiles: Sequence[Tile], values: Tiles) -> None:
     """Rounds a row to the ref's dtype and writes it."""
     for tile, value in zip(tiles, values, strict=True):
-        store_tile(ref, row, dim, tile, value)
-
-
-def store_tile(ref: Any, row: Any, dim: int, tile: Tile, value: jax.Array) -> None:
-    """One tile of `store_row`."""
-    mask = _columns(tile, dim) if tile.ragged else None
-    plgpu.store(_at(ref, row, tile), value.astype(ref.dtype), mask=mask)
+        mask = _columns(tile, dim) if tile.ragged else None
+        plgpu.store(_at(ref, row, tile), value.astype(ref.dtype), mask=mask)
 
 
 def clear_beyond(values: Tiles, dim: int, tiles: Sequence[Tile]) -> Tiles:

@@ -1,12 +1,9 @@
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import pytest
 from kernel_cases import BF16, F32, kernels_for_cuda, kernels_launched, lowered_for_cuda
 
 from pallas_kernels.layernorm_modulate.operands import Operands
-from pallas_kernels.layernorm_modulate.triton import tuning
 from pallas_kernels.layernorm_modulate.workloads import WORKLOADS
 
 LARGE = {"over 2**31 elements": (1, 500_000, 5120), "many rows": (5, 100_000, 8192)}
@@ -56,11 +53,3 @@ def test_aligned_segments_lower_for_cuda():
 @pytest.mark.parametrize("dim", [1, 31, 96, 8192, 10_000])
 def test_odd_widths_lower_for_cuda(dim):
     lower(shapes_of((2, 37, dim), "row", True))
-
-
-@pytest.mark.parametrize("layout", ["row", "token", "segment"])
-def test_rows_that_are_loaded_once_more_lower_for_cuda(layout, monkeypatch):
-    table = tuning.blocks_for
-    monkeypatch.setattr(tuning, "blocks_for", lambda *which: replace(table(*which), reload=True))
-    names = kernels_launched(lower(shapes_of((2, 4096, 6000), layout, True)))
-    assert names[:2] == ["forward", "backward"]

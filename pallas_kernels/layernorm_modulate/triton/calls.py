@@ -13,7 +13,6 @@ from pallas_kernels.layernorm_modulate.triton.division import Blocks
 from pallas_kernels.layernorm_modulate.triton.kernels import (
     backward_kernel,
     forward_kernel,
-    reloading_backward_kernel,
     sum_backward_kernel,
 )
 from pallas_kernels.layernorm_modulate.triton.row_blocks import (
@@ -109,8 +108,7 @@ def backward(
     else:
         rows = len(tables) * batch * row_blocks.per_row
         shapes["partial"] = jax.ShapeDtypeStruct((rows, shape[1]), jnp.float32)
-    kernel = reloading_backward_kernel if blocks.reload else backward_kernel
-    result = _call(kernel, BACKWARD, inputs, ids, shapes, options, blocks, row_blocks)
+    result = _call(backward_kernel, BACKWARD, inputs, ids, shapes, options, blocks, row_blocks)
     dx = result["dx"].reshape(h.shape)
     dy = result["dy"].reshape(h.shape) if "dy" in result else None if dh is None else dx
     if options.layout == "token":

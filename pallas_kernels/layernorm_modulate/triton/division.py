@@ -18,8 +18,6 @@ class Blocks:
       keep_in_registers: of scale, shift and gate; else they are loaded again, from cache, for each
         row.
       equal_tiles: whether all tiles are equally wide and the last one may be padded.
-      reload: of the backward with a norm: whether a row is loaded once more, from cache, for its
-        gradients, so that a program holds its sums and no row.
     """
 
     max_tile: int
@@ -28,7 +26,6 @@ class Blocks:
     prefetch: bool = True
     keep_in_registers: bool = True
     equal_tiles: bool = False
-    reload: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Division:
     """`Blocks` for a device with any number of multiprocessors.
 
     Attributes:
-      max_tile, num_warps, prefetch, keep_in_registers, equal_tiles, reload: as in `Blocks`.
+      max_tile, num_warps, prefetch, keep_in_registers, equal_tiles: as in `Blocks`.
       per_core: row blocks for each multiprocessor.
     """
 
@@ -46,7 +43,6 @@ class Division:
     prefetch: bool = True
     keep_in_registers: bool = True
     equal_tiles: bool = False
-    reload: bool = False
 
     def blocks(self, cores: int) -> Blocks:
         """The blocks on a device with `cores` multiprocessors."""
@@ -57,7 +53,6 @@ class Division:
             self.prefetch,
             self.keep_in_registers,
             self.equal_tiles,
-            self.reload,
         )
 
 

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.layernorm_modulate.triton.rows import Launch, LoadTile, Rows
+from pallas_kernels.layernorm_modulate.triton.rows import Launch, Rows
 from pallas_kernels.triton.tiles import (
     Tiles,
     row_sums,
@@ -78,60 +77,18 @@ def sum_backward_kernel(*refs: Any, launch: Launch) -> None:
         rows.store("partial", pl.program_id(0), total)
 
 
-def reloading_backward_kernel(*refs: Any, launch: Launch) -> None:
-    """`backward_kernel` for wide rows: it loads h and dout twice, and holds a tile at a time."""
-    rows = Rows(launch, refs, ("h", "dout", "dh", "y"))
-    dim, places = launch.dim, range(len(rows.tiles))
-
-    def work(row: Any, load: LoadTile, statistics: Tiles, sums: dict[str, Tiles]) -> Any:
-        mean, rstd = statistics
-
-        def pulled(place: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-            dout, normed = load("dout", place), (load("h", place) - mean) * rstd
-            return dout, normed, _gain(dout, load("scale", place))
-
-        gained, along = [], []
-        for place in places:
-            _, normed, gain = pulled(place)
-            gained.append(gain)
-            along.append(gain * normed)
-        gains, products = row_sums(gained, along)
-        constant, slope = gains / dim * rstd, products / dim * rstd
-        after: dict[str, Tiles] = {name: [] for name in sums}
-        for place in places:
-            dout, normed, gain = pulled(place)
-            dh = _through_norm(gain, normed, rstd, constant, slope)
-            grads = {"dscale": dout * normed, "dshift": dout}
-            if "dh" in rows.ref:
-                dh = dh + load("dh", place)
-                gate = load("gate", place) if "gate" in rows.ref else None
-                if "dy" in rows.ref:
-                    rows.store_tile("dy", row, place, dh if gate is None else gate * dh)
-                if gate is not None:
-                    grads["dgate"] = dh * load("y", place)
-            rows.store_tile("dx", row, place, dh)
-            if rows.per_token:
-                for name, grad in grads.items():
-                    rows.store_tile(name, row, place, grad)
-            for name, total in sums.items():
-                after[name].append(total[place] + grads[name])
-        return after
-
-    _store_sums(rows, rows.walk_in_tiles(work, _no_sums(rows)))
-
-
 def backward_kernel(*refs: Any, launch: Launch) -> None:
     """h and its statistics, dout, [dh, y, gate], scale → dx, [dy], gradients of tables or sums."""
     rows = Rows(launch, refs, ("h", "dout", "dh", "y"))
     dim = launch.dim
 
     def work(row: Any, value: dict[str, Tiles], valid: Any, sums: dict[str, Tiles]) -> Any:
-        gained = tile_map(_gain, value["dout"], value["scale"])
+        gained = tile_map(lambda d, scale: d + d * scale, value["dout"], value["scale"])
         mean, rstd = value["saved_statistics"]
         normed = [(part - mean) * rstd for part in value["h"]]
         gains, products = row_sums(gained, tile_map(jnp.multiply, gained, normed))
         constant, slope = gains / dim * rstd, products / dim * rstd
-        dh = tile_map(lambda g, n: _through_norm(g, n, rstd, constant, slope), gained, normed)
+        dh = tile_map(lambda g, n: (g * rstd - constant) - n * slope, gained, normed)
         grads = {"dscale": tile_map(jnp.multiply, value["dout"], normed), "dshift": value["dout"]}
         if "dh" in value:
             dh = tile_map(jnp.add, dh, value["dh"])
@@ -146,31 +103,8 @@ def backward_kernel(*refs: Any, launch: Launch) -> None:
                 rows.store(name, row, grad)
         return {name: tile_map(jnp.add, total, grads[name]) for name, total in sums.items()}
 
-    _store_sums(rows, rows.walk(work, _no_sums(rows)))
-
-
-def _gain(dout: jax.Array, scale: jax.Array) -> jax.Array:
-    """The gradient of the normed row."""
-    return dout + dout * scale
-
-
-def _through_norm(gain: Any, normed: Any, rstd: Any, constant: Any, slope: Any) -> jax.Array:
-    """The gradient of the norm's input; `constant` and `slope` are sums over the row."""
-    return (gain * rstd - constant) - normed * slope
-
-
-def _summed(rows: Rows) -> list[str]:
-    """Gradients of tables that programs add up, in the order of `partial`; none by token."""
-    tables = ["dscale", "dshift", *(["dgate"] if "gate" in rows.ref else [])]
-    return [] if rows.per_token else tables
-
-
-def _no_sums(rows: Rows) -> dict[str, Tiles]:
-    """The sums before the first row."""
-    return {name: rows.zeros() for name in _summed(rows)}
-
-
-def _store_sums(rows: Rows, sums: dict[str, Tiles]) -> None:
-    # By name: a loop's state has another order.
-    for place, name in enumerate(_summed(rows)):
+    tables = ["dscale", "dshift", *(["dgate"] if "gate" in launch.names else [])]
+    summed = [] if rows.per_token else tables
+    sums = rows.walk(work, {name: rows.zeros() for name in summed})
+    for place, name in enumerate(summed):
         rows.store("partial", place * pl.num_programs(0) + pl.program_id(0), sums[name])

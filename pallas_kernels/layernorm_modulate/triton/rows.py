@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -17,17 +16,13 @@ from pallas_kernels.triton.tiles import (
     Tiles,
     clear_beyond,
     load_row,
-    load_tile,
     split_width,
     store_row,
-    store_tile,
     where_valid,
     wide,
 )
 
 Refs = dict[str, Any]
-LoadTile = Callable[[str, int], jax.Array]
-"""(name of a ref, number of the tile) → a tile of a row, float32."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,10 @@ class Rows:
             row = jnp.maximum(jnp.minimum(self.start + index, self.stop - 1), 0)
             loaded = {name: self.load(name, row) for name in self.streams}
             if "saved_statistics" in self.ref:
-                loaded["saved_statistics"] = self._load_statistics(row)
+                loaded["saved_statistics"] = [
+                    plgpu.load(self.ref["saved_statistics"].at[pl.ds(row, 1), pl.ds(n, 1)])
+                    for n in (0, 1)
+                ]
             return loaded, [self.ref["ids"][row]] if "ids" in self.ref else []
 
         def consume(index: Any, fetched: Any, carry: Any) -> Any:
@@ -103,38 +101,9 @@ class Rows:
 
         return lax.fori_loop(0, count, body, (fetch(0), carry))[1]
 
-    def walk_in_tiles(self, work: Callable[[Any, LoadTile, Tiles, Any], Any], carry: Any) -> Any:
-        """Runs `work(row, load, saved statistics, carry)` on every row.
-
-        `load(name, n)` is tile n of the row of a named ref, float32, zero where it is padding.
-        """
-
-        def each(index: Any, carry: Any) -> Any:
-            row = self.start + index
-            valid = self.ref["ids"][row] >= 0 if "ids" in self.ref else None
-
-            def load(name: str, place: int) -> jax.Array:
-                if name in self.tables:
-                    known = self.in_registers
-                    return self._table_tile(name, place) if known is None else known[name][place]
-                loaded = load_tile(self.ref[name], row, self.launch.dim, self.tiles[place])
-                loaded = loaded.astype(jnp.float32)
-                return loaded if valid is None else jnp.where(valid, loaded, 0.0)
-
-            statistics = self._load_statistics(row)
-            if valid is not None:
-                statistics = where_valid(valid, statistics)
-            return work(row, load, statistics, carry)
-
-        return lax.fori_loop(0, self.stop - self.start, each, carry)
-
     def load(self, name: str, row: Any) -> Tiles:
         """A row of a named ref, in its dtype."""
         return load_row(self.ref[name], row, self.launch.dim, self.tiles)
-
-    def store_tile(self, name: str, row: Any, place: int, value: jax.Array) -> None:
-        """One tile of `store`."""
-        store_tile(self.ref[name], row, self.launch.dim, self.tiles[place], value)
 
     def store(self, name: str, row: Any, values: Tiles) -> None:
         """Rounds a row to a named ref's dtype and writes it."""
@@ -148,21 +117,12 @@ class Rows:
         """A float32 row of zeros."""
         return [jnp.zeros((1, tile.width), jnp.float32) for tile in self.tiles]
 
-    def _load_statistics(self, row: Any) -> Tiles:
-        """Mean and 1/deviation of a row, as the forward has saved them."""
-        ref = self.ref["saved_statistics"]
-        return [plgpu.load(ref.at[pl.ds(row, 1), pl.ds(place, 1)]) for place in (0, 1)]
-
     def _load_tables(self) -> dict[str, Tiles]:
         """Scale, shift and gate of the row block; NaN where no table row can serve it."""
-        places = range(len(self.tiles))
-        return {name: [self._table_tile(name, n) for n in places] for name in self.tables}
-
-    def _table_tile(self, name: str, place: int) -> jax.Array:
-        """A tile of `_load_tables`."""
         row = jnp.maximum(self.table_row, 0)
-        loaded = load_tile(self.ref[name], row, self.launch.dim, self.tiles[place])
-        loaded = loaded.astype(jnp.float32)
-        if "ids" not in self.ref or name not in ("scale", "gate"):
-            return loaded
-        return loaded + jnp.where(self.table_row == IMPOSSIBLE, jnp.float32(jnp.nan), 0.0)
+        loaded: dict[str, Tiles] = {name: wide(self.load(name, row)) for name in self.tables}
+        if "ids" in self.ref:
+            poison = jnp.where(self.table_row == IMPOSSIBLE, jnp.float32(jnp.nan), jnp.float32(0))
+            for name in loaded.keys() & {"scale", "gate"}:
+                loaded[name] = [tile + poison for tile in loaded[name]]
+        return loaded
