@@ -208,13 +208,11 @@ def _in_processes(
             done, running = wait(running, return_when=FIRST_COMPLETED)
             yield from (each.result() for each in done)
     except BaseException:
-        # Without waiting for what they are compiling.
-        pool.shutdown(wait=False, cancel_futures=True)
-        children = multiprocessing.active_children()
-        for process in children:
+        # Without waiting for what they are compiling. The pool's own thread joins them: where two
+        # threads wait for one process, one of them is not told that it has ended.
+        for process in multiprocessing.active_children():
             process.terminate()
-        for process in children:
-            process.join()
+        pool.shutdown(cancel_futures=True)
         raise
     pool.shutdown()
 
