@@ -27,7 +27,7 @@ RematPolicy = Literal[
     "norms_matmuls_and_attention",
 ]
 """`none` keeps all activations; `full` keeps only the block's input; `offload` keeps it in the
-host's memory; `offload_attention` keeps the input, and attention outputs in the host's memory;
+host's memory; `offload_attention` keeps there the input and the outputs of long attention;
 `attention` keeps attention outputs; `feed_forward_and_attention` keeps those and the
 outputs of feed-forward layers, whose product takes the most time for its bytes;
 `matmuls_and_attention` keeps attention's and those of all linear layers;

@@ -36,20 +36,29 @@ def _keeps_fused_attention(prim: Any, *_: Any, **__: Any) -> bool:
 
 
 _TO_HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
-_offload_named_attention = _policies.save_and_offload_only_these_names(
+_OFFLOADED_KEYS = 8192
+"""Least keys of attention whose output is worth the way to the host and back. Computing it again
+takes 4 K d operations a token for K keys, and the way 4 d bytes: at 600 TFLOP/s and 55 GB/s they
+take equally long at 11,000 keys if nothing hides the way. XLA hides most of it where no more than
+two tensors are under way at a time, which is why nothing else is kept there."""
+_offload_named = _policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[BLOCK_LISTS],
-    names_which_can_be_offloaded=[ATTENTION_OUTPUT],
+    names_which_can_be_offloaded=[_BLOCK_INPUT, ATTENTION_OUTPUT],
     **_TO_HOST,
 )
 
 
 def _offload_attention(prim: Any, *avals: Any, **params: Any) -> Any:
-    """Keeps the same in the host's memory."""
+    """Keeps in the host's memory the block's input, and outputs of attention over many keys."""
     if _keeps_fused_attention(prim):
+        _, key, *_ = avals
+        if key.shape[1] < _OFFLOADED_KEYS:
+            return False
         return Offloadable(src=_TO_HOST["offload_src"], dst=_TO_HOST["offload_dst"])
-    return _offload_named_attention(prim, *avals, **params)
+    return _offload_named(prim, *avals, **params)
 
 
+_OFFLOAD_INPUT: tuple[RematPolicy, ...] = ("offload", "offload_attention")
 _KEEP_ATTENTION = _policies.save_from_both_policies(
     _policies.save_only_these_names(ATTENTION_OUTPUT, BLOCK_LISTS), _keeps_fused_attention
 )
@@ -86,7 +95,7 @@ def rematerialise(function: Callable, policy: RematPolicy, *, in_loop: bool) -> 
     """
     if policy == "none":
         return function
-    if policy == "offload":
+    if policy in _OFFLOAD_INPUT:
         function = _with_named_input(function)
     return jax.checkpoint(function, policy=_POLICIES[policy], prevent_cse=not in_loop)
 

@@ -34,7 +34,7 @@ _TENSORS = BlockTensors(
     kept={
         "full": (1, 0),
         "offload": (0, 0),  # in the host's memory
-        "offload_attention": (1, 0),  # the rest in the host's memory
+        "offload_attention": (0, 0),  # likewise
         # Attention's output is kept twice: under its name, and as an output of cuDNN.
         "attention": (1 + 2, 0),
         # Besides: the feed-forward layers' output.
