@@ -3,7 +3,7 @@
     python benchmarks/planning_joint_attention.py
 
 Costs are predicted for the model on H200s, eight of which share its weights (`step_cost`, within
-11 % of the steps measured in benchmarks/results/hunyuan_video_step_*.json). Samples are those of
+13 % of the steps measured in benchmarks/results/hunyuan_video_step_*.json). Samples are those of
 named workloads, text-to-video, with texts of random lengths. Packed rows hold each sample's own
 tokens; bucketed rows have room for the longest condition. Writes
 benchmarks/results/planning_joint_attention.json and prints a table.

@@ -45,8 +45,9 @@ DEVICES = {
     # Peak, bandwidth: NVIDIA's data sheet; memory: nvidia-smi, 143771 MiB. Measured with jax
     # 0.11.2, cuDNN 9.19: 790 TFLOP/s of matrix products; attention of 12 heads × 128 over 32,768
     # tokens 613 forward, 575 forward + backward; all-to-all over NVLink 76 GB/s, copies of layout
-    # included. The elementwise share is what the measured steps of Wan 1.3B leave over
-    # (benchmarks/results/wan_step_h200.json). Assumed: the time of a kernel.
+    # included. The elementwise share is what the measured steps of Wan 1.3B leave over, those of
+    # images and of clips alike (benchmarks/results/step_bars_h200.json). Assumed: the time of a
+    # kernel.
     "h200": Device(
         name="NVIDIA H200",
         peak_flops=989e12,
@@ -55,7 +56,7 @@ DEVICES = {
         matmul_share=790 / 989,
         attention_share=575 / 989,
         attention_forward_share=613 / 989,
-        elementwise_share=0.3,
+        elementwise_share=0.45,
         kernel_seconds=3e-6,
         link_bandwidth=76e9,
         packs=True,
@@ -70,7 +71,7 @@ DEVICES = {
         matmul_share=790 / 989,
         attention_share=575 / 989,
         attention_forward_share=613 / 989,
-        elementwise_share=0.3,
+        elementwise_share=0.45,
         kernel_seconds=3e-6,
         link_bandwidth=76e9,
         packs=True,

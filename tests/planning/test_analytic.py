@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,35 @@ def measured_steps():
             found = (case["case"][2], rows, seq_len, case["seconds"], case["peak_bytes"])
             steps.append(found)
     return steps
+
+
+def steps_beside_their_roof():
+    """(device, layers, remat, rows, tokens of a row, seconds) of steps of Wan 1.3B."""
+    steps = []
+    for device in ("h200", "h100"):
+        content = json.loads((RESULTS / f"step_bars_{device}.json").read_text())
+        for case in content["cases"]:
+            if not case["remat"].startswith("offload"):
+                shape = (case["rows"], math.prod(case["latents"]) // 4)
+                layers = content["model"]["num_layers"]
+                steps.append((device, layers, case["remat"], *shape, case["seconds"]))
+    return steps
+
+
+@pytest.mark.parametrize("step", steps_beside_their_roof(), ids=str)
+def test_predictions_are_as_good_for_images_as_for_clips(step):
+    device, layers, remat, rows, seq_len, seconds = step
+    cost = step_cost(dataclasses.replace(WAN, num_layers=layers), DEVICES[device], remat)
+    [found] = bucketed_cost(cost, np.array([rows]), np.array([seq_len]))
+    assert found == pytest.approx(seconds, rel=TOLERANCE)
+
+
+def test_steps_beside_their_roof_were_measured_at_all_lengths():
+    measured = {
+        (device, rows, seq_len) for device, _, _, rows, seq_len, _ in steps_beside_their_roof()
+    }
+    shapes = ((42, 1560), (8, 4096), (1, 32_760))
+    assert measured == {(device, *shape) for device in ("h200", "h100") for shape in shapes}
 
 
 def test_measured_steps_exist():
