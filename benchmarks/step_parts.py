@@ -80,11 +80,11 @@ CLIP, IMAGES, MIDDLE = (1, (21, 60, 104)), (42, (1, 60, 104)), (8, (8, 64, 32))
 SETS: dict[str, tuple[Case, ...]] = {
     "bars": (
         Case(*IMAGES, "matmuls_and_attention", unrolled=True),
-        Case(*MIDDLE, "matmuls_and_attention", unrolled=True),
+        Case(*MIDDLE, "none", unrolled=True),
+        Case(*CLIP, "none", unrolled=True),
+        Case(*CLIP, "offload_attention"),
         Case(*CLIP, "attention"),
         Case(*CLIP, "full"),
-        Case(*CLIP, "norms_matmuls_and_attention", unrolled=True),
-        Case(*CLIP, "none", unrolled=True),
     ),
     "parts": (
         Case(*IMAGES, "matmuls_and_attention", unrolled=True),
