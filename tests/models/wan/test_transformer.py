@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from types import SimpleNamespace
 from typing import get_args
 
 import jax
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import Offloadable
 
 from alload_jax.errors import InputError
+from alload_jax.models.common import remat
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.models.wan.transformer import WanTransformer
 from alload_jax.planning.remat import RematPolicy
@@ -269,6 +272,15 @@ def test_offloading_moves_what_blocks_keep_to_the_host():
     of_attention = f"tensor<{rows}x{tokens}x{heads}x{CONFIG.dim // heads}xf32>"
     assert moved("offload") == {stream: 1}
     assert moved("offload_attention") == {stream: 1, of_attention: 2}
+
+
+@pytest.mark.parametrize("keys", [512, 8191, 8192, 32_760])
+def test_fused_attention_goes_to_the_host_where_its_keys_are_many(keys):
+    """JAX traces cuDNN's attention on GPUs alone, so that a primitive of its name stands for it."""
+    fused = SimpleNamespace(name="dot_product_attention_fwd_wrapper")
+    query, other = (jax.ShapeDtypeStruct((1, n, 12, 128), jnp.bfloat16) for n in (16_384, keys))
+    kept = remat._POLICIES["offload_attention"](fused, query, other, other)
+    assert kept == (Offloadable("device", "pinned_host") if keys >= 8192 else False)
 
 
 def test_a_fresh_model_predicts_zero():
