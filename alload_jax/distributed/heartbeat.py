@@ -162,7 +162,10 @@ class Heartbeat:
 
         If another process has failed, the check ends this one meanwhile with its reason.
         """
-        if self.held_up_by():
+        self._exchange()  # it may have failed since the last time
+        own = self._received[self._process.process_id]
+        failed = [found for found in self._received.values() if found.failed_at is not None]
+        if self.held_up_by() or any(found is not own for found in failed):
             time.sleep(2 * _GRACE + 2 * self._interval)
         self._message.state, self._message.reason = "failed", reason
         self._exchange()

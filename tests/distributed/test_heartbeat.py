@@ -285,3 +285,19 @@ def test_a_process_that_gives_up_lets_one_that_holds_it_up_say_so_first(cluster)
     began = cluster.now
     cluster.heartbeat.give_up("no progress")
     assert cluster.now == began
+
+
+def test_a_process_that_gives_up_lets_one_that_has_just_failed_say_so(cluster):
+    """As one that held this one up and ended: this one then waits for something else."""
+    cluster.others[2] |= {"state": "failed", "reason": "no progress", "sequence": 1}
+    cluster.store.texts["2"] = json.dumps(cluster.others[2])
+    found = []
+    monkeypatch, advance = cluster.monkeypatch, cluster.advance
+    clock = SimpleNamespace(
+        monotonic=lambda: cluster.now,
+        sleep=lambda seconds: (advance(seconds), found.append(cluster.failure())),
+    )
+    monkeypatch.setattr(heartbeat_module, "time", clock)
+    cluster.heartbeat.waiting = "for its data"
+    cluster.heartbeat.give_up("no progress here")
+    assert found == ["process 2 of 3 (h2) ended before the first step: no progress"]
