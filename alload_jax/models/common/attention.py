@@ -48,7 +48,7 @@ def attention(
         attend to nothing, are not attended to and get zeros; None for all tokens.
       key_lengths: [B] int32, likewise of keys, if they are others than the queries.
       implementation: "cudnn" (fused, GPU only), "xla", or "auto": cuDNN where it can run.
-      sharding: sharding of packed rows over a mesh of Auto axes; only B is split.
+      sharding: sharding of rows over a mesh of Auto axes; B is split, and heads over a tensor axis.
 
     Returns:
       [B, S, num_heads, head_dim] in the query's dtype.
@@ -71,13 +71,29 @@ def attention(
     run: Callable[..., jax.Array] = _xla if implementation == "xla" or reason else _cudnn
     if lengths is None:
         blocks = 1 if run is _xla else query_blocks(query, key, row_shards(sharding))
-        return run(*in_query_blocks(query, key, value, blocks)).reshape(query.shape)
+        parts = _split_alike(in_query_blocks(query, key, value, blocks), sharding)
+        return run(*parts).reshape(query.shape)
     # Zeros on both sides, because cuDNN leaves outputs and gradients of masked tokens unwritten.
     key_lengths = lengths if key_lengths is None else key_lengths
     asking, seen = _first_tokens(query, lengths), _first_tokens(key, key_lengths)
     parts = (jnp.where(asking, query, 0), *(jnp.where(seen, part, 0) for part in (key, value)))
+    parts = _split_alike(parts, sharding)
     output = run(*parts, (jnp.maximum(lengths, 1), jnp.maximum(key_lengths, 1)))
     return jnp.where(asking, output, 0)
+
+
+def _split_alike(
+    parts: tuple[jax.Array, ...], sharding: NamedSharding | None
+) -> tuple[jax.Array, ...]:
+    """Query, key and value, split over the mesh by rows and heads.
+
+    cuDNN takes them split alike alone, and XLA may split values as their kernel's gradient.
+    """
+    if sharding is None or sharding.mesh.size == 1:
+        return parts
+    return jax.lax.with_sharding_constraint(
+        parts, NamedSharding(sharding.mesh, head_spec(sharding))
+    )
 
 
 def _first_tokens(x: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from alload_jax.models.common.attention import attention
+from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh
 
 
 def oracle(query, key, value):
@@ -68,6 +69,24 @@ def test_cudnn_masks_as_xla_does(tokens):
         expected = np.asarray(expected, np.float64)
         error = np.linalg.norm(np.asarray(found, np.float64) - expected)
         assert error < 2e-2 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 8)], ids=["whole", "masked"])
+def test_query_key_and_value_are_split_alike(lengths):
+    """JAX's cuDNN attention refuses what is not, and XLA is free to split values by heads."""
+    mesh = make_mesh(MeshConfig(tensor=2), jax.devices()[:4])
+    sharding, shape = batch_sharding(mesh), jax.ShapeDtypeStruct((4, 8, 2, 16), jnp.bfloat16)
+    found = jax.make_jaxpr(
+        lambda *parts: attention(
+            *parts, lengths=lengths and jnp.array(lengths * 2), sharding=sharding
+        )
+    )(shape, shape, shape)
+    constraints = [
+        each.params["sharding"].spec
+        for each in found.eqns
+        if each.primitive.name == "sharding_constraint"
+    ]
+    assert constraints == [jax.P(sharding.spec[0], None, "tensor")] * 3
 
 
 def test_cudnn_on_a_cpu_is_refused_with_the_reason():
