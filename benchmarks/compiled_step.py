@@ -39,6 +39,7 @@ CASES = (
     Case(*IMAGES, "matmuls_and_attention", unrolled=True),
     Case(*CLIP, "full"),
     Case(*CLIP, "offload_attention"),
+    Case(*CLIP, "offload_feed_forward_and_attention"),
     Case(*CLIP, "attention"),
     Case(*CLIP, "feed_forward_and_attention"),
     Case(*CLIP, "matmuls_and_attention", unrolled=True),

@@ -83,8 +83,17 @@ SETS: dict[str, tuple[Case, ...]] = {
         Case(*MIDDLE, "none", unrolled=True),
         Case(*CLIP, "none", unrolled=True),
         Case(*CLIP, "offload_attention"),
+        Case(*CLIP, "offload_feed_forward_and_attention"),
         Case(*CLIP, "attention"),
+        Case(*CLIP, "feed_forward_and_attention"),
         Case(*CLIP, "full"),
+    ),
+    "host": (
+        Case(*CLIP, "full"),
+        Case(*CLIP, "offload"),
+        Case(*CLIP, "offload_attention"),
+        Case(*CLIP, "offload_feed_forward_and_attention"),
+        Case(*CLIP, "feed_forward_and_attention"),
     ),
     "parts": (
         Case(*IMAGES, "matmuls_and_attention", unrolled=True),
@@ -99,6 +108,7 @@ SETS: dict[str, tuple[Case, ...]] = {
     ),
     "tiny": (
         Case(2, (1, 8, 8), "attention"),
+        Case(2, (1, 8, 8), "offload_feed_forward_and_attention"),
         Case(2, (1, 8, 8), "matmuls_and_attention", "bias_gelu", unrolled=True),
         Case(2, (1, 8, 8), "matmuls_and_attention", "added_bias"),
     ),

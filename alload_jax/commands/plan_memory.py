@@ -18,7 +18,8 @@ from alload_jax.planning.geometry import Geometry
 
 _DEVICES = ("h100", "h200")
 _REMAT = (
-    *("offload", "full", "offload_attention", "attention", "feed_forward_and_attention"),
+    *("offload", "offload_attention", "offload_feed_forward_and_attention", "full"),
+    *("attention", "feed_forward_and_attention"),
     *("matmuls_and_attention", "norms_matmuls_and_attention"),
 )
 _SIZES = ((480, 832), (720, 1280))

@@ -18,11 +18,13 @@ from jax.sharding import NamedSharding
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.gradient_slots import narrow_kernels
+from alload_jax.models.common.host_loop import COMPILER_OPTIONS
 from alload_jax.models.common.lora import DropoutKey, add_lora
 from alload_jax.models.common.named_tensors import Naming, Tensor
 from alload_jax.models.common.output import Output
 from alload_jax.models.common.segments import PackedMetadata
 from alload_jax.planning.geometry import Triple
+from alload_jax.planning.remat import OFFLOADED
 from alload_jax.registry import Registry
 from alload_jax.sharding.rules import Rules
 
@@ -276,6 +278,11 @@ def training_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Any]:
     model = nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0), training=True))
     graph, *states = nnx.split(model, DropoutKey, ...)
     return graph, nnx.to_pure_dict(states[0])
+
+
+def compiler_options(config: ModelConfig) -> dict[str, Any] | None:
+    """XLA's options for a program with the gradient of a model; None for the usual ones."""
+    return COMPILER_OPTIONS if set(config.policies) & set(OFFLOADED) else None
 
 
 def gradient_dtypes(config: ModelConfig) -> dict[str, jnp.dtype]:

@@ -4,6 +4,7 @@ All layers are alike, so that a choice is how many of them have which policy. A 
 few layers: a loop over layers then compiles no more than that many.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -21,17 +22,17 @@ RematPolicy = Literal[
     "full",
     "offload",
     "offload_attention",
+    "offload_feed_forward_and_attention",
     "attention",
     "feed_forward_and_attention",
     "matmuls_and_attention",
     "norms_matmuls_and_attention",
 ]
-"""`none` keeps all activations; `full` keeps only the block's input; `offload` keeps it in the
-host's memory; `offload_attention` keeps there the input and the outputs of long attention;
-`attention` keeps attention outputs; `feed_forward_and_attention` keeps those and the
-outputs of feed-forward layers, whose product takes the most time for its bytes;
-`matmuls_and_attention` keeps attention's and those of all linear layers;
-`norms_matmuls_and_attention` also those of norms and rotations."""
+"""`none` keeps all activations; `full` keeps only the block's input; `attention` keeps attention
+outputs; `feed_forward_and_attention` keeps those and the outputs of feed-forward layers, whose
+product takes the most time for its bytes; `matmuls_and_attention` keeps attention's and those of
+all linear layers; `norms_matmuls_and_attention` also those of norms and rotations. For the others,
+see `OFFLOADED`."""
 
 RematChoice = Literal[RematPolicy, "auto"]
 """A policy for all blocks, or `auto` for one that is chosen by memory for each of them."""
@@ -48,7 +49,13 @@ LADDER: tuple[RematPolicy, ...] = (
     "none",
 )
 """From the least that is kept to the most."""
-_LAST_RESORT: RematPolicy = "offload"
+OFFLOADED: dict[RematPolicy, RematPolicy] = {
+    "offload": "full",
+    "offload_attention": "attention",
+    "offload_feed_forward_and_attention": "feed_forward_and_attention",
+}
+"""Policies that keep in the host's memory what another keeps on the device, but no outputs of
+attention over few keys."""
 _LONGEST_PATTERN = 10
 MARGIN = 0.08
 """Share of the memory that predictions leave free."""
@@ -100,6 +107,7 @@ def choose_remat(
     rows: int | None = None,
     trained: Trained = ALL_TRAINED,
     layer_seconds: Mapping[RematPolicy, float] | None = None,
+    host_budget: float = math.inf,
 ) -> Choice:
     """The fastest choice whose micro-batches of `tokens` tokens fit.
 
@@ -114,41 +122,87 @@ def choose_remat(
         tokens as there may be.
       trained: which parameters are trained.
       layer_seconds: measured for a layer's forward and backward under each policy, `full` among
-        them; others are not chosen. None for the times that arithmetic predicts.
+        them; others are not chosen, nor those that offload what they keep. None for the times that
+        arithmetic predicts.
+      host_budget: bytes of the host's memory that a device may use.
 
     Raises:
       InputError: no policy fits.
     """
+    known = layer_seconds or LADDER
 
     def seconds_of(policies: Sequence[RematPolicy]) -> float:
-        measured = layer_seconds if layer_seconds and policies != (_LAST_RESORT,) else None
-        asked = ("full",) if measured else policies
-        cost = step_cost(architecture, device, asked, trained)
+        cost = step_cost(architecture, device, ("full",) if layer_seconds else policies, trained)
         [seconds] = bucketed_cost(cost, np.array([1]), np.array([tokens]))
-        if measured is None:
+        if not layer_seconds:
             return float(seconds)
-        gained = [measured["full"] - measured[each] for each in policies]
+        gained = [layer_seconds["full"] - layer_seconds[each] for each in policies]
         return float(seconds) - num_layers * sum(gained) / len(gained)
 
     def predicted(policies: tuple[RematPolicy, ...]) -> Choice:
         memory = step_memory(architecture, device, policies, shards, trained)
         needed = memory.bytes_of(tokens, tokens / SHORTEST if rows is None else rows)
-        return Choice(policies, seconds_of(policies), needed, budget, bool(layer_seconds))
+        on_device = tuple(OFFLOADED.get(each, each) for each in policies)
+        waits = _waiting(architecture, device, tokens, policies)
+        return Choice(
+            *(policies, seconds_of(on_device) + waits, needed, budget, bool(layer_seconds))
+        )
 
-    free, known = budget * (1 - MARGIN), layer_seconds or LADDER
-    patterns = (each for each in _patterns(num_layers) if set(each) <= set(known))
+    free = budget * (1 - MARGIN)
+    patterns = [each for each in _patterns(num_layers) if set(each) <= set(known)]
+    patterns += [
+        (each,)
+        for each, on_device in OFFLOADED.items()
+        if on_device in known and host_bytes(architecture, device, tokens, each) <= host_budget
+    ]
     fitting = [each for each in map(predicted, patterns) if each.bytes <= free]
     if not fitting:
-        last = predicted((_LAST_RESORT,))
-        if last.bytes > free:
-            raise InputError(
-                f"model.remat: auto finds nothing that fits: {tokens:,} tokens need "
-                f"{last.bytes / 1e9:.1f} GB with {_LAST_RESORT}, and a device has "
-                f"{budget / 1e9:.1f} GB with a margin of {MARGIN:.0%}; take fewer tokens "
-                "(planning.m_mem), more shards (mesh.fsdp) or more memory (model.memory_budget)"
-            )
-        return last
-    return min(fitting, key=lambda each: (each.seconds, len(each.policies)))
+        last = predicted(("offload",))
+        lacking = last.bytes <= free
+        needed = host_bytes(architecture, device, tokens, "offload") if lacking else last.bytes
+        place = "in the host's memory" if lacking else "with offload"
+        there = (
+            f"may use {host_budget / 1e9:.1f} GB of it"
+            if lacking
+            else (f"has {budget / 1e9:.1f} GB with a margin of {MARGIN:.0%}")
+        )
+        raise InputError(
+            f"model.remat: auto finds nothing that fits: {tokens:,} tokens need "
+            f"{needed / 1e9:.1f} GB {place}, and a device {there}; take fewer tokens "
+            "(planning.m_mem), more shards (mesh.fsdp) or more memory (model.memory_budget)"
+        )
+    return min(
+        fitting,
+        key=lambda each: (each.seconds, each.policies[0] in OFFLOADED, len(each.policies)),
+    )
+
+
+def host_bytes(
+    architecture: Architecture, device: Device, tokens: int, policy: RematPolicy
+) -> float:
+    """Bytes of the host's memory that a micro-batch takes, at most, under a policy of `OFFLOADED`.
+
+    Args:
+      architecture, device, tokens: as in `choose_remat`.
+      policy: the policy.
+    """
+    return tokens * device.compute_bytes * architecture.kept_activations(OFFLOADED[policy])
+
+
+def _waiting(
+    architecture: Architecture, device: Device, tokens: int, policies: Sequence[RematPolicy]
+) -> float:
+    """Seconds that the passes of a step wait for what is offloaded.
+
+    What a layer keeps moves while the next one computes: a third of the time in the forward pass.
+    """
+    if policies[0] not in OFFLOADED:
+        return 0.0
+    moving = host_bytes(architecture, device, tokens, policies[0]) / device.host_bandwidth
+    [seconds] = bucketed_cost(
+        step_cost(architecture, device, "none"), np.array([1]), np.array([tokens])
+    )
+    return sum(max(0.0, moving - share * float(seconds)) for share in (1 / 3, 2 / 3))
 
 
 def _patterns(num_layers: int) -> Iterator[tuple[RematPolicy, ...]]:

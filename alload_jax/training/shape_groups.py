@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alload_jax.data.batch import AnyBatch, Signature, signature
 from alload_jax.data.placement import PlacedStep
+from alload_jax.models.families import compiler_options
 from alload_jax.sharding.groups import GROUP_AXIS, is_local, join_groups, part_of_group
 from alload_jax.sharding.mesh import replicated
 from alload_jax.sharding.rules import zero_shardings
@@ -28,11 +29,11 @@ from alload_jax.training.step import (
     IsFinite,
     Metrics,
     Update,
+    accumulation,
     accumulator_shardings,
     apply_gradients,
     auxiliary_shapes,
     emptied_after,
-    make_accumulate,
     means_are_finite,
 )
 from alload_jax.training.trainer import Trainer, in_parallel, largest, on_mesh
@@ -195,9 +196,9 @@ class _Group:
 
 def make_group_accumulate(spec: TrainingSpec, group: Mesh) -> Accumulate:
     """`make_accumulate` on a group's mesh, with sums [1, ...], the group's part of all sums."""
-    accumulate = make_accumulate(spec, group)
+    accumulate = accumulation(spec, group)
 
-    @partial(jax.jit, donate_argnums=1)
+    @partial(jax.jit, donate_argnums=1, compiler_options=compiler_options(spec.model))
     def add(
         weights: Weights,
         accumulator: GradientAccumulator,

@@ -20,7 +20,12 @@ from alload_jax.models.common.gradient_slots import with_slots
 from alload_jax.models.common.lora import dropout_keys
 from alload_jax.models.common.output import Auxiliary
 from alload_jax.models.common.parts import ACCUMULATION, OBJECTIVE, OPTIMIZER
-from alload_jax.models.families import family_of, gradient_dtypes, training_graph
+from alload_jax.models.families import (
+    compiler_options,
+    family_of,
+    gradient_dtypes,
+    training_graph,
+)
 from alload_jax.sharding.mesh import batch_sharding, replicated
 from alload_jax.sharding.rules import path_name, zero_shardings
 from alload_jax.training.optimizer import update_ema
@@ -57,7 +62,21 @@ Update = Callable[
 def make_accumulate(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> Accumulate:
     """Builds a jitted function (weights, accumulator, batch, key) → accumulator.
 
-    It is compiled for each shape of batch. `accumulator` is donated.
+    It is compiled for each shape of batch. `accumulator` is donated. Arguments are those of
+    `accumulation`.
+    """
+    # Where nothing is added, the accumulator's gradient is an unused argument: kept, so that the
+    # result takes its memory.
+    return jax.jit(
+        accumulation(spec, mesh, single=single),
+        donate_argnums=1,
+        keep_unused=single,
+        compiler_options=compiler_options(spec.model),
+    )
+
+
+def accumulation(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> Accumulate:
+    """Builds a function (weights, accumulator, batch, key) → accumulator.
 
     Args:
       spec: what training computes.
@@ -73,9 +92,6 @@ def make_accumulate(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> 
         params = with_slots(weights.params, inputs, narrow) if narrow else inputs
         return sums_of(params, weights, *others)
 
-    # Where nothing is added, the accumulator's gradient is an unused argument: kept, so that the
-    # result takes its memory.
-    @partial(jax.jit, donate_argnums=1, keep_unused=single)
     def accumulate(
         weights: Weights,
         accumulator: GradientAccumulator,

@@ -14,6 +14,7 @@ RESULTS = BENCHMARKS / "results"
 PLUGIN = importlib.util.find_spec("jax_cuda12_plugin") is not None
 GIGABYTES = {
     "offload_attention": 29.5,
+    "offload_feed_forward_and_attention": 29.6,
     "full": 33.0,
     "attention": 39.0,
     "feed_forward_and_attention": 42.0,

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from alload_jax.models.common.host_loop import Step, host_scan
 from alload_jax.models.common.output import Auxiliary
-from alload_jax.models.common.remat import rematerialise
+from alload_jax.models.common.remat import FEED_FORWARD_OUTPUT, rematerialise
 from alload_jax.models.common.stacked_kernels import with_cast_kernels
-from alload_jax.planning.remat import RematPolicy
+from alload_jax.planning.remat import OFFLOADED, RematPolicy
 
 ApplyLayer = Callable[[RematPolicy, Any, Any], tuple[Any, Auxiliary]]
 """(policy, x, parameters of a layer) → (x, auxiliary values)."""
@@ -37,47 +38,71 @@ def apply_layers(
       context: inputs that all layers share, a named tuple; its field `remat` is set for each.
       policies: what layers keep for the backward pass; they repeat over the layers, and their
         number divides that of the layers.
-      scan: whether to run them as a loop.
+      scan: whether to run them as a loop. Layers that keep something in the host's memory always
+        are one.
 
     Returns:
       The output of the last layer; auxiliary values, stacked over layers.
     """
-    graph, layers = nnx.split(blocks if scan else with_cast_kernels(blocks))
+    offloaded = any(each in OFFLOADED for each in policies)
+    as_loop = scan or offloaded
+    graph, layers = nnx.split(blocks if as_loop else with_cast_kernels(blocks))
 
     def apply_layer(policy: RematPolicy, x: Any, layer: nnx.State) -> tuple[Any, Auxiliary]:
         return nnx.merge(graph, layer)(x, context._replace(remat=policy))
 
-    if not scan:
+    if not as_loop:
         times = len(jax.tree.leaves(layers)[0]) // len(policies)
         return _in_turn(apply_layer, x, layers, [*policies] * times)
-    if len(policies) == 1:
+    if len(policies) == 1 and not offloaded:
         [policy] = policies
         step = rematerialise(partial(apply_layer, policy), policy, in_loop=True)
         return jax.lax.scan(step, x, layers)
     grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, len(policies), *leaf.shape[1:]), layers)
-    x, auxiliary = jax.lax.scan(partial(_apply_group, apply_layer, policies), x, grouped)
-    return x, jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), auxiliary)
+    steps = [_of_group(apply_layer, *each) for each in enumerate(policies)]
+    if offloaded:
+        x, auxiliary = host_scan(list(map(_step, steps, policies)), x, grouped, FEED_FORWARD_OUTPUT)
+    else:
+        wrapped = [
+            rematerialise(step, policy, in_loop=True)
+            for step, policy in zip(steps, policies, strict=True)
+        ]
+        x, auxiliary = jax.lax.scan(partial(_apply_group, wrapped), x, grouped)
+    return x, _interleaved(auxiliary)
 
 
-def _apply_group(
-    apply_layer: ApplyLayer, policies: Sequence[RematPolicy], x: Any, group: Any
-) -> tuple[Any, Auxiliary]:
-    """Applies the layers of one iteration of the loop.
+def _of_group(apply_layer: ApplyLayer, number: int, policy: RematPolicy) -> Callable:
+    """Applies one of the layers of an iteration of the loop.
 
-    Each takes its parameters from those of the group by itself. Given them, it would keep them for
+    It takes its parameters from those of the group by itself. Given them, it would keep them for
     the backward pass, in a copy of all layers'.
     """
+
+    def apply_one(x: Any, group: Any) -> tuple[Any, Auxiliary]:
+        return apply_layer(policy, x, jax.tree.map(lambda leaf: leaf[number], group))
+
+    return apply_one
+
+
+def _step(apply_one: Callable, policy: RematPolicy) -> Step:
+    wrap = partial(rematerialise, policy=policy, in_loop=True)
+    return Step(apply_one, wrap, to_host=policy in OFFLOADED)
+
+
+def _apply_group(steps: Sequence[Callable], x: Any, group: Any) -> tuple[Any, tuple]:
+    """Applies the layers of one iteration of the loop."""
     auxiliary = []
-    for number, policy in enumerate(policies):
-
-        def apply_one(
-            x: Any, group: Any, number: int = number, policy: RematPolicy = policy
-        ) -> tuple[Any, Auxiliary]:
-            return apply_layer(policy, x, jax.tree.map(lambda leaf: leaf[number], group))
-
-        x, values = rematerialise(apply_one, policy, in_loop=True)(x, group)
+    for step in steps:
+        x, values = step(x, group)
         auxiliary.append(values)
-    return x, _stacked(auxiliary)
+    return x, tuple(auxiliary)
+
+
+def _interleaved(auxiliary: Sequence[Auxiliary]) -> Auxiliary:
+    """Values of all layers, from those of each in its group, stacked over groups."""
+    return jax.tree.map(
+        lambda *values: jnp.stack(values, axis=1).reshape(-1, *values[0].shape[1:]), *auxiliary
+    )
 
 
 def _in_turn(

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import Offloadable, checkpoint_name
 
 from alload_jax.planning.remat import RematPolicy
 
@@ -26,7 +25,9 @@ BLOCK_LISTS = "attention_block_lists"
 """Name of the blocks that sparse attention has chosen, which every policy keeps: computed again,
 rounding could choose others."""
 
-_BLOCK_INPUT = "block_input"
+_HOST_KEYS = 8192
+"""Least keys of attention whose output goes to the host. Computing it again takes 4 K d operations
+a token for K keys, and the way there 2 d bytes: as much at 600 TFLOP/s, 50 GB/s and 6,000 keys."""
 _policies = jax.checkpoint_policies
 
 
@@ -35,44 +36,28 @@ def _keeps_fused_attention(prim: Any, *_: Any, **__: Any) -> bool:
     return prim.name == "dot_product_attention_fwd_wrapper"
 
 
-_TO_HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
-_OFFLOADED_KEYS = 8192
-"""Least keys of attention whose output is worth the way to the host and back. Computing it again
-takes 4 K d operations a token for K keys, and the way 4 d bytes: at 600 TFLOP/s and 55 GB/s they
-take equally long at 11,000 keys if nothing hides the way. XLA hides most of it where no more than
-two tensors are under way at a time, which is why nothing else is kept there."""
-_offload_named = _policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[BLOCK_LISTS],
-    names_which_can_be_offloaded=[_BLOCK_INPUT, ATTENTION_OUTPUT],
-    **_TO_HOST,
+def _keeps_long_attention(prim: Any, *avals: Any, **params: Any) -> bool:
+    """Keeps them of attention over many keys."""
+    return _keeps_fused_attention(prim, *avals, **params) and avals[1].shape[1] >= _HOST_KEYS
+
+
+_KEEP_NAMED_ATTENTION = _policies.save_only_these_names(ATTENTION_OUTPUT, BLOCK_LISTS)
+_KEEP_ATTENTION = _policies.save_from_both_policies(_KEEP_NAMED_ATTENTION, _keeps_fused_attention)
+_KEEP_LONG_ATTENTION = _policies.save_from_both_policies(
+    _KEEP_NAMED_ATTENTION, _keeps_long_attention
 )
-
-
-def _offload_attention(prim: Any, *avals: Any, **params: Any) -> Any:
-    """Keeps in the host's memory the block's input, and outputs of attention over many keys."""
-    if _keeps_fused_attention(prim):
-        _, key, *_ = avals
-        if key.shape[1] < _OFFLOADED_KEYS:
-            return False
-        return Offloadable(src=_TO_HOST["offload_src"], dst=_TO_HOST["offload_dst"])
-    return _offload_named(prim, *avals, **params)
-
-
-_OFFLOAD_INPUT: tuple[RematPolicy, ...] = ("offload", "offload_attention")
-_KEEP_ATTENTION = _policies.save_from_both_policies(
-    _policies.save_only_these_names(ATTENTION_OUTPUT, BLOCK_LISTS), _keeps_fused_attention
-)
+_KEEP_BLOCK_LISTS = _policies.save_only_these_names(BLOCK_LISTS)
+_KEEP_FEED_FORWARD = _policies.save_only_these_names(FEED_FORWARD_OUTPUT)
 _POLICIES = {
-    "full": _policies.save_only_these_names(BLOCK_LISTS),
-    "offload": _policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[BLOCK_LISTS],
-        names_which_can_be_offloaded=[_BLOCK_INPUT],
-        **_TO_HOST,
+    "full": _KEEP_BLOCK_LISTS,
+    "offload": _KEEP_BLOCK_LISTS,
+    "offload_attention": _KEEP_LONG_ATTENTION,
+    "offload_feed_forward_and_attention": _policies.save_from_both_policies(
+        _KEEP_LONG_ATTENTION, _KEEP_FEED_FORWARD
     ),
-    "offload_attention": _offload_attention,
     "attention": _KEEP_ATTENTION,
     "feed_forward_and_attention": _policies.save_from_both_policies(
-        _KEEP_ATTENTION, _policies.save_only_these_names(FEED_FORWARD_OUTPUT)
+        _KEEP_ATTENTION, _KEEP_FEED_FORWARD
     ),
     "matmuls_and_attention": _policies.save_from_both_policies(
         _KEEP_ATTENTION, _policies.save_only_these_names(LINEAR_OUTPUT, FEED_FORWARD_OUTPUT)
@@ -88,22 +73,12 @@ def rematerialise(function: Callable, policy: RematPolicy, *, in_loop: bool) -> 
     """Wraps a function in `jax.checkpoint` with the given policy.
 
     Args:
-      function: whose first argument is the block's input, arrays.
-      policy: what it keeps for the backward pass.
+      function: of arrays.
+      policy: what it keeps for the backward pass. For those of `OFFLOADED`, `host_loop` moves it to
+        the host's memory.
       in_loop: whether it is the body of a loop, in which XLA cannot undo the recomputation; else it
         is kept from that.
     """
     if policy == "none":
         return function
-    if policy in _OFFLOAD_INPUT:
-        function = _with_named_input(function)
     return jax.checkpoint(function, policy=_POLICIES[policy], prevent_cse=not in_loop)
-
-
-def _with_named_input(function: Callable) -> Callable:
-    """Recomputation begins at the named input, so that the input itself is not kept."""
-
-    def named(x: jax.Array, *others: Any) -> Any:
-        return function(checkpoint_name(x, _BLOCK_INPUT), *others)
-
-    return named

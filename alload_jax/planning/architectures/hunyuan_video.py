@@ -35,6 +35,7 @@ _TENSORS = BlockTensors(
         "full": (1, 0),
         "offload": (0, 0),  # in the host's memory
         "offload_attention": (0, 0),  # likewise
+        "offload_feed_forward_and_attention": (0, 0),  # likewise
         # Attention's output is kept twice: under its name, and as an output of cuDNN.
         "attention": (1 + 2, 0),
         # Besides: the feed-forward layers' output.

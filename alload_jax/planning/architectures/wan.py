@@ -33,6 +33,7 @@ _TENSORS = BlockTensors(
         "full": (1, 0),
         "offload": (0, 0),  # in the host's memory
         "offload_attention": (0, 0),  # likewise
+        "offload_feed_forward_and_attention": (0, 0),  # likewise
         # Both attentions' outputs are kept twice: under their names, and as outputs of cuDNN.
         "attention": (1 + 4, 0),
         # Besides: the feed-forward layer's output.

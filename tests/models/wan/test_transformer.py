@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.ad_checkpoint import Offloadable
 
 from alload_jax.errors import InputError
 from alload_jax.models.common import remat
@@ -171,10 +170,12 @@ def test_equals_the_float64_oracle_at_any_size(config, size):
     "remat",
     [
         ["full", "matmuls_and_attention"],
+        ["offload_feed_forward_and_attention"],
+        ["offload", "none"],
         *(
             pytest.param([each], marks=pytest.mark.slow)
             for each in get_args(RematPolicy)
-            if each != "none"
+            if each not in ("none", "offload_feed_forward_and_attention")
         ),
     ],
     ids="+".join,
@@ -191,7 +192,12 @@ def test_rematerialisation_changes_no_gradient(remat, scan):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("kept", "offloaded"), [("full", "offload"), ("attention", "offload_attention")]
+    ("kept", "offloaded"),
+    [
+        ("full", "offload"),
+        ("attention", "offload_attention"),
+        ("feed_forward_and_attention", "offload_feed_forward_and_attention"),
+    ],
 )
 def test_offloading_changes_no_bit_of_a_gradient_on_a_gpu(kept, offloaded):
     jax.tree.map(np.testing.assert_array_equal, gradient([kept]), gradient([offloaded]))
@@ -272,6 +278,7 @@ def test_offloading_moves_what_blocks_keep_to_the_host():
     of_attention = f"tensor<{rows}x{tokens}x{heads}x{CONFIG.dim // heads}xf32>"
     assert moved("offload") == {stream: 1}
     assert moved("offload_attention") == {stream: 1, of_attention: 2}
+    assert moved("offload_feed_forward_and_attention") == {stream: 2, of_attention: 2}
 
 
 @pytest.mark.parametrize("keys", [512, 8191, 8192, 32_760])
@@ -280,7 +287,7 @@ def test_fused_attention_goes_to_the_host_where_its_keys_are_many(keys):
     fused = SimpleNamespace(name="dot_product_attention_fwd_wrapper")
     query, other = (jax.ShapeDtypeStruct((1, n, 12, 128), jnp.bfloat16) for n in (16_384, keys))
     kept = remat._POLICIES["offload_attention"](fused, query, other, other)
-    assert kept == (Offloadable("device", "pinned_host") if keys >= 8192 else False)
+    assert kept == (keys >= 8192)
 
 
 def test_a_fresh_model_predicts_zero():
