@@ -23,6 +23,7 @@ class Device:
         in a whole step; their bytes are counted as if every fusion read and wrote once.
       kernel_seconds: minimum seconds of a kernel.
       link_bandwidth: bytes/s that one device sends to its peers in an all-to-all.
+      host_bandwidth: bytes/s to the host's memory or from it, while the device computes.
       packs: whether attention on this device supports packed rows.
       compute_bytes: bytes of one activation: bfloat16, or float32 on CPUs.
     """
@@ -37,6 +38,7 @@ class Device:
     elementwise_share: float
     kernel_seconds: float
     link_bandwidth: float
+    host_bandwidth: float
     packs: bool
     compute_bytes: int = 2
 
@@ -46,8 +48,8 @@ DEVICES = {
     # 0.11.2, cuDNN 9.19: 790 TFLOP/s of matrix products; attention of 12 heads × 128 over 32,768
     # tokens 613 forward, 575 forward + backward; all-to-all over NVLink 76 GB/s, copies of layout
     # included. The elementwise share is what the measured steps of Wan 1.3B leave over, those of
-    # images and of clips alike (benchmarks/results/step_bars_h200.json). Assumed: the time of a
-    # kernel.
+    # images and of clips alike (benchmarks/results/step_bars_h200.json). To the host, tensors of
+    # 100 MB took 2.0 ms each in a step's profile. Assumed: the time of a kernel.
     "h200": Device(
         name="NVIDIA H200",
         peak_flops=989e12,
@@ -59,6 +61,7 @@ DEVICES = {
         elementwise_share=0.45,
         kernel_seconds=3e-6,
         link_bandwidth=76e9,
+        host_bandwidth=50e9,
         packs=True,
     ),
     # Data sheet (SXM, 80 GB); memory: nvidia-smi, 81559 MiB. Assumed: all shares and the link, as
@@ -74,11 +77,12 @@ DEVICES = {
         elementwise_share=0.45,
         kernel_seconds=3e-6,
         link_bandwidth=76e9,
+        host_bandwidth=50e9,
         packs=True,
     ),
     # Data sheet (SXM, 80 GB). Assumed: 0.8 of the peak for matrix products; attention as published
     # for FlashAttention-2 (arXiv 2307.08691: up to 225 TFLOP/s forward and backward); the link
-    # with 600 GB/s in place of 900.
+    # with 600 GB/s in place of 900; to the host, four fifths of PCIe 4.0.
     "a100": Device(
         name="NVIDIA A100-SXM4-80GB",
         peak_flops=312e12,
@@ -90,6 +94,7 @@ DEVICES = {
         elementwise_share=0.3,
         kernel_seconds=4e-6,
         link_bandwidth=50e9,
+        host_bandwidth=20e9,
         packs=False,
     ),
     # All assumed: some sixteen cores with AVX2, in float32. For trying plans, not for figures.
@@ -104,6 +109,7 @@ DEVICES = {
         elementwise_share=0.3,
         kernel_seconds=10e-6,
         link_bandwidth=5e9,
+        host_bandwidth=5e9,
         packs=False,
         compute_bytes=4,
     ),

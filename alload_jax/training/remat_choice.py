@@ -11,6 +11,7 @@ from alload_jax.models.families import abstract_model, gradient_dtypes
 from alload_jax.planning.architectures.registry import from_fields
 from alload_jax.planning.devices import DEVICES, Device, device_named
 from alload_jax.planning.remat import Choice, RematPolicy, choose_remat
+from alload_jax.training.host_memory import host_budget
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.state_size import trained_of
@@ -72,6 +73,7 @@ def choose_for(
             narrow=gradient_dtypes(model) if single else {},
         ),
         layer_seconds=layer_seconds,
+        host_budget=host_budget(),
     )
 
 

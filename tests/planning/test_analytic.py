@@ -309,7 +309,7 @@ def test_every_device_gets_a_cost_model(device):
         (lambda: architecture_named("wan3"), "choose one of wan2.1-1.3b"),
         (
             lambda: analytic_costs(WAN, H200, "most"),
-            "choose one of full, offload, offload_attention, attention",
+            "choose one of full, offload, offload_attention, offload_feed_forward_and_attention, ",
         ),
         (lambda: analytic_costs(WAN_14B, H200), "shard it over more devices"),
         (lambda: analytic_costs(WAN, H200, shards=0), "give at least 1"),
