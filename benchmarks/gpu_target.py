@@ -69,7 +69,12 @@ def require_no_backend_but_cpu() -> None:
 
 
 def device(name: str) -> Any:
-    """A device of `KINDS` that is not there, for meshes of programs to compile.
+    """A device of `KINDS` that is not there; see `devices_of_host`."""
+    return devices_of_host(name, 1)[0]
+
+
+def devices_of_host(name: str, count: int) -> list[Any]:
+    """Devices of `KINDS`, of one host, that are not there, for meshes of programs to compile.
 
     Raises:
       InputError: JAX's CUDA plugin is not installed.
@@ -78,8 +83,10 @@ def device(name: str) -> Any:
         raise InputError('JAX\'s CUDA plugin is missing; pip install "jax[cuda12]"')
     kind, bandwidth, memory = KINDS[name]
     config = _HOPPER.format(cores=CORES, kind=kind, bandwidth=bandwidth, memory=memory)
-    found = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    return found.devices[0]
+    found = topologies.get_topology_desc(
+        platform="cuda", target_config=config, topology=f"1x1x{count}"
+    )
+    return list(found.devices)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,9 @@ def run(program, *flags, folder):
 
 
 @pytest.mark.skipif(PLUGIN, reason="JAX's CUDA plugin is installed")
-@pytest.mark.parametrize("program", ["compiled_step.py", "compiled_kernels.py"])
+@pytest.mark.parametrize(
+    "program", ["compiled_step.py", "compiled_sharded.py", "compiled_kernels.py"]
+)
 def test_a_missing_plugin_is_named(program, tmp_path):
     done = run(program, folder=tmp_path)
     assert done.returncode == 2
@@ -69,6 +71,19 @@ def test_steps_compile_and_keep_their_bounds(tmp_path):
     done = run("compiled_step.py", "--out", "step.json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     check_steps(cases_of(tmp_path / "step.json"))
+
+
+@pytest.mark.compiled
+@pytest.mark.timeout(1200)
+def test_steps_compile_for_every_axis_of_a_mesh(tmp_path):
+    done = run("compiled_sharded.py", "--out", "sharded.json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    recorded = cases_of(RESULTS / "compiled_sharded_h200.json")
+    for one, other in zip(cases_of(tmp_path / "sharded.json"), recorded, strict=True):
+        assert (one["axis"], one["model"], one["remat"]) == (
+            *(other["axis"], other["model"], other["remat"]),
+        )
+        assert one["temporary"] < 1.1 * other["temporary"]
 
 
 @pytest.mark.compiled
