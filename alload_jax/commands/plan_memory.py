@@ -15,9 +15,10 @@ from alload_jax.planning.analytic import SHORTEST, USABLE_SHARE, step_memory
 from alload_jax.planning.cost import MemoryModel
 from alload_jax.planning.devices import device_named
 from alload_jax.planning.geometry import Geometry
+from alload_jax.planning.remat import OFFLOADED, RematPolicy, host_bytes
 
 _DEVICES = ("h100", "h200")
-_REMAT = (
+_REMAT: tuple[RematPolicy, ...] = (
     *("offload", "offload_attention", "offload_feed_forward_and_attention", "full"),
     *("attention", "feed_forward_and_attention"),
     *("matmuls_and_attention", "norms_matmuls_and_attention"),
@@ -37,6 +38,7 @@ class Case(NamedTuple):
       state: bytes that do not depend on the batch.
       per_token: bytes per token.
       m_mem: most tokens of a micro-batch; 0 if not even one fits.
+      host: bytes of the host's memory that as many take, at most.
       clips: frames of the longest clip by (height, width); 0 for none.
     """
 
@@ -46,6 +48,7 @@ class Case(NamedTuple):
     state: float
     per_token: float
     m_mem: int
+    host: float
     clips: dict[tuple[int, int], int]
 
     def content(self) -> dict[str, Any]:
@@ -78,9 +81,11 @@ def memory_cases(options: argparse.Namespace) -> tuple[str, list[Case]]:
         free = budget * (1 - options.margin)
         clips = {size: _longest(memory, free, geometry, size, model.condition) for size in _SIZES}
         most = _most_tokens(memory, budget, options.margin)
-        cases.append(
-            Case(shown, remat, remat == model.remat, memory.base, memory.per_token, most, clips)
-        )
+        host = 0.0
+        if remat in OFFLOADED:
+            host = host_bytes(model.architecture, device, most, remat)
+        own, predicted = remat == model.remat, (memory.base, memory.per_token)
+        cases.append(Case(shown, remat, own, *predicted, most, host, clips))
     return model.name, cases
 
 
@@ -88,8 +93,8 @@ def memory_table(cases: list[Case]) -> Table:
     """The cases as a table."""
     table = Table(box=rich.box.SIMPLE)
     table.add_column("device")
-    table.add_column("model.remat")
-    for name in ("state GB", "KB per token", "M_mem tokens"):
+    table.add_column("model.remat", overflow="fold")
+    for name in ("state GB", "KB per token", "M_mem tokens", "host's GB"):
         table.add_column(name, justify="right")
     for height, width in _SIZES:
         table.add_column(f"longest clip {height}×{width}", justify="right")
@@ -101,6 +106,7 @@ def memory_table(cases: list[Case]) -> Table:
             f"{case.state / 1e9:.1f}",
             f"{case.per_token / 1e3:.0f}",
             f"{case.m_mem:,}" if case.m_mem else "does not fit",
+            f"{case.host / 1e9:.0f}" if case.host else "–",
             *clips,
         )
     return table

@@ -93,7 +93,7 @@ def policies_of(remat: Remat) -> tuple[str, ...]:
 _RECOMPUTED = {
     "full": _Recomputed(True, True, True),
     "offload": _Recomputed(True, True, True),
-    # The time of the way to the host and back is not counted.
+    # The time of the way to the host and back is not counted, nor that of attention over few keys.
     "offload_attention": _Recomputed(True, False, True),
     "offload_feed_forward_and_attention": _Recomputed(True, False, True, but_output=True),
     "attention": _Recomputed(True, False, True),

@@ -54,8 +54,11 @@ OFFLOADED: dict[RematPolicy, RematPolicy] = {
     "offload_attention": "attention",
     "offload_feed_forward_and_attention": "feed_forward_and_attention",
 }
-"""Policies that keep in the host's memory what another keeps on the device, but no outputs of
-attention over few keys."""
+"""Policies that keep in the host's memory what another keeps on the device; of attention, outputs
+over `HOST_KEYS` or more alone."""
+HOST_KEYS = 8192
+"""Least keys of attention whose output goes to the host. Computing it again takes 4 K d operations
+a token for K keys, and the way there 2 d bytes: as much at 600 TFLOP/s, 50 GB/s and 6,000 keys."""
 _LONGEST_PATTERN = 10
 MARGIN = 0.08
 """Share of the memory that predictions leave free."""
@@ -142,30 +145,28 @@ def choose_remat(
     def predicted(policies: tuple[RematPolicy, ...]) -> Choice:
         memory = step_memory(architecture, device, policies, shards, trained)
         needed = memory.bytes_of(tokens, tokens / SHORTEST if rows is None else rows)
-        on_device = tuple(OFFLOADED.get(each, each) for each in policies)
-        waits = _waiting(architecture, device, tokens, policies)
-        return Choice(
-            *(policies, seconds_of(on_device) + waits, needed, budget, bool(layer_seconds))
-        )
+        seconds = seconds_of([_resident(each, tokens) for each in policies])
+        if policies[0] in OFFLOADED:
+            seconds += _waiting(architecture, device, tokens, policies[0], trained)
+        return Choice(policies, seconds, needed, budget, bool(layer_seconds))
 
     free = budget * (1 - MARGIN)
     patterns = [each for each in _patterns(num_layers) if set(each) <= set(known)]
     patterns += [
         (each,)
-        for each, on_device in OFFLOADED.items()
-        if on_device in known and host_bytes(architecture, device, tokens, each) <= host_budget
+        for each in OFFLOADED
+        if _resident(each, tokens) in known
+        and host_bytes(architecture, device, tokens, each) <= host_budget
     ]
     fitting = [each for each in map(predicted, patterns) if each.bytes <= free]
     if not fitting:
         last = predicted(("offload",))
-        lacking = last.bytes <= free
-        needed = host_bytes(architecture, device, tokens, "offload") if lacking else last.bytes
-        place = "in the host's memory" if lacking else "with offload"
-        there = (
-            f"may use {host_budget / 1e9:.1f} GB of it"
-            if lacking
-            else (f"has {budget / 1e9:.1f} GB with a margin of {MARGIN:.0%}")
-        )
+        if last.bytes > free:
+            needed, place = last.bytes, "with offload"
+            there = f"has {budget / 1e9:.1f} GB with a margin of {MARGIN:.0%}"
+        else:
+            needed, place = host_bytes(architecture, device, tokens, "offload"), "of the host's"
+            there = f"may use {host_budget / 1e9:.1f} GB of them"
         raise InputError(
             f"model.remat: auto finds nothing that fits: {tokens:,} tokens need "
             f"{needed / 1e9:.1f} GB {place}, and a device {there}; take fewer tokens "
@@ -182,27 +183,41 @@ def host_bytes(
 ) -> float:
     """Bytes of the host's memory that a micro-batch takes, at most, under a policy of `OFFLOADED`.
 
+    The residual stream counts as float32.
+
     Args:
       architecture, device, tokens: as in `choose_remat`.
       policy: the policy.
     """
-    return tokens * device.compute_bytes * architecture.kept_activations(OFFLOADED[policy])
+    inputs = architecture.kept_activations("full")
+    others = architecture.kept_activations(OFFLOADED[policy]) - inputs
+    return tokens * (4 * inputs + device.compute_bytes * others)
+
+
+def _resident(policy: RematPolicy, tokens: int) -> RematPolicy:
+    """The policy that computes as much again for rows of so many tokens, without the host."""
+    if policy not in OFFLOADED:
+        return policy
+    return OFFLOADED[policy] if tokens >= HOST_KEYS else "full"
 
 
 def _waiting(
-    architecture: Architecture, device: Device, tokens: int, policies: Sequence[RematPolicy]
+    architecture: Architecture,
+    device: Device,
+    tokens: int,
+    policy: RematPolicy,
+    trained: Trained,
 ) -> float:
-    """Seconds that the passes of a step wait for what is offloaded.
+    """Seconds that the passes of a step wait for what a policy of `OFFLOADED` moves.
 
-    What a layer keeps moves while the next one computes: a third of the time in the forward pass.
+    What a layer keeps moves while the next one computes. The backward pass takes twice as long as
+    the forward pass, and as long where adapters are trained.
     """
-    if policies[0] not in OFFLOADED:
-        return 0.0
-    moving = host_bytes(architecture, device, tokens, policies[0]) / device.host_bandwidth
-    [seconds] = bucketed_cost(
-        step_cost(architecture, device, "none"), np.array([1]), np.array([tokens])
-    )
-    return sum(max(0.0, moving - share * float(seconds)) for share in (1 / 3, 2 / 3))
+    moving = host_bytes(architecture, device, tokens, policy) / device.host_bandwidth
+    cost = step_cost(architecture, device, "none", trained)
+    [seconds] = bucketed_cost(cost, np.array([1]), np.array([tokens]))
+    forward = float(seconds) / (3 if trained.parameters is None else 2)
+    return sum(max(0.0, moving - one) for one in (forward, float(seconds) - forward))
 
 
 def _patterns(num_layers: int) -> Iterator[tuple[RematPolicy, ...]]:

@@ -3,6 +3,8 @@
 import os
 from collections.abc import Mapping
 
+from alload_jax.sharding.host_memory import set_pool
+
 OVERLAP_FLAGS = {
     # Starts collectives as early, and waits for them as late, as data dependencies allow.
     "xla_gpu_enable_latency_hiding_scheduler": "true",
@@ -35,5 +37,9 @@ def with_defaults(flags: str, defaults: Mapping[str, str] = DEFAULT_FLAGS) -> st
 
 
 def set_xla_flags() -> None:
-    """Sets XLA_FLAGS for this process. Call it before JAX initializes its devices."""
+    """Sets XLA_FLAGS for this process, and what its GPUs may use of the host's memory.
+
+    Call it before JAX initializes its devices.
+    """
     os.environ["XLA_FLAGS"] = with_defaults(os.environ.get("XLA_FLAGS", ""))
+    set_pool()

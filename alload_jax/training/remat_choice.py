@@ -11,7 +11,7 @@ from alload_jax.models.families import abstract_model, gradient_dtypes
 from alload_jax.planning.architectures.registry import from_fields
 from alload_jax.planning.devices import DEVICES, Device, device_named
 from alload_jax.planning.remat import Choice, RematPolicy, choose_remat
-from alload_jax.training.host_memory import host_budget
+from alload_jax.sharding.host_memory import bytes_of_one
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.state_size import trained_of
@@ -73,7 +73,7 @@ def choose_for(
             narrow=gradient_dtypes(model) if single else {},
         ),
         layer_seconds=layer_seconds,
-        host_budget=host_budget(),
+        host_budget=bytes_of_one(jax.local_device_count(), on_gpus=jax.default_backend() == "gpu"),
     )
 
 

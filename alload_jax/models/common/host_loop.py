@@ -48,7 +48,8 @@ def host_scan(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Runs the steps once for each entry of `layers`, as `jax.lax.scan` would.
 
-    Only reverse-mode derivatives, and only the first.
+    It has reverse-mode derivatives; derivatives of those in forward mode alone. They cannot be
+    batched by `jax.vmap`.
 
     Args:
       steps: taken in turn in each iteration.

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from alload_jax.planning.remat import RematPolicy
+from alload_jax.planning.remat import HOST_KEYS, RematPolicy
 
 LINEAR_OUTPUT = "linear_output"
 """Name by which policies find what linear layers of blocks compute: with their bias, where nothing
@@ -25,9 +25,6 @@ BLOCK_LISTS = "attention_block_lists"
 """Name of the blocks that sparse attention has chosen, which every policy keeps: computed again,
 rounding could choose others."""
 
-_HOST_KEYS = 8192
-"""Least keys of attention whose output goes to the host. Computing it again takes 4 K d operations
-a token for K keys, and the way there 2 d bytes: as much at 600 TFLOP/s, 50 GB/s and 6,000 keys."""
 _policies = jax.checkpoint_policies
 
 
@@ -38,7 +35,7 @@ def _keeps_fused_attention(prim: Any, *_: Any, **__: Any) -> bool:
 
 def _keeps_long_attention(prim: Any, *avals: Any, **params: Any) -> bool:
     """Keeps them of attention over many keys."""
-    return _keeps_fused_attention(prim, *avals, **params) and avals[1].shape[1] >= _HOST_KEYS
+    return _keeps_fused_attention(prim, *avals, **params) and avals[1].shape[1] >= HOST_KEYS
 
 
 _KEEP_NAMED_ATTENTION = _policies.save_only_these_names(ATTENTION_OUTPUT, BLOCK_LISTS)

@@ -1,0 +1,51 @@
+"""How much of the host's memory a device may use."""
+
+import os
+
+import pytest
+
+from alload_jax.errors import InputError
+from alload_jax.sharding import host_memory
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """A function that says the limit of the container and the GPUs of the host."""
+
+    def of(limit, gpus, own=1, on_gpus=False):
+        if limit is not None:
+            (tmp_path / "memory.max").write_text(f"{limit}\n")
+        for name in (*(f"nvidia{number}" for number in range(gpus)), "nvidiactl", "nvidia-uvm"):
+            (tmp_path / name).touch()
+        monkeypatch.setattr(host_memory, "_LIMITS", (tmp_path / "memory.max",))
+        monkeypatch.setattr(host_memory, "_NODES", tmp_path)
+        return host_memory.bytes_of_one(own, on_gpus=on_gpus)
+
+    return of
+
+
+def test_the_limit_of_a_container_counts(host):
+    assert host(8_000_000_000, 16) == 8e9 / 2 / 16
+
+
+@pytest.mark.parametrize("limit", [None, "max", 1 << 62])
+def test_the_memory_counts_without_a_lower_limit(host, limit):
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert host(limit, 0, own=2) == memory / 4
+
+
+def test_gpus_of_a_process_share_what_xla_may_use(host, monkeypatch):
+    monkeypatch.setenv(host_memory.POOL, "1")
+    assert host(None, 1, own=4, on_gpus=True) == 2**30 / 4
+    monkeypatch.setenv(host_memory.POOL, "much")
+    with pytest.raises(InputError, match="LIMIT_GB is 'much'; give a number of GiB"):
+        host(None, 1, on_gpus=True)
+
+
+@pytest.mark.parametrize(("gibibytes", "pool"), [(512, "256"), (96, None)])
+def test_the_pool_grows_with_the_host(monkeypatch, gibibytes, pool):
+    monkeypatch.setattr(host_memory, "_LIMITS", ())
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 2**30}.get(name, gibibytes))
+    monkeypatch.delenv(host_memory.POOL, raising=False)
+    host_memory.set_pool()
+    assert os.environ.pop(host_memory.POOL, None) == pool
