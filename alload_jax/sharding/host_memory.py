@@ -45,7 +45,7 @@ def bytes_of_one(own: int, *, on_gpus: bool) -> float:
     """
     gpus = sum(each.name[6:].isdigit() for each in _NODES.glob("nvidia*"))
     budget = _usable_bytes() / max(gpus, own)
-    return min(budget, _pool_bytes() / own) if on_gpus else budget
+    return min(budget, pool_bytes() / own) if on_gpus else budget
 
 
 def _usable_bytes() -> float:
@@ -54,7 +54,12 @@ def _usable_bytes() -> float:
     return _SHARE * min([memory, *(float(limit) for limit in given if limit != "max")])
 
 
-def _pool_bytes() -> float:
+def pool_bytes() -> float:
+    """Bytes of the host's memory that the GPUs of this process may use, by the environment.
+
+    Raises:
+      InputError: its limit is no number.
+    """
     given = os.environ.get(POOL, str(_POOL_OF_XLA))
     try:
         return float(given) * _GIB

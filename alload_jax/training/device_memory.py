@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 import jax
 
 from alload_jax.errors import InputError
+from alload_jax.sharding.host_memory import POOL, pool_bytes
 from alload_jax.training.state import TrainState
 
 REMEDY = "lower planning.m_mem, set model.remat to full or offload, or raise mesh.fsdp"
+HOST_REMEDY = f"lower planning.m_mem, set model.remat to offload or full, or raise {POOL}"
+_OF_HOST = "host_bfc"
+"""In the name of XLA's allocator of the host's memory."""
 
 
 class RunMemory(NamedTuple):
@@ -19,11 +23,15 @@ class RunMemory(NamedTuple):
       state: weights, optimizer state and moving average.
       step: at most beside the state in a micro-batch: gradients, activations, the batch.
       limit: what JAX may use; None if it does not say.
+      host: of the host's memory, at most in a micro-batch.
+      host_limit: of that, what XLA may use for the device; None if it has no limit.
     """
 
     state: int
     step: int
     limit: int | None
+    host: int = 0
+    host_limit: float | None = None
 
     def line(self) -> str:
         """The figures in words."""
@@ -31,14 +39,22 @@ class RunMemory(NamedTuple):
         return (
             f"memory of a device: {in_words(self.state)} for weights and optimizer, "
             f"{in_words(self.step)} for a step{of}"
+            + (f"; {in_words(self.host)} of the host's memory" if self.host else "")
         )
 
     def warning(self) -> str:
         """What is likely to run out; empty if nothing is."""
         needed = self.state + self.step
-        if self.limit is None or needed <= self.limit:
-            return ""
-        return f"a step needs {in_words(needed)} and a device has {in_words(self.limit)}; {REMEDY}"
+        if self.limit is not None and needed > self.limit:
+            has = in_words(self.limit)
+            return f"a step needs {in_words(needed)} and a device has {has}; {REMEDY}"
+        if self.host_limit is not None and self.host > self.host_limit:
+            may = in_words(int(self.host_limit))
+            return (
+                f"a step needs {in_words(self.host)} of the host's memory and a device may use "
+                f"{may} of it; {HOST_REMEDY}"
+            )
+        return ""
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -48,7 +64,7 @@ def out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def memory_named() -> Iterator[None]:
-    """Tells that a device of a training run is out of memory, in place of JAX's error.
+    """Tells that a training run is out of a device's or the host's memory, in place of JAX's error.
 
     Raises:
       InputError: it is.
@@ -60,7 +76,10 @@ def memory_named() -> Iterator[None]:
             raise
         said = " ".join(str(error).split()).partition("RESOURCE_EXHAUSTED: ")[2] or str(error)
         reason = said.partition(" with allocator")[0][:200].rstrip(". ")
-        raise InputError(f"a step does not fit a device's memory ({reason}); {REMEDY}") from error
+        of_host = _OF_HOST in str(error)
+        place = "the host's memory" if of_host else "a device's memory"
+        remedy = HOST_REMEDY if of_host else REMEDY
+        raise InputError(f"a step does not fit {place} ({reason}); {remedy}") from error
 
 
 def in_words(size: int) -> str:
@@ -76,7 +95,7 @@ def run_memory(state: TrainState, programs: Iterable[Any]) -> RunMemory | None:
       programs: as `Trainer.programs` holds them, at least one.
     """
     weights = _bytes_of(state.weights)
-    steps = []
+    steps, on_host = [], []
     for program in programs:
         found = program.memory_analysis()
         if found is None:
@@ -84,11 +103,13 @@ def run_memory(state: TrainState, programs: Iterable[Any]) -> RunMemory | None:
         inputs = found.argument_size_in_bytes - weights
         outputs = found.output_size_in_bytes - found.alias_size_in_bytes
         steps.append(inputs + outputs + found.temp_size_in_bytes)
+        on_host.append(found.host_temp_size_in_bytes)
     if not steps:
         return None
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    return RunMemory(_bytes_of(state), max(0, *steps), limit)
+    host_limit = pool_bytes() / jax.local_device_count() if device.platform == "gpu" else None
+    return RunMemory(_bytes_of(state), max(0, *steps), limit, max(on_host), host_limit)
 
 
 def _bytes_of(tree: Any) -> int:

@@ -61,6 +61,30 @@ def test_a_device_that_is_out_of_memory_is_one_line_with_a_remedy(said):
     assert "lower planning.m_mem" in line
 
 
+def test_the_host_s_memory_has_a_remedy_of_its_own():
+    said = (
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB with allocator "
+        "xla_gpu_host_bfc on device 0."
+    )
+    with pytest.raises(InputError) as error, memory_named():
+        raise jax.errors.JaxRuntimeError(said)
+    assert str(error.value) == (
+        "a step does not fit the host's memory (Out of memory while trying to allocate 2.00GiB); "
+        "lower planning.m_mem, set model.remat to offload or full, or raise "
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    )
+
+
+def test_it_warns_where_a_step_is_larger_than_the_host_allows():
+    found = RunMemory(10, 10, None, 3_000_000_000, 2e9)
+    assert found.line().endswith("; 3.0 GB of the host's memory")
+    assert found.warning().startswith(
+        "a step needs 3.0 GB of the host's memory and a device may use 2.0 GB of it; lower"
+    )
+    assert not found._replace(host_limit=4e9).warning()
+    assert found._replace(limit=19).warning().startswith("a step needs 0.0 MB and a device")
+
+
 def test_other_errors_of_the_runtime_stay_what_they_are():
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory_named():
         raise jax.errors.JaxRuntimeError("INTERNAL: the driver is gone")
