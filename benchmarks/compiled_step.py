@@ -2,10 +2,10 @@
 
     python benchmarks/compiled_step.py
 
-`bytes` is what the state and the gradient's program take together. `moved` are the bytes that its
-kernels must read and write, by part and pass, matrix products and fused attention left out; for
-layers that are compiled one by one alone, since a loop's passes are not counted. See
-`benchmarks/gpu_target.py` for what the programs lack.
+`bytes` is what the state and the gradient's program take together, and `host` what the program
+takes of the host's memory. `moved` are the bytes that its kernels must read and write, by part and
+pass, matrix products and fused attention left out; for layers that are compiled one by one alone,
+since a loop's passes are not counted. See `benchmarks/gpu_target.py` for what the programs lack.
 """
 
 import argparse
@@ -91,9 +91,11 @@ def measured(case: Case, fields: Mapping[str, Any], device: Any) -> dict[str, An
     with gpu_target.traced_for(device):
         spec = training_spec(config_from_fields(chosen))
         program, state, sums = gradient(spec, make_mesh(MeshConfig(), [device]), case)
-    temporary = program.memory_analysis().temp_size_in_bytes
+    found = program.memory_analysis()
+    temporary = found.temp_size_in_bytes
     row = {"name": case.name, **case._asdict()}
     row |= {"bytes": bytes_of(state) + bytes_of(sums) + temporary, "temporary": temporary}
+    row["host"] = found.host_temp_size_in_bytes
     return row | ({"moved": moved(program.as_text())} if case.unrolled else {})
 
 

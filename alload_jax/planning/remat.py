@@ -125,14 +125,13 @@ def choose_remat(
         tokens as there may be.
       trained: which parameters are trained.
       layer_seconds: measured for a layer's forward and backward under each policy, `full` among
-        them; others are not chosen, nor those that offload what they keep. None for the times that
+        them; others are not chosen, nor what would offload what those keep. None for the times that
         arithmetic predicts.
       host_budget: bytes of the host's memory that a device may use.
 
     Raises:
       InputError: no policy fits.
     """
-    known = layer_seconds or LADDER
 
     def seconds_of(policies: Sequence[RematPolicy]) -> float:
         cost = step_cost(architecture, device, ("full",) if layer_seconds else policies, trained)
@@ -150,31 +149,39 @@ def choose_remat(
             seconds += _waiting(architecture, device, tokens, policies[0], trained)
         return Choice(policies, seconds, needed, budget, bool(layer_seconds))
 
-    free = budget * (1 - MARGIN)
-    patterns = [each for each in _patterns(num_layers) if set(each) <= set(known)]
-    patterns += [
-        (each,)
-        for each in OFFLOADED
-        if _resident(each, tokens) in known
-        and host_bytes(architecture, device, tokens, each) <= host_budget
+    def in_host(policies: Sequence[RematPolicy]) -> bool:
+        if policies[0] not in OFFLOADED:
+            return True
+        return host_bytes(architecture, device, tokens, policies[0]) <= host_budget
+
+    known = set(layer_seconds or LADDER)
+    fitting = [
+        choice
+        for each in _patterns(num_layers)
+        if {_resident(policy, tokens) for policy in each} <= known and in_host(each)
+        if (choice := predicted(each)).bytes <= budget * (1 - MARGIN)
     ]
-    fitting = [each for each in map(predicted, patterns) if each.bytes <= free]
     if not fitting:
-        last = predicted(("offload",))
-        if last.bytes > free:
-            needed, place = last.bytes, "with offload"
-            there = f"has {budget / 1e9:.1f} GB with a margin of {MARGIN:.0%}"
-        else:
-            needed, place = host_bytes(architecture, device, tokens, "offload"), "of the host's"
-            there = f"may use {host_budget / 1e9:.1f} GB of them"
-        raise InputError(
-            f"model.remat: auto finds nothing that fits: {tokens:,} tokens need "
-            f"{needed / 1e9:.1f} GB {place}, and a device {there}; take fewer tokens "
-            "(planning.m_mem), more shards (mesh.fsdp) or more memory (model.memory_budget)"
-        )
+        on_host = host_bytes(architecture, device, tokens, "offload")
+        raise _nothing_fits(tokens, predicted(("offload",)), on_host, host_budget)
     return min(
         fitting,
         key=lambda each: (each.seconds, each.policies[0] in OFFLOADED, len(each.policies)),
+    )
+
+
+def _nothing_fits(tokens: int, least: Choice, on_host: float, host_budget: float) -> InputError:
+    """Says what lacks memory for the choice that takes least: the device, or else the host."""
+    if least.bytes > least.budget * (1 - MARGIN):
+        needed, place = least.bytes, f"with {in_words(least.policies)}"
+        there = f"has {least.budget / 1e9:.1f} GB with a margin of {MARGIN:.0%}"
+    else:
+        needed, place = on_host, "of the host's"
+        there = f"may use {host_budget / 1e9:.1f} GB of them"
+    return InputError(
+        f"model.remat: auto finds nothing that fits: {tokens:,} tokens need "
+        f"{needed / 1e9:.1f} GB {place}, and a device {there}; take fewer tokens "
+        "(planning.m_mem), more shards (mesh.fsdp) or more memory (model.memory_budget)"
     )
 
 
@@ -223,9 +230,11 @@ def _waiting(
 def _patterns(num_layers: int) -> Iterator[tuple[RematPolicy, ...]]:
     """Policies that repeat: one, or two neighbours on the ladder in some of the layers each.
 
+    Those of `OFFLOADED` stand alone.
+
     `none` stands alone: beside others it would also keep a copy of its layers' parameters.
     """
-    for policy in LADDER:
+    for policy in (*LADDER, *OFFLOADED):
         yield (policy,)
     for length in range(2, min(num_layers, _LONGEST_PATTERN) + 1):
         if num_layers % length:
