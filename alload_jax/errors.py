@@ -4,6 +4,8 @@ import os
 import sys
 from collections.abc import Callable
 
+from alload_jax.lost_interrupts import interrupts_kept
+
 
 class InputError(ValueError):
     """Invalid input: one line with the place, the value and the remedy.
@@ -31,7 +33,8 @@ def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
     a file or folder that cannot be used. Ctrl-C gives status 130.
     """
     try:
-        return main(argv)
+        with interrupts_kept():
+            return main(argv)
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

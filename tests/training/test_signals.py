@@ -84,6 +84,39 @@ with termination_as_interrupt(lambda: os._exit(75)):
 """
 
 
+DROPPED = """
+import signal, sys, time, weakref
+from alload_jax.errors import run_command
+
+class Kept:
+    pass
+
+class Destroyed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def main(argv):
+    kept = Kept()
+    if argv == ["callback"]:
+        of = weakref.ref(kept, lambda _: signal.raise_signal(signal.SIGINT))
+        del kept
+    else:
+        Destroyed()
+    time.sleep(60)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(run_command(main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("place", ["callback", "destructor"])
+def test_ctrl_c_ends_a_command_where_python_drops_it(place):
+    done = subprocess.run(
+        [sys.executable, "-c", DROPPED, place], capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 def test_a_main_thread_that_does_not_return_from_c_is_ended():
     done = subprocess.run([sys.executable, "-c", IN_CPP], capture_output=True, text=True)
     assert done.returncode == 75
