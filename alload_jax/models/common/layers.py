@@ -60,13 +60,16 @@ def apply_layers(
         return jax.lax.scan(step, x, layers)
     grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, len(policies), *leaf.shape[1:]), layers)
     steps = [_of_group(apply_layer, *each) for each in enumerate(policies)]
+    # XLA would compute all layers of an iteration again before it needs the first.
+    wrap = partial(rematerialise, in_loop=len(policies) == 1)
     if offloaded:
-        x, auxiliary = host_scan(list(map(_step, steps, policies)), x, grouped, FEED_FORWARD_OUTPUT)
-    else:
-        wrapped = [
-            rematerialise(step, policy, in_loop=True)
+        on_host = [
+            Step(step, partial(wrap, policy=policy), to_host=policy in OFFLOADED)
             for step, policy in zip(steps, policies, strict=True)
         ]
+        x, auxiliary = host_scan(on_host, x, grouped, FEED_FORWARD_OUTPUT)
+    else:
+        wrapped = list(map(wrap, steps, policies))
         x, auxiliary = jax.lax.scan(partial(_apply_group, wrapped), x, grouped)
     return x, _interleaved(auxiliary)
 
@@ -82,11 +85,6 @@ def _of_group(apply_layer: ApplyLayer, number: int, policy: RematPolicy) -> Call
         return apply_layer(policy, x, jax.tree.map(lambda leaf: leaf[number], group))
 
     return apply_one
-
-
-def _step(apply_one: Callable, policy: RematPolicy) -> Step:
-    wrap = partial(rematerialise, policy=policy, in_loop=True)
-    return Step(apply_one, wrap, to_host=policy in OFFLOADED)
 
 
 def _apply_group(steps: Sequence[Callable], x: Any, group: Any) -> tuple[Any, tuple]:

@@ -73,8 +73,8 @@ def rematerialise(function: Callable, policy: RematPolicy, *, in_loop: bool) -> 
       function: of arrays.
       policy: what it keeps for the backward pass. For those of `OFFLOADED`, `host_loop` moves it to
         the host's memory.
-      in_loop: whether it is the body of a loop, in which XLA cannot undo the recomputation; else it
-        is kept from that.
+      in_loop: whether it is the whole body of a loop, in which XLA cannot undo the recomputation,
+        nor do it early; else it is kept from that.
     """
     if policy == "none":
         return function
