@@ -254,11 +254,21 @@ def step_memory(
     activations = architecture.activations()
     policies = policies_of(remat)
     kept = sum(architecture.kept_activations(each) for each in policies) / len(policies)
-    values = kept + activations.working_set
+    values = kept * (1 + _copied_share(architecture, len(policies))) + activations.working_set
     if trained.parameters is not None:
         values += activations.adapters
     condition = device.compute_bytes * activations.condition
     return MemoryModel(float(fixed), device.compute_bytes * values, condition)
+
+
+def _copied_share(architecture: Architecture, policies: int) -> float:
+    """Of what layers keep, the share that a loop holds besides where policies repeat.
+
+    It is at most twice an iteration's, as compiled for an H200; a loop of one layer copies as it
+    goes.
+    """
+    layers = getattr(architecture, "num_layers", policies)
+    return 2 * policies / layers if policies > 1 else 0.0
 
 
 def state_bytes(parameters: int, trained: Trained = ALL_TRAINED) -> int:

@@ -63,7 +63,9 @@ def test_memory_between_two_policies_is_filled_by_both():
         needed(WAN_1_3B, each, tokens)
         for each in ("feed_forward_and_attention", "matmuls_and_attention")
     )
-    choice = choose(WAN_1_3B, tokens, (few + many) / 2 / (1 - MARGIN) / 1e9)
+    both = needed(WAN_1_3B, ("feed_forward_and_attention", "matmuls_and_attention"), tokens)
+    assert (few + many) / 2 < both < many
+    choice = choose(WAN_1_3B, tokens, both * 1.0001 / (1 - MARGIN) / 1e9)
     assert set(choice.policies) == {"feed_forward_and_attention", "matmuls_and_attention"}
     assert choice.bytes > few + 0.4 * (many - few)
     assert "feed_forward_and_attention in 1 of 2 layers" in choice.line()
@@ -110,8 +112,7 @@ def test_layers_whose_number_is_prime_have_one_policy():
 def test_shards_and_adapters_leave_room_to_keep_more():
     tokens, lora = 32_760, Trained(50_000_000, "bfloat16")
     assert choose(WAN_14B, tokens, 140, trained=lora).policies != ("offload",)
-    alone = choose(WAN_14B, tokens, 142, shards=8)
-    more = choose(WAN_14B, tokens, 142, shards=16)
+    alone, more = (choose(WAN_14B, tokens, 142, shards=n, host_budget=0) for n in (8, 16))
     assert more.seconds < alone.seconds
 
 
@@ -176,10 +177,11 @@ def test_what_is_chosen_fits_and_is_near_the_fastest_measured_policy_that_does(g
 
 
 @pytest.mark.parametrize("remat", [("full", "attention"), ("attention", "none", "none")])
-def test_costs_and_bytes_of_several_policies_are_their_means(remat):
+def test_costs_of_several_policies_are_their_means_and_an_iteration_is_held_twice_more(remat):
     parts = [step_cost(WAN_1_3B, H200, each) for each in remat]
     found = step_cost(WAN_1_3B, H200, remat)
     assert found.c1 == pytest.approx(sum(each.c1 for each in parts) / len(parts))
     assert found.c2 == pytest.approx(sum(each.c2 for each in parts) / len(parts))
     sizes = [needed(WAN_1_3B, each, 1000) for each in remat]
-    assert needed(WAN_1_3B, remat, 1000) == pytest.approx(sum(sizes) / len(sizes))
+    iteration = 2 * 1000 * sum(WAN_1_3B.kept_activations(each) for each in remat) / 30
+    assert needed(WAN_1_3B, remat, 1000) == pytest.approx(sum(sizes) / len(sizes) + 2 * iteration)
