@@ -114,6 +114,31 @@ def test_kernels_that_no_program_has_are_everything_else(gpu_parts):
     assert attribution_of(collective, known).part == COMMUNICATION
 
 
+def test_a_product_within_a_fusion_is_found_by_its_own_name():
+    """As XLA writes one that reads a layer's slice of stacked kernels."""
+    text = """HloModule jit_accumulate, is_scheduled=true
+
+%dynamic-slice-fusion (p0: bf16[64,32], p1: bf16[3,32,16]) -> bf16[64,16] {
+  %p0 = bf16[64,32]{1,0} parameter(0)
+  %p1 = bf16[3,32,16]{2,1,0} parameter(1)
+  %slice.1 = bf16[1,32,16]{2,1,0} slice(%p1), slice={[1:2], [0:32], [0:16]}
+  %bitcast.1 = bf16[32,16]{1,0} bitcast(%slice.1)
+  ROOT %custom-call.7 = bf16[64,16]{1,0} custom-call(%p0, %bitcast.1), custom_call_target="__cublas$gemm", metadata={op_name="jit(accumulate)/transpose(jvp(objective))/blocks/feed_forward/linear/dot_general"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+}
+
+ENTRY %main (a: bf16[64,32], b: bf16[3,32,16]) -> bf16[64,16] {
+  %a = bf16[64,32]{1,0} parameter(0)
+  %b = bf16[3,32,16]{2,1,0} parameter(1)
+  ROOT %fusion.2 = bf16[64,16]{1,0} fusion(%a, %b), kind=kCustom, calls=%dynamic-slice-fusion
+}
+"""  # noqa: E501
+    found = attributions(read_program(text))
+    assert found["custom-call.7"] == found["fusion.2"]
+    assert found["custom-call.7"].part == PRODUCTS
+    assert found["custom-call.7"].detail == "backward"
+    assert found["custom-call.7"].flops == 2 * 64 * 32 * 16
+
+
 def test_a_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="must begin with 'HloModule'"):
         read_program("module @jit_f {")

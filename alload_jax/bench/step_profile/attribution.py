@@ -129,7 +129,9 @@ def attributions(program: Program, unscoped: str = "") -> dict[str, Attribution]
         attribution = _attribution(program, each, computation)
         if unscoped and not scope_of(attribution.op_name):
             attribution = attribution._replace(part=unscoped, detail="")
-        found[name] = attribution
+        # A product that reads or writes a slice of a stack is in a fusion, and keeps its own name.
+        calls = (inner for inner, _ in program.within(each) if inner.target)
+        found |= {name: attribution} | {call.name: attribution for call in calls}
     return found
 
 
