@@ -30,7 +30,7 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields
-from alload_jax.planning.architectures.architecture import LABEL_TOKENS
+from alload_jax.planning.architectures.architecture import LABEL_TOKENS, Architecture
 from alload_jax.planning.architectures.registry import from_fields
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.geometry import Geometry
@@ -199,7 +199,6 @@ def measure(settings: Settings) -> dict[str, Any]:
     recorded = provenance(["jax", "jaxlib", "flax"]) | {
         "samples": len(samples),
         "tokens": int(samples.seq_len.sum()),
-        "flops": from_fields(settings.model).step_flops(samples.seq_len),
     }
     plans = [
         make_plan(PlanningConfig(**planning), samples, 1, 0) for planning in settings.plannings
@@ -229,6 +228,7 @@ class _Runner:
     def __init__(self, model: ModelConfig, samples: Samples):
         self._manifest = manifest_of(samples, model)
         self._model, self._samples = model, samples
+        self._architecture = from_fields(model.architecture())
         self._step = step = Step(training_spec(model))
         step.update = step.update.lower(step.state, step.accumulator).compile()
         self._programs: dict[Signature, Any] = {}
@@ -258,7 +258,8 @@ class _Runner:
                 name = describe(first)
                 self._measured[key] = Measured(name, seconds, squares[chosen].tolist())
             counted.append((squares[steps], self._measured[key]))
-        return summary(plan, self._samples, counted) | {"compile_seconds": compiled}
+        found = summary(plan, self._samples, counted, self._architecture)
+        return found | {"compile_seconds": compiled}
 
     def _compile(self, shapes: Sequence[AnyBatch]) -> None:
         """Compiles the programs that are not compiled yet, in parallel."""
@@ -301,21 +302,28 @@ def _squares(plan: Plan, samples: Samples) -> np.ndarray:
 
 
 def summary(
-    plan: Plan, samples: Samples, counted: Sequence[tuple[np.ndarray, Measured]]
+    plan: Plan,
+    samples: Samples,
+    counted: Sequence[tuple[np.ndarray, Measured]],
+    architecture: Architecture,
 ) -> dict[str, Any]:
-    """Metrics of an epoch.
+    """Metrics of an epoch, of the samples that it places: packed ones leave some for the next.
 
     Args:
-      plan: the plan of the epoch.
+      plan: the plan of the epoch, of one rank.
       samples: all samples.
       counted: for each program, the squares of all its steps and the times of the timed ones.
+      architecture: of the model, for its FLOPs.
     """
-    epoch, tokens = plan.epoch(0), float(samples.seq_len.sum())
+    epoch = plan.epoch(0)
+    seq_len = samples.seq_len[epoch.sample]
+    tokens = float(seq_len.sum())
     seconds = sum(len(squares) * each.mean_seconds(squares) for squares, each in counted)
     return {
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "samples_per_second": len(samples) / seconds,
+        "samples_per_second": len(seq_len) / seconds,
+        "flops": architecture.step_flops(seq_len),
         "steps": plan.steps_per_epoch,
         "programs": len(counted),
         "padding": 1 - tokens / float((epoch.rows * epoch.padded_len).sum()),

@@ -17,7 +17,7 @@ from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import names
 
 _POLICIES = ("balanced", "first_fit", "dual_constraint", "equal_tokens")
-_SHARED = ("date", "device", "driver", "versions", "samples", "tokens", "flops")
+_SHARED = ("date", "device", "driver", "versions", "samples", "tokens")
 _WIDTH = 150
 Measure = Callable[[str, dict[str, Any]], dict[str, Any]]
 """Runs a module with settings in a separate process and returns its result."""
@@ -123,7 +123,7 @@ def _utilisation(found: dict[str, Any], case: dict[str, Any]) -> float | None:
     peaks = [device.peak_flops for device in DEVICES.values() if device.name == found["device"]]
     if not peaks:
         return None
-    return found["flops"] / case["seconds"] / peaks[0]
+    return case["flops"] / case["seconds"] / peaks[0]
 
 
 def _outcome(case: dict[str, Any]) -> str:

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from alload_jax.bench.step_process import Settings
-from alload_jax.bench.workload_step import Measured, representative
+from alload_jax.bench.workload_step import Measured, draw_samples, representative, summary
 from alload_jax.cli import main
 from alload_jax.commands import bench_step
 from alload_jax.errors import InputError
 from alload_jax.models.families import parameter_count
 from alload_jax.planning.architectures.wan import WanArchitecture
+from alload_jax.planning.factory import make_plan
 from alload_jax.planning.remat import RematPolicy
+from alload_jax.planning.settings import PlanningConfig
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -201,3 +203,19 @@ def test_seconds_of_steps_lie_on_the_line_through_the_timed_ones():
 def test_steps_of_equal_cost_take_their_mean():
     assert Measured("rows", [1.0, 3.0], [4.0, 4.0]).mean_seconds(np.full(9, 4.0)) == 2.0
     assert Measured("rows", [1.5], [7.0]).mean_seconds(np.full(3, 7.0)) == 1.5
+
+
+def test_an_epoch_counts_the_samples_that_it_places():
+    """The packed epoch leaves some for the next, and takes no time for them."""
+    samples = draw_samples(None, (1, 128, 128), 100, False)
+    plan = make_plan(PlanningConfig(policy="balanced", m_mem=7 * 64), samples, 1, 0)
+    epoch, architecture = plan.epoch(0), WanArchitecture(64, 2, 128, 2)
+    placed = len(epoch.sample)
+    assert placed < 100
+    timed = Measured("rows", [2.0], [1.0])
+    found = summary(plan, samples, [(np.ones(epoch.steps), timed)], architecture)
+    assert found["seconds"] == 2.0 * epoch.steps
+    assert found["samples_per_second"] == pytest.approx(placed / found["seconds"])
+    assert found["tokens_per_second"] == pytest.approx(64 * placed / found["seconds"])
+    assert found["flops"] == pytest.approx(placed * architecture.step_flops(np.asarray([64])))
+    assert 0 <= found["padding"] < 1
