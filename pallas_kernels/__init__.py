@@ -9,6 +9,7 @@ from pallas_kernels.layernorm_modulate import (
     segmentation,
 )
 from pallas_kernels.rms_norm_rotary import rms_norm_rotary
+from pallas_kernels.row_choice import choose_rows
 
 __all__ = [
     "BlockLists",
@@ -16,6 +17,7 @@ __all__ = [
     "bias_gelu",
     "bias_gelu_then",
     "block_sparse_attention",
+    "choose_rows",
     "layernorm_modulate",
     "residual_layernorm_modulate",
     "rms_norm_rotary",

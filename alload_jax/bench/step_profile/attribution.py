@@ -122,7 +122,7 @@ def attributions(program: Program, unscoped: str = "") -> dict[str, Attribution]
       program: the compiled program.
       unscoped: part of all kernels that have no scope; "" to tell them by what they do.
     """
-    found = {}
+    found: dict[str, Attribution] = {}
     for name, (each, computation) in program.executed.items():
         if each.opcode in _WITHOUT_KERNEL:
             continue

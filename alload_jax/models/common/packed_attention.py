@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from alload_jax.models.common.length_classes import LengthClass, length_classes
 from alload_jax.models.common.remat import ATTENTION_OUTPUT
 from alload_jax.models.common.segments import PADDING, AttentionSegments, Segments
+from pallas_kernels import choose_rows
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _ARRAYS = (
@@ -243,11 +244,9 @@ def _select_by_class(
     """
     queries = packed.query.length.reshape(-1)[_segment_of_token(side)]
     queries = jnp.where(side.ids.reshape(-1) == PADDING, 0, queries)
-    chosen = jnp.zeros_like(found[0])
-    for length_class, each in zip(classes, found, strict=True):
-        longer = (queries > length_class.above).reshape(-1, *[1] * (each.ndim - 1))
-        chosen = jnp.where(longer, each, chosen)
-    return chosen
+    longer = [(queries > each.above).astype(jnp.int32) for each in classes]
+    # Of the longest class, which holds most tokens as a rule, nothing but padding is written.
+    return choose_rows(found, sum(longer) - jnp.int32(1))
 
 
 def _flat(x: jax.Array) -> jax.Array:

@@ -1,0 +1,87 @@
+"""Rows taken from one of several arrays, against NumPy."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import BF16, F16, F32
+
+from pallas_kernels import choose_rows
+
+WAYS = [{"implementation": "xla"}, {"interpret": True}]
+
+
+def drawn(count, tokens, shape, dtype, seed):
+    """Parts whose rows that are not chosen are NaN, a choice, and what must come out."""
+    rng = np.random.default_rng(seed)
+    choice = rng.integers(-1, count, tokens).astype(np.int32)
+    parts = rng.normal(size=(count, tokens, *shape)).astype(np.float32)
+    chosen = choice == np.arange(count)[:, None]
+    parts[~chosen] = np.nan
+    parts = jnp.asarray(parts, dtype)
+    expected = np.zeros((tokens, *shape), np.float32)
+    for number in range(count):
+        expected[choice == number] = np.asarray(parts[number], np.float32)[choice == number]
+    return tuple(parts), jnp.asarray(choice), expected
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    *(st.integers(1, 4), st.integers(1, 70), st.sampled_from([(8,), (3, 40), (5, 128), ()])),
+    *(st.sampled_from([BF16, F16, F32]), st.integers(0, 9), st.sampled_from(WAYS)),
+)
+def test_rows_are_those_of_the_chosen_part(count, tokens, shape, dtype, seed, way):
+    parts, choice, expected = drawn(count, tokens, shape, dtype, seed)
+    found = jax.jit(lambda *parts: choose_rows(parts, choice, **way))(*parts)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
+    # What was given is untouched.
+    again = choose_rows(parts, choice, **way)
+    np.testing.assert_array_equal(np.asarray(again, np.float32), expected)
+
+
+def test_rows_under_vmap():
+    cases = [drawn(2, 33, (24,), F32, seed) for seed in range(3)]
+    parts = [jnp.stack([case[0][n] for case in cases]) for n in range(2)]
+    choice = jnp.stack([case[1] for case in cases])
+    found = jax.vmap(lambda a, b, choice: choose_rows((a, b), choice, interpret=True))(
+        *parts, choice
+    )
+    np.testing.assert_array_equal(found, np.stack([case[2] for case in cases]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_rows(way):
+    empty = jnp.zeros((0, 8), BF16)
+    assert choose_rows((empty,), jnp.zeros(0, jnp.int32), **way).shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "choice", "words"),
+    [
+        ([], [], jnp.zeros(4, jnp.int32), "parts have the shapes none"),
+        ([(4, 8), (4, 9)], [F32, F32], jnp.zeros(4, jnp.int32), "shapes (4, 8), (4, 9)"),
+        ([(4, 8), (4, 8)], [F32, BF16], jnp.zeros(4, jnp.int32), "dtypes float32, bfloat16"),
+        ([(4, 8)], [F32], jnp.zeros(5, jnp.int32), "give int32 of shape (4,)"),
+        ([(4, 8)], [F32], jnp.zeros(4, jnp.float32), "choice is float32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(shapes, dtypes, choice, words):
+    parts = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    with pytest.raises(ValueError, match=re.escape(words)):
+        choose_rows(parts, choice)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("tokens", "shape"), [(65_520, (12, 128)), (4_097, (24, 128)), (999, (7,))]
+)
+def test_rows_on_a_gpu(count, tokens, shape):
+    parts, choice, expected = drawn(count, tokens, shape, BF16, tokens)
+    found = jax.jit(lambda *parts: choose_rows(parts, choice, implementation="triton"))(*parts)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
