@@ -48,7 +48,9 @@ CASES = (
 )
 
 
-def gradient(spec: TrainingSpec, mesh: Mesh, case: Case) -> tuple[Any, TrainState, Any]:
+def gradient(
+    spec: TrainingSpec, mesh: Mesh, case: Case, *, single: bool = True
+) -> tuple[Any, TrainState, Any]:
     """The program of a micro-batch's gradient; the state's shapes, and the accumulator's."""
     state, everywhere = abstract_state(spec, mesh, 0), NamedSharding(mesh, PartitionSpec())
 
@@ -62,10 +64,10 @@ def gradient(spec: TrainingSpec, mesh: Mesh, case: Case) -> tuple[Any, TrainStat
 
     smallest = batch_of((1, *spec.model.patch_size))
     sums = jax.eval_shape(
-        lambda: zero_accumulator(spec, mesh, state.weights, smallest, single=True)
+        lambda: zero_accumulator(spec, mesh, state.weights, smallest, single=single)
     )
     batch = batch_of((case.rows, *case.latents))
-    accumulate = make_accumulate(spec, mesh, single=True)
+    accumulate = make_accumulate(spec, mesh, single=single)
     arguments = (state.weights, sums, batch, state.key)
     return gpu_target.compiled(accumulate, *map(placed, arguments)), state, sums
 

@@ -25,18 +25,33 @@ from alload_jax.planning.sparse_cost import SparseLayers, with_layers
 _DEFAULT_MODEL, _DEFAULT_DEVICE, _DEFAULT_DENSITY = "wan2.1-1.3b", "h200", 0.1
 
 
-def device_packs(options: argparse.Namespace, costs: CostFile) -> bool:
+def device_packs(options: argparse.Namespace, fields: dict[str, Any]) -> bool:
     """Whether the device runs attention on packed rows; True for unknown devices."""
-    name = options.device or costs.device or _DEFAULT_DEVICE
+    name = options.device
+    if name is None and fields.get("cost_model"):
+        name = read_cost_file(fields["cost_model"]).device
+    name = name or _DEFAULT_DEVICE
     known = [each for short, each in DEVICES.items() if name in (short, each.name)]
     return all(device.packs for device in known)
 
 
 def costs_with_layers(
-    options: argparse.Namespace, fields: dict[str, Any], base: PlanBase
+    options: argparse.Namespace,
+    fields: dict[str, Any],
+    base: PlanBase,
+    trained: Trained,
+    shortest: int,
 ) -> tuple[CostFile, str]:
-    """As `_costs`, for layers of which some are sparse."""
-    costs, source = _costs(options, fields, base)
+    """The cost model for layers of which some are sparse, and a description of its source.
+
+    Args:
+      options: the flags.
+      fields: of `PlanningConfig`, as far as they are known.
+      base: the config.
+      trained: its trained parameters, see `planned_parameters`.
+      shortest: tokens of the shortest sample.
+    """
+    costs, source = _costs(options, fields, base, trained, shortest)
     layers = _layers(options, base)
     if not layers:
         return costs, source
@@ -66,10 +81,13 @@ def _layers(options: argparse.Namespace, base: PlanBase) -> SparseLayers | None:
 
 
 def _costs(
-    options: argparse.Namespace, fields: dict[str, Any], base: PlanBase
+    options: argparse.Namespace,
+    fields: dict[str, Any],
+    base: PlanBase,
+    trained: Trained,
+    shortest: int,
 ) -> tuple[CostFile, str]:
-    """The cost model and a description of its source."""
-    trained = planned_parameters(options, fields, base)
+    """As `costs_with_layers`, without sparse layers."""
     if fields.get("cost_model"):
         costs = read_cost_file(fields["cost_model"])
         _refuse_other_device(options, fields, costs)
@@ -80,7 +98,7 @@ def _costs(
         return CostFile(power=PowerCost(fields["p"])), f"B·S^p with p = {fields['p']:g}, no unit"
     device = device_named(options.device or _DEFAULT_DEVICE)
     architecture, model = planned_architecture(options, base)
-    remat = _remat(options, fields, base, architecture, trained)
+    remat = _remat(options, fields, base, architecture, trained, shortest)
     costs = analytic_costs(architecture, device, remat, shards=options.shards, trained=trained)
     if base.remat == AUTO_REMAT:
         model += f", model.remat auto: {in_words(policies_of(remat))},"
@@ -95,6 +113,7 @@ def _remat(
     base: PlanBase,
     architecture: Architecture,
     trained: Trained,
+    shortest: int,
 ) -> Remat:
     """The config's policy; where it is auto, what the device's memory holds beside M_mem."""
     if base.remat != AUTO_REMAT:
@@ -108,12 +127,15 @@ def _remat(
     if given is not None:
         budget = given * 1e9
     layers = getattr(architecture, "num_layers", 1)
-    shards = options.shards
     if PlanningConfig(**fields).single_gradient:
         of_config = trained is base.trained
         trained = base.single if of_config else dataclasses.replace(trained, accumulates=False)
+    rows = m_mem / shortest
     choice = choose_remat(
-        architecture, layers, device, m_mem, budget, shards=shards, trained=trained
+        *(architecture, layers, device, m_mem, budget),
+        shards=options.shards,
+        rows=rows,
+        trained=trained,
     )
     return choice.policies
 

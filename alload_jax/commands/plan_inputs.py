@@ -86,17 +86,19 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     if options.compare:
         # This policy has every setting; each case takes those of its own policy.
         fields["policy"] = AUTO_PACKED
-    costs, source = costs_with_layers(options, fields, base)
-    packs = base.packs and device_packs(options, costs)
+    trained = planned_parameters(options, fields, base)
+    packs = base.packs and device_packs(options, fields)
     policy = fields.get("policy", AUTO)
     packed = packs if policy == AUTO else find_policy(policy).packed
     samples, data, paths = planned_samples(options, base, packed)
     weights = weights_of_flags(options) or (base.weights if options.manifest else ())
     samples, shares = weigh(samples, weights, paths)
     data += described(shares)
+    shortest = int(samples.seq_len.min())
+    costs, source = costs_with_layers(options, fields, base, trained, shortest)
     policies = candidates(policy)
     if fields.get("m_mem") is None and any("m_mem" in each.required for each in policies):
-        fields["m_mem"] = m_mem_of(options, costs, int(samples.seq_len.min()))
+        fields["m_mem"] = m_mem_of(options, costs, shortest)
     planning = PlanningConfig(**fields).resolved(packs)
     if options.config and base.model:
         remat = {} if base.remat == AUTO_REMAT else {"remat": base.remat}

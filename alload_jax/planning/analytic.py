@@ -6,7 +6,7 @@ they move, and every kernel by the minimum time that it takes.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -253,12 +253,20 @@ def step_memory(
     fixed = state_bytes(architecture.parameters(), trained) / shards + WORKSPACE_BYTES
     activations = architecture.activations()
     policies = policies_of(remat)
-    kept = sum(architecture.kept_activations(each) for each in policies) / len(policies)
-    values = kept * (1 + _copied_share(architecture, len(policies))) + activations.working_set
+    copied = _copied_share(architecture, len(policies))
+    kept = _mean(map(architecture.kept_activations, policies)) * (1 + copied)
+    values = kept + activations.working_set
     if trained.parameters is not None:
         values += activations.adapters
-    condition = device.compute_bytes * activations.condition
-    return MemoryModel(float(fixed), device.compute_bytes * values, condition)
+    condition = _mean(map(architecture.kept_condition, policies)) * (1 + copied)
+    condition += activations.condition
+    size = device.compute_bytes
+    return MemoryModel(float(fixed), size * values, size * condition)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
 
 
 def _copied_share(architecture: Architecture, policies: int) -> float:

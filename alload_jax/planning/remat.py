@@ -107,7 +107,7 @@ def choose_remat(
     budget: float,
     *,
     shards: int = 1,
-    rows: int | None = None,
+    rows: float | None = None,
     trained: Trained = ALL_TRAINED,
     layer_seconds: Mapping[RematPolicy, float] | None = None,
     host_budget: float = math.inf,

@@ -26,10 +26,15 @@ CHOICE = "remat.json"
 """In the run folder: what was chosen, and for which memory and micro-batches."""
 
 
-def resolved_model(config: Config, cluster: Cluster) -> ModelConfig:
+def resolved_model(config: Config, cluster: Cluster, shortest: int) -> ModelConfig:
     """The model with policies that fit this run's devices in place of `remat: auto`; prints them.
 
     A run that goes on with the same memory and micro-batches keeps what it began with.
+
+    Args:
+      config: the run's.
+      cluster: its processes.
+      shortest: tokens of the shortest sample, of which a micro-batch has most.
 
     Raises:
       InputError: nothing fits, or the tokens of a micro-batch are not known.
@@ -39,18 +44,19 @@ def resolved_model(config: Config, cluster: Cluster) -> ModelConfig:
         return model
     budgets = [each for each in cluster.all_gather(memory_budget(model)) if each is not None]
     # Of process 0, since all must compile the same programs.
-    policies, line = cluster.broadcast(lambda: _choice(config, min(budgets, default=None)))
+    least = min(budgets, default=None)
+    policies, line = cluster.broadcast(lambda: _choice(config, least, shortest))
     if first_process():
         print(line, flush=True)
     chosen: dict[str, Any] = {"remat": "none", "remat_layers": tuple(policies)}
     return dataclasses.replace(model, **chosen)
 
 
-def _choice(config: Config, budget: float | None) -> tuple[list[str], str]:
+def _choice(config: Config, budget: float | None, shortest: int) -> tuple[list[str], str]:
     """The policies and what is said of them."""
     if budget is None:
         return [UNRESOLVED], f"model.remat: {UNRESOLVED}, as auto knows no limit of memory here"
-    conditions = _conditions(config, budget)
+    conditions = _conditions(config, budget, shortest)
     place = Path(config.run.folder) / CHOICE
     before = _read(place)
     if before and before["for"] == conditions:
@@ -63,6 +69,7 @@ def _choice(config: Config, budget: float | None) -> tuple[list[str], str]:
         config.parameters,
         config.optimizer,
         shards=conditions["shards"],
+        rows=conditions["tokens"] / shortest,
         single=config.planning.single_gradient,
         layer_seconds=(seconds := _measured(config, conditions["tokens"])),
     )
@@ -106,7 +113,7 @@ def _read(place: Path) -> dict[str, Any] | None:
     return content
 
 
-def _conditions(config: Config, budget: float) -> dict[str, Any]:
+def _conditions(config: Config, budget: float, shortest: int) -> dict[str, Any]:
     """What a choice depends on.
 
     Raises:
@@ -120,6 +127,7 @@ def _conditions(config: Config, budget: float) -> dict[str, Any]:
         )
     return {
         "tokens": tokens,
+        "shortest": shortest,
         "budget": budget,
         "shards": config.mesh.fsdp * config.mesh.tensor,
         "device": jax.local_devices()[0].device_kind,

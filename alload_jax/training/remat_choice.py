@@ -36,7 +36,7 @@ def choose_for(
     optimizer: OptimizerConfig,
     *,
     shards: int = 1,
-    rows: int | None = None,
+    rows: float | None = None,
     single: bool = True,
     layer_seconds: Mapping[RematPolicy, float] | None = None,
 ) -> Choice:

@@ -32,7 +32,8 @@ def run(program, *flags, folder):
 
 @pytest.mark.skipif(PLUGIN, reason="JAX's CUDA plugin is installed")
 @pytest.mark.parametrize(
-    "program", ["compiled_step.py", "compiled_sharded.py", "compiled_kernels.py"]
+    "program",
+    ["compiled_step.py", "compiled_sharded.py", "compiled_kernels.py", "compiled_memory.py"],
 )
 def test_a_missing_plugin_is_named(program, tmp_path):
     done = run(program, folder=tmp_path)

@@ -126,6 +126,22 @@ def test_what_auto_keeps_follows_from_the_memory(figures, tmp_path, dtype):
     assert costs[0] > costs[1] > costs[2]
 
 
+def test_auto_keeps_less_where_many_short_samples_keep_their_texts(figures, tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "run: {folder: run}\ndata: {folder: data}\nplanning: {policy: sorted, m_mem: 81920}\n"
+        "model: {dim: 1536, ffn_dim: 8960, num_heads: 12, num_layers: 30, dtype: bfloat16,"
+        " text: {dim: 4096, length: 512}, remat: auto}\n"
+    )
+    flags = ["--size", 500, "--ranks", 2, "--memory-gb", 240, "--config", "config.yaml"]
+    sources = [
+        figures("--workload", name, *flags)["plan"]["cost_model_source"]
+        for name in ("wan-480p", "mixed-resolution")  # from 1,560 and from 256 tokens on
+    ]
+    clips, images = (source.split("model.remat auto: ")[1] for source in sources)
+    assert clips.startswith("norms_matmuls_and_attention,")
+    assert images.startswith("matmuls_and_attention,")
+
+
 def test_policies_are_compared_over_ranks(figures, alload):
     policies = ["equal_tokens:independent", "dual_constraint", "first_fit", "balanced"]
     flags = ["--workload", "wan-480p", "--size", 2000, "--m-mem", 66_816, "--compare", *policies]

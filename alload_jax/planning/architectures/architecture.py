@@ -103,6 +103,14 @@ class Architecture(Protocol):
         """
         ...
 
+    def kept_condition(self, remat: str) -> float:
+        """Values of each sample's condition that all blocks keep for the backward pass.
+
+        Args:
+          remat: as in `kept_activations`.
+        """
+        return 0.0
+
     def kernels(self) -> int:
         """Approximate number of kernels of a forward pass."""
         ...

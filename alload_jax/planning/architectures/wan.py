@@ -25,31 +25,37 @@ _TENSORS = BlockTensors(
     once_traffic=(0, 2),
     # Of the forward's: outputs of three norms; query and key norms.
     norms_traffic=(3 + 9, 0),
-    working_set=(19, 4),
-    # As steps of the 1.3B and 14B models were measured
-    # (benchmarks/results/memory_measured_h200.json).
-    adapters=(4, 0),
+    # As compiled (benchmarks/compiled_memory.py), like what is kept.
+    working_set=(20, 3),
+    adapters=(1, 0),
     kept={
         "full": (1, 0),
         "offload": (0, 0),  # in the host's memory
         "offload_attention": (0, 0),  # likewise
         "offload_feed_forward_and_attention": (0, 0),  # likewise
-        # Both attentions' outputs are kept twice: under their names, and as outputs of cuDNN.
-        "attention": (1 + 4, 0),
+        # Both attentions' outputs.
+        "attention": (1 + 2, 0),
         # Besides: the feed-forward layer's output.
-        "feed_forward_and_attention": (1 + 4 + 1, 0),
+        "feed_forward_and_attention": (1 + 2 + 1, 0),
         # Besides: query, key, value, out; cross-attention's query and out; the hidden layer.
-        "matmuls_and_attention": (1 + 4 + 7, 1),
+        "matmuls_and_attention": (1 + 2 + 1 + 6, 1),
         # Besides: three norms; normed queries and keys.
-        "norms_matmuls_and_attention": (1 + 4 + 7 + 6, 1),
+        "norms_matmuls_and_attention": (1 + 2 + 1 + 6 + 6, 1),
         # Besides: two sums of the residual stream, and what XLA copies of them in a loop.
-        "none": (1 + 4 + 7 + 6 + 4, 1),
+        "none": (1 + 2 + 1 + 6 + 6 + 4, 1),
     },
     exchanged=(4, 0),  # query, key, value and output of self-attention
 )
 _CONDITION_TENSORS = 8
 """Live tensors of T × dim beside the text itself: Wan 1.3B was measured at 8.2 of them a sample
 (`per_sequence` in benchmarks/results/calibration_wan_1_3b_h200.json)."""
+_KEPT_CONDITION = {
+    # Keys and values; normed keys.
+    "matmuls_and_attention": 2,
+    "norms_matmuls_and_attention": 3,
+    "none": 3,
+}
+"""Tensors of T × dim that a block keeps, by rematerialisation policy; 0 for others."""
 _CLIP_TOKENS = 257
 """Tokens of a picture of 224×224 in patches of 14×14, and one for the whole."""
 
@@ -153,6 +159,11 @@ class WanArchitecture(BlockArchitecture):
         live = _CONDITION_TENSORS * self.dim
         text = self.text_length * (live + (self.text_dim or 0))
         return text + self._image_tokens() * (live + (self.image_dim or 0))
+
+    def kept_condition(self, remat: str) -> float:
+        """See `Architecture.kept_condition`."""
+        tokens = self.text_length + self._image_tokens()
+        return float(_KEPT_CONDITION.get(remat, 0) * self.num_layers * tokens * self.dim)
 
     def _block_parameters(self) -> int:
         """Parameters of one block."""

@@ -1,0 +1,161 @@
+"""Compares predicted memory with that of training steps that XLA compiles without a GPU.
+
+    python benchmarks/compiled_memory.py
+
+`bytes` is what state, gradients and the gradient's program take together; `predicted` is from the
+arithmetic that `model.remat: auto` and `alload plan --memory` use, less what it allows for the work
+spaces of libraries. See `benchmarks/gpu_target.py` for what the programs lack.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import gpu_target
+from compiled_step import bytes_of, gradient
+from step_parts import CLIP, IMAGES
+from step_parts import Case as Shape
+
+from alload_jax.bench.provenance import provenance
+from alload_jax.bench.step import tokens_beside, training_spec
+from alload_jax.commands.bench_models import model_fields, training_fields
+from alload_jax.errors import run_command
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import abstract_model, config_from_fields, gradient_dtypes
+from alload_jax.planning.analytic import WORKSPACE_BYTES, step_memory
+from alload_jax.planning.architectures.registry import from_fields
+from alload_jax.planning.devices import DEVICES
+from alload_jax.planning.remat import LADDER, OFFLOADED, RematPolicy
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.sharding.xla_flags import set_xla_flags
+from alload_jax.training.optimizer import OptimizerConfig
+from alload_jax.training.parameters import ALL_TRAINED, ParametersConfig
+from alload_jax.training.state_size import trained_of
+
+WAN, LARGE, JOINT = ("1.3b", 30), ("14b", 8), ("hunyuan-video-1.5", 16)
+"""Models and layers."""
+SHORT = (128, (1, 32, 32))
+JOINT_CLIP, JOINT_IMAGES = (1, (9, 45, 80)), (8, (1, 45, 80))
+ADAPTERS: tuple[RematPolicy, ...] = ("full", "offload", "attention", "matmuls_and_attention")
+PATTERNS = (
+    ("full", "attention"),
+    *(("attention",) * (10 - more) + ("feed_forward_and_attention",) * more for more in (1, 5, 9)),
+    ("feed_forward_and_attention", "matmuls_and_attention", "matmuls_and_attention"),
+    ("feed_forward_and_attention",) * 3 + ("matmuls_and_attention",) * 7,
+    ("matmuls_and_attention", "norms_matmuls_and_attention"),
+)
+_RANK = 32
+
+
+class Case(NamedTuple):
+    """A training step.
+
+    Attributes:
+      model: of `bench_models.MODELS`.
+      layers: of the model.
+      rows: of a micro-batch.
+      latents: (frames, height, width) of a row.
+      policies: of the layers, repeated.
+      frozen: dtype of what is frozen beside adapters; None where all weights are trained.
+      single: whether a step has one micro-batch.
+    """
+
+    model: str
+    layers: int
+    rows: int
+    latents: tuple[int, int, int]
+    policies: tuple[str, ...]
+    frozen: Literal["bfloat16", "float8"] | None = None
+    single: bool = True
+
+    def trained(self) -> tuple[ParametersConfig, OptimizerConfig]:
+        """Which parameters are trained, and how."""
+        if not self.frozen:
+            return ALL_TRAINED, OptimizerConfig()
+        parameters = ParametersConfig(trained=("lora",), frozen_dtype=self.frozen)
+        return parameters, OptimizerConfig(ema_decay=None)
+
+    def config(self) -> ModelConfig:
+        """The model's config."""
+        fields = training_fields(model_fields(self.model, self.layers), "none")
+        fields |= {"remat_layers": list(self.policies)}
+        return config_from_fields(fields | ({"lora": {"rank": _RANK}} if self.frozen else {}))
+
+
+def cases() -> Iterator[Case]:
+    """All steps."""
+    for policy in (*LADDER, *OFFLOADED):
+        for model, shape in ((WAN, CLIP), (LARGE, CLIP), (JOINT, JOINT_CLIP)):
+            yield Case(*model, *shape, (policy,))
+    for policy in LADDER:
+        for model, shape in ((WAN, IMAGES), (WAN, SHORT), (JOINT, JOINT_IMAGES)):
+            yield Case(*model, *shape, (policy,))
+    for kept in ADAPTERS:
+        yield Case(*WAN, *CLIP, (kept,), "bfloat16")
+        yield Case(*LARGE, *CLIP, (kept,), "float8")
+        yield Case(*JOINT, *JOINT_CLIP, (kept,), "bfloat16")
+    for model, shape in ((WAN, CLIP), (JOINT, JOINT_CLIP)):
+        yield Case(*model, *shape, ("attention",), single=False)
+    for policies in PATTERNS:
+        yield Case(*WAN, *CLIP, policies)
+    yield Case(*JOINT, *JOINT_CLIP, ("attention", "feed_forward_and_attention"))
+
+
+def compiled_bytes(case: Case, device: Any) -> int:
+    """What a step takes, as XLA assigns memory."""
+    with gpu_target.traced_for(device):
+        parameters, optimizer = case.trained()
+        spec = training_spec(case.config(), optimizer, parameters=parameters)
+        shape = Shape(case.rows, case.latents, "")
+        mesh = make_mesh(MeshConfig(), [device])
+        program, state, sums = gradient(spec, mesh, shape, single=case.single)
+    return bytes_of(state) + bytes_of(sums) + program.memory_analysis().temp_size_in_bytes
+
+
+def predicted_bytes(case: Case) -> float:
+    """The same by arithmetic."""
+    model = dataclasses.replace(case.config(), dtype="bfloat16")
+    trained = trained_of(
+        abstract_model(model).params,
+        *case.trained(),
+        accumulates=not case.single,
+        narrow=gradient_dtypes(model) if case.single else {},
+    )
+    tokens = math.prod(case.latents) // math.prod(model.patch_size) + tokens_beside(model, 1)
+    architecture = from_fields(model.architecture())
+    memory = step_memory(architecture, DEVICES["h200"], case.policies, trained=trained)
+    return memory.bytes_of(case.rows * tokens, case.rows) - WORKSPACE_BYTES
+
+
+def main(argv: list[str]) -> int:
+    """Compiles all cases, and writes the result after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default="compiled_memory.json")
+    options = parser.parse_args(argv)
+    gpu_target.require_no_backend_but_cpu()
+    set_xla_flags()
+    device = gpu_target.device("h200")
+    result: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]),
+        **provenance(("jax", "jaxlib", "flax", "jax-cuda12-plugin")),
+        "compiled_for": device.device_kind,
+        "cases": [],
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")  # or fails before it compiles
+    for case in cases():
+        held, predicted = compiled_bytes(case, device), round(predicted_bytes(case))
+        result["cases"].append(case._asdict() | {"bytes": held, "predicted": predicted})
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        words = ", ".join(map(str, filter(None, (*case[:4], case.frozen, *case.policies))))
+        print(f"{words}: {held / 1e9:.2f} GB, predicted {predicted / held:.3f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))
