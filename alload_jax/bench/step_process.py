@@ -11,7 +11,8 @@ import math
 import statistics
 import sys
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,7 +22,7 @@ from alload_jax.bench.step import Step, tokens_beside, training_spec
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields, parameter_count
-from alload_jax.planning.remat import AUTO_REMAT
+from alload_jax.planning.remat import AUTO_REMAT, RematPolicy
 from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ALL_TRAINED
@@ -52,7 +53,19 @@ class Settings:
         return config_from_fields(self.model)
 
 
-def resolved(settings: Settings) -> ModelConfig:
+class Resolved(NamedTuple):
+    """A model whose layers keep something definite.
+
+    Attributes:
+      model: the model's config.
+      layer_seconds: measured by policy to choose among them; None where nothing was.
+    """
+
+    model: ModelConfig
+    layer_seconds: Mapping[RematPolicy, float] | None = None
+
+
+def resolved(settings: Settings) -> Resolved:
     """The model; with `remat: auto`, what this device's memory holds of it.
 
     Raises:
@@ -60,7 +73,7 @@ def resolved(settings: Settings) -> ModelConfig:
     """
     model = settings.config()
     if model.remat != AUTO_REMAT or (budget := memory_budget(model)) is None:
-        return model
+        return Resolved(model)
     tokens = settings.batch * math.prod(settings.latents) // math.prod(model.patch_size)
     tokens += settings.batch * tokens_beside(model, settings.condition_tokens)
     latents, seconds = (settings.batch, *settings.latents), None
@@ -68,13 +81,14 @@ def resolved(settings: Settings) -> ModelConfig:
         seconds = layer_seconds(model, latents, condition_tokens=settings.condition_tokens)
     given = (ALL_TRAINED, OptimizerConfig())
     choice = choose_for(model, tokens, budget, *given, rows=settings.batch, layer_seconds=seconds)
-    return dataclasses.replace(model, remat="none", remat_layers=choice.policies)
+    model = dataclasses.replace(model, remat="none", remat_layers=choice.policies)
+    return Resolved(model, seconds)
 
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Median seconds and peak bytes of a step; or the error that ended the measurement."""
     try:
-        model = resolved(settings)
+        model, times = resolved(settings)
     except InputError as error:
         return {"error": str(error), "settings": dataclasses.asdict(settings)}
     latents = (settings.batch, *settings.latents)
@@ -85,6 +99,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         "tokens": settings.batch * math.prod(settings.latents) // math.prod(model.patch_size),
         "tokens_beside": tokens_beside(model, settings.condition_tokens),
     }
+    recorded |= {"layer_seconds": times} if times else {}
     begin = time.perf_counter()
     try:
         step = Step(training_spec(model), settings.condition_tokens)

@@ -53,7 +53,7 @@ def measure(settings: ProfileSettings) -> dict[str, Any]:
     """Seconds of a step by operation, each with its part; or the error that ended it."""
     result = provenance(["jax", "jaxlib", "flax"])
     try:
-        model = resolved(settings)
+        model, _ = resolved(settings)
         step = Step(training_spec(model), settings.condition_tokens)
         gradient = step.compile((settings.batch, *settings.latents))
         step.update = step.update.lower(step.state, step.accumulator).compile()
