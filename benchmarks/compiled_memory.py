@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import gpu_target
-from compiled_step import bytes_of, gradient
+from compiled_gradient import compiled_gradient
+from compiled_step import bytes_of
 from step_parts import CLIP, IMAGES
-from step_parts import Case as Shape
 
 from alload_jax.bench.provenance import provenance
 from alload_jax.bench.step import tokens_beside, training_spec
@@ -112,9 +112,9 @@ def compiled_bytes(case: Case, device: Any) -> int:
     with gpu_target.traced_for(device):
         parameters, optimizer = case.trained()
         spec = training_spec(case.config(), optimizer, parameters=parameters)
-        shape = Shape(case.rows, case.latents, "")
         mesh = make_mesh(MeshConfig(), [device])
-        program, state, sums = gradient(spec, mesh, shape, single=case.single)
+        given = (spec, mesh, case.rows, case.latents)
+        program, state, sums = compiled_gradient(*given, single=case.single)
     return bytes_of(state) + bytes_of(sums) + program.memory_analysis().temp_size_in_bytes
 
 

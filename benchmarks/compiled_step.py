@@ -19,11 +19,11 @@ from typing import Any
 
 import gpu_target
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from compiled_gradient import compiled_gradient
 from step_parts import CLIP, IMAGES, Case
 
 from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import random_batch, training_spec
+from alload_jax.bench.step import training_spec
 from alload_jax.bench.step_profile.attribution import PRODUCTS, attributions
 from alload_jax.bench.step_profile.hlo import read_program
 from alload_jax.commands.bench_models import MODELS, model_fields, training_fields
@@ -31,10 +31,7 @@ from alload_jax.errors import run_command
 from alload_jax.models.families import config_from_fields
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.sharding.xla_flags import set_xla_flags
-from alload_jax.training.state import TrainingSpec, TrainState, abstract_state
-from alload_jax.training.step import make_accumulate, zero_accumulator
 
-_TEXT = 512
 CASES = (
     Case(*IMAGES, "matmuls_and_attention", unrolled=True),
     Case(*CLIP, "full"),
@@ -46,30 +43,6 @@ CASES = (
     Case(*CLIP, "norms_matmuls_and_attention", unrolled=True),
     Case(*CLIP, "none", unrolled=True),
 )
-
-
-def gradient(
-    spec: TrainingSpec, mesh: Mesh, case: Case, *, single: bool = True
-) -> tuple[Any, TrainState, Any]:
-    """The program of a micro-batch's gradient; the state's shapes, and the accumulator's."""
-    state, everywhere = abstract_state(spec, mesh, 0), NamedSharding(mesh, PartitionSpec())
-
-    def batch_of(latents: tuple[int, ...]) -> Any:
-        return jax.eval_shape(lambda: random_batch(spec.model, latents, _TEXT))
-
-    def placed(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), tree
-        )
-
-    smallest = batch_of((1, *spec.model.patch_size))
-    sums = jax.eval_shape(
-        lambda: zero_accumulator(spec, mesh, state.weights, smallest, single=single)
-    )
-    batch = batch_of((case.rows, *case.latents))
-    accumulate = make_accumulate(spec, mesh, single=single)
-    arguments = (state.weights, sums, batch, state.key)
-    return gpu_target.compiled(accumulate, *map(placed, arguments)), state, sums
 
 
 def bytes_of(tree: Any) -> int:
@@ -92,7 +65,8 @@ def measured(case: Case, fields: Mapping[str, Any], device: Any) -> dict[str, An
     chosen = training_fields(dict(fields), case.remat, scan_layers=not case.unrolled)
     with gpu_target.traced_for(device):
         spec = training_spec(config_from_fields(chosen))
-        program, state, sums = gradient(spec, make_mesh(MeshConfig(), [device]), case)
+        mesh = make_mesh(MeshConfig(), [device])
+        program, state, sums = compiled_gradient(spec, mesh, case.rows, case.latents)
     found = program.memory_analysis()
     temporary = found.temp_size_in_bytes
     row = {"name": case.name, **case._asdict()}
