@@ -21,10 +21,11 @@ def choose_rows(
 
     What is not chosen is not read: it may be NaN, or never written. The kernel works in the memory
     of the last part, if nothing else needs that, and then moves only rows of the other parts and
-    zeros. It has no derivative.
+    zeros.
 
     Args:
-      parts: [T, ...] arrays of one shape and dtype, at least one.
+      parts: [T, ...] floats or integers of one shape and dtype, at least one. The result has no
+        derivative.
       choice: [T] int32, from −1 to len(parts) − 1.
       implementation: "triton" (the kernel), "xla" (selects by XLA, which read all parts), or
         "auto": the kernel on NVIDIA GPUs that can run it, unless the parts are small.
@@ -37,19 +38,24 @@ def choose_rows(
       ValueError: shapes or dtypes do not fit.
       NotImplementedError: this device cannot run the kernel.
     """
-    if not parts or any(each.shape != parts[0].shape for each in parts):
+    alike = len(parts) > 0 and all(each.shape == parts[0].shape for each in parts)
+    if not alike or not parts[0].ndim:
         shapes = ", ".join(str(each.shape) for each in parts) or "none"
-        raise ValueError(f"choose_rows: parts have the shapes {shapes}; give one shape for all")
-    if any(each.dtype != parts[0].dtype for each in parts):
+        raise ValueError(f"choose_rows: parts have the shapes {shapes}; give one [T, ...] for all")
+    dtype = parts[0].dtype
+    numbers = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if not numbers or any(each.dtype != dtype for each in parts):
         dtypes = ", ".join(str(each.dtype) for each in parts)
-        raise ValueError(f"choose_rows: parts have the dtypes {dtypes}; give one dtype for all")
+        raise ValueError(
+            f"choose_rows: parts have the dtypes {dtypes}; give one of floats or integers for all"
+        )
     if choice.shape != parts[0].shape[:1] or choice.dtype != jnp.int32:
         raise ValueError(
             f"choose_rows: choice is {choice.dtype} of shape {choice.shape}; "
             f"give int32 of shape {parts[0].shape[:1]}"
         )
     width = math.prod(parts[0].shape[1:])
-    rows = tuple(each.reshape(len(choice), width) for each in parts)
+    rows = tuple(jax.lax.stop_gradient(each).reshape(len(choice), width) for each in parts)
     operands = Operands(rows, choice)
     chosen = REGISTRY.choose(
         "choose_rows", implementation, operands, interpret, interpret=interpret

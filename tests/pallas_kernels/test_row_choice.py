@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from kernel_cases import BF16, F16, F32
 
 from pallas_kernels import choose_rows
@@ -55,6 +57,31 @@ def test_rows_under_vmap():
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_the_result_has_no_derivative(way):
+    parts, choice, _ = drawn(2, 9, (8,), F32, 0)
+    parts = [jnp.nan_to_num(part) for part in parts]
+    gradients = jax.grad(lambda parts: choose_rows(parts, choice, **way).sum())(parts)
+    assert not any(part.any() for part in gradients)
+
+
+def test_a_checking_shard_map_gets_xla():
+    parts, choice, expected = drawn(2, 16, (8,), F32, 0)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+    def within(**way):
+        return jax.shard_map(
+            lambda a, b, choice: choose_rows((a, b), choice, **way),
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P("data"),
+        )(*parts, choice)
+
+    np.testing.assert_array_equal(within(), expected)
+    with pytest.raises(NotImplementedError, match="give that check_vma=False"):
+        within(interpret=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_no_rows(way):
     empty = jnp.zeros((0, 8), BF16)
     assert choose_rows((empty,), jnp.zeros(0, jnp.int32), **way).shape == (0, 8)
@@ -66,6 +93,8 @@ def test_no_rows(way):
         ([], [], jnp.zeros(4, jnp.int32), "parts have the shapes none"),
         ([(4, 8), (4, 9)], [F32, F32], jnp.zeros(4, jnp.int32), "shapes (4, 8), (4, 9)"),
         ([(4, 8), (4, 8)], [F32, BF16], jnp.zeros(4, jnp.int32), "dtypes float32, bfloat16"),
+        ([(4, 8)], [jnp.bool_], jnp.zeros(4, jnp.int32), "give one of floats or integers"),
+        ([()], [F32], jnp.zeros(4, jnp.int32), "shapes ()"),
         ([(4, 8)], [F32], jnp.zeros(5, jnp.int32), "give int32 of shape (4,)"),
         ([(4, 8)], [F32], jnp.zeros(4, jnp.float32), "choice is float32"),
     ],
@@ -83,5 +112,14 @@ def test_what_does_not_fit_is_refused(shapes, dtypes, choice, words):
 )
 def test_rows_on_a_gpu(count, tokens, shape):
     parts, choice, expected = drawn(count, tokens, shape, BF16, tokens)
-    found = jax.jit(lambda *parts: choose_rows(parts, choice, implementation="triton"))(*parts)
+
+    @jax.jit
+    def run(*parts):
+        # The last part is needed once more, and must be what it was.
+        return choose_rows(parts, choice, implementation="triton"), 2 * parts[-1]
+
+    before = np.asarray(parts[-1], np.float32)
+    found, twice = run(*parts)
     np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
+    np.testing.assert_array_equal(np.asarray(twice, np.float32), 2 * before)
+    np.testing.assert_array_equal(np.asarray(parts[-1], np.float32), before)

@@ -4,7 +4,7 @@ from importlib import import_module
 
 import jax
 
-from pallas_kernels import triton_support
+from pallas_kernels import devices, triton_support
 from pallas_kernels.row_choice.implementation import Implementation
 from pallas_kernels.row_choice.operands import Operands
 
@@ -19,8 +19,10 @@ class TritonImplementation(Implementation):
     interpretable = True
 
     def unsupported_reason(self, operands: Operands, interpret: bool) -> Exception | None:
-        """Another device or JAX."""
-        return triton_support.unsupported_here(interpret=interpret)
+        """Another device or JAX, a checking shard_map."""
+        return triton_support.unsupported_here(
+            interpret=interpret
+        ) or devices.unsupported_manual_axes(operands.parts[0])
 
     def faster_than_reference(self, operands: Operands, interpret: bool) -> bool:
         """It moves a part of what XLA's selects move."""
