@@ -19,6 +19,7 @@ from alload_jax.planning.architectures.registry import architecture_named, from_
 from alload_jax.planning.cost import CostFile, PowerCost, read_cost_file
 from alload_jax.planning.devices import DEVICES, device_named
 from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, choose_remat, in_words
+from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.sparse_cost import SparseLayers, with_layers
 
@@ -40,7 +41,7 @@ def costs_with_layers(
     fields: dict[str, Any],
     base: PlanBase,
     trained: Trained,
-    shortest: int,
+    samples: Samples,
 ) -> tuple[CostFile, str]:
     """The cost model for layers of which some are sparse, and a description of its source.
 
@@ -49,9 +50,9 @@ def costs_with_layers(
       fields: of `PlanningConfig`, as far as they are known.
       base: the config.
       trained: its trained parameters, see `planned_parameters`.
-      shortest: tokens of the shortest sample.
+      samples: the data set.
     """
-    costs, source = _costs(options, fields, base, trained, shortest)
+    costs, source = _costs(options, fields, base, trained, samples)
     layers = _layers(options, base)
     if not layers:
         return costs, source
@@ -85,7 +86,7 @@ def _costs(
     fields: dict[str, Any],
     base: PlanBase,
     trained: Trained,
-    shortest: int,
+    samples: Samples,
 ) -> tuple[CostFile, str]:
     """As `costs_with_layers`, without sparse layers."""
     if fields.get("cost_model"):
@@ -98,7 +99,7 @@ def _costs(
         return CostFile(power=PowerCost(fields["p"])), f"B·S^p with p = {fields['p']:g}, no unit"
     device = device_named(options.device or _DEFAULT_DEVICE)
     architecture, model = planned_architecture(options, base)
-    remat = _remat(options, fields, base, architecture, trained, shortest)
+    remat = _remat(options, fields, base, architecture, trained, samples)
     costs = analytic_costs(architecture, device, remat, shards=options.shards, trained=trained)
     if base.remat == AUTO_REMAT:
         model += f", model.remat auto: {in_words(policies_of(remat))},"
@@ -113,7 +114,7 @@ def _remat(
     base: PlanBase,
     architecture: Architecture,
     trained: Trained,
-    shortest: int,
+    samples: Samples,
 ) -> Remat:
     """The config's policy; where it is auto, what the device's memory holds beside M_mem."""
     if base.remat != AUTO_REMAT:
@@ -130,9 +131,15 @@ def _remat(
     if PlanningConfig(**fields).single_gradient:
         of_config = trained is base.trained
         trained = base.single if of_config else dataclasses.replace(trained, accumulates=False)
-    rows = m_mem / shortest
+    rows = samples.most_within(m_mem)
+    if (most := fields.get("max_segments")) is not None:
+        rows = min(rows, most)
     choice = choose_remat(
-        *(architecture, layers, device, m_mem, budget),
+        architecture,
+        layers,
+        device,
+        m_mem,
+        budget,
         shards=options.shards,
         rows=rows,
         trained=trained,

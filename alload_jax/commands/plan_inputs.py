@@ -94,11 +94,10 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     weights = weights_of_flags(options) or (base.weights if options.manifest else ())
     samples, shares = weigh(samples, weights, paths)
     data += described(shares)
-    shortest = int(samples.seq_len.min())
-    costs, source = costs_with_layers(options, fields, base, trained, shortest)
+    costs, source = costs_with_layers(options, fields, base, trained, samples)
     policies = candidates(policy)
     if fields.get("m_mem") is None and any("m_mem" in each.required for each in policies):
-        fields["m_mem"] = m_mem_of(options, costs, shortest)
+        fields["m_mem"] = m_mem_of(options, costs, int(samples.seq_len.min()))
     planning = PlanningConfig(**fields).resolved(packs)
     if options.config and base.model:
         remat = {} if base.remat == AUTO_REMAT else {"remat": base.remat}

@@ -108,6 +108,7 @@ def choose_remat(
     *,
     shards: int = 1,
     rows: float | None = None,
+    work_space: float = 0.0,
     trained: Trained = ALL_TRAINED,
     layer_seconds: Mapping[RematPolicy, float] | None = None,
     host_budget: float = math.inf,
@@ -123,6 +124,7 @@ def choose_remat(
       shards: devices that share one copy of weights and state.
       rows: sequences of the micro-batch, each with its condition; None for as many of `SHORTEST`
         tokens as there may be.
+      work_space: bytes of libraries beyond `WORKSPACE_BYTES`, under any policy.
       trained: which parameters are trained.
       layer_seconds: measured for a layer's forward and backward under each policy, `full` among
         them; others are not chosen, nor what would offload what those keep. None for the times that
@@ -143,7 +145,8 @@ def choose_remat(
 
     def predicted(policies: tuple[RematPolicy, ...]) -> Choice:
         memory = step_memory(architecture, device, policies, shards, trained)
-        needed = memory.bytes_of(tokens, tokens / SHORTEST if rows is None else rows)
+        samples = tokens / SHORTEST if rows is None else rows
+        needed = memory.bytes_of(tokens, samples) + work_space
         seconds = seconds_of([_resident(each, tokens) for each in policies])
         if policies[0] in OFFLOADED:
             seconds += _waiting(architecture, device, tokens, policies[0], trained)

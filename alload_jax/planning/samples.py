@@ -80,6 +80,13 @@ class Samples:
             offsets=offsets,
         )
 
+    def most_within(self, tokens: int) -> int:
+        """Most samples of an epoch that so many tokens hold: the shortest ones; at least 1."""
+        each = np.ones(len(self), np.int64) if self.counts is None else self.counts
+        shortest_first = np.argsort(self.seq_len, kind="stable")
+        lengths = np.repeat(self.seq_len[shortest_first], each[shortest_first])
+        return max(1, int(np.searchsorted(np.cumsum(lengths), tokens, side="right")))
+
     def shuffled(self, rng: np.random.Generator) -> np.ndarray:
         """Sample numbers in random order, each as often as it stands in the epoch: [E] int64."""
         if self.counts is None:

@@ -1,6 +1,8 @@
 """Resolves `model.remat: auto` for the devices of a run."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,9 +16,11 @@ from alload_jax.bench.remat_times import (
 )
 from alload_jax.bench.step import tokens_beside
 from alload_jax.config import Config
+from alload_jax.data.batch import AnyBatch, PackedBatch
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.length_classes import launched_tokens
 from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, RematPolicy, in_words
 from alload_jax.training.plan_costs import run_costs
 from alload_jax.training.remat_choice import choose_for, memory_budget
@@ -26,7 +30,7 @@ CHOICE = "remat.json"
 """In the run folder: what was chosen, and for which memory and micro-batches."""
 
 
-def resolved_model(config: Config, cluster: Cluster, shortest: int) -> ModelConfig:
+def resolved_model(config: Config, cluster: Cluster, shapes: Sequence[AnyBatch]) -> ModelConfig:
     """The model with policies that fit this run's devices in place of `remat: auto`; prints them.
 
     A run that goes on with the same memory and micro-batches keeps what it began with.
@@ -34,7 +38,7 @@ def resolved_model(config: Config, cluster: Cluster, shortest: int) -> ModelConf
     Args:
       config: the run's.
       cluster: its processes.
-      shortest: tokens of the shortest sample, of which a micro-batch has most.
+      shapes: of its micro-batches.
 
     Raises:
       InputError: nothing fits, or the tokens of a micro-batch are not known.
@@ -45,21 +49,24 @@ def resolved_model(config: Config, cluster: Cluster, shortest: int) -> ModelConf
     budgets = [each for each in cluster.all_gather(memory_budget(model)) if each is not None]
     # Of process 0, since all must compile the same programs.
     least = min(budgets, default=None)
-    policies, line = cluster.broadcast(lambda: _choice(config, least, shortest))
+    policies, line = cluster.broadcast(lambda: _choice(config, least, shapes))
     if first_process():
         print(line, flush=True)
     chosen: dict[str, Any] = {"remat": "none", "remat_layers": tuple(policies)}
     return dataclasses.replace(model, **chosen)
 
 
-def _choice(config: Config, budget: float | None, shortest: int) -> tuple[list[str], str]:
+def _choice(
+    config: Config, budget: float | None, shapes: Sequence[AnyBatch]
+) -> tuple[list[str], str]:
     """The policies and what is said of them."""
     if budget is None:
         return [UNRESOLVED], f"model.remat: {UNRESOLVED}, as auto knows no limit of memory here"
-    conditions = _conditions(config, budget, shortest)
+    conditions = _conditions(config, budget, shapes)
     place = Path(config.run.folder) / CHOICE
     before = _read(place)
-    if before and before["for"] == conditions:
+    changed = _changed(before["for"], conditions) if before else []
+    if before and not changed:
         policies = before["policies"]
         return policies, f"model.remat: {in_words(policies)}, as this run began"
     choice = choose_for(
@@ -69,19 +76,24 @@ def _choice(config: Config, budget: float | None, shortest: int) -> tuple[list[s
         config.parameters,
         config.optimizer,
         shards=conditions["shards"],
-        rows=conditions["tokens"] / shortest,
+        rows=conditions["samples"],
+        work_space=conditions["work_space"],
         single=config.planning.single_gradient,
         layer_seconds=(seconds := _measured(config, conditions["tokens"])),
     )
     place.parent.mkdir(parents=True, exist_ok=True)
     found = {"policies": choice.policies, "for": conditions, "layer_seconds": seconds}
     write_json(place, found)
-    changed = [
-        f"{name} was {before['for'].get(name)} and is {value}"
-        for name, value in conditions.items()
-        if before and before["for"].get(name) != value
-    ]
     return list(choice.policies), "; ".join([choice.line(), *changed])
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Says which conditions are others than before; an older version wrote fewer of them."""
+    return [
+        f"{name} was {before[name]} and is {value}"
+        for name, value in now.items()
+        if name in before and before[name] != value
+    ]
 
 
 def _measured(config: Config, tokens: int) -> dict[RematPolicy, float] | None:
@@ -106,14 +118,15 @@ def _read(place: Path) -> dict[str, Any] | None:
     content = read_json(place)
     if content is None:
         return None
-    known = isinstance(content, dict) and isinstance(content.get("for"), dict)
+    known = isinstance(content, dict) and isinstance(content.get("for"), dict) and content["for"]
     policies = content.get("policies") if known else None
-    if not isinstance(policies, list) or not set(policies) <= set(get_args(RematPolicy)):
+    chosen = set(policies) if isinstance(policies, list) else set()
+    if not chosen or not chosen <= set(get_args(RematPolicy)):
         raise InputError(f"{place}: is not a choice of model.remat auto; remove it")
     return content
 
 
-def _conditions(config: Config, budget: float, shortest: int) -> dict[str, Any]:
+def _conditions(config: Config, budget: float, shapes: Sequence[AnyBatch]) -> dict[str, Any]:
     """What a choice depends on.
 
     Raises:
@@ -127,8 +140,24 @@ def _conditions(config: Config, budget: float, shortest: int) -> dict[str, Any]:
         )
     return {
         "tokens": tokens,
-        "shortest": shortest,
+        "samples": max(math.prod(each.sample.shape) for each in shapes),
+        "work_space": _work_space(config, shapes),
         "budget": budget,
         "shards": config.mesh.fsdp * config.mesh.tensor,
         "device": jax.local_devices()[0].device_kind,
     }
+
+
+def _work_space(config: Config, shapes: Sequence[AnyBatch]) -> int:
+    """Bytes that attention within packed rows takes beyond that of as many tokens in one row.
+
+    cuDNN's backward pass takes float32 gradients of queries for the longest segment in each slot.
+    """
+    width = config.model.architecture().get("dim", 0) // config.mesh.tensor
+    most = 0
+    for each in shapes:
+        if isinstance(each, PackedBatch):
+            rows, tokens = each.tokens.shape[:2]
+            beyond = launched_tokens(rows, tokens, each.metadata.lengths) - rows * tokens
+            most = max(most, beyond)
+    return 4 * width * most

@@ -37,6 +37,7 @@ def choose_for(
     *,
     shards: int = 1,
     rows: float | None = None,
+    work_space: float = 0.0,
     single: bool = True,
     layer_seconds: Mapping[RematPolicy, float] | None = None,
 ) -> Choice:
@@ -50,6 +51,7 @@ def choose_for(
       optimizer: the optimizer, whose state takes memory.
       shards: devices that share one copy of weights and state.
       rows: sequences of a micro-batch; None for as many short ones as M_mem is made for.
+      work_space: as in `choose_remat`.
       single: whether steps have one micro-batch, so that no sum is kept beside its gradient.
       layer_seconds: as in `choose_remat`.
 
@@ -65,6 +67,7 @@ def choose_for(
         budget,
         shards=shards,
         rows=rows,
+        work_space=work_space,
         trained=trained_of(
             params,
             parameters,

@@ -132,7 +132,7 @@ def test_auto_keeps_less_where_many_short_samples_keep_their_texts(figures, tmp_
         "model: {dim: 1536, ffn_dim: 8960, num_heads: 12, num_layers: 30, dtype: bfloat16,"
         " text: {dim: 4096, length: 512}, remat: auto}\n"
     )
-    flags = ["--size", 500, "--ranks", 2, "--memory-gb", 240, "--config", "config.yaml"]
+    flags = ["--size", 5000, "--ranks", 2, "--memory-gb", 240, "--config", "config.yaml"]
     sources = [
         figures("--workload", name, *flags)["plan"]["cost_model_source"]
         for name in ("wan-480p", "mixed-resolution")  # from 1,560 and from 256 tokens on
@@ -140,6 +140,24 @@ def test_auto_keeps_less_where_many_short_samples_keep_their_texts(figures, tmp_
     clips, images = (source.split("model.remat auto: ")[1] for source in sources)
     assert clips.startswith("norms_matmuls_and_attention,")
     assert images.startswith("matmuls_and_attention,")
+
+
+def test_one_short_sample_changes_nothing_of_what_auto_keeps(figures, tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "run: {folder: run}\ndata: {folder: data}\nplanning: {policy: balanced, m_mem: 81920}\n"
+        "model: {dim: 1536, ffn_dim: 8960, num_heads: 12, num_layers: 30, dtype: bfloat16,"
+        " text: {dim: 4096, length: 512}, remat: auto}\n"
+    )
+    lengths = ["32760"] * 300
+    (tmp_path / "alike.csv").write_text("\n".join(["seq_len", *lengths]))
+    (tmp_path / "short.csv").write_text("\n".join(["seq_len", *lengths, "16"]))
+    flags = ["--ranks", 2, "--memory-gb", 140, "--config", "config.yaml"]
+    alike, short = (
+        figures("--manifest", name, *flags)["plan"]["cost_model_source"]
+        for name in ("alike.csv", "short.csv")
+    )
+    assert "matmuls_and_attention" in alike
+    assert short == alike
 
 
 def test_policies_are_compared_over_ranks(figures, alload):

@@ -127,6 +127,13 @@ def test_one_gradient_and_few_rows_leave_room_to_keep_more():
     assert fewer.seconds < found[0].seconds
 
 
+def test_a_work_space_is_kept_free():
+    plain = choose(WAN_1_3B, 32_760, 60, rows=1)
+    beside = choose(WAN_1_3B, 32_760, 60, rows=1, work_space=10e9)
+    assert needed(WAN_1_3B, beside.policies, 32_760) < needed(WAN_1_3B, plain.policies, 32_760)
+    assert choose(WAN_1_3B, 32_760, 70, rows=1, work_space=9.2e9).policies == plain.policies
+
+
 seconds = st.floats(0.01, 0.1)
 
 

@@ -6,10 +6,11 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from planning_cases import examples, manifests, of_lengths, of_shapes, refusal
 
 from alload_jax.planning.geometry import Geometry
-from alload_jax.planning.samples import read_samples, samples_from_columns
+from alload_jax.planning.samples import Samples, read_samples, samples_from_columns
 
 WRONG_VALUES = [0, -3, 2.5, float("nan"), float("inf"), -0.0]
 
@@ -190,3 +191,16 @@ def test_the_refusal_names_the_columns_that_the_file_has(tmp_path):
     message = refusal(read_samples, path, Geometry())
     assert "length" in message
     assert "height" in message
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1), st.integers(1, 300))
+def test_most_samples_within_tokens_are_the_shortest(drawn, tokens):
+    seq_len, counts = np.asarray(drawn).T
+    samples = Samples(np.zeros((len(seq_len), 3), np.int64), seq_len)
+    for given_counts, lengths in ((None, seq_len), (counts, np.repeat(seq_len, counts))):
+        of_epoch = samples if given_counts is None else samples.of_epoch(given_counts)
+        held, left = 0, tokens
+        for length in sorted(lengths):
+            left -= length
+            held += left >= 0
+        assert of_epoch.most_within(tokens) == max(1, held)

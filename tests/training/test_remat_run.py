@@ -83,6 +83,18 @@ def test_another_budget_is_told_and_chosen_for(runs, capsys):
     assert "(predicted 0.5 of 3.0 GB); budget was 2000000000.0 and is 3000000000.0" in out
 
 
+def test_a_choice_of_an_older_version_stays(runs, capsys):
+    """It did not count samples."""
+    assert train(runs, "--model.memory_budget", "2") == 0
+    path = runs.folder / "run" / "remat.json"
+    content = json.loads(path.read_text())
+    del content["for"]["samples"], content["for"]["work_space"]
+    path.write_text(json.dumps(content | {"policies": ["full"]}))
+    capsys.readouterr()
+    assert run_command(main, ["--config", "run/config.yaml", "--run.steps", "3"]) == 0
+    assert "model.remat: full, as this run began" in capsys.readouterr().out
+
+
 def test_a_policy_takes_the_place_of_auto_when_a_run_goes_on(runs, capsys):
     out = gone_on(runs, capsys, "--model.remat", "full")
     assert "model.remat: none" not in out
@@ -91,7 +103,14 @@ def test_a_policy_takes_the_place_of_auto_when_a_run_goes_on(runs, capsys):
     assert written["remat"] == "full"
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"for": {}, "policies": ["most"]}', "?"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("[]", "{}", "?"),
+        '{"for": {"tokens": 9}, "policies": ["most"]}',
+        '{"for": {"tokens": 9}, "policies": []}',
+    ],
+)
 def test_another_file_in_its_place_is_named(runs, content, capsys):
     (runs.folder / "run").mkdir()
     (runs.folder / "run" / "remat.json").write_text(content)

@@ -78,6 +78,15 @@ def length_classes(
     return best[-1][1]
 
 
+def launched_tokens(rows: int, tokens: int, lengths: Lengths) -> int:
+    """Query tokens of the largest call of cuDNN for self-attention within packed rows.
+
+    Its backward pass holds float32 gradients of queries for so many tokens.
+    """
+    classes = length_classes((rows, tokens), (rows, tokens), lengths, None)
+    return max(each.launched for each in classes)
+
+
 def windows_for(
     queries: tuple[int, int], keys: tuple[int, int], longest: tuple[int, int]
 ) -> Windows:
