@@ -28,6 +28,13 @@ class CompiledGradient(NamedTuple):
     state: TrainState
     sums: Any
 
+    @property
+    def bytes(self) -> int:
+        """What state, accumulator and program take together."""
+        arrays = jax.tree.leaves((self.state, self.sums))
+        held = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
+        return held + self.program.memory_analysis().temp_size_in_bytes
+
 
 def compiled_gradient(
     spec: TrainingSpec, mesh: Mesh, rows: int, latents: tuple[int, ...], *, single: bool = True

@@ -12,7 +12,6 @@ import glob
 import importlib.util
 import json
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from alload_jax.bench.provenance import provenance
 from alload_jax.errors import run_command
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from pallas_kernels.bias_gelu import operands as gelu_operands
@@ -162,9 +160,7 @@ def main(argv: list[str]) -> int:
     gpu_target.require_no_backend_but_cpu()
     device = gpu_target.device("h200")
     result: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        **provenance(("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")),
-        "compiled_for": device.device_kind,
+        **gpu_target.heading(device, ["nvidia-cuda-nvcc-cu12"]),
         "cases": [],
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n")  # or fails before it compiles

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import math
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 import gpu_target
 from compiled_gradient import compiled_gradient
-from compiled_step import bytes_of
 from step_parts import CLIP, IMAGES
 
-from alload_jax.bench.provenance import provenance
 from alload_jax.bench.step import tokens_beside, training_spec
 from alload_jax.commands.bench_models import model_fields, training_fields
 from alload_jax.errors import run_command
@@ -42,6 +39,8 @@ WAN, LARGE, JOINT = ("1.3b", 30), ("14b", 8), ("hunyuan-video-1.5", 16)
 """Models and layers."""
 SHORT = (128, (1, 32, 32))
 JOINT_CLIP, JOINT_IMAGES = (1, (9, 45, 80)), (8, (1, 45, 80))
+FULL = ((1, (121, 60, 104)), (800, (1, 32, 32)))
+"""About what an H200 holds: one long clip, and many short samples."""
 ADAPTERS: tuple[RematPolicy, ...] = ("full", "offload", "attention", "matmuls_and_attention")
 PATTERNS = (
     ("full", "attention"),
@@ -105,6 +104,8 @@ def cases() -> Iterator[Case]:
     for policies in PATTERNS:
         yield Case(*WAN, *CLIP, policies)
     yield Case(*JOINT, *JOINT_CLIP, ("attention", "feed_forward_and_attention"))
+    for shape in FULL:
+        yield Case(*WAN, *shape, ("attention",))
 
 
 def compiled_bytes(case: Case, device: Any) -> int:
@@ -114,8 +115,7 @@ def compiled_bytes(case: Case, device: Any) -> int:
         spec = training_spec(case.config(), optimizer, parameters=parameters)
         mesh = make_mesh(MeshConfig(), [device])
         given = (spec, mesh, case.rows, case.latents)
-        program, state, sums = compiled_gradient(*given, single=case.single)
-    return bytes_of(state) + bytes_of(sums) + program.memory_analysis().temp_size_in_bytes
+        return compiled_gradient(*given, single=case.single).bytes
 
 
 def predicted_bytes(case: Case) -> float:
@@ -142,9 +142,7 @@ def main(argv: list[str]) -> int:
     set_xla_flags()
     device = gpu_target.device("h200")
     result: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        **provenance(("jax", "jaxlib", "flax", "jax-cuda12-plugin")),
-        "compiled_for": device.device_kind,
+        **gpu_target.heading(device, ["flax"]),
         "cases": [],
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n")  # or fails before it compiles

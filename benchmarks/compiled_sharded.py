@@ -9,7 +9,6 @@ another axis of two. `temporary` is what the gradient's program takes beside its
 
 import argparse
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import gpu_target
 from compiled_gradient import compiled_gradient
 
-from alload_jax.bench.provenance import provenance
 from alload_jax.bench.step import training_spec
 from alload_jax.commands.bench_models import model_fields, training_fields
 from alload_jax.errors import run_command
@@ -41,9 +39,7 @@ def main(argv: list[str]) -> int:
     set_xla_flags()
     devices = gpu_target.devices_of_host("h200", 2)
     result: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        **provenance(("jax", "jaxlib", "flax", "jax-cuda12-plugin")),
-        "compiled_for": devices[0].device_kind,
+        **gpu_target.heading(devices[0], ["flax"]),
         "layers": LAYERS,
         "cases": [],
     }

@@ -10,7 +10,6 @@ since a loop's passes are not counted. See `benchmarks/gpu_target.py` for what t
 
 import argparse
 import json
-import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
@@ -18,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import gpu_target
-import jax
 from compiled_gradient import compiled_gradient
 from step_parts import CLIP, IMAGES, Case
 
-from alload_jax.bench.provenance import provenance
 from alload_jax.bench.step import training_spec
 from alload_jax.bench.step_profile.attribution import PRODUCTS, attributions
 from alload_jax.bench.step_profile.hlo import read_program
@@ -45,11 +42,6 @@ CASES = (
 )
 
 
-def bytes_of(tree: Any) -> int:
-    """Of all arrays."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def moved(text: str) -> dict[str, float]:
     """Bytes that kernels move by part and pass, without products and fused attention."""
     program, found = read_program(text), defaultdict[str, float](float)
@@ -66,13 +58,12 @@ def measured(case: Case, fields: Mapping[str, Any], device: Any) -> dict[str, An
     with gpu_target.traced_for(device):
         spec = training_spec(config_from_fields(chosen))
         mesh = make_mesh(MeshConfig(), [device])
-        program, state, sums = compiled_gradient(spec, mesh, case.rows, case.latents)
-    found = program.memory_analysis()
-    temporary = found.temp_size_in_bytes
+        gradient = compiled_gradient(spec, mesh, case.rows, case.latents)
+    found = gradient.program.memory_analysis()
     row = {"name": case.name, **case._asdict()}
-    row |= {"bytes": bytes_of(state) + bytes_of(sums) + temporary, "temporary": temporary}
+    row |= {"bytes": gradient.bytes, "temporary": found.temp_size_in_bytes}
     row["host"] = found.host_temp_size_in_bytes
-    return row | ({"moved": moved(program.as_text())} if case.unrolled else {})
+    return row | ({"moved": moved(gradient.program.as_text())} if case.unrolled else {})
 
 
 def main(argv: list[str]) -> int:
@@ -88,9 +79,7 @@ def main(argv: list[str]) -> int:
     device = gpu_target.device(options.device)
     fields = model_fields(options.model, options.layers)
     result: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        **provenance(("jax", "jaxlib", "flax", "jax-cuda12-plugin")),
-        "compiled_for": device.device_kind,
+        **gpu_target.heading(device, ["flax"]),
         "model": fields,
         "cases": [],
     }

@@ -10,7 +10,9 @@ request 33542.)
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,6 +20,7 @@ from unittest import mock
 import jax
 from jax.experimental import topologies
 
+from alload_jax.bench.provenance import provenance
 from alload_jax.errors import InputError
 from pallas_kernels import devices
 
@@ -103,6 +106,20 @@ def traced_for(device: Any) -> Iterator[None]:
         mock.patch.object(devices, "current_device", return_value=chosen),
     ):
         yield
+
+
+def heading(device: Any, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """What the JSON of a program for such a device begins with.
+
+    Args:
+      device: that it compiles for.
+      packages: whose versions matter beside JAX's.
+    """
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        **provenance(("jax", "jaxlib", *packages, "jax-cuda12-plugin")),
+        "compiled_for": device.device_kind,
+    }
 
 
 def compiled(function: Any, *arguments: Any, **options: Any) -> Any:
