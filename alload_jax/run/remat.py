@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,7 +30,9 @@ CHOICE = "remat.json"
 """In the run folder: what was chosen, and for which memory and micro-batches."""
 
 
-def resolved_model(config: Config, cluster: Cluster, shapes: Sequence[AnyBatch]) -> ModelConfig:
+def resolved_model(
+    config: Config, cluster: Cluster, shapes: Callable[[], Sequence[AnyBatch]]
+) -> ModelConfig:
     """The model with policies that fit this run's devices in place of `remat: auto`; prints them.
 
     A run that goes on with the same memory and micro-batches keeps what it began with.
@@ -38,7 +40,7 @@ def resolved_model(config: Config, cluster: Cluster, shapes: Sequence[AnyBatch])
     Args:
       config: the run's.
       cluster: its processes.
-      shapes: of its micro-batches.
+      shapes: gives those of its micro-batches.
 
     Raises:
       InputError: nothing fits, or the tokens of a micro-batch are not known.
@@ -49,7 +51,7 @@ def resolved_model(config: Config, cluster: Cluster, shapes: Sequence[AnyBatch])
     budgets = [each for each in cluster.all_gather(memory_budget(model)) if each is not None]
     # Of process 0, since all must compile the same programs.
     least = min(budgets, default=None)
-    policies, line = cluster.broadcast(lambda: _choice(config, least, shapes))
+    policies, line = cluster.broadcast(lambda: _choice(config, least, shapes()))
     if first_process():
         print(line, flush=True)
     chosen: dict[str, Any] = {"remat": "none", "remat_layers": tuple(policies)}

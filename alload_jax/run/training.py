@@ -45,7 +45,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> 
     """Trains, from the start or from where the run folder stands; returns the exit status."""
     folder, mesh = Path(config.run.folder), work.mesh
     total = run_steps(config.run, work.run_plan.plan)
-    shapes = work.collator.collation.shapes(work.run_plan.plan)
+    shapes = partial(work.collator.collation.shapes, work.run_plan.plan)
     spec = training_spec(config, total)._replace(model=resolved_model(config, cluster, shapes))
     validator = make_validator(config, spec, work)
     stop = StopRequest()
