@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kernel_cases import examples
 
 from pallas_kernels.layernorm_modulate.operands import Options
-from pallas_kernels.layernorm_modulate.triton.row_blocks import (
+from pallas_kernels.layernorm_modulate.row_blocks import (
     IMPOSSIBLE,
     PADDING,
     even_row_blocks,

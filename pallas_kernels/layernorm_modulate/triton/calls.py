@@ -8,41 +8,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.layernorm_modulate.backward_arrays import (
+    backward_arrays,
+    gradients,
+    table_sums,
+)
 from pallas_kernels.layernorm_modulate.operands import Operands, Options, Residuals
+from pallas_kernels.layernorm_modulate.row_blocks import EvenRowBlocks, RowBlocks, row_blocks_of
 from pallas_kernels.layernorm_modulate.triton.division import Blocks
 from pallas_kernels.layernorm_modulate.triton.kernels import (
     backward_kernel,
     forward_kernel,
     sum_backward_kernel,
 )
-from pallas_kernels.layernorm_modulate.triton.row_blocks import (
-    EvenRowBlocks,
-    RowBlocks,
-    even_row_blocks,
-    segment_row_blocks,
-)
 from pallas_kernels.layernorm_modulate.triton.rows import Launch
-from pallas_kernels.triton.reduction import reduce_partials
 
 FORWARD, STATISTICS, BACKWARD, SUM_BACKWARD, REDUCE = (
     f"layernorm_modulate_{part}"
     for part in ("forward", "statistics", "backward", "sum_backward", "reduce")
 )
 """Names of the kernels, as profilers and lowered modules show them."""
-
-
-def _row_blocks(
-    h: jax.Array, scale: jax.Array, given: Operands | Residuals, options: Options, blocks: Blocks
-) -> EvenRowBlocks | RowBlocks:
-    """How the rows of h [B, S, D] are divided among programs."""
-    if options.layout != "segment":
-        return even_row_blocks(h.shape, options, blocks.programs)
-    table_rows, found = scale.shape[1], given.prepared
-    if found is None:
-        assert given.segment_ids is not None
-        block = options.segment_block
-        found = segment_row_blocks(given.segment_ids, table_rows, block, blocks.programs)
-    return found.flattened(h.shape[1], table_rows)
 
 
 def forward(
@@ -61,7 +46,7 @@ def forward(
         for name in outputs
     }
     inputs = operands._asdict() | {"segment_ids": None, "prepared": None}
-    row_blocks = _row_blocks(x, operands.scale, operands, options, blocks)
+    row_blocks = row_blocks_of(operands, options, blocks.programs)
     name = STATISTICS if "statistics" in outputs and "out" not in outputs else FORWARD
     result = _call(forward_kernel, name, inputs, ids, shapes, options, blocks, row_blocks)
     return [result[key].reshape(*x.shape[:-1], -1) for key in outputs]
@@ -88,33 +73,14 @@ def backward(
     if dout is None:
         assert dh is not None
         return _sum_backward(residuals, dh, options, blocks)
-    h, batch = residuals.h, residuals.h.shape[0]
-    inputs = residuals._asdict() | {"dout": dout, "dh": dh, "shift": None}
-    ids = inputs.pop("segment_ids")
-    del inputs["prepared"]
-    inputs["saved_statistics"] = inputs.pop("statistics")
-    row_blocks = _row_blocks(h, residuals.scale, residuals, options, blocks)
-    tables = {"scale": residuals.scale, "shift": residuals.shift}
-    tables |= {} if residuals.gate is None else {"gate": residuals.gate}
-    shape = (h.size // h.shape[-1], h.shape[-1])
-    shapes = {"dx": jax.ShapeDtypeStruct(shape, options.x_dtype)}
-    # Without a gate both gradients are dh, and alike unless they are rounded differently.
-    alike = residuals.gate is None and options.x_dtype == options.out_dtype
-    if dh is not None and not alike:
-        shapes["dy"] = jax.ShapeDtypeStruct(shape, options.out_dtype)
-    if options.layout == "token":
-        for name, value in tables.items():
-            shapes[f"d{name}"] = jax.ShapeDtypeStruct(shape, value.dtype)
-    else:
-        rows = len(tables) * batch * row_blocks.per_row
-        shapes["partial"] = jax.ShapeDtypeStruct((rows, shape[1]), jnp.float32)
-    result = _call(backward_kernel, BACKWARD, inputs, ids, shapes, options, blocks, row_blocks)
-    dx = result["dx"].reshape(h.shape)
-    dy = result["dy"].reshape(h.shape) if "dy" in result else None if dh is None else dx
-    if options.layout == "token":
-        return dx, dy, [result[f"d{name}"].reshape(h.shape) for name in tables]
-    sums = _sums(result["partial"], row_blocks, residuals.scale.shape, options)
-    return dx, dy, sums.reshape(len(tables), *residuals.scale.shape)
+    row_blocks = row_blocks_of(residuals, options, blocks.programs)
+    arrays = backward_arrays(residuals, dh, dout, options, row_blocks)
+    ids = residuals.segment_ids
+    result = _call(
+        *(backward_kernel, BACKWARD, arrays.inputs, ids, arrays.outputs),
+        *(options, blocks, row_blocks),
+    )
+    return gradients(result, residuals, dh, options, row_blocks, REDUCE)
 
 
 def _sum_backward(
@@ -128,7 +94,7 @@ def _sum_backward(
         tables = zeros if options.layout == "token" else jnp.stack(zeros)
         return dsum.astype(options.x_dtype), dsum.astype(options.out_dtype), tables
     ids, shape = residuals.segment_ids, (dh.size // dh.shape[-1], dh.shape[-1])
-    row_blocks = _row_blocks(dh, residuals.gate, residuals, options, blocks)
+    row_blocks = row_blocks_of(residuals, options, blocks.programs)
     shapes = {"dy": jax.ShapeDtypeStruct(shape, options.out_dtype)}
     if ids is not None:
         # Padding's gradient is zero. Elsewhere that of x is dh itself.
@@ -146,21 +112,8 @@ def _sum_backward(
     dy = result["dy"].reshape(dh.shape)
     if options.layout == "token":
         return dx, dy, [*zeros, result["dgate"].reshape(dh.shape)]
-    total = _sums(result["partial"], row_blocks, residuals.gate.shape, options)
+    total = table_sums(*(result["partial"], row_blocks, residuals.gate.shape, options, REDUCE))
     return dx, dy, jnp.stack([*zeros, total.reshape(residuals.gate.shape)])
-
-
-def _sums(
-    partial_sums: jax.Array,
-    row_blocks: EvenRowBlocks | RowBlocks,
-    table: tuple[int, ...],
-    options: Options,
-) -> jax.Array:
-    """`reduce_partials` of what a kernel's programs summed up."""
-    table_row = row_blocks.table_row.reshape(-1) if isinstance(row_blocks, RowBlocks) else None
-    return reduce_partials(
-        *(partial_sums, table_row, row_blocks.per_row, table, options.interpret), REDUCE
-    )
 
 
 def _call(

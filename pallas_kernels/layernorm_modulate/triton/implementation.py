@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,9 @@ from pallas_kernels.layernorm_modulate.operands import (
     Residuals,
 )
 from pallas_kernels.layernorm_modulate.reference import XlaImplementation
+from pallas_kernels.layernorm_modulate.row_blocks import segment_row_blocks
 from pallas_kernels.layernorm_modulate.triton import tuning
 from pallas_kernels.layernorm_modulate.triton.division import Pass
-from pallas_kernels.layernorm_modulate.triton.row_blocks import RowBlocks, segment_row_blocks
 
 # What needs Pallas's Triton lowering is imported where it runs: it is deprecated, and a JAX
 # without it must still run the other implementations.
@@ -79,7 +79,7 @@ class TritonImplementation(FusedImplementation):
 
     def prepare_segments(
         self, segment_ids: jax.Array, table_rows: int, width: int, sharding: NamedSharding | None
-    ) -> dict[Pass, RowBlocks]:
+    ) -> dict[str, Any]:
         """The row blocks of each kernel."""
         # Each device has the programs for its own rows.
         shards = devices.shards_of(sharding, 0)

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.layernorm_modulate.operands import Options
+from pallas_kernels.layernorm_modulate.row_blocks import IMPOSSIBLE, EvenRowBlocks
 from pallas_kernels.layernorm_modulate.triton.division import Blocks
-from pallas_kernels.layernorm_modulate.triton.row_blocks import IMPOSSIBLE, EvenRowBlocks
 from pallas_kernels.triton.tiles import (
     Tiles,
     clear_beyond,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.layernorm_modulate.operands import Options
+from pallas_kernels.layernorm_modulate.operands import Operands, Options, Residuals
 
 PADDING, IMPOSSIBLE = -1, -2
 """Table rows of row blocks that hold padding, and of segments that no table row can serve: more
@@ -74,6 +74,20 @@ class RowBlocks(NamedTuple):
         inside = self.table_row >= 0
         table_row = jnp.where(inside, row * table_rows + self.table_row, self.table_row)
         return RowBlocks(self.start + row * seq_len, self.stop + row * seq_len, table_row)
+
+
+def row_blocks_of(
+    given: Operands | Residuals, options: Options, programs: int
+) -> EvenRowBlocks | RowBlocks:
+    """How the rows of a call are divided among about `programs` programs."""
+    stream = given.x if isinstance(given, Operands) else given.h
+    if options.layout != "segment":
+        return even_row_blocks(stream.shape, options, programs)
+    table_rows, found = given.scale.shape[1], given.prepared
+    if found is None:
+        assert given.segment_ids is not None
+        found = segment_row_blocks(given.segment_ids, table_rows, options.segment_block, programs)
+    return found.flattened(stream.shape[1], table_rows)
 
 
 def even_row_blocks(shape: tuple[int, ...], options: Options, programs: int) -> EvenRowBlocks:
