@@ -44,9 +44,10 @@ def layernorm_modulate(
         `segmentation`, for tables of M rows of width D.
       segment_block: promises that segments begin at multiples of it, which saves finding them.
       eps: added to the variance.
-      implementation: "triton" (the kernels), "xla" (XLA's fusion), the name of one that was
-        registered, or "auto": whichever was measured as faster for this device, width and size;
-        XLA where nothing was measured.
+      implementation: "triton" (the kernels), "mosaic" (on Hopper GPUs: the same, but for another
+        kernel in the backward), "xla" (XLA's fusion), the name of one that was registered, or
+        "auto": whichever was measured as faster for this device, width and size; XLA where
+        nothing was measured.
       interpret: run the kernels ("auto" means "triton" then) in Pallas's interpreter, which is slow
         and needs no GPU.
       sharding: how x is split over a mesh whose axes are Auto, where tracing cannot see it: over

@@ -230,8 +230,9 @@ class TransformerConfig(ModelConfig):
       residual_dtype: dtype of the residual streams. `compute` is the dtype of the computation, as
         in diffusers; `float32`, as in Wan's repository, is more exact and doubles activation
         memory.
-      norm: implementation of the modulated norms: `triton` (our kernels, GPU only), `xla`, the
-        name of a registered one, or `auto`, the one that was measured as faster here. RMSNorm of
+      norm: implementation of the modulated norms: `triton` (our kernels, GPU only), `mosaic` (with
+        another backward, Hopper GPUs only), `xla`, the name of a registered one, or `auto`, the
+        one that was measured as faster here. RMSNorm of
         queries and keys with their rotation, and GELU with the bias before it, are XLA's with
         `xla`, and `auto` otherwise.
       scan_layers: whether the blocks are compiled as one loop. Without one a step copies less and

@@ -1,0 +1,70 @@
+"""How the kernel uses a multiprocessor, and the rows that it takes."""
+
+from typing import NamedTuple
+
+from pallas_kernels import devices
+from pallas_kernels.layernorm_modulate.operands import ModulationLayout
+
+LANES = 128
+"""Threads of a group, and columns of a chunk: what a row's width must be a multiple of."""
+_LEAST_PACKED, _WIDEST_OF_TRITON = 1152, 4096
+"""Widths that bound where the kernel was faster than Triton's: of segments, and of gated sums."""
+_SHARED_BYTES = 220 * 1024
+"""Of a multiprocessor's shared memory, for rows."""
+_WIDEST, _MOST_CHUNKS = 10_240, 33
+"""Columns of a row, and chunks of a group where there are two: a thread holds an element of each
+chunk, of two tables and three sums, and wider rows leave the registers."""
+_FEWEST_SLOTS, _MOST_SLOTS = 2, 4
+_LARGE_ROW, _MOST_PER_CORE = 12 * 1024, 2
+"""Bytes of a row from which on one program of a multiprocessor has enough on the way; else two."""
+
+
+class Way(NamedTuple):
+    """How a program, one of `per_core` on each multiprocessor, walks through its rows.
+
+    Attributes:
+      groups: of `LANES` threads, each with columns of its own.
+      per_core: programs of each multiprocessor.
+      slots: rows in shared memory at a time.
+    """
+
+    groups: int
+    per_core: int
+    slots: int
+
+
+def faster_than_triton(layout: ModulationLayout, dim: int, gated: bool) -> bool:
+    """Whether the kernel was, on an H100 (benchmarks/results/wide_rows_h100.json).
+
+    Args:
+      layout: which rows share scale, shift and gate.
+      dim: columns.
+      gated: whether the norm is that of x + gate·y.
+    """
+    return dim >= _LEAST_PACKED if layout == "segment" else gated and dim > _WIDEST_OF_TRITON
+
+
+def way_for(dim: int, bytes_per_column: int) -> Way | None:
+    """The way for rows of `dim` columns; None for rows that the kernel does not take.
+
+    Args:
+      dim: columns.
+      bytes_per_column: of all arrays that are read, together.
+    """
+    groups = 2 if dim <= 2 * _MOST_CHUNKS * LANES else 4
+    if dim % LANES or dim > _WIDEST:
+        return None
+    row_bytes = groups * chunks_of(dim, groups) * LANES * bytes_per_column
+    per_core = _MOST_PER_CORE if row_bytes < _LARGE_ROW else 1
+    slots = min(_SHARED_BYTES // (per_core * row_bytes), _MOST_SLOTS)
+    return Way(groups, per_core, slots) if slots >= _FEWEST_SLOTS else None
+
+
+def programs_of(way: Way) -> int:
+    """Of a kernel, on the device to run on."""
+    return way.per_core * devices.core_count()
+
+
+def chunks_of(dim: int, groups: int) -> int:
+    """Chunks of columns of a group; some may be another's too."""
+    return -(-dim // (LANES * groups))

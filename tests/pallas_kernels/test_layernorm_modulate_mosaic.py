@@ -1,0 +1,288 @@
+"""The backward through Mosaic GPU, which only a Hopper GPU runs."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from kernel_cases import (
+    BF16,
+    EPS,
+    F16,
+    F32,
+    assert_same_bits,
+    check,
+    cotangents_for,
+    examples,
+    lowered_for_cuda,
+    make,
+    public,
+    with_gradients,
+)
+
+from pallas_kernels import devices, layernorm_modulate, mosaic_support, segmentation
+from pallas_kernels.layernorm_modulate import implementations
+from pallas_kernels.layernorm_modulate.mosaic import MosaicImplementation
+from pallas_kernels.layernorm_modulate.mosaic.columns import columns_of
+from pallas_kernels.layernorm_modulate.mosaic.tuning import LANES
+from pallas_kernels.layernorm_modulate.mosaic.walks import walks_of
+from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, Options, normalise
+
+
+@pytest.fixture
+def on_hopper():
+    if reason := mosaic_support.unsupported_device():
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def three_programs(monkeypatch):
+    """So that each walks through many rows and segments."""
+    monkeypatch.setattr(devices, "core_count", lambda: 3)
+
+
+def run(operands, cotangents, **static):
+    """Outputs and gradients of the kernels."""
+    both = with_gradients(lambda each: public(each, implementation="mosaic", **static))
+    return both(operands, cotangents)
+
+
+def run_and_check(operands, **static):
+    cotangents = cotangents_for(operands, static.get("residual_dtype"))
+    found = run(operands, cotangents, **static)
+    check(operands, *found, cotangents)
+    return found
+
+
+# ---------------------------------------------------------------- on a GPU
+
+DTYPES = ((BF16, BF16), (F32, BF16), (F32, F32), (F16, F16))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("branch", ["none", "returned", "plain", "gated"])
+@pytest.mark.parametrize(("x_dtype", "y_dtype"), DTYPES)
+@pytest.mark.parametrize("dim", [128, 640, 1152])
+def test_equals_the_float64_oracle(dim, x_dtype, y_dtype, branch):
+    residual = branch in ("plain", "gated")
+    operands = make(
+        *((2, 45, dim), (2, dim)),
+        x_dtype=x_dtype,
+        y_dtype=y_dtype if residual else None,
+        gate=branch == "gated",
+    )
+    if branch != "returned":
+        run_and_check(operands)
+        return
+    cotangents = (cotangents_for(operands)[1], cotangents_for(operands, seed=1)[1])
+    found = run(operands, cotangents, returns_x=True)
+    (h, out), gradients = found
+    assert_same_bits(h, operands.x)
+    check(operands, (None, out), gradients, cotangents)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper", "three_programs")
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 64])
+@pytest.mark.parametrize("dim", [256, 5248, 7296, 8192, 8576, 10_240])
+def test_wide_rows_and_any_number_of_them(dim, tokens):
+    run_and_check(make((1, tokens, dim), x_dtype=BF16, y_dtype=BF16, gate=True))
+
+
+LENGTH = 40
+
+
+@st.composite
+def layouts(draw):
+    """Ids of two rows of LENGTH tokens: segments in any order, padding anywhere."""
+    rows = []
+    for _ in range(2):
+        cuts = draw(st.sets(st.integers(1, LENGTH - 1), max_size=7))
+        segments = iter(draw(st.permutations(range(8))))
+        row = np.empty(LENGTH, np.int32)
+        for start, stop in itertools.pairwise([0, *sorted(cuts), LENGTH]):
+            row[start:stop] = -1 if draw(st.booleans()) and draw(st.booleans()) else next(segments)
+        rows.append(row)
+    return np.stack(rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper", "three_programs")
+@pytest.mark.parametrize("gated", [False, True])
+def test_segments(gated):
+    both = with_gradients(lambda each: public(each, implementation="mosaic"))
+
+    @examples(25)
+    @given(ids=layouts())
+    def check_layouts(ids):
+        y_dtype = BF16 if gated else None
+        operands = make((2, LENGTH, 384), (2, 8, 384), ids=ids, x_dtype=BF16, y_dtype=y_dtype)
+        operands = operands._replace(gate=operands.shift if gated else None)
+        cotangents = cotangents_for(operands)
+        found = both(operands, cotangents)
+        check(operands, *found, cotangents)
+        prepared = segmentation(operands.segment_ids, 8, 384)
+        assert_same_bits(found, run(operands, cotangents, segment_ids=prepared))
+
+    check_layouts()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper", "three_programs")
+def test_nothing_leaks_from_padding():
+    ids = np.repeat([0, -1, 1, -1], [9, 5, 16, 10])
+    operands = make((LENGTH, 384), (2, 384), ids=ids, x_dtype=BF16, y_dtype=BF16, gate=True)
+    padding = jnp.asarray(ids < 0)[:, None]
+
+    def spoiled(value):
+        return jnp.where(padding, jnp.nan, value)
+
+    dirty = operands._replace(x=spoiled(operands.x), y=spoiled(operands.y))
+    cotangents = cotangents_for(operands)
+    found = run(dirty, tuple(spoiled(value) for value in cotangents))
+    assert_same_bits(found, run(operands, cotangents))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("segment", [False, True])
+def test_equal_inputs_give_equal_bits(segment):
+    ids = jnp.arange(4096)[None] // 300 if segment else None
+    table = (1, 14, 6272) if segment else (1, 6272)
+    operands = make((1, 4096, 6272), table, ids=ids, x_dtype=BF16, y_dtype=BF16, gate=True)
+    cotangents = cotangents_for(operands)
+    first = run(operands, cotangents)
+    for _ in range(3):
+        assert_same_bits(first, run(operands, cotangents))
+
+
+# ---------------------------------------------------------------- without one
+
+
+def kernels(operands, monkeypatch, **static):
+    """Names of the Mosaic kernels in the lowered forward and backward."""
+    monkeypatch.setattr(devices, "core_count", lambda: 132)
+
+    def both(operands, cotangents):
+        ids = operands.segment_ids
+
+        def forward(*floats):
+            normal, options = normalise(
+                *("test", Operands(*floats, segment_ids=ids)),
+                **{"eps": EPS, "residual_dtype": None, "segment_block": None} | static,
+            )
+            return MosaicImplementation().run(normal, CallConfig(options, None))
+
+        outputs, pull = jax.vjp(forward, *operands[:5])
+        return outputs, pull(cotangents)
+
+    h = None if operands.y is None else operands.x
+    if "residual_dtype" in static:
+        h = jax.ShapeDtypeStruct(h.shape, static["residual_dtype"])
+    module = lowered_for_cuda(both, operands, (h, operands.x))
+    return "mosaic_gpu" in module
+
+
+def shapes_of(shape, layout="row", residual=True):
+    batch, _, dim = shape
+    table = {"row": (batch, dim), "token": shape, "segment": (batch, 16, dim)}[layout]
+    x, modulation = jax.ShapeDtypeStruct(shape, BF16), jax.ShapeDtypeStruct(table, F32)
+    ids = jax.ShapeDtypeStruct(shape[:2], jnp.int32) if layout == "segment" else None
+    branch = (x, modulation) if residual else (None, None)
+    return Operands(x, modulation, modulation, *branch, segment_ids=ids)
+
+
+@pytest.mark.parametrize("layout", ["row", "segment"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_wide_rows_lower_for_cuda(layout, residual, monkeypatch):
+    assert kernels(shapes_of((2, 512, 7296), layout, residual), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "static"),
+    [
+        (shapes_of((2, 512, 7296), "token"), {}),
+        (shapes_of((2, 512, 7300)), {}),
+        (shapes_of((2, 512, 10_368)), {}),
+        (shapes_of((2, 512, 7296)), {"residual_dtype": F32}),
+    ],
+)
+def test_what_it_does_not_take_runs_through_triton(shapes, static, monkeypatch):
+    assert not kernels(shapes, monkeypatch, **static)
+
+
+@examples(200)
+@given(chunks=st.integers(1, 100), groups=st.sampled_from([1, 2, 4]))
+def test_columns_are_counted_once_and_all_groups_have_equally_many(chunks, groups):
+    each = -(-chunks // groups)
+    assume((groups - 1) * each <= chunks)  # else a group would have another's columns alone
+    counted = np.zeros(chunks, int)
+    for group in range(groups):
+        columns = columns_of(chunks * LANES, groups, group)
+        first = int(columns.first)
+        assert [piece.at for piece in columns.pieces] == list(
+            itertools.accumulate((piece.chunks for piece in columns.pieces[:-1]), initial=0)
+        )
+        assert sum(piece.chunks for piece in columns.pieces) == columns.chunks == each
+        for piece in columns.pieces:
+            if piece.counts is None or piece.counts:
+                counted[first + piece.at : first + piece.at + piece.chunks] += 1
+    np.testing.assert_array_equal(counted, 1)
+
+
+@examples(60)
+@given(ids=layouts(), programs=st.integers(1, 90), block=st.sampled_from([None, 4]))
+def test_programs_walk_through_each_token_once(ids, programs, block):
+    if block:
+        ids = np.repeat(ids[:, : LENGTH // block], block, axis=1)
+    walks = walks_of(jnp.asarray(ids), 8, block, programs).flattened(LENGTH, 8)
+    first, end = (np.asarray(part).ravel() for part in (walks.first, walks.end))
+    start, stop = (np.asarray(part).ravel() for part in walks.row_blocks[:2])
+    table_row = np.asarray(walks.row_blocks.table_row).ravel()
+    expected = np.where(ids < 0, -1, ids + np.arange(2)[:, None] * 8).ravel()
+    place = 0
+    lengths = []
+    for one, other in zip(first, end, strict=True):
+        before = place
+        for number in range(one, other):
+            assert start[number] == place
+            assert (expected[place : stop[number]] == table_row[number]).all()
+            place = stop[number]
+        lengths.append(place - before)
+    assert place == ids.size
+    # Where segments begin at blocks, a program may have a block more.
+    assert max(lengths) <= -(-LENGTH // max(1, min(LENGTH, programs // 2))) + (block or 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "dim", "gated", "name"),
+    [
+        ("NVIDIA H200", "row", 7296, True, "mosaic"),
+        ("NVIDIA H100 80GB HBM3", "row", 8192, True, "mosaic"),
+        ("NVIDIA H200", "row", 7296, False, "triton"),
+        ("NVIDIA H200", "row", 1536, True, "triton"),
+        ("NVIDIA H200", "segment", 1536, True, "mosaic"),
+        ("NVIDIA H100 80GB HBM3", "segment", 1536, False, "mosaic"),
+        ("NVIDIA H200", "segment", 1500, True, "triton"),
+        ("NVIDIA H200", "token", 5120, True, "triton"),
+    ],
+)
+def test_auto_takes_it_where_it_was_faster(kind, layout, dim, gated, name, monkeypatch):
+    monkeypatch.setattr(mosaic_support, "unsupported_device", lambda: None)
+    monkeypatch.setattr("pallas_kernels.triton_support.unsupported_device", lambda: None)
+    monkeypatch.setattr(devices, "device_kind", lambda: kind)
+    shapes = shapes_of((1, 65_536, dim), layout, gated)
+    dtype = jnp.dtype(BF16)
+    config = CallConfig(Options(layout, EPS, dtype, dtype, dtype), None)
+    assert implementations.REGISTRY.choose("test", "auto", shapes, config).name == name
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="about machines without a GPU")
+def test_it_needs_a_gpu_and_says_so():
+    x, row = jnp.ones((2, 3, 128)), jnp.ones((2, 128))
+    with pytest.raises(NotImplementedError, match="'mosaic' cannot run, the backend is 'cpu'"):
+        layernorm_modulate(x, row, row, implementation="mosaic")
