@@ -11,6 +11,7 @@ import argparse
 import glob
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import gpu_target
 import jax
@@ -31,6 +33,8 @@ from pallas_kernels.bias_gelu import operands as gelu_operands
 from pallas_kernels.bias_gelu.triton import calls as gelu_calls
 from pallas_kernels.bias_gelu.triton import tuning as gelu_tuning
 from pallas_kernels.layernorm_modulate import operands as norm_operands
+from pallas_kernels.layernorm_modulate.mosaic import calls as mosaic_calls
+from pallas_kernels.layernorm_modulate.mosaic import tuning as mosaic_tuning
 from pallas_kernels.layernorm_modulate.triton import calls as norm_calls
 from pallas_kernels.layernorm_modulate.triton import tuning as norm_tuning
 from pallas_kernels.rms_norm_rotary import operands as rotary_operands
@@ -39,6 +43,8 @@ from pallas_kernels.rms_norm_rotary.triton import tuning as rotary_tuning
 
 _REGISTERS, _THREADS = 65_536, 32
 _TOKENS, _HEAD = 8192, 128
+_WARPS = 4
+"""Of a group of threads of a Mosaic kernel."""
 
 
 class Case(NamedTuple):
@@ -115,19 +121,42 @@ def norm_cases() -> Iterator[Case]:
         yield Case(*which, division.num_warps, division.per_core, call, shapes)
 
 
+def mosaic_cases() -> Iterator[Case]:
+    """The same through Mosaic GPU, of rows and of segments."""
+    dtype = jnp.dtype(jnp.bfloat16)
+    for dim in (1536, 5120, 7296, 8192, 10_240):
+        layouts: dict[norm_operands.ModulationLayout, tuple[tuple[int, ...], str]] = {
+            "row": ((1,), ""),
+            "segment": ((1, 42), ", segments"),
+        }
+        for layout, (tables, words) in layouts.items():
+            options = norm_operands.Options(layout, 1e-6, dtype, dtype, dtype, h="sum")
+            stream, table = array(1, _TOKENS, dim), wide(*tables, dim)
+            ids = array(1, _TOKENS, dtype=jnp.int32) if words else None
+            residuals = norm_operands.Residuals(
+                *(stream, wide(1, _TOKENS, 2), table, wide(0), stream, table, ids)
+            )
+            way = mosaic_tuning.way_for(dim, 8)
+            assert way is not None
+            call = partial(mosaic_calls.backward, options=options, way=way)
+            which = (mosaic_calls.BACKWARD, dim, f"after a residual{words}")
+            shapes = (residuals, stream, stream)
+            yield Case(*which, way.groups * _WARPS, way.per_core, call, shapes)
+
+
 def compiled_case(case: Case, device: Any) -> dict[str, Any]:
     """Registers of a thread, and bytes that it spills."""
     everywhere = NamedSharding(make_mesh(MeshConfig(), [device]), PartitionSpec())
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), case.shapes
     )
-    with tempfile.TemporaryDirectory() as folder, gpu_target.traced_for(device):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_TO": folder}),
+        gpu_target.traced_for(device),
+    ):
         gpu_target.compiled(jax.jit(case.call), *shapes, xla_dump_to=folder)
-        words = next(
-            text
-            for path in glob.glob(f"{folder}/*.ptx")
-            if f".entry {case.kernel}" in Path(path).read_text() and (text := ptxas(path))
-        )
+        words = of_ptxas(folder, case.kernel)
     registers = int(re.findall(r"Used (\d+) registers", words)[0])
     spilled = int(re.findall(r"(\d+) bytes spill stores", words)[0])
     held = registers * _THREADS * case.warps * case.per_core
@@ -141,6 +170,16 @@ def compiled_case(case: Case, device: Any) -> dict[str, Any]:
         "spilled_bytes": spilled,
         "fit": held <= _REGISTERS,
     }
+
+
+def of_ptxas(folder: str, kernel: str) -> str:
+    """What NVIDIA's assembler says of a kernel; Mosaic has asked it and dumps the answer."""
+    if found := glob.glob(f"{folder}/{kernel}*.ptxas"):
+        return Path(found[0]).read_text()
+    entry = f".entry {kernel}"
+    return next(
+        ptxas(path) for path in glob.glob(f"{folder}/*.ptx") if entry in Path(path).read_text()
+    )
 
 
 def ptxas(path: str) -> str:
@@ -164,7 +203,7 @@ def main(argv: list[str]) -> int:
         "cases": [],
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n")  # or fails before it compiles
-    for case in (*gelu_cases(), *rotary_cases(), *norm_cases()):
+    for case in (*gelu_cases(), *rotary_cases(), *norm_cases(), *mosaic_cases()):
         row = compiled_case(case, device)
         result["cases"].append(row)
         words = f"{row['registers']} registers, {row['spilled_bytes']} bytes spilled"
