@@ -161,7 +161,7 @@ WRONG = {
         },
         r"at least 1.*\(0, 4\)",
     ),
-    "implementation": ({"implementation": "magic"}, "'magic' is unknown.*auto, triton, xla"),
+    "implementation": ({"implementation": "magic"}, "'magic' is unknown.*auto, triton, mosaic, xla"),
 }
 
 
