@@ -73,7 +73,7 @@ class MosaicImplementation(TritonImplementation):
             return super().backward(residuals, dh, dout, options)
         from pallas_kernels.layernorm_modulate.mosaic import calls
 
-        walks = residuals.prepared and residuals.prepared[_walks(way)]
+        walks = residuals.prepared and residuals.prepared.get(_walks(way))
         return calls.backward(residuals, dh, dout, options, way, walks)
 
 
