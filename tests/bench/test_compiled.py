@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -61,10 +62,10 @@ def test_the_recorded_steps_keep_their_bounds():
     check_steps(cases_of(RESULTS / "compiled_step_h200.json"))
 
 
-def test_the_recorded_kernels_spill_nothing_but_triton_ones_above_6144_columns():
+def test_the_recorded_kernels_spill_nothing_up_to_6144_columns():
     for case in cases_of(RESULTS / "compiled_kernels_h200.json"):
-        narrow = case["dim"] <= 6144 or "mosaic" in case["kernel"]
-        assert not case["spilled_bytes"] or not narrow, case
+        most = 4 if "mosaic" in case["kernel"] else math.inf
+        assert case["spilled_bytes"] <= (0 if case["dim"] <= 6144 else most), case
 
 
 @pytest.mark.compiled

@@ -1,5 +1,6 @@
 """Inputs, a float64 oracle and tolerances for the tests of LayerNorm-Modulate's kernels."""
 
+import itertools
 import re
 from functools import cache
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import settings
+from hypothesis import strategies as st
 
 from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
 from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, normalise
@@ -285,19 +287,61 @@ def run_and_check(operands, interpret, what="", **static):
     return outputs, gradients
 
 
+@st.composite
+def layouts(draw, rows, length, segments):
+    """Ids of rows of `length` tokens: segments in any order, padding anywhere."""
+    found = []
+    for _ in range(rows):
+        cuts = draw(st.sets(st.integers(1, length - 1), max_size=segments - 1))
+        order = iter(draw(st.permutations(range(segments))))
+        row = np.empty(length, np.int32)
+        for start, stop in itertools.pairwise([0, *sorted(cuts), length]):
+            row[start:stop] = -1 if draw(st.booleans()) and draw(st.booleans()) else next(order)
+        found.append(row)
+    return np.stack(found)
+
+
 # Lowering ----------------------------------------------------------------------------------------
 
 
-def kernels_for_cuda(*, residual_dtype=None, segment_block=None):
+def kernels_for_cuda(kernels=TritonImplementation, *, residual_dtype=None, segment_block=None):
     """`implementation` for a GPU that need not be there."""
 
     def run(operands):
         normal, options = normalise(
             "test", operands, eps=EPS, residual_dtype=residual_dtype, segment_block=segment_block
         )
-        return TritonImplementation().run(normal, CallConfig(options, None))
+        return kernels().run(normal, CallConfig(options, None))
 
     return run
+
+
+def shapes_of(shape, layout="row", residual=True, dtype=BF16):
+    """The operands' shapes alone."""
+    batch, seq_len, dim = shape
+    table = {"row": (batch, dim), "token": shape, "segment": (batch, 64, dim)}[layout]
+    x, modulation = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(table, F32)
+    ids = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32) if layout == "segment" else None
+    branch = (x, modulation) if residual else (None, None)
+    return Operands(x, modulation, modulation, *branch, segment_ids=ids)
+
+
+def both_lowered_for_cuda(operands, kernels=TritonImplementation, **static):
+    """The text of forward and backward for shapes of operands."""
+    run = kernels_for_cuda(kernels, **static)
+
+    def both(operands, cotangents):
+        outputs, pull = jax.vjp(lambda *a: run(operands._replace(**_named(a))), *operands[:5])
+        return outputs, pull(cotangents)
+
+    h = operands.y
+    if h is not None:
+        h = jax.ShapeDtypeStruct(h.shape, static.get("residual_dtype") or h.dtype)
+    return lowered_for_cuda(both, operands, (h, operands.x))
+
+
+def _named(floats):
+    return dict(zip(Operands._fields, floats, strict=False))
 
 
 def lowered_for_cuda(function, *arguments):

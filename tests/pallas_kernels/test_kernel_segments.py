@@ -1,11 +1,8 @@
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from kernel_cases import (
     BF16,
     F32,
@@ -15,6 +12,7 @@ from kernel_cases import (
     examples,
     gradients_of,
     implementation,
+    layouts,
     make,
     run_and_check,
     with_gradients,
@@ -90,23 +88,8 @@ def test_a_block_longer_than_the_row(interpret):
     run_and_check(operands, interpret, segment_block=64)
 
 
-@st.composite
-def layouts(draw):
-    """Ids of three rows of LENGTH tokens: segments in any order, padding anywhere."""
-    rows = []
-    for _ in range(3):
-        cuts = draw(st.sets(st.integers(1, LENGTH - 1), max_size=5))
-        segments = iter(draw(st.permutations(range(6))))
-        edges = [0, *sorted(cuts), LENGTH]
-        row = np.empty(LENGTH, np.int32)
-        for start, stop in itertools.pairwise(edges):
-            row[start:stop] = -1 if draw(st.booleans()) and draw(st.booleans()) else next(segments)
-        rows.append(row)
-    return np.stack(rows)
-
-
 @examples(25)
-@given(ids=layouts())
+@given(ids=layouts(3, LENGTH, 6))
 def check_layouts(interpret, ids):
     operands = make((3, LENGTH, 32), (3, 6, 32), ids=ids, y_dtype=F32, gate=True)
     cotangents = cotangents_for(operands)

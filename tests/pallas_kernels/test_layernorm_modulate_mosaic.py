@@ -14,12 +14,14 @@ from kernel_cases import (
     F16,
     F32,
     assert_same_bits,
+    both_lowered_for_cuda,
     check,
     cotangents_for,
     examples,
-    lowered_for_cuda,
+    layouts,
     make,
     public,
+    shapes_of,
     with_gradients,
 )
 
@@ -29,7 +31,7 @@ from pallas_kernels.layernorm_modulate.mosaic import MosaicImplementation
 from pallas_kernels.layernorm_modulate.mosaic.columns import columns_of
 from pallas_kernels.layernorm_modulate.mosaic.tuning import LANES
 from pallas_kernels.layernorm_modulate.mosaic.walks import walks_of
-from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, Options, normalise
+from pallas_kernels.layernorm_modulate.operands import CallConfig, Options
 
 
 @pytest.fixture
@@ -93,21 +95,17 @@ def test_wide_rows_and_any_number_of_them(dim, tokens):
     run_and_check(make((1, tokens, dim), x_dtype=BF16, y_dtype=BF16, gate=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("size", [3.0, 300.0, 30_001.0])
+def test_constant_rows_have_no_normed_part(size):
+    operands = make((1, 45, 1152), y_dtype=F32, gate=True)
+    operands = operands._replace(x=jnp.full_like(operands.x, size), y=jnp.zeros_like(operands.y))
+    _, gradients = run(operands, cotangents_for(operands))
+    assert not np.asarray(gradients[1]).any()
+
+
 LENGTH = 40
-
-
-@st.composite
-def layouts(draw):
-    """Ids of two rows of LENGTH tokens: segments in any order, padding anywhere."""
-    rows = []
-    for _ in range(2):
-        cuts = draw(st.sets(st.integers(1, LENGTH - 1), max_size=7))
-        segments = iter(draw(st.permutations(range(8))))
-        row = np.empty(LENGTH, np.int32)
-        for start, stop in itertools.pairwise([0, *sorted(cuts), LENGTH]):
-            row[start:stop] = -1 if draw(st.booleans()) and draw(st.booleans()) else next(segments)
-        rows.append(row)
-    return np.stack(rows)
 
 
 @pytest.mark.gpu
@@ -117,7 +115,7 @@ def test_segments(gated):
     both = with_gradients(lambda each: public(each, implementation="mosaic"))
 
     @examples(25)
-    @given(ids=layouts())
+    @given(ids=layouts(2, LENGTH, 8))
     def check_layouts(ids):
         y_dtype = BF16 if gated else None
         operands = make((2, LENGTH, 384), (2, 8, 384), ids=ids, x_dtype=BF16, y_dtype=y_dtype)
@@ -128,7 +126,7 @@ def test_segments(gated):
         prepared = segmentation(operands.segment_ids, 8, 384)
         assert_same_bits(found, run(operands, cotangents, segment_ids=prepared))
 
-    check_layouts()
+    check_layouts(2, LENGTH, 8)
 
 
 @pytest.mark.gpu
@@ -163,43 +161,25 @@ def test_equal_inputs_give_equal_bits(segment):
 # ---------------------------------------------------------------- without one
 
 
-def kernels(operands, monkeypatch, **static):
-    """Names of the Mosaic kernels in the lowered forward and backward."""
+def taken(operands, monkeypatch, **static):
+    """Whether the lowered forward and backward hold the kernel."""
     monkeypatch.setattr(devices, "core_count", lambda: 132)
-
-    def both(operands, cotangents):
-        ids = operands.segment_ids
-
-        def forward(*floats):
-            normal, options = normalise(
-                *("test", Operands(*floats, segment_ids=ids)),
-                **{"eps": EPS, "residual_dtype": None, "segment_block": None} | static,
-            )
-            return MosaicImplementation().run(normal, CallConfig(options, None))
-
-        outputs, pull = jax.vjp(forward, *operands[:5])
-        return outputs, pull(cotangents)
-
-    h = None if operands.y is None else operands.x
-    if "residual_dtype" in static:
-        h = jax.ShapeDtypeStruct(h.shape, static["residual_dtype"])
-    module = lowered_for_cuda(both, operands, (h, operands.x))
-    return "mosaic_gpu" in module
-
-
-def shapes_of(shape, layout="row", residual=True):
-    batch, _, dim = shape
-    table = {"row": (batch, dim), "token": shape, "segment": (batch, 16, dim)}[layout]
-    x, modulation = jax.ShapeDtypeStruct(shape, BF16), jax.ShapeDtypeStruct(table, F32)
-    ids = jax.ShapeDtypeStruct(shape[:2], jnp.int32) if layout == "segment" else None
-    branch = (x, modulation) if residual else (None, None)
-    return Operands(x, modulation, modulation, *branch, segment_ids=ids)
+    return "mosaic_gpu" in both_lowered_for_cuda(operands, MosaicImplementation, **static)
 
 
 @pytest.mark.parametrize("layout", ["row", "segment"])
 @pytest.mark.parametrize("residual", [False, True])
 def test_wide_rows_lower_for_cuda(layout, residual, monkeypatch):
-    assert kernels(shapes_of((2, 512, 7296), layout, residual), monkeypatch)
+    assert taken(shapes_of((2, 512, 7296), layout, residual), monkeypatch)
+
+
+@pytest.mark.parametrize("width", [1500, 5120, 10_368])
+def test_segments_prepared_for_another_width_lower_for_cuda(width, monkeypatch):
+    monkeypatch.setattr(devices, "core_count", lambda: 132)
+    shapes = shapes_of((2, 512, 1536), "segment", residual=False)
+    prepare = MosaicImplementation().prepare_segments
+    prepared = jax.eval_shape(lambda ids: prepare(ids, 64, width, None), shapes.segment_ids)
+    assert taken(shapes._replace(prepared=prepared), monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -209,10 +189,15 @@ def test_wide_rows_lower_for_cuda(layout, residual, monkeypatch):
         (shapes_of((2, 512, 7300)), {}),
         (shapes_of((2, 512, 10_368)), {}),
         (shapes_of((2, 512, 7296)), {"residual_dtype": F32}),
+        (shapes_of((2, 512, 7040), dtype=F32), {}),
     ],
 )
 def test_what_it_does_not_take_runs_through_triton(shapes, static, monkeypatch):
-    assert not kernels(shapes, monkeypatch, **static)
+    assert not taken(shapes, monkeypatch, **static)
+
+
+def test_the_widest_rows_of_float32_lower_for_cuda(monkeypatch):
+    assert taken(shapes_of((2, 512, 6912), dtype=F32), monkeypatch)
 
 
 @examples(200)
@@ -235,7 +220,7 @@ def test_columns_are_counted_once_and_all_groups_have_equally_many(chunks, group
 
 
 @examples(60)
-@given(ids=layouts(), programs=st.integers(1, 90), block=st.sampled_from([None, 4]))
+@given(ids=layouts(2, LENGTH, 8), programs=st.integers(1, 90), block=st.sampled_from([None, 4]))
 def test_programs_walk_through_each_token_once(ids, programs, block):
     if block:
         ids = np.repeat(ids[:, : LENGTH // block], block, axis=1)
@@ -259,24 +244,25 @@ def test_programs_walk_through_each_token_once(ids, programs, block):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "dim", "gated", "name"),
+    ("kind", "layout", "dim", "gated", "dtype", "name"),
     [
-        ("NVIDIA H200", "row", 7296, True, "mosaic"),
-        ("NVIDIA H100 80GB HBM3", "row", 8192, True, "mosaic"),
-        ("NVIDIA H200", "row", 7296, False, "triton"),
-        ("NVIDIA H200", "row", 1536, True, "triton"),
-        ("NVIDIA H200", "segment", 1536, True, "mosaic"),
-        ("NVIDIA H100 80GB HBM3", "segment", 1536, False, "mosaic"),
-        ("NVIDIA H200", "segment", 1500, True, "triton"),
-        ("NVIDIA H200", "token", 5120, True, "triton"),
+        ("NVIDIA H200", "row", 7296, True, BF16, "mosaic"),
+        ("NVIDIA H100 80GB HBM3", "row", 8192, True, BF16, "mosaic"),
+        ("NVIDIA H200", "row", 7296, False, BF16, "triton"),
+        ("NVIDIA H200", "row", 1536, True, BF16, "triton"),
+        ("NVIDIA H200", "segment", 1536, True, BF16, "mosaic"),
+        ("NVIDIA H100 80GB HBM3", "segment", 1536, False, BF16, "mosaic"),
+        ("NVIDIA H200", "segment", 1500, True, BF16, "triton"),
+        ("NVIDIA H200", "token", 5120, True, BF16, "triton"),
+        ("NVIDIA H200", "row", 5120, True, F32, "triton"),
     ],
 )
-def test_auto_takes_it_where_it_was_faster(kind, layout, dim, gated, name, monkeypatch):
+def test_auto_takes_it_where_it_was_faster(kind, layout, dim, gated, dtype, name, monkeypatch):
     monkeypatch.setattr(mosaic_support, "unsupported_device", lambda: None)
     monkeypatch.setattr("pallas_kernels.triton_support.unsupported_device", lambda: None)
     monkeypatch.setattr(devices, "device_kind", lambda: kind)
-    shapes = shapes_of((1, 65_536, dim), layout, gated)
-    dtype = jnp.dtype(BF16)
+    shapes = shapes_of((1, 65_536, dim), layout, gated, dtype)
+    dtype = jnp.dtype(dtype)
     config = CallConfig(Options(layout, EPS, dtype, dtype, dtype), None)
     assert implementations.REGISTRY.choose("test", "auto", shapes, config).name == name
 

@@ -63,14 +63,13 @@ def backward(
         walked = walks.flattened(ids.shape[1], tables)
         row_blocks = walked.row_blocks
     arrays = backward_arrays(residuals, dh, dout, options, row_blocks)
-    result = _call(arrays, residuals.segment_ids, options, way, walked)
+    result = _call(arrays, residuals.segment_ids, way, walked)
     return gradients(result, residuals, dh, options, row_blocks, REDUCE)
 
 
 def _call(
     arrays: BackwardArrays,
     ids: jax.Array | None,
-    options: Options,
     way: Way,
     walks: Walks | EvenRowBlocks,
 ) -> dict[str, jax.Array]:
@@ -90,7 +89,7 @@ def _call(
         programs, row_blocks, even = walks.total, walks.total, walks
     scratch = _scratch({name: given[name].dtype for name in STREAMS if name in given}, dim, way)
     names = (*given, *arrays.outputs, *scratch)
-    launch = Launch(names, dim, options, way, even, row_blocks)
+    launch = Launch(names, dim, way, even, row_blocks)
     results = plgpu.kernel(
         partial(backward_kernel, launch=launch),
         out_type=[

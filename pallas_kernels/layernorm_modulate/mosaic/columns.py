@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.layernorm_modulate.mosaic.tuning import LANES
+from pallas_kernels.layernorm_modulate.mosaic.tuning import LANES, chunks_of
 
 WARPS = 4
 """Of a group. Each has a row of a piece, so that sums over it need no other warp."""
@@ -74,7 +74,7 @@ def columns_of(dim: int, groups: int, group: Any) -> Columns:
     Both compute the same there, and only one counts it in sums over the row.
     """
     total = dim // LANES
-    chunks = -(-total // groups)
+    chunks = chunks_of(dim, groups)
     first = jnp.minimum(group * chunks, total - chunks)
     shared = groups * chunks - total
     # A chunk that the last group shares, by itself.

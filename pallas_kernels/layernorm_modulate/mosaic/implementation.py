@@ -8,9 +8,10 @@ from jax.sharding import NamedSharding
 
 from pallas_kernels import devices, mosaic_support
 from pallas_kernels.layernorm_modulate.mosaic.tuning import (
+    MEASURED_BYTES,
+    PER_CORE,
     Way,
     faster_than_triton,
-    programs_of,
     way_for,
 )
 from pallas_kernels.layernorm_modulate.mosaic.walks import walks_of
@@ -19,9 +20,6 @@ from pallas_kernels.layernorm_modulate.triton import TritonImplementation
 
 # What needs Pallas's Mosaic lowering is imported where it runs: a JAX without it must still run
 # the other implementations.
-
-_BYTES_PER_COLUMN = range(4, 17, 2)
-"""Of the arrays that a backward reads, two to four of two or four bytes."""
 
 
 class MosaicImplementation(TritonImplementation):
@@ -43,8 +41,10 @@ class MosaicImplementation(TritonImplementation):
         x, y, options = operands.x, operands.y, config.options
         if not faster_than_triton(options.layout, x.shape[-1], operands.gate is not None):
             return False
-        taken = _way((x, x) if y is None else (x, y, x, y), options) is not None
-        return taken and super().faster_than_reference(operands, config)
+        streams = (x, x) if y is None else (x, y, x, y)
+        if _bytes_per_column(streams) > MEASURED_BYTES or _way(streams, options) is None:
+            return False
+        return super().faster_than_reference(operands, config)
 
     def prepare_segments(
         self, segment_ids: jax.Array, table_rows: int, width: int, sharding: NamedSharding | None
@@ -52,10 +52,10 @@ class MosaicImplementation(TritonImplementation):
         """The row blocks of each Triton kernel, and the walks of the one here."""
         # Each device has the programs for its own rows.
         shards = devices.shards_of(sharding, 0)
-        ways = {way.per_core: way for size in _BYTES_PER_COLUMN if (way := way_for(width, size))}
+        cores = devices.core_count() * shards
         walks = {
-            _walks(way): walks_of(segment_ids, table_rows, None, programs_of(way) * shards)
-            for way in ways.values()
+            _walks(per_core): walks_of(segment_ids, table_rows, None, per_core * cores)
+            for per_core in PER_CORE
         }
         return super().prepare_segments(segment_ids, table_rows, width, sharding) | walks
 
@@ -73,7 +73,7 @@ class MosaicImplementation(TritonImplementation):
             return super().backward(residuals, dh, dout, options)
         from pallas_kernels.layernorm_modulate.mosaic import calls
 
-        walks = residuals.prepared and residuals.prepared.get(_walks(way))
+        walks = residuals.prepared and residuals.prepared[_walks(way.per_core)]
         return calls.backward(residuals, dh, dout, options, way, walks)
 
 
@@ -82,9 +82,13 @@ def _way(streams: Sequence[jax.Array], options: Options) -> Way | None:
     # Gradients are written where h and dout stood.
     if options.layout == "token" or options.x_dtype != options.residual_dtype:
         return None
-    return way_for(streams[0].shape[-1], sum(each.dtype.itemsize for each in streams))
+    return way_for(streams[0].shape[-1], _bytes_per_column(streams))
 
 
-def _walks(way: Way) -> str:
-    """The name of what is prepared for a way, beside the row blocks of the Triton kernels."""
-    return f"walks of {way.per_core} a core"
+def _bytes_per_column(streams: Sequence[jax.Array]) -> int:
+    return sum(each.dtype.itemsize for each in streams)
+
+
+def _walks(per_core: int) -> str:
+    """The name of what is prepared for a `Way`, beside the row blocks of the Triton kernels."""
+    return f"walks of {per_core} a core"

@@ -52,7 +52,6 @@ def _walk(block: RowBlock, launch: Launch, ref: Refs, ring: Ring, group: Any) ->
         slot = ring.wait(row)
         if valid is not None:
             _clear_unless(valid, slot, columns)
-        offset = mean * rstd
 
         def load(name: str, piece: Piece) -> jax.Array:
             return piece.load(slot[name])
@@ -60,7 +59,7 @@ def _walk(block: RowBlock, launch: Launch, ref: Refs, ring: Ring, group: Any) ->
         def inner(piece: Piece, table: Refs) -> tuple[jax.Array, jax.Array, jax.Array]:
             """dout, the normed row, and the gradient of the normed row."""
             dout = load("dout", piece)
-            return dout, load("h", piece) * rstd - offset, dout * table["gain"]
+            return dout, (load("h", piece) - mean) * rstd, dout * table["gain"]
 
         inners = zip(columns.pieces, tables, strict=True)
         terms = [(piece, *inner(piece, table)[1:]) for piece, table in inners]

@@ -11,7 +11,6 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layernorm_modulate.mosaic.columns import Columns
 from pallas_kernels.layernorm_modulate.mosaic.tuning import Way
-from pallas_kernels.layernorm_modulate.operands import Options
 from pallas_kernels.layernorm_modulate.row_blocks import EvenRowBlocks
 
 Refs = dict[str, Any]
@@ -34,7 +33,6 @@ class Launch:
       names: of its refs, in order; rows in shared memory, its barrier, and the groups' sums with
         theirs come last.
       dim: width of a row.
-      options: of the call.
       way: of the kernel.
       even: where row blocks lie, one for each program; None if refs `start`, `stop`, `table_row`,
         `first` and `end` say.
@@ -43,7 +41,6 @@ class Launch:
 
     names: tuple[str, ...]
     dim: int
-    options: Options
     way: Way
     even: EvenRowBlocks | None
     row_blocks: int

@@ -15,8 +15,10 @@ _WIDEST, _MOST_CHUNKS = 10_240, 33
 """Columns of a row, and chunks of a group where there are two: a thread holds an element of each
 chunk, of two tables and three sums, and wider rows leave the registers."""
 _FEWEST_SLOTS, _MOST_SLOTS = 2, 4
-_LARGE_ROW, _MOST_PER_CORE = 12 * 1024, 2
-"""Bytes of a row from which on one program of a multiprocessor has enough on the way; else two."""
+PER_CORE, _LARGE_ROW = (1, 2), 12 * 1024
+"""Programs of a multiprocessor: one for rows of so many bytes, which has enough on the way."""
+MEASURED_BYTES = 8
+"""Of a column of all arrays that are read, at most, where the kernel was compared with Triton's."""
 
 
 class Way(NamedTuple):
@@ -55,7 +57,7 @@ def way_for(dim: int, bytes_per_column: int) -> Way | None:
     if dim % LANES or dim > _WIDEST:
         return None
     row_bytes = groups * chunks_of(dim, groups) * LANES * bytes_per_column
-    per_core = _MOST_PER_CORE if row_bytes < _LARGE_ROW else 1
+    per_core = PER_CORE[row_bytes < _LARGE_ROW]
     slots = min(_SHARED_BYTES // (per_core * row_bytes), _MOST_SLOTS)
     return Way(groups, per_core, slots) if slots >= _FEWEST_SLOTS else None
 
