@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from alload_jax.bench.device_load import sampling
 from alload_jax.bench.provenance import provenance
 from alload_jax.bench.remat_times import layer_seconds, measurable
 from alload_jax.bench.step import Step, tokens_beside, training_spec
@@ -86,7 +87,10 @@ def resolved(settings: Settings) -> Resolved:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """Median seconds and peak bytes of a step; or the error that ended the measurement."""
+    """Median seconds and peak bytes of a step, and the device's clock and power meanwhile.
+
+    Or the error that ended the measurement.
+    """
     try:
         model, times = resolved(settings)
     except InputError as error:
@@ -106,8 +110,10 @@ def measure(settings: Settings) -> dict[str, Any]:
         gradient = step.compile(latents)
         compiled = time.perf_counter()
         batch = step.batch(latents)
-        runs = settings.warmup + settings.steps
-        seconds = [step.run(gradient, batch) for _ in range(runs)][settings.warmup :]
+        for _ in range(settings.warmup):
+            step.run(gradient, batch)
+        with sampling() as sampled:
+            seconds = [step.run(gradient, batch) for _ in range(settings.steps)]
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
@@ -127,6 +133,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         "compile_seconds": compiled - begin,
         "peak_bytes": peak,
         "temporary_bytes": found.temp_size_in_bytes,
+        "load": sampled.load and sampled.load._asdict(),
     }
 
 

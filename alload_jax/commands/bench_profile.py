@@ -161,6 +161,11 @@ def _outcome(case: Mapping[str, Any]) -> str:
         f"step {case['seconds'] * 1e3:,.1f} ms, {case['traced_seconds'] * 1e3:,.1f} ms traced, "
         f"at most {gigabytes(case.get('peak_bytes'))}"
     )
+    if load := case.get("load"):
+        told += (
+            f", {load['sm_mhz']:,.0f} of {load['most_sm_mhz']:,.0f} MHz, "
+            f"{load['watts']:,.0f} of {load['most_watts']:,.0f} W"
+        )
     if case["roof"] is None:
         return f"{told}; roofs are measured on a GPU"
     roof = {name: f"{seconds * 1e3:,.1f}" for name, seconds in case["roof"].items()}
