@@ -1,6 +1,8 @@
 """The backward through Mosaic GPU, which only a Hopper GPU runs."""
 
 import itertools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +31,12 @@ from pallas_kernels import devices, layernorm_modulate, mosaic_support, segmenta
 from pallas_kernels.layernorm_modulate import implementations
 from pallas_kernels.layernorm_modulate.mosaic import MosaicImplementation
 from pallas_kernels.layernorm_modulate.mosaic.columns import columns_of
-from pallas_kernels.layernorm_modulate.mosaic.tuning import LANES
+from pallas_kernels.layernorm_modulate.mosaic.tuning import LANES, faster_than_triton
 from pallas_kernels.layernorm_modulate.mosaic.walks import walks_of
 from pallas_kernels.layernorm_modulate.operands import CallConfig, Options
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+CASE = ("function", "rows", "dim", "implementation")
 
 
 @pytest.fixture
@@ -126,7 +131,7 @@ def test_segments(gated):
         prepared = segmentation(operands.segment_ids, 8, 384)
         assert_same_bits(found, run(operands, cotangents, segment_ids=prepared))
 
-    check_layouts(2, LENGTH, 8)
+    check_layouts()
 
 
 @pytest.mark.gpu
@@ -243,28 +248,66 @@ def test_programs_walk_through_each_token_once(ids, programs, block):
     assert max(lengths) <= -(-LENGTH // max(1, min(LENGTH, programs // 2))) + (block or 0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "dim", "gated", "dtype", "name"),
-    [
-        ("NVIDIA H200", "row", 7296, True, BF16, "mosaic"),
-        ("NVIDIA H100 80GB HBM3", "row", 8192, True, BF16, "mosaic"),
-        ("NVIDIA H200", "row", 7296, False, BF16, "triton"),
-        ("NVIDIA H200", "row", 1536, True, BF16, "triton"),
-        ("NVIDIA H200", "segment", 1536, True, BF16, "mosaic"),
-        ("NVIDIA H100 80GB HBM3", "segment", 1536, False, BF16, "mosaic"),
-        ("NVIDIA H200", "segment", 1500, True, BF16, "triton"),
-        ("NVIDIA H200", "token", 5120, True, BF16, "triton"),
-        ("NVIDIA H200", "row", 5120, True, F32, "triton"),
-    ],
-)
-def test_auto_takes_it_where_it_was_faster(kind, layout, dim, gated, dtype, name, monkeypatch):
+HOPPER = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+
+
+def chosen(kind, layout, norm, dim, dtype, monkeypatch):
+    """The implementation that "auto" takes."""
     monkeypatch.setattr(mosaic_support, "unsupported_device", lambda: None)
     monkeypatch.setattr("pallas_kernels.triton_support.unsupported_device", lambda: None)
     monkeypatch.setattr(devices, "device_kind", lambda: kind)
-    shapes = shapes_of((1, 65_536, dim), layout, gated, dtype)
+    shapes = shapes_of((1, 65_536, dim), layout, norm == "gated", dtype)
+    if norm == "sum":
+        shapes = shapes._replace(y=shapes.x)
+    given = {"h": {"gated": "sum", "returned": "x"}.get(norm, "sum")} if norm != "plain" else {}
     dtype = jnp.dtype(dtype)
-    config = CallConfig(Options(layout, EPS, dtype, dtype, dtype), None)
-    assert implementations.REGISTRY.choose("test", "auto", shapes, config).name == name
+    config = CallConfig(Options(layout, EPS, dtype, dtype, dtype, **given), None)
+    return implementations.REGISTRY.choose("test", "auto", shapes, config).name
+
+
+@pytest.mark.parametrize("kind", HOPPER)
+@pytest.mark.parametrize(
+    ("layout", "norm", "dim", "name"),
+    [
+        ("row", "gated", 7296, "mosaic"),
+        ("row", "gated", 1536, "triton"),
+        ("row", "sum", 5120, "mosaic"),
+        ("row", "sum", 2048, "triton"),
+        ("row", "returned", 5120, "mosaic"),
+        ("row", "returned", 1536, "triton"),
+        ("row", "plain", 5120, "mosaic"),
+        ("row", "plain", 1536, "triton"),
+        ("row", "plain", 7296, "triton"),
+        ("segment", "gated", 1152, "mosaic"),
+        ("segment", "gated", 1500, "triton"),
+        ("segment", "sum", 1536, "mosaic"),
+        ("segment", "plain", 1536, "triton"),
+        ("segment", "plain", 2048, "mosaic"),
+        ("token", "gated", 5120, "triton"),
+    ],
+)
+def test_auto_takes_it_where_it_was_faster(kind, layout, norm, dim, name, monkeypatch):
+    assert chosen(kind, layout, norm, dim, BF16, monkeypatch) == name
+
+
+@pytest.mark.parametrize("norm", ["gated", "sum", "returned", "plain"])
+def test_auto_leaves_float32_to_the_others(norm, monkeypatch):
+    assert chosen(HOPPER[0], "row", norm, 5120, F32, monkeypatch) == "triton"
+
+
+@pytest.mark.parametrize("device", ["h200", "h100"])
+def test_auto_loses_at_most_a_tenth_where_both_were_measured(device):
+    content = json.loads((RESULTS / f"wide_rows_{device}.json").read_text())
+    found = {tuple(each[name] for name in CASE): each["of_copy"] for each in content["cases"]}
+    both = [case[:3] for case in found if case[3] == "mosaic"]
+    assert len(both) > 100
+    for norm, rows, dim in both:
+        layout = "segment" if rows == "segments" else "row"
+        names = ["mosaic", "triton"]
+        if not faster_than_triton(layout, norm, dim):
+            names.reverse()
+        taken, other = (found[norm, rows, dim, name] for name in names)
+        assert taken >= 0.9 * other, (norm, rows, dim)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="about machines without a GPU")

@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding
 
 from pallas_kernels import devices, mosaic_support
 from pallas_kernels.layernorm_modulate.mosaic.tuning import (
-    MEASURED_BYTES,
     PER_CORE,
+    Norm,
     Way,
     faster_than_triton,
     way_for,
@@ -38,11 +38,13 @@ class MosaicImplementation(TritonImplementation):
 
     def faster_than_reference(self, operands: Operands, config: CallConfig) -> bool:
         """As the Triton kernels are, where the backward here was faster than theirs."""
-        x, y, options = operands.x, operands.y, config.options
-        if not faster_than_triton(options.layout, x.shape[-1], operands.gate is not None):
+        x, options, norm = operands.x, config.options, _norm(operands, config)
+        if not faster_than_triton(options.layout, norm, x.shape[-1]):
             return False
-        streams = (x, x) if y is None else (x, y, x, y)
-        if _bytes_per_column(streams) > MEASURED_BYTES or _way(streams, options) is None:
+        y = x if operands.y is None else operands.y
+        streams = {"plain": (x, y), "sum": (x, y, x), "gated": (x, y, x, y)}[norm]
+        # Wider dtypes were not compared.
+        if any(each.dtype.itemsize > 2 for each in streams) or _way(streams, options) is None:
             return False
         return super().faster_than_reference(operands, config)
 
@@ -75,6 +77,12 @@ class MosaicImplementation(TritonImplementation):
 
         walks = residuals.prepared and residuals.prepared[_walks(way.per_core)]
         return calls.backward(residuals, dh, dout, options, way, walks)
+
+
+def _norm(operands: Operands, config: CallConfig) -> Norm:
+    if config.options.h is None:
+        return "plain"
+    return "sum" if operands.gate is None else "gated"
 
 
 def _way(streams: Sequence[jax.Array], options: Options) -> Way | None:

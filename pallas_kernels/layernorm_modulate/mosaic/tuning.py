@@ -1,14 +1,26 @@
 """How the kernel uses a multiprocessor, and the rows that it takes."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pallas_kernels import devices
 from pallas_kernels.layernorm_modulate.operands import ModulationLayout
 
 LANES = 128
 """Threads of a group, and columns of a chunk: what a row's width must be a multiple of."""
-_LEAST_PACKED, _WIDEST_OF_TRITON = 1152, 4096
-"""Widths that bound where the kernel was faster than Triton's: of segments, and of gated sums."""
+Norm = Literal["gated", "sum", "plain"]
+"""Of x + gate·y; of a sum without a gate, or of an x that has a gradient besides; of x alone."""
+_NARROWEST: dict[tuple[ModulationLayout, Norm], int] = {
+    ("row", "gated"): 2304,
+    ("row", "sum"): 2304,
+    ("row", "plain"): 4096,
+    ("segment", "gated"): 1152,
+    ("segment", "sum"): 1536,
+    ("segment", "plain"): 2048,
+}
+"""Width from which on the kernel was faster than Triton's on an H200 and on an H100, or at most 4 %
+slower (benchmarks/results/wide_rows_h200.json, wide_rows_h100.json)."""
+_PLAIN_OF_TRITON = range(6273, 8193)
+"""Widths at which it was not for plain rows on an H100."""
 _SHARED_BYTES = 220 * 1024
 """Of a multiprocessor's shared memory, for rows."""
 _WIDEST, _MOST_CHUNKS = 10_240, 33
@@ -17,8 +29,6 @@ chunk, of two tables and three sums, and wider rows leave the registers."""
 _FEWEST_SLOTS, _MOST_SLOTS = 2, 4
 PER_CORE, _LARGE_ROW = (1, 2), 12 * 1024
 """Programs of a multiprocessor: one for rows of so many bytes, which has enough on the way."""
-MEASURED_BYTES = 8
-"""Of a column of all arrays that are read, at most, where the kernel was compared with Triton's."""
 
 
 class Way(NamedTuple):
@@ -35,15 +45,18 @@ class Way(NamedTuple):
     slots: int
 
 
-def faster_than_triton(layout: ModulationLayout, dim: int, gated: bool) -> bool:
-    """Whether the kernel was, on an H100 (benchmarks/results/wide_rows_h100.json).
+def faster_than_triton(layout: ModulationLayout, norm: Norm, dim: int) -> bool:
+    """Whether the kernel was.
 
     Args:
       layout: which rows share scale, shift and gate.
+      norm: what it is of.
       dim: columns.
-      gated: whether the norm is that of x + gate·y.
     """
-    return dim >= _LEAST_PACKED if layout == "segment" else gated and dim > _WIDEST_OF_TRITON
+    narrowest = _NARROWEST.get((layout, norm))
+    if narrowest is None or dim < narrowest:
+        return False
+    return (layout, norm) != ("row", "plain") or dim not in _PLAIN_OF_TRITON
 
 
 def way_for(dim: int, bytes_per_column: int) -> Way | None:
