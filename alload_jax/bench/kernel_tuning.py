@@ -34,6 +34,7 @@ TENSORS: dict[Pass, int] = {
     "backward": 3,
     "residual_forward": 4,
     "residual_backward": 6,
+    "sum_backward": 4,
 }
 """How many tensors of x's bytes each kernel must read and write at least."""
 _PER_CORE: dict[str, dict[int, tuple[int, ...]]] = {
@@ -92,7 +93,7 @@ class _Calls:
 
     def __init__(self, kernel: Pass, dim: int):
         self.kernel, self.dim = kernel, dim
-        self._residual = kernel.startswith("residual")
+        self._sum = kernel.startswith(("residual", "sum"))
         key = jax.random.key(0)
         self._shapes = jax.eval_shape(self._in_form, key)
         self._make: Any = jax.jit(self._in_form).lower(key).compile()
@@ -100,14 +101,16 @@ class _Calls:
     def compile(self, division: Division) -> Any:
         """A program that runs the kernel so on each of `_SETS` sets of arguments."""
         blocks = division.blocks(jax.devices()[0].core_count)
-        outputs = ("out", "statistics", *(["h"] if self._residual else []))
+        outputs = ("out", "statistics", *(["h"] if self._sum else []))
 
         def call(*given: Any) -> Any:
             if self.kernel.endswith("forward"):
                 [operands] = given
                 return calls.forward(operands, self._options, blocks, outputs)
             residuals, dh, dout = given
-            return calls.backward(residuals, dh, dout, self._options, blocks)
+            dx, dy, tables = calls.backward(residuals, dh, dout, self._options, blocks)
+            # A program that returns an array twice may copy it.
+            return dx, None if dy is dx else dy, tables
 
         return rotating(call, [self._shapes] * _SETS)
 
@@ -119,7 +122,7 @@ class _Calls:
         shape, keys = (1, ELEMENTS // self.dim, self.dim), jax.random.split(key, 7)
         x, y, dh, dout = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys[:4])
         scale, shift, gate = (jax.random.normal(k, (1, self.dim)) for k in keys[4:])
-        more = (y, gate) if self._residual else (None, None)
+        more = (y, None if self.kernel.startswith("sum") else gate) if self._sum else (None, None)
         operands, self._options = normalise(
             *(self.kernel, Operands(x, scale, shift, *more)),
             eps=1e-6,
@@ -128,15 +131,15 @@ class _Calls:
         )
         if self.kernel.endswith("forward"):
             return (operands,)
-        return _residuals(operands, self._options), dh if self._residual else None, dout
+        return _residuals(operands, self._options), dh if self._sum else None, dout
 
 
 def _residuals(operands: Operands, options: Options) -> Residuals:
     """As if x were the norm's input: the time does not depend on the values."""
     blocks = Division(512, 4, 24).blocks(jax.devices()[0].core_count)
     (statistics,) = calls.forward(operands, options, blocks, ["statistics"])
-    shift = jnp.zeros((0,))
-    return Residuals(operands.x, statistics, operands.scale, shift, operands.y, operands.gate, None)
+    y, gate = None if operands.gate is None else operands.y, operands.gate
+    return Residuals(operands.x, statistics, operands.scale, jnp.zeros((0,)), y, gate, None)
 
 
 Group = tuple[Pass, int, Division]

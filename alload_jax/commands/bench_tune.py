@@ -21,7 +21,7 @@ HELP = "Measure how the norm kernels run fastest on this GPU, for model.norm aut
 
 _COMMAND = "alload bench tune"
 _MOST_PROCESSES = 14
-_KERNELS = ("forward", "backward", "residual_forward", "residual_backward")
+_KERNELS = ("forward", "backward", "residual_forward", "residual_backward", "sum_backward")
 _DIMS = (1024, 1152, 1280, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096, 5120, 6144, 8192)
 _WIDTH = 120
 _COLUMNS = ("width", "kernel", "of copy before", "of copy", "tile", "warps", "programs a core")

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Pass = Literal["forward", "backward", "residual_forward", "residual_backward"]
+Pass = Literal["forward", "backward", "residual_forward", "residual_backward", "sum_backward"]
+"""Kernels by what they hold: `residual_backward` after x + gate·y, `sum_backward` after x + y."""
 
 
 @dataclass(frozen=True)

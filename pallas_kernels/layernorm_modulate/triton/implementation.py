@@ -115,9 +115,10 @@ class TritonImplementation(FusedImplementation):
         """One kernel, and one that adds up the partial sums of the tables' gradients."""
         from pallas_kernels.layernorm_modulate.triton import calls
 
-        # Without a gate, or without the norm, a program holds no more than the plain backward's.
-        plain = dh is None or dout is None or residuals.gate is None
-        kernel: Pass = "backward" if plain else "residual_backward"
+        # Without the norm, a program holds no more than the plain backward's.
+        kernel: Pass = "backward"
+        if dh is not None and dout is not None:
+            kernel = "sum_backward" if residuals.gate is None else "residual_backward"
         blocks = tuning.blocks_for(kernel, residuals.h.shape[-1])
         own = residuals.prepared and residuals.prepared[kernel]
         return calls.backward(residuals._replace(prepared=own), dh, dout, options, blocks)
