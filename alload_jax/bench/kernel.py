@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from alload_jax.bench.device_time import DeviceTime, device_time, rotating
-from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
+from pallas_kernels import layernorm_modulate, mosaic_support, residual_layernorm_modulate
+from pallas_kernels.layernorm_modulate.mosaic.tuning import way_for
 from pallas_kernels.layernorm_modulate.workloads import Workload
 
 Function = Literal[
@@ -36,6 +37,9 @@ x, y → h, out; h, y, dh, dout → dx, dy. A float32 scale or shift for each to
 SEGMENTS = 16
 """Equal segments of each row in `segment_layernorm_modulate`."""
 
+_STREAMS = 4
+"""Arrays that a backward reads at most."""
+
 _ROTATED_BYTES = 512 << 20
 """What the sets of arguments together exceed: several times the L2 cache of any GPU."""
 
@@ -51,7 +55,7 @@ class Entry(NamedTuple):
       shape: [B, S, D] of x, bfloat16; scale and shift are float32.
       function: what was run.
       direction: forward or backward.
-      implementation: triton, xla, or the name that a rival gives itself.
+      implementation: triton, mosaic, xla, or the name that a rival gives itself.
       us: median device time in µs.
       us_low: 10th percentile.
       us_high: 90th percentile.
@@ -103,6 +107,19 @@ def measure(
                 for rival in rivals:
                     for implementation, time in rival(function, direction, sets):
                         yield _entry(name, workload, key, implementation, time, moved)
+
+
+def mosaic(
+    function: Function, direction: Pass, sets: Sequence[Arguments]
+) -> Iterator[tuple[str, DeviceTime]]:
+    """The backward through Mosaic GPU, as a `Rival` of the Triton kernels, where it has one."""
+    x = sets[0].x
+    way = way_for(x.shape[-1], _STREAMS * x.dtype.itemsize)
+    if direction == "forward" or function == "token_layernorm_modulate" or way is None:
+        return
+    if mosaic_support.missing_lowering() or mosaic_support.unsupported_device():
+        return
+    yield "mosaic", _time(function, direction, "mosaic", sets)
 
 
 def make_arguments(workload: Workload) -> list[Arguments]:

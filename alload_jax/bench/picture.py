@@ -7,10 +7,14 @@ from typing import Any
 
 from alload_jax.bench.kernel import Entry, share_of_copy
 
-_COLOURS = {"triton": "#1f6feb", "xla": "#f0883e"}
+_COLOURS = {"triton": "#1f6feb", "mosaic": "#39c5cf", "xla": "#f0883e"}
 _RIVALS = ("#c9d1d9", "#8b949e", "#3fb950", "#a371f7", "#d29922")
 """Colours of other implementations, in the order in which they were measured."""
-_LABELS = {"triton": "this kernel (Pallas)", "xla": "XLA's fusion"}
+_LABELS = {
+    "triton": "this kernel (Pallas)",
+    "mosaic": "its backward through Mosaic GPU",
+    "xla": "XLA's fusion",
+}
 
 
 def write_picture(

@@ -75,7 +75,7 @@ def run(
     made_with = provenance([*_PACKAGES, *packages])
     entries: list[kernel.Entry] = []
     console = Console(soft_wrap=True, width=_WIDTH)
-    for entry in kernel.measure(workloads, functions, rivals):
+    for entry in kernel.measure(workloads, functions, [kernel.mosaic, *rivals]):
         entries.append(entry)
         console.print(_line(entry, kernel.share_of_copy(entry, copy)))
         content = {

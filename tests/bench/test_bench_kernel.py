@@ -15,6 +15,7 @@ from alload_jax.bench.picture import write_picture
 from alload_jax.bench.provenance import provenance
 from alload_jax.cli import main
 from alload_jax.errors import InputError
+from pallas_kernels import mosaic_support
 from pallas_kernels.layernorm_modulate.triton.tuning import measured_as_faster
 from pallas_kernels.layernorm_modulate.workloads import Workload
 
@@ -86,6 +87,22 @@ def test_kernels_are_compared_with_xla(without_gpu, tmp_path, capsys):
     assert "torch" not in stored["versions"]
     assert out.with_suffix(".png").stat().st_size > 0
     assert "1.00× XLA's fusion" in capsys.readouterr().out
+
+
+def test_the_backward_through_mosaic_is_measured_where_it_runs(without_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(mosaic_support, "unsupported_device", lambda: None)
+    out, functions = tmp_path / "found", sorted({name for name, _ in kernel.TENSORS})
+    shapes = ["--shape", "2,6,128", "--shape", "2,6,130"]
+    flags = [*shapes, "--functions", *functions, "--out", str(out)]
+    assert main(["bench", "kernel", *flags]) == 0
+    entries = json.loads(out.with_suffix(".json").read_text())["entries"]
+    found = {
+        (*each["shape"], each["function"], each["direction"])
+        for each in entries
+        if each["implementation"] == "mosaic"
+    }
+    kinds = [name for name in functions if not name.startswith("token")]
+    assert found == {(2, 6, 128, name, "backward") for name in kinds}
 
 
 def test_the_benchmark_adds_rivals_to_the_same_json(without_gpu, tmp_path, monkeypatch):
