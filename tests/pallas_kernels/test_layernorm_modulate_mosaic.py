@@ -277,6 +277,8 @@ def chosen(kind, layout, norm, dim, dtype, monkeypatch):
         ("row", "returned", 1536, "triton"),
         ("row", "plain", 5120, "mosaic"),
         ("row", "plain", 1536, "triton"),
+        ("row", "plain", 2304, "mosaic"),
+        ("row", "plain", 3072, "triton"),
         ("row", "plain", 7296, "triton"),
         ("segment", "gated", 1152, "mosaic"),
         ("segment", "gated", 1500, "triton"),

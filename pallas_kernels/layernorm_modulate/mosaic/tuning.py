@@ -9,23 +9,21 @@ LANES = 128
 """Threads of a group, and columns of a chunk: what a row's width must be a multiple of."""
 Norm = Literal["gated", "sum", "plain"]
 """Of x + gate·y; of a sum without a gate, or of an x that has a gradient besides; of x alone."""
-_NARROWEST: dict[tuple[ModulationLayout, Norm], int] = {
-    ("row", "gated"): 2304,
-    ("row", "sum"): 2304,
-    ("row", "plain"): 4096,
-    ("segment", "gated"): 1152,
-    ("segment", "sum"): 1536,
-    ("segment", "plain"): 2048,
-}
-"""Width from which on the kernel was faster than Triton's on an H200 and on an H100, or at most 4 %
-slower (benchmarks/results/wide_rows_h200.json, wide_rows_h100.json)."""
-_PLAIN_OF_TRITON = range(6273, 8193)
-"""Widths at which it was not for plain rows on an H100."""
 _SHARED_BYTES = 220 * 1024
 """Of a multiprocessor's shared memory, for rows."""
 _WIDEST, _MOST_CHUNKS = 10_240, 33
 """Columns of a row, and chunks of a group where there are two: a thread holds an element of each
 chunk, of two tables and three sums, and wider rows leave the registers."""
+_FASTER: dict[tuple[ModulationLayout, Norm], tuple[range, ...]] = {
+    ("row", "gated"): (range(2304, _WIDEST + 1),),
+    ("row", "sum"): (range(2304, _WIDEST + 1),),
+    ("row", "plain"): (range(2304, 2561), range(4096, 6273), range(8193, _WIDEST + 1)),
+    ("segment", "gated"): (range(1152, _WIDEST + 1),),
+    ("segment", "sum"): (range(1536, _WIDEST + 1),),
+    ("segment", "plain"): (range(2048, _WIDEST + 1),),
+}
+"""Widths at which the kernel was faster than Triton's on an H200 and on an H100, or at most 4 %
+slower on one of them (benchmarks/results/wide_rows_h200.json, wide_rows_h100.json)."""
 _FEWEST_SLOTS, _MOST_SLOTS = 2, 4
 PER_CORE, _LARGE_ROW = (1, 2), 12 * 1024
 """Programs of a multiprocessor: one for rows of so many bytes, which has enough on the way."""
@@ -53,10 +51,7 @@ def faster_than_triton(layout: ModulationLayout, norm: Norm, dim: int) -> bool:
       norm: what it is of.
       dim: columns.
     """
-    narrowest = _NARROWEST.get((layout, norm))
-    if narrowest is None or dim < narrowest:
-        return False
-    return (layout, norm) != ("row", "plain") or dim not in _PLAIN_OF_TRITON
+    return any(dim in widths for widths in _FASTER.get((layout, norm), ()))
 
 
 def way_for(dim: int, bytes_per_column: int) -> Way | None:
