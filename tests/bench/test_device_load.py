@@ -1,21 +1,30 @@
 """What nvidia-smi says of a busy device, with a program in its place."""
 
+import os
+import signal
 import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from alload_jax.bench import device_load
 from alload_jax.bench.device_load import load_of, sampling
 
 values = st.integers(0, 5000)
 samples = st.tuples(values, values, values, values)
+JUNK = ["", "1980, 19", "1980, 1980, 1, 7", "[N/A], 1980, 1, 700\n", "nan, 1, 2, 3\n", "\ufffd\n"]
 
 
-@given(st.lists(samples, max_size=9), st.sampled_from(["", "1980, 19", "[N/A], 1980, 1, 700\n"]))
-def test_medians_of_whole_samples(drawn, broken):
-    text = "".join(f"{a}, {b}, {c}.00, {d}.00\n" for a, b, c, d in drawn) + broken
-    found = load_of(text)
+@given(st.lists(samples, max_size=9), st.sampled_from(JUNK))
+def test_medians_of_whole_samples(drawn, junk):
+    lines = [f"{a}, {b}, {c}.00, {d}.00\n" for a, b, c, d in drawn]
+    found = load_of([*lines, junk])
     if not drawn:
         assert found is None
         return
@@ -25,8 +34,10 @@ def test_medians_of_whole_samples(drawn, broken):
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Puts a shell script in nvidia-smi's place."""
+    """Puts a shell script in nvidia-smi's place, on a machine that seems to have a GPU."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(device_load, "_PATIENCE", 0.2)
 
     def write(script):
         path = tmp_path / "nvidia-smi"
@@ -36,34 +47,80 @@ def program(tmp_path, monkeypatch):
     return write
 
 
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def runs(pid):
+    """Whether a process does; one that nobody waits for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_samples_what_the_program_says_until_the_end(program, tmp_path):
-    program(f"echo '1600, 1980, 690.5, 700'; echo $$ > {tmp_path}/pid; exec sleep 60")
+    program(f"echo '1600, 1980, 690.5, 700'; printf '\\377\\n17'; : > {tmp_path}/told; sleep 60")
     with sampling() as sampled:
-        while not (tmp_path / "pid").exists():
-            pass
+        wait_for(tmp_path / "told")
     assert sampled.load == (1600, 1980, 690.5, 700, 1)
 
 
 @pytest.mark.parametrize(
-    ("visible", "device"), [("", "0"), ("3,1", "3"), ("GPU-8a,GPU-9", "GPU-8a")]
+    ("visible", "device"), [(None, "0"), (" 3,1", "3"), ("GPU-8a,GPU-9", "GPU-8a")]
 )
 def test_asks_for_the_first_visible_device(program, tmp_path, monkeypatch, visible, device):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     program(f'echo "$*" > {tmp_path}/told; mv {tmp_path}/told {tmp_path}/asked; exec sleep 60')
     with sampling():
-        while not (tmp_path / "asked").exists():
-            pass
+        wait_for(tmp_path / "asked")
     assert f"-i {device} " in (tmp_path / "asked").read_text()
 
 
-def test_none_without_the_program(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_a_program_that_does_not_end_is_killed(program, tmp_path):
+    program(f'trap "" TERM; echo $$ > {tmp_path}/pid; : > {tmp_path}/told; while :; do :; done')
     with sampling() as sampled:
-        pass
+        wait_for(tmp_path / "told")
+    assert sampled.load is None
+    assert not runs((tmp_path / "pid").read_text().strip())
+
+
+def test_it_ends_where_its_process_is_killed(program, tmp_path):
+    program(f"echo $$ > {tmp_path}/pid; : > {tmp_path}/told; while echo 1; do sleep 0.05; done")
+    script = "import jax, time; from alload_jax.bench.device_load import sampling\n"
+    script += "jax.default_backend = lambda: 'gpu'\nwith sampling(): time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", script])
+    wait_for(tmp_path / "told")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    sampler, end = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+    while runs(sampler) and time.monotonic() < end:
+        time.sleep(0.05)
+    if runs(sampler):
+        os.kill(sampler, signal.SIGKILL)
+        pytest.fail("it runs on")
+
+
+@pytest.mark.parametrize("reason", ["no program", "no GPU", "no visible GPU"])
+def test_none_without_a_gpu_or_the_program(program, monkeypatch, tmp_path, reason):
+    program("echo '1, 2, 3, 4'; sleep 60")
+    if reason == "no program":
+        monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    elif reason == "no GPU":
+        monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",1")
+    with sampling() as sampled:
+        time.sleep(0.1)
     assert sampled.load is None
 
 
-def test_an_error_within_ends_the_program(program, tmp_path):
-    program("exec sleep 60")
-    with pytest.raises(ValueError, match="within"), sampling():
+def test_an_error_within_is_the_only_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="within") as raised, sampling():
         raise ValueError("within")
+    assert raised.value.__context__ is None
