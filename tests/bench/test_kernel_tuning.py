@@ -242,11 +242,12 @@ def test_a_search_replaces_only_its_widths(before, division, kernel, dim):
 
 def test_the_table_holds_what_the_committed_search_found():
     last = {}  # of a width that was searched twice
-    for name in ("", "_widths", "_wide"):
+    for name in ("", "_widths", "_wide", "_common", "_sums"):
         content = json.loads((RESULTS / f"kernel_tuning{name}_h200.json").read_text())
         for used, best in content["widths"]:
             assert best["us"] <= used["us"]
-            last[best["kernel"], best["dim"]] = best
+            if name != "_common" or best["us"] < 0.985 * used["us"]:
+                last[best["kernel"], best["dim"]] = best
     for (kernel, dim), best in last.items():
         fields = {name: best[name] for name in Division.__dataclass_fields__ if name in best}
         assert tuning.MEASURED[kernel][dim] == Division(**fields)

@@ -72,8 +72,14 @@ DTYPES = ((BF16, BF16), (F32, BF16), (F32, F32), (F16, F16))
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("branch", ["none", "returned", "plain", "gated"])
-@pytest.mark.parametrize(("x_dtype", "y_dtype"), DTYPES)
-@pytest.mark.parametrize("dim", [128, 640, 1152])
+@pytest.mark.parametrize(
+    ("dim", "x_dtype", "y_dtype"),
+    [
+        *((dim, *dtypes) for dim in (128, 640, 1152) for dtypes in DTYPES),
+        *((dim, BF16, BF16) for dim in (2304, 5120, 9216)),
+        (2304, BF16, F16),
+    ],
+)
 def test_equals_the_float64_oracle(dim, x_dtype, y_dtype, branch):
     residual = branch in ("plain", "gated")
     operands = make(

@@ -22,7 +22,7 @@ _FASTER: dict[tuple[ModulationLayout, Norm], tuple[range, ...]] = {
     ("segment", "sum"): (range(1536, _WIDEST + 1),),
     ("segment", "plain"): (range(2048, _WIDEST + 1),),
 }
-"""Widths at which the kernel was faster than Triton's on an H200 and on an H100, or at most 4 %
+"""Widths at which the kernel was faster than Triton's on an H200 and on an H100, or at most 5 %
 slower on one of them (benchmarks/results/wide_rows_h200.json, wide_rows_h100.json)."""
 _FEWEST_SLOTS, _MOST_SLOTS = 2, 4
 PER_CORE, _LARGE_ROW = (1, 2), 12 * 1024

@@ -19,13 +19,13 @@ from pallas_kernels.layernorm_modulate.triton.division import Blocks
 from pallas_kernels.layernorm_modulate.triton.kernels import (
     backward_kernel,
     forward_kernel,
-    sum_backward_kernel,
+    h_backward_kernel,
 )
 from pallas_kernels.layernorm_modulate.triton.rows import Launch
 
-FORWARD, STATISTICS, BACKWARD, SUM_BACKWARD, REDUCE = (
+FORWARD, STATISTICS, BACKWARD, H_BACKWARD, REDUCE = (
     f"layernorm_modulate_{part}"
-    for part in ("forward", "statistics", "backward", "sum_backward", "reduce")
+    for part in ("forward", "statistics", "backward", "h_backward", "reduce")
 )
 """Names of the kernels, as profilers and lowered modules show them."""
 
@@ -72,7 +72,7 @@ def backward(
     """
     if dout is None:
         assert dh is not None
-        return _sum_backward(residuals, dh, options, blocks)
+        return _h_backward(residuals, dh, options, blocks)
     row_blocks = row_blocks_of(residuals, options, blocks.programs)
     arrays = backward_arrays(residuals, dh, dout, options, row_blocks)
     ids = residuals.segment_ids
@@ -83,7 +83,7 @@ def backward(
     return gradients(result, residuals, dh, options, row_blocks, REDUCE)
 
 
-def _sum_backward(
+def _h_backward(
     residuals: Residuals, dh: jax.Array, options: Options, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, Sequence[jax.Array] | jax.Array]:
     """`backward` of h = x + gate·y alone."""
@@ -106,8 +106,8 @@ def _sum_backward(
             (dh.shape[0] * row_blocks.per_row, shape[1]), jnp.float32
         )
     inputs = {"dh": dh, "y": residuals.y, "gate": residuals.gate}
-    name = SUM_BACKWARD
-    result = _call(sum_backward_kernel, name, inputs, ids, shapes, options, blocks, row_blocks)
+    name = H_BACKWARD
+    result = _call(h_backward_kernel, name, inputs, ids, shapes, options, blocks, row_blocks)
     dx = result["dx"].reshape(dh.shape) if "dx" in result else dh.astype(options.x_dtype)
     dy = result["dy"].reshape(dh.shape)
     if options.layout == "token":

@@ -57,7 +57,7 @@ def forward_kernel(*refs: Any, launch: Launch) -> None:
     rows.walk(work, ())
 
 
-def sum_backward_kernel(*refs: Any, launch: Launch) -> None:
+def h_backward_kernel(*refs: Any, launch: Launch) -> None:
     """dh, y, gate → [dx], dy, gradient of the gate or its sums: where h alone was used."""
     rows = Rows(launch, refs, ("dh", "y"))
 

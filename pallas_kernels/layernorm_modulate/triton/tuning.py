@@ -1,8 +1,7 @@
 """How kernels divide rows of a width, and where they are faster than XLA: measured, then a rule.
 
 How rows are divided comes from `alload bench tune` on an NVIDIA H200
-(benchmarks/results/kernel_tuning_h200.json and kernel_tuning_widths_h200.json) and stands in
-`measured_h200.json`; what the kernels
+(benchmarks/results/kernel_tuning_*h200.json) and stands in `measured_h200.json`; what the kernels
 are faster at comes from the sweep of `alload bench kernel`
 (benchmarks/results/layernorm_modulate_h200.json). What `alload bench tune` measures on another
 device stands in a file of the user's, see `tuned_files.py`, and goes before them.
