@@ -73,7 +73,7 @@ def arguments(case: Case, key: jax.Array) -> tuple[Any, Any]:
     scale, shift, gate = (jax.random.normal(each, table) for each in keys[4:])
     if case.function == "plain":
         return (x, scale, shift), dout
-    return (x, scale, shift, y, *(gate,) * (case.function == "gated")), (dh, dout)
+    return (x, scale, shift, y, gate if case.function == "gated" else None), (dh, dout)
 
 
 def forward(case: Case, ids: Any, given: tuple[Any, ...]) -> Any:
@@ -81,8 +81,7 @@ def forward(case: Case, ids: Any, given: tuple[Any, ...]) -> Any:
     options = {"segment_ids": ids, "implementation": case.implementation}
     if case.function == "plain":
         return layernorm_modulate(*given, **options)
-    x, scale, shift, y, *gates = given
-    gate = gates[0] if gates else None
+    x, scale, shift, y, gate = given
     return residual_layernorm_modulate(x, y, gate, scale, shift, **options)
 
 

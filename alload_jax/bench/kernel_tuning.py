@@ -93,7 +93,8 @@ class _Calls:
 
     def __init__(self, kernel: Pass, dim: int):
         self.kernel, self.dim = kernel, dim
-        self._sum = kernel.startswith(("residual", "sum"))
+        self._gated = kernel.startswith("residual")
+        self._sum = self._gated or kernel.startswith("sum")
         key = jax.random.key(0)
         self._shapes = jax.eval_shape(self._in_form, key)
         self._make: Any = jax.jit(self._in_form).lower(key).compile()
@@ -122,7 +123,7 @@ class _Calls:
         shape, keys = (1, ELEMENTS // self.dim, self.dim), jax.random.split(key, 7)
         x, y, dh, dout = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys[:4])
         scale, shift, gate = (jax.random.normal(k, (1, self.dim)) for k in keys[4:])
-        more = (y, None if self.kernel.startswith("sum") else gate) if self._sum else (None, None)
+        more = (y if self._sum else None, gate if self._gated else None)
         operands, self._options = normalise(
             *(self.kernel, Operands(x, scale, shift, *more)),
             eps=1e-6,

@@ -61,7 +61,9 @@ def runs(pid):
 
 
 def test_samples_what_the_program_says_until_the_end(program, tmp_path):
-    program(f"echo '1600, 1980, 690.5, 700'; printf '\\377\\n17'; : > {tmp_path}/told; sleep 60")
+    program(
+        f"echo '1600, 1980, 690.5, 700'; printf '\\377\\n17'; : > {tmp_path}/told; exec sleep 60"
+    )
     with sampling() as sampled:
         wait_for(tmp_path / "told")
     assert sampled.load == (1600, 1980, 690.5, 700, 1)
@@ -106,7 +108,7 @@ def test_it_ends_where_its_process_is_killed(program, tmp_path):
 
 @pytest.mark.parametrize("reason", ["no program", "no GPU", "no visible GPU"])
 def test_none_without_a_gpu_or_the_program(program, monkeypatch, tmp_path, reason):
-    program("echo '1, 2, 3, 4'; sleep 60")
+    program("echo '1, 2, 3, 4'; exec sleep 60")
     if reason == "no program":
         monkeypatch.setenv("PATH", str(tmp_path / "none"))
     elif reason == "no GPU":

@@ -265,9 +265,9 @@ def chosen(kind, layout, norm, dim, dtype, monkeypatch):
     shapes = shapes_of((1, 65_536, dim), layout, norm == "gated", dtype)
     if norm == "sum":
         shapes = shapes._replace(y=shapes.x)
-    given = {"h": {"gated": "sum", "returned": "x"}.get(norm, "sum")} if norm != "plain" else {}
+    h = {"plain": None, "returned": "x"}.get(norm, "sum")
     dtype = jnp.dtype(dtype)
-    config = CallConfig(Options(layout, EPS, dtype, dtype, dtype, **given), None)
+    config = CallConfig(Options(layout, EPS, dtype, dtype, dtype, h), None)
     return implementations.REGISTRY.choose("test", "auto", shapes, config).name
 
 
