@@ -33,7 +33,7 @@ class BucketedCollation:
 
     def shapes(self, plan: Plan) -> list[Batch]:
         """See `Collation.shapes`."""
-        rows, shape = plan.bucket_shapes()
+        rows, _, shape = plan.bucket_shapes()
         distinct = np.unique(np.column_stack([rows * plan.group_ranks, shape]), axis=0)
         found = [(n, *self.manifest.latent_shape(tuple(size))) for n, *size in distinct.tolist()]
         found.sort(key=lambda shape: (-math.prod(shape), shape))

@@ -174,17 +174,18 @@ class Plan:
         )
         return replace(found, counts=counts, repetition=repetition)
 
-    def bucket_shapes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows [K] and (frames, height, width) [K, 3] of all micro-batches of all epochs.
+    def bucket_shapes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows [K], tokens of a row [K] and (frames, height, width) [K, 3] of all micro-batches.
 
-        Of a bucketed plan; some may stand here more than once.
+        Of all epochs of a bucketed plan; some may stand here more than once. The shape is zeros
+        where rows of a micro-batch hold samples of several shapes, each padded to those tokens.
         """
         if self._repeats is not None and isinstance(self.policy, Bucketed):
             # An epoch may lack a bucket.
             buckets = self.samples.once().buckets()
-            return self.policy.rows_per_bucket(buckets), buckets.shape
+            return self.policy.rows_per_bucket(buckets), buckets.seq_len, buckets.shape
         epoch = self.epoch(0)
-        return epoch.rows, epoch.shape
+        return epoch.rows, epoch.padded_len, epoch.shape
 
     def step(self, index: int) -> Step:
         """Step number `index`, counted from the start of training."""
