@@ -270,6 +270,7 @@ _LISTS = {"evaluators": EVALUATORS, "callbacks": CALLBACKS, "trackers": TRACKERS
 _RENAMED = {
     "diffusion": "objective",
     "data.digits": "data.dataset, with name: digits",
+    "planning.max_delay": "nothing: each epoch holds all of its samples",
     "sampling.digits_read": "evaluators: [{name: digit_accuracy, per_digit: ...}]",
 }
 """Keys of earlier versions and their replacements."""

@@ -128,7 +128,6 @@ def _add_policies(group: Any) -> None:
         type=int,
         help="steps in a window, within which packed policies place samples",
     )
-    add("--max-delay", type=int, help="maximum number of windows by which a sample may be deferred")
     add(
         "--context",
         type=_context,

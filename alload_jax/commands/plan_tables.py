@@ -14,7 +14,6 @@ from alload_jax.planning.study import Case
 _COUNTS = ("cost", "seconds", "tokens_per_second", "samples_per_second")
 _PLAIN = ("order_correlation", "step_samples_min", "step_samples_max")
 LABELS = {
-    "left_over": "samples left to later epochs",
     "step_samples_min": "least samples of a step / mean",
     "step_samples_max": "most samples of a step / mean",
     "repeated_neighbours": "repeated neighbours",

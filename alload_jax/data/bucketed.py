@@ -66,7 +66,7 @@ class BucketedCollation:
         epochs = np.full(rows, epoch, np.int32)
         for part, first_row in zip(parts, _first_rows(parts), strict=True):
             for row, repetition in enumerate(part.repetitions, start=first_row):
-                epochs[row] = noise_epoch(epoch, 0, repetition)
+                epochs[row] = noise_epoch(epoch, repetition)
         return zeros._replace(
             condition=bucketed_parts(self.conditions, rows)
             if self.conditions.parts

@@ -120,9 +120,8 @@ class PackedCollation:
         samples = [part.samples for part in parts]
         batch = self._batch(self.sizes[rows[0].split_tokens], rows, samples, epoch)
         for row, part in enumerate(parts):
-            slots = zip(rows[row].late, part.repetitions, strict=False)
-            for slot, (late, repetition) in enumerate(slots):
-                batch.epoch[row, slot] = noise_epoch(epoch, late, repetition)
+            for slot, repetition in enumerate(part.repetitions):
+                batch.epoch[row, slot] = noise_epoch(epoch, repetition)
         return batch
 
     def _batch(
@@ -143,7 +142,6 @@ class PackedCollation:
                 latents = self._latent_tokens(sample, first, tokens)
                 table[:, row, slot] = row_plan.offsets[slot], latents
                 condition_table[:, row, slot] = slot * length, length
-            epochs[row, : len(row_plan.late)] -= np.asarray(row_plan.late, np.int32)
         volume, here = math.prod(self.model.patch_size), (len(rows), sizes.tokens)
         given, image = self.conditions.given(*here, volume), self.conditions.image(*table.shape[1:])
         return PackedBatch(
@@ -279,7 +277,6 @@ def _empty_row(split_tokens: int) -> RowPlan:
         split_segments=(),
         split_samples=(),
         split_slots=(),
-        late=(),
     )
 
 

@@ -234,6 +234,11 @@ class CostFile:
     origin: str | None = None
     details: dict[str, Any] | None = None
 
+    def heads_left_by(self, context: int) -> int:
+        """The model's number of heads, if it is known and `context` does not divide it; else 0."""
+        heads = int((self.model or {}).get("num_heads", 0))
+        return heads if heads % context else 0
+
     def unlike(self, model: dict[str, Any], device: str | None = None) -> str:
         """The differences between the cost model's model and device and these; "" if none.
 

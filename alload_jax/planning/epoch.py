@@ -1,6 +1,6 @@
 """One epoch of a plan, as columns: which rank takes which samples in which micro-batch."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -46,34 +46,12 @@ class Packing(RowShape):
       tokens: [P] int64, tokens of each part.
       offset: [P] int64, where the part begins in its rank's row.
       is_split: [P] bool, whether the part belongs to a split sample.
-      late: [P] int64, epochs by which the sample is late: earlier ones left it over.
     """
 
     split_tokens: np.ndarray
     tokens: np.ndarray
     offset: np.ndarray
     is_split: np.ndarray
-    late: np.ndarray
-
-
-def _none() -> np.ndarray:
-    return np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True)
-class LeftOver:
-    """Samples that an epoch leaves to later ones.
-
-    Attributes:
-      sample: [L] int64, the manifest's row numbers.
-      late: [L] int64, epochs by which each will be late in the next one; at least 1.
-    """
-
-    sample: np.ndarray = field(default_factory=_none)
-    late: np.ndarray = field(default_factory=_none)
-
-
-NOTHING_LEFT = LeftOver()
 
 
 @dataclass(frozen=True)
@@ -88,15 +66,13 @@ class EpochPlan:
       padded_len: [W] int64, tokens of each of its rows.
       shape: [W, 3] int64, (frames, height, width) of its rows; zeros where unknown or packed.
       offsets: [W + 1] int64; micro-batch w holds `sample[offsets[w]:offsets[w + 1]]`.
-      sample: [P] int64, the manifest's row numbers; each stands here or in `left_over` once (or
-        `counts` times), a split sample once for each rank that holds a part of it. Samples of
-        earlier epochs, which are late, stand here beside.
+      sample: [P] int64, the manifest's row numbers; each stands here once (or `counts` times), a
+        split sample once for each rank that holds a part of it.
       packing: where parts lie in packed rows; None for bucketed micro-batches, whose rows hold a
         sample each.
-      left_over: samples that a later epoch places.
       counts: [N] int64, how often each sample stands in the epoch; None for once each.
-      repetition: [P] int64, which of the sample's times in its own epoch a part belongs to; None
-        if all are the first.
+      repetition: [P] int64, which of the sample's times in the epoch a part belongs to; None if
+        all are the first.
     """
 
     ranks: int
@@ -110,7 +86,6 @@ class EpochPlan:
     offsets: np.ndarray
     sample: np.ndarray
     packing: Packing | None = None
-    left_over: LeftOver = field(default_factory=LeftOver)
     counts: np.ndarray | None = None
     repetition: np.ndarray | None = None
 
@@ -129,7 +104,6 @@ class EpochPlan:
             tokens=self.packing.tokens[parts],
             offset=self.packing.offset[parts],
             is_split=self.packing.is_split[parts],
-            late=self.packing.late[parts],
         )
         return replace(
             self,
@@ -161,12 +135,8 @@ class EpochPlan:
         shared = np.where(self.packing.split_tokens > 0, self.packing.region_segments, 0)
         return self.packing.segments + shared
 
-    def late(self) -> np.ndarray:
-        """[P] int64: epochs by which the sample of each part is late; 0 in its own epoch."""
-        return self.packing.late if self.packing else np.zeros(len(self.sample), np.int64)
-
     def repetitions(self) -> np.ndarray:
-        """[P] int64: which of the sample's times in its own epoch each part belongs to."""
+        """[P] int64: which of the sample's times in the epoch each part belongs to."""
         return np.zeros(len(self.sample), np.int64) if self.repetition is None else self.repetition
 
     def part_tokens(self, seq_len: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Makes the policy and the plan of a config."""
 
+import math
 from dataclasses import replace
 from typing import cast
 
@@ -7,16 +8,19 @@ from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile
 from alload_jax.planning.m_comp import MCompCurve, longest_alone, search_m_comp
 from alload_jax.planning.plan import Plan
+from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.policy import Policy
-from alload_jax.planning.predicted_time import draw_samples, epoch_time, predicted_time
+from alload_jax.planning.policies.row_search import TRIALS
+from alload_jax.planning.predicted_time import makespan
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.topology import RankTopology
 
-_MOST_CONTEXT = 16
-"""Of the sizes of a context-parallel group that are tried: groups of more span hosts."""
-_MOST_SAMPLES = 200_000
-"""Samples with which they are tried."""
+_MOST_CONTEXT = 64
+"""Of the sizes of a context-parallel group that are tried."""
+_ROUGH, _WORTH = 6, 0.003
+"""Epochs that are planned for each of them at first; share of the time that a larger group must
+save."""
 
 
 def make_policy(config: PlanningConfig, costs: CostFile | None = None) -> Policy:
@@ -62,8 +66,13 @@ def make_plan(
     """
     topology, typical = _rank_topology(config, ranks, ranks_per_group), samples.typical()
     costs = costs or config.costs()
+    if isinstance(config.context, int) and (heads := costs.heads_left_by(config.context)):
+        raise InputError(
+            f"planning.context is {config.context}, which does not divide the model's {heads} "
+            "heads, and training splits samples by heads; choose a divisor"
+        )
     if config.context == "auto":
-        config = replace(config, context=choose_context(config, samples, topology, costs))
+        config = with_best_context(config, samples, topology, costs)
     if config.m_comp == "longest":
         open_bound = make_policy(replace(config, m_comp=None), costs).fitted(typical, topology)
         config = replace(config, m_comp=longest_alone(open_bound, samples))
@@ -73,34 +82,40 @@ def make_plan(
     return Plan(samples, policy, topology, seed)
 
 
-def choose_context(
+def with_best_context(
     config: PlanningConfig, samples: Samples, topology: RankTopology, costs: CostFile
-) -> int:
-    """The number of ranks of a context-parallel group with the least predicted time.
+) -> PlanningConfig:
+    """The config with the context-parallel group and the rows of the least predicted time.
+
+    All sizes of a group are tried roughly, each with rows that suit it, and the best two well.
 
     Args:
-      config: the settings; their `context` is not read.
-      samples: of the data set, or a draw of it.
-      topology: the ranks, whose number it divides.
-      costs: the cost model's file.
-
-    Raises:
-      InputError: no number can place all samples.
+      config: the settings, of a policy that splits samples; their `context` is not read.
+      samples: of the data set.
+      topology: the ranks, whose number the size divides.
+      costs: the cost model's file; if it names the model's heads, their number is divided too.
     """
-    times: dict[int, float] = {}
-    refusals = []
-    drawn = draw_samples(samples.typical(), _MOST_SAMPLES)
-    for context in (c for c in range(1, _MOST_CONTEXT + 1) if topology.ranks % c == 0):
-        tried = replace(config, context=context, m_comp=None)
-        try:
-            policy = make_policy(tried, costs).fitted(drawn, topology)
-            model, split = tried.predictor(costs), tried.seconds_per_split_token(costs)
-            times[context] = predicted_time(policy, drawn, topology, model, split)
-        except InputError as error:  # a sample is too long for so few ranks
-            refusals.append(error)
-    if not times:
-        raise refusals[-1]
-    return min(times, key=lambda context: times[context])
+    typical, rough = samples.typical(), {}
+
+    def best_tokens(context: int, below: float, trials: int) -> tuple[int, float]:
+        policy = make_policy(replace(config, context=context, m_comp=None), costs)
+        assert isinstance(policy, Balanced)
+        given = config.row_tokens
+        most = given or policy.m_mem
+        return policy.row_trials(typical, topology).best_tokens(most, below, trials, given)
+
+    for context in range(1, min(_MOST_CONTEXT, topology.ranks) + 1):
+        if topology.ranks % context == 0 and not costs.heads_left_by(context):
+            rough[context] = best_tokens(context, math.inf, _ROUGH)[1]
+    best, tokens, least = 1, config.row_tokens, math.inf
+    for context in sorted(sorted(rough, key=lambda context: rough[context])[:2]):
+        bound = (1 - _WORTH) * least
+        found, time = best_tokens(context, bound, TRIALS)
+        if time < bound:
+            best, tokens, least = context, found, time
+    if config.m_comp is not None:  # it makes other rows the best
+        tokens = config.row_tokens
+    return replace(config, context=best, row_tokens=tokens)
 
 
 def _with_best_m_comp(
@@ -120,7 +135,7 @@ def _with_best_m_comp(
 
     open_bound = curve.m_comp[-1].item() if config.traits.m_comp_by_default else None
     plans = [plan_at(m_comp) for m_comp in dict.fromkeys((curve.chosen, open_bound))]
-    return min(plans, key=lambda plan: epoch_time(plan.epoch(0), samples.seq_len, model, split))
+    return min(plans, key=lambda plan: makespan(plan.epoch(0), samples.seq_len, model, split))
 
 
 def m_comp_curve(

@@ -17,12 +17,11 @@ METADATA_KEY = b"alload-plan"
 def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -> pa.Table:
     """A row per placed sample, or per part of a split one, by step, micro_batch and rank.
 
-    Columns: `step, rank, micro_batch, sample, late, seq_len, padded_len, tokens, offset, region,
+    Columns: `step, rank, micro_batch, sample, seq_len, padded_len, tokens, offset, region,
     split_tokens, rows, slots, frames, height, width`.
-    `sample` is the row number in the manifest, and `late` is the number of epochs by which it is
-    late: earlier epochs left it over. `tokens` is the number of its tokens on the rank and
-    `offset` their position in the micro-batch, with rows laid end to end. `region` is `split` if
-    the sample is split over the ranks of a context-parallel group, otherwise `whole`; the first
+    `sample` is the row number in the manifest. `tokens` is the number of its tokens on the rank
+    and `offset` their position in the micro-batch, with rows laid end to end. `region` is `split`
+    if the sample is split over the ranks of a context-parallel group, otherwise `whole`; the first
     `split_tokens` of a row are reserved for split samples. `rows` is the number of rows of
     `padded_len` tokens in the micro-batch, including padding rows; packed micro-batches have one,
     with room for `slots` samples.
@@ -48,7 +47,6 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
             "rank": spread(plan.rank),
             "micro_batch": spread(plan.micro_batch),
             "sample": plan.sample,
-            "late": plan.late(),
             "seq_len": seq_len[plan.sample],
             "padded_len": spread(plan.padded_len),
             "tokens": plan.part_tokens(seq_len),

@@ -12,6 +12,7 @@ from alload_jax.planning.cost import CostModel, QuadraticCost
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.step_order import correlation
+from alload_jax.planning.repeats import times_placed
 from alload_jax.planning.step import Step
 from alload_jax.planning.step_costs import (
     SQUARES,
@@ -63,8 +64,7 @@ class PlanMetrics:
 
     Attributes:
       steps: optimizer steps of the epoch.
-      samples: samples placed, among them late ones of earlier epochs.
-      left_over: samples of the epoch that later epochs place.
+      samples: samples placed.
       tokens: tokens of these samples.
       buckets: distinct (rows, shape, A) of micro-batches: programs to compile.
       segments: most samples of a micro-batch on one rank.
@@ -80,11 +80,10 @@ class PlanMetrics:
       order_correlation: correlation of a step's index with the mean length of its samples.
       length_share: distinct lengths of a step's samples, over those of the data set.
       cost: summed makespan of the epoch.
-      tokens_per_second: tokens of the data set (each sample as often as it stands in the epoch)
-        over the cost of an epoch that places all of it, at this epoch's idle time and padding; per
-        unit where cost has no unit.
-      dropped, duplicated: samples placed and left over less often than they stand in the epoch
-        (once without `data.weights`), and placements beyond that; both must be 0.
+      tokens_per_second: tokens of the epoch's samples over its cost; per unit where cost has no
+        unit.
+      dropped, duplicated: samples placed less often than they stand in the epoch (once without
+        `data.weights`), and placements beyond that; both must be 0.
     """
 
     steps: int
@@ -92,7 +91,6 @@ class PlanMetrics:
     tokens: int
     buckets: int
     segments: int
-    left_over: int
     step_samples_min: float
     step_samples_max: float
     imbalance: float
@@ -136,19 +134,13 @@ def plan_metrics(
     computed = int((plan.rows * plan.padded_len).sum())
     part_tokens = plan.part_tokens(seq_len)
     tokens = int(part_tokens.sum())
-    own = plan.late() == 0
-    placed = np.bincount(plan.sample[own], weights=part_tokens[own], minlength=len(seq_len))
-    placed += seq_len * np.bincount(
-        plan.left_over.sample[plan.left_over.late == 1], minlength=len(seq_len)
-    )
-    copies = (placed // seq_len).astype(np.int64)
-    wanted = np.ones_like(copies) if plan.counts is None else plan.counts
-    per_step = samples_per_step(plan, seq_len)
+    placed = times_placed(plan, seq_len)
+    wanted = np.ones(len(seq_len), np.int64) if plan.counts is None else plan.counts
+    per_step, total = samples_per_step(plan, seq_len), float(makespan.sum())
     correlation, share = _representativeness(plan, seq_len)
     return PlanMetrics(
         steps=plan.steps,
         samples=round(per_step.sum()),
-        left_over=len(plan.left_over.sample),
         step_samples_min=float(per_step.min() / per_step.mean()),
         step_samples_max=float(per_step.max() / per_step.mean()),
         tokens=tokens,
@@ -166,25 +158,11 @@ def plan_metrics(
         excess_max=float(excess.max()),
         order_correlation=correlation,
         length_share=share,
-        cost=float(makespan.sum()),
-        tokens_per_second=_throughput(plan, seq_len, cost_model, float(makespan.sum())),
-        dropped=int((placed < seq_len * wanted).sum()),
-        duplicated=int((copies - wanted).clip(0).sum()),
+        cost=total,
+        tokens_per_second=tokens / total if total else 0.0,
+        dropped=int((placed < wanted).sum()),
+        duplicated=int((np.floor(placed) - wanted).clip(0).sum()),
     )
-
-
-def _throughput(plan: EpochPlan, seq_len: np.ndarray, model: CostModel, cost: float) -> float:
-    """`tokens_per_second` of `PlanMetrics`.
-
-    An epoch may leave over other samples than it gets from earlier ones. So time is taken in
-    proportion to work: what its samples cost alone, without a micro-batch's fixed cost.
-    """
-    work = model.sequence_cost(seq_len)
-    share = plan.part_tokens(seq_len) / seq_len[plan.sample]
-    placed = float((work[plan.sample] * share).sum())
-    held = slice(None) if plan.counts is None else np.repeat(np.arange(len(work)), plan.counts)
-    whole = cost * float(work[held].sum()) / placed if placed else cost
-    return float(seq_len[held].sum()) / whole if whole else 0.0
 
 
 def samples_per_step(plan: EpochPlan, seq_len: np.ndarray) -> np.ndarray:
@@ -211,8 +189,7 @@ def repeated_neighbours(
 ) -> RepeatedNeighbours:
     """Compares the company of samples in two epochs.
 
-    Neighbours are samples of one micro-batch. Late samples, split ones and repetitions are left
-    out.
+    Neighbours are samples of one micro-batch. Split samples and repetitions are left out.
 
     Args:
       before, after: two epochs of a plan.
@@ -233,7 +210,7 @@ def _row_of_sample(plan: EpochPlan, samples: int) -> np.ndarray:
     """[N] int64: the micro-batch of each sample, or −1."""
     row = np.full(samples, -1, np.int64)
     split = plan.packing.is_split if plan.packing else np.zeros(len(plan.sample), bool)
-    own = (plan.late() == 0) & ~split & (plan.repetitions() == 0)
+    own = ~split & (plan.repetitions() == 0)
     row[plan.sample[own]] = plan.micro_batch_of_part()[own]
     return row
 

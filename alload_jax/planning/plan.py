@@ -6,14 +6,14 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from alload_jax.planning.cost import CostModel
 from alload_jax.planning.digest import digest
-from alload_jax.planning.epoch import EpochPlan, LeftOver
+from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.policies.bucketed import Bucketed
 from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.repeats import number_repetitions, require_counts
@@ -25,19 +25,6 @@ _LATER = {"split_above": 1.0, "ranks_per_group": 1, "refitted": None}
 """Fields that identities in the first checkpoints lack → their values for those plans."""
 _RENAMED = {"anchor_seconds": "seconds_per_split_token"}
 """Names of fields in old checkpoints → their present names."""
-
-
-@dataclass(frozen=True)
-class EpochStart:
-    """Where an epoch begins.
-
-    Attributes:
-      step: number of its first step, counted from the start of training.
-      carried: what the previous epoch left over.
-    """
-
-    step: int = 0
-    carried: LeftOver = field(default_factory=LeftOver)
 
 
 @dataclass(frozen=True)
@@ -58,12 +45,12 @@ _EPOCHS_KEPT = 2
 
 
 class Plan:
-    """An infinite sequence of steps with random access; every epoch has a new order.
+    """An infinite sequence of steps with random access; every epoch holds all samples, anew.
 
     Attributes:
       steps_per_epoch: steps of the first epoch, and of every epoch of a bucketed plan whose
-        samples have no weights, or whole ones. Other epochs differ by a few steps, and packed ones
-        carry samples into the next one, so all epochs before a step are planned once to find it.
+        samples have no weights, or whole ones. Other epochs differ by a few steps, so all epochs
+        before a step are planned once to find it.
     """
 
     def __init__(
@@ -72,7 +59,7 @@ class Plan:
         policy: Policy,
         topology: RankTopology,
         seed: int,
-        starts: Sequence[EpochStart] = (EpochStart(),),
+        starts: Sequence[int] = (0,),
         recalibrations: Sequence[Recalibration] = (),
     ):
         """Plans with `policy` over `samples` for the ranks of `topology`.
@@ -82,7 +69,7 @@ class Plan:
           policy: the policy.
           topology: the ranks.
           seed: seed of the order of samples.
-          starts: starts of the first epochs, as far as they are known.
+          starts: first steps of the first epochs, as far as they are known.
           recalibrations: of the policy, in the order of their epochs.
 
         Raises:
@@ -101,8 +88,8 @@ class Plan:
         self._planned: OrderedDict[int, EpochPlan] = OrderedDict()
         self._planning = threading.RLock()
         if len(self._starts) == 1:
-            self._plan_epoch(0, self._starts[0])
-        self.steps_per_epoch = self._starts[1].step
+            self.epoch(0)
+        self.steps_per_epoch = self._starts[1]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the plan's inputs and starts of epochs; the worker process plans again."""
@@ -132,46 +119,32 @@ class Plan:
         return index - within + self.epoch(epoch).steps
 
     def epoch(self, number: int) -> EpochPlan:
-        """The plan of an epoch. Epochs before it are planned first if they carry samples into it.
+        """The plan of an epoch.
 
         Raises:
           InputError: the policy cannot place a sample.
         """
         with self._planning:
             if number not in self._planned:
-                if self.fixed_epoch_length:
-                    self._plan_epoch(number, EpochStart(number * self.steps_per_epoch))
-                else:
-                    for earlier in range(len(self._starts) - 1, number):
-                        self._plan_epoch(earlier, self._starts[earlier])
-                    self._plan_epoch(number, self._starts[number])
+                found = self._plan_epoch(number)
+                if number + 1 == len(self._starts):
+                    self._starts.append(self._starts[-1] + found.steps)
+                self._planned[number] = found
+                while len(self._planned) > _EPOCHS_KEPT:
+                    self._planned.popitem(last=False)
             return self._planned[number]
 
-    def _plan_epoch(self, number: int, start: EpochStart) -> None:
-        """Plans an epoch, and notes the start of the next."""
+    def _plan_epoch(self, number: int) -> EpochPlan:
+        """Plans an epoch; of weighted samples, with how often each stands in it."""
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, number])))
         cost = self.cost_model(number)
         policy = self.policy.recalibrated(cost) if cost else self.policy
-        found = self._repeated(number, policy, rng, start.carried)
-        if number + 1 == len(self._starts):
-            self._starts.append(EpochStart(start.step + found.steps, found.left_over))
-        self._planned[number] = found
-        while len(self._planned) > _EPOCHS_KEPT:
-            self._planned.popitem(last=False)
-
-    def _repeated(
-        self, number: int, policy: Policy, rng: np.random.Generator, carried: LeftOver
-    ) -> EpochPlan:
-        """Plans an epoch; of weighted samples, with how often each stands in it."""
-        repeats, seq_len = self._repeats, self.samples.seq_len
-        if repeats is None:
-            return policy.plan_epoch(self.samples, self.topology, rng, carried)
-        counts = repeats.counts(number)
-        found = policy.plan_epoch(self.samples.of_epoch(counts), self.topology, rng, carried)
+        if self._repeats is None:
+            return policy.plan_epoch(self.samples, self.topology, rng)
+        counts, seq_len = self._repeats.counts(number), self.samples.seq_len
+        found = policy.plan_epoch(self.samples.of_epoch(counts), self.topology, rng)
         require_counts(found, seq_len, counts, policy.name)
-        repetition = number_repetitions(
-            found, seq_len, lambda epochs: repeats.counts(number - epochs), carried
-        )
+        repetition = number_repetitions(found, seq_len)
         return replace(found, counts=counts, repetition=repetition)
 
     def bucket_shapes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -203,10 +176,10 @@ class Plan:
         if self.fixed_epoch_length:
             return divmod(index, self.steps_per_epoch)
         with self._planning:
-            while self._starts[-1].step <= index:
-                self._plan_epoch(len(self._starts) - 1, self._starts[-1])
-        epoch = bisect_right(self._starts, index, key=lambda start: start.step) - 1
-        return epoch, index - self._starts[epoch].step
+            while self._starts[-1] <= index:
+                self.epoch(len(self._starts) - 1)
+        epoch = bisect_right(self._starts, index) - 1
+        return epoch, index - self._starts[epoch]
 
     def first_step(self, epoch: int) -> int:
         """The number of the first step of an epoch; earlier epochs are planned if it needs them."""
@@ -214,8 +187,8 @@ class Plan:
             return epoch * self.steps_per_epoch
         with self._planning:
             while len(self._starts) <= epoch:
-                self._plan_epoch(len(self._starts) - 1, self._starts[-1])
-            return self._starts[epoch].step
+                self.epoch(len(self._starts) - 1)
+            return self._starts[epoch]
 
     @property
     def group_ranks(self) -> int:

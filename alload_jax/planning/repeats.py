@@ -7,14 +7,13 @@ the phase (i + u)/n, and stands in epoch e as often as e·w + phase to (e + 1)·
 numbers; by Hermite's identity Σ floor(x + i/n) = floor(n·x) over the n samples.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 
 from alload_jax.errors import InputError
-from alload_jax.planning.epoch import EpochPlan, LeftOver
+from alload_jax.planning.epoch import EpochPlan
 
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
 """Bounds of a sample's weight."""
@@ -77,66 +76,53 @@ class Repeats:
         return not (self.weight % _UNIT).any()
 
 
-def noise_epoch(epoch: int, late: int, repetition: int) -> int:
+def noise_epoch(epoch: int, repetition: int) -> int:
     """The number that stands for the epoch in the random keys of a sample.
 
     Args:
       epoch: of the step.
-      late: epochs by which the sample is late.
-      repetition: which of the sample's times in its own epoch this is, from 0.
+      repetition: which of the sample's times in the epoch this is, from 0.
 
     Returns:
-      The sample's own epoch, if it is not repeated; a number of its own for each repetition.
+      The epoch, if the sample is not repeated; a number of its own for each repetition.
     """
-    return epoch - late + repetition * _EPOCHS
+    return epoch + repetition * _EPOCHS
 
 
-def number_repetitions(
-    plan: EpochPlan,
-    seq_len: np.ndarray,
-    counts_before: Callable[[int], np.ndarray],
-    carried: LeftOver,
-) -> np.ndarray:
-    """Numbers the times that each sample stands in its own epoch.
-
-    Those that an epoch places are numbered from 0 in the order of its steps, then those that it
-    left over, in the order of the later steps that place them.
+def number_repetitions(plan: EpochPlan, seq_len: np.ndarray) -> np.ndarray:
+    """Numbers the times that each sample stands in an epoch, from 0 in the order of its steps.
 
     Args:
       plan: an epoch.
       seq_len: [N] int64, tokens of every sample of the manifest.
-      counts_before: how often each sample stands in the epoch so many before this one: [N] int64.
-      carried: what the previous epoch left over.
 
     Returns:
       [P] int64; the parts of a split sample have the same number.
     """
-    late, work, tokens = plan.late(), plan.micro_batch_of_part(), plan.part_tokens(seq_len)
-    order = np.lexsort((plan.part_offsets(), work, late, plan.sample))
-    sample, age, length = plan.sample[order], late[order], seq_len[plan.sample[order]]
+    work, tokens = plan.micro_batch_of_part(), plan.part_tokens(seq_len)
+    order = np.lexsort((plan.part_offsets(), work, plan.sample))
+    sample = plan.sample[order]
     # In this order the parts of one time lie side by side, and their tokens sum to the sample's.
-    opens = np.r_[True, (sample[1:] != sample[:-1]) | (age[1:] != age[:-1])]
+    opens = np.r_[True, sample[1:] != sample[:-1]]
     before = np.cumsum(tokens[order]) - tokens[order]
-    number = (before - np.maximum.accumulate(np.where(opens, before, 0))) // length
-    for epochs in np.unique(age[age > 0]).tolist():
-        waiting = np.bincount(carried.sample[carried.late == epochs], minlength=len(seq_len))
-        number += np.where(age == epochs, (counts_before(epochs) - waiting)[sample], 0)
-    found = np.empty_like(number)
-    found[order] = number
+    found = np.empty_like(order)
+    found[order] = (before - np.maximum.accumulate(np.where(opens, before, 0))) // seq_len[sample]
     return found
 
 
+def times_placed(plan: EpochPlan, seq_len: np.ndarray) -> np.ndarray:
+    """[N] float64: how often an epoch holds each sample; parts of split ones count in part."""
+    tokens = plan.part_tokens(seq_len).astype(np.float64)
+    return np.bincount(plan.sample, weights=tokens, minlength=len(seq_len)) / seq_len
+
+
 def require_counts(plan: EpochPlan, seq_len: np.ndarray, counts: np.ndarray, policy: str) -> None:
-    """Checks that an epoch places or leaves over each sample as often as it should.
+    """Checks that an epoch places each sample as often as it should.
 
     Raises:
       InputError: the policy is one that places every sample once.
     """
-    own = plan.late() == 0
-    tokens = plan.part_tokens(seq_len)[own].astype(np.float64)
-    placed = np.bincount(plan.sample[own], weights=tokens, minlength=len(seq_len)) / seq_len
-    left = plan.left_over.sample[plan.left_over.late == 1]
-    if not np.array_equal(placed + np.bincount(left, minlength=len(seq_len)), counts):
+    if not np.array_equal(times_placed(plan, seq_len), counts):
         raise InputError(
             f"planning.policy {policy} places every sample once and cannot follow data.weights; "
             "choose another policy, or leave data.weights out"

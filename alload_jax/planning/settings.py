@@ -58,7 +58,6 @@ class PlanningConfig:
       sample_spread: a step of `balanced` holds at most this many times the mean number of samples,
         and at least the mean over it, so that each sample weighs about the same; null for no bound.
       look_ahead: steps in a window, within which packed policies place samples.
-      max_delay: maximum number of windows by which `balanced` may defer a sample.
       context: ranks of a context-parallel group, over which `balanced` splits samples that are
         too long for one rank's fair share; 1 splits none; auto is the number with the least
         predicted time. In training it follows mesh.context.
@@ -88,7 +87,6 @@ class PlanningConfig:
     max_segments: int | None = None
     sample_spread: float | None = 2.5
     look_ahead: int = 32
-    max_delay: int = 8
     context: int | Literal["auto"] = 1
     split_above: float = 1.0
     link_bandwidth: float = 76e9
@@ -115,7 +113,7 @@ class PlanningConfig:
 
     def _check_numbers(self) -> None:
         at_least_one = ("micro_batches_per_step", "m_mem", "ranks", "ranks_per_group", "align")
-        counts = ("row_tokens", "max_segments", "look_ahead", "max_delay", "context")
+        counts = ("row_tokens", "max_segments", "look_ahead", "context")
         for name in (*at_least_one, *counts):
             value = getattr(self, name)
             if value is None or (name == "context" and value == "auto"):

@@ -19,7 +19,7 @@ class MicroBatch:
       shape: (frames, height, width) in pixels; zeros where unknown or packed.
       samples: the manifest's row numbers, one for each row or each part of a packed row.
       row_plan: positions of the parts, in the order of `samples`; None if not packed.
-      repetitions: which of the sample's times in its own epoch each of `samples` is, from 0; empty
+      repetitions: which of the sample's times in the epoch each of `samples` is, from 0; empty
         if the plan repeats no sample.
     """
 
@@ -46,7 +46,6 @@ class RowPlan:
       split_segments: (offset, tokens) of the samples among the split tokens of the rank's group.
       split_samples: the manifest's row number of each of these samples.
       split_slots: which of these samples each part belongs to; −1 for parts of whole samples.
-      late: epochs by which each part's sample is late; 0 in its own epoch.
     """
 
     split_tokens: int
@@ -57,7 +56,6 @@ class RowPlan:
     split_segments: tuple[tuple[int, int], ...]
     split_samples: tuple[int, ...]
     split_slots: tuple[int, ...]
-    late: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def _row_plan(plan: EpochPlan, position: int) -> RowPlan | None:
     split_tokens = int(packing.split_tokens[position])
     segments = _split_segments(plan, packing, position) if split_tokens else {}
     numbers = {copy: number for number, copy in enumerate(segments)}
-    copies = zip(_copies(plan, packing, parts), is_split, strict=True)
+    copies = zip(_copies(plan, parts), is_split, strict=True)
     slots = [numbers[copy] if split else -1 for copy, split in copies]
     placed = tuple(segments.values())
     begin = int(plan.rank[position]) % packing.context * split_tokens
@@ -117,18 +115,16 @@ def _row_plan(plan: EpochPlan, position: int) -> RowPlan | None:
         split_segments=placed,
         split_samples=tuple(sample for sample, *_ in segments),
         split_slots=tuple(slots),
-        late=tuple(packing.late[parts].tolist()),
     )
 
 
-_Copy = tuple[int, int, int]
-"""A sample, by how many epochs it is late, and its repetition: a group may hold several of one."""
+_Copy = tuple[int, int]
+"""A sample and its repetition: a group may hold several of one."""
 
 
-def _copies(plan: EpochPlan, packing: Packing, parts: slice) -> list[_Copy]:
+def _copies(plan: EpochPlan, parts: slice) -> list[_Copy]:
     """The copy that each part belongs to."""
-    columns = (plan.sample[parts], packing.late[parts], plan.repetitions()[parts])
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+    return list(zip(plan.sample[parts].tolist(), plan.repetitions()[parts].tolist(), strict=True))
 
 
 def _split_segments(
@@ -140,7 +136,7 @@ def _split_segments(
     laid: dict[_Copy, tuple[int, int]] = {}
     for member in range(packing.context):
         parts = plan.parts_of(first + member)
-        copies = _copies(plan, packing, parts)
+        copies = _copies(plan, parts)
         for number in np.flatnonzero(packing.is_split[parts]).tolist():
             part, copy = parts.start + number, copies[number]
             here = member * region + int(packing.offset[part])

@@ -1,5 +1,6 @@
 """Packed rows that are full and cost the same on every rank of a step."""
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, CostModel, empty_row_cost, marginal_cost
-from alload_jax.planning.epoch import NOTHING_LEFT, EpochPlan, LeftOver, RowShape
+from alload_jax.planning.epoch import EpochPlan, RowShape
 from alload_jax.planning.policies.balanced_window import WindowPlanner
 from alload_jax.planning.policies.grouping import SampleBounds
 from alload_jax.planning.policies.packed import (
@@ -18,7 +19,7 @@ from alload_jax.planning.policies.packed import (
 from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.policies.queue import Window, place_epoch
 from alload_jax.planning.policies.row_filling import RowCosts, RowFiller
-from alload_jax.planning.policies.row_fit import choose_slots, choose_tokens
+from alload_jax.planning.policies.row_search import RowTrials
 from alload_jax.planning.policies.splitting import (
     SplitRule,
     allowed_split_sizes,
@@ -35,6 +36,11 @@ _FEWEST_SAMPLES = 8192
 
 _SLOT_FACTOR = 2.5
 """Rows mix long and short samples, so that few hold many more than the mean."""
+
+MOST_PRICE = 0.03
+"""Share of the time that the bound on a step's samples may cost."""
+_WIDER, _WIDENINGS = 1.15, 32
+"""Factor between the bounds that are tried, and their number."""
 
 _WINDOWS_FOR_SPLIT_SIZES = 8
 """From which the values of A are chosen: split samples are few, and vary from window to window."""
@@ -63,7 +69,6 @@ class Balanced(Policy):
       sample_spread: a step holds at most this many times the mean number of samples, and at least
         the mean over it; None for no bound.
       look_ahead: steps of a window, if these hold some thousand samples.
-      max_delay: windows that may defer a sample.
       context: ranks of a context-parallel group; 1 splits nothing.
       seconds_per_split_token: of communication, for each of the A tokens of a rank that are split.
       split_above: samples that cost more than this many times a mean row are split; 0 splits all.
@@ -85,7 +90,6 @@ class Balanced(Policy):
     row_tokens: int | None = None
     sample_spread: float | None = 2.5
     look_ahead: int = 32
-    max_delay: int = 8
     context: int = 1
     seconds_per_split_token: float = 0.0
     split_above: float = 1.0
@@ -109,25 +113,51 @@ class Balanced(Policy):
             row_tokens=config.row_tokens,
             sample_spread=config.sample_spread,
             look_ahead=config.look_ahead,
-            max_delay=config.max_delay,
             context=config.context_value,
             seconds_per_split_token=config.seconds_per_split_token(costs),
             split_above=config.split_above,
         )
 
     def fitted(self, samples: Samples, topology: RankTopology) -> "Balanced":
-        """The row with the least predicted time, of as many tokens as M_mem or fewer."""
+        """The row with the least predicted time, of as many tokens as M_mem or fewer.
+
+        Where the bound on a step's samples costs more than `MOST_PRICE` of time, it is the tightest
+        that does not.
+        """
+        trials = self.row_trials(samples, topology)
+        tokens = self.row_tokens or trials.best_tokens(self.m_mem)[0]
+        slots = self.max_segments or trials.best_slots(tokens)
+        fitted = replace(self, row_tokens=tokens, max_segments=slots)
+        return replace(fitted, sample_spread=fitted.affordable_spread(trials))
+
+    def affordable_spread(self, trials: RowTrials) -> float | None:
+        """The tightest `sample_spread`, from the present one on, that costs at most `MOST_PRICE`.
+
+        None is no bound.
+        """
+        if self.sample_spread is None or self.sample_spread == np.inf:
+            return None
+        most = (1 + MOST_PRICE) * trials.time_of(replace(self, sample_spread=None))
+
+        def too_dear(spread: float) -> bool:
+            return trials.time_of(replace(self, sample_spread=spread)) > most
+
+        if not too_dear(self.sample_spread):
+            return self.sample_spread
+        wider = [round(self.sample_spread * _WIDER**n, 2) for n in range(1, _WIDENINGS)]
+        at = bisect_left(wider, True, key=lambda spread: not too_dear(spread))
+        return wider[at] if at < len(wider) else None
+
+    def row_trials(self, samples: Samples, topology: RankTopology) -> RowTrials:
+        """Epochs with rows of several sizes."""
 
         def with_row(tokens: int, slots: int) -> "Balanced":
             return replace(self, row_tokens=tokens, max_segments=self.max_segments or slots)
 
-        tokens = self.row_tokens or choose_tokens(
-            with_row, samples, topology, self.cost, self.m_mem, self.align, self.context
+        return RowTrials.of(
+            *(with_row, samples, topology, self.cost, self.align, self.context),
+            self.seconds_per_split_token,
         )
-        slots = self.max_segments or choose_slots(
-            with_row, samples, topology, self.cost, tokens, self.context
-        )
-        return replace(self, row_tokens=tokens, max_segments=slots)
 
     def recalibrated(self, cost: CostModel) -> "Balanced":
         """See `Policy.recalibrated`."""
@@ -138,7 +168,6 @@ class Balanced(Policy):
         samples: Samples,
         topology: RankTopology,
         rng: np.random.Generator,
-        carried: LeftOver = NOTHING_LEFT,
     ) -> EpochPlan:
         """See `Policy.plan_epoch`."""
         if topology.ranks % self.context:
@@ -180,16 +209,8 @@ class Balanced(Policy):
             epoch.add(placed_steps)
             return placed
 
-        left_over = place_epoch(
-            samples.shuffled(rng),
-            carried,
-            footprint,
-            steps * step_tokens,
-            step_tokens,
-            self.max_delay,
-            place,
-        )
-        return epoch.finish(rng, left_over)
+        place_epoch(samples.shuffled(rng), footprint, steps * step_tokens, place)
+        return epoch.finish(rng)
 
     def m_comp_measure(self, seq_len: np.ndarray) -> np.ndarray:
         """Cost of a row that holds one sample; see `Policy.m_comp_measure`."""

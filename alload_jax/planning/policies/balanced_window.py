@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from alload_jax.errors import InputError
-from alload_jax.planning.policies.exchange import exchanged
 from alload_jax.planning.policies.greedy import UNPLACED
 from alload_jax.planning.policies.grouping import (
     EMPTY,
@@ -17,7 +16,7 @@ from alload_jax.planning.policies.grouping import (
 )
 from alload_jax.planning.policies.packed import PlacedSteps
 from alload_jax.planning.policies.queue import Window
-from alload_jax.planning.policies.row_filling import DUE_FIRST, FilledRows, RowFiller
+from alload_jax.planning.policies.row_filling import FilledRows, RowFiller
 from alload_jax.planning.policies.splitting import SplitRegions, split_evenly
 from alload_jax.planning.policies.strategy_choice import StrategyChoice
 from alload_jax.planning.samples import Samples
@@ -35,15 +34,12 @@ class _Candidate:
 
     Attributes:
       rows: places for the window's samples in rows.
-      sample: [N] int64, which of the window's samples, of equal tokens, takes each place; None
-        where all may.
       steps: [K, groups_per_step] int64, groups of rows, or EMPTY.
       split_tokens: [K] int64, A of each step.
       efficiency: work of the samples in the steps over the ranks' time; at most 1.
     """
 
     rows: FilledRows
-    sample: np.ndarray | None
     steps: np.ndarray
     split_tokens: np.ndarray
     efficiency: float
@@ -69,10 +65,7 @@ class WindowPlanner:
     def place(self, window: Window) -> tuple[PlacedSteps, np.ndarray]:
         """The steps, and a mask of the samples that they hold."""
         best: _Candidate | None = None
-        strategies = self._strategies.to_try(self.filler.strategies)
-        if window.must.any() and not window.must.all():
-            strategies.append(DUE_FIRST)
-        for strategy in strategies:
+        for strategy in self._strategies.to_try(self.filler.strategies):
             found = self._candidate(window, strategy)
             self._strategies.note(strategy, found.efficiency)
             if best is None or found.efficiency > best.efficiency:
@@ -81,59 +74,37 @@ class WindowPlanner:
         return self._laid_out(window, best)
 
     def _candidate(self, window: Window, strategy: str) -> _Candidate:
-        """The steps of one strategy, which hold all that must be placed."""
+        """The steps of one strategy, which hold all samples of the last window."""
         wanted = float(window.footprint.sum()) / self.filler.step_tokens
-        steps = max(1, min(self.steps, round(wanted)))
-        if window.must.all():
-            steps = int(np.ceil(wanted))
+        if not window.is_last:
+            steps = max(1, min(self.steps, round(wanted)))
+            return self._grouped(window, self.filler.fill(window, strategy, steps))
         # Even with a row for each sample, more steps than samples would not help.
         for more in _growing(len(window.sample)):
-            rows = self.filler.fill(window, strategy, steps + more)
-            if found := self._grouped(window, rows):
-                return found
-        tokens = int(window.footprint[window.must].max())
+            rows = self.filler.fill(window, strategy, int(np.ceil(wanted)) + more)
+            missing = self._group_of(rows) == UNPLACED
+            if not missing.any():
+                return self._grouped(window, rows)
         raise InputError(
-            f"policy balanced: no row has room for a sample of {tokens} tokens; "
-            "raise planning.m_mem or planning.m_comp"
+            f"policy balanced: no row has room for a sample of {window.footprint[missing].max()} "
+            "tokens; raise planning.m_mem or planning.m_comp"
         )
 
-    def _grouped(self, window: Window, rows: FilledRows) -> _Candidate | None:
-        """Steps of groups that cost the same, or None if rows lack what must be placed."""
+    def _grouped(self, window: Window, rows: FilledRows) -> _Candidate:
+        """Steps of groups that cost the same, or of all groups of the last window."""
         group = self._group_of(rows)
         groups = len(rows.regions.tokens)
         cost = self.filler.costs.empty + rows.load.reshape(groups, self.filler.rule.context)
         samples = np.bincount(group[group != UNPLACED], minlength=groups)
-        urgent = np.zeros(groups, bool)
         bounds = self.filler.bounds and self.filler.bounds.eased(window.easing**_EASED_BOUNDS)
-        while True:
-            units = Units(
-                cost.max(axis=1), cost.mean(axis=1), samples, urgent, TOLERANCE * window.easing
-            )
-            steps, split_tokens = self._steps_of(rows.regions, units, bounds)
-            held = self._held(steps, group, groups)
-            if not window.must.any():
-                sample = None
-                break
-            sample = self._exchanged(window, held, group)
-            missing = window.must[sample] & ~held
-            if not missing.any():
-                break
-            if (group[missing] == UNPLACED).any():
-                return None
-            urgent = urgent.copy()
-            urgent[group[missing]] = True
-        placed = window.sample[held]
+        units = Units(cost.max(axis=1), cost.mean(axis=1), samples, TOLERANCE * window.easing)
+        steps, split_tokens = self._steps_of(rows.regions, units, bounds, window.is_last)
+        placed = window.sample[self._held(steps, group, groups)]
         work = self.filler.weights[placed].sum()
         work += self.token_cost * self.samples.seq_len[placed].sum()
         most = np.where(steps == EMPTY, 0.0, units.most[steps]).max(axis=1, initial=0.0)
         time = float(most.sum()) * self.filler.ranks
-        efficiency = float(work) / time if time else 0.0
-        return _Candidate(rows, sample, steps, split_tokens, efficiency)
-
-    def _exchanged(self, window: Window, held: np.ndarray, group: np.ndarray) -> np.ndarray:
-        """[N] int64: the sample of each place; see `exchanged`."""
-        seq_len = self.samples.seq_len[window.sample]
-        return exchanged(seq_len, window.must, held, group != UNPLACED, self.filler.rng)
+        return _Candidate(rows, steps, split_tokens, float(work) / time if time else 0.0)
 
     def _held(self, steps: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
         """[N] bool: which places are in steps, from the group of each or UNPLACED."""
@@ -148,7 +119,7 @@ class WindowPlanner:
         return np.where(rows.row == UNPLACED, rows.regions.group, by_row)
 
     def _steps_of(
-        self, regions: SplitRegions, units: Units, bounds: SampleBounds | None
+        self, regions: SplitRegions, units: Units, bounds: SampleBounds | None, place_all: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """Groups of equal A and about equal cost in a step.
 
@@ -156,6 +127,7 @@ class WindowPlanner:
           regions: of the G groups.
           units: the groups.
           bounds: on the samples of a step.
+          place_all: see `group_into_steps`.
 
         Returns:
           [K, groups_per_step] int64, groups or EMPTY, and [K] int64, A of each step.
@@ -163,7 +135,8 @@ class WindowPlanner:
         steps, tokens = [], []
         for size in np.unique(regions.tokens):
             same = np.flatnonzero(regions.tokens == size)
-            chosen = group_into_steps(units.of(same), self.filler.groups_per_step, bounds)
+            per_step = self.filler.groups_per_step
+            chosen = group_into_steps(units.of(same), per_step, bounds, place_all)
             steps.append(np.where(chosen == EMPTY, EMPTY, same[chosen]))
             tokens.append(np.full(len(chosen), size))
         return np.concatenate(steps), np.concatenate(tokens)
@@ -176,9 +149,8 @@ class WindowPlanner:
         place[steps.ravel()] = np.arange(steps.size)
         place[EMPTY] = UNPLACED
         at = np.where(group == UNPLACED, UNPLACED, place[group])
-        sample = found.sample
-        if sample is None:
-            sample = self._exchanged(window, at != UNPLACED, group)
+        # Samples of equal tokens are exchanged, which changes no cost, for new company.
+        sample = _shuffled_among_equals(self.samples.seq_len[window.sample], self.filler.rng)
         placed = np.zeros(len(at), bool)
         placed[sample[at != UNPLACED]] = True
         return self._parts(window.taken(sample), found.rows, at, found.split_tokens), placed
@@ -200,7 +172,6 @@ class WindowPlanner:
         step, place_in_step = np.divmod(at[of], self.filler.groups_per_step)
         return PlacedSteps(
             sample=window.sample[of],
-            late=window.late[of],
             step=step,
             rank=place_in_step * context + np.r_[row[whole] % context, member],
             tokens=np.r_[seq_len[whole], tokens],
@@ -218,6 +189,14 @@ def _growing(most: int) -> Iterator[int]:
         attempt += 1
         more = int(_GROWTH**attempt)
     yield most
+
+
+def _shuffled_among_equals(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """[N] int64: a random permutation that exchanges equal values alone."""
+    shuffled = rng.permutation(len(values))
+    found = np.empty(len(values), np.int64)
+    found[np.argsort(values, kind="stable")] = shuffled[np.argsort(values[shuffled], kind="stable")]
+    return found
 
 
 def _starts(group: np.ndarray, footprint: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alload_jax.planning.epoch import NOTHING_LEFT, EpochPlan, LeftOver
+from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.samples import Buckets, Samples
 from alload_jax.planning.topology import RankTopology
@@ -46,7 +46,6 @@ class Bucketed(Policy):
         samples: Samples,
         topology: RankTopology,
         rng: np.random.Generator,
-        carried: LeftOver = NOTHING_LEFT,
     ) -> EpochPlan:
         """See `Policy.plan_epoch`.
 
@@ -54,9 +53,8 @@ class Bucketed(Policy):
         (`independent`) or of all ranks (`synchronous`). The groups are assigned to steps in the
         order of `places_of_groups`. A bucket's last group may be short; its missing rows are
         padding, which ranks share evenly. A shape group without work at the end has no micro-batch
-        there. Nothing is left over.
+        there.
         """
-        del carried
         buckets = samples.buckets()
         # A refusal names samples, which a weighted epoch may lack.
         rows = self.rows_per_bucket(buckets if samples.counts is None else samples.once().buckets())

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from alload_jax.planning.cost import CostFile
-from alload_jax.planning.epoch import NOTHING_LEFT, EpochPlan, LeftOver, RowShape
+from alload_jax.planning.epoch import EpochPlan, RowShape
 from alload_jax.planning.policies.packed import (
     PackedEpochBuilder,
     refuse_unplaceable,
@@ -33,7 +33,6 @@ class FirstFit(Policy):
       align: samples begin at multiples of this.
       max_segments: most samples of a row; None for four times the mean.
       look_ahead: steps of a window.
-      max_delay: windows that may defer a sample.
     """
 
     name: ClassVar[str] = "first_fit"
@@ -43,20 +42,18 @@ class FirstFit(Policy):
     align: int = 1
     max_segments: int | None = None
     look_ahead: int = 32
-    max_delay: int = 8
 
     @classmethod
     def from_config(cls, config: PlanningConfig, costs: CostFile) -> Self:
         """See `Policy.from_config`."""
         m_mem = config.required_m_mem(costs)
-        return cls(m_mem, config.align, config.max_segments, config.look_ahead, config.max_delay)
+        return cls(m_mem, config.align, config.max_segments, config.look_ahead)
 
     def plan_epoch(
         self,
         samples: Samples,
         topology: RankTopology,
         rng: np.random.Generator,
-        carried: LeftOver = NOTHING_LEFT,
     ) -> EpochPlan:
         """See `Policy.plan_epoch`."""
         typical = samples.typical()
@@ -67,29 +64,16 @@ class FirstFit(Policy):
 
         def place(window: Window) -> np.ndarray:
             row, rows = first_fit_decreasing(window.footprint, shape)
-            steps = -(-rows // topology.ranks) if window.must.any() else rows // topology.ranks
+            steps = -(-rows // topology.ranks) if window.is_last else rows // topology.ranks
             placed = row < steps * topology.ranks
             step, rank = np.divmod(rng.permutation(steps * topology.ranks), topology.ranks)
             where, sample = row[placed], window.sample[placed]
-            epoch.add(
-                whole_samples(
-                    sample, samples.seq_len, step[where], rank[where], steps, window.late[placed]
-                )
-            )
+            epoch.add(whole_samples(sample, samples.seq_len, step[where], rank[where], steps))
             return placed
 
-        step_tokens = topology.ranks * shape.capacity
-        footprint = shape.footprint(samples.seq_len)
-        left_over = place_epoch(
-            samples.shuffled(rng),
-            carried,
-            footprint,
-            self.look_ahead * step_tokens,
-            step_tokens,
-            self.max_delay,
-            place,
-        )
-        return epoch.finish(rng, left_over)
+        window_tokens = self.look_ahead * topology.ranks * shape.capacity
+        place_epoch(samples.shuffled(rng), shape.footprint(samples.seq_len), window_tokens, place)
+        return epoch.finish(rng)
 
 
 def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.ndarray, int]:

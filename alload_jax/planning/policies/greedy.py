@@ -29,11 +29,6 @@ class Bins:
     free_slots: np.ndarray
     max_load: float
 
-    def first(self, count: int) -> "Bins":
-        """The first bins; they share their arrays with these."""
-        free, load, slots = self.free[:count], self.load[:count], self.free_slots[:count]
-        return Bins(free, load, slots, self.max_load)
-
     def admit(self, footprint: int, weight: float) -> np.ndarray:
         """[B] bool: where an item of that many tokens and that cost may go."""
         fits = (self.free >= footprint) & (self.free_slots > 0)

@@ -10,9 +10,6 @@ EMPTY = -1
 TOLERANCE = 0.01
 """A step whose costliest row exceeds the mean by more is deferred, unless tolerance is eased."""
 
-_PRECEDENCE = 0.03
-"""Units that can't be deferred are taken before others that cost up to this much more."""
-
 _TARGETS = (0.0, 0.5, 1.0)
 """Where between the lower bound and the mean the least samples of a step are tried, in turn."""
 
@@ -24,14 +21,12 @@ class Units:
     Attributes:
       most, mean: [U] float64, cost of the costliest row of each unit and of its mean row.
       samples: [U] int64, how many each holds.
-      must: [U] bool, units that can't be deferred.
       tolerance: of the costliest unit of a step over their mean.
     """
 
     most: np.ndarray
     mean: np.ndarray
     samples: np.ndarray
-    must: np.ndarray
     tolerance: float = TOLERANCE
 
     def of(self, units: np.ndarray) -> "Units":
@@ -41,7 +36,6 @@ class Units:
             most=self.most[units],
             mean=self.mean[units],
             samples=self.samples[units],
-            must=self.must[units],
         )
 
 
@@ -62,11 +56,13 @@ class SampleBounds:
         return replace(self, least=self.least / factor, most=self.most * factor)
 
 
-def group_into_steps(units: Units, size: int, bounds: SampleBounds | None = None) -> np.ndarray:
+def group_into_steps(
+    units: Units, size: int, bounds: SampleBounds | None = None, place_all: bool = False
+) -> np.ndarray:
     """Puts `size` units each into steps of about equal cost.
 
     Units are taken by falling cost. One that costs much more than the others of its step is
-    deferred to a later window, where there may be others like it, unless it must be placed now.
+    deferred to a later window, where there may be others like it.
     Where costly units hold too few samples for the bounds, the cheapest of them make room for units
     of many samples. A unit without samples is only taken to fill a step up.
 
@@ -74,18 +70,24 @@ def group_into_steps(units: Units, size: int, bounds: SampleBounds | None = None
       units: U units.
       size: units of a step.
       bounds: on the samples of a step; None for none.
+      place_all: whether all units with samples are placed, out of bounds where there is no way.
 
     Returns:
       [K, size] int64, unit numbers; EMPTY fills a last step that holds too few units.
     """
-    # Of units that cost about the same, those that must be placed come first.
-    order = np.argsort(-units.most * (1 + _PRECEDENCE * units.must), kind="stable")
+    if place_all:
+        units = replace(units, tolerance=np.inf)
+    order = np.argsort(-units.most, kind="stable")
     order = order[units.samples[order] > 0]
     if bounds is None:
         steps, rest, _ = _by_cost(order, units, size)
     else:
         steps, rest = _within(order, units, size, bounds)
-    return _with_urgent(steps, rest, units, size)
+    if place_all and len(rest):
+        padded = np.full(-(-len(rest) // size) * size, EMPTY)
+        padded[: len(rest)] = rest
+        steps = [*steps, *padded.reshape(-1, size)]
+    return np.asarray(steps, np.int64).reshape(-1, size)
 
 
 def _by_cost(
@@ -116,9 +118,7 @@ def _starts(order: np.ndarray, units: Units, size: int) -> np.ndarray:
     total = np.r_[0.0, np.cumsum(units.mean[order])]
     of_step = (total[size:] - total[:-size]) / size
     first = order[: len(of_step)]
-    return np.flatnonzero(
-        (units.most[first] <= (1 + units.tolerance) * of_step) | units.must[first]
-    )
+    return np.flatnonzero(units.most[first] <= (1 + units.tolerance) * of_step)
 
 
 def _within(
@@ -186,26 +186,3 @@ def _to_replace(
     kept = have.sum() - np.cumsum(have[::-1])[:count]
     enough = np.flatnonzero(kept + np.cumsum(samples[dense]) >= least)
     return dense[: enough[0] + 1] if len(enough) else None
-
-
-def _with_urgent(steps: list[np.ndarray], rest: np.ndarray, units: Units, size: int) -> np.ndarray:
-    """The steps, with further ones for units that must be placed and are in none.
-
-    Args:
-      steps: by falling cost.
-      rest: units that no step takes, by falling cost.
-      units: all units.
-      size: units of a step.
-    """
-    while len(urgent := np.flatnonzero(units.must[rest])):
-        tail = rest[urgent[0] :]
-        step, rest = tail[:size], np.r_[rest[: urgent[0]], tail[size:]]
-        if len(step) < size and steps:
-            # Units of the cheapest step that may wait make room.
-            both = np.r_[steps[-1], step]
-            both = both[np.lexsort((units.most[both], ~units.must[both]))]
-            if units.must[both[:size]].sum() == units.must[both].sum():
-                step, rest = both[:size], np.r_[rest, both[size:]]
-                steps = steps[:-1]
-        steps = [*steps, np.r_[step, np.full(size - len(step), EMPTY)]]
-    return np.asarray(steps, np.int64).reshape(-1, size)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from alload_jax.errors import InputError
-from alload_jax.planning.epoch import NOTHING_LEFT, EpochPlan, LeftOver, Packing, RowShape
+from alload_jax.planning.epoch import EpochPlan, Packing, RowShape
 from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.policies.step_order import even_order
 from alload_jax.planning.samples import Samples
@@ -86,14 +86,12 @@ class PlacedSteps:
 
     Attributes:
       sample, step, rank, tokens: [P] int64; steps count from 0 in each window.
-      late: [P] int64, epochs by which the sample is late; 0 in its own epoch.
       offset: [P] int64, where a part of a split sample begins; ignored of whole samples.
       is_split: [P] bool.
       split_tokens: [K] int64, A of each step.
     """
 
     sample: np.ndarray
-    late: np.ndarray
     step: np.ndarray
     rank: np.ndarray
     tokens: np.ndarray
@@ -108,7 +106,6 @@ def whole_samples(
     step: np.ndarray,
     rank: np.ndarray,
     steps: int,
-    late: np.ndarray | None = None,
 ) -> PlacedSteps:
     """Steps without split samples.
 
@@ -116,12 +113,10 @@ def whole_samples(
       sample, step, rank: [P] int64.
       seq_len: tokens of every sample of the manifest.
       steps: K.
-      late: [P] int64, epochs by which each is late; None if none is.
     """
     none = np.zeros(len(sample), np.int64)
     return PlacedSteps(
         sample=sample,
-        late=none if late is None else late,
         step=step,
         rank=rank,
         tokens=seq_len[sample],
@@ -144,14 +139,11 @@ class PackedEpochBuilder:
         if len(steps.split_tokens):
             self._windows.append(steps)
 
-    def finish(
-        self, rng: np.random.Generator | None = None, left_over: LeftOver = NOTHING_LEFT
-    ) -> EpochPlan:
+    def finish(self, rng: np.random.Generator | None = None) -> EpochPlan:
         """The epoch.
 
         Args:
           rng: puts the steps of all windows in random order; None leaves them as they were added.
-          left_over: samples that a later epoch places.
         """
         ranks = self.topology.ranks
         turns, row, parts, split_tokens = self._sorted_parts(rng)
@@ -171,14 +163,12 @@ class PackedEpochBuilder:
             shape=np.zeros((turns * ranks, 3), np.int64),
             offsets=offsets,
             sample=parts["sample"],
-            left_over=left_over,
             packing=Packing(
                 **vars(self.shape),
                 split_tokens=split_tokens,
                 tokens=parts["tokens"],
                 offset=np.where(parts["is_split"], parts["offset"], split_tokens[row] + after),
                 is_split=parts["is_split"],
-                late=parts["late"],
             ),
         )
 
@@ -208,7 +198,7 @@ class PackedEpochBuilder:
         is_split = column("is_split")
         # Within a row: split samples by their place, then whole ones in the order of assignment.
         order = np.lexsort((np.where(is_split, column("offset"), 0), ~is_split, row))
-        names = ("sample", "late", "tokens", "offset", "is_split")
+        names = ("sample", "tokens", "offset", "is_split")
         parts = {name: column(name)[order] for name in names}
         split_tokens = np.empty(turns, np.int64)
         split_tokens[place] = column("split_tokens")

@@ -7,7 +7,7 @@ import numpy as np
 
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, CostModel
-from alload_jax.planning.epoch import NOTHING_LEFT, EpochPlan, LeftOver
+from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.policies.registry import PolicyTraits, find_policy, policy_names
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
@@ -55,15 +55,13 @@ class Policy(PolicyTraits, ABC):
         samples: Samples,
         topology: RankTopology,
         rng: np.random.Generator,
-        carried: LeftOver = NOTHING_LEFT,
     ) -> EpochPlan:
-        """Places every sample once, or leaves it over for the next epoch.
+        """Places every sample once, or as often as it stands in the epoch.
 
         Args:
           samples: N samples.
           topology: ranks and steps.
           rng: decides the order; equal generators give equal epochs.
-          carried: what the previous epoch left over; nothing for a policy that leaves nothing.
 
         Raises:
           InputError: a sample can't be placed; it names the samples and what would place them.

@@ -14,8 +14,6 @@ from alload_jax.planning.policies.splitting import SplitRegions, SplitRule, fill
 STRATEGIES = ("cost_per_token", "first_fit_decreasing", "longest_processing_time")
 """Ways to fill rows; a window takes the one whose steps take least time for their work. Only the
 first splits samples and keeps an M_comp."""
-DUE_FIRST = "due_first"
-"""As `cost_per_token`, with what must be placed gathered in few rows, so that others may wait."""
 _SHORT_MARGIN = 1.1
 """Samples of a row of one long sample, over what the lower bound of a step asks of it."""
 
@@ -101,7 +99,6 @@ class RowFiller:
             self.rule,
             window.footprint,
             weight,
-            window.must,
             steps * self.groups_per_step,
             self.groups_per_step,
             self.costs.max_load,
@@ -133,20 +130,15 @@ class RowFiller:
         row = np.full(len(window.sample), UNPLACED, np.int64)
         per_token = strategy != "longest_processing_time"
 
-        def assign(mask: np.ndarray, into: Bins = bins) -> None:
-            target = target_load(weight[mask], len(into.free), float(into.load.sum()))
+        def assign(mask: np.ndarray) -> None:
+            target = target_load(weight[mask], len(bins.free), float(bins.load.sum()))
             row[mask] = assign_greedily(
-                window.footprint[mask], weight[mask], into, target, self.rng, per_token
+                window.footprint[mask], weight[mask], bins, target, self.rng, per_token
             )
 
-        if strategy == DUE_FIRST:
-            due = whole & window.must
-            tokens = float(window.footprint[due].sum())
-            steps = int(np.ceil(tokens / self.step_tokens))
-            assign(due, bins.first(steps * self.ranks))
         if self.bounds is not None:
             target = target_load(weight[whole], len(bins.free), float(bins.load.sum()))
-            assign(whole & (weight > target) & (row == UNPLACED))
+            assign(whole & (weight > target))
             sparse = np.flatnonzero(bins.load > target)
             self._add_short(window, whole & (row == UNPLACED), row, bins, sparse)
         assign(whole & (row == UNPLACED))

@@ -80,7 +80,6 @@ def fill_split_regions(
     rule: SplitRule,
     footprint: np.ndarray,
     weight: np.ndarray,
-    first: np.ndarray,
     groups: int,
     per_step: int,
     max_load: float,
@@ -92,7 +91,6 @@ def fill_split_regions(
     Args:
       rule: which samples are split.
       footprint, weight: [N], of the window's samples, longest first.
-      first: [N] bool, samples to assign before the others.
       groups: G, a multiple of `per_step`.
       per_step: groups of a step.
       max_load: most weight of a rank's row that holds more than one sample.
@@ -105,9 +103,9 @@ def fill_split_regions(
     )
     found = np.full(len(footprint), UNPLACED, np.int64)
     split = rule.applies(footprint)
-    for mask in (split & first, split & ~first):
-        target = target_load(weight[mask], groups, float(bins.load.sum()))
-        found[mask] = assign_greedily(footprint[mask], weight[mask], bins, target)
+    found[split] = assign_greedily(
+        footprint[split], weight[split], bins, target_load(weight[split], groups)
+    )
     used = rule.context * rule.split_sizes[-1] - bins.free
     tokens = _split_sizes_of(used, rule, per_step)
     bins.free[:] = rule.context * tokens - used
