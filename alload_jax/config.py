@@ -22,10 +22,10 @@ from alload_jax.data.weights import SourceWeight
 from alload_jax.distributed.initialize import ClusterConfig
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.families import DEFAULT_FAMILY, FAMILIES, family_of
+from alload_jax.models.families import DEFAULT_FAMILY, FAMILIES
 from alload_jax.objectives.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies.registry import AUTO
+from alload_jax.planning.policies.registry import candidates
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling.evaluators.evaluator import EVALUATORS, Evaluator
 from alload_jax.sampling.samples import SamplingConfig
@@ -293,17 +293,11 @@ def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
     return Config(**values)
 
 
-def with_policy(config: Config) -> Config:
-    """Replaces planning.policy auto by the policy that suits this process's devices.
-
-    A policy that can split samples splits them over the mesh's context groups.
-    """
-    planning = config.planning
-    if planning.policy == AUTO:
-        reason = family_of(config.model).packing_unsupported_reason(config.model)
-        planning = planning.resolved(packs=not reason)
-    if planning.traits.splits_samples:
-        planning = dataclasses.replace(planning, context=config.mesh.context)
+def with_context(config: Config) -> Config:
+    """Splits samples over the mesh's context groups, if the policy can split samples."""
+    if not any(policy.splits_samples for policy in candidates(config.planning.policy)):
+        return config
+    planning = dataclasses.replace(config.planning, context=config.mesh.context)
     return dataclasses.replace(config, planning=planning)
 
 

@@ -266,7 +266,6 @@ def packed_epoch(steps: Steps, seq_len: np.ndarray, row_capacity: int) -> EpochP
             tokens=tokens,
             offset=before - np.repeat(before[work["offsets"][:-1]], np.diff(work["offsets"])),
             is_split=np.zeros(len(tokens), bool),
-            late=np.zeros(len(tokens), np.int64),
         ),
         **work,
     )

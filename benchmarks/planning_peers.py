@@ -288,7 +288,7 @@ def _own_row(
     config = policy_config(config, policy)
     if config.m_comp == "auto":
         # M_comp is searched once, like the peers' settings; the search is not timed.
-        topology = RankTopology(case.ranks, config.ranks_mode)
+        topology = RankTopology(case.ranks, config.ranks_mode or "synchronous")
         chosen = m_comp_curve(config, case.samples, topology, costs).chosen
         config = dataclasses.replace(config, m_comp=chosen)
     make = functools.partial(make_plan, config, case.samples, case.ranks, 0, costs)

@@ -21,7 +21,7 @@ import numpy as np
 from peers import Case, packed_epoch
 
 from alload_jax.planning.cost import QuadraticCost, marginal_cost
-from alload_jax.planning.epoch import EpochPlan, LeftOver, RowShape
+from alload_jax.planning.epoch import EpochPlan, RowShape
 from alload_jax.planning.policies.first_fit import first_fit_decreasing
 
 UNPLACED = -1
@@ -94,12 +94,10 @@ class RowPlanner(ABC):
         steps: list[list[Rows]] = []
         waiting, queue = np.zeros(0, np.int64), rng.permutation(len(seq_len))
         step_tokens = self._step_tokens(limits)
-        while True:
+        while len(waiting) + len(queue):
             pool = np.r_[waiting, queue]
             tokens = np.cumsum(seq_len[pool])
-            window = max(int(not steps), min(self.window_steps, int(tokens[-1] // step_tokens)))
-            if not window:
-                break
+            window = max(1, min(self.window_steps, int(tokens[-1] // step_tokens)))
             upto = int(np.searchsorted(tokens, window * step_tokens)) + 1
             taken, queue = pool[:upto], pool[upto:]
             taken = taken[np.argsort(-seq_len[taken], kind="stable")]
@@ -109,11 +107,8 @@ class RowPlanner(ABC):
             ]
             held = np.concatenate([row for step in placed for rows in step for row in rows])
             waiting = np.delete(taken, held)
-            if not len(waiting) + len(queue):
-                break
-        left_over = np.r_[waiting, queue]
         order = rng.permutation(len(steps))
-        return _epoch([steps[i] for i in order], left_over, seq_len, limits.capacity)
+        return _epoch([steps[i] for i in order], seq_len, limits.capacity)
 
     def rates(self, case: Case) -> dict[str, float]:
         """See `peers.Planner.rates`; none, as these planners are written to be short."""
@@ -294,9 +289,7 @@ def karmarkar_karp(weight: np.ndarray, parts: int) -> Rows:
     return [np.asarray(part, np.int64) for part in heap[0][3]]
 
 
-def _epoch(
-    steps: list[list[Rows]], left_over: np.ndarray, seq_len: np.ndarray, capacity: int
-) -> EpochPlan:
+def _epoch(steps: list[list[Rows]], seq_len: np.ndarray, capacity: int) -> EpochPlan:
     """The epoch of [steps][ranks] rows; a rank's n-th row is its n-th micro-batch."""
     none = np.zeros(0, np.int64)
     passes, step_of, micro_batch_of = [], [], []
@@ -311,5 +304,4 @@ def _epoch(
         steps=len(steps),
         step=np.asarray(step_of)[epoch.step],
         micro_batch=np.asarray(micro_batch_of)[epoch.step],
-        left_over=LeftOver(left_over, np.ones(len(left_over), np.int64)),
     )

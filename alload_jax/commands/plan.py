@@ -53,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--patch-size", type=triple, help="latents per token, such as 1,2,2")
     data.add_argument("--seed", type=int, help="seed of the order of samples")
     data.add_argument("--epoch", type=int, default=0, help="which epoch to plan")
+    data.add_argument(
+        "--epochs",
+        type=int,
+        help="epochs of the run: --out writes so many, and auto counts the time to the first step "
+        "over them; default: those of --config, or 1",
+    )
     _add_costs(parser.add_argument_group("model, device and cost model"))
     _add_policies(parser.add_argument_group("policy and bounds"))
     _add_output(parser.add_argument_group("output"))
@@ -98,7 +104,7 @@ def _add_policies(group: Any) -> None:
     add(
         "--policy",
         choices=(AUTO, *policies),
-        help="planning policy; default auto: balanced if the device can pack rows",
+        help="planning policy; default auto: the fastest that the device can run",
     )
     add(
         "--compare",
@@ -117,6 +123,7 @@ def _add_policies(group: Any) -> None:
     add("--micro-batches-per-step", type=int, help="micro-batches that a rank accumulates per step")
     add("--align", type=int, help="packed samples begin at multiples of this many tokens")
     add("--row-tokens", type=int, help="tokens of a row of `balanced`; default: the fastest")
+    add("--max-programs", type=int, help="maximum programs of a bucketed policy; default 64")
     add("--max-segments", type=int, help="maximum samples of a packed row; default: the fastest")
     add(
         "--sample-spread",
@@ -174,6 +181,8 @@ def run(options: argparse.Namespace) -> int:
     study = Study(
         *(inputs.samples, inputs.planning, inputs.costs, inputs.seed, options.epoch, replay),
         bucketed=inputs.bucketed,
+        packs=inputs.packs,
+        length=inputs.length,
     )
     policies = list(dict.fromkeys(options.compare or [inputs.planning.policy]))
     cases = list(study.cases(policies, ranks))
@@ -183,7 +192,9 @@ def run(options: argparse.Namespace) -> int:
         _print_tables(inputs, study, cases)
     if options.out:
         seq_len = study.samples_of(cases[0].config.policy).seq_len
-        table = plan_table(cases[0].epoch, seq_len, _settings(options, inputs, cases[0]))
+        numbers = range(options.epoch, options.epoch + (options.epochs or 1))
+        epochs = {number: cases[0].plan.epoch(number) for number in numbers}
+        table = plan_table(epochs, seq_len, _settings(options, inputs, cases[0]))
         write_plan(options.out, table)
         _print_unless_json(options, f"plan: {options.out}")
     if options.report:
@@ -226,6 +237,8 @@ def _check(options: argparse.Namespace) -> None:
         if value is not None and not 0 <= value < math.inf:
             flag = name.replace("_", "-")
             raise InputError(f"alload plan: --{flag} is {value}; it must be a number, 0 or more")
+    if options.epochs is not None and options.epochs < 1:
+        raise InputError(f"alload plan: --epochs is {options.epochs}; it must be at least 1")
     if options.ranks and min(options.ranks) < 1:
         raise InputError(f"alload plan: --ranks is {min(options.ranks)}; it must be at least 1")
     _check_margin(options)
@@ -279,6 +292,8 @@ def _print_tables(inputs: PlanInputs, study: Study, cases: list[Case]) -> None:
     if inputs.shares:
         console.print(shares_table(inputs.shares))
     console.print(f"cost model: {inputs.costs_source}", highlight=False)
+    for reason in dict.fromkeys(case.reason for case in cases if case.reason):
+        console.print(reason, highlight=False)
     console.print(case_table(cases[0]) if len(cases) == 1 else comparison_table(cases))
     for sentence in advice(study, [case for case in cases if case.ranks == cases[0].ranks]):
         console.print(sentence, highlight=False)

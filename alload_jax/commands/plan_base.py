@@ -10,6 +10,7 @@ from alload_jax.planning.analytic import (
     Trained,
 )
 from alload_jax.planning.geometry import Geometry
+from alload_jax.planning.portfolio import ONE_EPOCH, RunLength
 from alload_jax.planning.remat import AUTO_REMAT
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.sparse_cost import SparseLayers
@@ -34,6 +35,7 @@ class PlanBase(NamedTuple):
       single: the same for steps of one micro-batch, whose gradient takes less.
       weights: of the sources of samples.
       config: the model's config; None without a config.
+      length: of the run.
     """
 
     planning: dict[str, Any]
@@ -47,6 +49,7 @@ class PlanBase(NamedTuple):
     single: Trained = dataclasses.replace(ALL_TRAINED, accumulates=False)
     weights: tuple[SourceWeight, ...] = ()
     config: "ModelConfig | None" = None
+    length: RunLength = ONE_EPOCH
 
 
 def read_base(path: str | None) -> PlanBase:
@@ -75,6 +78,7 @@ def read_base(path: str | None) -> PlanBase:
         single=single,
         weights=config.data.weights,
         config=model,
+        length=RunLength(config.run.epochs, config.run.steps or 0),
     )
 
 

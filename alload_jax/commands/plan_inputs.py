@@ -19,7 +19,8 @@ from alload_jax.planning.analytic import Remat, Trained
 from alload_jax.planning.architectures.architecture import Architecture
 from alload_jax.planning.cost import CostFile
 from alload_jax.planning.geometry import Geometry
-from alload_jax.planning.policies.registry import AUTO, AUTO_PACKED, candidates, find_policy
+from alload_jax.planning.policies.registry import AUTO, PORTFOLIO, candidates, find_policy
+from alload_jax.planning.portfolio import ONE_EPOCH, RunLength
 from alload_jax.planning.remat import AUTO_REMAT
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
@@ -38,6 +39,8 @@ class PlanInputs(NamedTuple):
       shares: what weighted sources are of an epoch; empty without weights.
       bucketed: where policies of both layouts are compared, the samples with their lengths in
         bucketed rows, and `samples` has those in packed rows; else None.
+      packs: whether the device runs packed rows.
+      length: of the run.
     """
 
     samples: Samples
@@ -48,6 +51,8 @@ class PlanInputs(NamedTuple):
     seed: int
     shares: tuple[SourceShare, ...] = ()
     bucketed: Samples | None = None
+    packs: bool = True
+    length: RunLength = ONE_EPOCH
 
 
 class PlannedModel(NamedTuple):
@@ -85,11 +90,11 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     fields.pop("ranks", None)
     if options.compare:
         # This policy has every setting; each case takes those of its own policy.
-        fields["policy"] = AUTO_PACKED
+        fields["policy"] = PORTFOLIO[0]
     trained = planned_parameters(options, fields, base)
     packs = base.packs and device_packs(options, fields)
     policy = fields.get("policy", AUTO)
-    packed = packs if policy == AUTO else find_policy(policy).packed
+    packed = policy == AUTO or find_policy(policy).packed
     samples, data, paths = planned_samples(options, base, packed)
     weights = weights_of_flags(options) or (base.weights if options.manifest else ())
     samples, shares = weigh(samples, weights, paths)
@@ -98,15 +103,19 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     policies = candidates(policy)
     if fields.get("m_mem") is None and any("m_mem" in each.required for each in policies):
         fields["m_mem"] = m_mem_of(options, costs, int(samples.seq_len.min()))
-    planning = PlanningConfig(**fields).resolved(packs)
+    planning = PlanningConfig(**fields)
     if options.config and base.model:
         remat = {} if base.remat == AUTO_REMAT else {"remat": base.remat}
         planning.refuse_foreign_costs(base.model | remat, None)
     seed = base.seed if options.seed is None else options.seed
     bucketed = None
-    if options.compare and base.config is not None and base.config.joint_attention:
+    both = bool(options.compare) or policy == AUTO
+    if both and base.config is not None and base.config.joint_attention:
         bucketed, _ = weigh(planned_samples(options, base, packed=False)[0], weights, paths)
-    return PlanInputs(samples, data, planning, costs, source, seed, shares, bucketed)
+    length = RunLength(options.epochs) if options.epochs else base.length
+    return PlanInputs(
+        *(samples, data, planning, costs, source, seed, shares, bucketed, packs, length)
+    )
 
 
 def architecture_of(options: argparse.Namespace) -> PlannedModel:

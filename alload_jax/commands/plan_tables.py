@@ -11,9 +11,12 @@ from rich.text import Text
 from alload_jax.data.weights import SourceShare
 from alload_jax.planning.study import Case
 
+_SECONDS = ("first_step_seconds",)
 _COUNTS = ("cost", "seconds", "tokens_per_second", "samples_per_second")
 _PLAIN = ("order_correlation", "step_samples_min", "step_samples_max")
 LABELS = {
+    "buckets": "programs",
+    "first_step_seconds": "time to the first step",
     "step_samples_min": "least samples of a step / mean",
     "step_samples_max": "most samples of a step / mean",
     "repeated_neighbours": "repeated neighbours",
@@ -24,11 +27,11 @@ _COLUMNS = {
     "imbalance": "imbalance",
     "idle": "idle",
     "compute_cv": "compute CV",
-    "step_cv": "step CV",
     "padding": "padding",
     "utilisation": "of M_mem",
     "buckets": "programs",
-    "samples of a step": "samples of a step",
+    "first_step_seconds": "first step",
+    "samples of a step": "samples of a step / mean",
     "tokens_per_second": "tokens/s",
 }
 _REPLAY = {"idle": "idle, replayed", "tokens_per_second": "tokens/s, replayed"}
@@ -74,10 +77,10 @@ def comparison_table(cases: Sequence[Case]) -> Table:
         if case.ranks != before:
             table.add_section()
         before = case.ranks
-        metrics = asdict(case.metrics)
+        metrics = case.figures()["metrics"]
         cells = {name: readable(name, metrics[name]) for name in columns if name in metrics}
         least, most = (metrics[f"step_samples_{end}"] for end in ("min", "max"))
-        cells["samples of a step"] = f"{least:.2f}–{most:.2f} × mean"
+        cells["samples of a step"] = f"{least:.2f}–{most:.2f}"
         replayed = asdict(case.simulation) if case.simulation else {}
         table.add_row(
             str(case.ranks),
@@ -111,6 +114,8 @@ def readable(name: str, value: float | None) -> str:
         return "–"
     if isinstance(value, int):
         return f"{value:,}"
+    if name in _SECONDS:
+        return f"{value:,.0f} s"
     if name in _COUNTS:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     shown = f"{value:.3f}" if name in _PLAIN else f"{value:.2%}"

@@ -6,17 +6,21 @@ from dataclasses import replace
 import numpy as np
 
 from alload_jax.planning.cost import empty_row_cost, marginal_cost
-from alload_jax.planning.factory import choose_context
+from alload_jax.planning.factory import with_best_context
 from alload_jax.planning.policies.balanced import Balanced
-from alload_jax.planning.predicted_time import predicted_time
+from alload_jax.planning.policies.row_search import RowTrials, slots_for
 from alload_jax.planning.study import Case, Study
 
 _GIANT = 1.5
 """Cost of a sample alone, over that of a mean step, from which it holds up the other ranks."""
 _SHARE = 0.02
 """Share of an epoch's time that is worth advice."""
-_MOST_SAMPLES = 200_000
-"""Samples up to which plans are made again to price a bound."""
+_OUTSIDE = 1.02
+"""Samples of a step over the bound from which that is said."""
+_LARGER = np.geomspace(1.02, 2.5, 24)
+"""M_mem that are tried to make a bound free, over the present one."""
+_SLOTS = 4.0
+"""Slots of such rows over the mean number of samples."""
 
 
 def advice(study: Study, cases: Sequence[Case]) -> list[str]:
@@ -39,7 +43,7 @@ def _same_as_equal_tokens(study: Study, case: Case) -> str | None:
     if case.config.traits.packed or not case.config.traits.has_m_comp or not m_mem:
         return None
     buckets = study.samples.buckets()
-    rows = policy.rows_per_bucket(buckets)  # type: ignore[attr-defined]
+    rows = policy.most_rows(buckets)  # type: ignore[attr-defined]
     if not np.array_equal(rows, m_mem // buckets.seq_len):
         return None
     return (
@@ -69,10 +73,10 @@ def _giant(study: Study, case: Case) -> str | None:
         "other ranks wait."
     )
     topology = case.plan.topology
-    context = choose_context(case.config, study.samples, topology, study.costs)
-    if context == 1:
+    best = with_best_context(case.config, study.samples, topology, study.costs)
+    if best.context == 1:
         return found
-    return f"{found} --context {context} splits them and has the least predicted time."
+    return f"{found} --context {best.context} splits them and has the least predicted time."
 
 
 def _alone(study: Study, case: Case, seq_len: np.ndarray) -> np.ndarray:
@@ -83,20 +87,34 @@ def _alone(study: Study, case: Case, seq_len: np.ndarray) -> np.ndarray:
 
 
 def _price_of_spread(study: Study, case: Case) -> str | None:
-    """What the bound on a step's samples costs in time."""
-    policy = case.plan.policy
-    if not isinstance(policy, Balanced) or len(study.samples) > _MOST_SAMPLES:
+    """What the bound on a step's samples costs, where it was relaxed, and what makes it free."""
+    policy, wanted = case.plan.policy, case.config.sample_spread
+    if not isinstance(policy, Balanced) or wanted in (None, np.inf) or case.metrics.steps < 2:
         return None
-    if policy.sample_spread in (None, np.inf) or case.metrics.steps < 2:
-        return None
-    split = case.config.seconds_per_split_token(study.costs)
-    bounded, free = (
-        predicted_time(each, study.samples, case.plan.topology, study.predictor, split)
-        for each in (policy, replace(policy, sample_spread=None))
+    trials = policy.row_trials(study.samples.typical(), case.plan.topology)
+    free = trials.time_of(replace(policy, sample_spread=None))
+    least, most = case.metrics.step_samples_min, case.metrics.step_samples_max
+    found = f"{case.name}: steps hold {least:.2f} to {most:.2f} times the mean number of samples."
+    bounded = trials.time_of(replace(policy, sample_spread=wanted)) / free - 1
+    if policy.sample_spread == wanted:
+        found += f" The bound of {wanted:g} (--sample-spread) costs {max(0.0, bounded):.1%} of time"
+        outside = max(1 / least, most) / wanted
+        return f"{found}{'; some steps find no way to keep it.' if outside > _OUTSIDE else '.'}"
+    taken = "is not kept" if policy.sample_spread is None else f"is {policy.sample_spread:g}"
+    found += (
+        f" A bound of {wanted:g} (--sample-spread) would cost {bounded:.0%} of time, so it {taken}"
     )
-    return (
-        f"{case.name}: steps hold {case.metrics.step_samples_min:.2f} to "
-        f"{case.metrics.step_samples_max:.2f} times the mean number of samples. The bound of "
-        f"{policy.sample_spread:g} (--sample-spread) costs "
-        f"{max(0.0, bounded / free - 1):.1%} of time."
-    )
+    if m_mem := _free_of_charge(policy, trials, wanted, free):
+        found += f"; --m-mem {m_mem} makes it free"
+    return found + "."
+
+
+def _free_of_charge(policy: Balanced, trials: RowTrials, spread: float, time: float) -> int | None:
+    """The least M_mem with which the bound on a step's samples takes no more than `time`."""
+    for share in _LARGER:
+        tokens = int(policy.m_mem * share) // policy.align * policy.align
+        slots = slots_for(trials.samples, tokens, _SLOTS)
+        larger = replace(policy, m_mem=tokens, row_tokens=tokens, max_segments=slots)
+        if trials.time_of(replace(larger, sample_spread=spread)) <= time:
+            return tokens
+    return None

@@ -15,6 +15,12 @@ from alload_jax.planning.architectures.registry import DEFAULT_FAMILY
 
 FORMAT = "alload-cost-model-1"
 
+PROGRAM_SECONDS, START_SECONDS = 8.0, 30.0
+"""Seconds to compile a program, and other seconds from the start of a run to the end of its first
+step, where no calibration or run has measured them."""
+_COMPILE_SECONDS = 600
+"""Seconds that compiling may take, unless `planning.max_programs` says otherwise."""
+
 _RENAMED = {"anchor_bytes": "bytes_per_split_token"}
 """Names of fields in older files → their present names."""
 
@@ -216,6 +222,8 @@ class CostFile:
       m_mem: maximum tokens of a micro-batch on one rank.
       m_comp: maximum B·S^p of a micro-batch.
       bytes_per_split_token: bytes that a token of a split sequence sends between devices per step.
+      program_seconds: seconds to compile the program of a shape of micro-batches.
+      start_seconds: other seconds from the start of a run to the end of its first step.
       model: fields of the model's architecture.
       device: name of the device, such as `NVIDIA H200`.
       origin: `measured` by `alload calibrate`, or `analytic`.
@@ -229,10 +237,30 @@ class CostFile:
     m_mem: int | None = None
     m_comp: float | None = None
     bytes_per_split_token: float | None = None
+    program_seconds: float | None = None
+    start_seconds: float | None = None
     model: dict[str, Any] | None = None
     device: str | None = None
     origin: str | None = None
     details: dict[str, Any] | None = None
+
+    def most_programs(self) -> int:
+        """Programs that compile in `_COMPILE_SECONDS`; at most 64."""
+        return int(min(64, max(1, _COMPILE_SECONDS // max(self.seconds_of_program, 1e-3))))
+
+    @property
+    def seconds_of_program(self) -> float:
+        """Seconds to compile a program: measured, or a stated default."""
+        return PROGRAM_SECONDS if self.program_seconds is None else self.program_seconds
+
+    def first_step_seconds(self, programs: int) -> float:
+        """Predicted seconds from the start of a run to the end of its first step."""
+        start = START_SECONDS if self.start_seconds is None else self.start_seconds
+        return start + programs * self.seconds_of_program
+
+    def sequence_tokens(self) -> float:
+        """Tokens that take as much memory as the condition of a sequence; 0 where unknown."""
+        return self.memory.per_sequence / self.memory.per_token if self.memory else 0.0
 
     def heads_left_by(self, context: int) -> int:
         """The model's number of heads, if it is known and `context` does not divide it; else 0."""
@@ -304,7 +332,8 @@ def read_cost_file(path: str | Path) -> CostFile:
 def _check_numbers(content: dict[str, Any], path: Path) -> None:
     """Refuses values that are not finite numbers in their range."""
     above_zero = {"p", "m_mem", "m_comp", "per_token"}
-    single = ("m_mem", "m_comp", "bytes_per_split_token")
+    seconds = ("program_seconds", "start_seconds")
+    single = ("m_mem", "m_comp", "bytes_per_split_token", *seconds)
     flat = {name: content[name] for name in single if name in content}
     for name in _PARTS:
         part = content.get(name, {})

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import cast
 
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import CostFile
+from alload_jax.planning.cost import CostFile, in_seconds
 from alload_jax.planning.m_comp import MCompCurve, longest_alone, search_m_comp
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.balanced import Balanced
@@ -18,6 +18,8 @@ from alload_jax.planning.topology import RankTopology
 
 _MOST_CONTEXT = 64
 """Of the sizes of a context-parallel group that are tried."""
+_PROGRAM_SHARE = 0.002
+"""Share of an epoch's time that compiling a program takes, where times are not known."""
 _ROUGH, _WORTH = 6, 0.003
 """Epochs that are planned for each of them at first; share of the time that a larger group must
 save."""
@@ -76,10 +78,31 @@ def make_plan(
     if config.m_comp == "longest":
         open_bound = make_policy(replace(config, m_comp=None), costs).fitted(typical, topology)
         config = replace(config, m_comp=longest_alone(open_bound, samples))
-    elif config.m_comp == "auto":
+    elif config.m_comp == "auto" or _searches_m_comp(config, costs):
         return _with_best_m_comp(config, samples, topology, seed, costs)
-    policy = make_policy(config, costs).fitted(typical, topology)
+    share = program_share(config, typical, topology, costs)
+    policy = make_policy(config, costs).fitted(typical, topology, share)
     return Plan(samples, policy, topology, seed)
+
+
+def _searches_m_comp(config: PlanningConfig, costs: CostFile) -> bool:
+    """Whether an M_comp that nothing gives is searched: by default, if costs are seconds."""
+    given = config.m_comp is not None or costs.m_comp is not None
+    return config.traits.m_comp_by_default and not given and in_seconds(config.predictor(costs))
+
+
+def program_share(
+    config: PlanningConfig, samples: Samples, topology: RankTopology, costs: CostFile
+) -> float:
+    """Share of the time of an epoch that compiling a program takes.
+
+    Of one epoch, however long the run is: a run that is continued for longer has the same plan.
+    """
+    model = config.predictor(costs)
+    if not in_seconds(model):
+        return _PROGRAM_SHARE
+    work = float(model.sequence_cost(samples.seq_len).sum())
+    return costs.seconds_of_program * topology.ranks / max(work, 1e-9)
 
 
 def with_best_context(
@@ -129,8 +152,11 @@ def _with_best_m_comp(
     curve = m_comp_curve(config, samples, topology, costs)
     model, split = config.predictor(costs), config.seconds_per_split_token(costs)
 
+    share = program_share(config, typical, topology, costs)
+
     def plan_at(m_comp: float | None) -> Plan:
-        policy = make_policy(replace(config, m_comp=m_comp), costs).fitted(typical, topology)
+        policy = make_policy(replace(config, m_comp=m_comp), costs)
+        policy = policy.fitted(typical, topology, share)
         return Plan(samples, policy, topology, seed)
 
     open_bound = curve.m_comp[-1].item() if config.traits.m_comp_by_default else None
@@ -160,7 +186,7 @@ def _rank_topology(config: PlanningConfig, ranks: int, ranks_per_group: int) -> 
     grouped = config.ranks_mode == "independent" and not config.traits.packed
     return RankTopology(
         config.ranks or ranks,
-        config.ranks_mode,
+        config.ranks_mode or "synchronous",
         config.micro_batches_per_step,
         (config.ranks_per_group or ranks_per_group) if grouped else 1,
     )

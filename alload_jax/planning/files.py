@@ -1,6 +1,7 @@
 """A plan's epoch as a Parquet file, from which anyone can recompute every metric."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from alload_jax.planning.epoch import EpochPlan
 METADATA_KEY = b"alload-plan"
 
 
-def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -> pa.Table:
-    """A row per placed sample, or per part of a split one, by step, micro_batch and rank.
+def plan_table(
+    plans: Mapping[int, EpochPlan], seq_len: np.ndarray, settings: dict[str, Any]
+) -> pa.Table:
+    """A row per placed sample, or per part of a split one, by epoch, step, micro_batch and rank.
 
-    Columns: `step, rank, micro_batch, sample, seq_len, padded_len, tokens, offset, region,
+    Columns: `epoch, step, rank, micro_batch, sample, seq_len, padded_len, tokens, offset, region,
     split_tokens, rows, slots, frames, height, width`.
-    `sample` is the row number in the manifest. `tokens` is the number of its tokens on the rank
-    and `offset` their position in the micro-batch, with rows laid end to end. `region` is `split`
-    if the sample is split over the ranks of a context-parallel group, otherwise `whole`; the first
-    `split_tokens` of a row are reserved for split samples. `rows` is the number of rows of
+    Steps count from 0 in each epoch. `sample` is the row number in the manifest. `tokens` is the
+    number of its tokens on the rank and `offset` their position in the micro-batch, with rows laid
+    end to end. `region` is `split` if the sample is split over the ranks of a context-parallel
+    group, otherwise `whole`; the first `split_tokens` of a row are reserved for split samples. `rows` is the number of rows of
     `padded_len` tokens in the micro-batch, including padding rows; packed micro-batches have one,
     with room for `slots` samples.
     frames, height and width are zeros if unknown or packed. Plans of weighted samples have another
@@ -31,11 +34,16 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
     independent ones.
 
     Args:
-      plan: the epoch.
+      plans: the epochs by their numbers.
       seq_len: [N] int64, tokens of every sample of the manifest.
       settings: how the plan was made and measured (ranks, mode, m_mem, cost_model, samples, …),
         JSON values; stored in the table's metadata.
     """
+    table = pa.concat_tables(_epoch_table(n, plan, seq_len) for n, plan in plans.items())
+    return table.replace_schema_metadata({METADATA_KEY: json.dumps(settings).encode()})
+
+
+def _epoch_table(number: int, plan: EpochPlan, seq_len: np.ndarray) -> pa.Table:
     counts = np.diff(plan.offsets)
 
     def spread(column: np.ndarray) -> np.ndarray:
@@ -43,6 +51,7 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
 
     table = pa.table(
         {
+            "epoch": np.full(len(plan.sample), number),
             "step": spread(plan.step),
             "rank": spread(plan.rank),
             "micro_batch": spread(plan.micro_batch),
@@ -62,7 +71,7 @@ def plan_table(plan: EpochPlan, seq_len: np.ndarray, settings: dict[str, Any]) -
     )
     if plan.repetition is not None:
         table = table.append_column("repetition", pa.array(plan.repetition))
-    return table.replace_schema_metadata({METADATA_KEY: json.dumps(settings).encode()})
+    return table
 
 
 def _regions(plan: EpochPlan) -> pa.DictionaryArray:

@@ -144,7 +144,7 @@ def plan_metrics(
         step_samples_min=float(per_step.min() / per_step.mean()),
         step_samples_max=float(per_step.max() / per_step.mean()),
         tokens=tokens,
-        buckets=_programs(plan),
+        buckets=programs_of(plan),
         segments=int(np.diff(plan.offsets).max()),
         imbalance=float(imbalance(cost).mean()),
         imbalance_max=float(imbalance(cost).max()),
@@ -221,7 +221,8 @@ def _pairs(row: np.ndarray) -> float:
     return float((counts * (counts - 1) / 2).sum())
 
 
-def _programs(plan: EpochPlan) -> int:
+def programs_of(plan: EpochPlan) -> int:
+    """Distinct shapes of micro-batches of an epoch, each of which is a program."""
     split = plan.packing.split_tokens if plan.packing else np.zeros_like(plan.rows)
     shapes = np.column_stack([plan.rows, plan.padded_len, plan.shape, split])
     return len(np.unique(shapes, axis=0))

@@ -155,8 +155,8 @@ class Plan:
         """
         if self._repeats is not None and isinstance(self.policy, Bucketed):
             # An epoch may lack a bucket.
-            buckets = self.samples.once().buckets()
-            return self.policy.rows_per_bucket(buckets), buckets.seq_len, buckets.shape
+            buckets, rows = self.policy.classes(self.samples.once(), self.topology)
+            return rows, buckets.seq_len, buckets.shape
         epoch = self.epoch(0)
         return epoch.rows, epoch.padded_len, epoch.shape
 

@@ -19,8 +19,8 @@ class Buckets:
 
     Attributes:
       shape: [K, 3] int64, (frames, height, width) of each bucket; zeros where only lengths are
-        known.
-      seq_len: [K] int64, tokens of a sample of the bucket.
+        known, or where it holds several shapes.
+      seq_len: [K] int64, tokens of a sample of the bucket, of the longest if it holds several.
       members: [N] int64, sample numbers, bucket by bucket, ascending within each; as often as
         each stands in the epoch.
       offsets: [K + 1] int64; bucket k holds `members[offsets[k]:offsets[k + 1]]`.
@@ -33,6 +33,22 @@ class Buckets:
 
     def __len__(self) -> int:
         return len(self.seq_len)
+
+    def merged(self, number: np.ndarray) -> "Buckets":
+        """Buckets that hold those of equal numbers.
+
+        Args:
+          number: [K] integers, ascending.
+
+        Returns:
+          Buckets as long as the longest that they hold; their shape is zeros where they hold
+          several.
+        """
+        first = np.flatnonzero(np.r_[True, number[1:] != number[:-1]])
+        last = np.r_[first[1:], len(number)] - 1
+        shape = np.where((first == last)[:, None], self.shape[last], 0)
+        offsets = np.r_[self.offsets[first], self.offsets[-1]]
+        return Buckets(shape, self.seq_len[last], self.members, offsets)
 
     def name(self, bucket: int) -> str:
         """`17x16x16` (frames, height, width), or the length alone where no shape is known."""

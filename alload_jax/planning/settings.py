@@ -4,15 +4,12 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, CostModel, PowerCost, read_cost_file
 from alload_jax.planning.policies.registry import (
     AUTO,
-    AUTO_BUCKETED,
-    AUTO_PACKED,
-    AUTO_SHARED,
     PolicyTraits,
     candidates,
     find_policy,
@@ -30,18 +27,20 @@ class PlanningConfig:
     """The planning section of a config: the policy, its bounds and the ranks.
 
     Attributes:
-      policy: bucketed fixed, equal_tokens, sorted or dual_constraint; packed first_fit or balanced;
-        the name of a registered policy; or auto, which is balanced where attention runs on packed
-        rows (NVIDIA Hopper or newer). Elsewhere it is equal_tokens, or dual_constraint where there
-        is an M_comp, a calibrated cost model or mode independent.
+      policy: bucketed fixed, equal_tokens, sorted or dual_constraint; packed first_fit or balanced,
+        where attention runs on packed rows (NVIDIA Hopper or newer); the name of a registered
+        policy; or auto, which is balanced unless another that the devices can run is predicted to
+        be more than 2 % faster over the run, time to its first step included.
       ranks_mode: of bucketed policies: synchronous (ranks share a bucket) or independent (each
-        shape group draws its own; groups of one rank are AdaptiveLoad's setting).
+        shape group draws its own; groups of one rank are AdaptiveLoad's setting). Null is
+        synchronous, and the faster one where the policy is auto.
       micro_batches_per_step: micro-batches that every rank accumulates before an update.
       m_mem: maximum tokens of a micro-batch on one rank; null takes it from `cost_model`.
       m_comp: maximum cost of a micro-batch, B·S^p for `dual_constraint`, in the cost model's unit
         for `balanced`; `longest` is the cost of the longest sample alone, `auto` the value that
         minimises the predicted time of an epoch. Null takes it from `cost_model`, or else
-        `longest` for `dual_constraint` and no bound for `balanced`.
+        for `dual_constraint` auto, or longest without a cost model in seconds; no bound for
+        `balanced`.
       p: exponent of cost over sequence length; null takes it from `cost_model`, or else 2.
       rows: for `fixed`, a batch size, or one for each bucket's name (`17x16x16`).
       ranks: number of data-parallel ranks of the plan; null takes the mesh's. With a multiple of
@@ -53,6 +52,9 @@ class PlanningConfig:
       align: samples in packed rows begin at multiples of this many tokens.
       row_tokens: tokens of a packed row of `balanced`, at most m_mem; null for the number with the
         least predicted time.
+      max_programs: maximum number of buckets of a bucketed policy, each of which is a program to
+        compile; shapes of similar length share one. Null for what compiles in ten minutes, at most
+        64.
       max_segments: maximum samples of a packed row; null for the number with the least predicted
         time (`first_fit`: 4 times the mean).
       sample_spread: a step of `balanced` holds at most this many times the mean number of samples,
@@ -72,7 +74,7 @@ class PlanningConfig:
     """
 
     policy: str = AUTO
-    ranks_mode: RanksMode = "synchronous"
+    ranks_mode: RanksMode | None = None
     micro_batches_per_step: int = 1
     m_mem: int | None = None
     m_comp: float | Literal["auto", "longest"] | None = None
@@ -84,6 +86,7 @@ class PlanningConfig:
     foreign_cost_model: bool = False
     align: int = 1
     row_tokens: int | None = None
+    max_programs: int | None = None
     max_segments: int | None = None
     sample_spread: float | None = 2.5
     look_ahead: int = 32
@@ -101,7 +104,7 @@ class PlanningConfig:
     def _check_names(self) -> None:
         choices = {
             "policy": (AUTO, *policy_names()),
-            "ranks_mode": get_args(RanksMode),
+            "ranks_mode": (None, *get_args(RanksMode)),
             "recalibrate": (None, "epoch"),
         }
         for name, known in choices.items():
@@ -113,7 +116,7 @@ class PlanningConfig:
 
     def _check_numbers(self) -> None:
         at_least_one = ("micro_batches_per_step", "m_mem", "ranks", "ranks_per_group", "align")
-        counts = ("row_tokens", "max_segments", "look_ahead", "context")
+        counts = ("row_tokens", "max_programs", "max_segments", "look_ahead", "context")
         for name in (*at_least_one, *counts):
             value = getattr(self, name)
             if value is None or (name == "context" and value == "auto"):
@@ -181,27 +184,8 @@ class PlanningConfig:
           ValueError: the policy is auto.
         """
         if self.policy == AUTO:
-            raise ValueError("planning.policy is auto; choose one by PlanningConfig.resolved")
+            raise ValueError("planning.policy is auto; choose one by `choose_policy`")
         return find_policy(self.policy)
-
-    def resolved(self, packs: bool) -> "PlanningConfig":
-        """The config with auto replaced: by balanced if `packs`, else by a bucketed policy.
-
-        That is dual_constraint where M_comp is given, where a cost model has the fixed part by
-        which to choose it, and where ranks draw their own buckets. Ranks that share a bucket cost
-        the same without an M_comp, which would only make their micro-batches smaller.
-        """
-        if self.policy != AUTO:
-            return self
-        if packs:
-            return replace(self, policy=AUTO_PACKED)
-        costs = self.costs()
-        if self.m_comp is not None or costs.m_comp is not None:
-            return replace(self, policy=AUTO_BUCKETED)
-        if costs.quadratic is not None:
-            return replace(self, policy=AUTO_BUCKETED, m_comp="auto")
-        shared = self.ranks_mode == "synchronous"
-        return replace(self, policy=AUTO_SHARED if shared else AUTO_BUCKETED)
 
     def identity(self) -> dict[str, Any]:
         """Settings that a run keeps when it is continued and that its plan's identity lacks."""
@@ -219,7 +203,7 @@ class PlanningConfig:
     @property
     def single_gradient(self) -> bool:
         """Whether a step has one micro-batch for all ranks, whose gradient is then the step's."""
-        return self.micro_batches_per_step == 1 and self.ranks_mode == "synchronous"
+        return self.micro_batches_per_step == 1 and self.ranks_mode != "independent"
 
     def tokens_bound(self, costs: CostFile | None = None) -> int | None:
         """The M_mem to use, or None; `costs` as in `exponent`."""
@@ -296,3 +280,34 @@ class PlanningConfig:
                 f"{self.cost_model}: was made for {unlike}; run `alload calibrate` "
                 "here, or set planning.foreign_cost_model"
             )
+
+
+def policy_config(config: PlanningConfig, policy: str) -> PlanningConfig:
+    """`config` with the policy `balanced` or the policy and mode `equal_tokens:independent`.
+
+    Raises:
+      InputError: the policy or the mode is unknown.
+    """
+    name, _, mode = policy.partition(":")
+    traits = find_policy(name)
+    if mode and mode not in get_args(RanksMode):
+        raise InputError(
+            f"policy {policy!r}: choose {name}:{f' or {name}:'.join(get_args(RanksMode))}"
+        )
+    if mode and traits.packed:
+        raise InputError(f"policy {policy!r}: packed rows have one shape on all ranks; give {name}")
+    named = replace(
+        config,
+        policy=name,
+        context=config.context if traits.splits_samples else 1,
+        m_comp=config.m_comp if traits.has_m_comp else None,
+        options=config.options if traits.has_options else None,
+    )
+    return replace(named, ranks_mode=cast(RanksMode, mode)) if mode else named
+
+
+def case_name(config: PlanningConfig) -> str:
+    """The displayed name of the policy and its mode."""
+    if not config.traits.packed:
+        return f"{config.policy} ({config.ranks_mode or 'synchronous'})"
+    return config.policy + (f" (split, c = {config.context})" if config.context != 1 else "")

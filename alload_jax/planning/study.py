@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast, get_args
+from typing import Any
 
-from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, CostModel, in_seconds
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.factory import make_plan
@@ -15,11 +14,11 @@ from alload_jax.planning.metrics import (
     repeated_neighbours,
 )
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies.registry import find_policy
+from alload_jax.planning.policies.registry import AUTO, find_policy
+from alload_jax.planning.portfolio import ONE_EPOCH, RunLength, choose_policy
 from alload_jax.planning.samples import Samples
-from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.settings import PlanningConfig, case_name, policy_config
 from alload_jax.planning.simulation import Simulation, SimulationSettings, simulate
-from alload_jax.planning.topology import RanksMode
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,8 @@ class Case:
       neighbours: how much of the rows' company returns in the epoch after it.
       predictor: the cost model.
       simulation: simulation of the epoch; None if not requested.
+      first_step_seconds: predicted time from the start of a run to the end of its first step.
+      reason: why auto took the policy; "" if it was named.
     """
 
     name: str
@@ -47,12 +48,15 @@ class Case:
     neighbours: RepeatedNeighbours
     predictor: CostModel
     simulation: Simulation | None
+    first_step_seconds: float
+    reason: str = ""
 
     def figures(self) -> dict[str, Any]:
         """The metrics and the simulation, as JSON values."""
         metrics = asdict(self.metrics) | {
             "repeated_neighbours": self.neighbours.share,
             "repeated_neighbours_random": self.neighbours.random,
+            "first_step_seconds": self.first_step_seconds,
         }
         content: dict[str, Any] = {"name": self.name, "metrics": metrics}
         return content | ({"simulation": asdict(self.simulation)} if self.simulation else {})
@@ -79,6 +83,8 @@ class Study:
       seed, epoch: seed and number of the epoch, which determine the order of samples.
       replay: noise and all-reduce of the simulation; None for no simulation.
       bucketed: the samples with their lengths in bucketed rows; None for the same lengths.
+      packs: whether the device runs packed rows.
+      length: of the run, by which the policy auto is chosen.
     """
 
     samples: Samples
@@ -88,6 +94,8 @@ class Study:
     epoch: int = 0
     replay: SimulationSettings | None = None
     bucketed: Samples | None = None
+    packs: bool = True
+    length: RunLength = ONE_EPOCH
 
     def samples_of(self, policy: str) -> Samples:
         """The samples with their lengths in the rows of a policy."""
@@ -117,7 +125,14 @@ class Study:
 
     def case(self, policy: str, ranks: int) -> Case:
         """Plans one policy on one number of ranks; see `cases`."""
-        config = policy_config(self.config, policy)
+        if policy == AUTO:
+            auto = replace(self.config, policy=AUTO)
+            chosen = choose_policy(
+                *(auto, self.samples_of, ranks, self.costs), packs=self.packs, length=self.length
+            )
+            config, reason = chosen
+        else:
+            config, reason = policy_config(self.config, policy), ""
         samples = self.samples_of(config.policy)
         plan = make_plan(replace(config, ranks=ranks), samples, ranks, self.seed, self.costs)
         if config.context == "auto":  # the plan has chosen it
@@ -143,35 +158,6 @@ class Study:
             neighbours,
             self.predictor,
             simulation,
+            self.costs.first_step_seconds(metrics.buckets),
+            reason,
         )
-
-
-def policy_config(config: PlanningConfig, policy: str) -> PlanningConfig:
-    """`config` with the policy `balanced` or the policy and mode `equal_tokens:independent`.
-
-    Raises:
-      InputError: the policy or the mode is unknown.
-    """
-    name, _, mode = policy.partition(":")
-    traits = find_policy(name)
-    if mode and mode not in get_args(RanksMode):
-        raise InputError(
-            f"policy {policy!r}: choose {name}:{f' or {name}:'.join(get_args(RanksMode))}"
-        )
-    if mode and traits.packed:
-        raise InputError(f"policy {policy!r}: packed rows have one shape on all ranks; give {name}")
-    named = replace(
-        config,
-        policy=name,
-        context=config.context if traits.splits_samples else 1,
-        m_comp=config.m_comp if traits.has_m_comp else None,
-        options=config.options if traits.has_options else None,
-    )
-    return replace(named, ranks_mode=cast(RanksMode, mode)) if mode else named
-
-
-def case_name(config: PlanningConfig) -> str:
-    """The displayed name of the policy and its mode."""
-    if not config.traits.packed:
-        return f"{config.policy} ({config.ranks_mode})"
-    return config.policy + (f" (split, c = {config.context})" if config.context != 1 else "")

@@ -30,6 +30,7 @@ class Opening(NamedTuple):
       weights: where the weights come from.
       excluded: number of samples that are left out.
       validation: what is validated and when; "" for nothing.
+      policy_reason: why auto took the policy; "" if the config names it.
       unread: what the data hold and the model does not take; "" for nothing.
     """
 
@@ -42,6 +43,7 @@ class Opening(NamedTuple):
     weights: str
     excluded: int = 0
     validation: str = ""
+    policy_reason: str = ""
     unread: str = ""
 
 
@@ -69,6 +71,7 @@ def opening_lines(opening: Opening) -> tuple[list[str], list[str]]:
         f"{found.steps:,} steps, the run {opening.steps:,} ({epochs:,.1f} epochs)",
         f"steps: {found.samples / found.steps:,.1f} samples on {_ranks(plan)} by {opening.policy}, "
         f"{_fill(found, opening.m_mem)}; programs to compile: {found.buckets}",
+        *([opening.policy_reason] if opening.policy_reason else []),
         *_predicted(found, opening),
         f"weights: {opening.weights}",
         *([f"validation: {opening.validation}"] if opening.validation else []),

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from alload_jax.config import read_config, with_policy
+from alload_jax.config import read_config, with_context
 from alload_jax.distributed.initialize import initialize
 from alload_jax.encoders.devices import share_memory
 from alload_jax.errors import run_command
@@ -36,10 +36,9 @@ def main(argv: Sequence[str], prog: str = "train.py") -> int:
             initialize(config.cluster, config.run.folder) as cluster,
             termination_as_interrupt(end),
         ):
-            config = with_policy(config)
-            work = prepare(config, cluster)
+            work = prepare(with_context(config), cluster)
             with locked(Path(config.run.folder), cluster):
-                return train(config, cluster, work, argv)
+                return train(work.config, cluster, work, argv)
     except Terminated:
         print(_TERMINATED, file=sys.stderr)
         return status

@@ -169,6 +169,7 @@ def _open(
         source,
         len(work.collator.excluded),
         validator.told() if validator else "",
+        work.policy_reason,
         unread(config.model, work.manifest),
     )
     show_opening(opening, changed_settings(before, values_of(config)))

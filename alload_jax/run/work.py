@@ -1,6 +1,8 @@
 """What a run trains on, and where: reads the data, plans, and places nothing on devices yet."""
 
+import dataclasses
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +12,7 @@ from jax.sharding import Mesh
 from alload_jax.config import (
     Config,
     use_compilation_cache,
+    values_in,
     values_of,
 )
 from alload_jax.data.collate import Collator
@@ -24,12 +27,18 @@ from alload_jax.data.sources.opening import open_source
 from alload_jax.data.sources.source import SampleSource
 from alload_jax.data.weights import weights_identity, with_weights
 from alload_jax.distributed.cluster import Cluster
+from alload_jax.models.families import family_of
 from alload_jax.planning.cost import CostFile
 from alload_jax.planning.plan import Plan
+from alload_jax.planning.policies.registry import AUTO, find_policy
+from alload_jax.planning.portfolio import Choice, RunLength, choose_policy
+from alload_jax.planning.samples import Samples
+from alload_jax.planning.settings import policy_config
 from alload_jax.sampling.samples import SampleWriter
-from alload_jax.sharding.groups import group_meshes, plan_on
-from alload_jax.sharding.mesh import local_plan_ranks, make_mesh
+from alload_jax.sharding.groups import can_group, group_meshes, plan_on, ranks_per_group
+from alload_jax.sharding.mesh import local_plan_ranks, make_mesh, ranks_of
 from alload_jax.training.plan_costs import run_costs
+from alload_jax.training.restore import CHECKPOINTS
 from alload_jax.training.resume import after_loss
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.validation.held_out import HeldOut, SplitData, split_data
@@ -39,6 +48,8 @@ class Work(NamedTuple):
     """What a run trains on, and where.
 
     Attributes:
+      config: the config, with the policy in force.
+      policy_reason: why auto took it; "" if the config names it.
       began: `time.monotonic()` of the start.
       manifest: the samples.
       mesh: the devices.
@@ -51,6 +62,8 @@ class Work(NamedTuple):
       identity: what a checkpoint of the run belongs to.
     """
 
+    config: Config
+    policy_reason: str
     began: float
     manifest: Manifest
     mesh: Mesh
@@ -86,8 +99,15 @@ def prepare(config: Config, cluster: Cluster) -> Work:
         mesh.devices.flat[0].device_kind,
     )
     costs = run_costs(config.model, config.planning)
-    samples = samples_for(config.model, trained, conditions, config.planning.traits.packed)
-    samples = with_weights(samples, config.data.weights, read_paths(trained))
+    paths = read_paths(trained)
+
+    def samples_of(policy: str) -> Samples:
+        found = samples_for(config.model, trained, conditions, find_policy(policy).packed)
+        return with_weights(found, config.data.weights, paths)
+
+    planning, reason = _with_policy(config, mesh, samples_of, costs)
+    config = dataclasses.replace(config, planning=planning)
+    samples = samples_of(planning.policy)
     plan = plan_on(mesh, config.planning, samples, config.run.seed, costs)
     identity = _identity(config, manifest, plan)
     cluster.require_same(
@@ -112,7 +132,32 @@ def prepare(config: Config, cluster: Cluster) -> Work:
         tracker.check()
     groups = group_meshes(mesh, plan)
     return Work(
-        *(began, manifest, mesh, groups, costs, run_plan, collator, writer, held_out, identity)
+        *(config, reason, began, manifest, mesh, groups, costs, run_plan, collator, writer),
+        *(held_out, identity),
+    )
+
+
+def _with_policy(
+    config: Config, mesh: Mesh, samples_of: Callable[[str], Samples], costs: CostFile
+) -> Choice:
+    """The planning section with auto replaced; a run that is continued keeps its policy."""
+    planning, folder = config.planning, Path(config.run.folder)
+    if planning.policy != AUTO:
+        return Choice(planning, "")
+    before = values_in(folder / "config.yaml") if (folder / CHECKPOINTS).is_dir() else {}
+    if (name := before.get("planning.policy", AUTO)) != AUTO:
+        kept = policy_config(planning, name)
+        mode = before.get("planning.ranks_mode")
+        return Choice(dataclasses.replace(kept, ranks_mode=mode), "")
+    packs = not family_of(config.model).packing_unsupported_reason(config.model)
+    run, ranks, group = config.run, ranks_of(mesh), ranks_per_group(mesh)
+    length = RunLength(run.epochs, run.steps or 0)
+    return choose_policy(
+        *(planning, samples_of, ranks, costs),
+        packs=packs,
+        independent=can_group(mesh),
+        ranks_per_group=group,
+        length=length,
     )
 
 

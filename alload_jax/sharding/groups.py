@@ -84,6 +84,14 @@ def group_meshes(mesh: Mesh, plan: Plan) -> tuple[Mesh, ...]:
     return tuple(group for group in meshes for _ in range(each))
 
 
+def can_group(mesh: Mesh) -> bool:
+    """Whether ranks may have shapes of their own: no shape group spans several processes."""
+    return all(
+        len({device.process_index for device in group.devices.flat}) == 1
+        for group in split_mesh(mesh)
+    )
+
+
 def refuse_spanning(group: int, processes: Sequence[int]) -> None:
     """Refuses a shape group whose devices belong to several processes.
 

@@ -44,18 +44,16 @@ def sparse_layers(config: SparseAttentionConfig, share: float, density: float) -
 def run_costs(model: ModelConfig, planning: PlanningConfig) -> CostFile:
     """The cost model by which a run is planned from its first step on.
 
-    Without `planning.cost_model` and `planning.p`, a model with sparse attention is planned by
-    arithmetic, with the rates of an H200: B·S^p does not know which layers are sparse.
+    Without `planning.cost_model` and `planning.p`, a run is planned by arithmetic, with the rates
+    of an H200: B·S^p knows neither what padding costs nor which layers are sparse.
 
     Raises:
       InputError: the file of the cost model cannot be read.
     """
     costs, layers = planning.costs(), first_layers(model)
-    if layers is None:
-        return costs
     if not planning.cost_model and planning.p is None:
         costs = _analytic(model)
-    return with_layers(costs, layers)
+    return costs if layers is None else with_layers(costs, layers)
 
 
 def _analytic(model: ModelConfig) -> CostFile:

@@ -118,12 +118,15 @@ class Balanced(Policy):
             split_above=config.split_above,
         )
 
-    def fitted(self, samples: Samples, topology: RankTopology) -> "Balanced":
+    def fitted(
+        self, samples: Samples, topology: RankTopology, program_share: float = 0.0
+    ) -> "Balanced":
         """The row with the least predicted time, of as many tokens as M_mem or fewer.
 
         Where the bound on a step's samples costs more than `MOST_PRICE` of time, it is the tightest
         that does not.
         """
+        del program_share  # rows of one size are one program
         trials = self.row_trials(samples, topology)
         tokens = self.row_tokens or trials.best_tokens(self.m_mem)[0]
         slots = self.max_segments or trials.best_slots(tokens)

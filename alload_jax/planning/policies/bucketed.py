@@ -1,22 +1,78 @@
-"""What all bucketed policies share: micro-batches of one shape, drawn in random order."""
+"""What all bucketed policies share: micro-batches of one shape, drawn in random order.
+
+Every shape of a micro-batch is a program to compile, and rows without a sample are computed too.
+Where that costs too much, shapes of similar length share a bucket, whose rows are padded to the
+longest of them (`ladder.py`).
+"""
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from alload_jax.planning.cost import CostFile
 from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.policies.ladder import Ladder, choose_ladder
+from alload_jax.planning.policies.limits import most_sequences
 from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.samples import Buckets, Samples
+from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.topology import RankTopology
 
 
+@dataclass(frozen=True, kw_only=True)
 class Bucketed(Policy):
-    """A policy whose micro-batches hold samples of one shape."""
+    """A policy whose micro-batches hold samples of one bucket.
+
+    Attributes:
+      max_programs: most buckets.
+      sequence_tokens: tokens that take as much memory as the condition of a sequence.
+      ladder: the buckets' lengths and rows; None until `fitted` chooses them.
+    """
+
+    merges: ClassVar[bool] = True
+    """Whether shapes of similar length may share a bucket."""
+
+    max_programs: int = 64
+    sequence_tokens: float = 0.0
+    ladder: Ladder | None = None
 
     @abstractmethod
-    def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
-        """[K] int64, at least 1 each. Raises InputError where a bucket can't be placed."""
+    def most_rows(self, buckets: Buckets) -> np.ndarray:
+        """[K] int64, the most rows of a micro-batch on one rank, at least 1 each.
+
+        Raises:
+          InputError: a bucket can't be placed.
+        """
+
+    def fitted(self, samples: Samples, topology: RankTopology, program_share: float = 0.0) -> Self:
+        """See `Policy.fitted`."""
+        buckets = samples.buckets()
+        self.most_rows(buckets)  # refuses what cannot be placed
+        ladder = choose_ladder(
+            buckets,
+            self._bounded_rows,
+            topology.ranks_per_bucket,
+            self.max_programs if self.merges else None,
+            program_share,
+        )
+        return replace(self, ladder=ladder)
+
+    def _bounded_rows(self, buckets: Buckets) -> np.ndarray:
+        rows, m_mem = self.most_rows(buckets), getattr(self, "m_mem", None)
+        if m_mem is None:
+            return rows
+        within = most_sequences(m_mem, buckets.seq_len, self.sequence_tokens)
+        return np.minimum(rows, within)
+
+    def classes(self, samples: Samples, topology: RankTopology) -> tuple[Buckets, np.ndarray]:
+        """The buckets of samples, and the rows of a micro-batch of each: [K] int64."""
+        ladder = self.ladder
+        if ladder is None:
+            ladder = self.fitted(samples, topology).ladder
+            assert ladder is not None
+        return ladder.buckets(samples.buckets())
 
     def places_of_groups(
         self,
@@ -55,9 +111,7 @@ class Bucketed(Policy):
         padding, which ranks share evenly. A shape group without work at the end has no micro-batch
         there.
         """
-        buckets = samples.buckets()
-        # A refusal names samples, which a weighted epoch may lack.
-        rows = self.rows_per_bucket(buckets if samples.counts is None else samples.once().buckets())
+        buckets, rows = self.classes(samples, topology)
         per_bucket = topology.ranks_per_bucket
         cut = _cut_into_groups(buckets, rows * per_bucket)
         per_turn = topology.ranks // per_bucket
@@ -82,6 +136,15 @@ class Bucketed(Policy):
             offsets=np.r_[0, np.cumsum(counts)],
             sample=_shuffle_within(buckets, rng)[np.argsort(work_of_sample, kind="stable")],
         )
+
+
+def bucketed_fields(config: PlanningConfig, costs: CostFile) -> dict[str, Any]:
+    """The fields of `Bucketed` by a config."""
+    given = config.max_programs
+    return {
+        "max_programs": costs.most_programs() if given is None else given,
+        "sequence_tokens": costs.sequence_tokens(),
+    }
 
 
 @dataclass(frozen=True)

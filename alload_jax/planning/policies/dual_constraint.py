@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from alload_jax.planning.cost import CostFile
-from alload_jax.planning.policies.bucketed import Bucketed
+from alload_jax.planning.policies.bucketed import Bucketed, bucketed_fields
 from alload_jax.planning.policies.limits import refuse_longer_than
 from alload_jax.planning.samples import Buckets
 from alload_jax.planning.settings import PlanningConfig
@@ -40,10 +40,11 @@ class DualConstraint(Bucketed):
             m_mem=config.required_m_mem(costs),
             m_comp=None if m_comp is None else float(m_comp),
             p=config.exponent(costs),
+            **bucketed_fields(config, costs),
         )
 
-    def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
-        """See `Bucketed.rows_per_bucket`."""
+    def most_rows(self, buckets: Buckets) -> np.ndarray:
+        """See `Bucketed.most_rows`."""
         refuse_longer_than(buckets, self.m_mem, self.name)
         with np.errstate(over="ignore"):
             cost = buckets.seq_len.astype(np.float64) ** self.p

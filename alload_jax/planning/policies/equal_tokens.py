@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from alload_jax.planning.cost import CostFile
-from alload_jax.planning.policies.bucketed import Bucketed
+from alload_jax.planning.policies.bucketed import Bucketed, bucketed_fields
 from alload_jax.planning.policies.limits import refuse_longer_than
 from alload_jax.planning.samples import Buckets
 from alload_jax.planning.settings import PlanningConfig
@@ -27,9 +27,9 @@ class EqualTokens(Bucketed):
     @classmethod
     def from_config(cls, config: PlanningConfig, costs: CostFile) -> Self:
         """See `Policy.from_config`."""
-        return cls(config.required_m_mem(costs))
+        return cls(config.required_m_mem(costs), **bucketed_fields(config, costs))
 
-    def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
-        """See `Bucketed.rows_per_bucket`."""
+    def most_rows(self, buckets: Buckets) -> np.ndarray:
+        """See `Bucketed.most_rows`."""
         refuse_longer_than(buckets, self.m_mem, self.name)
         return self.m_mem // buckets.seq_len

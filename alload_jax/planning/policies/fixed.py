@@ -8,7 +8,7 @@ import numpy as np
 
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile
-from alload_jax.planning.policies.bucketed import Bucketed
+from alload_jax.planning.policies.bucketed import Bucketed, bucketed_fields
 from alload_jax.planning.policies.limits import refuse_longer_than
 from alload_jax.planning.samples import Buckets
 from alload_jax.planning.settings import PlanningConfig
@@ -25,6 +25,7 @@ class Fixed(Bucketed):
     """
 
     name: ClassVar[str] = "fixed"
+    merges: ClassVar[bool] = False
     required: ClassVar[tuple[str, ...]] = ("rows",)
 
     rows: int | Mapping[str, int]
@@ -34,10 +35,10 @@ class Fixed(Bucketed):
     def from_config(cls, config: PlanningConfig, costs: CostFile) -> Self:
         """See `Policy.from_config`."""
         assert config.rows is not None  # it is required
-        return cls(config.rows, config.tokens_bound(costs))
+        return cls(config.rows, config.tokens_bound(costs), **bucketed_fields(config, costs))
 
-    def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
-        """See `Bucketed.rows_per_bucket`."""
+    def most_rows(self, buckets: Buckets) -> np.ndarray:
+        """See `Bucketed.most_rows`."""
         if self.m_mem is not None:
             refuse_longer_than(buckets, self.m_mem, self.name)
         rows = np.asarray([self._rows(buckets.name(k)) for k in range(len(buckets))], np.int64)

@@ -6,6 +6,24 @@ from alload_jax.errors import InputError
 from alload_jax.planning.samples import Buckets
 
 _NAMED = 5
+_SHORTEST = 256
+"""Tokens of the samples for which M_mem is made (`analytic.SHORTEST`)."""
+
+
+def most_sequences(m_mem: int, seq_len: np.ndarray, sequence_tokens: float) -> np.ndarray:
+    """The most sequences of so many tokens that take no more memory than M_mem tokens do.
+
+    Args:
+      m_mem: tokens of a micro-batch, in sequences of `_SHORTEST` tokens.
+      seq_len: [K] integers.
+      sequence_tokens: tokens that take as much memory as the condition of a sequence.
+
+    Returns:
+      [K] int64, at least 1.
+    """
+    budget = m_mem * (1 + sequence_tokens / _SHORTEST)
+    within = budget // (np.asarray(seq_len) + sequence_tokens)
+    return np.maximum(1, within.astype(np.int64))
 
 
 def refuse_longer_than(buckets: Buckets, m_mem: int, policy: str) -> None:

@@ -34,9 +34,17 @@ class Policy(PolicyTraits, ABC):
           InputError: a bound is given nowhere.
         """
 
-    def fitted(self, samples: Samples, topology: RankTopology) -> "Policy":
-        """The policy with a value for whatever its config leaves to the samples."""
-        del samples, topology
+    def fitted(
+        self, samples: Samples, topology: RankTopology, program_share: float = 0.0
+    ) -> "Policy":
+        """The policy with a value for whatever its config leaves to the samples.
+
+        Args:
+          samples: of a typical epoch.
+          topology: ranks and steps.
+          program_share: share of the run's time that compiling a program takes.
+        """
+        del samples, topology, program_share
         return self
 
     def recalibrated(self, cost: CostModel) -> "Policy":

@@ -8,8 +8,15 @@ from typing import ClassVar, TypeVar
 from alload_jax.registry import Registry
 
 AUTO = "auto"
-AUTO_PACKED, AUTO_BUCKETED, AUTO_SHARED = "balanced", "dual_constraint", "equal_tokens"
-"""The policies of auto: if rows can be packed, otherwise, and if ranks then share buckets."""
+PORTFOLIO = (
+    *("balanced", "equal_tokens:synchronous", "dual_constraint:synchronous", "first_fit"),
+    *("dual_constraint:independent", "equal_tokens:independent", "sorted:independent"),
+)
+"""What auto selects from, with the mode of ranks: of about equal speed, the first.
+
+Steps mix lengths best under the first, and least under the last. `sorted` is `equal_tokens` where
+ranks share buckets.
+"""
 
 
 class PolicyTraits:
@@ -80,5 +87,5 @@ def policy_names() -> tuple[str, ...]:
 
 def candidates(name: str) -> tuple[type[PolicyTraits], ...]:
     """The class of a policy; for auto, the classes of all that it can select."""
-    names = (AUTO_PACKED, AUTO_BUCKETED, AUTO_SHARED) if name == AUTO else (name,)
-    return tuple(find_policy(each) for each in names)
+    names = (each.partition(":")[0] for each in PORTFOLIO) if name == AUTO else (name,)
+    return tuple(find_policy(each) for each in dict.fromkeys(names))
