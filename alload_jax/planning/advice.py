@@ -43,7 +43,7 @@ def _same_as_equal_tokens(study: Study, case: Case) -> str | None:
     if case.config.traits.packed or not case.config.traits.has_m_comp or not m_mem:
         return None
     buckets = study.samples.buckets()
-    rows = policy.most_rows(buckets)  # type: ignore[attr-defined]
+    rows = policy.rows_per_bucket(buckets)  # type: ignore[attr-defined]
     if not np.array_equal(rows, m_mem // buckets.seq_len):
         return None
     return (

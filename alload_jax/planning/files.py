@@ -25,13 +25,13 @@ def plan_table(
     Steps count from 0 in each epoch. `sample` is the row number in the manifest. `tokens` is the
     number of its tokens on the rank and `offset` their position in the micro-batch, with rows laid
     end to end. `region` is `split` if the sample is split over the ranks of a context-parallel
-    group, otherwise `whole`; the first `split_tokens` of a row are reserved for split samples. `rows` is the number of rows of
-    `padded_len` tokens in the micro-batch, including padding rows; packed micro-batches have one,
-    with room for `slots` samples.
-    frames, height and width are zeros if unknown or packed. Plans of weighted samples have another
-    column, `repetition`: which of the sample's times in its own epoch it is, from 0. A rank without
-    a sample has no line: it computes padding in synchronous and packed plans and is idle in
-    independent ones.
+    group, otherwise `whole`; the first `split_tokens` of a row are reserved for split samples.
+    `rows` is the number of rows of `padded_len` tokens in the micro-batch, including padding rows;
+    packed micro-batches have one, with room for `slots` samples. frames, height and width are zeros
+    if unknown, packed, or if rows of several shapes are padded to one length. Plans of weighted
+    samples have another column, `repetition`: which of the sample's times in the epoch it is, from
+    0. A rank without a sample has no line: it computes padding in synchronous and packed plans and
+    is idle in independent ones.
 
     Args:
       plans: the epochs by their numbers.

@@ -39,7 +39,7 @@ class Bucketed(Policy):
     ladder: Ladder | None = None
 
     @abstractmethod
-    def most_rows(self, buckets: Buckets) -> np.ndarray:
+    def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
         """[K] int64, the most rows of a micro-batch on one rank, at least 1 each.
 
         Raises:
@@ -49,7 +49,7 @@ class Bucketed(Policy):
     def fitted(self, samples: Samples, topology: RankTopology, program_share: float = 0.0) -> Self:
         """See `Policy.fitted`."""
         buckets = samples.buckets()
-        self.most_rows(buckets)  # refuses what cannot be placed
+        self.rows_per_bucket(buckets)  # refuses what cannot be placed
         ladder = choose_ladder(
             buckets,
             self._bounded_rows,
@@ -60,7 +60,7 @@ class Bucketed(Policy):
         return replace(self, ladder=ladder)
 
     def _bounded_rows(self, buckets: Buckets) -> np.ndarray:
-        rows, m_mem = self.most_rows(buckets), getattr(self, "m_mem", None)
+        rows, m_mem = self.rows_per_bucket(buckets), getattr(self, "m_mem", None)
         if m_mem is None:
             return rows
         within = most_sequences(m_mem, buckets.seq_len, self.sequence_tokens)

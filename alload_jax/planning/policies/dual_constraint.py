@@ -43,8 +43,8 @@ class DualConstraint(Bucketed):
             **bucketed_fields(config, costs),
         )
 
-    def most_rows(self, buckets: Buckets) -> np.ndarray:
-        """See `Bucketed.most_rows`."""
+    def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
+        """See `Bucketed.rows_per_bucket`."""
         refuse_longer_than(buckets, self.m_mem, self.name)
         with np.errstate(over="ignore"):
             cost = buckets.seq_len.astype(np.float64) ** self.p

@@ -29,7 +29,7 @@ class EqualTokens(Bucketed):
         """See `Policy.from_config`."""
         return cls(config.required_m_mem(costs), **bucketed_fields(config, costs))
 
-    def most_rows(self, buckets: Buckets) -> np.ndarray:
-        """See `Bucketed.most_rows`."""
+    def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
+        """See `Bucketed.rows_per_bucket`."""
         refuse_longer_than(buckets, self.m_mem, self.name)
         return self.m_mem // buckets.seq_len

@@ -37,8 +37,8 @@ class Fixed(Bucketed):
         assert config.rows is not None  # it is required
         return cls(config.rows, config.tokens_bound(costs), **bucketed_fields(config, costs))
 
-    def most_rows(self, buckets: Buckets) -> np.ndarray:
-        """See `Bucketed.most_rows`."""
+    def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
+        """See `Bucketed.rows_per_bucket`."""
         if self.m_mem is not None:
             refuse_longer_than(buckets, self.m_mem, self.name)
         rows = np.asarray([self._rows(buckets.name(k)) for k in range(len(buckets))], np.int64)

@@ -40,8 +40,8 @@ class Sorted(Bucketed):
         """See `Policy.recalibrated`."""
         return replace(self, cost=cost)
 
-    def most_rows(self, buckets: Buckets) -> np.ndarray:
-        """See `Bucketed.most_rows`."""
+    def rows_per_bucket(self, buckets: Buckets) -> np.ndarray:
+        """See `Bucketed.rows_per_bucket`."""
         refuse_longer_than(buckets, self.m_mem, self.name)
         return self.m_mem // buckets.seq_len
 
