@@ -60,19 +60,22 @@ def choose_ladder(
     found: list[tuple[bool, float, Ladder]] = []
     for number in _partitions(shapes, most):
         buckets = shapes.merged(number)
-        rows, padding = _filled(buckets, most_rows(buckets), ranks, shapes)
+        rows, padding = _filled(buckets, most_rows(buckets), ranks, shapes, most is not None)
         ladder = Ladder(tuple(buckets.seq_len.tolist()), tuple(rows.tolist()))
         found.append((padding > _MOST_PADDING, padding + program_share * len(rows), ladder))
     return min(found, key=lambda each: each[:2])[2]
 
 
 def _filled(
-    buckets: Buckets, most_rows: np.ndarray, ranks: int, shapes: Buckets
+    buckets: Buckets, most_rows: np.ndarray, ranks: int, shapes: Buckets, evenly: bool
 ) -> tuple[np.ndarray, float]:
-    """Rows of each bucket that its samples fill evenly ([K]), and the padding of all."""
+    """Rows of each bucket that its samples fill ([K]), and the padding of all.
+
+    A micro-batch has so many rows at most; `evenly`, the last one of a bucket is as full as others.
+    """
     samples = np.diff(buckets.offsets)
-    groups = np.maximum(1, -(-samples // (most_rows * ranks)))
-    rows = np.maximum(1, -(-samples // (groups * ranks)))
+    groups = np.maximum(1, -(-samples // (most_rows * ranks))) if evenly else 1
+    rows = np.clip(-(-samples // (groups * ranks)), 1, most_rows)
     computed = -(-samples // (rows * ranks)) * rows * ranks * buckets.seq_len
     real = (np.diff(shapes.offsets) * shapes.seq_len).sum()
     return rows, 1 - float(real) / float(max(1, computed.sum()))
