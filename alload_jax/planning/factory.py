@@ -18,8 +18,8 @@ from alload_jax.planning.topology import RankTopology
 
 _MOST_CONTEXT = 64
 """Of the sizes of a context-parallel group that are tried."""
-_PROGRAM_SHARE = 0.002
-"""Share of an epoch's time that compiling a program takes, where times are not known."""
+_SHORTEST_RUN = 3600.0
+"""Seconds of a run of which programs may take their share; small data sets are trained often."""
 _ROUGH, _WORTH = 6, 0.003
 """Epochs that are planned for each of them at first; share of the time that a larger group must
 save."""
@@ -94,15 +94,15 @@ def _searches_m_comp(config: PlanningConfig, costs: CostFile) -> bool:
 def program_share(
     config: PlanningConfig, samples: Samples, topology: RankTopology, costs: CostFile
 ) -> float:
-    """Share of the time of an epoch that compiling a program takes.
+    """Share of the time of a run that compiling a program takes.
 
-    Of one epoch, however long the run is: a run that is continued for longer has the same plan.
+    Of a run of one epoch, or of `_SHORTEST_RUN`, and not of the run's own length: a run that is
+    continued for longer has the same plan.
     """
-    model = config.predictor(costs)
-    if not in_seconds(model):
-        return _PROGRAM_SHARE
-    work = float(model.sequence_cost(samples.seq_len).sum())
-    return costs.seconds_of_program * topology.ranks / max(work, 1e-9)
+    model, epoch = config.predictor(costs), 0.0
+    if in_seconds(model):
+        epoch = float(model.sequence_cost(samples.seq_len).sum()) / topology.ranks
+    return costs.seconds_of_program / max(epoch, _SHORTEST_RUN)
 
 
 def with_best_context(
