@@ -11,6 +11,8 @@ _NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 
 """Numbers of buckets that are tried, and all shapes, each in a bucket of its own."""
 _MOST_PADDING = 0.05
 """Padding that is avoided where so many buckets are allowed."""
+_FIXED, _MOST_ROWS_TRIED = 0.01, 1024
+"""Time of a micro-batch beside that of its rows, over that of the largest; rows that are tried."""
 _THINNED = 400
 """Most lengths among which those of the ladder are chosen."""
 
@@ -71,14 +73,23 @@ def _filled(
 ) -> tuple[np.ndarray, float]:
     """Rows of each bucket that its samples fill ([K]), and the padding of all.
 
-    A micro-batch has so many rows at most; `evenly`, the last one of a bucket is as full as others.
+    A micro-batch has so many rows at most; `evenly`, fewer where that leaves fewer rows empty.
     """
     samples = np.diff(buckets.offsets)
-    groups = np.maximum(1, -(-samples // (most_rows * ranks))) if evenly else 1
-    rows = np.clip(-(-samples // (groups * ranks)), 1, most_rows)
+    rows = np.clip(-(-samples // ranks), 1, most_rows)
+    if evenly:
+        pairs = zip(samples.tolist(), rows.tolist(), strict=True)
+        rows = np.asarray([_fewest_empty(count, ranks, most) for count, most in pairs])
     computed = -(-samples // (rows * ranks)) * rows * ranks * buckets.seq_len
     real = (np.diff(shapes.offsets) * shapes.seq_len).sum()
     return rows, 1 - float(real) / float(max(1, computed.sum()))
+
+
+def _fewest_empty(samples: int, ranks: int, most: int) -> int:
+    """Rows of a micro-batch, at most `most`, that compute least for so many samples."""
+    rows = np.arange(most, 0, -1)[:_MOST_ROWS_TRIED]
+    groups = -(-samples // (rows * ranks))
+    return int(rows[np.argmin(groups * (rows + _FIXED * most))])
 
 
 def _partitions(shapes: Buckets, most: int | None) -> list[np.ndarray]:
