@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -178,6 +179,8 @@ def run(options: argparse.Namespace) -> int:
     replay = None
     if options.simulate:
         replay = SimulationSettings(options.noise, options.all_reduce, inputs.seed)
+    if inputs.warning:
+        print(f"warning: {inputs.warning}", file=sys.stderr)
     study = Study(
         *(inputs.samples, inputs.planning, inputs.costs, inputs.seed, options.epoch, replay),
         bucketed=inputs.bucketed,

@@ -12,7 +12,7 @@ from alload_jax.commands.plan_costs import (
     planned_architecture,
     planned_parameters,
 )
-from alload_jax.commands.plan_samples import planned_samples
+from alload_jax.commands.plan_samples import planned_samples, repeated_samples
 from alload_jax.commands.plan_weights import described, weigh, weights_of_flags
 from alload_jax.data.weights import SourceShare
 from alload_jax.planning.analytic import Remat, Trained
@@ -41,6 +41,7 @@ class PlanInputs(NamedTuple):
         bucketed rows, and `samples` has those in packed rows; else None.
       packs: whether the device runs packed rows.
       length: of the run.
+      warning: what is odd about the data; "" for nothing.
     """
 
     samples: Samples
@@ -53,6 +54,7 @@ class PlanInputs(NamedTuple):
     bucketed: Samples | None = None
     packs: bool = True
     length: RunLength = ONE_EPOCH
+    warning: str = ""
 
 
 class PlannedModel(NamedTuple):
@@ -96,6 +98,7 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     policy = fields.get("policy", AUTO)
     packed = policy == AUTO or find_policy(policy).packed
     samples, data, paths = planned_samples(options, base, packed)
+    repeated = repeated_samples(samples, paths)
     weights = weights_of_flags(options) or (base.weights if options.manifest else ())
     samples, shares = weigh(samples, weights, paths)
     data += described(shares)
@@ -114,7 +117,7 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
         bucketed, _ = weigh(planned_samples(options, base, packed=False)[0], weights, paths)
     length = RunLength(options.epochs) if options.epochs else base.length
     return PlanInputs(
-        *(samples, data, planning, costs, source, seed, shares, bucketed, packs, length)
+        *(samples, data, planning, costs, source, seed, shares, bucketed, packs, length, repeated)
     )
 
 

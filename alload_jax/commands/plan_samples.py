@@ -40,6 +40,23 @@ def planned_samples(options: argparse.Namespace, base: PlanBase, packed: bool) -
     return samples, f"{options.workload}, {len(samples):,} samples", None
 
 
+def repeated_samples(samples: Samples, paths: np.ndarray | None) -> str:
+    """Says how many samples have the path and size of another; "" for none, or without paths."""
+    if paths is None:
+        return ""
+    first: dict[tuple[str, ...], int] = {}
+    sizes = np.column_stack([samples.seq_len, samples.shape]).tolist()
+    keys = [(str(path), *map(str, size)) for path, size in zip(paths, sizes, strict=True)]
+    again = [row for row, key in enumerate(keys) if key[0] and first.setdefault(key, row) != row]
+    if not again:
+        return ""
+    row = again[0]
+    return (
+        f"{len(again):,} samples have the path and the size of another one, such as row {row} and "
+        f"row {first[keys[row]]} ({paths[row]}); each is planned. Remove what is there twice"
+    )
+
+
 def _is_of_a_store(manifest: str, base: PlanBase) -> bool:
     """Whether a manifest is that of a store, whose conditions the model's lengths include."""
     joint = base.config is not None and base.config.joint_attention

@@ -52,6 +52,9 @@ METRICS: dict[str, Metric] = {
     "samples": Metric("Samples", "count", "Samples placed.", ""),
     "tokens": Metric("Tokens", "count", "Tokens of the samples placed.", ""),
     "buckets": Metric("Programs", "count", "Distinct micro-batch shapes to compile."),
+    "first_step_seconds": Metric(
+        "Time to the first step", "seconds", "Predicted, from the start of a run."
+    ),
     "dropped": Metric("Dropped", "count", "Samples that were placed too rarely; must be 0."),
     "duplicated": Metric("Duplicated", "count", "Samples that were placed too often; must be 0."),
 }

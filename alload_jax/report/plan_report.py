@@ -1,7 +1,6 @@
 """Makes the page of `alload plan --report` from the cases of a study."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +30,7 @@ _METRICS = (
     "step_samples_max",
     "steps",
     "buckets",
+    "first_step_seconds",
     "dropped",
     "duplicated",
 )
@@ -75,11 +75,10 @@ def _policy_part(case: Case, study: Study) -> PolicyPart:
     epoch, seq_len = case.epoch, samples.seq_len
     seconds = case.config.seconds_per_split_token(study.costs)
     cost = rank_costs(epoch, micro_batch_costs(epoch, seq_len, study.predictor, seconds))
-    metrics = {k: v for k, v in asdict(case.metrics).items() if k in _METRICS}
-    if case.in_seconds and case.metrics.cost:
-        speed = case.metrics.tokens_per_second
-        metrics["seconds_per_epoch"] = float(samples.typical().seq_len.sum()) / speed
-        metrics["tokens_per_second"] = speed
+    metrics = {k: v for k, v in case.figures()["metrics"].items() if k in _METRICS}
+    if case.in_seconds:
+        metrics["seconds_per_epoch"] = case.metrics.cost
+        metrics["tokens_per_second"] = case.metrics.tokens_per_second
     else:
         metrics["cost"] = case.metrics.cost
     drawn = sorted({int(share * (epoch.steps - 1)) for share in _DRAWN_AT})
