@@ -51,9 +51,10 @@ def repeated_samples(samples: Samples, paths: np.ndarray | None) -> str:
     if not again:
         return ""
     row = again[0]
+    count = f"{len(again):,} sample{'s have' if len(again) > 1 else ' has'}"
     return (
-        f"{len(again):,} samples have the path and the size of another one, such as row {row} and "
-        f"row {first[keys[row]]} ({paths[row]}); each is planned. Remove what is there twice"
+        f"{count} the path and the size of another one, such as row {row} and row "
+        f"{first[keys[row]]} ({paths[row]}); each is planned. Remove what is there twice"
     )
 
 

@@ -67,7 +67,8 @@ def choose_policy(
     None that the devices can run is predicted to be more than 2 % faster over the run.
 
     Args:
-      config: settings whose policy is auto; a mode of ranks that they give is kept.
+      config: settings whose policy is auto; a mode of ranks that they give is kept, and so is a
+        size of context groups where rows can be packed.
       samples_of: the samples with their lengths in the rows of a policy.
       ranks: number of data-parallel ranks, if the config does not give it.
       costs: the cost model's file.
@@ -86,6 +87,8 @@ def choose_policy(
         policy, _, mode = name.partition(":")
         packed = find_policy(policy).packed
         if (packed and not packs) or (mode == "independent" and not independent):
+            continue
+        if packs and config.context not in (1, "auto") and not find_policy(policy).splits_samples:
             continue
         if not packed and config.ranks_mode not in (None, mode):
             continue
