@@ -25,9 +25,11 @@ import numpy as np
 
 from alload_jax.bench.provenance import provenance
 from alload_jax.planning.cost import read_cost_file
+from alload_jax.planning.geometry import Geometry
 from alload_jax.planning.metrics import excess_over_bound
 from alload_jax.planning.policies.dual_constraint import DualConstraint
 from alload_jax.planning.predicted_time import draw_samples, predicted_time
+from alload_jax.planning.samples import read_samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.step_costs import largest_indivisible_cost, micro_batch_costs, rank_costs
 from alload_jax.planning.study import Case, Study
@@ -68,7 +70,21 @@ PAPER_M_MEM = {
 }
 """Tokens of one to four longest samples: with more memory, M_comp is the bound of more buckets."""
 
-PARTS = ("plans", "paper", "accumulation", "speed")
+SMALL = {
+    "lora200": (184_000, 8, Geometry()),
+    "opensora636": (60_000, 8, Geometry()),
+    "tiny50": (98_304, 8, Geometry()),
+    "mixed32": (4_352, 1, Geometry((1, 1, 1), (1, 8, 8))),
+}
+"""Sets of benchmarks/small_sets: M_mem, ranks, and how pixels become tokens. 60 clips and 100 stills
+of 480p with 40 clips of 720p; 16 clips of Open-Sora's example; 50 lengths of a log-normal
+distribution; 32 clips and stills of mixed aspect, trained in pixels."""
+SMALL_POLICIES = (
+    *("equal_tokens", "dual_constraint", "equal_tokens:independent", "dual_constraint:independent"),
+    *("sorted:independent", "first_fit", "balanced", "auto"),
+)
+
+PARTS = ("plans", "paper", "accumulation", "small", "speed")
 """Of the JSON."""
 MICRO_BATCHES = (1, 4, 16)
 """Micro-batches of a step: with more, the sum over them evens out between ranks."""
@@ -123,8 +139,8 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         if part == "speed":
             content[part] = _speed(options.cost_model)
         else:
-            work = {"plans": _plans, "paper": _paper, "accumulation": _accumulation}[part]
-            content[part] = list(work(options))
+            work = {"plans": _plans, "paper": _paper, "accumulation": _accumulation}
+            content[part] = list((work | {"small": _small})[part](options))
         measured[part] = header
     return content
 
@@ -192,6 +208,20 @@ def _paper(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "m_comp": getattr(case.plan.policy, "m_comp", None),
                 }
             yield found
+
+
+def _small(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Figures of every policy for small sets."""
+    for name, (m_mem, ranks, geometry) in SMALL.items():
+        samples = read_samples(ROOT / "benchmarks" / "small_sets" / f"{name}.csv", geometry)
+        config = PlanningConfig(policy="balanced", m_mem=m_mem, cost_model=options.cost_model)
+        study = Study(samples, config, read_cost_file(options.cost_model))
+        for policy in SMALL_POLICIES:
+            case = study.case(policy, ranks)
+            metrics = asdict(case.metrics) | {"first_step_seconds": case.first_step_seconds}
+            found = {"set": name, "samples": len(samples), "ranks": ranks, "m_mem": m_mem}
+            shown = case.name if policy != "auto" else f"auto: {case.name}"
+            yield found | {"policy": shown, "metrics": metrics}
 
 
 def _accumulation(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -369,7 +399,31 @@ def _tables(content: dict[str, Any]) -> Iterator[str]:
             ],
         )
     yield _markdown(_ACCUMULATION_HEAD, _accumulation_rows(content["accumulation"]))
+    yield _markdown(_SMALL_HEAD, _small_rows(content["small"]))
     yield json.dumps(content["speed"], indent=1)
+
+
+_SMALL_HEAD = (
+    *("data", "samples", "ranks", "policy", "steps", "idle", "padding", "programs"),
+    *("time to the first step", "time of the epoch", "tokens/s"),
+)
+
+
+def _small_rows(found: list[dict[str, Any]]) -> Iterator[list[Any]]:
+    """Small sets; tokens/s over those of `balanced`."""
+    for row in found:
+        metrics = row["metrics"]
+        [best] = (
+            each["metrics"]["tokens_per_second"]
+            for each in found
+            if each["set"] == row["set"] and each["policy"] == "balanced"
+        )
+        yield [
+            *(f"`{row['set']}`", row["samples"], row["ranks"], row["policy"], metrics["steps"]),
+            *(f"{metrics['idle']:.1%}", f"{metrics['padding']:.1%}", metrics["buckets"]),
+            *(f"{metrics['first_step_seconds']:.0f} s", f"{metrics['cost']:.1f} s"),
+            f"{metrics['tokens_per_second'] / best:.2f}×",
+        ]
 
 
 _ACCUMULATION_HEAD = (

@@ -1,4 +1,4 @@
-"""Records date, device and versions of a measurement."""
+"""Records date, commit, device and versions of a measurement."""
 
 import datetime
 import importlib.metadata
@@ -6,16 +6,21 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 
 def provenance(packages: Iterable[str]) -> dict[str, Any]:
-    """Date, GPU and driver (None without nvidia-smi), versions, and XLA_FLAGS if they are set."""
+    """Date, commit, GPU and driver (None without nvidia-smi), versions, and XLA_FLAGS if given.
+
+    The commit is None outside a checkout, and ends in `+` where its files were changed.
+    """
     device, driver = _nvidia_smi()
     versions = {"python": platform.python_version()} | {name: _version(name) for name in packages}
     flags = os.environ.get("XLA_FLAGS")
     return {
         "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
         "device": device,
         "driver": driver,
         "versions": versions,
@@ -28,6 +33,15 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()
 
 
 def _nvidia_smi() -> tuple[str | None, str | None]:
