@@ -78,8 +78,8 @@ SMALL = {
 }
 """Sets of benchmarks/small_sets: M_mem, ranks, and how pixels become tokens.
 
-60 clips and 100 stills of 480p with 40 clips of 720p; 16 clips of Open-Sora's example; 50 lengths of
-a log-normal distribution; 32 clips and stills of mixed aspect, trained in pixels.
+60 clips and 100 stills of 480p with 40 clips of 720p; 16 clips of Open-Sora's example; 50 lengths
+of a log-normal distribution; 32 clips and stills of mixed aspect, trained in pixels.
 """
 SMALL_POLICIES = (
     *("equal_tokens", "dual_constraint", "equal_tokens:independent", "dual_constraint:independent"),
