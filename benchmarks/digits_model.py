@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from alload_jax.config import Config
-from alload_jax.data.batch import Batch
+from alload_jax.data.batch import AnyBatch
 from alload_jax.data.bucketed import BucketedCollation
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.manifest import Manifest
@@ -40,7 +40,7 @@ def weights_of_run(config: Config, folder: Path, kind: Any, step: int | None = N
     return restore_weights(checkpoints, found, config.model, config.parameters, mesh, kind)
 
 
-def batches_of_one_shape(config: Config, manifest: Manifest, rows: int) -> Iterator[Batch]:
+def batches_of_one_shape(config: Config, manifest: Manifest, rows: int) -> Iterator[AnyBatch]:
     """Yields every sample once, in batches of `rows` rows of one shape; the last are padded."""
     collation = BucketedCollation(manifest, conditions_for(config.model, manifest))
     reader = StoreReader(manifest)
@@ -57,7 +57,7 @@ def batches_of_one_shape(config: Config, manifest: Manifest, rows: int) -> Itera
             yield batch
 
 
-def loss_sums(config: Config, params: Any, weights: Weights, batch: Batch) -> LossSums:
+def loss_sums(config: Config, params: Any, weights: Weights, batch: AnyBatch) -> LossSums:
     """The objective's sums for a batch, with the trained parameters `params`; differentiable."""
     graph = abstract_model(config.model).graph
     model = nnx.merge(graph, weights._replace(params=params).merged())

@@ -85,5 +85,6 @@ def describe(batch: AnyBatch) -> str:
         rows, tokens = batch.tokens.shape[:2]
         split = batch.metadata.split
         note = f", {split.split_tokens:,} split" if split else ""
-        return f"{rows} row{'s' * (rows > 1)} of {tokens:,} tokens{note}"
+        most = "up to " if batch.sample.shape[1] == 1 else ""
+        return f"{rows} row{'s' * (rows > 1)} of {most}{tokens:,} tokens{note}"
     return "x".join(map(str, batch.latents.shape))

@@ -1,19 +1,20 @@
-"""Bucketed collation: one row per sample, all rows of one shape."""
+"""Bucketed collation: one row per sample, all rows of one shape or padded to one length."""
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from alload_jax.data.batch import Batch
+from alload_jax.data.batch import AnyBatch, Batch, PackedBatch
 from alload_jax.data.condition import Conditions
 from alload_jax.data.condition_parts import bucketed_parts, put_parts
 from alload_jax.data.manifest import Manifest
+from alload_jax.data.packed import PackedCollation
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays
+from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.repeats import noise_epoch
 from alload_jax.planning.step import MicroBatch
@@ -23,21 +24,42 @@ from alload_jax.planning.step import MicroBatch
 class BucketedCollation:
     """Collates samples into rows (see `Collation`).
 
+    A bucket of one shape becomes a `Batch`. One of several shapes becomes a `PackedBatch`: rows of
+    one sample each, padded to the length of the bucket.
+
     Attributes:
       manifest: manifest of the samples.
       conditions: shape and dtype of the rows' conditions.
+      merged: the collation of buckets of several shapes, by their length.
     """
 
     manifest: Manifest
     conditions: Conditions
+    merged: Mapping[int, PackedCollation] = field(default_factory=dict)
 
-    def shapes(self, plan: Plan) -> list[Batch]:
+    @classmethod
+    def of(
+        cls, plan: Plan, manifest: Manifest, model: ModelConfig, conditions: Conditions
+    ) -> "BucketedCollation":
+        """Returns the collation of a bucketed plan."""
+        _, tokens, shape = plan.bucket_shapes()
+        lengths = np.unique(tokens[~shape.any(axis=1)]).tolist()
+        seq_len, given = plan.samples.seq_len, (manifest, model, conditions)
+        merged = {n: PackedCollation.of_single_samples(seq_len, n, *given) for n in lengths}
+        return cls(manifest, conditions, merged)
+
+    def shapes(self, plan: Plan) -> list[AnyBatch]:
         """See `Collation.shapes`."""
-        rows, _, shape = plan.bucket_shapes()
-        distinct = np.unique(np.column_stack([rows * plan.group_ranks, shape]), axis=0)
-        found = [(n, *self.manifest.latent_shape(tuple(size))) for n, *size in distinct.tolist()]
-        found.sort(key=lambda shape: (-math.prod(shape), shape))
-        return [self._abstract(shape) for shape in found]
+        rows, tokens, shape = plan.bucket_shapes()
+        columns = np.column_stack([rows * plan.group_ranks, tokens, shape])
+        found = np.unique(columns, axis=0).tolist()
+        found.sort(key=lambda bucket: (-bucket[0] * bucket[1], bucket))
+        return [self._of_bucket(count, length, tuple(size)) for count, length, *size in found]
+
+    def _of_bucket(self, rows: int, tokens: int, shape: tuple[int, int, int]) -> AnyBatch:
+        if not any(shape):
+            return self.merged[tokens].abstract(rows)
+        return self._abstract((rows, *self.manifest.latent_shape(shape)))
 
     def _abstract(self, latents: tuple[int, ...]) -> Batch:
         rows = latents[0]
@@ -58,8 +80,11 @@ class BucketedCollation:
         arrays = bucketed_parts(conditions, rows)
         return jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), arrays)
 
-    def empty(self, parts: Sequence[MicroBatch], epoch: int) -> Batch:
+    def empty(self, parts: Sequence[MicroBatch], epoch: int) -> AnyBatch:
         """See `Collation.empty`."""
+        if not any(parts[0].shape):
+            merged = self.merged[parts[0].seq_len]
+            return merged.empty([row for part in parts for row in merged.single_rows(part)], epoch)
         rows = sum(part.rows for part in parts)
         shapes = self._abstract((rows, *self.manifest.latent_shape(parts[0].shape)))
         zeros: Batch = jax.tree.map(lambda part: np.zeros(part.shape, part.dtype), shapes)
@@ -75,18 +100,27 @@ class BucketedCollation:
             epoch=epochs,
         )
 
-    def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, int]]:
-        """See `Collation.places`; a place is a row."""
+    def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Any]]:
+        """See `Collation.places`; a place is a row, or that of a packed row."""
+        if not any(parts[0].shape):
+            merged = self.merged[parts[0].seq_len]
+            yield from merged.places([row for part in parts for row in merged.single_rows(part)])
+            return
         for part, first_row in zip(parts, _first_rows(parts), strict=True):
             for row, sample in enumerate(part.samples, start=first_row):
                 yield sample, row
 
-    def epoch_of(self, batch: Batch, place: int) -> int:
+    def epoch_of(self, batch: AnyBatch, place: Any) -> int:
         """See `Collation.epoch_of`."""
+        if isinstance(batch, PackedBatch):
+            return self.merged[batch.tokens.shape[1]].epoch_of(batch, place)
         return int(batch.epoch[place])
 
-    def put(self, batch: Batch, place: int, sample: int, arrays: Arrays, condition: Any) -> None:
+    def put(self, batch: AnyBatch, place: Any, sample: int, arrays: Arrays, condition: Any) -> None:
         """See `Collation.put`."""
+        if isinstance(batch, PackedBatch):
+            self.merged[batch.tokens.shape[1]].put(batch, place, sample, arrays, condition)
+            return
         batch.latents[place] = arrays[LATENTS]
         if batch.given is not None and GIVEN in arrays:
             batch.given[place] = arrays[GIVEN]

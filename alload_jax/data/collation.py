@@ -56,5 +56,5 @@ def collation_for(
     """Returns the collation of a plan's micro-batches."""
     packing = plan.epoch(0).packing
     if packing is None:
-        return BucketedCollation(manifest, conditions)
+        return BucketedCollation.of(plan, manifest, model, conditions)
     return PackedCollation.of(plan, manifest, model, conditions)

@@ -13,7 +13,7 @@ from alload_jax.data.condition import Conditions
 from alload_jax.data.condition_parts import packed_parts, part_room, put_parts
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays
-from alload_jax.data.row_sizes import RowSizes, row_sizes
+from alload_jax.data.row_sizes import RowSizes, row_sizes, single_sample_sizes
 from alload_jax.data.tiling import PlacedSample, Tiling
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.patches import patchify
@@ -92,6 +92,66 @@ class PackedCollation:
         tiling = Tiling.of(manifest, model, beside)
         return cls(manifest, model, conditions, tuple(grid.tolist()), sizes, tiling, tokens)
 
+    @classmethod
+    def of_single_samples(
+        cls,
+        seq_len: np.ndarray,
+        tokens: int,
+        manifest: Manifest,
+        model: ModelConfig,
+        conditions: Conditions,
+    ) -> "PackedCollation":
+        """Returns the collation of rows of one sample each, padded to a number of tokens.
+
+        Args:
+          seq_len: [N] int64, tokens of every sample in a row.
+          tokens: of a row.
+          manifest: of the samples.
+          model: config of the model.
+          conditions: shape and dtype of the rows' conditions.
+        """
+        grid = manifest.geometry(model.patch_size).token_grid(*manifest.shape.T).max(axis=0)
+        sizes = single_sample_sizes(tokens, 0 if conditions.parts else conditions.length)
+        part_tokens = None
+        if conditions.parts:
+            part_tokens = conditions.part_tokens(manifest)
+            sizes = replace(sizes, parts=tuple(part_room(part_tokens, seq_len, tokens, 1, False)))
+        tiling = Tiling.of(manifest, model, max(1, conditions.length) * model.joint_attention)
+        grid = tuple(grid.tolist())
+        return cls(manifest, model, conditions, grid, {0: sizes}, tiling, part_tokens)
+
+    def abstract(self, rows: int, split_tokens: int = 0) -> PackedBatch:
+        """A batch of so many rows whose split region has `split_tokens` tokens, without arrays."""
+        batch = self._batch(self.sizes[split_tokens], [_empty_row(split_tokens)], [()], 0)
+        return jax.tree.map(
+            lambda part: jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype), batch
+        )
+
+    def single_rows(self, part: MicroBatch) -> list[MicroBatch]:
+        """The rows of a micro-batch of one sample each, as packed rows."""
+        geometry = self.manifest.geometry(self.model.patch_size)
+        found = []
+        for row in range(part.rows):
+            held = slice(row, row + 1)
+            tokens = [int(geometry.seq_len(*self.manifest.shape[n])) for n in part.samples[held]]
+            found.append(
+                replace(
+                    part,
+                    rows=1,
+                    samples=part.samples[held],
+                    repetitions=part.repetitions[held],
+                    row_plan=replace(
+                        _empty_row(0),
+                        tokens=tuple(tokens),
+                        offsets=(0,) * len(tokens),
+                        is_split=(False,) * len(tokens),
+                        first=(0,) * len(tokens),
+                        split_slots=(PADDING,) * len(tokens),
+                    ),
+                )
+            )
+        return found
+
     def _latent_tokens(self, sample: int, first: int, tokens: int) -> int:
         """How many of `tokens` tokens of a sample from `first` on are tokens of its latents.
 
@@ -105,14 +165,7 @@ class PackedCollation:
 
     def shapes(self, plan: Plan) -> list[PackedBatch]:
         """See `Collation.shapes`; there is one shape for each A."""
-        rows = plan.topology.ranks
-        return [
-            jax.tree.map(
-                lambda part: jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype),
-                self._batch(sizes, [_empty_row(sizes.split_tokens)], [()], 0),
-            )
-            for _, sizes in sorted(self.sizes.items(), reverse=True)
-        ]
+        return [self.abstract(plan.topology.ranks, size) for size in sorted(self.sizes)[::-1]]
 
     def empty(self, parts: Sequence[MicroBatch], epoch: int) -> PackedBatch:
         """See `Collation.empty`; the metadata already holds the segments."""

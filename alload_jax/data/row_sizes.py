@@ -67,18 +67,39 @@ def row_sizes(plan: Plan, condition: int, split_tokens: int) -> RowSizes:
     never_split = seq_len[seq_len <= packing.longest_whole]
     whole_range = _Range(behind, never_split, whole)
     parts_range = _Range(split_tokens, seq_len, split, cut=2)
-    multiple = _LONG_CONDITION if condition >= _LONG_CONDITION else _SHORT_CONDITION
     return RowSizes(
         tokens=tokens,
         split_tokens=split_tokens,
         context=packing.context,
         whole=whole,
         split=split,
-        condition=max(1, -(-(whole + split) * condition // multiple)) * multiple,
+        condition=_rounded_up((whole + split) * condition, condition),
         lengths=_lengths(whole_range, parts_range),
         whole_lengths=_lengths(whole_range),
         split_lengths=_lengths(_Range(together, seq_len, split)),
     )
+
+
+def single_sample_sizes(tokens: int, condition: int) -> RowSizes:
+    """The sizes of rows of one sample each, with `condition` condition tokens."""
+    lengths = ((0, 1), (tokens, 0))
+    return RowSizes(
+        tokens=tokens,
+        split_tokens=0,
+        context=1,
+        whole=1,
+        split=0,
+        condition=_rounded_up(condition, condition),
+        lengths=lengths,
+        whole_lengths=lengths,
+        split_lengths=lengths,
+    )
+
+
+def _rounded_up(tokens: int, of_sample: int) -> int:
+    """Condition tokens of a row, of samples that have `of_sample` of them each."""
+    multiple = _LONG_CONDITION if of_sample >= _LONG_CONDITION else _SHORT_CONDITION
+    return max(1, -(-tokens // multiple)) * multiple
 
 
 class _Range(NamedTuple):

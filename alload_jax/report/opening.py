@@ -25,6 +25,7 @@ class Opening(NamedTuple):
       policy: name of its policy.
       m_mem: most tokens of a micro-batch; None if not bounded.
       cost_model: that the plan is balanced by.
+      timed: whether its seconds are those of these devices.
       steps: optimizer steps of the run.
       start: steps done already.
       weights: where the weights come from.
@@ -38,6 +39,7 @@ class Opening(NamedTuple):
     policy: str
     m_mem: int | None
     cost_model: CostModel
+    timed: bool
     steps: int
     start: int
     weights: str
@@ -107,8 +109,8 @@ def _fill(found: PlanMetrics, m_mem: int | None) -> str:
 
 
 def _predicted(found: PlanMetrics, opening: Opening) -> list[str]:
-    """The predicted time, if the cost model predicts seconds."""
-    if not in_seconds(opening.cost_model):
+    """The predicted time, if the cost model predicts these devices' seconds."""
+    if not opening.timed or not in_seconds(opening.cost_model):
         return []
     each = found.cost / found.steps
     left = each * max(0, opening.steps - opening.start)

@@ -164,6 +164,7 @@ def _open(
         config.planning.policy,
         config.planning.tokens_bound(work.costs),
         config.planning.predictor(work.costs),
+        config.planning.cost_model is not None,
         total,
         start,
         source,

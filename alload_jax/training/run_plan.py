@@ -78,7 +78,9 @@ class RunPlan:
         # Number, terms and seconds of the last steps, which no fit has yet.
         self._pending: deque[tuple[int, tuple[float, ...], float]] = deque()
         self._times: CostFilter | None = None
-        if isinstance(self._predictor, QuadraticCost):
+        # Rates of an assumed device are not compared with those of this one.
+        measured = planning.cost_model or self._sparse
+        if isinstance(self._predictor, QuadraticCost) and measured:
             self._times = CostFilter(self._predictor)
         elif self._every_epoch:
             raise InputError(

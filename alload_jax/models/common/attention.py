@@ -63,7 +63,10 @@ def attention(
             f"attention: implementation={implementation!r} is unknown; "
             f"choose one of {', '.join(get_args(AttentionImplementation))}"
         )
-    if segments is not None:
+    if isinstance(segments, AttentionSegments) and segments.query.offset.shape[1] == 1:
+        # Rows of one slot, whose segment begins at the first token, are bucketed rows.
+        lengths, key_lengths = segments.query.length[:, 0], segments.key.length[:, 0]
+    elif segments is not None:
         return _packed(query, key, value, segments, implementation, sharding)
     reason = cudnn_unsupported_reason(query)
     if implementation == "cudnn" and reason:
