@@ -59,7 +59,7 @@ POLICIES = (
     "first_fit",
     "balanced",
 )
-CONTEXT = 8
+CONTEXT = 4
 PAPER = {"equal_tokens": 0.39, "dual_constraint": 0.189}
 """Published imbalance on 16 GPUs (arXiv 2605.17923)."""
 PAPER_M_MEM = {
