@@ -125,6 +125,7 @@ class Calibration:
         self.bounds = bounds
         self._workers = max(1, (os.cpu_count() or 1) // 4)
         self._points: list[Point] = []
+        self._compiled, self._all_seconds = 0, 0.0
         self._prepare()
 
     def _prepare(self) -> None:
@@ -225,8 +226,17 @@ class Calibration:
         with ThreadPoolExecutor(self._workers) as pool:
             self._programs.update(zip(missing, pool.map(self._compile_one, missing), strict=True))
         if missing:
-            rounds = -(-len(missing) // self._workers)
-            self._compile_seconds = (time.perf_counter() - begin) / rounds
+            rounds, seconds = -(-len(missing) // self._workers), time.perf_counter() - begin
+            self._compile_seconds = seconds / rounds
+            self._compiled, self._all_seconds = (
+                self._compiled + len(missing),
+                self._all_seconds + seconds,
+            )
+
+    @property
+    def program_seconds(self) -> float | None:
+        """Seconds for each program, where several are compiled at once; None before any."""
+        return self._all_seconds / self._compiled if self._compiled else None
 
     def _compile_one(self, case: Case) -> Any:
         try:

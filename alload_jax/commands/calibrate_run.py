@@ -46,8 +46,10 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
         "versions": starts[-1].get("versions"),
     }
     quadratic, sparse = without_layers(found.model)
+    times: dict[str, Any] = _start_times(read_json(folder / "summary.json") or {})
     costs = dataclasses.replace(
         planned_by,
+        **times,
         quadratic=quadratic,
         sparse=sparse or planned_by.sparse,
         power=planned_by.power,
@@ -60,6 +62,18 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
     _print(found, before)
     print(f"written: {out}")
     return 0
+
+
+def _start_times(summary: dict[str, Any]) -> dict[str, float]:
+    """Fields of `CostFile` on the start of a run, as far as its summary knows them."""
+    compiled, programs = summary.get("compile_seconds"), summary.get("programs")
+    first_step = summary.get("first_step_seconds")
+    if not compiled or not programs or not first_step:
+        return {}
+    return {
+        "program_seconds": compiled / programs,
+        "start_seconds": max(0.0, first_step - compiled),
+    }
 
 
 def _config(folder: Path) -> dict[str, Any]:

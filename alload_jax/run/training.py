@@ -31,7 +31,7 @@ from alload_jax.training.parameters import describe_trained
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.restore import CHECKPOINTS
 from alload_jax.training.resume import continue_with
-from alload_jax.training.run_files import peak_memory, write_json
+from alload_jax.training.run_files import peak_memory, process_seconds, write_json
 from alload_jax.training.shape_groups import GroupTrainer, make_trainer
 from alload_jax.training.signals import StopRequest, stop_name
 from alload_jax.training.start import Origin, new_state, state_of_checkpoint
@@ -79,7 +79,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> 
         write_folder(config, folder, work.manifest, argv, start)
         if start < total:
             share_comparisons(cluster, partial(_trace, spec, work, state.weights))
-        _compile(trainer, work, validator, start < total, stop)
+        compiled_in = _compile(trainer, work, validator, start < total, stop)
 
         # ------------------------------------------------------------ training
         callbacks = make_callbacks(
@@ -93,6 +93,7 @@ def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> 
             *(folder, config.data.loader.max_bad_records, watchdog.progress),
         )
         loop = Loop(trainer, start, total, callbacks.all, repair)
+        ready = process_seconds()
         stop_at = start if consensus.signal() else total
         steps = work.run_plan.steps(start, stop_at, work.collator, config.data.loader)
         with closing(steps):
@@ -104,7 +105,14 @@ def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> 
         done = f"saved step {loop.done} of {total}"
         print(f"{stop_name(stopped_by)}: {done}; {remedy()}")
         return config.run.status_when_stopped
-    _finish(folder, loop, callbacks, work.began)
+    times: dict[str, float] = {}
+    if first_process() and (steps_done := callbacks.log.rows[start:]):
+        times = {
+            "programs": len(trainer.programs),
+            "compile_seconds": compiled_in,
+            "first_step_seconds": ready + steps_done[0]["step_seconds"],
+        }
+    _finish(folder, loop, callbacks, times, work.began)
     return 0
 
 
@@ -189,21 +197,24 @@ def _compile(
     validator: Validator | None,
     trains: bool,
     stop: StopRequest,
-) -> None:
-    """Compiles all programs, until the run is asked to stop."""
+) -> float:
+    """Compiles all programs, until the run is asked to stop; returns seconds for the gradients."""
     missing = work.collator.collation.shapes(work.run_plan.plan) if trains else []
+    begin = time.monotonic()
     with ProgressBar("compiling", len(missing)) as bar:
         for shape in trainer.compile(missing):
             bar.advance(describe(shape))
             if stop:
-                return
+                return 0.0
+    seconds = time.monotonic() - begin
     _show_memory(trainer)
     if validator and missing:
         with ProgressBar("compiling validation", len(validator.classes)) as bar:
             for name in validator.compile(trainer.state):
                 bar.advance(name)
                 if stop:
-                    return
+                    break
+    return seconds
 
 
 def _show_memory(trainer: Trainer | GroupTrainer) -> None:
@@ -216,13 +227,15 @@ def _show_memory(trainer: Trainer | GroupTrainer) -> None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
-def _finish(folder: Path, loop: Loop, callbacks: Callbacks, began: float) -> None:
+def _finish(
+    folder: Path, loop: Loop, callbacks: Callbacks, times: dict[str, float], began: float
+) -> None:
     """Draws the last samples, measures them and writes the summary."""
     loop.finish()
     seconds = time.monotonic() - began
     if not first_process():  # another host may not see the last lines of metrics.jsonl
         return
-    figures = callbacks.figures()
+    figures = callbacks.figures() | times
     summary = summarise(callbacks.log.rows, loop.done, figures, peak_memory(), seconds)
     write_json(folder / "summary.json", summary)
     print_summary(summary, folder)

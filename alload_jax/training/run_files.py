@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import time
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
@@ -20,7 +21,7 @@ from alload_jax.errors import InputError
 from alload_jax.training.resume import program
 
 PACKAGES = ("alload-jax", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
-
+_IMPORTED = time.monotonic()
 
 VALIDATION = "validation/"
 """Names of the figures of a validation begin with it."""
@@ -171,6 +172,16 @@ def peak_memory() -> int | None:
     stats = [device.memory_stats() for device in jax.local_devices()]
     peaks = [found["peak_bytes_in_use"] for found in stats if found]
     return max(peaks, default=None)
+
+
+def process_seconds() -> float:
+    """Seconds since this process started; since its first import of this module without /proc."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        up = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return time.monotonic() - _IMPORTED
+    return up - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def write_json(path: Path, content: Any) -> None:

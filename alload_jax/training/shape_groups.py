@@ -99,10 +99,12 @@ class GroupTrainer:
         def compile_one(shape: AnyBatch) -> dict[Mesh, Any]:
             return {mesh: group.compile(shape) for mesh, group in self._local.items()}
 
-        update: Any = self._update
-        self._update = update.lower(self.state, self._accumulator()).compile()
+        def compile_update() -> None:
+            update: Any = self._update
+            self._update = update.lower(self.state, self._accumulator()).compile()
+
         with shared_programs():
-            for shape, programs in in_parallel(compile_one, shapes):
+            for shape, programs in in_parallel(compile_one, shapes, compile_update):
                 for mesh, program in programs.items():
                     self.programs[mesh, signature(shape)] = program
                 yield shape

@@ -62,9 +62,11 @@ class Trainer:
                 self.state.weights, self._accumulator, batch, self.state.key
             ).compile()
 
-        update: Any = self._update
-        self._update = update.lower(self.state, self._accumulator).compile()
-        for shape, program in in_parallel(compile_one, shapes):
+        def compile_update() -> None:
+            update: Any = self._update
+            self._update = update.lower(self.state, self._accumulator).compile()
+
+        for shape, program in in_parallel(compile_one, shapes, compile_update):
             self.programs[signature(shape)] = program
             yield shape
 
@@ -105,13 +107,17 @@ def largest(shapes: Sequence[AnyBatch]) -> AnyBatch:
 
 
 def in_parallel(
-    compile_one: Callable[[AnyBatch], Any], shapes: Sequence[AnyBatch]
+    compile_one: Callable[[AnyBatch], Any],
+    shapes: Sequence[AnyBatch],
+    beside: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[AnyBatch, Any]]:
-    """Yields each shape with the result of `compile_one`; several run at once."""
+    """Yields each shape with the result of `compile_one`; several run at once, and `beside` too."""
     # XLA already uses several cores to compile one program.
-    pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 4))
+    pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 2))
     try:
+        other = pool.submit(beside)
         yield from zip(shapes, pool.map(compile_one, shapes), strict=True)
+        other.result()
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -1,7 +1,6 @@
 """A model with joint attention, packed, bucketed, or one by one: the same loss and gradient."""
 
 import dataclasses
-import itertools
 from functools import cache
 
 import jax
@@ -20,8 +19,6 @@ from alload_jax.models.families import abstract_model
 from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.planning.factory import make_plan
-from alload_jax.planning.policies.queue import MOST_LATE
-from alload_jax.planning.repeats import noise_epoch
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -89,16 +86,11 @@ def plan_of(case, policy, ranks=1, **options):
 
 
 def batches_of(case, policy, ranks=1, **options):
-    """Every micro-batch with samples of the first epoch; others weigh nothing."""
+    """Every micro-batch of the first epoch."""
     plan, collation = plan_of(case, policy, ranks, **options)
     collate = Collator(StoreReader(case[1]), frozenset(range(ranks)), collation)
-    numbers = itertools.takewhile(lambda n: plan.locate(n)[0] <= MOST_LATE, itertools.count())
-    batches = [batch for number in numbers for batch in collate(plan.step(number)).batches]
-    first = [
-        batch._replace(weight=batch.weight * (batch.epoch % noise_epoch(0, 0, 1) == 0))
-        for batch in batches
-    ]
-    return [batch for batch in first if batch.weight.any()]
+    steps = (collate(plan.step(number)) for number in range(plan.steps_per_epoch))
+    return [batch for step in steps for batch in step.batches]
 
 
 @cache
@@ -143,6 +135,7 @@ LAYOUTS = [
     pytest.param(("first_fit", 1, {"align": 4}), marks=pytest.mark.slow),
     pytest.param(("balanced", 2, {}), marks=pytest.mark.slow),
     ("dual_constraint", 1, {}),
+    ("equal_tokens", 2, {"max_programs": 1}),
 ]
 
 

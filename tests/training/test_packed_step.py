@@ -1,7 +1,6 @@
 """Packed, bucketed, or one by one: the same loss and the same gradient."""
 
 import dataclasses
-import itertools
 import math
 from functools import cache
 
@@ -23,8 +22,6 @@ from alload_jax.models.families import abstract_model
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching, noised, noised_rows
 from alload_jax.planning.factory import make_plan
-from alload_jax.planning.policies.queue import MOST_LATE
-from alload_jax.planning.repeats import noise_epoch
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -46,7 +43,7 @@ TEXT = dataclasses.replace(CLASSES, text=TextConfig(dim=6, length=4))
 OBJECTIVE = FlowMatching(timesteps=TimestepConfig(shift_power=0.5), condition_dropout=0.3)
 OPTIMIZER = OptimizerConfig(warmup_steps=0)
 SIZES = [(1, 4, 4), (3, 4, 6)]
-POLICIES = {"balanced": {}, "first_fit": {}, "dual_constraint": {}, "fixed": {"rows": 1}}
+POLICIES = {"fixed": {"rows": 1}}
 
 
 def write_data(folder, model, count=11, seed=0):
@@ -74,24 +71,18 @@ def write_sizes(folder, sizes, labels):
 
 
 def plan_with(manifest, model, policy, ranks=1, weight=None, **options):
-    config = PlanningConfig(policy=policy, **{"m_mem": 80} | POLICIES[policy] | options)
+    config = PlanningConfig(policy=policy, **{"m_mem": 80} | POLICIES.get(policy, {}) | options)
     samples = dataclasses.replace(manifest.samples(model.patch_size), weight=weight)
     plan = make_plan(config, samples, ranks, seed=1)
     return plan, collation_for(plan, manifest, model, conditions_for(model, manifest))
 
 
 def batches_of(manifest, model, policy, ranks=1, **options):
-    """Every micro-batch with samples of the first epoch, in host memory; others weigh nothing."""
+    """Every micro-batch of the first epoch, in host memory."""
     plan, collation = plan_with(manifest, model, policy, ranks, **options)
     collate = Collator(StoreReader(manifest), frozenset(range(ranks)), collation)
-    numbers = itertools.takewhile(lambda n: plan.locate(n)[0] <= MOST_LATE, itertools.count())
-    batches = [batch for number in numbers for batch in collate(plan.step(number)).batches]
-    own = [batch.epoch % noise_epoch(0, 0, 1) == 0 for batch in batches]
-    first = [
-        batch._replace(weight=batch.weight * is_first)
-        for batch, is_first in zip(batches, own, strict=True)
-    ]
-    return [batch for batch in first if batch.weight.any()]
+    steps = (collate(plan.step(number)) for number in range(plan.steps_per_epoch))
+    return [batch for step in steps for batch in step.batches]
 
 
 def spec_of(model, objective=OBJECTIVE):
@@ -134,12 +125,15 @@ def assert_same(found, expected):
         assert np.linalg.norm(np.asarray(ours, np.float64) - theirs) <= 1e-5 * size
 
 
+MERGED = {"max_programs": 1}
+"""Shapes share a bucket, whose rows are padded."""
 LAYOUTS = {
     "classes": (
         ("balanced", 2, {"align": 4}),
         ("dual_constraint", 2, {}),
+        ("equal_tokens", 2, MERGED),
     ),
-    "text": (("balanced", 1, {}),),
+    "text": (("balanced", 1, {}), ("equal_tokens", 1, MERGED)),
 }
 
 
