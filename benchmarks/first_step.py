@@ -83,6 +83,9 @@ def _model(options: argparse.Namespace) -> dict[str, Any]:
 
 def _compile(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds to compile the programs for as many groups; 0 for one on each device."""
+    from alload_jax.sharding.xla_flags import set_xla_flags
+
+    set_xla_flags()
     import jax
 
     from alload_jax.bench.step import random_batch, training_spec
