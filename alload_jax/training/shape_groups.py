@@ -24,6 +24,7 @@ from alload_jax.sharding.rules import zero_shardings
 from alload_jax.training.program_cache import shared_programs
 from alload_jax.training.state import TrainingSpec, TrainState, Weights, weights_shardings
 from alload_jax.training.step import (
+    Accumulate,
     GradientAccumulator,
     IsFinite,
     Metrics,
@@ -87,22 +88,16 @@ class GroupTrainer:
     def compile(self, shapes: Sequence[AnyBatch]) -> Iterator[AnyBatch]:
         """Compiles the gradient of every micro-batch for every group; see `Trainer.compile`.
 
-        Each epoch assigns shapes to groups differently, so every group needs all shapes. A shape is
-        traced and lowered once, for the mesh of a group without its devices. A program is bound to
-        its devices, but the one that XLA compiles for the first group serves the others
-        (`program_cache`).
+        Each epoch assigns shapes to groups differently, so every group needs all shapes. A program
+        is bound to its devices. All groups of a shape are compiled before the next shape, so that
+        the first one's program serves the others (`program_cache`).
         """
         if not shapes:
             return
         self._share(self._zero_accumulator(largest(shapes)))
-        group = next(iter(self._local.values()))
 
         def compile_one(shape: AnyBatch) -> dict[Mesh, Any]:
-            lowered = group.lower(shape)
-            return {
-                mesh: lowered.compile(device_assignment=tuple(mesh.devices.flat))
-                for mesh in self._local
-            }
+            return {mesh: group.compile(shape) for mesh, group in self._local.items()}
 
         def compile_update() -> None:
             update: Any = self._update
@@ -182,6 +177,7 @@ class _Group:
 
     def __init__(self, spec: TrainingSpec, mesh: Mesh):
         self._spec, self._mesh = spec, mesh
+        self._accumulate: Any = make_group_accumulate(spec, mesh)
 
     def take(self, state: TrainState, accumulator: GradientAccumulator) -> None:
         spec, mesh = self._spec, self._mesh
@@ -191,33 +187,17 @@ class _Group:
         sums = group_accumulator_shardings(accumulator, spec, mesh)
         self.accumulator = part_of_group(accumulator, sums)
 
-    def lower(self, shape: AnyBatch) -> Any:
-        """The program of a shape, for the devices of any group."""
-        mesh = self._mesh.abstract_mesh
-
-        def on_any_group(array: jax.Array) -> jax.ShapeDtypeStruct:
-            assert isinstance(array.sharding, NamedSharding)
-            sharding = NamedSharding(mesh, array.sharding.spec)
-            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-        held = jax.tree.map(on_any_group, (self._weights, self.accumulator, self._key))
-        weights, accumulator, key = held
-        accumulate = make_group_accumulate(self._spec, mesh)
-        traced = accumulate.trace(weights, accumulator, on_mesh(shape, mesh), key)
-        backend = jax.default_backend()
-        return traced.lower(lowering_platforms=("cuda" if backend == "gpu" else backend,))
+    def compile(self, shape: AnyBatch) -> Any:
+        batch = on_mesh(shape, self._mesh)
+        lowered = self._accumulate.lower(self._weights, self.accumulator, batch, self._key)
+        return lowered.compile()
 
     def add(self, program: Any, batch: AnyBatch) -> None:
         self.accumulator = program(self._weights, self.accumulator, batch, self._key)
 
 
-def make_group_accumulate(spec: TrainingSpec, group: Any) -> Any:
-    """`make_accumulate` on a group's mesh, with sums [1, ...], the group's part of all sums.
-
-    Args:
-      spec: what training computes.
-      group: the mesh, or its `abstract_mesh`.
-    """
+def make_group_accumulate(spec: TrainingSpec, group: Mesh) -> Accumulate:
+    """`make_accumulate` on a group's mesh, with sums [1, ...], the group's part of all sums."""
     accumulate = accumulation(spec, group)
 
     @partial(jax.jit, donate_argnums=1, compiler_options=compiler_options(spec.model))
