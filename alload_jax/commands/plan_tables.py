@@ -13,12 +13,15 @@ from alload_jax.planning.study import Case
 
 _SECONDS = ("first_step_seconds",)
 _COUNTS = ("cost", "seconds", "tokens_per_second", "samples_per_second")
-_PLAIN = ("order_correlation", "step_samples_min", "step_samples_max")
+_WEIGHTS = ("longest_weight", "longest_weight_by_step")
+_PLAIN = ("order_correlation", "step_samples_min", "step_samples_max", *_WEIGHTS)
 LABELS = {
     "buckets": "programs",
     "first_step_seconds": "time to the first step",
     "step_samples_min": "least samples of a step / mean",
     "step_samples_max": "most samples of a step / mean",
+    "longest_weight": "weight of longest / shortest samples",
+    "longest_weight_by_step": "the same, each step a mean of its own",
     "repeated_neighbours": "repeated neighbours",
     "repeated_neighbours_random": "repeated neighbours, at random",
 }
@@ -32,6 +35,7 @@ _COLUMNS = {
     "buckets": "programs",
     "first_step_seconds": "first step",
     "samples of a step": "samples of a step / mean",
+    "weight": "longest / shortest weight (by step)",
     "tokens_per_second": "tokens/s",
 }
 _REPLAY = {"idle": "idle, replayed", "tokens_per_second": "tokens/s, replayed"}
@@ -81,6 +85,8 @@ def comparison_table(cases: Sequence[Case]) -> Table:
         cells = {name: readable(name, metrics[name]) for name in columns if name in metrics}
         least, most = (metrics[f"step_samples_{end}"] for end in ("min", "max"))
         cells["samples of a step"] = f"{least:.2f}–{most:.2f}"
+        by_plan, by_step = (metrics[name] for name in _WEIGHTS)
+        cells["weight"] = f"{by_plan:.2f} ({by_step:.2f})"
         replayed = asdict(case.simulation) if case.simulation else {}
         table.add_row(
             str(case.ranks),

@@ -79,6 +79,9 @@ class PlanMetrics:
       excess, excess_max: makespan over its lower bound, minus 1; its mean and its largest.
       order_correlation: correlation of a step's index with the mean length of its samples.
       length_share: distinct lengths of a step's samples, over those of the data set.
+      longest_weight, longest_weight_by_step: weight of the longest tenth of the samples over that of
+        the shortest tenth, where gradients are divided by the plan's mean number of samples of a
+        step, and where they are divided by each step's own.
       cost: summed makespan of the epoch.
       tokens_per_second: tokens of the epoch's samples over its cost; per unit where cost has no
         unit.
@@ -105,6 +108,8 @@ class PlanMetrics:
     excess_max: float
     order_correlation: float
     length_share: float
+    longest_weight: float
+    longest_weight_by_step: float
     cost: float
     tokens_per_second: float
     dropped: int
@@ -158,6 +163,8 @@ def plan_metrics(
         excess_max=float(excess.max()),
         order_correlation=correlation,
         length_share=share,
+        longest_weight=weight_of_longest(plan, seq_len, by_step=False),
+        longest_weight_by_step=weight_of_longest(plan, seq_len, by_step=True),
         cost=total,
         tokens_per_second=tokens / total if total else 0.0,
         dropped=int((placed < wanted).sum()),
@@ -170,6 +177,30 @@ def samples_per_step(plan: EpochPlan, seq_len: np.ndarray) -> np.ndarray:
     share = plan.part_tokens(seq_len) / seq_len[plan.sample]
     step = plan.step[plan.micro_batch_of_part()]
     return np.bincount(step, weights=share, minlength=plan.steps)
+
+
+def weight_of_longest(plan: EpochPlan, seq_len: np.ndarray, by_step: bool) -> float:
+    """Weight of the longest tenth of the samples in an epoch, over that of the shortest tenth.
+
+    Samples of equal length have their mean weight.
+
+    Args:
+      plan: the epoch.
+      seq_len: [N] int64, tokens of every sample of the manifest.
+      by_step: whether the gradient of each step is divided by its own number of samples; else by
+        the plan's mean.
+    """
+    share = plan.part_tokens(seq_len) / seq_len[plan.sample]
+    if by_step:
+        share = share / samples_per_step(plan, seq_len)[plan.step[plan.micro_batch_of_part()]]
+    weight = np.bincount(plan.sample, weights=share, minlength=len(seq_len))
+    if plan.counts is not None:
+        weight, seq_len = (column[plan.counts > 0] for column in (weight, seq_len))
+        weight = weight / plan.counts[plan.counts > 0]
+    _, kind, counts = np.unique(seq_len, return_inverse=True, return_counts=True)
+    alike = (np.bincount(kind, weights=weight) / counts)[np.sort(kind)]
+    tenth = max(1, len(alike) // 10)
+    return float(alike[-tenth:].mean() / alike[:tenth].mean())
 
 
 class RepeatedNeighbours(NamedTuple):

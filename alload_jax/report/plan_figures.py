@@ -44,6 +44,18 @@ METRICS: dict[str, Metric] = {
     "step_samples_max": Metric(
         "Most samples of a step", "times", "Over the mean number of samples."
     ),
+    "longest_weight": Metric(
+        "Weight of long samples",
+        "times",
+        "Weight of the longest tenth of the samples over that of the shortest tenth.",
+        "",
+    ),
+    "longest_weight_by_step": Metric(
+        "The same by step",
+        "times",
+        "If the gradient of each step is divided by its own number of samples.",
+        "",
+    ),
     "seconds_per_epoch": Metric("Time per epoch", "seconds", "Predicted, with all ranks."),
     "tokens_per_second": Metric("Tokens per second", "count", "Over all ranks.", "higher"),
     "throughput": Metric("Throughput", "times", "Relative to the baseline.", "higher"),

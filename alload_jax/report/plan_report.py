@@ -28,6 +28,8 @@ _METRICS = (
     "utilisation",
     "step_samples_min",
     "step_samples_max",
+    "longest_weight",
+    "longest_weight_by_step",
     "steps",
     "buckets",
     "first_step_seconds",

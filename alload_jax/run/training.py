@@ -14,6 +14,7 @@ from alload_jax.data.placement import place_ahead
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.distributed.consensus import Consensus
 from alload_jax.errors import InputError
+from alload_jax.planning.repeats import times_placed
 from alload_jax.report.opening import Opening, changed_settings, show_opening
 from alload_jax.report.summary import print_summary, read_summary, summarise
 from alload_jax.run.callbacks import Callbacks, make_callbacks
@@ -46,7 +47,9 @@ def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> 
     folder, mesh = Path(config.run.folder), work.mesh
     total = run_steps(config.run, work.run_plan.plan)
     shapes = partial(work.collator.collation.shapes, work.run_plan.plan)
-    spec = training_spec(config, total)._replace(model=resolved_model(config, cluster, shapes))
+    spec = training_spec(config, total)._replace(
+        model=resolved_model(config, cluster, shapes), step_weight=_step_weight(config, work)
+    )
     validator = make_validator(config, spec, work)
     stop = StopRequest()
     remedy = partial(continue_with, folder, config.cluster)
@@ -126,6 +129,17 @@ def training_spec(config: Config, total: int) -> TrainingSpec:
         config.parameters,
         config.optimizer.accumulate_dtype,
     )
+
+
+def _step_weight(config: Config, work: Work) -> float | None:
+    """The mean number of samples of a step; None where each step is divided by its own weight."""
+    by_token = getattr(config.objective, "weighting", "sample") == "token"
+    if config.optimizer.gradient_mean == "step" or by_token:
+        return None
+    plan = work.run_plan.plan
+    times = times_placed(plan.epoch(0), plan.samples.seq_len)
+    times[list(work.collator.excluded)] = 0
+    return max(1.0, float(times.sum())) / plan.steps_per_epoch
 
 
 def make_validator(config: Config, spec: TrainingSpec, work: Work) -> Validator | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ NO_AVERAGE = "without_ema"
 """Part of the identity of an optimizer that keeps no moving average."""
 _MAIN = "main"
 """Label of parameters that belong to no group."""
+
+
+GradientMean = Literal["plan", "step"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ class OptimizerConfig:
       mu_dtype: dtype of the first moment of adamw, lion and muon.
       accumulate_dtype: dtype of the sum of gradients over the micro-batches of a step; of a single
         one's gradient where that is not computed in 16 bits.
+      gradient_mean: what the summed gradient of a step is divided by: plan, the mean number of
+        samples of the plan's steps, so that each sample counts the same over the run; or step, the
+        step's own number, so that a sample of a step with few counts for more. With the objective's
+        weighting token it is the step's tokens in both cases.
       clip_norm: maximum global norm of the gradient.
       clip_value: maximum magnitude of each value of the gradient, before the norm is clipped; null
         for none.
@@ -103,6 +110,7 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     mu_dtype: Literal["float32", "bfloat16"] = "float32"
     accumulate_dtype: Literal["float32", "bfloat16"] = "float32"
+    gradient_mean: GradientMean = "plan"
     clip_norm: float = 1.0
     clip_value: float | None = None
     skip_above: float | None = None
@@ -127,6 +135,10 @@ class OptimizerConfig:
         if self.skip_above is not None and not self.skip_above > 1:
             raise InputError(
                 f"optimizer.skip_above is {self.skip_above}; it must be above 1, such as 5, or null"
+            )
+        if self.gradient_mean not in get_args(GradientMean):
+            raise InputError(
+                f"optimizer.gradient_mean is {self.gradient_mean!r}; choose plan or step"
             )
         if self.warmup_steps < 0:
             raise InputError(f"optimizer.warmup_steps is {self.warmup_steps}; it must be 0 or more")

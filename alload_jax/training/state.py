@@ -35,6 +35,8 @@ class TrainingSpec(NamedTuple):
       ema_decay: decay of their moving average; None for no average.
       parameters: which parameters are trained.
       accumulate_dtype: dtype of the sum of gradients over the micro-batches of a step.
+      step_weight: weight by which the summed gradient of every step is divided; None for each
+        step's own.
     """
 
     model: ModelConfig
@@ -43,6 +45,7 @@ class TrainingSpec(NamedTuple):
     ema_decay: float | None
     parameters: ParametersConfig = ALL_TRAINED
     accumulate_dtype: str = "float32"
+    step_weight: float | None = None
 
     @property
     def rules(self) -> Rules:

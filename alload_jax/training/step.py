@@ -1,8 +1,9 @@
 """The training step: gradients of micro-batches of any shape, followed by one update.
 
-The gradient is that of the weighted mean loss over all samples of an optimizer step, independent of
-their grouping into micro-batches and ranks: micro-batches accumulate weighted sums of loss,
-gradient and auxiliary values, and the update divides by the sum of weights.
+Micro-batches accumulate weighted sums of loss, gradient and auxiliary values, independent of their
+grouping into micro-batches and ranks. The update divides the gradient by the mean weight of the
+plan's steps, so that each sample counts the same over the run, or by the step's own; loss and
+auxiliary values are means over the step.
 """
 
 from collections.abc import Callable, Container
@@ -208,7 +209,8 @@ def apply_gradients(
 ) -> tuple[TrainState, Metrics]:
     """Returns the next state and the metrics of the step; called in a jitted update."""
     mean = 1 / jnp.maximum(accumulator.weight, 1e-20)
-    grads = jax.tree.map(lambda g: g * mean, accumulator.grads)
+    divided = mean if spec.step_weight is None else 1 / spec.step_weight
+    grads = jax.tree.map(lambda g: g * divided, accumulator.grads)
     updates, opt_state = spec.optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     ema = update_ema(state.ema, params, state.step, spec.ema_decay)
