@@ -8,7 +8,7 @@ Trains benchmarks/digits_study.yaml under `equal_tokens` (AdaptiveLoad's baselin
 `dual_constraint` (its method) and packed `balanced` with three seeds each, on as many samples as
 under `dual_constraint` with the config's steps. `--ranks` plans for several independent ranks,
 which one device computes in turn; on one rank the steps of `sorted` are those of `equal_tokens` in
-another order. The last weights are evaluated on all samples with the same noise. Writes
+another order. `--means` compares both ways to divide a gradient. The last weights are evaluated on all samples with the same noise. Writes
 benchmarks/results/digits_policies_{device}.json and docs/results/digits/policies.png
 (policies_R_ranks.png for R ranks) and prints a table. Finished runs in the folder of `--runs` are
 not repeated; `--parallel 5` trains five runs at once, each in a separate process.
@@ -60,6 +60,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     default = ["equal_tokens", "dual_constraint", "balanced"]
     parser.add_argument("--policies", nargs="+", choices=COLOURS, default=default)
+    parser.add_argument(
+        "--means", nargs="+", choices=("plan", "step"), default=["plan"], help="gradient_mean"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="ranks of a step (default 1)")
     parser.add_argument("--m-mem", type=int, help="tokens of a micro-batch (default: the config's)")
     parser.add_argument(
@@ -74,9 +77,10 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     samples = options.samples or samples_of_default(options.steps)
     chosen = [
-        (policy, seed, planning_flags(policy, options.ranks, options.m_mem))
+        (f"{policy}, {mean}", seed, flags_of(policy, mean, options.ranks, options.m_mem))
         for seed in options.seeds
         for policy in options.policies
+        for mean in options.means
     ]
     # Not in the pool, because reading a config temporarily changes the working directory.
     configs = [digits_config(seed, flags) for _, seed, flags in chosen]
@@ -84,9 +88,10 @@ def main(argv: list[str]) -> int:
     with ThreadPoolExecutor(options.parallel) as pool:
         runs = list(pool.map(partial(run, options.runs), *zip(*chosen, strict=True), steps))
     for each, config in zip(runs, configs, strict=True):
-        each |= last_loss(config, options.runs / f"{each['policy']}_{each['seed']}")
+        each |= last_loss(config, folder_of(options.runs, each["policy"], each["seed"]))
     found = {
-        policy: [each for each in runs if each["policy"] == policy] for policy in options.policies
+        policy: [each for each in runs if each["policy"] == policy]
+        for policy in dict.fromkeys(policy for policy, *_ in chosen)
     }
     content = provenance(["jax", "flax", "numpy"]) | {
         "command": " ".join(["python", "benchmarks/digits_policies.py", *argv]),
@@ -105,14 +110,14 @@ def main(argv: list[str]) -> int:
 
 def samples_of_default(steps: int | None) -> int:
     """Number of samples in the steps of the config under `dual_constraint`."""
-    config = digits_config(0, planning_flags("dual_constraint", 1, None))
+    config = digits_config(0, flags_of("dual_constraint", "plan", 1, None))
     plan = plan_of(config)
     return sum(step_samples(plan, number) for number in range(steps or config.run.given_steps))
 
 
-def planning_flags(policy: str, ranks: int, m_mem: int | None) -> list[str]:
-    """Flags of `train.py` that choose the policy, and independent ranks where there are several."""
-    flags = ["--planning.policy", policy]
+def flags_of(policy: str, mean: str, ranks: int, m_mem: int | None) -> list[str]:
+    """Flags of `train.py` for a policy, with independent ranks where there are several."""
+    flags = ["--planning.policy", policy, "--optimizer.gradient_mean", mean]
     if ranks > 1:
         flags += ["--planning.ranks", str(ranks), "--planning.ranks_mode", "independent"]
     if m_mem:
@@ -148,9 +153,14 @@ def steps_for(plan: Plan, samples: int) -> int:
     return number
 
 
+def folder_of(runs: Path, policy: str, seed: int) -> Path:
+    """The folder of a run."""
+    return runs / f"{policy.replace(', ', '_')}_{seed}"
+
+
 def run(runs: Path, policy: str, seed: int, flags: list[str], steps: int) -> dict[str, Any]:
     """Trains, unless the run is finished, and returns its results."""
-    folder = runs / f"{policy}_{seed}"
+    folder = folder_of(runs, policy, seed)
     if not (folder / "summary.json").is_file():
         command = [sys.executable, "train.py", "--config", str(CONFIG), "--run.folder", str(folder)]
         command += ["--run.seed", str(seed), "--run.steps", str(steps), *flags]
@@ -200,9 +210,11 @@ def draw(found: dict[str, list[dict[str, Any]]], picture: Path) -> None:
     for policy, group in found.items():
         curves = np.asarray([each["loss"] for each in group])
         seen, losses = curves[0, :, 0] / 1000, curves[..., 1]
-        axes.plot(seen, losses.mean(axis=0), color=COLOURS[policy], label=policy)
+        name, mean = policy.split(", ")
+        style = {"color": COLOURS[name], "ls": "-" if mean == "plan" else "--"}
+        axes.plot(seen, losses.mean(axis=0), label=policy, **style)
         axes.fill_between(
-            seen, losses.min(axis=0), losses.max(axis=0), color=COLOURS[policy], alpha=0.2, lw=0
+            seen, losses.min(axis=0), losses.max(axis=0), color=COLOURS[name], alpha=0.2, lw=0
         )
     axes.set(xlabel="thousand samples seen", ylabel="loss, mean over samples", yscale="log")
     axes.set_title(

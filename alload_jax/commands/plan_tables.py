@@ -29,13 +29,11 @@ _COLUMNS = {
     "steps": "steps",
     "imbalance": "imbalance",
     "idle": "idle",
-    "compute_cv": "compute CV",
     "padding": "padding",
-    "utilisation": "of M_mem",
     "buckets": "programs",
     "first_step_seconds": "first step",
     "samples of a step": "samples of a step / mean",
-    "weight": "longest / shortest weight (by step)",
+    "weight": "long / short weight (by step)",
     "tokens_per_second": "tokens/s",
 }
 _REPLAY = {"idle": "idle, replayed", "tokens_per_second": "tokens/s, replayed"}

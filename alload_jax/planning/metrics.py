@@ -79,8 +79,8 @@ class PlanMetrics:
       excess, excess_max: makespan over its lower bound, minus 1; its mean and its largest.
       order_correlation: correlation of a step's index with the mean length of its samples.
       length_share: distinct lengths of a step's samples, over those of the data set.
-      longest_weight, longest_weight_by_step: weight of the longest tenth of the samples over that of
-        the shortest tenth, where gradients are divided by the plan's mean number of samples of a
+      longest_weight, longest_weight_by_step: weight of the longest tenth of the samples over that
+        of the shortest tenth, where gradients are divided by the plan's mean number of samples of a
         step, and where they are divided by each step's own.
       cost: summed makespan of the epoch.
       tokens_per_second: tokens of the epoch's samples over its cost; per unit where cost has no
