@@ -8,10 +8,11 @@ Trains benchmarks/digits_study.yaml under `equal_tokens` (AdaptiveLoad's baselin
 `dual_constraint` (its method) and packed `balanced` with three seeds each, on as many samples as
 under `dual_constraint` with the config's steps. `--ranks` plans for several independent ranks,
 which one device computes in turn; on one rank the steps of `sorted` are those of `equal_tokens` in
-another order. `--means` compares both ways to divide a gradient. The last weights are evaluated on all samples with the same noise. Writes
-benchmarks/results/digits_policies_{device}.json and docs/results/digits/policies.png
-(policies_R_ranks.png for R ranks) and prints a table. Finished runs in the folder of `--runs` are
-not repeated; `--parallel 5` trains five runs at once, each in a separate process.
+another order. `--means` compares both ways to divide a gradient. The last weights are evaluated on
+all samples with the same noise. Writes benchmarks/results/digits_policies_{device}.json and
+docs/results/digits/policies.png (policies_R_ranks.png for R ranks) and prints a table. Finished
+runs in the folder of `--runs` are not repeated; `--parallel 5` trains five runs at once, each in a
+separate process.
 """
 
 import argparse
@@ -211,7 +212,7 @@ def draw(found: dict[str, list[dict[str, Any]]], picture: Path) -> None:
         curves = np.asarray([each["loss"] for each in group])
         seen, losses = curves[0, :, 0] / 1000, curves[..., 1]
         name, mean = policy.split(", ")
-        style = {"color": COLOURS[name], "ls": "-" if mean == "plan" else "--"}
+        style: dict[str, Any] = {"color": COLOURS[name], "ls": "-" if mean == "plan" else "--"}
         axes.plot(seen, losses.mean(axis=0), label=policy, **style)
         axes.fill_between(
             seen, losses.min(axis=0), losses.max(axis=0), color=COLOURS[name], alpha=0.2, lw=0

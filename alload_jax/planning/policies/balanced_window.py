@@ -16,7 +16,7 @@ from alload_jax.planning.policies.grouping import (
 )
 from alload_jax.planning.policies.packed import PlacedSteps
 from alload_jax.planning.policies.queue import Window
-from alload_jax.planning.policies.row_filling import FilledRows, RowFiller
+from alload_jax.planning.policies.row_filling import FIRST_FIT, FilledRows, RowFiller
 from alload_jax.planning.policies.splitting import SplitRegions, split_evenly
 from alload_jax.planning.policies.strategy_choice import StrategyChoice
 from alload_jax.planning.samples import Samples
@@ -65,7 +65,10 @@ class WindowPlanner:
     def place(self, window: Window) -> tuple[PlacedSteps, np.ndarray]:
         """The steps, and a mask of the samples that they hold."""
         best: _Candidate | None = None
-        for strategy in self._strategies.to_try(self.filler.strategies):
+        known = self.filler.strategies
+        if window.is_last:  # first-fit would give the one window of a small epoch its rows again
+            known = tuple(each for each in known if each != FIRST_FIT) or known
+        for strategy in self._strategies.to_try(known):
             found = self._candidate(window, strategy)
             self._strategies.note(strategy, found.efficiency)
             if best is None or found.efficiency > best.efficiency:

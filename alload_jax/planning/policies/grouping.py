@@ -117,6 +117,8 @@ def _starts(order: np.ndarray, units: Units, size: int) -> np.ndarray:
         return np.zeros(0, np.int64)
     total = np.r_[0.0, np.cumsum(units.mean[order])]
     of_step = (total[size:] - total[:-size]) / size
+    if np.isinf(units.tolerance):
+        return np.arange(len(of_step))
     first = order[: len(of_step)]
     return np.flatnonzero(units.most[first] <= (1 + units.tolerance) * of_step)
 

@@ -11,7 +11,8 @@ from alload_jax.planning.policies.grouping import SampleBounds
 from alload_jax.planning.policies.queue import Window
 from alload_jax.planning.policies.splitting import SplitRegions, SplitRule, fill_split_regions
 
-STRATEGIES = ("cost_per_token", "first_fit_decreasing", "longest_processing_time")
+FIRST_FIT = "first_fit_decreasing"
+STRATEGIES = ("cost_per_token", FIRST_FIT, "longest_processing_time")
 """Ways to fill rows; a window takes the one whose steps take least time for their work. Only the
 first splits samples and keeps an M_comp."""
 _SHORT_MARGIN = 1.1
@@ -93,7 +94,7 @@ class RowFiller:
     def fill(self, window: Window, strategy: str, steps: int) -> FilledRows:
         """Samples to groups' split regions, the others to ranks' rows."""
         context, weight = self.rule.context, self.weights[window.sample]
-        if strategy == "first_fit_decreasing":
+        if strategy == FIRST_FIT:
             return self._first_fit(window, weight)
         regions = fill_split_regions(
             self.rule,
