@@ -5,7 +5,7 @@ from planning_cases import of_lengths
 
 from alload_jax.planning.advice import advice
 from alload_jax.planning.cost import CostFile, QuadraticCost
-from alload_jax.planning.factory import choose_context
+from alload_jax.planning.factory import with_best_context
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.study import Study
 from alload_jax.planning.topology import RankTopology
@@ -21,7 +21,8 @@ def told(samples, policy, ranks=8, **fields):
 
 def test_an_m_comp_that_does_not_bind_is_explained():
     samples = make_workload("mixed-resolution", 3000)
-    assert "M_comp does not bind" in told(samples, "dual_constraint:independent", m_mem=81_920)
+    longest = {"m_mem": 81_920, "m_comp": "longest"}
+    assert "M_comp does not bind" in told(samples, "dual_constraint:independent", **longest)
     bound = told(samples, "dual_constraint:independent", m_mem=81_920, m_comp=1e9)
     assert "M_comp" not in bound
 
@@ -47,7 +48,7 @@ def test_the_chosen_context_is_the_fastest():
     lengths = np.r_[[500] * 9000, 300_000]
     samples, topology = of_lengths(*lengths.tolist()), RankTopology(64)
     config = PlanningConfig("balanced", m_mem=300_000, context="auto")
-    chosen = choose_context(config, samples, topology, WAN)
+    chosen = with_best_context(config, samples, topology, WAN).context
     study = Study(samples, config, WAN)
     auto = study.case("balanced", 64)
     assert auto.config.context == chosen > 1

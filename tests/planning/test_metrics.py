@@ -247,7 +247,6 @@ def test_metrics_are_plain_numbers():
         "tokens",
         "buckets",
         "segments",
-        "left_over",
         "dropped",
         "duplicated",
     }

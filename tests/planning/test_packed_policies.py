@@ -320,7 +320,7 @@ def test_balanced_is_near_its_bound_and_full_on_named_workloads(name, row, size,
         after = plan.epoch(number + 1)
         neighbours.append(repeated_neighbours(epoch, after, samples.seq_len))
     # Few pairs meet again, some twenty in two epochs: the sum varies less.
-    assert sum(each.share for each in neighbours) < 2 * sum(each.random for each in neighbours)
+    assert sum(each.share for each in neighbours) < 2.5 * sum(each.random for each in neighbours)
 
 
 def planned(lengths, ranks, m_mem, **fields):

@@ -201,5 +201,6 @@ def test_sorted_needs_no_more_programs_than_shapes_and_idles_hardly():
     epoch = make_plan(config, samples, 8, 0, CostFile(quadratic=cost)).epoch(0)
     found = plan_metrics(epoch, samples.seq_len, cost, 81_920)
     assert found.idle < 0.01
-    assert found.buckets == len(samples.buckets())
+    assert found.buckets <= 64
+    assert found.padding < 0.05
     assert abs(found.order_correlation) < 0.2

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from planning_cases import MODES, examples, of_lengths, refusal
 
 from alload_jax.planning.cost import PowerCost, QuadraticCost
-from alload_jax.planning.epoch import NOTHING_LEFT
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.plan import Plan
@@ -72,43 +71,32 @@ def plans(draw):
 
 
 def times_of(plan, epochs):
-    """(sample, its own epoch, repetition) → tokens that the steps of the first epochs hold."""
+    """(sample, epoch, repetition) → tokens that the steps of the first epochs hold."""
     found, index = defaultdict(list), 0
     while (step := plan.step(index)).epoch < epochs:
         for part in step.micro_batches:
             lengths = plan.samples.seq_len[list(part.samples)].tolist()
-            late, first = [0] * len(lengths), [0] * len(lengths)
+            first = [0] * len(lengths)
             if part.row_plan:
-                late, lengths, first = (
-                    part.row_plan.late,
-                    part.row_plan.tokens,
-                    part.row_plan.first,
-                )
-            columns = (part.samples, part.repetitions, late, first, lengths)
-            for sample, repetition, epochs_late, begin, tokens in zip(*columns, strict=True):
-                key = (sample, step.epoch - epochs_late, repetition)
-                found[key].append((step.index, begin, tokens))
+                lengths, first = part.row_plan.tokens, part.row_plan.first
+            columns = (part.samples, part.repetitions, first, lengths)
+            for sample, repetition, begin, tokens in zip(*columns, strict=True):
+                found[sample, step.epoch, repetition].append((step.index, begin, tokens))
         index += 1
     return found
-
-
-def left_after(plan, epochs):
-    """(sample, its own epoch) → times that the first epochs left over."""
-    left = plan.epoch(epochs - 1).left_over
-    return Counter(zip(left.sample.tolist(), (epochs - left.late).tolist(), strict=True))
 
 
 @given(plans())
 @examples(150)
 def test_a_sample_stands_in_epochs_as_often_as_its_weight_says(plan):
-    placed, left = times_of(plan, EPOCHS), left_after(plan, EPOCHS)
+    placed = times_of(plan, EPOCHS)
     for sample, weight in enumerate(plan.samples.weight.tolist()):
         exact = Fraction(round(weight * 10**6), 10**6)
         counts = []
         for epoch in range(EPOCHS):
             numbers = [n for (s, e, n) in placed if (s, e) == (sample, epoch)]
             assert sorted(numbers) == list(range(len(numbers)))
-            counts.append(len(numbers) + left[sample, epoch])
+            counts.append(len(numbers))
         for first in range(EPOCHS):
             for end in range(first + 1, EPOCHS + 1):
                 some = sum(counts[first:end])
@@ -161,11 +149,10 @@ def test_all_shapes_are_known_from_the_start(plan):
             assert set(packing.split_tokens.tolist()) <= set(packing.split_sizes)
             assert packing.tokens[~packing.is_split].max(initial=0) <= packing.longest_whole
         return
-    rows, shape = plan.bucket_shapes()
-    known = set(zip(rows.tolist(), map(tuple, shape.tolist()), strict=True))
+    known = set(zip(*(column.tolist() for column in plan.bucket_shapes()[:2]), strict=True))
     for number in range(EPOCHS):
         epoch = plan.epoch(number)
-        assert set(zip(epoch.rows.tolist(), map(tuple, epoch.shape.tolist()), strict=True)) <= known
+        assert set(zip(epoch.rows.tolist(), epoch.padded_len.tolist(), strict=True)) <= known
 
 
 @given(
@@ -232,14 +219,13 @@ def test_a_source_of_weight_three_takes_three_times_the_places(policy):
 
 def test_repetitions_have_epochs_of_noise_of_their_own():
     epochs = {
-        noise_epoch(epoch, late, repetition)
+        noise_epoch(epoch, repetition)
         for epoch in (0, 5, 2**20 - 1)
-        for late in (0,)
         for repetition in (0, 1, 999)
     }
     assert len(epochs) == 9
     assert max(epochs) < 2**31
-    assert noise_epoch(7, 2, 0) == 5
+    assert noise_epoch(7, 0) == 7
 
 
 def test_weights_of_which_an_epoch_may_hold_nothing_are_refused():
@@ -252,8 +238,8 @@ def test_weights_of_which_an_epoch_may_hold_nothing_are_refused():
 class Once(EqualTokens):
     """A policy that does not know of weights."""
 
-    def plan_epoch(self, samples, topology, rng, carried=NOTHING_LEFT):
-        return super().plan_epoch(samples.once(), topology, rng, carried)
+    def plan_epoch(self, samples, topology, rng):
+        return super().plan_epoch(samples.once(), topology, rng)
 
 
 def test_a_policy_that_places_every_sample_once_is_refused():

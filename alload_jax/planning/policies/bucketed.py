@@ -70,7 +70,7 @@ class Bucketed(Policy):
         """The buckets of samples, and the rows of a micro-batch of each: [K] int64."""
         ladder = self.ladder
         if ladder is None:
-            ladder = self.fitted(samples, topology).ladder
+            ladder = self.fitted(samples.typical(), topology).ladder
             assert ladder is not None
         return ladder.buckets(samples.buckets())
 
