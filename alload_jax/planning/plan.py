@@ -155,7 +155,7 @@ class Plan:
         """
         if self._repeats is not None and isinstance(self.policy, Bucketed):
             # An epoch may lack a bucket.
-            buckets, rows = self.policy.classes(self.samples.once(), self.topology)
+            buckets, rows = self.policy.classes(self.samples, self.topology)
             return rows, buckets.seq_len, buckets.shape
         epoch = self.epoch(0)
         return epoch.rows, epoch.padded_len, epoch.shape
@@ -206,7 +206,7 @@ class Plan:
         Recalibrations are no part of it, because they follow from the run.
         The order of the first epoch is included because NumPy versions may shuffle differently.
         """
-        policy = asdict(self.policy)  # type: ignore[call-overload]
+        policy = json.loads(json.dumps(asdict(self.policy)))  # type: ignore[call-overload]
         fields = policy | vars(self.topology)
         if self._repeats is not None:
             fields = fields | {"weights": digest(self._repeats.weight)}
