@@ -144,7 +144,7 @@ def with_best_context(
 def _with_best_m_comp(
     config: PlanningConfig, samples: Samples, topology: RankTopology, seed: int, costs: CostFile
 ) -> Plan:
-    """The faster of the plan with the searched M_comp and the one that only memory bounds.
+    """The fastest of the plans with the searched M_comp, with `longest`, and without a bound.
 
     The search plans a draw of the samples, so the whole plans are compared.
     """
@@ -160,7 +160,8 @@ def _with_best_m_comp(
         return Plan(samples, policy, topology, seed)
 
     open_bound = curve.m_comp[-1].item() if config.traits.m_comp_by_default else None
-    plans = [plan_at(m_comp) for m_comp in dict.fromkeys((curve.chosen, open_bound))]
+    alone = longest_alone(make_policy(replace(config, m_comp=None), costs), samples)
+    plans = [plan_at(m_comp) for m_comp in dict.fromkeys((curve.chosen, alone, open_bound))]
     return min(plans, key=lambda plan: makespan(plan.epoch(0), samples.seq_len, model, split))
 
 
