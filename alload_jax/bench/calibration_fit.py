@@ -209,6 +209,7 @@ def calibrated(
     command: str,
     peak: int | None = None,
     sparse: Sequence[tuple[float, Outcome]] = (),
+    program_seconds: float | None = None,
 ) -> CostFile:
     """The cost-model file of a calibration.
 
@@ -218,6 +219,7 @@ def calibrated(
       command: the command line of the calibration, for the file's details.
       peak: of the allocator after the outcomes, in bytes; None if unknown.
       sparse: outcomes of sparse attention, each with the density of all layers.
+      program_seconds: to compile a program; None if unknown.
 
     Raises:
       InputError: too few points for a fit.
@@ -250,6 +252,7 @@ def calibrated(
         bytes_per_split_token=bytes_per_split_token(
             from_fields(model), step.model.policies, itemsize
         ),
+        program_seconds=program_seconds,
         model=model,
         device=jax.local_devices()[0].device_kind,
         origin="measured",

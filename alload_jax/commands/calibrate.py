@@ -108,7 +108,9 @@ def run(options: argparse.Namespace) -> int:
     peak = peak_memory()
     sparse = _measured_sparse(calibration, finding, console)
     command = shlex.join(["alload", *sys.argv[1:]])
-    costs = calibrated(calibration.step, finding, outcomes, command, peak, sparse)
+    costs = calibrated(
+        calibration.step, finding, outcomes, command, peak, sparse, calibration.program_seconds
+    )
     write_cost_file(options.out, costs)
     print_report(costs, console)
     written = [options.out]

@@ -131,6 +131,7 @@ def _warnings(found: PlanMetrics, opening: Opening) -> list[str]:
     if found.buckets > 1 and samples < _FEW_SAMPLES * found.buckets:
         warnings.append(
             f"{found.buckets} programs are compiled for {samples:,} samples; prepare fewer sizes, "
-            "or choose a packed planning.policy where the device has one"
+            "lower planning.max_programs, or choose a packed planning.policy where the device has "
+            "one"
         )
     return warnings

@@ -115,7 +115,7 @@ def test_the_benchmark_adds_rivals_to_the_same_json(without_gpu, tmp_path, monke
     assert program.main([*SMALL_FLAGS, str(out)]) == 0
     stored = json.loads(out.with_suffix(".json").read_text())
     known = json.loads((RESULTS / f"{NAMES[0]}.json").read_text())
-    assert stored.keys() - {"xla_flags"} == known.keys()
+    assert stored.keys() - {"xla_flags", "commit"} == known.keys()
     assert stored["entries"][0].keys() == known["entries"][0].keys()
     assert "torch" in stored["versions"]
     cases = {(e["function"], e["implementation"]) for e in stored["entries"]}

@@ -66,6 +66,7 @@ def test_a_tiny_model_is_calibrated(config, tmp_path, capsys):
     assert costs.model["remat"] == "full"
     assert costs.memory.bytes_of(costs.m_mem) <= 0.95 * 0.5e9
     assert costs.bytes_per_split_token == 12 * 4 * 16
+    assert 0 < costs.program_seconds < 60
     points, fits = costs.details["points"], costs.details["fits"]
     assert any(point["held_out"] for point in points)
     assert all(math.isfinite(form["held_out_mape"]) for form in fits.values())

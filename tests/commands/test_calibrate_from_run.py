@@ -57,6 +57,16 @@ def test_a_runs_step_times_become_a_cost_model(run, tmp_path, capsys):
     assert (costs.device, costs.origin) == ("cpu", "measured")
 
 
+def test_the_start_of_the_run_tells_what_a_program_costs(run, tmp_path):
+    summary = {"programs": 4, "compile_seconds": 20.0, "first_step_seconds": 32.0}
+    (run / "summary.json").write_text(json.dumps(summary))
+    out = tmp_path / "cost.json"
+    assert run_command(cli.main, ["calibrate", "--from-run", str(run), "--out", str(out)]) == 0
+    costs = read_cost_file(out)
+    assert (costs.program_seconds, costs.start_seconds) == (5.0, 12.0)
+    assert costs.first_step_seconds(10) == pytest.approx(62.0)
+
+
 @pytest.mark.parametrize("planned", [True, False])
 def test_a_run_with_sparse_attention_gives_its_terms_too(run, tmp_path, planned):
     config = CONFIG.replace("num_layers: 1", "num_layers: 1, sparse_attention: {min_tokens: 0}")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet
 import pytest
 
@@ -84,6 +85,7 @@ def test_plan_prints_every_metric_as_json(alload):
     assert content["metrics"].keys() - names == {
         "repeated_neighbours",
         "repeated_neighbours_random",
+        "first_step_seconds",
     }
     assert names <= content["metrics"].keys()
     assert content["metrics"]["samples"] == 12
@@ -153,6 +155,26 @@ def test_epoch_chooses_which_epoch_is_planned(alload, folder):
     assert samples(0) == samples(0)
     assert samples(0) != samples(1)
     assert sorted(samples(0)) == sorted(samples(1)) == list(range(12))
+
+
+def test_the_plan_of_a_run_has_all_its_epochs(alload, folder):
+    status, _, _ = alload(*plan(*BOUNDS, "--epochs", 3, "--out", "run.parquet"))
+    assert status == 0
+    whole = pa.parquet.read_table(folder / "run.parquet")
+    assert set(whole["epoch"].to_pylist()) == {0, 1, 2}
+    for epoch in range(3):
+        alload(*plan(*BOUNDS, "--epoch", epoch, "--out", "one.parquet"))
+        alone = pa.parquet.read_table(folder / "one.parquet")
+        assert whole.filter(pa.compute.field("epoch") == epoch).to_pydict() == alone.to_pydict()
+    assert alload(*plan(*BOUNDS, "--epochs", 0))[0] == 2
+
+
+def test_a_sample_that_is_listed_twice_is_named(alload, folder):
+    (folder / "m.csv").write_text("seq_len,path\n10,a.mp4\n20,a.mp4\n10,a.mp4\n20,b.mp4\n")
+    status, _, err = alload(*plan(*BOUNDS))
+    assert status == 0
+    assert "1 sample has the path and the size of another one, such as row 2 and row 0" in err
+    assert "(a.mp4)" in err
 
 
 def test_dual_constraint_treats_an_infinite_compute_bound_as_none(alload):

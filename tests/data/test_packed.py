@@ -15,7 +15,6 @@ from alload_jax.data.row_sizes import THINNED
 from alload_jax.models.common.patches import patchify
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.planning.factory import make_plan
-from alload_jax.planning.policies.queue import MOST_LATE
 from alload_jax.planning.settings import PlanningConfig
 
 MODEL = WanConfig(dim=16, num_heads=2, num_layers=1, patch_size=PATCH)
@@ -71,11 +70,9 @@ def samples_in(batch):
 def test_an_epoch_holds_each_sample_once_as_it_is_stored(case):
     manifest, _, collation = case
     reader, seen, weights = SpyReader(manifest), [], np.zeros(len(manifest))
-    for step in collated(case, epochs=1 + MOST_LATE):
+    for step in collated(case):
         for batch in step.batches:
             for sample, row, slot, here in samples_in(batch):
-                if batch.epoch[row, slot]:  # of a later epoch
-                    continue
                 first = batch.first[row, slot]
                 part = slice(first, first + here.stop - here.start)
                 patches = patchify(reader.latents(sample)[None], PATCH)[0]
@@ -189,7 +186,7 @@ def test_two_processes_halves_stacked_are_the_whole(case):
 def test_damaged_records_become_padding_and_are_reported(case, data):
     manifest = case[0]
     damaged = data.draw(st.sets(st.integers(0, len(manifest) - 1), min_size=1))
-    steps = collated(case, damaged=damaged, epochs=1 + MOST_LATE)
+    steps = collated(case, damaged=damaged)
     problems = {problem for step in steps for problem in step.problems}
     assert problems == {f"shard: record {n} is damaged" for n in damaged}
     shown = {int(s) for step in steps for b in step.batches for s, *_ in samples_in(b)}

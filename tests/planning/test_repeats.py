@@ -218,9 +218,7 @@ def test_a_source_of_weight_three_takes_three_times_the_places(policy):
 
 def test_repetitions_have_epochs_of_noise_of_their_own():
     epochs = {
-        noise_epoch(epoch, repetition)
-        for epoch in (0, 5, 2**20 - 1)
-        for repetition in (0, 1, 999)
+        noise_epoch(epoch, repetition) for epoch in (0, 5, 2**20 - 1) for repetition in (0, 1, 999)
     }
     assert len(epochs) == 9
     assert max(epochs) < 2**31

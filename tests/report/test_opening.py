@@ -19,7 +19,7 @@ def samples_of(lengths):
 def opening_of(lengths, m_mem, ranks=2, cost=None):
     config = PlanningConfig(policy="equal_tokens", m_mem=m_mem)
     plan, cost = make_plan(config, samples_of(lengths), ranks, seed=0), cost or PowerCost(2.0)
-    return Opening(plan, "equal_tokens", m_mem, cost, 100, 20, "new, drawn with run.seed 0")
+    return Opening(plan, "equal_tokens", m_mem, cost, True, 100, 20, "new, drawn with run.seed 0")
 
 
 def test_what_the_model_does_not_read_is_a_warning():
@@ -50,7 +50,7 @@ def test_costs_without_a_unit_predict_no_time():
     ("lengths", "m_mem", "words"),
     [
         ([60] * 40, 110, "micro-batches fill 55% of planning.m_mem on average; lower"),
-        (range(50, 90), 90, "40 programs are compiled for 40 samples; prepare fewer sizes"),
+        (range(50, 90), 90, "10 programs are compiled for 40 samples; prepare fewer sizes"),
     ],
 )
 def test_poor_plans_are_named(lengths, m_mem, words):

@@ -16,7 +16,7 @@ from test_packed_step import (
     write_sizes,
 )
 
-from alload_jax.config import Config, DataConfig, RunConfig, with_policy
+from alload_jax.config import Config, DataConfig, RunConfig, with_context
 from alload_jax.errors import InputError
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import (
@@ -106,9 +106,9 @@ def test_unsupported_splits_are_refused_in_one_line():
 
 
 def test_the_mesh_decides_over_how_many_ranks_samples_are_split():
-    assert with_policy(config_with(context=2)).planning.context == 2
+    assert with_context(config_with(context=2)).planning.context == 2
     bucketed = config_with(planning={"policy": "dual_constraint"}, context=2)
-    assert with_policy(bucketed).planning.context == 1
+    assert with_context(bucketed).planning.context == 1
 
 
 @needs_devices

@@ -13,9 +13,11 @@ from training_runs import Runs, errors, lines_of, wait_until
 
 from alload_jax.config import read_config
 from alload_jax.data.manifest import read_manifest
+from alload_jax.distributed.cluster import Cluster
 from alload_jax.planning.cost import CostFile, QuadraticCost, write_cost_file
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import step_metrics
+from alload_jax.run.work import prepare
 
 COMPUTED = ("loss", "grad_norm", "learning_rate", "tokens", "samples", "imbalance", "padding")
 
@@ -63,14 +65,10 @@ def test_packed_plans_train_by_one_program_on_every_sample_once(runs):
     assert "compiling 1/1" in finished.stdout
     assert "1 row of 40 tokens" in finished.stdout
     rows = runs.metrics("packed")
-    saved = read_config(["--config", str(runs.folder / "packed" / "config.yaml")])
-    samples = read_manifest(runs.data).samples(saved.model.patch_size)
-    first = make_plan(saved.planning, samples, 1, saved.run.seed).epoch(0)
-    steps = [row for row in rows if row["epoch"] == 0]
-    assert sum(row["samples"] for row in steps) + len(first.left_over.sample) == 21
+    assert sum(row["samples"] for row in rows if row["epoch"] == 0) == 21
     assert all(row["tokens"] <= 80 for row in rows)
-    config = yaml.safe_load((runs.folder / "packed" / "config.yaml").read_text())
-    assert config["planning"]["policy"] == "balanced"
+    saved = read_config(["--config", str(runs.folder / "packed" / "config.yaml")])
+    assert saved.planning.policy == "balanced"
 
 
 def test_on_a_cpu_auto_is_a_bucketed_policy_and_stays_what_it_was(unbroken):
@@ -84,6 +82,19 @@ def test_an_epoch_trains_on_every_sample_once(unbroken):
     runs, _ = unbroken
     epoch = [row for row in runs.metrics() if row["epoch"] == 0]
     assert sum(row["samples"] for row in epoch) == 21
+
+
+def test_a_run_that_is_continued_keeps_the_policy_that_auto_took(unbroken, tmp_path):
+    runs, _ = unbroken
+    folder = tmp_path / "run"
+    shutil.copytree(runs.folder / "run", folder)
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    saved["planning"]["policy"] = "sorted"
+    (folder / "config.yaml").write_text(yaml.safe_dump(saved))
+    flags = ["--config", str(runs.config), "--run.folder", str(folder)]
+    work = prepare(read_config([*flags, "--data.folder", str(runs.data)]), Cluster())
+    assert work.config.planning.policy == "sorted"
+    assert work.policy_reason == ""
 
 
 def test_the_same_command_after_the_end_shows_the_summary_again(unbroken):

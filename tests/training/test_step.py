@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from alload_jax.data.batch import Batch
@@ -95,6 +96,42 @@ def test_the_loss_is_the_weighted_mean_of_the_samples_losses(setup):
     alone = [mean_gradient(setup, [batch_of([n])])[0] for n in range(7)]
     weights = [1.0 + n / 10 for n in range(7)]
     np.testing.assert_allclose(together, np.average(alone, weights=weights), rtol=1e-5)
+
+
+def test_divided_by_the_mean_weight_of_steps_every_sample_moves_the_weights_alike(setup):
+    """With plain gradient descent from the same weights, however samples are cut into steps."""
+    mesh, weights, _, accumulate = setup
+    total = sum(1.0 + n / 10 for n in range(7))
+
+    def gradient(steps, by_plan):
+        """The sum over all steps, of whose mean weight each is taken to be."""
+        mean_weight = total / len(steps)
+        spec = spec_with()._replace(
+            optimizer=optax.sgd(1.0), step_weight=mean_weight if by_plan else None
+        )
+        update, found = make_update(spec, mesh), []
+        for parts in steps:
+            state = init_state(spec, mesh, seed=0)
+            state = state._replace(params=jax.tree.map(jnp.copy, weights.params))
+            sums = zero_accumulator(spec, mesh, state.weights, batch_of(parts[0]))
+            for part in parts:
+                sums = accumulate(state.weights, sums, batch_of(part), setup[2])
+            after = update(state, sums)[0].params
+            found.append(jax.tree.map(np.subtract, weights.params, after))
+        return jax.tree.map(lambda *moves: np.sum(moves, axis=0) * mean_weight, *found)
+
+    uneven, whole = [[[0, 1], [2]], [[3, 5, 6]], [[4]]], [[[0, 1, 3, 5, 6], [2, 4]]]
+    found, by_step, expected = (
+        gradient(uneven, True),
+        gradient(uneven, False),
+        gradient(whole, True),
+    )
+    other = []
+    for ours, theirs, exact in zip(*map(jax.tree.leaves, (found, by_step, expected)), strict=True):
+        size = np.linalg.norm(exact)
+        assert np.linalg.norm(ours - exact) <= 1e-3 * size
+        other.append(np.linalg.norm(theirs - exact) / size)
+    assert np.median(other) > 0.05  # a step's own weight gives short steps more
 
 
 def test_padding_adds_nothing_even_where_it_is_not_zero(setup):
