@@ -38,7 +38,7 @@ def main(argv: Sequence[str], prog: str = "train.py") -> int:
         ):
             work = prepare(with_context(config), cluster)
             with locked(Path(config.run.folder), cluster):
-                return train(work.config, cluster, work, argv)
+                return train(work, cluster, argv)
     except Terminated:
         print(_TERMINATED, file=sys.stderr)
         return status

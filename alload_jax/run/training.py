@@ -42,8 +42,9 @@ from alload_jax.training.trainer import Trainer, largest, on_mesh
 from alload_jax.training.validation.validator import Validator
 
 
-def train(config: Config, cluster: Cluster, work: Work, argv: Sequence[str]) -> int:
+def train(work: Work, cluster: Cluster, argv: Sequence[str]) -> int:
     """Trains, from the start or from where the run folder stands; returns the exit status."""
+    config = work.config
     folder, mesh = Path(config.run.folder), work.mesh
     total = run_steps(config.run, work.run_plan.plan)
     shapes = partial(work.collator.collation.shapes, work.run_plan.plan)

@@ -32,7 +32,8 @@ pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices"
 
 def options(case, context):
     """So that ranks' borders are within samples, and rows hold several."""
-    return {"context": context, "m_mem": 32 if case[0].text else 24, "split_above": 0.5}
+    tokens = 32 if case[0].text else 24
+    return {"context": context, "m_mem": tokens, "row_tokens": tokens, "split_above": 0.5}
 
 
 def split_batches(case, context):
