@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alload_jax.errors import InputError
 
@@ -17,6 +17,8 @@ CONTEXT, TENSOR = AXES[2:]
 
 BATCH_AXES = ("data", "fsdp", "context")
 """Mesh axes over which rows of a batch are split; their product is the number of ranks."""
+AnyMesh = Mesh | AbstractMesh
+"""A mesh of devices, or of none in particular."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +127,11 @@ def local_plan_ranks(mesh: Mesh, ranks: int, context: int = 1) -> frozenset[int]
     )
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
+def batch_sharding(mesh: AnyMesh) -> NamedSharding:
     """Splits rows over all ranks."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: AnyMesh) -> NamedSharding:
     """Puts the same values on every device."""
     return NamedSharding(mesh, PartitionSpec())

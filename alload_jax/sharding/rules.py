@@ -5,9 +5,10 @@ import re
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from alload_jax.errors import InputError
+from alload_jax.sharding.mesh import AnyMesh
 
 Rules = tuple[tuple[str, PartitionSpec], ...]
 """(pattern, rule) pairs of a model family; the first pattern found in a path decides. Paths of
@@ -22,7 +23,7 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def tree_shardings(tree: Any, mesh: Mesh, rules: Rules) -> Any:
+def tree_shardings(tree: Any, mesh: AnyMesh, rules: Rules) -> Any:
     """A NamedSharding for every leaf of a tree of arrays (or of their shapes).
 
     Raises:
@@ -38,7 +39,9 @@ def tree_shardings(tree: Any, mesh: Mesh, rules: Rules) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def zero_shardings(tree: Any, mesh: Mesh, rules: Rules, over: tuple[str, ...] = ZERO_AXES) -> Any:
+def zero_shardings(
+    tree: Any, mesh: AnyMesh, rules: Rules, over: tuple[str, ...] = ZERO_AXES
+) -> Any:
     """`tree_shardings`, split over replicas too where that goes (ZeRO, arXiv 1910.02054).
 
     For what only the update needs: gradients, optimizer state, EMA. Each replica updates its own
@@ -61,7 +64,7 @@ def zero_shardings(tree: Any, mesh: Mesh, rules: Rules, over: tuple[str, ...] = 
 
 
 def _split_further(
-    shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, over: tuple[str, ...]
+    shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh, over: tuple[str, ...]
 ) -> PartitionSpec:
     """Over more mesh axes along the axis of the array that `fsdp` splits, as far as they divide."""
     split = [_names(part) for part in spec]
@@ -87,7 +90,7 @@ def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return axes if isinstance(axes, tuple) else (axes,) if axes else ()
 
 
-def _check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> None:
+def _check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> None:
     for size, axes in zip(shape, spec, strict=False):
         wide = [axis for axis in _names(axes) if mesh.shape[axis] > 1]
         if size % math.prod(mesh.shape[axis] for axis in wide):

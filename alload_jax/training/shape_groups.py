@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alload_jax.data.batch import AnyBatch, Signature, signature
 from alload_jax.data.placement import PlacedStep
 from alload_jax.models.families import compiler_options
 from alload_jax.sharding.groups import GROUP_AXIS, is_local, join_groups, part_of_group
-from alload_jax.sharding.mesh import replicated
+from alload_jax.sharding.mesh import AnyMesh, replicated
 from alload_jax.sharding.rules import zero_shardings
 from alload_jax.training.program_cache import shared_programs
 from alload_jax.training.state import TrainingSpec, TrainState, Weights, weights_shardings
@@ -81,16 +81,20 @@ class GroupTrainer:
         self._update = make_group_update(spec, mesh)
         self._empty = make_group_is_finite(spec, mesh)
         self._shardings: Any = None
+        accumulate = make_group_accumulate(spec, groups[0].abstract_mesh)
         self._local = {
-            group: _Group(spec, group) for group in dict.fromkeys(groups) if is_local(group)
+            group: _Group(spec, group, accumulate)
+            for group in dict.fromkeys(groups)
+            if is_local(group)
         }
 
     def compile(self, shapes: Sequence[AnyBatch]) -> Iterator[AnyBatch]:
         """Compiles the gradient of every micro-batch for every group; see `Trainer.compile`.
 
-        Each epoch assigns shapes to groups differently, so every group needs all shapes. A program
-        is bound to its devices. All groups of a shape are compiled before the next shape, so that
-        the first one's program serves the others (`program_cache`).
+        Each epoch assigns shapes to groups differently, so every group needs all shapes. A shape is
+        traced and lowered once, on the groups' abstract mesh. What XLA compiles is bound to its
+        devices: all groups of a shape are compiled before the next shape, so that the first one's
+        program serves the others (`program_cache`).
         """
         if not shapes:
             return
@@ -175,9 +179,8 @@ class _Group:
     accumulator: GradientAccumulator
     _weights: Weights
 
-    def __init__(self, spec: TrainingSpec, mesh: Mesh):
-        self._spec, self._mesh = spec, mesh
-        self._accumulate: Any = make_group_accumulate(spec, mesh)
+    def __init__(self, spec: TrainingSpec, mesh: Mesh, accumulate: Any):
+        self._spec, self._mesh, self._accumulate = spec, mesh, accumulate
 
     def take(self, state: TrainState, accumulator: GradientAccumulator) -> None:
         spec, mesh = self._spec, self._mesh
@@ -196,8 +199,8 @@ class _Group:
         self.accumulator = program(self._weights, self.accumulator, batch, self._key)
 
 
-def make_group_accumulate(spec: TrainingSpec, group: Mesh) -> Accumulate:
-    """`make_accumulate` on a group's mesh, with sums [1, ...], the group's part of all sums."""
+def make_group_accumulate(spec: TrainingSpec, group: AbstractMesh) -> Accumulate:
+    """`make_accumulate` on any group's mesh, with sums [1, ...], the group's part of all sums."""
     accumulate = accumulation(spec, group)
 
     @partial(jax.jit, donate_argnums=1, compiler_options=compiler_options(spec.model))
@@ -255,7 +258,7 @@ def _total(spec: TrainingSpec, mesh: Mesh, accumulator: GradientAccumulator) -> 
 
 
 def group_accumulator_shardings(
-    accumulator: GradientAccumulator, spec: TrainingSpec, mesh: Mesh
+    accumulator: GradientAccumulator, spec: TrainingSpec, mesh: AnyMesh
 ) -> GradientAccumulator:
     """Returns the shardings of sums [groups, ...]: groups along `data`, each as on its own mesh."""
 

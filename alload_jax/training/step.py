@@ -27,7 +27,7 @@ from alload_jax.models.families import (
     gradient_dtypes,
     training_graph,
 )
-from alload_jax.sharding.mesh import batch_sharding, replicated
+from alload_jax.sharding.mesh import AnyMesh, batch_sharding, replicated
 from alload_jax.sharding.rules import path_name, zero_shardings
 from alload_jax.training.optimizer import update_ema
 from alload_jax.training.parameters import merge_parameters
@@ -76,12 +76,12 @@ def make_accumulate(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> 
     )
 
 
-def accumulation(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> Accumulate:
+def accumulation(spec: TrainingSpec, mesh: AnyMesh, *, single: bool = False) -> Accumulate:
     """Builds a function (weights, accumulator, batch, key) → accumulator.
 
     Args:
       spec: what training computes.
-      mesh: mesh of the devices.
+      mesh: mesh of the devices, or an abstract one.
       single: whether steps have one micro-batch. Its gradient is then written in place of the one
         that the accumulator holds, so that memory holds one gradient and not two. That of
         `gradient_dtypes` stays in the dtype in which it is computed.
@@ -289,7 +289,7 @@ def auxiliary_shapes(
 
 
 def accumulator_shardings(
-    accumulator: GradientAccumulator, spec: TrainingSpec, mesh: Mesh
+    accumulator: GradientAccumulator, spec: TrainingSpec, mesh: AnyMesh
 ) -> GradientAccumulator:
     """Gradients are sharded like the optimizer's state; other sums are replicated."""
     return GradientAccumulator(
@@ -300,7 +300,7 @@ def accumulator_shardings(
     )
 
 
-def _make_sums(spec: TrainingSpec, mesh: Mesh) -> Callable[..., Any]:
+def _make_sums(spec: TrainingSpec, mesh: AnyMesh) -> Callable[..., Any]:
     """Builds (trained parameters, weights, batch, key) → minimised sum, all sums."""
     graph, dropout = training_graph(spec.model)
 

@@ -23,6 +23,7 @@ from alload_jax.sharding.mesh import MeshConfig, make_mesh
 ROOT = Path(__file__).parents[2]
 STEPS = 5  # of two in an epoch
 COMPILATION = "/jax/core/compile/backend_compile_duration"
+LOWERING = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 pytestmark = pytest.mark.skipif(
     len(jax.devices("cpu")) < 4 or jax.default_backend() != "cpu", reason="needs 4 CPU devices"
@@ -88,6 +89,17 @@ def assert_close(ours, theirs):
     for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         our, their = np.asarray(our, np.float64), np.asarray(their, np.float64)
         assert np.linalg.norm(our - their) <= 1e-5 * np.linalg.norm(their)
+
+
+@pytest.mark.slow
+def test_a_shape_is_traced_and_lowered_once_for_all_groups(manifest):
+    """Compiling is left to each group's devices, or to the cache of programs."""
+    mesh, lowered = mesh_of(4), []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, fun_name="", **__: lowered.append(fun_name) if event == LOWERING else None
+    )
+    trainer_on(manifest, plan_for(manifest, 4), mesh)
+    assert lowered.count("add") == len(SIZES)
 
 
 def test_groups_train_as_one_device_that_takes_all_their_micro_batches(

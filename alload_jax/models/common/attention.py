@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from alload_jax.models.common.cudnn import Lengths, cudnn_rows, unsupported_reason
 from alload_jax.models.common.packed_attention import (
     cudnn_packed,
     packed_unsupported_reason,
@@ -68,35 +69,36 @@ def attention(
         lengths, key_lengths = segments.query.length[:, 0], segments.key.length[:, 0]
     elif segments is not None:
         return _packed(query, key, value, segments, implementation, sharding)
-    reason = cudnn_unsupported_reason(query)
+    reason = unsupported_reason(query)
     if implementation == "cudnn" and reason:
         raise NotImplementedError(f"attention: cuDNN cannot run here, {reason}; use 'xla'")
     run: Callable[..., jax.Array] = _xla if implementation == "xla" or reason else _cudnn
     if lengths is None:
         blocks = 1 if run is _xla else query_blocks(query, key, row_shards(sharding))
-        parts = _split_alike(in_query_blocks(query, key, value, blocks), sharding)
-        return run(*parts).reshape(query.shape)
+        blocked = in_query_blocks(query, key, value, blocks)
+        return _on_shards(run, sharding, *blocked).reshape(query.shape)
     # Zeros on both sides, because cuDNN leaves outputs and gradients of masked tokens unwritten.
     key_lengths = lengths if key_lengths is None else key_lengths
     asking, seen = _first_tokens(query, lengths), _first_tokens(key, key_lengths)
     parts = (jnp.where(asking, query, 0), *(jnp.where(seen, part, 0) for part in (key, value)))
-    parts = _split_alike(parts, sharding)
-    output = run(*parts, (jnp.maximum(lengths, 1), jnp.maximum(key_lengths, 1)))
-    return jnp.where(asking, output, 0)
+    least = jnp.maximum(lengths, 1), jnp.maximum(key_lengths, 1)
+    return jnp.where(asking, _on_shards(run, sharding, *parts, least), 0)
 
 
-def _split_alike(
-    parts: tuple[jax.Array, ...], sharding: NamedSharding | None
-) -> tuple[jax.Array, ...]:
-    """Query, key and value, split over the mesh by rows and heads.
-
-    cuDNN takes them split alike alone, and XLA may split values as their kernel's gradient.
-    """
+def _on_shards(
+    run: Callable[..., jax.Array], sharding: NamedSharding | None, *arguments: Any
+) -> jax.Array:
+    """Runs attention of query, key, value and what rows have, on each device's rows and heads."""
     if sharding is None or sharding.mesh.size == 1:
-        return parts
-    return jax.lax.with_sharding_constraint(
-        parts, NamedSharding(sharding.mesh, head_spec(sharding))
-    )
+        return run(*arguments)
+    heads, rows = head_spec(sharding), jax.P(sharding.spec[0])
+    return jax.shard_map(
+        run,
+        mesh=sharding.mesh,
+        in_specs=(heads,) * 3 + (rows,) * (len(arguments) - 3),
+        out_specs=heads,
+        check_vma=False,
+    )(*arguments)
 
 
 def _first_tokens(x: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -129,17 +131,12 @@ def _packed(
     implementation: AttentionImplementation,
     sharding: NamedSharding | None,
 ) -> jax.Array:
-    """Computes attention within segments; each device computes its own rows and heads."""
+    """Computes attention within segments."""
     within = attention_within(query, key, implementation, sharding)
     run: Callable[..., jax.Array] = within
     if isinstance(segments, SplitRows):
         run = partial(split_packed, within)
-    if sharding is None or sharding.mesh.size == 1:
-        return run(query, key, value, segments)
-    heads, rows = head_spec(sharding), jax.P(sharding.spec[0])
-    return jax.shard_map(
-        run, mesh=sharding.mesh, in_specs=(heads,) * 3 + (rows,), out_specs=heads, check_vma=False
-    )(query, key, value, segments)
+    return _on_shards(run, sharding, query, key, value, segments)
 
 
 def attention_within(
@@ -160,7 +157,7 @@ def attention_within(
       NotImplementedError: cuDNN cannot run on packed rows of this GPU.
     """
     elements = max(query.size, key.size) // row_shards(sharding)
-    reason = cudnn_unsupported_reason(query) or packed_unsupported_reason(elements)
+    reason = unsupported_reason(query) or packed_unsupported_reason(elements)
     on_gpu = jax.default_backend() == "gpu"
     if reason and (implementation == "cudnn" or (implementation == "auto" and on_gpu)):
         raise NotImplementedError(
@@ -175,13 +172,7 @@ def head_spec(sharding: NamedSharding) -> PartitionSpec:
     return PartitionSpec(sharding.spec[0], None, TENSOR if TENSOR in sharding.mesh.shape else None)
 
 
-_BothLengths = tuple[jax.Array, jax.Array]
-"""[B] int32 each: tokens of queries and of keys."""
-
-
-def _xla(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: _BothLengths | None = None
-) -> jax.Array:
+def _xla(query: jax.Array, key: jax.Array, value: jax.Array, lengths: Lengths = None) -> jax.Array:
     """Runs XLA's attention on dense rows."""
     query_lengths, key_lengths = lengths or (None, None)
     output = jax.nn.dot_product_attention(
@@ -194,41 +185,20 @@ def _xla(
 
 
 def _cudnn(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: _BothLengths | None = None
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: Lengths = None
 ) -> jax.Array:
     """Runs cuDNN on dense rows.
 
-    JAX rejects odd lengths in cuDNN's backward pass, so odd lengths get one masked token more.
+    cuDNN's backward pass takes no odd lengths, so they get one masked token more.
     """
     batch, queries, keys = *query.shape[:2], key.shape[1]
-    even = queries % 2 == 0 and keys % 2 == 0
-    if lengths is None and even:
-        return jax.nn.dot_product_attention(query, key, value, implementation="cudnn")
-    whole = (jnp.full(batch, tokens, jnp.int32) for tokens in (queries, keys))
-    query_lengths, key_lengths = whole if lengths is None else lengths
-    output = jax.nn.dot_product_attention(
-        *(_to_even(part) for part in (query, key, value)),
-        query_seq_lengths=query_lengths,
-        key_value_seq_lengths=key_lengths,
-        implementation="cudnn",
-    )
-    return output[:, :queries]
+    if lengths is None and (queries % 2 or keys % 2):
+        lengths = jnp.full(batch, queries, jnp.int32), jnp.full(batch, keys, jnp.int32)
+    return cudnn_rows(*(_to_even(part) for part in (query, key, value)), lengths)[:, :queries]
 
 
 def _to_even(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
-
-
-def cudnn_unsupported_reason(query: jax.Array | jax.ShapeDtypeStruct) -> str:
-    """Returns why cuDNN's fused attention cannot run on such a query; empty if it can."""
-    head_dim = query.shape[-1]
-    if jax.default_backend() != "gpu":
-        return f"the backend is {jax.default_backend()!r}, not 'gpu'"
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"its dtype is {query.dtype}, not bfloat16 or float16"
-    if head_dim % 8 or head_dim > 256:
-        return f"head_dim is {head_dim}, not a multiple of 8 up to 256"
-    return ""
 
 
 def packing_unsupported_reason(
@@ -244,4 +214,4 @@ def packing_unsupported_reason(
     if implementation == "xla":
         return "model.attention is xla, which computes all pairs of a row"
     head = jax.ShapeDtypeStruct((1, 1, 1, head_dim), dtype)
-    return cudnn_unsupported_reason(head) or packed_unsupported_reason()
+    return unsupported_reason(head) or packed_unsupported_reason()

@@ -1,64 +1,40 @@
 """Attention within the segments of packed rows: cuDNN's kernel and a plain XLA implementation.
 
-JAX exposes cuDNN's packed (variable-length) attention in a private module only. Only this file
-uses that module, and it reports when a version of JAX lacks it. It calls the primitives instead of
-the module's function because cuDNN's blocks, its memory and the softmax statistics grow with slots
-times tokens: cuDNN is called once per class of lengths, and only the statistics of each token's own
-segment are kept.
+It calls cuDNN's primitives instead of JAX's function because cuDNN's blocks, its memory and the
+softmax statistics grow with slots times tokens: cuDNN is called once per class of lengths, and only
+the statistics of each token's own segment are kept.
 """
 
-import importlib
-import inspect
 import math
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from alload_jax.models.common import cudnn
 from alload_jax.models.common.length_classes import LengthClass, length_classes
 from alload_jax.models.common.remat import ATTENTION_OUTPUT
 from alload_jax.models.common.segments import PADDING, AttentionSegments, Segments
 from pallas_kernels import choose_rows
+from pallas_kernels.devices import device_kind
 
-_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
-_ARRAYS = (
-    *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
-    *("page_table_k", "page_table_v"),
-)
-_OPTIONS = (
-    *("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout"),
-    "sliding_window_length",
-)
-_PRIMITIVES = {
-    "_dot_product_attention_fwd": (*_ARRAYS, *_OPTIONS, "is_training"),
-    "_dot_product_attention_bwd": (*_ARRAYS, "activation", "fwd_output", "grad_output", *_OPTIONS),
-}
-"""The private primitives by name prefix, and their parameters."""
-_MIN_CAPABILITY = 9.0
-"""cuDNN supports packed attention, forward and backward, from Hopper on."""
 _MAX_ELEMENTS = 2**31
 """Upper bound on the elements of queries or keys: offsets are 32-bit counts of elements."""
 
 
 def packed_unsupported_reason(elements: int = 0) -> str:
-    """Returns why cuDNN's packed attention cannot run here; empty if it can.
+    """Returns why cuDNN cannot run packed rows on this GPU, from Hopper on; empty if it can.
 
     Args:
       elements: number of elements of queries or keys on one device, whichever is larger.
     """
-    if jax.default_backend() != "gpu":
-        return f"the backend is {jax.default_backend()!r}, not 'gpu'"
-    if _private_module() is None:
-        return f"JAX {jax.__version__} lacks the expected packed attention in {_MODULE}"
-    try:
-        capability = float(jax.local_devices()[0].compute_capability)
-    except (AttributeError, ValueError):  # a GPU that is not NVIDIA's
-        return f"it needs an NVIDIA GPU, and this is {jax.local_devices()[0].device_kind}"
-    if capability < _MIN_CAPABILITY:
-        return f"it needs compute capability {_MIN_CAPABILITY}, and this GPU has {capability}"
+    capability = cudnn.capability()
+    if capability is None:
+        return f"it needs an NVIDIA GPU, and this is {device_kind()}"
+    if capability < cudnn.HOPPER:
+        return f"it needs compute capability {cudnn.HOPPER}, and this GPU has {capability}"
     if elements >= _MAX_ELEMENTS:
         return f"queries or keys have {elements} elements, not below 2^31"
     return ""
@@ -115,13 +91,10 @@ class _Heads(NamedTuple):
 
 def _forward(heads: _Heads, packed: AttentionSegments, is_training: bool) -> list[jax.Array]:
     """Returns the output, shaped like the query, and in training statistics [R·S, num_heads]."""
-    options = _options(heads.query.shape[-1]) | {"is_training": is_training}
     classes, outputs, statistics = _classes(heads, packed), [], []
     for length_class in classes:
         arguments = _cudnn_arguments(heads, packed, length_class)
-        output, *by_slot = _primitive("_dot_product_attention_fwd").bind(
-            *arguments.arrays, **options
-        )
+        output, *by_slot = cudnn.forward(arguments.arrays, is_training=is_training)
         outputs.append(_flat(output))
         statistics += [_to_tokens(part, packed.query, arguments.slot) for part in by_slot]
     output = _select_by_class(classes, packed, packed.query, outputs).reshape(heads.query.shape)
@@ -141,16 +114,14 @@ def _forward_rule(
 
 def _backward_rule(saved: Any, grad: jax.Array) -> tuple[Any, ...]:
     heads, packed, output, statistics = saved
-    options = _options(heads.query.shape[-1])
     classes, grads = _classes(heads, packed), []
     for length_class in classes:
         arguments = _cudnn_arguments(heads, packed, length_class)
         query_shape = arguments.arrays[0].shape
-        found = _primitive("_dot_product_attention_bwd").bind(
-            *arguments.arrays,
+        found = cudnn.backward(
+            arguments.arrays,
             _to_slots(statistics, arguments.first, length_class.windows.queries),
             *(part.reshape(query_shape) for part in (output, grad)),
-            **options,
         )
         grads.append([_flat(part) for part in found])
     sides = (packed.query, packed.key, packed.key)
@@ -169,7 +140,7 @@ class CudnnArguments(NamedTuple):
     """Arguments of cuDNN's primitives for one class of segments.
 
     Attributes:
-      arrays: arrays of the primitives, in the order of `_ARRAYS`.
+      arrays: arrays of the primitives, in `cudnn.forward`'s order.
       first: [n] int32, first query token of each slot's segment, counted over all rows.
       slot: [R·M] int32, slot of each segment; meaningless for segments of other classes.
     """
@@ -286,35 +257,3 @@ def _to_slots(statistics: jax.Array, first: jax.Array, window: int) -> jax.Array
     """Inverts `_to_tokens`: [R·S, num_heads] → [slots, num_heads, window]."""
     token = jnp.minimum(first[:, None] + jnp.arange(window), len(statistics) - 1)
     return statistics[token].transpose(0, 2, 1)
-
-
-def _options(head_dim: int) -> dict[str, Any]:
-    module = _private_module()
-    assert module is not None
-    return {
-        "scale": 1 / math.sqrt(head_dim),
-        "seed": 0,
-        "dropout_rate": 0.0,
-        "variadic_args": (False, False),
-        "mask_type": module.MaskType.PADDING,
-        "layout": module.AttentionLayout.BTNH.value,
-        "sliding_window_length": None,
-    }
-
-
-def _primitive(name: str) -> Any:
-    return getattr(_private_module(), f"{name}_p")
-
-
-def _private_module() -> ModuleType | None:
-    """Returns JAX's module of cuDNN attention if its primitives have the expected parameters."""
-    try:
-        module = importlib.import_module(_MODULE)
-        for name, known in _PRIMITIVES.items():
-            lowering = inspect.signature(getattr(module, f"{name}_cuda_lowering"))
-            if tuple(lowering.parameters)[1:] != known or not hasattr(module, f"{name}_p"):
-                return None
-        kinds = module.MaskType.PADDING, module.AttentionLayout.BTNH
-    except (ImportError, AttributeError):
-        return None
-    return module if all(kinds) else None

@@ -1,11 +1,10 @@
 """Rematerialisation policies: which activations a block keeps for its backward pass."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
-from alload_jax.planning.remat import HOST_KEYS, RematPolicy
+from alload_jax.planning.remat import RematPolicy
 
 LINEAR_OUTPUT = "linear_output"
 """Name by which policies find what linear layers of blocks compute: with their bias, where nothing
@@ -19,7 +18,10 @@ FEED_FORWARD_OUTPUT = "feed_forward_output"
 """Name by which policies find outputs of feed-forward layers."""
 
 ATTENTION_OUTPUT = "attention_output"
-"""Name by which policies find attention outputs that are not from JAX's fused attention."""
+"""Name by which policies find attention outputs and their softmax statistics."""
+
+SHORT_ATTENTION_OUTPUT = "short_attention_output"
+"""Likewise of cuDNN's attention of dense rows over fewer than `HOST_KEYS` keys."""
 
 BLOCK_LISTS = "attention_block_lists"
 """Name of the blocks that sparse attention has chosen, which every policy keeps: computed again,
@@ -28,20 +30,9 @@ rounding could choose others."""
 _policies = jax.checkpoint_policies
 
 
-def _keeps_fused_attention(prim: Any, *_: Any, **__: Any) -> bool:
-    """Keeps outputs and softmax statistics of JAX's cuDNN attention, so that it runs only once."""
-    return prim.name == "dot_product_attention_fwd_wrapper"
-
-
-def _keeps_long_attention(prim: Any, *avals: Any, **params: Any) -> bool:
-    """Keeps them of attention over many keys."""
-    return _keeps_fused_attention(prim, *avals, **params) and avals[1].shape[1] >= HOST_KEYS
-
-
-_KEEP_NAMED_ATTENTION = _policies.save_only_these_names(ATTENTION_OUTPUT, BLOCK_LISTS)
-_KEEP_ATTENTION = _policies.save_from_both_policies(_KEEP_NAMED_ATTENTION, _keeps_fused_attention)
-_KEEP_LONG_ATTENTION = _policies.save_from_both_policies(
-    _KEEP_NAMED_ATTENTION, _keeps_long_attention
+_KEEP_LONG_ATTENTION = _policies.save_only_these_names(ATTENTION_OUTPUT, BLOCK_LISTS)
+_KEEP_ATTENTION = _policies.save_only_these_names(
+    ATTENTION_OUTPUT, SHORT_ATTENTION_OUTPUT, BLOCK_LISTS
 )
 _KEEP_BLOCK_LISTS = _policies.save_only_these_names(BLOCK_LISTS)
 _KEEP_FEED_FORWARD = _policies.save_only_these_names(FEED_FORWARD_OUTPUT)

@@ -1,9 +1,14 @@
+import importlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from alload_jax.models.common.attention import attention
+from alload_jax.models.common.cudnn import cudnn_rows
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh
 
 
@@ -71,22 +76,51 @@ def test_cudnn_masks_as_xla_does(tokens):
         assert error < 2e-2 * np.linalg.norm(expected)
 
 
+def cudnn_calls(function, *parts):
+    """The custom calls of a function's gradients, lowered for a GPU on any machine."""
+    grads = jax.grad(lambda *p: jnp.sum(function(*p).astype(jnp.float32)), argnums=(0, 1, 2))
+    traced = jax.jit(grads).trace(*parts)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "custom_call @__cudnn" in line]
+    return [re.sub(r"%[\w#:]+", "%", call).strip() for call in calls], str(traced.jaxpr)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_cudnn_is_called_as_jax_calls_it_without_binding_the_program_to_devices(
+    masked, monkeypatch
+):
+    parts = [jax.ShapeDtypeStruct((2, n, 4, 32), jnp.bfloat16) for n in (64, 32, 32)]
+    lengths = (jnp.array([3, 64]), jnp.array([5, 32])) if masked else None
+    found, traced = cudnn_calls(lambda *p: cudnn_rows(*p, lengths), *parts)
+    module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    for name, value in (
+        ("check_cudnn_version", 91300),
+        ("check_compute_capability", True),
+        ("is_cuda_compute_capability_equal", False),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, value=value: value)
+    names = ("query_seq_lengths", "key_value_seq_lengths")
+    given = dict(zip(names, lengths, strict=True)) if masked else {}
+    theirs, bound = cudnn_calls(
+        lambda *p: jax.nn.dot_product_attention(*p, implementation="cudnn", **given), *parts
+    )
+    assert len(found) == 2
+    assert found == theirs
+    assert "fwd_wrapper" in bound  # which JAX partitions; else its own function would do
+    assert "wrapper" not in traced
+
+
 @pytest.mark.parametrize("lengths", [None, (5, 8)], ids=["whole", "masked"])
-def test_query_key_and_value_are_split_alike(lengths):
-    """JAX's cuDNN attention refuses what is not, and XLA is free to split values by heads."""
+def test_each_device_computes_its_own_rows_and_heads(lengths):
     mesh = make_mesh(MeshConfig(tensor=2), jax.devices()[:4])
-    sharding, shape = batch_sharding(mesh), jax.ShapeDtypeStruct((4, 8, 2, 16), jnp.bfloat16)
-    found = jax.make_jaxpr(
-        lambda *parts: attention(
-            *parts, lengths=lengths and jnp.array(lengths * 2), sharding=sharding
-        )
-    )(shape, shape, shape)
-    constraints = [
-        each.params["sharding"].spec
-        for each in found.eqns
-        if each.primitive.name == "sharding_constraint"
-    ]
-    assert constraints == [jax.P(sharding.spec[0], None, "tensor")] * 3
+    sharding, parts = batch_sharding(mesh), [heads((4, 8, 2, 16), i) for i in range(3)]
+    lengths = lengths and jnp.array(lengths * 2)
+    run = jax.jit(lambda *p: attention(*p, lengths=lengths, sharding=sharding))
+    placed = jax.device_put(parts, NamedSharding(mesh, jax.P(sharding.spec[0], None, "tensor")))
+    program = run.lower(*placed).compile().as_text()
+    assert not any(word in program for word in ("all-gather", "all-reduce", "all-to-all"))
+    expected = attention(*parts, lengths=lengths)
+    np.testing.assert_allclose(run(*placed), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_cudnn_on_a_cpu_is_refused_with_the_reason():

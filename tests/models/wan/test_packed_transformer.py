@@ -215,7 +215,7 @@ class FakeGpu:
 )
 def test_what_keeps_a_model_from_packed_rows_is_named(changes, capability, reason, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu(capability)])
+    monkeypatch.setattr(jax, "devices", lambda *_: [FakeGpu(capability)])
     config = WanConfig(**vars(CONFIG) | {"dim": 32, "dtype": "bfloat16"} | changes)
     found = family_of(config).packing_unsupported_reason(config)
     assert reason in found if reason else found == ""

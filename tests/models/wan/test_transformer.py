@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections import Counter
-from types import SimpleNamespace
 from typing import get_args
 
 import jax
@@ -13,6 +12,7 @@ from flax import nnx
 
 from alload_jax.errors import InputError
 from alload_jax.models.common import remat
+from alload_jax.models.common.cudnn import cudnn_rows
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.models.wan.transformer import WanTransformer
 from alload_jax.planning.remat import RematPolicy
@@ -283,11 +283,16 @@ def test_offloading_moves_what_blocks_keep_to_the_host():
 
 @pytest.mark.parametrize("keys", [512, 8191, 8192, 32_760])
 def test_fused_attention_goes_to_the_host_where_its_keys_are_many(keys):
-    """JAX traces cuDNN's attention on GPUs alone, so that a primitive of its name stands for it."""
-    fused = SimpleNamespace(name="dot_product_attention_fwd_wrapper")
-    query, other = (jax.ShapeDtypeStruct((1, n, 12, 128), jnp.bfloat16) for n in (16_384, keys))
-    kept = remat._POLICIES["offload_attention"](fused, query, other, other)
-    assert kept == (keys >= 8192)
+    parts = [jax.ShapeDtypeStruct((1, n, 2, 64), jnp.bfloat16) for n in (256, keys, keys)]
+
+    def kept(policy):
+        run = remat.rematerialise(lambda *p: cudnn_rows(*p) * 1, policy, in_loop=False)
+        saved = jax.eval_shape(lambda *p: jax.vjp(run, *p)[1], *parts)
+        return sum(leaf.shape == parts[0].shape for leaf in jax.tree.leaves(saved)) - 1
+
+    assert kept("attention") == 1
+    assert kept("offload_attention") == (keys >= 8192)
+    assert kept("full") == 0
 
 
 def test_a_fresh_model_predicts_zero():
