@@ -92,7 +92,7 @@ class CaptionRule:
         if suffix != ".json":
             return _distinct(text.splitlines()) if self.every else [text]
         try:
-            found = parse_json(text, "its caption", "fix it")
+            found = parse_json(text, "its caption", "fix it", finite=False)
         except InputError as error:
             raise UnusableError(str(error)) from error
         if not isinstance(found, dict):
@@ -112,7 +112,7 @@ def _entries(value: Any) -> list[Any]:
     """The entries of a list, also of one that a CSV file holds as JSON; or the value alone."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = parse_json(value, "", "")
+            value = parse_json(value, "", "", finite=False)
         except InputError:  # a caption that begins with a bracket
             return [value]
     return list(value) if isinstance(value, list | tuple) else [value]
