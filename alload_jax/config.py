@@ -21,6 +21,7 @@ from alload_jax.data.sources.source import SOURCES, SourceConfig
 from alload_jax.data.weights import SourceWeight
 from alload_jax.distributed.initialize import ClusterConfig
 from alload_jax.errors import InputError
+from alload_jax.files import parse_yaml, read_text
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import DEFAULT_FAMILY, FAMILIES
 from alload_jax.objectives.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
@@ -314,10 +315,8 @@ def values_in(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         return {}
-    try:
-        return dict(_leaves("", yaml.safe_load(path.read_text())))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: is not YAML; fix it or remove it") from error
+    remedy = "fix it or remove it"
+    return dict(_leaves("", parse_yaml(read_text(path, remedy), str(path), remedy)))
 
 
 def _leaves(name: str, content: Any) -> Iterator[tuple[str, Any]]:

@@ -8,13 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from alload_jax.errors import InputError
+from alload_jax.files import parse_yaml, read_text
 
 _EXAMPLE = "configs/digits.yaml"
-_MOST_VALUES = 100_000
-"""Values of a config, each alias counted with all that it stands for."""
 
 
 def config_files(argv: Sequence[str]) -> list[str]:
@@ -31,42 +28,15 @@ def read_yaml(file: str) -> dict[str, Any]:
         aliases stand for far too many values.
     """
     try:
-        content = yaml.safe_load(Path(file).read_text())
+        text = read_text(Path(file), f"give a config such as {_EXAMPLE}")
     except FileNotFoundError as error:
         raise InputError(f"{file}: no such file; give a config such as {_EXAMPLE}") from error
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}; give a config such as {_EXAMPLE}") from error
-    except RecursionError as error:
-        raise InputError(f"{file}: is nested too deeply; write it as {_EXAMPLE} is") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f": line {mark.line + 1}" if mark else ""
-        reason = " ".join((getattr(error, "problem", None) or str(error)).split())
-        raise InputError(f"{file}{line}: is not valid YAML ({reason}); fix it") from error
+    content = parse_yaml(text, file, f"write it as {_EXAMPLE} is")
     if not isinstance(content, dict) or not content:
         raise InputError(f"{file}: is empty or holds no sections; start from {_EXAMPLE}")
-    if _count(content, {}) > _MOST_VALUES:
-        raise InputError(
-            f"{file}: holds more than {_MOST_VALUES:,} values, counted with its aliases; write "
-            f"them as in {_EXAMPLE}"
-        )
     return content
-
-
-def _count(value: Any, counts: dict[int, int]) -> int:
-    """Number of values in a value from YAML, in time that does not grow with its aliases.
-
-    Args:
-      value: anything; one that holds itself counts as too many.
-      counts: of lists and mappings that are known, by `id`.
-    """
-    if not isinstance(value, dict | list):
-        return 1
-    if id(value) not in counts:
-        counts[id(value)] = _MOST_VALUES + 1  # where it is met in itself
-        parts = [*value, *value.values()] if isinstance(value, dict) else value
-        counts[id(value)] = 1 + sum(_count(part, counts) for part in parts)
-    return counts[id(value)]
 
 
 def check_kinds(file: str, content: dict[str, Any], kind: type[Any], prefix: str = "") -> None:

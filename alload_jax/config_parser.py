@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,11 +10,11 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from alload_jax.config_files import check_kinds, config_files, read_yaml
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, without_secrets
+from alload_jax.files import parse_yaml
 from alload_jax.registry import Registry
 
 
@@ -64,7 +65,9 @@ def parse_config(
     parser.add_argument("--config", action="config", help="a YAML file; later flags override it")
     parser.add_class_arguments(typed)
     try:
-        parsed = parser.instantiate(parser.parse_args(list(argv)))
+        given = parser.parse_args(list(argv))
+        _check_values("", given.as_dict())
+        parsed = parser.instantiate(given)
     except InputError:
         raise
     except ValueError as error:
@@ -75,6 +78,35 @@ def parse_config(
     for key, registry in lists.items():
         values[key] = tuple(build_named(key, item, registry) for item in values[key])
     return values
+
+
+_UNBOUNDED = ("planning.m_comp", "planning.sample_spread")
+"""Keys that may be infinite."""
+
+
+def _check_values(key: str, value: Any) -> None:
+    """Refuses values that no setting can be, from files and flags alike.
+
+    Raises:
+      InputError: a number is NaN or infinite, or a whole number beyond 64 bits, or an address holds
+        a password.
+    """
+    parts = value if isinstance(value, dict) else dict(enumerate(value))
+    for name, part in parts.items():
+        place = f"{key}.{name}" if key else str(name)
+        if isinstance(part, dict | list | tuple):
+            _check_values(place, part)
+        elif isinstance(part, float) and not math.isfinite(part) and place not in _UNBOUNDED:
+            raise InputError(f"{place} is {part}; give a finite number")
+        elif isinstance(part, str) and "\0" in part:
+            raise InputError(f"{place} is {part!r}; remove the NUL character")
+        elif isinstance(part, str) and without_secrets(part) != part:
+            raise InputError(
+                f"{place} holds a password or token, which the run folder and trackers would show; "
+                "give it by a variable of the environment, such as MLFLOW_TRACKING_URI"
+            )
+        elif isinstance(part, int) and not -(2**63) <= part < 2**63:
+            raise InputError(f"{place} is {part}; give a number of at most 64 bits")
 
 
 def _kind_of(
@@ -115,8 +147,8 @@ def _inline_section(part: Part, text: str) -> dict[str, Any]:
       InputError: they are no mapping.
     """
     try:
-        found = yaml.safe_load(text) or {}
-    except yaml.YAMLError:
+        found = parse_yaml(text, "", "") or {}
+    except InputError:
         found = text
     if not isinstance(found, dict):
         raise InputError(

@@ -1,6 +1,7 @@
 """Registries of implementations by name; built-in ones are imported on first use."""
 
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from importlib import import_module
 from typing import Any, Generic, TypeVar, cast
 
@@ -16,16 +17,16 @@ class Registry(Generic[T]):
     outside the package, call `register` before the config is read.
     """
 
-    def __init__(self, kind: str, built_in: Mapping[str, str], importable: bool = False):
+    def __init__(self, kind: str, built_in: Mapping[str, str], method: str | None = None):
         """Creates the registry.
 
         Args:
           kind: kind of the implementations, for messages, such as `model family`.
           built_in: `module:attribute` by name, imported on first use.
-          importable: whether a name `module:attribute` gives that attribute.
+          method: method of its classes, if a name `module:Class` gives a dataclass that has it.
         """
         self._kind = kind
-        self._importable = importable
+        self._method = method
         self._built_in = dict(built_in)
         self._loaded: dict[str, T] = {}
 
@@ -50,13 +51,11 @@ class Registry(Generic[T]):
         Raises:
           InputError: the name is unknown.
         """
-        if name not in self.names() and self._importable and ":" in str(name):
+        if name not in self.names() and self._method and ":" in str(name):
             return self._imported(str(name))
         if name not in self.names():
             known = ", ".join(self.names())
-            other = (
-                "give module:Class" if self._importable else "start the script that registers it"
-            )
+            other = "give module:Class" if self._method else "start the script that registers it"
             raise InputError(f"{self._kind} {name!r} is unknown; choose one of {known}, or {other}")
         if name not in self._loaded:
             module, attribute = self._built_in[name].split(":")
@@ -66,9 +65,15 @@ class Registry(Generic[T]):
     def _imported(self, name: str) -> T:
         module, _, attribute = name.partition(":")
         try:
-            return cast(T, getattr(import_module(module), attribute))
+            found = getattr(import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
             raise InputError(
                 f"{self._kind} {name!r} cannot be imported ({error}); check the name, and that "
                 "PYTHONPATH has its folder"
             ) from error
+        is_class = isinstance(found, type) and is_dataclass(found)
+        if not is_class or not callable(getattr(found, str(self._method), None)):
+            raise InputError(
+                f"{self._kind} {name!r} is not a dataclass with a method {self._method}; name one"
+            )
+        return cast(T, found)

@@ -256,7 +256,7 @@ def show(cases: list[dict[str, Any]]) -> None:
             f"{case['tokens_per_second']:,.0f}",
             gigabytes(case["peak_bytes"]),
         )
-    Console(soft_wrap=True, width=150).print(table)
+    Console(markup=False, soft_wrap=True, width=150).print(table)
 
 
 def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:

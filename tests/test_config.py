@@ -101,7 +101,7 @@ def test_aliases_that_stand_for_too_many_values_are_refused_at_once(tmp_path):
     for text in ("\n".join(lines), "a: &a [*a]", "a: " + "[" * 5000):
         bad = tmp_path / "bomb.yaml"
         bad.write_text(text)
-        with pytest.raises(InputError, match=r"bomb\.yaml: (holds more|is nested too)"):
+        with pytest.raises(InputError, match=r"bomb\.yaml: .*it (holds more|is nested)"):
             read_config(["--config", str(bad)])
 
 

@@ -32,7 +32,7 @@ LAYERS = (
     ("alload_jax.encoders",),
     ("alload_jax.planning",),
     ("pallas_kernels",),
-    ("alload_jax", "alload_jax.errors", "alload_jax.registry"),
+    ("alload_jax", "alload_jax.errors", "alload_jax.files", "alload_jax.registry"),
     ("alload_jax.lost_interrupts", "alload_jax.quiet_imports"),
 )
 """From top to bottom. A module may import its own layer and those below. `alload_jax` stands for

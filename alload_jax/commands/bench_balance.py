@@ -20,6 +20,7 @@ from alload_jax.commands.bench_output import (
 )
 from alload_jax.commands.bench_process import measured
 from alload_jax.errors import InputError
+from alload_jax.files import read_json
 from alload_jax.planning.cost import CostFile, read_cost_file
 from alload_jax.planning.metrics import coefficient_of_variation, imbalance
 from alload_jax.planning.settings import PlanningConfig
@@ -115,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
         "m_mem": options.m_mem,
     }
     content["cases"] = _kept(out, content, options.cases)
-    console = Console(soft_wrap=True, width=_WIDTH)
+    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
     for name in options.cases:
         settings = _settings(options, model, name)
         digests = {c["digest"]: c["case"] for c in content["cases"] if "digest" in c}
@@ -138,13 +139,10 @@ def _kept(out: Path, content: dict[str, Any], measured_anew: list[str]) -> list[
 
     Each keeps the command that measured it.
     """
-    if not out.exists():
+    if (before := read_json(out, "name a new file for --out")) is None:
         return []
-    try:
-        before = json.loads(out.read_text())
-    except ValueError as error:
-        raise InputError(f"{_COMMAND}: --out {out}: not JSON ({error}); name a new file") from error
-    if any(before.get(name) != content[name] for name in ("model", "workload", "m_mem")):
+    same = ("model", "workload", "m_mem")
+    if not isinstance(before, dict) or any(before.get(name) != content[name] for name in same):
         return []
     kept = [case for case in before["cases"] if case["case"] not in measured_anew]
     if kept:

@@ -74,7 +74,7 @@ def run(
     copy = copy_bandwidth()
     made_with = provenance([*_PACKAGES, *packages])
     entries: list[kernel.Entry] = []
-    console = Console(soft_wrap=True, width=_WIDTH)
+    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
     for entry in kernel.measure(workloads, functions, [kernel.mosaic, *rivals]):
         entries.append(entry)
         console.print(_line(entry, kernel.share_of_copy(entry, copy)))

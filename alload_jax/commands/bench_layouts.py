@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, model: dict[str, Any], measure: Measure) ->
     if options.workload and options.same:
         raise InputError("alload bench step: --workload and --same are both given; give one")
     out = Path(options.out)
-    console = Console(soft_wrap=True, width=_WIDTH)
+    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
     content: dict[str, Any] = {
         "command": typed(),
         "model": model,

@@ -59,7 +59,7 @@ def run(
     options: argparse.Namespace, cases: Iterable[tuple[str, str | Path, dict[str, Any]]]
 ) -> int:
     """Measures and profiles each case; prints tables, writes JSON and a picture for each."""
-    out, console = Path(options.out), Console(soft_wrap=True, width=_WIDTH)
+    out, console = Path(options.out), Console(markup=False, soft_wrap=True, width=_WIDTH)
     content: dict[str, Any] = {
         "command": typed(),
         "model": model_fields(options.model, options.layers),

@@ -74,7 +74,7 @@ def run(
     ]
     made_with = provenance([*_PACKAGES, *packages])
     entries: list[Entry] = []
-    console = Console(soft_wrap=True, width=_WIDTH)
+    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
     kernels = [name for name in bench.runnable_kernels() if name in options.implementations]
     if not kernels:
         names = ", ".join(options.implementations)

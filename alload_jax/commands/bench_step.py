@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace, cases: Iterable[Case]) -> int:
         "latents": list(options.latents),
         "cases": [],
     }
-    console = Console(soft_wrap=True, width=_WIDTH)
+    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
     for name, program, settings in cases:
         result = measured(program, settings)
         content["cases"].append({"name": name, **result})

@@ -87,7 +87,10 @@ def run(options: argparse.Namespace) -> int:
     from pallas_kernels.layernorm_modulate.triton import tuned_files
 
     require_gpu()
-    device, console = jax.devices()[0].device_kind, Console(soft_wrap=True, width=_WIDTH)
+    device, console = (
+        jax.devices()[0].device_kind,
+        Console(markup=False, soft_wrap=True, width=_WIDTH),
+    )
     before = tuned_files.read(device)
     details: dict[str, Any] = {"command": typed()} | provenance(["jax", "jaxlib", "numpy"])
     details |= {"copy_bytes_per_second": (copy := copy_bandwidth())}

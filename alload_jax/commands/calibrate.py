@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     set_xla_flags()  # as training does
     config = _config(options)
     use_compilation_cache(config.run)
-    console = Console(soft_wrap=True, width=_WIDTH)
+    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
     step = _step(config, options)
     console.print("compiling small steps, to fit memory over tokens; --seconds counts from then on")
     calibration = Calibration(step, _bounds(options))

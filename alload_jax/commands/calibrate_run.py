@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from alload_jax.errors import InputError
+from alload_jax.files import parse_yaml, read_json, read_text
 from alload_jax.planning.cost import CostFile, QuadraticCost, read_cost_file, write_cost_file
 from alload_jax.planning.refit import RunFit, fit_run
 from alload_jax.planning.sparse_cost import SparseLayers, with_layers, without_layers
@@ -23,7 +22,7 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
     Raises:
       InputError: the folder holds no run, or too few of its steps can be fitted.
     """
-    from alload_jax.training.run_files import is_validation, read_json, read_metrics
+    from alload_jax.training.run_files import is_validation, read_metrics
 
     config = _config(folder)
     planned_by = _planned_by(folder, config)
@@ -80,11 +79,7 @@ def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     if not path.is_file():
         raise InputError(f"{folder}: holds no run; give the folder of one, such as runs/digits")
-    try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{path}: not YAML ({reason}); restore the run's config") from error
+    content = parse_yaml(read_text(path), str(path), "restore the run's config")
     return content if isinstance(content, dict) else {}
 
 

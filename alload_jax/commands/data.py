@@ -14,7 +14,7 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.data.pixel_latents import holds_pixels
 from alload_jax.data.sources.opening import open_source
 from alload_jax.data.sources.source import SampleSource
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, one_line
 from alload_jax.planning.geometry import PIXEL_PATCH, Geometry, Triple
 
 HELP = "Show, check or merge data folders."
@@ -73,7 +73,10 @@ def _merge(options: argparse.Namespace) -> int:
     path = merge_stores(options.words[1:], options.out, add_names=options.add_names)
     if found := origin_differences(options.words[1:]):
         more = f" and {len(found) - _DIFFERENCES} more" if len(found) > _DIFFERENCES else ""
-        print(f"note: the origins differ: {', '.join(found[:_DIFFERENCES])}{more}", file=sys.stderr)
+        print(
+            f"note: the origins differ: {one_line(', '.join(found[:_DIFFERENCES]))}{more}",
+            file=sys.stderr,
+        )
     print(path)
     return 0
 
@@ -88,7 +91,7 @@ def _show(options: argparse.Namespace) -> int:
     source = open_source(options.words[0], source_config(options.config, "alload data"))
     manifest = source.manifest
     patch_size = options.patch_size or _usual_patch(manifest)
-    console = Console(soft_wrap=True, width=_WIDTH)
+    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
     console.print(store_table(manifest, patch_size))
     console.print(bucket_table(manifest, patch_size))
     if options.sheet:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.manifest_columns import caption_counts
+from alload_jax.errors import one_line
 from alload_jax.planning.geometry import Triple
 
 _MOST_BUCKETS = 30
@@ -20,7 +21,9 @@ def store_table(manifest: Manifest, patch_size: Triple) -> Table:
     """A table of what a store holds."""
     frames = manifest.shape[:, 0]
     tokens = manifest.samples(patch_size).seq_len
-    table = Table(title=Text(str(manifest.folder)), title_justify="left", show_header=False)
+    table = Table(
+        title=Text(one_line(str(manifest.folder))), title_justify="left", show_header=False
+    )
     table.add_column("what")
     table.add_column("value")
     rows = {
@@ -38,7 +41,7 @@ def store_table(manifest: Manifest, patch_size: Triple) -> Table:
         "shards" if manifest.is_store else "files": f"{len(manifest.shard_bytes):,}",
         "bytes": f"{sum(manifest.shard_bytes.values()):,}",
     }
-    rows |= {f"origin: {name}": _value(value) for name, value in manifest.origin.items()}
+    rows |= {one_line(f"origin: {name}"): _value(value) for name, value in manifest.origin.items()}
     for name, value in rows.items():
         table.add_row(Text(name), Text(value))
     return table
@@ -96,4 +99,5 @@ def _joined(triple: Triple) -> str:
 
 def _value(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = one_line(text)
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"

@@ -14,6 +14,7 @@ from alload_jax.data.manifest import MANIFEST_NAME, fps_of, manifest_metadata
 from alload_jax.diffusion.schedules import Sampler
 from alload_jax.diffusion.timesteps import shift_of
 from alload_jax.errors import InputError
+from alload_jax.files import read_json, require_regular
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import SamplingDefaults, family_of, initial_variables
 from alload_jax.models.weights import load_weights, read_transformer
@@ -28,7 +29,6 @@ from alload_jax.training.restore import (
     restore_trained,
     restore_weights,
 )
-from alload_jax.training.run_files import read_json
 from alload_jax.training.state import Weights
 
 DATA_NAME = "data.json"
@@ -146,6 +146,7 @@ class RunSource:
         """Condition tokens of a sample; None if data.json and the data's manifest are missing."""
         if recorded := self._recorded():
             return recorded["text_length"]
+        require_regular(self.manifest, "restore the data")
         try:
             table = pyarrow.parquet.read_table(self.manifest, columns=["text_length"])
         except (pa.ArrowException, OSError):

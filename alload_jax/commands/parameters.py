@@ -37,6 +37,6 @@ def run(options: argparse.Namespace) -> int:
         shape = "×".join(map(str, leaf.shape))
         table.add_row(name, shape, f"{leaf.size:,}", optimizer if name in names else "frozen")
         counts["trained" if name in names else "frozen"] += leaf.size
-    Console(soft_wrap=True, width=_WIDTH).print(table)
+    Console(markup=False, soft_wrap=True, width=_WIDTH).print(table)
     print(f"trained: {counts['trained']:,}   frozen: {counts['frozen']:,}")
     return 0

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ from alload_jax.commands.flags import triple
 from alload_jax.commands.plan_inputs import PlanInputs, plan_inputs
 from alload_jax.commands.plan_memory import memory_cases, memory_table
 from alload_jax.commands.plan_tables import case_table, comparison_table, shares_table
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, one_line
 from alload_jax.planning.advice import advice
 from alload_jax.planning.analytic import FROZEN_BYTES
 from alload_jax.planning.architectures.registry import model_names
@@ -180,7 +181,7 @@ def run(options: argparse.Namespace) -> int:
     if options.simulate:
         replay = SimulationSettings(options.noise, options.all_reduce, inputs.seed)
     if inputs.warning:
-        print(f"warning: {inputs.warning}", file=sys.stderr)
+        print(one_line(f"warning: {inputs.warning}"), file=sys.stderr)
     study = Study(
         *(inputs.samples, inputs.planning, inputs.costs, inputs.seed, options.epoch, replay),
         bucketed=inputs.bucketed,
@@ -222,7 +223,7 @@ def _show_memory(options: argparse.Namespace) -> int:
         content = {"model": name, "cases": [case.content() for case in cases]}
         print(json.dumps(content, indent=2))
         return 0
-    console = Console(soft_wrap=True)
+    console = Console(markup=False, soft_wrap=True)
     console.width = max(console.width, _WIDTH)
     console.print(f"predicted by arithmetic, not measured: {name}", highlight=False)
     console.print(memory_table(cases))
@@ -253,7 +254,7 @@ def _check(options: argparse.Namespace) -> None:
 def _check_files(options: argparse.Namespace) -> None:
     """Raises InputError if an output is also an input, or if two outputs are one file."""
     taken = {
-        Path(value).resolve(): f"--{name.replace('_', '-')}"
+        Path(os.path.realpath(value)): f"--{name.replace('_', '-')}"
         for name in ("manifest", "cost_model", "config")
         if (value := getattr(options, name))
     }
@@ -289,12 +290,12 @@ def _content(options: argparse.Namespace, inputs: PlanInputs, cases: list[Case])
 
 
 def _print_tables(inputs: PlanInputs, study: Study, cases: list[Case]) -> None:
-    console = Console(soft_wrap=True)
+    console = Console(markup=False, soft_wrap=True)
     console.width = max(console.width, _WIDTH)
-    console.print(f"data: {inputs.source}", highlight=False)
+    console.print(one_line(f"data: {inputs.source}"), highlight=False)
     if inputs.shares:
         console.print(shares_table(inputs.shares))
-    console.print(f"cost model: {inputs.costs_source}", highlight=False)
+    console.print(one_line(f"cost model: {inputs.costs_source}"), highlight=False)
     for reason in dict.fromkeys(case.reason for case in cases if case.reason):
         console.print(reason, highlight=False)
     console.print(case_table(cases[0]) if len(cases) == 1 else comparison_table(cases))
@@ -320,7 +321,7 @@ def _settings(options: argparse.Namespace, inputs: PlanInputs, case: Case) -> di
 
 def _print_unless_json(options: argparse.Namespace, line: str) -> None:
     if not options.json:
-        print(line)
+        print(one_line(line))
 
 
 def _spread(text: str) -> float:

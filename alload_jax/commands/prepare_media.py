@@ -3,13 +3,14 @@
 import argparse
 import contextlib
 import importlib.util
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alload_jax.commands.bench_output import require_place
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, one_line
 
 if TYPE_CHECKING:  # the modules need PyAV, which is an extra
     from alload_jax.data.prepare.encoders import VaeEncoder
@@ -123,7 +124,7 @@ def _require(package: str, extra: str, what: str) -> None:
 
 
 def _check_places(options: argparse.Namespace) -> None:
-    out, source = Path(options.out).resolve(), Path(options.input).resolve()
+    out, source = (Path(os.path.realpath(each)) for each in (options.out, options.input))
     if source.is_dir() and out.is_relative_to(source):
         raise InputError(
             f"--out {options.out} lies in the input folder {options.input}, which would list it as "
@@ -191,14 +192,13 @@ def _print_summary(
     out: Path, settings: "MediaSettings", vae: "VaeEncoder", report: "UnitReport"
 ) -> None:
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
     from alload_jax.data.manifest_columns import caption_counts
     from alload_jax.data.prepare.summary import bucket_rows, reasons, video_hours
 
-    console = Console()
+    console = Console(markup=False)
     manifest = read_manifest(out)
     patch = "×".join(map(str, vae.patch_size))
     table = Table("frames × height × width", "samples", f"tokens (patch {patch})", box=None)
@@ -209,7 +209,7 @@ def _print_summary(
         table = Table("not used, or not to its end", "files", "such as", box=None)
         found = reasons(report.skipped)
         for reason, count, example in found[:_REASONS]:
-            table.add_row(escape(reason), f"{count:,}", escape(example))
+            table.add_row(one_line(reason), f"{count:,}", one_line(example))
         console.print(table)
     counts = caption_counts(manifest)
     if several := int((counts > 1).sum()):

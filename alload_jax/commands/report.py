@@ -77,5 +77,7 @@ def _places(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
     if not folder.is_dir():
         raise InputError(f"alload report {name}: {folder}: no such folder; name a run's folder")
     out = Path(options.out) if options.out else folder / f"{name}.png"
+    if not options.out and out.is_symlink():  # the run may be somebody else's
+        raise InputError(f"{out}: is a link; remove it, or name a file by --out")
     require_place(f"alload report {name}", "--out", out)
     return folder, out

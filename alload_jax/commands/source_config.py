@@ -8,6 +8,7 @@ import pyarrow.parquet
 from alload_jax.config_files import read_yaml
 from alload_jax.config_parser import build_named
 from alload_jax.data.sources.source import SOURCES, SourceConfig
+from alload_jax.files import require_regular
 
 
 def source_config(path: str | None, prog: str) -> SourceConfig | None:
@@ -34,6 +35,7 @@ def holds_samples(place: str) -> bool:
     """Returns whether a path is a data folder, or a Parquet file of latents, and no manifest."""
     if not place.endswith(".parquet"):
         return Path(place).is_dir()
+    require_regular(place)
     try:
         names = pyarrow.parquet.read_schema(place).names
     except (pa.ArrowException, OSError):

@@ -1,6 +1,5 @@
 """The manifest: a Parquet row per sample, beside the shards that hold the samples."""
 
-import json
 import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import pyarrow.parquet
 
 from alload_jax.data.sample_form import SampleForm
 from alload_jax.errors import InputError
+from alload_jax.files import parse_json, require_regular
 from alload_jax.planning.digest import digest
 from alload_jax.planning.geometry import Geometry, Triple
 from alload_jax.planning.samples import Samples, samples_from_columns
@@ -186,9 +186,10 @@ def fps_of(origin: Mapping[str, Any]) -> float | None:
 
 def manifest_metadata(path: Path) -> dict[str, Any]:
     """Returns the writer's notes from a manifest's Parquet metadata; empty for other files."""
+    require_regular(path, "prepare the data again")
     try:
         metadata = pyarrow.parquet.read_schema(path).metadata or {}
-        notes = json.loads(metadata.get(METADATA_KEY, b"{}"))
+        notes = parse_json(metadata.get(METADATA_KEY, b"{}"), str(path), "")
     except (pa.ArrowInvalid, OSError, ValueError):
         return {}
     return notes if isinstance(notes, dict) else {}
@@ -288,6 +289,7 @@ def read_columns(path: Path, names: list[str]) -> pa.Table:
     Raises:
       InputError: it is no Parquet file, or it is damaged.
     """
+    require_regular(path, "prepare the data again")
     try:
         found = pyarrow.parquet.read_schema(path).names
         table = pyarrow.parquet.read_table(path, columns=[name for name in names if name in found])

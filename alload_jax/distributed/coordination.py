@@ -5,7 +5,9 @@ to ask what it found.
 """
 
 import ipaddress
+import os
 import socket
+import sys
 from collections.abc import Sequence
 from threading import Event
 from typing import NamedTuple
@@ -67,6 +69,7 @@ def connect(process: ProcessInfo, heartbeat_seconds: float, gone: Event | None =
     address = process.coordinator_address
     if process.process_id == 0:
         _require_free(address)
+        _tell_who_can_connect(address)
     else:
         address = CoordinatorProxy(address, gone).address
     # The preemption service would install its own handler of SIGTERM in place of ours.
@@ -78,7 +81,7 @@ def connect(process: ProcessInfo, heartbeat_seconds: float, gone: Event | None =
         process.process_id,
         process.local_device_ids,
         cluster_detection_method="deactivate",
-        coordinator_bind_address=address if is_loopback(address) else None,
+        coordinator_bind_address=bind_address(process.coordinator_address),
         initialization_timeout=CONNECT_SECONDS + _EXTRA_SECONDS,
         heartbeat_timeout_seconds=round(heartbeat_seconds),
         shutdown_timeout_seconds=60,
@@ -92,6 +95,45 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def bind_address(address: str) -> str | None:
+    """Where process 0 listens: at the one address of this host that a host:port means.
+
+    None for what JAX chooses: JAX_COORDINATOR_BIND_ADDRESS of the environment, or all interfaces.
+    It is where the host has several addresses, none of them is this host's, or it is the loopback,
+    as in the /etc/hosts of some systems, although others reach this host by that name.
+    """
+    if is_loopback(address):
+        return address
+    host, port = host_and_port(address)
+    try:
+        found = {each[4][0] for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        (own,) = {ipaddress.ip_address(each) for each in found}
+        family = socket.AF_INET if own.version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.bind((str(own), 0))
+    except (OSError, ValueError):
+        return None
+    if own.is_loopback or own.is_unspecified or _BIND_ADDRESS in os.environ:
+        return None
+    return f"[{own}]:{port}" if own.version == 6 else f"{own}:{port}"
+
+
+_BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
+
+
+def _tell_who_can_connect(address: str) -> None:
+    """Says that JAX asks nobody who connects, unless only this host can, or certificates do."""
+    if is_loopback(address) or getattr(jax.config, "jax_mtls_ca_file", None):
+        return
+    place = bind_address(address) or os.environ.get(_BIND_ADDRESS, "all interfaces")
+    print(
+        f"note: process 0 listens on {place}, where whoever connects can read the config and end "
+        "the run; let only the hosts of the run reach it (docs/many-gpus.md)",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _require_free(address: str) -> None:

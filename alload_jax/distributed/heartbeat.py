@@ -18,7 +18,8 @@ import jax
 
 from alload_jax.distributed.coordination import ProcessInfo
 from alload_jax.distributed.key_value_store import KeyValueStore
-from alload_jax.errors import USER_ERRORS, LostConnectionError, reason_of
+from alload_jax.errors import USER_ERRORS, InputError, LostConnectionError, reason_of
+from alload_jax.files import parse_json
 
 _GRACE = 5.0
 """Seconds after another process's failure in which this one may fail of the same and report it."""
@@ -53,8 +54,8 @@ _LONGEST_MESSAGE = 10_000
 def parse_message(text: str) -> Message | None:
     """Reads a message of another process; None if it is malformed."""
     try:
-        fields = json.loads(text) if len(text) <= _LONGEST_MESSAGE else None
-    except (ValueError, RecursionError):
+        fields = parse_json(text, "", "") if len(text) <= _LONGEST_MESSAGE else None
+    except InputError:
         return None
     if not isinstance(fields, dict):
         return None

@@ -7,12 +7,12 @@ carries a keyed hash (HMAC-SHA256, RFC 2104) of its key and text.
 
 import hashlib
 import hmac
-import os
 import secrets
 import time
 from pathlib import Path
 
 from alload_jax.errors import InputError
+from alload_jax.files import replacing
 
 SECRET_NAME = "cluster.secret"
 """File of the secret in the run folder; only its owner can read it."""
@@ -60,11 +60,9 @@ def create_secret(folder: Path) -> bytes:
       OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    secret, partial = secrets.token_bytes(_BYTES), folder / f"{SECRET_NAME}.partial"
-    partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(secret)
-    partial.replace(folder / SECRET_NAME)
+    secret = secrets.token_bytes(_BYTES)
+    with replacing(folder / SECRET_NAME, mode=0o600) as unfinished:
+        unfinished.write_bytes(secret)
     return secret
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from alload_jax.errors import InputError
+from alload_jax.files import read_json
 
 CONFIG_NAME = "config.json"
 _BLOCK = 2**24
@@ -70,10 +71,7 @@ def read_config(folder: Path, key: str, known: Sequence[str], wanted: str) -> di
       InputError: it is not JSON, or another model's.
     """
     path = folder / CONFIG_NAME
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is not valid JSON; copy it again") from error
+    found = read_json(path, "copy it again")
     name = found.get(key) if isinstance(found, dict) else None
     if name not in known:
         names = " or ".join(known)
@@ -95,7 +93,7 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
     names = {f"{stem}.safetensors"}
     if index.is_file():
         try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            names = set(read_json(index)["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise InputError(f"{index}: is not a valid index of weights; copy it again") from error
     paths = [folder / str(name) for name in sorted(names)]

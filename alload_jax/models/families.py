@@ -4,7 +4,6 @@ No module outside a family's folder imports its config or its transformer. To ad
 folder with a `Family`, add its line to `FAMILIES` and its costs to `planning/architectures`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from alload_jax.errors import InputError
+from alload_jax.files import read_json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.gradient_slots import narrow_kernels
 from alload_jax.models.common.host_loop import COMPILER_OPTIONS
@@ -336,10 +336,7 @@ def read_model_config(path: Path) -> ModelConfig:
     """
     if not path.is_file():
         raise InputError(f"{path}: no such file; name a folder with config.json and safetensors")
-    try:
-        fields = json.loads(path.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: is not valid JSON ({error}); download it again") from error
+    fields = read_json(path, "download it again")
     if not isinstance(fields, dict):
         raise InputError(f"{path}: holds {type(fields).__name__}, not an object; download it again")
     name = fields.get("_class_name", "none")

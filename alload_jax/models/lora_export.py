@@ -8,6 +8,7 @@ import safetensors
 import safetensors.numpy
 
 from alload_jax.errors import InputError
+from alload_jax.files import replacing
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.named_tensors import Naming, Tensor
 from alload_jax.models.common.safetensor_files import TEXT_LENGTH, WeightsDtype
@@ -94,17 +95,15 @@ def write_lora(
         key: value.astype(target) if value.ndim else value  # alpha stays exact
         for key, value in tensors.items()
     }
-    unfinished = file.with_name(f".{file.name}.unfinished")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         notes = {"format": "pt"} | ({BASE_NOTE: base} if base else {})
         if text_length is not None:
             notes[TEXT_LENGTH] = str(text_length)
-        safetensors.numpy.save_file(content, unfinished, metadata=notes)
-        unfinished.chmod(0o644)  # safetensors writes files that only their owner can read
-        unfinished.replace(file)
+        with replacing(file) as unfinished:
+            safetensors.numpy.save_file(content, unfinished, metadata=notes)
+            unfinished.chmod(0o644)  # safetensors writes files that only their owner can read
     except (OSError, safetensors.SafetensorError) as error:
-        unfinished.unlink(missing_ok=True)
         raise InputError(f"{file}: cannot be written ({error}); make room, or name another") from (
             error
         )

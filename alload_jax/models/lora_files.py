@@ -6,7 +6,6 @@ model's original repository and ComfyUI (`diffusion_model.blocks.0.self_attn.q.l
 `lora_conversion_utils` was read for facts about them.
 """
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from alload_jax.errors import InputError
+from alload_jax.files import parse_json, read_text
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.named_tensors import Tensor
 from alload_jax.models.common.safetensor_files import FLOATS, TEXT_LENGTH, open_safetensors
@@ -166,13 +166,10 @@ def _metadata(file: Path, notes: dict[str, str]) -> dict[str, Any]:
     beside = file.with_name("adapter_config.json")
     text = notes.get(_METADATA)
     if text is None and file.name == _NAMES[1] and beside.is_file():
-        text = beside.read_text()
+        text = read_text(beside)
     if text is None:
         return {}
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{file}: its settings are not valid JSON; download it again") from error
+    fields = parse_json(text, f"{file}: its settings", "download it again")
     if not isinstance(fields, dict):
         raise InputError(f"{file}: its settings are not an object; download it again")
     return {key.removeprefix("transformer."): value for key, value in fields.items()}

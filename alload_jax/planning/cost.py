@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from alload_jax.errors import InputError
+from alload_jax.files import read_json
 from alload_jax.planning.architectures.registry import DEFAULT_FAMILY
 
 FORMAT = "alload-cost-model-1"
@@ -305,12 +306,9 @@ def read_cost_file(path: str | Path) -> CostFile:
       InputError: the file is missing, not JSON, or not a cost model.
     """
     path = Path(path)
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise InputError(f"{path}: no such cost model; give the path of its JSON") from error
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}); write the cost model again") from error
+    if not path.exists():
+        raise InputError(f"{path}: no such cost model; give the path of its JSON")
+    content = read_json(path, "write the cost model again")
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise InputError(f"{path}: not a cost model; its format field must be {FORMAT!r}")
     content = {_RENAMED.get(name, name): value for name, value in content.items()}

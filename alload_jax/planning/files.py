@@ -1,6 +1,7 @@
 """A plan's epoch as a Parquet file, from which anyone can recompute every metric."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from alload_jax.errors import InputError
+from alload_jax.files import replacing
 from alload_jax.planning.epoch import EpochPlan
 
 METADATA_KEY = b"alload-plan"
@@ -87,7 +89,7 @@ def replaceable(path: str | Path) -> Path:
     """
     if not str(path):
         raise InputError("the path of a file to write is empty; name a file")
-    found = Path(path).resolve()
+    found = Path(os.path.realpath(path))
     if found.is_dir():
         raise InputError(f"{path}: is a folder; name a file")
     if found.exists() and not found.is_file():
@@ -102,10 +104,9 @@ def write_plan(path: str | Path, table: pa.Table) -> None:
       InputError: the path cannot be written.
     """
     path = replaceable(path)
-    partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(table, partial)
-        partial.replace(path)
+        with replacing(path) as unfinished:
+            pyarrow.parquet.write_table(table, unfinished)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error}); name another file") from error

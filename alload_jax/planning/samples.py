@@ -210,10 +210,11 @@ def _read_table(path: Path, wanted: tuple[str, ...] = _COLUMNS) -> pa.Table:
             usable = {"frames", "height", "width"} <= set(names) or "seq_len" in names
             known = [name for name in names if name in wanted]
             table = pyarrow.parquet.read_table(path, columns=known if usable else None)
+        columns = table.column_names
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"{path}: not a readable manifest ({reason}); write it again") from error
-    if doubled := {name for name in table.column_names if table.column_names.count(name) > 1}:
+    if doubled := {name for name in columns if columns.count(name) > 1}:
         raise InputError(f"{path}: column {', '.join(sorted(doubled))} exists twice; keep one")
     return table
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from alload_jax.distributed.cluster import first_process
+from alload_jax.errors import one_line
 from alload_jax.planning.cost import CostModel, in_seconds
 from alload_jax.planning.metrics import PlanMetrics, plan_metrics
 from alload_jax.planning.plan import Plan
@@ -54,9 +55,9 @@ def show_opening(opening: Opening, changed: str) -> None:
     if not first_process():
         return
     lines, warnings = opening_lines(opening)
-    print("\n".join([*lines, *([changed] if changed else [])]), flush=True)
+    print("\n".join(map(one_line, [*lines, *([changed] if changed else [])])), flush=True)
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+        print(one_line(f"warning: {warning}"), file=sys.stderr, flush=True)
 
 
 def opening_lines(opening: Opening) -> tuple[list[str], list[str]]:

@@ -5,6 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from alload_jax.errors import InputError
+from alload_jax.files import replacing
 from alload_jax.planning.files import replaceable
 from alload_jax.report.plan_bars import bars_figure
 from alload_jax.report.plan_curves import curve_figure, epoch_figure, ranks_figure
@@ -100,12 +101,11 @@ def write_page(path: str | Path, page: PlanPage) -> None:
       InputError: the path cannot be written.
     """
     path = replaceable(path)
-    partial = path.with_name(path.name + ".partial")
     text = render(page)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with replacing(path) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error}); name another file") from error
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alload_jax.errors import InputError
-from alload_jax.training.run_files import read_json
+from alload_jax.files import read_json
 
 _LOSS_WINDOW = 50
 
@@ -89,7 +89,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     table.add_column("value", justify="right")
     for name, value in summary.items():
         table.add_row(name.replace("_", " "), _readable(name, value))
-    Console(soft_wrap=True).print(table)
+    Console(markup=False, soft_wrap=True).print(table)
     drawn = any(path.is_file() for path in (folder / "samples").rglob("*"))
     pictures = f"pictures: {folder / 'samples'}   " if drawn else ""
     print(f"{pictures}figures: {folder / 'summary.json'}")

@@ -19,12 +19,13 @@ from alload_jax.config import Config
 from alload_jax.data.batch import AnyBatch, PackedBatch
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.errors import InputError
+from alload_jax.files import read_json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.length_classes import launched_tokens
 from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, RematPolicy, in_words
 from alload_jax.training.plan_costs import run_costs
 from alload_jax.training.remat_choice import choose_for, memory_budget
-from alload_jax.training.run_files import read_json, write_json
+from alload_jax.training.run_files import write_json
 
 CHOICE = "remat.json"
 """In the run folder: what was chosen, and for which memory and micro-batches."""

@@ -12,6 +12,7 @@ import safetensors.numpy
 from PIL import Image
 
 from alload_jax.errors import InputError
+from alload_jax.files import replacing
 from alload_jax.sampling.frames import DEFAULT_FPS, has_mp4, to_bytes, write_frames
 
 PICTURES = (".png", ".gif", ".mp4")
@@ -110,8 +111,7 @@ def _write_atomically(
     path: Path, clip: np.ndarray, notes: dict[str, Any], zoom: int, fps: float
 ) -> None:
     suffix = path.suffix.lower()
-    partial = path.with_name(f"{path.name}.partial")
-    try:
+    with replacing(path) as partial:
         if suffix == LATENTS:
             # A single note, because the library writes several notes in random order.
             note = {"sampling": json.dumps(notes, sort_keys=True, ensure_ascii=False)}
@@ -119,6 +119,3 @@ def _write_atomically(
             partial.write_bytes(safetensors.numpy.save(content, note))
         else:
             write_frames(partial, pixels(clip, zoom), suffix, fps)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
+from alload_jax.files import read_json, replacing
 from alload_jax.sampling.fonts import label_font
 from alload_jax.sampling.frames import middle_frame
 from alload_jax.sampling.pictures import Box
@@ -85,9 +86,8 @@ class DrawnSteps:
           OSError: they cannot be written.
         """
         content = [{"step": step, "drawn": what} for step, what in sorted(self._known.items())]
-        partial = self._path.with_name(f"{self._path.name}.partial")
-        partial.write_text(json.dumps(content) + "\n")
-        partial.replace(self._path)
+        with replacing(self._path) as unfinished:
+            unfinished.write_text(json.dumps(content) + "\n")
 
     def columns(self) -> list[int]:
         """The steps to show: the first, the last, and others evenly between them."""
@@ -126,9 +126,8 @@ class Progress:
         for grid in self._grids:
             rows, path = grid.rows[:MOST_ROWS], self._folder / f"{grid.name}.png"
             cells = [[self._cell(step, row) for step in columns] for row in rows]
-            partial = path.with_name(f"{path.name}.partial")
-            _page([row.label for row in rows], columns, cells).save(partial, format="PNG")
-            partial.replace(path)
+            with replacing(path) as unfinished:
+                _page([row.label for row in rows], columns, cells).save(unfinished, format="PNG")
             yield path
 
     def _cell(self, step: int, row: Row) -> Image.Image | None:
@@ -156,7 +155,7 @@ def _folders(folder: Path) -> list[int]:
 def _read(path: Path) -> dict[int, str] | None:
     """The steps and digests of a file; None if there is none, or if it is damaged."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         return {int(each["step"]): str(each["drawn"]) for each in content}
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,7 +1,7 @@
 """Requests of `alload sample`, from flags or from a list."""
 
 import difflib
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from alload_jax.data.pixel_latents import pixel_channels
 from alload_jax.errors import InputError
+from alload_jax.files import parse_json, read_text
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.geometry import Triple
 from alload_jax.sampling.encoders import Encoders
@@ -128,12 +129,10 @@ def read_list(path: Path, defaults: Mapping[str, Any]) -> list[RawRequest]:
       InputError: the list is invalid; the message names file, line and key.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        lines = read_text(path, "write JSON lines", "utf-8-sig").split("\n")
     except OSError as error:
         place = f"alload sample: --list: {path}"
         raise InputError(f"{place}: {error.strerror}; name a file of JSON lines") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is not valid text ({error}); write JSON lines") from error
     found = [
         _read_line(line, f"{path}: line {number}", path.parent, defaults)
         for number, line in enumerate(lines, start=1)
@@ -144,11 +143,20 @@ def read_list(path: Path, defaults: Mapping[str, Any]) -> list[RawRequest]:
     return found
 
 
+def _inside(folder: Path, value: str, place: str) -> Path:
+    """The file to write for a line; it must lie in the list's folder, or be absolute."""
+    out = folder / value
+    real, root = (Path(os.path.realpath(each)) for each in (out, folder))
+    if not Path(value).is_absolute() and not real.is_relative_to(root):
+        raise InputError(
+            f"{place} is {value!r}, which leaves the list's folder {folder.absolute()}; name a "
+            "file in it, or the absolute path"
+        )
+    return out
+
+
 def _read_line(line: str, place: str, folder: Path, defaults: Mapping[str, Any]) -> RawRequest:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{place}: is not valid JSON ({error}); write an object") from error
+    fields = parse_json(line, place, "write an object")
     if not isinstance(fields, dict):
         raise InputError(f"{place}: holds {type(fields).__name__}; write an object")
     in_line: dict[str, Any] = {}
@@ -163,8 +171,10 @@ def _read_line(line: str, place: str, folder: Path, defaults: Mapping[str, Any])
 
 def _value(key: str, value: Any, place: str, folder: Path) -> Any:
     if key in FILES:
-        if not isinstance(value, str) or not value:
+        if not isinstance(value, str) or not value or "\0" in value:
             raise InputError(f"{place} is {value!r}; give the name of a file")
+        if key == "out":
+            return _inside(folder, value, place)
         return folder / value
     if key in WORDS:
         if not isinstance(value, str):

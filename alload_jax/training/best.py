@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
+from alload_jax.files import read_json
 from alload_jax.training.checkpoint import Checkpoints
-from alload_jax.training.run_files import read_json, write_json
+from alload_jax.training.run_files import write_json
 
 BEST_NAME = "best.json"
 """File in a run folder with the step and the loss of the best checkpoints, the best first."""

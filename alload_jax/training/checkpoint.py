@@ -15,7 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from alload_jax.distributed.cluster import Cluster
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, one_line
 from alload_jax.training.base import BASE, Base
 from alload_jax.training.checkpoint_errors import as_input_error, raise_if_lost, reason_of_storage
 from alload_jax.training.checkpoint_identity import check_identity
@@ -168,7 +168,8 @@ class Checkpoints:
             found = found or f"{place}: {what}"
             aside = _free(self.folder / f"damaged-{step}")
             place.rename(aside)
-            print(f"warning: {place}: {what}; it is moved to {aside.name}", file=sys.stderr)
+            warning = f"warning: {place}: {what}; it is moved to {aside.name}"
+            print(one_line(warning), file=sys.stderr)
         if found:
             raise InputError(
                 f"{found}, and no other checkpoint is left; restore one from a backup, or begin "

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from alload_jax.files import read_json, replacing
+
 CHECKSUMS_NAME = "checksums.json"
 _LATER_FILES = (CHECKSUMS_NAME, "_CHECKPOINT_METADATA")
 """Files in a checkpoint's folder that change after the checksums are taken."""
@@ -19,16 +21,19 @@ def write_checksums(folder: Path) -> None:
     with ThreadPoolExecutor(_THREADS) as pool:
         sums = list(pool.map(lambda name: _checksum(folder / name), files))
     content = {name: list(each) for name, each in zip(files, sums, strict=True)}
-    (folder / CHECKSUMS_NAME).write_text(json.dumps({"files": content}) + "\n")
+    with replacing(folder / CHECKSUMS_NAME) as unfinished:
+        unfinished.write_text(json.dumps({"files": content}) + "\n")
 
 
 def damage(folder: Path) -> str:
     """What differs from the checksums of a checkpoint; "" if nothing, or if it has none."""
-    try:
-        files = json.loads((folder / CHECKSUMS_NAME).read_text())["files"]
-        known = {str(name): (int(size), int(crc)) for name, (size, crc) in files.items()}
-    except FileNotFoundError:  # of an old version
+    if what := not_regular(folder):
+        return what
+    if not (folder / CHECKSUMS_NAME).exists():  # of an old version
         return ""
+    try:
+        files = read_json(folder / CHECKSUMS_NAME)["files"]
+        known = {str(name): (int(size), int(crc)) for name, (size, crc) in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{CHECKSUMS_NAME} is damaged"
     if missing := sorted(known.keys() - set(_files(folder))):
@@ -37,6 +42,14 @@ def damage(folder: Path) -> str:
         found = pool.map(lambda name: _checksum(folder / name), known)
         wrong = [name for name, each in zip(known, found, strict=True) if each != known[name]]
     return f"{wrong[0]} is damaged" if wrong else ""
+
+
+def not_regular(folder: Path) -> str:
+    """What in a checkpoint is neither a file nor a folder; "" if nothing is."""
+    for path in folder.rglob("*"):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            return f"{path.relative_to(folder)} is not a regular file"
+    return ""
 
 
 def _files(folder: Path) -> Iterator[str]:

@@ -30,7 +30,7 @@ from alload_jax.training.base import BASE, Base
 from alload_jax.training.best import best_step
 from alload_jax.training.checkpoint_errors import as_input_error
 from alload_jax.training.checkpoint_identity import difference
-from alload_jax.training.checksums import damage
+from alload_jax.training.checksums import damage, not_regular
 from alload_jax.training.optimizer import NO_AVERAGE
 from alload_jax.training.parameters import (
     ParametersConfig,
@@ -277,8 +277,13 @@ def read_identity(place: Path) -> dict[str, Any]:
       InputError: it cannot be read.
     """
     with as_input_error(place, _REMEDY):
+        what = not_regular(place)
         reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
-        return dict(reader.restore(place / "identity"))
+        found = {} if what else dict(reader.restore(place / "identity"))
+    if not isinstance(found.get("model"), dict):
+        what = what or "its identity names no model"
+        raise InputError(f"{place}: this checkpoint cannot be read ({what}); {_REMEDY}")
+    return found
 
 
 def read_base(place: Path) -> Base | None:

@@ -12,12 +12,13 @@ from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.errors import InputError
+from alload_jax.files import open_regular, parse_json, read_json, replacing, require_regular
 from alload_jax.training.resume import program
 
 PACKAGES = ("alload-jax", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
@@ -48,7 +49,7 @@ class MetricsLog:
         kept = [row for row in read_metrics(path) if row["step"] <= resumed_at]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.folder = folder
-        self._file = writable(path).open("a", buffering=1)
+        self._file = open_own(path, buffering=1)
         self.validations: list[dict[str, Any]] = [row for row in kept if is_validation(row)]
 
     @property
@@ -94,7 +95,7 @@ class BadRecords:
         new = [problem for problem in dict.fromkeys(problems) if problem not in self._known]
         if new:
             self._known.update(new)
-            with writable(self._path).open("a") as file:
+            with open_own(self._path) as file:
                 file.writelines(f"{problem}\n" for problem in new)
         return new
 
@@ -108,6 +109,7 @@ class BadRecords:
 
 
 def _lines(path: Path) -> list[str]:
+    require_regular(path, "remove it")
     return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
@@ -115,20 +117,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Reads the lines of a metrics.jsonl without an incomplete last line.
 
     Raises:
-      InputError: a line is not a JSON object.
+      InputError: a line is not a JSON object with a step.
     """
     if not path.exists():
         return []
+    require_regular(path, "remove it")
     found = []
     for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
         if not line:
             continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise InputError(f"{path}: line {number} is not a JSON object; remove the line")
+        place = f"{path}: line {number}"
+        row = parse_json(line, place, "remove the line", finite=False)
+        step = row.get("step") if isinstance(row, dict) else None
+        if type(step) is not int or step < 0:
+            raise InputError(f"{place} is not a JSON object with a step; remove the line")
         found.append(row)
     return found
 
@@ -151,20 +153,6 @@ def _environment(argv: list[str]) -> dict[str, Any]:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "versions": {name: _version(name) for name in PACKAGES},
     }
-
-
-def read_json(path: Path) -> Any:
-    """Reads a JSON file; None if it does not exist.
-
-    Raises:
-      InputError: the content is not valid JSON.
-    """
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise InputError(f"{path}: is not valid JSON ({error}); fix it or remove it") from error
 
 
 def peak_memory() -> int | None:
@@ -193,14 +181,19 @@ def write_atomically(path: Path, text: str) -> None:
     """Replaces a file's text atomically."""
     if not first_process():
         return
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    with replacing(path) as unfinished:
+        unfinished.write_text(text)
 
 
-def writable(path: Path) -> Path:
-    """Returns the path in the first process and the null device in other processes."""
-    return path if first_process() else Path(os.devnull)
+def open_own(path: Path, mode: str = "a", buffering: int = -1) -> IO[str]:
+    """Opens a file of the run folder to write to it; in other processes the null device.
+
+    Raises:
+      InputError: it is a link or no regular file, as in the folder of somebody else.
+    """
+    if not first_process():
+        return open(os.devnull, "w")
+    return open_regular(path, mode, buffering)
 
 
 def _version(package: str) -> str:

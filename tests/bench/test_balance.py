@@ -59,7 +59,7 @@ def test_figures_by_hand():
             "not a file in an existing folder",
         ),
         (("--cost-model", str(COSTS), "--out", "/proc/x.json"), "/proc/x.json: cannot be written"),
-        (("--cost-model", __file__), r"--cost-model .*test_balance\.py: not JSON"),
+        (("--cost-model", __file__), r"--cost-model .*test_balance\.py: is not valid JSON"),
     ],
 )
 def test_invalid_flags_are_named(flags, reason):
@@ -105,7 +105,7 @@ def test_cases_of_an_existing_file_are_kept_unless_they_are_measured_anew(tmp_pa
     ]
     assert balance_into(out, "balanced", m_mem="90000") == ["balanced"]
     out.write_text("not JSON")
-    with pytest.raises(InputError, match=r"--out .*x\.json: not JSON .*; name a new file"):
+    with pytest.raises(InputError, match=r"x\.json: is not valid JSON .*; name a new file"):
         balance_into(out, "balanced")
 
 

@@ -104,8 +104,8 @@ def test_what_is_no_run_is_one_line(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("metrics.jsonl", "not JSON\n", "line 1 is not a JSON object; remove the line"),
-        ("config.yaml", "run: [\n", "config.yaml: not YAML"),
+        ("metrics.jsonl", "not JSON\n", "line 1: is not valid JSON"),
+        ("config.yaml", "run: [\n", "is not valid YAML"),
     ],
 )
 def test_a_damaged_run_is_one_line(name, content, words, run, tmp_path, capsys):

@@ -245,7 +245,7 @@ OUT = ["--out", "plan.parquet"]
         (["--m-mem", 100, "--micro-batches-per-step", 0], ["micro_batches_per_step is 0"]),
         (["--m-mem", 100, "--ranks", -1], ["ranks is -1", "at least 1"]),
         (["--m-mem", 100, "--cost-model", "none.json"], ["none.json", "no such cost model"]),
-        (["--m-mem", 100, "--cost-model", "m.csv"], ["m.csv", "not JSON"]),
+        (["--m-mem", 100, "--cost-model", "m.csv"], ["m.csv", "not valid JSON"]),
         (["--m-mem", 100, "--seed", -1], ["seed", "-1"]),
         (["--m-mem", 100, "--epoch", -1], ["epoch", "-1"]),
         (["--m-mem", 100, "--vae-stride", "0,8,8"], ["vae_stride", "(0, 8, 8)"]),

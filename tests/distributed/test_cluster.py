@@ -7,7 +7,11 @@ import time
 import pytest
 
 from alload_jax.distributed.cluster import Cluster, _becomes_visible
-from alload_jax.distributed.coordination import is_loopback, process_info_from_launcher
+from alload_jax.distributed.coordination import (
+    bind_address,
+    is_loopback,
+    process_info_from_launcher,
+)
 from alload_jax.distributed.coordinator_proxy import CoordinatorProxy
 from alload_jax.distributed.initialize import ClusterConfig, initialize
 from alload_jax.errors import InputError
@@ -264,3 +268,31 @@ def test_a_folder_that_only_one_host_has_is_named(tmp_path, monkeypatch):
 )
 def test_only_loopback_addresses_are_of_this_host_alone(address, alone):
     assert is_loopback(address) == alone
+
+
+@pytest.mark.parametrize(
+    ("meant", "place"),
+    [
+        (["10.1.2.3"], "10.1.2.3:9"),
+        (["fd00::1"], "[fd00::1]:9"),
+        (["127.0.1.1"], None),
+        (["0.0.0.0"], None),
+        (["10.1.2.3", "10.1.2.4"], None),
+        (["192.0.2.1"], None),
+    ],
+)
+def test_process_0_listens_at_the_address_that_is_its_own(meant, place, monkeypatch):
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (m,)) for m in meant]
+    )
+
+    class Trial(socket.socket):
+        def bind(self, where):
+            if where[0] == "192.0.2.1":
+                raise OSError
+
+    monkeypatch.setattr(socket, "socket", Trial)
+    assert bind_address("first-host:9") == place
+    assert bind_address("localhost:9") == "localhost:9"
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.9.9.9:9")
+    assert bind_address("first-host:9") is None

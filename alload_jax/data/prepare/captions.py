@@ -1,7 +1,6 @@
 """Captions: found under the names that people use, and cleaned."""
 
 import codecs
-import json
 import math
 import re
 import unicodedata
@@ -9,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from alload_jax.data.prepare.unusable import UnusableError, short
+from alload_jax.data.prepare.unusable import UnusableError
 from alload_jax.errors import InputError
+from alload_jax.files import parse_json
 
 CAPTION_COLUMNS = (
     *("caption", "text", "prompt", "captions", "description", "title", "long_caption"),
@@ -92,9 +92,9 @@ class CaptionRule:
         if suffix != ".json":
             return _distinct(text.splitlines()) if self.every else [text]
         try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UnusableError(f"its caption is not valid JSON ({short(error)})") from error
+            found = parse_json(text, "its caption", "fix it", finite=False)
+        except InputError as error:
+            raise UnusableError(str(error)) from error
         if not isinstance(found, dict):
             return self.of_values([found])
         by_name = {str(key): value for key, value in found.items()}
@@ -112,8 +112,8 @@ def _entries(value: Any) -> list[Any]:
     """The entries of a list, also of one that a CSV file holds as JSON; or the value alone."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):  # a caption that begins with a bracket
+            value = parse_json(value, "", "", finite=False)
+        except InputError:  # a caption that begins with a bracket
             return [value]
     return list(value) if isinstance(value, list | tuple) else [value]
 

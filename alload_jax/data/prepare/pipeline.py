@@ -35,6 +35,7 @@ from alload_jax.data.prepare.work_folder import (
 )
 from alload_jax.data.store import finish_store, is_finished
 from alload_jax.errors import InputError
+from alload_jax.files import replacing
 
 SKIPPED_NAME = "skipped.parquet"
 """The list of files that cannot be used, in the data folder."""
@@ -238,10 +239,6 @@ def _finish(out: Path, units: int, path: Path | None) -> UnitReport:
 def write_skipped(path: Path, rows: Sequence[Skipped]) -> None:
     """Writes the list of files that cannot be used: path, reason, clips stored all the same."""
     table = pa.Table.from_pylist([vars(row) for row in rows], schema=_SKIPPED)
-    partial = path.with_name(f"{path.name}.unfinished")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(table, partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as unfinished:
+        pyarrow.parquet.write_table(table, unfinished)

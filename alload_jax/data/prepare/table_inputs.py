@@ -1,7 +1,6 @@
 """Media that a table lists: .csv, .jsonl or .parquet."""
 
 import csv
-import json
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,6 +18,7 @@ from alload_jax.data.prepare.captions import (
 from alload_jax.data.prepare.sources import MEDIA, Item, checked_source, readable_name
 from alload_jax.data.prepare.unusable import UnusableError, short
 from alload_jax.errors import InputError
+from alload_jax.files import parse_json, require_regular
 
 TABLES = (".csv", ".jsonl", ".parquet")
 """Suffixes of tables."""
@@ -34,6 +34,7 @@ def table_items(table: Path, path_column: str | None, rule: CaptionRule) -> list
       InputError: the table cannot be read, or has no column of paths, or lacks a column asked for.
     """
     read = {".csv": _csv_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+    require_regular(table)
     try:
         rows = list(read[table.suffix.lower()](table, path_column, rule))
     except (OSError, ValueError, csv.Error, pa.ArrowException, RecursionError) as error:
@@ -88,12 +89,7 @@ def _jsonl_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[_Row]:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise InputError(
-                    f"{table}: line {number} is not valid JSON ({short(error)}); fix it"
-                ) from error
+            row = parse_json(line, f"{table}: line {number}", "fix it", finite=False)
             if not isinstance(row, dict):
                 raise InputError(f"{table}: line {number} is not a JSON object; fix it")
             yield row

@@ -1,5 +1,6 @@
 """Media in WebDataset shards: members of a .tar file that share a stem belong together."""
 
+import os
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -79,7 +80,7 @@ def _source(path: Path, member: tarfile.TarInfo) -> Source:
         raise UnusableError("tar member that is not a plain file")
     if member.offset_data + member.size > path.stat().st_size:
         raise UnusableError("truncated tar member")
-    return Source(path.resolve(), member.offset_data, member.size)
+    return Source(Path(os.path.realpath(path)), member.offset_data, member.size)
 
 
 def _stem(name: str) -> str:

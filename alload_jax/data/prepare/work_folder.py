@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import IO, Any
 
 from alload_jax.data.store.shard_files import partial_folder
 from alload_jax.errors import InputError
+from alload_jax.files import read_json, replacing
 
 _SETTINGS = "settings.json"
 _FILES = "files"
@@ -128,10 +128,9 @@ def _compare(out: Path, path: Path, flags: dict[str, Any]) -> None:
     if not path.exists() or not begun:  # other settings than those of no shard do no harm
         _write(path, flags)
         return
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path}: is not valid JSON; remove {path.parent}") from error
+    found = read_json(path, f"remove {path.parent}")
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: is not a JSON object; remove {path.parent}")
     # Other captions are other files too: the flag says more.
     for flag in sorted(flags.keys() | found.keys(), key=lambda flag: (flag == _FILES, flag)):
         if found.get(flag) != flags.get(flag):
@@ -158,8 +157,10 @@ def write_report(out: Path, number: int, report: UnitReport) -> None:
 def read_report(out: Path, number: int) -> UnitReport | None:
     """The report of a shard; None if there is none."""
     try:
-        found = json.loads(_report_path(out, number).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        found = read_json(_report_path(out, number))
+    except InputError:
+        return None
+    if found is None:
         return None
     skipped = [Skipped(**row) for row in found.pop("skipped")]
     return UnitReport(**found, skipped=skipped)
@@ -210,9 +211,5 @@ def _report_path(out: Path, number: int) -> Path:
 
 
 def _write(path: Path, value: Any) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    try:
-        partial.write_text(json.dumps(value), encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(value), encoding="utf-8")

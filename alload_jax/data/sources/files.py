@@ -23,13 +23,13 @@ def find_files(folder: Path, suffix: str) -> list[str]:
     Raises:
       InputError: a file is a link out of the folder, or no file.
     """
-    root = folder.resolve()
+    root = Path(os.path.realpath(folder))
     if root.is_file():
         return [folder.name] if folder.name.endswith(suffix) else []
     found = sorted((name for name in _names(root) if name.endswith(suffix)), key=os.fsencode)
     for name in found:
         path = root / name  # folders that are links are not walked
-        if path.is_symlink() and not path.resolve().is_relative_to(root):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
             raise InputError(f"{folder / name}: is a link out of the folder; copy the file here")
         if not path.is_file():
             raise InputError(f"{folder / name}: is not a file; remove it")

@@ -69,6 +69,6 @@ SOURCES: Registry[type[Any]] = Registry(
         "musubi": "alload_jax.data.sources.musubi:Musubi",
         "safetensors": "alload_jax.data.sources.safetensors_folder:SafetensorsFolder",
     },
-    importable=True,
+    method="open",
 )
 """Config classes, each a `SourceConfig`. `module:Class` names one outside the package."""

@@ -3,7 +3,6 @@
 A mapped file that another program truncates ends the process; reading it is an error of one sample.
 """
 
-import json
 import math
 import os
 import zlib
@@ -12,6 +11,8 @@ from typing import IO, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from alload_jax.files import parse_json
 
 _LARGEST_HEADER = 100_000_000  # the limit of the safetensors library
 _PROBE = 4096
@@ -104,7 +105,7 @@ def _header(file: IO[bytes]) -> Header:
     if size < 8 or length > min(size - 8, _LARGEST_HEADER):
         raise ValueError("it is empty or truncated, or not a safetensors file")
     try:
-        content = json.loads(file.read(length))
+        content = parse_json(file.read(length), "the header", "")
         metadata = content.pop("__metadata__", {})
         tensors = {name: _info(value, 8 + length) for name, value in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -12,6 +12,7 @@ from alload_jax.data import record as records
 from alload_jax.data.manifest import Manifest, read_captions
 from alload_jax.data.sample_texts import texts_of
 from alload_jax.data.sources.source import SampleSource
+from alload_jax.errors import one_line
 
 
 def _first_line(error: Exception) -> str:
@@ -20,6 +21,9 @@ def _first_line(error: Exception) -> str:
 
 class BadRecordError(ValueError):
     """A record does not match its manifest row."""
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
 
 
 class StoreReader:

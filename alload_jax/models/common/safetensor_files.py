@@ -1,6 +1,5 @@
 """Finds the safetensors files of a checkpoint and reads one tensor at a time."""
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +9,7 @@ import safetensors
 import safetensors.numpy
 
 from alload_jax.errors import InputError
+from alload_jax.files import read_json, require_regular
 
 TEXT_LENGTH = "alload_text_length"
 """Metadata key of exports: the number of tokens to which training padded the texts."""
@@ -90,6 +90,7 @@ def open_safetensors(file: Path) -> Any:
     Raises:
       InputError: the file is missing, unreadable or incomplete.
     """
+    require_regular(file)
     try:
         file.open("rb").close()  # safetensors reports an unreadable file as missing
         return safetensors.safe_open(file, framework="numpy")
@@ -133,7 +134,7 @@ def _read_index(index: Path) -> list[str]:
     """Returns the files that an index lists; all must be in the folder of the index."""
     remedy = "download it again"
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{index}: is not a valid safetensors index; {remedy}") from error
     for name in names:

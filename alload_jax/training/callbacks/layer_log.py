@@ -8,7 +8,7 @@ import numpy as np
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import family_of
 from alload_jax.training.callbacks.callback import Callback, Run
-from alload_jax.training.run_files import read_metrics, writable
+from alload_jax.training.run_files import open_own, read_metrics, write_atomically
 
 LAYER_LOG = "layers.jsonl"
 """Name of the file in a run's folder: a line for each recorded step."""
@@ -33,7 +33,7 @@ class LayerLog(Callback):
         kept = [row for row in read_metrics(self._path) if row["step"] <= resumed_at]
         if self._path.exists():
             text = "".join(json.dumps(row) + "\n" for row in kept)
-            writable(self._path).write_text(text)
+            write_atomically(self._path, text)
 
     def due(self, run: Run) -> bool:
         """See `Callback.due`."""
@@ -46,7 +46,7 @@ class LayerLog(Callback):
         if not found:
             return
         values = {name: np.asarray(value).tolist() for name, value in found.items()}
-        with writable(self._path).open("a") as file:
+        with open_own(self._path) as file:
             file.write(json.dumps({"step": run.done} | values) + "\n")
 
     def on_finish(self, run: Run) -> None:

@@ -18,6 +18,7 @@ import jax
 from alload_jax.data.placement import PlacedStep
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
+from alload_jax.files import open_regular
 from alload_jax.training.callbacks.callback import Callback, Run
 from alload_jax.training.signals import StopRequest, stop_name
 from alload_jax.training.waiting import FOR_OTHERS, waiting_for
@@ -179,7 +180,7 @@ class Watchdog(Callback):
             reason = f"{stop_name(self._stop.number)}: the run cannot save: {reason}"
         try:
             path = self._folder / stacks_name(self._cluster.process_id)
-            with path.open("w") as file:
+            with open_regular(path, "w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
             reason += f"; the stacks of all threads are in {path}"
         except OSError as error:  # a storage that does not answer may be what is waited for

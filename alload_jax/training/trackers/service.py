@@ -12,7 +12,8 @@ from typing import Protocol
 
 from alload_jax.distributed.cluster import first_process
 from alload_jax.errors import InputError, reason_of
-from alload_jax.training.run_files import read_json, write_json
+from alload_jax.files import read_json
+from alload_jax.training.run_files import write_json
 
 _PENDING = 10_000
 """The most calls that wait for a service; further ones are dropped."""

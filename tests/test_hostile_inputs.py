@@ -1,0 +1,574 @@
+"""Files and values from anybody: a command does what it says, or refuses in one line."""
+
+import dataclasses
+import io
+import json
+import os
+import random
+import shutil
+import struct
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.numpy import save_file
+
+from alload_jax import cli, config_parser
+from alload_jax.config import (
+    _LISTS,
+    _PARTS,
+    Config,
+    DataConfig,
+    RunConfig,
+    read_config,
+    with_context,
+    write_config,
+)
+from alload_jax.data.store import StoreWriter
+from alload_jax.distributed.cluster import Cluster
+from alload_jax.errors import InputError, one_line, reason_of, run_command
+from alload_jax.files import open_regular, replacing
+from alload_jax.models.common.config import TextConfig
+from alload_jax.models.wan.config import WanConfig
+from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.sampling.samples import SamplingConfig
+from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
+from alload_jax.training.restore import one_device_mesh
+from alload_jax.training.run_lock import locked
+from alload_jax.training.state import TrainingSpec, init_state
+
+DIGITS = Path(__file__).parents[1] / "configs" / "digits.yaml"
+RELEASED = Path(__file__).parent / "golden" / "wan" / "t2v" / "transformer"
+TEXT_MODEL = WanConfig(
+    dim=16, ffn_dim=16, num_heads=2, num_layers=2, in_channels=4, freq_dim=8, text=TextConfig(6, 4)
+)
+LONGEST_LINE = 1300
+
+# ---------------------------------------------------------------- what files hold
+
+
+def header(text, size=None):
+    """A safetensors file of this header."""
+    data = text if isinstance(text, bytes) else json.dumps(text).encode()
+    return struct.pack("<Q", len(data) if size is None else size) + data
+
+
+def tensor(dtype="F32", shape=(1,), offsets=(0, 4)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def parquet(columns, notes=None):
+    file = io.BytesIO()
+    table = pa.table(columns)
+    if notes:
+        table = table.replace_schema_metadata(notes)
+    pyarrow.parquet.write_table(table, file)
+    return file.getvalue()
+
+
+def tar(*members):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, data, kind in members:
+            info = tarfile.TarInfo(name)
+            info.size, info.type = len(data), kind
+            info.linkname = "/etc/passwd" if kind != tarfile.REGTYPE else ""
+            archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+TEXTS = [
+    b"",
+    b"[" * 100_000,
+    b'{"a":' * 5000,
+    b"null",
+    b"[]",
+    b"{}",
+    b"3",
+    b'"text"',
+    b"[[1, 2], {}]",
+    b"\xff\xfe\x00",
+    b"\0" * 100,
+    b"1" * 5000,
+    b'{"step": NaN, "format": Infinity, "_class_name": -Infinity}',
+    b'{"step": 1e999, "_class_name": 1e999}',
+    b'{"step": 9223372036854775808, "_class_name": {}, "weight_map": 1}',
+    b'{"step": null, "_class_name": null, "weight_map": {"a": "../../x"}}\n',
+    b'{"step": "x", "_class_name": ["a"], "weight_map": {"a": {}}}\n',
+    b'{"step": -1, "best": [{"step": "9"}], "files": {"x": [1]}, "text_length": "\\ud800"}\n',
+    b'{"_class_name": "a\\u001b[31m\\n\\u202e' + b"x" * 10_000 + b'"}',
+    b"a: &a [*a]",
+    b"\n".join(
+        b"a%d: &a%d [%s]" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 40)
+    ),
+    b"a0: &a0 [x, x]\na1: &a1 [*a0, *a0, *a0, *a0, *a0, *a0, *a0, *a0, *a0, *a0]\n",
+    b'a: !!int ""',
+    b"a: !!timestamp x",
+    b"a: !!binary aGk=",
+    b"? [1]\n: 2",
+    b"a: !!python/object/apply:os.system [true]",
+    b"run: {folder: 2020-13-45, steps: .nan}",
+    b"run: {seed: 9223372036854775808}",
+    b"1: 2\nnull: 3\n",
+]
+TENSORS = [
+    header(b"[" * 50_000),
+    header(b'{"a":' * 5000),
+    header(b"{}", 2**63),
+    header(b"{}", 2**20),
+    header({"a": tensor(offsets=(0, 2**62))}) + b"1234",
+    header({"a": tensor(shape=(2**62, 2**62))}) + b"1234",
+    header({"a": tensor(shape=(-1,))}) + b"1234",
+    header({"a": tensor("F99")}) + b"1234",
+    header({"a\x1b[31m\n" + "x" * 10_000: tensor()}) + b"1234",
+    header({"lora_A": tensor(), "__metadata__": {"lora_adapter_metadata": "[" * 50_000}}) + b"1234",
+    header({"text": tensor("I64", (1, 1), (0, 8))}) + b"12345678",
+    header({"text": tensor("F32", (1, 6), (0, 24)), "__metadata__": 3}) + bytes(24),
+    header({"x.lora_A.weight": tensor("F32", (1, 4), (0, 16))}) + bytes(16),
+]
+TABLES = [
+    parquet({"seq_len": [2**63 - 1, 1]}),
+    parquet({"seq_len": [float("nan"), 1.0]}),
+    parquet({"seq_len": [-1, 0]}),
+    parquet({"seq_len": pa.array([], pa.int64())}),
+    parquet({"seq_len": [None, 3]}),
+    parquet({"seq_len": [["a"], ["b"]]}),
+    parquet({"frames": [2**62], "height": [2**62], "width": [2**62]}),
+    parquet({"frames": [1], "height": ["x"], "width": [64]}),
+    parquet({"file_name": ["a\x1b[31m\n.png", "../../x.png"], "caption": ["\0", None]}),
+    parquet({"a": [1]}, {b"alload": b"[" * 50_000}),
+    b"PAR1" + b"\xff" * 100 + b"PAR1",
+    b"seq_len\nx\n",
+    b"seq_len\n99999999999999999999\n",
+    b"seq_len\nnan\ninf\n1e308\n",
+    b"frames,height,width\n1,64\n1,64,64,64\n",
+    b'file_name,caption\n"a\nb.png",x\n',
+    b"seq_len\n" + b"1" * 200_000,
+]
+MEDIA = [
+    tar(("a\x1b[31m\n.png", b"x", tarfile.REGTYPE), ("../../x.png", b"x", tarfile.REGTYPE)),
+    tar(("a.png", b"", tarfile.SYMTYPE), ("b.png", b"", tarfile.LNKTYPE)),
+    tar(("a.png", b"", tarfile.FIFOTYPE), ("b.mp4", b"", tarfile.CHRTYPE)),
+    tar(("a.json", b"[" * 50_000, tarfile.REGTYPE), ("a.png", b"x", tarfile.REGTYPE))[:700],
+    b"\x89PNG\r\n\x1a\n" + b"\xff" * 50,
+    b"\x00\x00\x00\x20ftypisom" + b"\xff" * 100,
+    b"GIF89a" + b"\xff" * 40,
+    os.urandom(0) + bytes(range(256)) * 8,
+]
+CONTENTS = [*TEXTS, *TENSORS, *TABLES, *MEDIA]
+
+
+def link_to(target):
+    return lambda path: path.symlink_to(target)
+
+
+PLACES = [
+    os.mkfifo,
+    Path.mkdir,
+    link_to("/dev/zero"),
+    link_to("/dev/null"),
+    link_to("/nowhere/at/all"),
+    lambda path: path.symlink_to(path.name),
+]
+"""What may stand where a file should be."""
+
+# ---------------------------------------------------------------- commands and what they read
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A folder of files that every command can read."""
+    folder = tmp_path_factory.mktemp("good")
+    write_run(folder / "run")
+    shutil.copytree(RELEASED, folder / "model")
+    save_file({"text": np.zeros((2, 6), np.float32)}, folder / "text.safetensors")
+    (folder / "adapter").mkdir()
+    width = json.loads((RELEASED / "config.json").read_text())
+    width = width["num_attention_heads"] * width["attention_head_dim"]
+    sides = {"A": np.zeros((1, width), np.float32), "B": np.zeros((width, 1), np.float32)}
+    adapter = {f"transformer.blocks.0.attn1.to_q.lora_{k}.weight": v for k, v in sides.items()}
+    for name in ("lora.safetensors", "adapter/adapter_model.safetensors"):
+        save_file(adapter, folder / name)
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    with StoreWriter(folder / "store", vae_stride=(1, 1, 1)) as writer:
+        for _ in range(3):
+            writer.add(np.zeros((1, 8, 8, 1), np.float32), np.zeros(1, np.int64), (1, 8, 8))
+    shutil.copytree(folder / "store", folder / "other")
+    (folder / "lengths.csv").write_text("seq_len\n10\n20\n")
+    (folder / "lengths.parquet").write_bytes(parquet({"seq_len": [10, 20]}))
+    (folder / "cost.json").write_text("{}")
+    (folder / "list.jsonl").write_text("{}")
+    (folder / "config.yaml").write_text(DIGITS.read_text())
+    (folder / "media").mkdir()
+    Image.new("RGB", (256, 256)).save(folder / "media" / "a.png")
+    (folder / "media" / "a.json").write_text("{}")
+    for name in ("table.csv", "table.jsonl", "table.parquet", "shard.tar", "picture.png"):
+        (folder / name).write_bytes(b"")
+    (folder / "vae").mkdir()
+    (folder / "vae" / "config.json").write_text("{}")
+    return folder
+
+
+def write_run(folder):
+    """A run that was saved without training."""
+    spec = TrainingSpec(TEXT_MODEL, FlowMatching(), make_optimizer(OptimizerConfig(), 10), 0.99)
+    config = Config(
+        run=RunConfig(str(folder)),
+        data=DataConfig("none"),
+        planning=PlanningConfig(policy="dual_constraint", m_mem=10),
+        model=TEXT_MODEL,
+        sampling=SamplingConfig(),
+    )
+    write_config(config, folder / "config.yaml")
+    identity = {"model": TEXT_MODEL.architecture()}
+    with Checkpoints(folder / "checkpoints", CheckpointConfig(), identity) as checkpoints:
+        checkpoints.save(7, init_state(spec, one_device_mesh(), 0))
+    for name in ("environment.json", "summary.json"):
+        (folder / name).write_text("{}")
+    known = {"vae_stride": [1, 8, 8], "text_length": 4, "origin": {}}
+    (folder / "data.json").write_text(json.dumps(known))
+    (folder / "best.json").write_text('{"best": [{"step": 7, "loss": 1.0}]}')
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (folder / "layers.jsonl").write_text('{"step": 1}\n')
+
+
+PLAN = ("plan", "--policy", "equal_tokens", "--m-mem", "100", "--ranks", "2")
+SAMPLE = ("sample", "--out", "new.safetensors", "--frames", "1", "--height", "16", "--width", "16")
+OF_RUN = (*SAMPLE, "--prompt-embeds", "text.safetensors", "--checkpoint", "run")
+OF_MODEL = (*SAMPLE, "--prompt-embeds", "text.safetensors", "--checkpoint", "model")
+MEDIA_FLAGS = ("--out", "new", "--area", "192p", "--workers", "1")
+
+READERS = [
+    (("train", "--config", "config.yaml", "--run.steps", "0"), "config.yaml"),
+    (("parameters", "--config", "config.yaml", "--config", "config.yaml"), "config.yaml"),
+    ((*PLAN, "--manifest", "lengths.csv"), "lengths.csv"),
+    ((*PLAN, "--manifest", "lengths.parquet"), "lengths.parquet"),
+    ((*PLAN, "--manifest", "store"), "store/manifest.parquet"),
+    ((*PLAN, "--manifest", "lengths.csv", "--cost-model", "cost.json"), "cost.json"),
+    ((*PLAN, "--manifest", "lengths.csv", "--config", "config.yaml"), "config.yaml"),
+    (("data", "store"), "store/manifest.parquet"),
+    (("data", "store", "--config", "config.yaml"), "config.yaml"),
+    (("data", "merge", "other", "store", "--out", "new"), "store/manifest.parquet"),
+    (("prepare", "media", "media", *MEDIA_FLAGS), "media/a.json"),
+    (("prepare", "media", "table.csv", *MEDIA_FLAGS), "table.csv"),
+    (("prepare", "media", "table.jsonl", *MEDIA_FLAGS), "table.jsonl"),
+    (("prepare", "media", "table.parquet", *MEDIA_FLAGS), "table.parquet"),
+    (("prepare", "media", "shard.tar", *MEDIA_FLAGS), "shard.tar"),
+    (
+        ("prepare", "media", "media", "--out", "new", "--vae", "wan", "--vae-folder", "vae"),
+        "vae/config.json",
+    ),
+    ((*OF_MODEL, "--step", "7"), "model/config.json"),
+    (OF_MODEL, "model/config.json"),
+    (OF_MODEL, "text.safetensors"),
+    ((*OF_MODEL, "--lora", "lora.safetensors"), "lora.safetensors"),
+    ((*OF_MODEL, "--lora", "adapter"), "adapter/adapter_config.json"),
+    ((*OF_MODEL, "--image", "picture.png"), "picture.png"),
+    ((*OF_MODEL, "--image-embeds", "text.safetensors"), "text.safetensors"),
+    ((*OF_MODEL, "--vae", "vae"), "vae/config.json"),
+    (("sample", "--checkpoint", "model", "--list", "list.jsonl"), "list.jsonl"),
+    (OF_RUN, "run/config.yaml"),
+    (OF_RUN, "run/data.json"),
+    ((*OF_RUN, "--step", "best"), "run/best.json"),
+    (OF_RUN, "run/checkpoints/7/checksums.json"),
+    (OF_RUN, "run/checkpoints/7/identity/metadata"),
+    (("export", "--checkpoint", "run", "--out", "new"), "run/checkpoints/7/identity/metadata"),
+    (("export", "--checkpoint", "run", "--out", "new"), "run/checkpoints/7/checksums.json"),
+    (("lora", "export", "--checkpoint", "run", "--out", "new.safetensors"), "run/config.yaml"),
+    (
+        ("lora", "convert", "lora.safetensors", "--model", "model", "--out", "new.safetensors"),
+        "lora.safetensors",
+    ),
+    (
+        ("lora", "convert", "adapter", "--model", "model", "--out", "new.safetensors"),
+        "adapter/adapter_config.json",
+    ),
+    (
+        ("lora", "convert", "lora.safetensors", "--model", "model", "--out", "new.safetensors"),
+        "model/config.json",
+    ),
+    (
+        ("lora", "merge", "--model", "model", "--lora", "lora.safetensors", "--out", "new"),
+        "model/diffusion_pytorch_model.safetensors.index.json",
+    ),
+    (("report", "sparsity", "run"), "run/layers.jsonl"),
+    (("report", "validation", "run"), "run/metrics.jsonl"),
+    (("calibrate", "--from-run", "run", "--out", "new.json"), "run/config.yaml"),
+    (("calibrate", "--from-run", "run", "--out", "new.json"), "run/metrics.jsonl"),
+    (("calibrate", "--from-run", "run", "--out", "new.json"), "run/environment.json"),
+    (("calibrate", "--config", "config.yaml", "--out", "new.json"), "config.yaml"),
+]
+"""Command lines, and the file among those that they read that is replaced."""
+
+
+@pytest.fixture
+def place(good, tmp_path, monkeypatch):
+    shutil.copytree(good, tmp_path / "place", symlinks=True)
+    monkeypatch.chdir(tmp_path / "place")
+    return tmp_path / "place"
+
+
+def files_of(folder):
+    """The files of a folder and their sizes and times of change."""
+    found = {path: path.lstat() for path in folder.rglob("*")}
+    return {
+        path: (s.st_size, s.st_mtime_ns, s.st_ino) for path, s in found.items() if not path.is_dir()
+    }
+
+
+def assert_one_line(argv, capsys):
+    """Runs a command that must refuse, or do its work without a word on stderr but notes."""
+    status = run_command(cli.main, list(argv))
+    err = capsys.readouterr().err
+    lines = err.splitlines()
+    if status == 2:
+        assert lines[-1].startswith("error: "), err
+        assert sum(line.startswith("error: ") for line in lines) == 1, err
+    assert status in (0, 2), err
+    assert all(line.isprintable() and len(line) < LONGEST_LINE for line in lines), err
+    return status
+
+
+def put(path, content):
+    """Puts something in the place of a file."""
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    path.unlink(missing_ok=True)
+    if callable(content):
+        content(path)
+    else:
+        path.write_bytes(content)
+
+
+def assert_read_or_refused(reader, contents, place, capsys):
+    argv, name = reader
+    for content in contents:
+        put(place / name, content)
+        before = files_of(place)
+        if assert_one_line(argv, capsys) == 2:
+            assert files_of(place) == before
+        for new in place.glob("new*"):
+            shutil.rmtree(new) if new.is_dir() else new.unlink()
+
+
+each_reader = pytest.mark.parametrize(
+    "reader", READERS, ids=lambda reader: f"{' '.join(reader[0][:2])} {reader[1]}"
+)
+
+
+@each_reader
+def test_some_files_from_anybody_are_read_or_refused_in_one_line(reader, place, capsys):
+    drawn = random.Random(str(reader)).sample([*CONTENTS, *PLACES], 2)
+    assert_read_or_refused(reader, [*drawn, b"[" * 50_000, os.mkfifo], place, capsys)
+
+
+@pytest.mark.slow
+@each_reader
+def test_every_file_from_anybody_is_read_or_refused_in_one_line(reader, place, capsys):
+    assert_read_or_refused(reader, [*CONTENTS, *PLACES], place, capsys)
+
+
+# ---------------------------------------------------------------- keys and flags
+
+BASE = ["--run.folder", "r", "--data.folder", "d", "--planning.m_mem", "9"]
+WRONG_VALUES = [
+    *("", "null", "true", "abc", "-1", "0", "[]", "{}", "[1, [2]]", "{a: {b: 1}}", "- x\n- y"),
+    *("1e999", ".nan", ".inf", "-.inf", "1e308", "5e-324", "2020-13-45", "!!binary aGk="),
+    *("9223372036854775807", "9223372036854775808", "-9223372036854775808", "9" * 5000),
+    *("[" * 2000, '"a\\0b"', '"\\e[31m\\n"', "&a [*a]", "\ud800", "x" * 10_000),
+]
+
+
+def keys():
+    """Every key of a config, with those of a data set, a source and each named part."""
+    kinds = {part.key: part.kind(part.default) for part in _PARTS if part.default}
+    kinds |= {part.key: part.kind(NAMED[part.key]) for part in _PARTS if not part.default}
+    for key in config_parser._keys(config_parser._typed(Config, kinds, _LISTS)):
+        named = [f"--{part}.name={name}" for part, name in NAMED.items() if key.startswith(part)]
+        yield named, key
+
+
+NAMED = {"data.source": "store", "data.dataset": "digits", "validation.source": "parquet"}
+PAIRS = [(*key, value) for key in keys() for value in WRONG_VALUES]
+
+
+def assert_accepted_or_one_line(argv):
+    refused = ""
+    try:
+        with_context(read_config(argv))
+    except InputError as error:
+        refused = str(error)
+    assert refused.isprintable(), argv
+    assert len(refused) < LONGEST_LINE, argv
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_some_wrong_values_of_keys_are_one_line(part):
+    for named, key, value in random.Random(part).sample(PAIRS, 12):
+        assert_accepted_or_one_line([*BASE, *named, f"--{key}", value])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_every_wrong_value_of_every_key_is_one_line(part):
+    for named, key, value in PAIRS[part::8]:
+        assert_accepted_or_one_line([*BASE, *named, f"--{key}", value])
+
+
+ITEMS = [
+    (key, name, field.name)
+    for key, registry in _LISTS.items()
+    for name in registry.names()
+    for field in dataclasses.fields(registry.get(name))
+]
+
+
+@pytest.mark.parametrize("value", [".nan", "9223372036854775808", "{a: 1}"])
+def test_wrong_values_in_lists_of_named_parts_are_one_line(value):
+    for key, name, field in ITEMS:
+        item = f"[{{name: {name}, {field}: {value}}}]"
+        assert_accepted_or_one_line([*BASE, f"--{key}", item])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ("--run.seed", "9223372036854775808"),
+            "run.seed is 9223372036854775808; give a ",
+        ),
+        (("--model.eps", ".inf"), "model.eps is inf; give a finite number"),
+        (
+            ("--data.source", "{name: 'os:system'}"),
+            "'os:system' is not a dataclass",
+        ),
+        (
+            ("--data.source", "{name: 'os:_exit'}"),
+            "'os:_exit' is not a dataclass",
+        ),
+        (("--data.source", "{name: 'builtins:exec'}"), "'builtins:exec' is not a dataclass with a"),
+        (("--data.source", "{name: 'pathlib:Path'}"), "'pathlib:Path' is not a dataclass with a"),
+        (("--run.folder", "x\0"), "run.folder is 'x\\x00'; remove the NUL character"),
+    ],
+)
+def test_values_that_no_key_takes_are_named(flags, words):
+    with pytest.raises(InputError) as error:
+        read_config([*BASE, *flags])
+    assert words in str(error.value)
+
+
+# ---------------------------------------------------------------- messages
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=50), st.text(max_size=50), st.text(max_size=50), st.integers(1, 500))
+def test_a_message_is_one_line_with_its_begin_and_end(place, remedy, value, times):
+    shown = one_line(f"{place} is {value * times!r}; {remedy}")
+    assert shown.isprintable()
+    assert len(shown) <= LONGEST_LINE
+    plain = str(InputError(f"file: key is {'x' * 10_000!r}; give a number"))
+    assert plain.startswith("file: key is 'xxx")
+    assert plain.endswith("xxx'; give a number")
+    assert len(plain) < 150
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://me:hidden@host/x",
+        "https://hidden@host/x",
+        "postgresql://me:hidden@host:5432/base",
+        "http://host/x?token=hidden",
+        "http://host/x?a=1&api_key=hidden&b=2",
+    ],
+)
+def test_secrets_in_addresses_reach_no_file_and_no_message(address):
+    trackers = f"[{{name: mlflow, tracking_uri: '{address}'}}]"
+    for flags in (["--trackers", trackers], ["--data.folder", address]):
+        with pytest.raises(InputError, match="holds a password or token") as error:
+            read_config([*BASE, *flags])
+        assert "hidden" not in str(error.value)
+    assert "hidden" not in one_line(f"cannot reach {address}: '{address}'")
+    assert "hidden" not in reason_of(RuntimeError(f"no answer of {address}"))
+
+
+@pytest.mark.parametrize(
+    "address", ["http://host:5000", "sqlite:///a@b.db", "postgresql://me@host/b"]
+)
+def test_addresses_without_secrets_stay(address):
+    trackers = f"[{{name: mlflow, tracking_uri: '{address}'}}]"
+    assert read_config([*BASE, "--trackers", trackers]).trackers[0].tracking_uri == address
+    assert address in one_line(f"cannot reach {address}")
+
+
+# ---------------------------------------------------------------- what commands write
+
+
+@pytest.mark.parametrize("out", ["../../x.png", "a/../../x.png", "link/x.png"])
+def test_a_list_writes_into_its_folder_alone(out, place, capsys):
+    (place / "link").symlink_to("/tmp")
+    (place / "list.jsonl").write_text(json.dumps({"out": out}))
+    command = ["sample", "--checkpoint", "model", "--list", "list.jsonl"]
+    assert run_command(cli.main, command) == 2
+    assert "leaves the list's folder" in capsys.readouterr().err
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_run_folder_of_somebody_else_is_refused_where_it_leads_out(tmp_path):
+    (tmp_path / "mine").mkdir()
+    target = tmp_path / "mine" / "kept"
+    target.write_text("mine")
+    for name in ("lock.json", "config.yaml", "samples/a.png", "checkpoints", "tensorboard/x"):
+        run = tmp_path / "run"
+        link = run / name
+        link.parent.mkdir(parents=True)
+        link.symlink_to(target if "." in name else target.parent)
+        refused = pytest.raises(InputError, match="is a link out of the run folder")
+        with refused, locked(run, Cluster()):
+            pass
+        shutil.rmtree(run)
+    assert target.read_text() == "mine"
+    assert names_in(target.parent) == ["kept"]
+
+
+def test_links_are_replaced_or_refused_and_never_followed(tmp_path):
+    target = tmp_path / "kept"
+    target.write_text("mine")
+    link = tmp_path / "link.json"
+    link.symlink_to(target)
+    for mode in ("a", "a+", "w"):
+        with pytest.raises(InputError, match="is a link or a pipe"):
+            open_regular(link, mode)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(InputError, match="is a link or a pipe"):
+        open_regular(tmp_path / "fifo", "a")
+    with replacing(link) as unfinished:
+        assert unfinished.parent == tmp_path
+        unfinished.write_text("new")
+    assert (target.read_text(), link.read_text(), link.is_symlink()) == ("mine", "new", False)
+    with pytest.raises(KeyError), replacing(link) as unfinished:
+        raise KeyError
+    assert link.read_text() == "new"
+    assert names_in(tmp_path) == ["fifo", "kept", "link.json"]
+
+
+def test_what_a_killed_run_did_not_finish_is_removed(tmp_path):
+    with locked(tmp_path, Cluster()):
+        kept = replacing(tmp_path / "config.yaml")
+        left = kept.__enter__()
+    assert left.exists()
+    with locked(tmp_path, Cluster()):
+        assert names_in(tmp_path) == ["lock.json"]
+    with pytest.raises(FileNotFoundError):
+        kept.__exit__(None, None, None)
