@@ -1,12 +1,15 @@
 """Checksums of a checkpoint's files, by which bit rot is found before it is trained on."""
 
 import json
+import sys
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CHECKSUMS_NAME = "checksums.json"
+CHECKSUMS_NOTE = {"checksums": "crc32"}
+"""What the identity of a checkpoint says of its checksums, so that their loss is noticed."""
 _LATER_FILES = (CHECKSUMS_NAME, "_CHECKPOINT_METADATA")
 """Files in a checkpoint's folder that change after the checksums are taken."""
 _PIECE = 1 << 24
@@ -23,11 +26,20 @@ def write_checksums(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str:
-    """What differs from the checksums of a checkpoint; "" if nothing, or if it has none."""
+    """What differs from the checksums of a checkpoint; "" if nothing.
+
+    Old versions wrote none and did not note any: a line warns that damage would not be seen.
+    """
     try:
         files = json.loads((folder / CHECKSUMS_NAME).read_text())["files"]
         known = {str(name): (int(size), int(crc)) for name, (size, crc) in files.items()}
-    except FileNotFoundError:  # of an old version
+    except FileNotFoundError:
+        if _notes_checksums(folder):
+            return f"{CHECKSUMS_NAME} is missing"
+        print(
+            f"warning: {folder}: has no checksums, as an old version wrote it; damage is not seen",
+            file=sys.stderr,
+        )
         return ""
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{CHECKSUMS_NAME} is damaged"
@@ -37,6 +49,15 @@ def damage(folder: Path) -> str:
         found = pool.map(lambda name: _checksum(folder / name), known)
         wrong = [name for name, each in zip(known, found, strict=True) if each != known[name]]
     return f"{wrong[0]} is damaged" if wrong else ""
+
+
+def _notes_checksums(folder: Path) -> bool:
+    """Whether the identity of a checkpoint, as Orbax writes it, says that it has checksums."""
+    try:
+        identity = json.loads((folder / "identity" / "metadata").read_text())
+        return CHECKSUMS_NOTE.items() <= identity.items()
+    except (OSError, ValueError, AttributeError):  # which reading it will report
+        return False
 
 
 def _files(folder: Path) -> Iterator[str]:
