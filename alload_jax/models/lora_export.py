@@ -5,12 +5,15 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import safetensors
-import safetensors.numpy
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.named_tensors import Naming, Tensor
-from alload_jax.models.common.safetensor_files import TEXT_LENGTH, WeightsDtype
+from alload_jax.models.common.safetensor_files import (
+    TEXT_LENGTH,
+    WeightsDtype,
+    write_safetensors,
+)
 from alload_jax.models.families import family_of
 from alload_jax.models.lora_files import Adapter, Target
 
@@ -97,11 +100,10 @@ def write_lora(
     unfinished = file.with_name(f".{file.name}.unfinished")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        notes = {"format": "pt"} | ({BASE_NOTE: base} if base else {})
+        notes = {BASE_NOTE: base} if base else {}
         if text_length is not None:
             notes[TEXT_LENGTH] = str(text_length)
-        safetensors.numpy.save_file(content, unfinished, metadata=notes)
-        unfinished.chmod(0o644)  # safetensors writes files that only their owner can read
+        write_safetensors(unfinished, content, notes)
         unfinished.replace(file)
     except (OSError, safetensors.SafetensorError) as error:
         unfinished.unlink(missing_ok=True)

@@ -18,7 +18,12 @@ import numpy as np
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.named_tensors import Tensor
-from alload_jax.models.common.safetensor_files import FLOATS, TEXT_LENGTH, open_safetensors
+from alload_jax.models.common.safetensor_files import (
+    FLOATS,
+    TEXT_LENGTH,
+    check_sum,
+    open_safetensors,
+)
 from alload_jax.models.families import family_of
 
 _PREFIX = re.compile(
@@ -90,6 +95,7 @@ def read_lora(place: str | Path, config: ModelConfig) -> LoraFile:
         not.
     """
     file = _file(Path(place))
+    check_sum(file)
     with open_safetensors(file) as handle:
         names = list(handle.keys())
         content = {key: _read(file, handle, key) for key in names}
