@@ -5,6 +5,7 @@
 Interrupts runs of tiny models in every phase, continues them, and compares the result with runs
 that were never stopped; fills disks; flips bits in stores, checkpoints and exports; gives hostile
 inputs.
+
 `--kills`, `--disks`, `--flips` and `--inputs` say how many of each; 0 leaves a part as it was. A
 campaign is continued by calling it again with the same seed: kills and disks are added to those in
 benchmarks/results/chaos_cpu.json. `--print` only writes the report, docs/results/chaos/report.md.
@@ -34,7 +35,7 @@ from alload_jax.errors import run_command
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "chaos_cpu.json"
 REPORT = ROOT / "docs" / "results" / "chaos" / "report.md"
-_MOST = 15
+_MOST = 6
 """Kills in a series."""
 _SIGNALS = ("SIGKILL", "SIGKILL", "SIGKILL", "SIGTERM", "SIGKILL", "SIGKILL", "SIGSTOP")
 """In turn. SIGSTOP is followed by SIGKILL."""

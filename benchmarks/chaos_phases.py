@@ -38,7 +38,7 @@ class Aim(NamedTuple):
     Attributes:
       phase: one of `PHASES`.
       time: at which time that the phase begins, from 1.
-      delay: seconds after that.
+      delay: seconds after that; where the phase is shorter, the run interrupts itself at its end.
       signal: name of the signal.
     """
 
@@ -90,7 +90,7 @@ class Phases:
         self.open("start")
 
     def open(self, phase: str) -> None:
-        """Notes that a phase begins; if the run is to be interrupted there, that has an end."""
+        """Notes that a phase begins; if it is the one aimed at, the time of its delay begins."""
         with self._lock:
             if phase != "start":
                 self.close("start")
@@ -99,11 +99,13 @@ class Phases:
             if self._aim and phase == self._aim.phase:
                 self._times += 1
                 if self._times == self._aim.time:
-                    threading.Thread(target=self._interrupt, args=(self._aim,), daemon=True).start()
+                    threading.Thread(target=self._wait, args=(self._aim,), daemon=True).start()
 
     def close(self, phase: str) -> None:
         """Notes that a phase is over, if it is open."""
         with self._lock:
+            if self._aim and phase == self._aim.phase and self._times == self._aim.time:
+                self._interrupt(self._aim.signal)
             if (began := self._open.pop(phase, None)) is not None:
                 self._seconds.write(f"{phase} {time.monotonic() - began:.4f}\n")
                 self._note("")
@@ -117,11 +119,15 @@ class Phases:
         finally:
             self.close(phase)
 
-    def _interrupt(self, aim: Aim) -> None:
+    def _wait(self, aim: Aim) -> None:
         time.sleep(aim.delay)
+        self._interrupt(aim.signal)
+
+    def _interrupt(self, name: str) -> None:
         with self._lock:  # no phase begins or ends between the note and the signal
-            self._note(aim.signal)
-            os.kill(os.getpid(), signal.Signals[aim.signal])
+            if not self._signalled:
+                self._note(name)
+                os.kill(os.getpid(), signal.Signals[name])
 
     def _note(self, name: str) -> None:
         if not self._signalled:

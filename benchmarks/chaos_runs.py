@@ -18,12 +18,12 @@ from chaos_phases import Aim, read_marker, read_seconds
 from chaos_starts import Started, Starter
 from safetensors.numpy import load_file
 
+from alload_jax.config import read_config
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.prepare.byte_text import ByteText
 from alload_jax.data.store import StoreWriter
-from alload_jax.models.common.config import TextConfig
+from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import abstract_model
-from alload_jax.models.wan.config import WanConfig
 from alload_jax.models.weights import save_weights
 from alload_jax.training.checksums import damage
 from alload_jax.training.run_files import is_validation
@@ -38,11 +38,9 @@ _RESTORE = 0.2
 """Seconds of a restore, which runs that are never stopped have none of."""
 _Sections = dict[str, dict[str, Any]]
 _TINY = {"dim": 16, "ffn_dim": 16, "num_heads": 2, "num_layers": 1, "freq_dim": 8}
-_TEXT = WanConfig(dim=24, ffn_dim=32, num_heads=2, num_layers=2, freq_dim=8, in_channels=4,
-                  text=TextConfig(8, 12))  # fmt: skip
-_SHAPE = {name: getattr(_TEXT, name) for name in (*_TINY, "in_channels")}
+_SHAPE = {"dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "freq_dim": 8}
 _OF_TEXT: _Sections = {
-    "model": _SHAPE | {"text": {"dim": 8, "length": 12}},
+    "model": _SHAPE | {"in_channels": 4, "text": {"dim": 8, "length": 12}},
     "data": {"folder": "texts"},
 }
 _PROMPT = {"prompt": "a cat", "frames": 1, "height": 4, "width": 4}
@@ -69,6 +67,8 @@ class Variant(NamedTuple):
     export: tuple[str, ...] = ()
 
 
+_FULL = "packed rows, loader processes"
+"""Trains all of the model of text, of which another trains adapters."""
 VARIANTS = {
     "classes": Variant(_CLASSES),
     "LoRA": Variant(
@@ -80,7 +80,7 @@ VARIANTS = {
         },
         export=("lora", "export", "--out", "lora.safetensors"),
     ),
-    "packed rows, loader processes": Variant(
+    _FULL: Variant(
         _OF_TEXT
         | {
             "run": {"seed": 5},
@@ -143,10 +143,11 @@ class Campaign:
     def __init__(self, folder: Path, steps: int = STEPS):
         self.folder, self.data, self.steps = folder, folder / "digits", steps
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "weights").exists():
-            _write_inputs(folder)
         for name, variant in VARIANTS.items():
             self._config(name).write_text(json.dumps(self._settings(variant)))
+        if not (folder / "weights").exists():
+            config = read_config(self.flags("full", _FULL), "train.py")
+            _write_inputs(folder, config.model)
         self.starter = Starter(folder / "output")
 
     def _config(self, variant: str) -> Path:
@@ -282,7 +283,7 @@ def _file_name(variant: str) -> str:
     return variant.replace(",", "").replace(" ", "_")
 
 
-def _write_inputs(folder: Path) -> None:
+def _write_inputs(folder: Path, model: ModelConfig) -> None:
     """Data of classes, of clips and of texts, and weights to begin from."""
     Digits(mix=((1, 8, 8, 64),), frames_per_latent=1).write(folder / "digits")
     mix = ((1, 8, 8, 32), (5, 8, 8, 16), (1, 8, 16, 16))
@@ -295,9 +296,9 @@ def _write_inputs(folder: Path) -> None:
             words = f"cat {number}"
             latents = rng.normal(size=(*size, 4)).astype(np.float32)
             writer.add(latents, text.encode(words), size, caption=words)
-    shapes = abstract_model(_TEXT).params
+    shapes = abstract_model(model).params
     values = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), shapes)
-    save_weights(folder / "weights", values, _TEXT)
+    save_weights(folder / "weights", values, model)
 
 
 # ---------------------------------------------------------------- what is left

@@ -69,15 +69,24 @@ def test_a_kill_counts_for_the_phases_that_are_open(interrupted):
     assert interrupted.marked() == (("saving", "validation"), "SIGKILL")
 
 
-def test_a_kill_that_comes_late_does_not_count_for_its_aim(interrupted):
-    for _ in range(2):
-        with interrupted.phases.during("validation"):
-            pass
+def test_a_kill_comes_before_its_phase_is_over_and_once(interrupted):
     with interrupted.phases.during("sampling"):
+        for _ in range(2):
+            with interrupted.phases.during("validation"):
+                assert interrupted.sent == []
+    assert interrupted.sent == [(os.getpid(), signal.SIGKILL)]
+    assert interrupted.marked() == (("sampling", "validation"), "SIGKILL")
+    with interrupted.phases.during("validation"):  # as after SIGTERM
         interrupted.time_is_up()
-    assert interrupted.marked() == (("sampling",), "SIGKILL")
-    with interrupted.phases.during("end"):  # as after SIGTERM
-        assert interrupted.marked() == (("sampling",), "SIGKILL")
+    assert interrupted.marked() == (("sampling", "validation"), "SIGKILL")
+    assert len(interrupted.sent) == 1
+
+
+def test_a_phase_that_never_begins_is_not_hit(interrupted):
+    with interrupted.phases.during("validation"), interrupted.phases.during("end"):
+        pass
+    assert interrupted.sent == []
+    assert interrupted.marked() == ((), "")
 
 
 def test_every_phase_is_that_of_a_function_that_exists():
