@@ -1,5 +1,6 @@
 """The manifest: a Parquet row per sample, beside the shards that hold the samples."""
 
+import hashlib
 import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from alload_jax.planning.samples import Samples, samples_from_columns
 
 MANIFEST_NAME = "manifest.parquet"
 METADATA_KEY = b"alload-manifest"
+DIGEST_KEY = b"alload-manifest-sha256"
+"""Key of what `manifest_digest` returns, in the metadata of the file."""
 CAPTION = "caption"
 """Column of texts in words; null where a sample has none. Older manifests lack it."""
 VAE, FPS = "vae", "fps"
@@ -185,14 +188,34 @@ def fps_of(origin: Mapping[str, Any]) -> float | None:
 
 
 def manifest_metadata(path: Path) -> dict[str, Any]:
-    """Returns the writer's notes from a manifest's Parquet metadata; empty for other files."""
+    """Returns the writer's notes from a manifest's Parquet metadata; empty for other files.
+
+    Raises:
+      InputError: the notes, or the names and types of the columns, are not as they were written.
+    """
     require_regular(path, "prepare the data again")
     try:
-        metadata = pyarrow.parquet.read_schema(path).metadata or {}
-        notes = parse_json(metadata.get(METADATA_KEY, b"{}"), str(path), "")
+        file = pyarrow.parquet.read_metadata(path)
+        schema = file.schema.to_arrow_schema()
+        metadata = schema.metadata or {}
+        written = metadata.get(METADATA_KEY, b"{}")
+        notes = parse_json(written, str(path), "")
     except (pa.ArrowInvalid, OSError, ValueError):
         return {}
+    digest_then = metadata.get(DIGEST_KEY)  # older manifests have none
+    if digest_then not in (None, manifest_digest(schema, file.num_rows, written)):
+        raise InputError(
+            f"{path}: its notes are damaged: they differ from their SHA-256; restore the file, or "
+            "prepare the data again"
+        )
     return notes if isinstance(notes, dict) else {}
+
+
+def manifest_digest(schema: pa.Schema, rows: int, notes: bytes) -> bytes:
+    """SHA-256 of what a manifest's pages, which have checksums of their own, do not hold."""
+    # Parquet calls the items of a list elements.
+    columns = [(field.name, str(field.type).replace("element: ", "item: ")) for field in schema]
+    return hashlib.sha256(repr((columns, rows, notes)).encode()).hexdigest().encode()
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -292,8 +315,15 @@ def read_columns(path: Path, names: list[str]) -> pa.Table:
     require_regular(path, "prepare the data again")
     try:
         found = pyarrow.parquet.read_schema(path).names
-        table = pyarrow.parquet.read_table(path, columns=[name for name in names if name in found])
+        table = pyarrow.parquet.read_table(
+            path,
+            columns=[name for name in names if name in found],
+            page_checksum_verification=True,
+        )
         table.validate(full=True)  # a flipped bit can make text that is no UTF-8
+        rows = pyarrow.parquet.read_metadata(path).num_rows
+        if len(table) != rows:
+            raise OSError(f"{len(table)} rows of {rows}")
         return table
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]

@@ -5,13 +5,16 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import safetensors
-import safetensors.numpy
 
 from alload_jax.errors import InputError
 from alload_jax.files import replacing
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.named_tensors import Naming, Tensor
-from alload_jax.models.common.safetensor_files import TEXT_LENGTH, WeightsDtype
+from alload_jax.models.common.safetensor_files import (
+    TEXT_LENGTH,
+    WeightsDtype,
+    write_safetensors,
+)
 from alload_jax.models.families import family_of
 from alload_jax.models.lora_files import Adapter, Target
 
@@ -97,12 +100,11 @@ def write_lora(
     }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        notes = {"format": "pt"} | ({BASE_NOTE: base} if base else {})
+        notes = {BASE_NOTE: base} if base else {}
         if text_length is not None:
             notes[TEXT_LENGTH] = str(text_length)
         with replacing(file) as unfinished:
-            safetensors.numpy.save_file(content, unfinished, metadata=notes)
-            unfinished.chmod(0o644)  # safetensors writes files that only their owner can read
+            write_safetensors(unfinished, content, notes)
     except (OSError, safetensors.SafetensorError) as error:
         raise InputError(f"{file}: cannot be written ({error}); make room, or name another") from (
             error

@@ -8,6 +8,7 @@ model's original repository and ComfyUI (`diffusion_model.blocks.0.self_attn.q.l
 
 import math
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,12 @@ from alload_jax.errors import InputError
 from alload_jax.files import parse_json, read_text
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.named_tensors import Tensor
-from alload_jax.models.common.safetensor_files import FLOATS, TEXT_LENGTH, open_safetensors
+from alload_jax.models.common.safetensor_files import (
+    FLOATS,
+    TEXT_LENGTH,
+    check_sum,
+    open_safetensors,
+)
 from alload_jax.models.families import family_of
 
 _PREFIX = re.compile(
@@ -90,6 +96,7 @@ def read_lora(place: str | Path, config: ModelConfig) -> LoraFile:
         not.
     """
     file = _file(Path(place))
+    check_sum(file)
     with open_safetensors(file) as handle:
         names = list(handle.keys())
         content = {key: _read(file, handle, key) for key in names}
@@ -204,13 +211,22 @@ def _add(
             tensor = _require(table.find(module, kind), module, kind)
             value = found[what].astype(np.float32)
             _check_shape(f"{module}.{what}", value.shape, tensor.shape)
-            differences[Target(tensor.path, tensor.layer)] = tensor.to_ours(value)
+            target = Target(tensor.path, tensor.layer)
+            _require_first(module, target, differences)
+            differences[target] = tensor.to_ours(value)
     if not found.keys() & {"down", "up"}:
         return
     if not {"down", "up"} <= found.keys():
         raise InputError(f"{module} has only one of the two matrices")
     tensor = _require(table.find(module, "weight"), module, "weight")
-    adapters[Target(tensor.path, tensor.layer)] = _to_ours(module, tensor, found, notes)
+    target = Target(tensor.path, tensor.layer)
+    _require_first(module, target, adapters)
+    adapters[target] = _to_ours(module, tensor, found, notes)
+
+
+def _require_first(module: str, target: Target, found: Container[Target]) -> None:
+    if target in found:
+        raise InputError(f"{module} names the same layer as another key, in another naming")
 
 
 def _require(tensor: Tensor | None, module: str, kind: str) -> Tensor:

@@ -1,6 +1,7 @@
 """Loads and saves weights as safetensors, one tensor at a time."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import tempfile
@@ -12,7 +13,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import safetensors
-import safetensors.numpy
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
@@ -20,11 +20,13 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig, TextConfig
 from alload_jax.models.common.named_tensors import Tensor
 from alload_jax.models.common.safetensor_files import (
+    CONFIG_SHA256,
     INDEX,
     STEM,
     TEXT_LENGTH,
     Checkpoint,
     WeightsDtype,
+    write_safetensors,
 )
 from alload_jax.models.common.stored import DtypeOf, StoredDtype
 from alload_jax.models.families import family_of, read_model_config
@@ -63,6 +65,7 @@ def load_weights(
         family = family_of(config)
         wanted = family.tensors(config, family.naming_of(set(checkpoint.keys)))
         _check_keys(checkpoint, wanted, family.ignored_tensors)
+        checkpoint.check_sums()
         places = places_of(config, mesh, dtype_of)
         params: dict[str, Any] = {}
         for tensor in wanted:
@@ -166,31 +169,36 @@ def save_weights(
         unfinished = Path(scratch) / "transformer"
         unfinished.mkdir()
         try:
-            names = _write_tensors(unfinished, params, config, dtype, shard_bytes)
+            described = json.dumps(fields, indent=2) + "\n"
+            (unfinished / "config.json").write_text(described)
+            notes = {CONFIG_SHA256: hashlib.sha256(described.encode()).hexdigest()}
+            names = _write_tensors(unfinished, params, config, dtype, shard_bytes, notes)
         except safetensors.SafetensorError as error:
             raise InputError(
                 f"{folder}: cannot be written ({error}); free disk space there"
             ) from error
-        (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
         unfinished.replace(folder)  # replaces an empty folder
     return [folder / name for name in names]
 
 
 def _write_tensors(
-    folder: Path, params: Any, config: ModelConfig, dtype: WeightsDtype, shard_bytes: int
+    folder: Path,
+    params: Any,
+    config: ModelConfig,
+    dtype: WeightsDtype,
+    shard_bytes: int,
+    notes: dict[str, str],
 ) -> list[str]:
     """Writes the safetensors files and, if there are several, their index; returns their names."""
     arrays = flatten_dict(params, sep="/")
     target = np.dtype(np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
     groups = _groups(family_of(config).tensors(config, "diffusers"), target.itemsize, shard_bytes)
     names = [_file_name(n, len(groups)) for n in range(len(groups))]
-    notes = {"format": "pt"}
     if config.text is not None:
-        notes[TEXT_LENGTH] = str(config.text.length)
+        notes = notes | {TEXT_LENGTH: str(config.text.length)}
     for name, group in zip(names, groups, strict=True):
         content = {t.key: _to_checkpoint_layout(t, arrays[t.path]).astype(target) for t in group}
-        safetensors.numpy.save_file(content, folder / name, metadata=notes)
-        (folder / name).chmod(0o644)  # safetensors writes files that only their owner can read
+        write_safetensors(folder / name, content, notes)
     if len(groups) > 1:
         weight_map = {t.key: name for name, g in zip(names, groups, strict=True) for t in g}
         total = sum(math.prod(t.shape) for g in groups for t in g) * target.itemsize

@@ -19,7 +19,7 @@ from alload_jax.errors import InputError, one_line
 from alload_jax.training.base import BASE, Base
 from alload_jax.training.checkpoint_errors import as_input_error, raise_if_lost, reason_of_storage
 from alload_jax.training.checkpoint_identity import check_identity
-from alload_jax.training.checksums import damage, write_checksums
+from alload_jax.training.checksums import CHECKSUMS_NOTE, damage, write_checksums
 from alload_jax.training.commit_barrier import commit_barrier
 from alload_jax.training.state import TrainState
 
@@ -196,6 +196,7 @@ class Checkpoints:
         with self._errors_of_step(step):
             part = ocp.args.Composite(identity=ocp.args.JsonRestore())
             found = dict(self._manager.restore(step, args=part).identity)
+        found = {name: part for name, part in found.items() if name not in CHECKSUMS_NOTE}
         check_identity(self.folder / str(step), found, self._identity, self._defaults)
 
     def restore(self, step: int, like: TrainState) -> TrainState:
@@ -241,7 +242,7 @@ class Checkpoints:
         self._last_begun = step
         items: dict[str, Any] = {
             "state": ocp.args.StandardSave(_stored(state if self.base is None else bare(state))),
-            "identity": ocp.args.JsonSave(self._identity),
+            "identity": ocp.args.JsonSave(self._identity | CHECKSUMS_NOTE),
         }
         if self.base is not None:
             items[BASE] = ocp.args.JsonSave(self.base._asdict())

@@ -1,6 +1,7 @@
 """Checksums of a checkpoint's files, by which bit rot is found before it is trained on."""
 
 import json
+import sys
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,8 @@ from pathlib import Path
 from alload_jax.files import read_json, replacing
 
 CHECKSUMS_NAME = "checksums.json"
+CHECKSUMS_NOTE = {"checksums": "crc32"}
+"""What the identity of a checkpoint says of its checksums, so that their loss is noticed."""
 _LATER_FILES = (CHECKSUMS_NAME, "_CHECKPOINT_METADATA")
 """Files in a checkpoint's folder that change after the checksums are taken."""
 _PIECE = 1 << 24
@@ -26,10 +29,19 @@ def write_checksums(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str:
-    """What differs from the checksums of a checkpoint; "" if nothing, or if it has none."""
+    """What differs from the checksums of a checkpoint; "" if nothing.
+
+    Old versions wrote none and did not note any: a line warns that damage would not be seen.
+    """
     if what := not_regular(folder):
         return what
-    if not (folder / CHECKSUMS_NAME).exists():  # of an old version
+    if not (folder / CHECKSUMS_NAME).exists():
+        if _notes_checksums(folder):
+            return f"{CHECKSUMS_NAME} is missing"
+        print(
+            f"warning: {folder}: has no checksums, as an old version wrote it; damage is not seen",
+            file=sys.stderr,
+        )
         return ""
     try:
         files = read_json(folder / CHECKSUMS_NAME)["files"]
@@ -50,6 +62,15 @@ def not_regular(folder: Path) -> str:
         if path.exists() and not (path.is_file() or path.is_dir()):
             return f"{path.relative_to(folder)} is not a regular file"
     return ""
+
+
+def _notes_checksums(folder: Path) -> bool:
+    """Whether the identity of a checkpoint, as Orbax writes it, says that it has checksums."""
+    try:
+        identity = read_json(folder / "identity" / "metadata")
+        return CHECKSUMS_NOTE.items() <= identity.items()
+    except (OSError, ValueError, AttributeError):  # which reading it will report
+        return False
 
 
 def _files(folder: Path) -> Iterator[str]:

@@ -1,4 +1,6 @@
+import contextlib
 import json
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -12,13 +14,18 @@ from data_helpers import (
     random_samples,
     write_store,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from alload_jax.data.manifest import (
     MANIFEST_NAME,
     METADATA_KEY,
     manifest_metadata,
+    read_captions,
     read_manifest,
+    read_rows,
 )
+from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.planning.geometry import Geometry
 
@@ -286,3 +293,50 @@ def test_metadata_of_a_foreign_file_is_empty(tmp_path):
     assert manifest_metadata(tmp_path / "text") == {}
     assert manifest_metadata(tmp_path / "table") == {}
     assert manifest_metadata(tmp_path / "nothing") == {}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**9))
+def test_a_flipped_bit_changes_nothing_that_is_read(healthy_store, place):
+    path = healthy_store / MANIFEST_NAME
+    good, expected = path.read_bytes(), content_of(healthy_store)
+    damaged = bytearray(good)
+    damaged[place // 8 % len(good)] ^= 1 << place % 8
+    path.write_bytes(damaged)
+    with contextlib.suppress(InputError):  # which is what most flips give
+        assert content_of(healthy_store) == expected
+    path.write_bytes(good)
+
+
+@pytest.mark.parametrize("change", ["note", "row", "column"])
+def test_notes_rows_and_columns_must_be_those_of_the_digest(healthy_store, tmp_path, change):
+    shutil.copytree(healthy_store, tmp_path / "store")
+    path = tmp_path / "store" / MANIFEST_NAME
+    table = pyarrow.parquet.read_table(path)
+    metadata = table.schema.metadata
+    changed = {
+        "note": table.replace_schema_metadata(
+            metadata | {METADATA_KEY: metadata[METADATA_KEY].replace(b'"16"', b'"17"')}
+        ),
+        "row": table.slice(1),
+        "column": table.drop_columns(["captions"]),
+    }
+    pyarrow.parquet.write_table(changed[change], path)
+    refused(tmp_path / "store", "its notes are damaged: they differ from their SHA-256; restore")
+
+
+def content_of(folder):
+    manifest = read_manifest(folder)
+    parts = {**vars(manifest), "captions": read_captions(folder), "rows": read_rows(folder)}
+    return repr([parts[name] for name in sorted(parts)])
+
+
+@pytest.fixture(scope="module")
+def healthy_store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("healthy") / "store"
+    origin = {"fps": "16", "vae": "wan2.1"}
+    with StoreWriter(folder, vae_stride=(1, 1, 1), origin=origin) as writer:
+        for number, sample in enumerate(random_samples(12)):
+            other = (sample.labels, f"another text {number}")
+            writer.add(*sample, caption=f"a cat, number {number}", alternatives=[other])
+    return folder

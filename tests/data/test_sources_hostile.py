@@ -203,6 +203,18 @@ def test_samples_of_two_kinds_are_refused(tmp_path):
         refused(tmp_path / name, tmp_path / name, "sample 1", "one kind")
 
 
+def test_a_sample_with_the_name_of_a_text_is_refused(tmp_path):
+    for name in ("x", "x_te"):
+        save_file({"z": np.zeros((16, 1, 2, 2), np.float32)}, tmp_path / f"{name}.safetensors")
+        save_file({"t5": np.zeros((1, 4), np.float32)}, tmp_path / f"{name}_te.safetensors")
+    config = SafetensorsFolder(
+        latents="z", text="t5", text_suffix="_te.safetensors", normalize="none"
+    )
+    with pytest.raises(InputError) as error:
+        open_source(str(tmp_path), config)
+    assert_says(error, tmp_path / "x_te.safetensors", "x_te_te.safetensors", "rename the sample")
+
+
 # ---------------------------------------------------------------- musubi-tuner
 
 
@@ -215,6 +227,31 @@ def test_clips_of_a_video_share_its_text(tmp_path):
     assert len(source.manifest) == 2
     for number in range(2):
         np.testing.assert_array_equal(source.read(number)["text"], SAMPLES[1].text)
+
+
+def test_a_text_of_musubi_that_may_be_of_two_names_is_refused(tmp_path):
+    """A clip of foo.mp4, or the whole of foo_00016-009.mp4."""
+    write_musubi(tmp_path, SAMPLES[1:2])
+    (clip,) = tmp_path.glob("*_wan.safetensors")
+    (text,) = tmp_path.glob("*_wan_te.safetensors")
+    own = clip.name.replace("_1920x1080_wan", "_wan_te")
+    (tmp_path / own).write_bytes(text.read_bytes())
+    refused(tmp_path, clip, text.name, own, "rename")
+    text.unlink()
+    assert len(open_source(str(tmp_path)).manifest) == 1
+
+
+def test_dots_and_capitals_in_names_of_musubi_keep_texts_apart(tmp_path):
+    write_musubi(tmp_path, SAMPLES)
+    keys = {0: "a.v1.0", 1: "a.v1.1", 2: "A.v1.0"}
+    for path in sorted(tmp_path.iterdir()):
+        number = int(path.name.removeprefix("my file_")[:3])
+        path.rename(path.with_name(path.name.replace(f"my file_{number:03d}", keys[number])))
+    source = open_source(str(tmp_path))
+    order = sorted(range(3), key=lambda number: keys[number].encode())
+    for sample, number in enumerate(order):
+        np.testing.assert_array_equal(source.read(sample)["text"], SAMPLES[number].text)
+    assert source.captions(range(3)) == [SAMPLES[number].caption for number in order]
 
 
 def test_musubi_caches_that_cannot_be_used_are_refused(tmp_path):

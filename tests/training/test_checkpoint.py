@@ -1,3 +1,4 @@
+import json
 import shutil
 
 import jax
@@ -155,8 +156,12 @@ def garble_identity(folder):
     (folder / "identity" / "metadata").write_text("[1]")
 
 
-def drop_checksums(folder):
+def as_an_old_version_wrote_it(folder):
     (folder / CHECKSUMS_NAME).unlink()
+    identity = folder / "identity" / "metadata"
+    fields = json.loads(identity.read_text())
+    del fields["checksums"]
+    identity.write_text(json.dumps(fields))
 
 
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), file=st.integers(0, 10**6))
@@ -211,13 +216,39 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, made, capsys):
     assert (tmp_path / "damaged-9-2").is_dir()
 
 
+def test_lost_checksums_are_damage(tmp_path, made, capsys):
+    identity = {"model": MODEL.architecture()}
+    with opened(tmp_path, identity, keep=3) as checkpoints:
+        for step in (3, 6):
+            checkpoints.save(step, made[0])
+    (tmp_path / "6" / CHECKSUMS_NAME).unlink()
+    with pytest.raises(InputError, match=r"\(checksums.json is missing\); choose another with"):
+        restore_weights(tmp_path, 6, MODEL, ALL_TRAINED, one_device_mesh())
+    with opened(tmp_path, identity, keep=3) as checkpoints:
+        assert checkpoints.continue_from(Cluster()) == 3
+    warning = f"warning: {tmp_path}/6: checksums.json is missing; it is moved to damaged-6\n"
+    assert capsys.readouterr().err == warning
+
+
+def test_a_checkpoint_that_never_had_checksums_is_used_with_a_warning(tmp_path, made, capsys):
+    state, like = made
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(3, state)
+    as_an_old_version_wrote_it(tmp_path / "3")
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.continue_from(Cluster()) == 3
+        jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(3, like), state)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: {tmp_path}/3: has no checksums")
+
+
 @pytest.mark.parametrize("harm", [remove_arrays, garble_arrays, garble_manifest, garble_identity])
 def test_a_damaged_checkpoint_is_one_line(tmp_path, made, harm):
     state, like = made
     identity = {"model": MODEL.architecture()}
     with opened(tmp_path, identity) as checkpoints:
         checkpoints.save(1, state)
-    drop_checksums(tmp_path / "1")  # as of an old version
+    as_an_old_version_wrote_it(tmp_path / "1")
     harm(tmp_path / "1")
     with opened(tmp_path, identity) as checkpoints:
         with pytest.raises(InputError, match="1: this checkpoint cannot be read") as refused:

@@ -4,10 +4,13 @@ import codecs
 import math
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
 
+from alload_jax.data.prepare.sources import MEDIA, readable_name, suffix_of
 from alload_jax.data.prepare.unusable import UnusableError
 from alload_jax.errors import InputError
 from alload_jax.files import parse_json
@@ -99,6 +102,79 @@ class CaptionRule:
             return self.of_values([found])
         by_name = {str(key): value for key, value in found.items()}
         return self.of_values([by_name[name] for name in self.columns(by_name)])
+
+
+class _Stem(NamedTuple):
+    """What a caption and its media file have in common; a lower level is closer."""
+
+    level: int
+    name: str
+
+
+class CaptionFiles:
+    """The caption files of a folder or an archive, by the media that they belong to.
+
+    clip.v1.mp4 has clip.v1.txt or clip.v1.mp4.txt, else the file whose name differs in its Unicode
+    form only, as names from macOS do, and in an archive else the one with the same name up to the
+    first dot, as WebDataset groups members. A caption belongs to the media that it is closest to.
+    """
+
+    def __init__(self, names: Sequence[str], by_first_dot: bool = False):
+        """Takes all names of files; an archive may have a name several times."""
+        self._by_first_dot = by_first_dot
+        self._count = Counter(names)
+        self._media: Counter[tuple[_Stem, str]] = Counter()
+        self._texts: dict[tuple[_Stem, str], list[str]] = defaultdict(list)
+        for name in (each for each in names if suffix_of(each) in MEDIA):
+            self._media.update((stem, suffix_of(name)) for stem in self._stems_of_media(name))
+        stems = {stem for stem, _ in self._media}
+        for name in (each for each in names if suffix_of(each) in SIDECARS):
+            fitting = [stem for stem in self._stems(_base(name)) if stem in stems]
+            if fitting:
+                self._texts[fitting[0], suffix_of(name)].append(name)
+
+    def of(self, name: str) -> str | None:
+        """The caption file of a media file; None if there is none.
+
+        Raises:
+          UnusableError: several belong to it, or one belongs to several files of its suffix.
+        """
+        if self._count[name] > 1:
+            raise UnusableError("several files have this name; keep one")
+        for stem in self._stems_of_media(name):
+            for suffix in SIDECARS:
+                texts = self._texts.get((stem, suffix), [])
+                if len(texts) > 1:
+                    both = " and ".join(map(readable_name, texts[:2]))
+                    raise UnusableError(f"several captions, {both}; keep one")
+                if texts and self._media[stem, suffix_of(name)] > 1:
+                    raise UnusableError(
+                        f"several {suffix_of(name)} files for the caption {readable_name(texts[0])}"
+                        "; give each a caption with its own name"
+                    )
+                if texts:
+                    return texts[0]
+        return None
+
+    def _stems_of_media(self, name: str) -> list[_Stem]:
+        return sorted({*self._stems(_base(name)), *self._stems(name)}, key=_closeness)
+
+    def _stems(self, base: str) -> list[_Stem]:
+        composed = unicodedata.normalize("NFC", base)
+        folder, slash, last = composed.rpartition("/")
+        first = last.partition(".")[0]
+        grouped = [_Stem(2, folder + slash + first)] if first and self._by_first_dot else []
+        return [_Stem(0, base), _Stem(1, composed), *grouped]
+
+
+def _base(name: str) -> str:
+    """A file name without its suffix."""
+    return name.removesuffix(PurePosixPath(name).suffix)
+
+
+def _closeness(stem: _Stem) -> tuple[int, int]:
+    """Sorts clip, of clip.mp4, before clip.mp4 itself."""
+    return stem.level, len(stem.name)
 
 
 def _numbered(names: Iterable[str], base: str) -> list[str]:

@@ -1,15 +1,16 @@
 """Media in a folder, with captions in .txt or .json beside each file."""
 
 import os
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from alload_jax.data.prepare.captions import LONGEST_FILE, SIDECARS, CaptionRule
+from alload_jax.data.prepare.captions import LONGEST_FILE, SIDECARS, CaptionFiles, CaptionRule
 from alload_jax.data.prepare.sources import (
     MEDIA,
     Item,
     checked_source,
     read_bytes,
     readable_name,
+    suffix_of,
 )
 from alload_jax.data.prepare.unusable import UnusableError
 
@@ -34,41 +35,35 @@ def folder_items(folder: Path, rule: CaptionRule) -> list[Item]:
         for name in (*files, *(one for one in folders if (Path(parent) / one).is_symlink())):
             if not name.startswith("."):
                 names.append((Path(parent) / name).relative_to(root).as_posix())
-    present = frozenset(names)
+    texts = CaptionFiles(names)
     for name in sorted(names, key=os.fsencode):
-        suffix = PurePosixPath(name).suffix.lower()
-        if suffix in MEDIA or (suffix not in _SILENT):
-            items.append(_item(root, name, present, rule))
+        if suffix_of(name) in MEDIA or suffix_of(name) not in _SILENT:
+            items.append(_item(root, name, texts, rule))
     return items
 
 
-def _item(root: Path, name: str, present: frozenset[str], rule: CaptionRule) -> Item:
-    suffix = PurePosixPath(name).suffix.lower()
+def _item(root: Path, name: str, texts: CaptionFiles, rule: CaptionRule) -> Item:
+    suffix = suffix_of(name)
     try:
         if suffix not in MEDIA:
             linked = (root / name).is_dir()
             reason = "link to a folder, which is not followed" if linked else ""
             raise UnusableError(reason or f"suffix {suffix or 'missing'}: not an image or video")
         source = checked_source(root, name)
-        captions = _captions(root, name, present, rule)
+        captions = _captions(root, texts.of(name), rule)
         return Item.captioned(readable_name(name), source, captions)
     except UnusableError as error:
         return Item(readable_name(name), None, reason=str(error))
 
 
-def _captions(root: Path, name: str, present: frozenset[str], rule: CaptionRule) -> list[str]:
-    """The captions of `clip.mp4` in clip.txt, clip.json, or clip.mp4.txt."""
-    for base in (name[: -len(PurePosixPath(name).suffix)], name):
-        for suffix in SIDECARS:
-            if base + suffix not in present:
-                continue
-            if (root / (base + suffix)).is_file() and not (root / (base + suffix)).stat().st_size:
-                return [""]
-            try:
-                data = read_bytes(checked_source(root, base + suffix), LONGEST_FILE)
-            except UnusableError as error:
-                raise UnusableError(
-                    f"its caption {readable_name(base + suffix)}: {error}"
-                ) from error
-            return rule.of_sidecar(data, suffix)
-    return []
+def _captions(root: Path, text: str | None, rule: CaptionRule) -> list[str]:
+    """The captions in the file of that name; none if there is no file."""
+    if text is None:
+        return []
+    if (root / text).is_file() and not (root / text).stat().st_size:
+        return [""]
+    try:
+        data = read_bytes(checked_source(root, text), LONGEST_FILE)
+    except UnusableError as error:
+        raise UnusableError(f"its caption {readable_name(text)}: {error}") from error
+    return rule.of_sidecar(data, suffix_of(text))

@@ -61,7 +61,12 @@ class Item:
     @property
     def is_image(self) -> bool:
         """Whether the suffix is an image's."""
-        return PurePosixPath(self.name).suffix.lower() in IMAGES
+        return suffix_of(self.name) in IMAGES
+
+
+def suffix_of(name: str) -> str:
+    """The suffix of a file name in lower case, such as `.mp4`."""
+    return PurePosixPath(name).suffix.lower()
 
 
 def readable_name(name: str) -> str:

@@ -1,8 +1,8 @@
 """Media that a table lists: .csv, .jsonl or .parquet."""
 
 import csv
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +15,7 @@ from alload_jax.data.prepare.captions import (
     as_caption,
     require_column,
 )
-from alload_jax.data.prepare.sources import MEDIA, Item, checked_source, readable_name
+from alload_jax.data.prepare.sources import MEDIA, Item, checked_source, readable_name, suffix_of
 from alload_jax.data.prepare.unusable import UnusableError, short
 from alload_jax.errors import InputError
 from alload_jax.files import parse_json, require_regular
@@ -48,6 +48,7 @@ def table_items(table: Path, path_column: str | None, rule: CaptionRule) -> list
     captions = rule.columns(name for name in names if name != path)
     if rule.column is not None and not captions:
         require_column(place, names, CAPTION_COLUMNS, rule.column, "--caption-column")
+    _require_once(table, names, (path, *captions))
     root = table.parent.resolve()
     return [
         _item(root, row.get(path), rule.of_values(row.get(name) for name in captions))
@@ -55,14 +56,25 @@ def table_items(table: Path, path_column: str | None, rule: CaptionRule) -> list
     ]
 
 
+def _require_once(table: Path, names: Iterable[str], used: Iterable[str]) -> None:
+    """Refuses a table in which a column that is used has the name of another in other letters."""
+    names = list(names)
+    for column in used:
+        same = [name for name in names if name.strip().lower() == column.strip().lower()]
+        if len(same) > 1:
+            raise InputError(
+                f"{table}: has the columns {same[0]!r} and {same[1]!r}, whose names are the same "
+                "but for case and spaces; rename or remove one"
+            )
+
+
 def _item(root: Path, path: Any, captions: list[str]) -> Item:
     name = readable_name(as_caption(path) or "")
     try:
         if not name:
             raise UnusableError("row without a path")
-        if PurePosixPath(name).suffix.lower() not in MEDIA:
-            suffix = PurePosixPath(name).suffix or "missing"
-            raise UnusableError(f"suffix {suffix}: not an image or video")
+        if (suffix := suffix_of(name)) not in MEDIA:
+            raise UnusableError(f"suffix {suffix or 'missing'}: not an image or video")
         return Item.captioned(name, checked_source(root, name), captions)
     except UnusableError as error:
         return Item(name, None, reason=str(error))
@@ -73,6 +85,8 @@ def _csv_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[_Row]:
     try:
         with table.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
+            fields = [name for name in reader.fieldnames or () if name]
+            _require_once(table, fields, fields)
             for row in reader:
                 if None in row:
                     raise InputError(
@@ -101,6 +115,7 @@ def _parquet_rows(table: Path, path_column: str | None, rule: CaptionRule) -> It
         asked = (name.lower() for name in (path_column, rule.column) if name)
         known = {*PATH_COLUMNS, *CAPTION_COLUMNS, *asked}
         held = file.schema_arrow.names
+        _require_once(table, held, held)
         captions = rule.columns(held)
         names = [name for name in held if name.lower() in known or name in captions]
         if not names:

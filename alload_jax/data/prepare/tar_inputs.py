@@ -1,12 +1,20 @@
-"""Media in WebDataset shards: members of a .tar file that share a stem belong together."""
+"""Media in WebDataset shards: members of a .tar file whose names agree belong together."""
 
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 
-from alload_jax.data.prepare.captions import LONGEST_FILE, SIDECARS, CaptionRule
-from alload_jax.data.prepare.sources import MEDIA, Item, Source, read_bytes, readable_name
+from alload_jax.data.prepare.captions import LONGEST_FILE, CaptionFiles, CaptionRule
+from alload_jax.data.prepare.sources import (
+    MEDIA,
+    Item,
+    Source,
+    read_bytes,
+    readable_name,
+    suffix_of,
+)
 from alload_jax.data.prepare.unusable import UnusableError, short
 
 
@@ -27,16 +35,20 @@ def tar_items(tars: Sequence[Path], rule: CaptionRule) -> list[Item]:
 
 def _items(path: Path, rule: CaptionRule) -> list[Item]:
     members, damage = _members(path)
-    texts = {
-        _stem(member.name): member
-        for suffix in reversed(SIDECARS)
-        for member in reversed(members)
-        if _suffix(member.name) == suffix
-    }
+    named = [(_name(member), member) for member in members if not member.isdir()]
+    texts, by_name = CaptionFiles([name for name, _ in named], by_first_dot=True), dict(named)
+
+    def captions(name: str) -> list[str]:
+        text = texts.of(name)
+        if text is None:
+            return []
+        data = read_bytes(_source(path, by_name[text]), LONGEST_FILE)
+        return rule.of_sidecar(data, suffix_of(text))
+
     items = [
-        _item(path, member, texts.get(_stem(member.name)), rule)
-        for member in members
-        if _suffix(member.name) in MEDIA and not member.isdir()
+        _item(path, member, partial(captions, name))
+        for name, member in named
+        if suffix_of(name) in MEDIA
     ]
     return [*items, Item(readable_name(path.name), None, reason=damage)] if damage else items
 
@@ -52,22 +64,15 @@ def _members(path: Path) -> tuple[list[tarfile.TarInfo], str]:
     return members, ""
 
 
-def _item(
-    path: Path, member: tarfile.TarInfo, text: tarfile.TarInfo | None, rule: CaptionRule
-) -> Item:
+def _item(path: Path, member: tarfile.TarInfo, captions: Callable[[], list[str]]) -> Item:
     name = readable_name(f"{path.name}/{member.name}")
     try:
         source = _source(path, member)
         if not source.size:
             raise UnusableError("empty file (0 bytes)")
-        return Item.captioned(name, source, [] if text is None else _captions(path, text, rule))
+        return Item.captioned(name, source, captions())
     except UnusableError as error:
         return Item(name, None, reason=str(error))
-
-
-def _captions(path: Path, text: tarfile.TarInfo, rule: CaptionRule) -> list[str]:
-    data = read_bytes(_source(path, text), LONGEST_FILE)
-    return rule.of_sidecar(data, _suffix(text.name))
 
 
 def _source(path: Path, member: tarfile.TarInfo) -> Source:
@@ -83,11 +88,6 @@ def _source(path: Path, member: tarfile.TarInfo) -> Source:
     return Source(Path(os.path.realpath(path)), member.offset_data, member.size)
 
 
-def _stem(name: str) -> str:
-    """The name up to the first dot of its last part, as WebDataset groups members."""
-    folder, _, last = name.rpartition("/")
-    return f"{folder}/{last.partition('.')[0]}"
-
-
-def _suffix(name: str) -> str:
-    return PurePosixPath(name).suffix.lower()
+def _name(member: tarfile.TarInfo) -> str:
+    """A member's name, the same for ./clip.mp4 and clip.mp4."""
+    return str(PurePosixPath(member.name))

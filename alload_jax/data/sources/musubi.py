@@ -65,9 +65,14 @@ def _text_file(folder: Path, name: str, present: set[str]) -> str:
         )
     keys = [found["key"], found["key"] + (found["clip"] or "")]
     files = [str(path.with_name(key + TEXT_SUFFIX)) for key in keys]
-    for file in files:
-        if file in present:
-            return file
+    there = sorted({file for file in files if file in present})
+    if len(there) > 1:
+        raise InputError(
+            f"{folder / name}: both {there[0]} and {there[1]} may be its text; rename the media "
+            "file of one of them and cache it again, or remove one"
+        )
+    if there:
+        return there[0]
     raise InputError(
         f"{folder / name}: its text {files[0]} is missing; run "
         "wan_cache_text_encoder_outputs.py, or remove the file"

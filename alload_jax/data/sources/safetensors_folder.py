@@ -60,10 +60,25 @@ class SafetensorsFolder:
             raise InputError(f"{place}: holds no {SUFFIX} files; set data.folder to their folder")
         present = set(files)
         if self.text_suffix:
-            files = [name for name in files if not name.endswith(self.text_suffix)]
+            files = [name for name in files if not self._is_text(place, name, present)]
         names = [self._names(place, name, present) for name in files]
         reading = Reading(self.layout, self.normalize, classes=self.labels is not None)
         return TensorSamples(place, names, reading, self.vae_stride, {"format": "safetensors"})
+
+    def _is_text(self, folder: Path, name: str, present: set[str]) -> bool:
+        """Whether a file holds the text of another.
+
+        Raises:
+          InputError: it has a text of its own, as samples do.
+        """
+        assert self.text_suffix is not None
+        own = name.removesuffix(SUFFIX) + self.text_suffix
+        if name.endswith(self.text_suffix) and own in present:
+            raise InputError(
+                f"{folder / name}: its name is that of a text, but {own} would be its own; rename "
+                "the sample so that it does not end in data.source.text_suffix"
+            )
+        return name.endswith(self.text_suffix)
 
     def _names(self, folder: Path, name: str, present: set[str]) -> TensorNames:
         other = name.removesuffix(SUFFIX) + self.text_suffix if self.text_suffix else name

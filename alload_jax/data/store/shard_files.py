@@ -18,9 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from alload_jax.data.manifest import (
+    DIGEST_KEY,
     MANIFEST_NAME,
     METADATA_KEY,
     in_row_schema,
+    manifest_digest,
     manifest_metadata,
 )
 
@@ -68,9 +70,15 @@ def replace_by(path: Path, unfinished: Path) -> None:
 
 def write_rows(path: Path, rows: pa.Table, notes: dict[str, Any]) -> None:
     """Writes rows and notes as Parquet; the same bytes for the same values."""
-    rows = rows.combine_chunks().replace_schema_metadata({METADATA_KEY: json.dumps(notes).encode()})
+    written = json.dumps(notes).encode()
+    digest = manifest_digest(rows.schema, len(rows), written)
+    rows = rows.combine_chunks().replace_schema_metadata(
+        {METADATA_KEY: written, DIGEST_KEY: digest}
+    )
     with replacing(path) as unfinished:
-        pyarrow.parquet.write_table(rows, unfinished, version="2.6", compression="snappy")
+        pyarrow.parquet.write_table(
+            rows, unfinished, version="2.6", compression="snappy", write_page_checksum=True
+        )
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,9 @@
-"""Finds the safetensors files of a checkpoint and reads one tensor at a time."""
+"""Finds the safetensors files of a checkpoint, reads one tensor at a time, and writes exports."""
 
+import hashlib
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +18,12 @@ from alload_jax.files import read_json, require_regular
 TEXT_LENGTH = "alload_text_length"
 """Metadata key of exports: the number of tokens to which training padded the texts."""
 
+SHA256 = "alload_sha256"
+"""Metadata key of exports: SHA-256 of the file's bytes, with zeros for these 64 digits."""
+
+CONFIG_SHA256 = "alload_config_sha256"
+"""Metadata key of exports: SHA-256 of the config.json beside the file."""
+
 WeightsDtype = Literal["float32", "bfloat16"]
 """Dtypes in which weights are written."""
 
@@ -23,6 +33,10 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights in safetensors."""
 _PREFIX = "model.diffusion_model."
 _PICKLED = (".pth", ".pt", ".bin", ".ckpt")
+_DIGITS = re.compile(rb'(?<="alload_sha256":")[^"]*')
+_NO_DIGITS = "0" * 64
+_PIECE = 1 << 24
+_THREADS = 4
 
 
 class Checkpoint:
@@ -78,6 +92,15 @@ class Checkpoint:
         handle, name = self.keys[key]
         return handle.get_tensor(name)
 
+    def check_sums(self) -> None:
+        """Reads all files that carry a SHA-256, as exports do, and compares it.
+
+        Raises:
+          InputError: a file, or the config.json beside it, is not as it was written.
+        """
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(check_sum, self.files))
+
     def note(self, name: str) -> str | None:
         """Returns the value of that name in the files' metadata; None if there is none."""
         found = [(handle.metadata() or {}).get(name) for handle, _ in self.keys.values()]
@@ -101,6 +124,60 @@ def open_safetensors(file: Path) -> Any:
         raise InputError(
             f"{file}: is not a valid safetensors file ({error}); download it again or name another"
         ) from error
+
+
+def check_sum(file: Path) -> None:
+    """Compares a file with the SHA-256 in its metadata, if there is one.
+
+    Raises:
+      InputError: the file, or the config.json that it was written with, has changed.
+    """
+    with open_safetensors(file) as handle:
+        notes = handle.metadata() or {}
+    config = file.with_name("config.json")
+    wrong = [file] if SHA256 in notes and notes[SHA256] != _sha256(file) else []
+    if CONFIG_SHA256 in notes and config.is_file() and not wrong:
+        same = notes[CONFIG_SHA256] == hashlib.sha256(config.read_bytes()).hexdigest()
+        wrong = [] if same else [config]
+    if wrong:
+        raise InputError(
+            f"{wrong[0]}: is damaged or was changed: its SHA-256 is not the one in the metadata of "
+            f"{file.name}; restore it, or export it again"
+        )
+
+
+def write_safetensors(
+    file: Path, content: Mapping[str, np.ndarray], notes: Mapping[str, str]
+) -> None:
+    """Writes tensors with metadata, among them the file's SHA-256; see `check_sum`.
+
+    Raises:
+      OSError, SafetensorError: the file cannot be written.
+    """
+    notes = {"format": "pt", **notes, SHA256: _NO_DIGITS}
+    safetensors.numpy.save_file(dict(content), file, metadata=notes)
+    file.chmod(0o644)  # safetensors writes files that only their owner can read
+    digits = _sha256(file).encode()
+    with file.open("r+b") as patched:
+        found = _DIGITS.search(patched.read(8 + _header_size(file)))
+        assert found is not None
+        patched.seek(found.start())
+        patched.write(digits)
+
+
+def _sha256(file: Path) -> str:
+    """SHA-256 of a file, with zeros for the digits of its own."""
+    with file.open("rb") as content:
+        header = content.read(8 + _header_size(file))
+        found = hashlib.sha256(_DIGITS.sub(_NO_DIGITS.encode(), header, count=1))
+        while piece := content.read(_PIECE):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def _header_size(file: Path) -> int:
+    with file.open("rb") as content:
+        return int.from_bytes(content.read(8), "little")
 
 
 def _files(place: Path) -> list[Path]:

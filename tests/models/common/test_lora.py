@@ -221,6 +221,14 @@ PAIR = {
         ({k: v.astype(np.int32) for k, v in PAIR.items()}, "is I32, not float 16 to 64"),
         (PAIR | {k.replace("transformer", "diffusion_model"): v for k, v in PAIR.items()}, "twice"),
         (
+            PAIR
+            | {
+                f"lora_unet_blocks_0_self_attn_q.lora_{part}.weight": value
+                for part, value in zip(("down", "up"), PAIR.values(), strict=True)
+            },
+            "names the same layer as another key",
+        ),
+        (
             {k.replace("transformer.blocks", "text_encoder.layers"): v for k, v in PAIR.items()},
             "is of a text encoder",
         ),

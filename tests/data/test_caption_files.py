@@ -1,0 +1,169 @@
+"""Captions land on their own sample, or the file is refused: dots, duplicates, cases, Unicode."""
+
+import contextlib
+import io
+import itertools
+import tarfile
+import unicodedata
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alload_jax.data.prepare.captions import CaptionFiles
+from alload_jax.data.prepare.inputs import find_items
+from alload_jax.data.prepare.unusable import UnusableError
+from alload_jax.errors import InputError
+
+COMPOSED, DECOMPOSED = "é", "e\u0301"
+STEMS = st.sampled_from(
+    ["a", "A", "b", "a.v1", "a.v1.0", "a.v1.1", "a b", "a.mp4", "x/a", COMPOSED, DECOMPOSED]
+)
+NAMES = st.builds("{}{}".format, STEMS, st.sampled_from([".mp4", ".MP4", ".png", ".txt", ".TXT"]))
+
+
+def base(name):
+    return name.rpartition(".")[0]
+
+
+def first_dot(name):
+    folder, slash, last = unicodedata.normalize("NFC", name).rpartition("/")
+    return folder + slash + last.partition(".")[0]
+
+
+def paired(names, **options):
+    """The caption file of each name of media; "refused" where none can be told."""
+    found, files = {}, CaptionFiles(names, **options)
+    for name in names:
+        if not name.lower().endswith(".txt"):
+            found[name] = "refused"
+            with contextlib.suppress(UnusableError):
+                found[name] = files.of(name)
+    return found
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(NAMES, max_size=8), st.booleans())
+def test_a_caption_lands_on_no_other_sample(names, in_archive):
+    names = names if in_archive else list(dict.fromkeys(names))
+    texts = [name for name in names if name.lower().endswith(".txt")]
+    media = [name for name in names if name not in texts]
+    found = paired(names, by_first_dot=in_archive)
+    kinds = Counter((base(name), name.lower()) for name in media)
+    for name, text in found.items():
+        own = [one for one in texts if base(one) == base(name)]
+        alone = kinds[base(name), name.lower()] == 1
+        if len(own) == 1 and alone and name + ".txt" not in texts and base(name) not in media:
+            assert text == own[0]
+        if len(own) > 1 or (own and not alone) or media.count(name) > 1:
+            assert text == "refused"
+        if text not in (None, "refused"):
+            rivals = {base(one) for one in media} - {base(name)} | set(media) - {name}
+            assert base(text) not in rivals or base(text) in (base(name), name)
+            assert first_dot(text) == first_dot(name)
+            assert in_archive or unicodedata.normalize("NFC", base(text)) in (
+                *(unicodedata.normalize("NFC", one) for one in (base(name), name)),
+            )
+
+
+@given(st.lists(NAMES, max_size=7), st.randoms())
+def test_the_order_of_names_changes_nothing(names, chance):
+    other = list(names)
+    chance.shuffle(other)
+    for by_first_dot in (False, True):
+        assert paired(names, by_first_dot=by_first_dot) == paired(other, by_first_dot=by_first_dot)
+
+
+VERSIONS = ["a.v1.0", "a.v1.1", "a.v1.2"]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_each_version_has_its_own_caption(order):
+    names = [f"{VERSIONS[n]}.mp4" for n in order] + [f"{stem}.txt" for stem in VERSIONS]
+    expected = {f"{stem}.mp4": f"{stem}.txt" for stem in VERSIONS}
+    assert paired(names) == paired(names, by_first_dot=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a.mp4", "a.caption.txt"], {"a.mp4": "a.caption.txt"}),
+        (["a.video.mp4", "a.words.txt"], {"a.video.mp4": "a.words.txt"}),
+        (["a.jpg", "a.mp4", "a.txt"], {"a.jpg": "a.txt", "a.mp4": "a.txt"}),
+        (["a.mp4", "a.txt", "a.bad.txt"], {"a.mp4": "a.txt"}),
+        (["a.mp4", "a.good.txt", "a.bad.txt"], {"a.mp4": "refused"}),
+        (["a.1.mp4", "a.2.mp4", "a.txt"], {"a.1.mp4": "refused", "a.2.mp4": "refused"}),
+        (["a.1.mp4", "a.2.mp4", "a.1.txt"], {"a.1.mp4": "a.1.txt", "a.2.mp4": None}),
+        (["a.1.mp4", "a.2.mp4"], {"a.1.mp4": None, "a.2.mp4": None}),
+        (["a.mp4", "a.mp4", "a.txt"], {"a.mp4": "refused"}),
+        (["a.mp4", "a.txt", "a.txt"], {"a.mp4": "refused"}),
+        (["a.mp4", "A.txt"], {"a.mp4": None}),
+        (["a.mp4", "x/a.txt"], {"a.mp4": None}),
+        (["A.MP4", "A.TXT"], {"A.MP4": "A.TXT"}),
+        (["a.MP4", "a.mp4", "a.txt"], {"a.MP4": "refused", "a.mp4": "refused"}),
+        ([".a.mp4", ".b.txt"], {".a.mp4": None}),
+    ],
+)
+def test_members_of_archives(names, expected):
+    assert paired(names, by_first_dot=True) == expected
+
+
+def test_a_name_from_macos_finds_its_caption():
+    assert paired([f"{DECOMPOSED}.mp4", f"{COMPOSED}.txt"]) == {
+        f"{DECOMPOSED}.mp4": f"{COMPOSED}.txt"
+    }
+    # A caption that fits one name letter by letter is not that of the other.
+    names = [f"{DECOMPOSED}.mp4", f"{COMPOSED}.mp4", f"{COMPOSED}.txt"]
+    assert paired(names) == {f"{DECOMPOSED}.mp4": None, f"{COMPOSED}.mp4": f"{COMPOSED}.txt"}
+
+
+# ---------------------------------------------------------------- whole inputs
+
+
+def test_a_tar_of_versions_and_duplicates(tmp_path):
+    members = [(f"{stem}.mp4", b"x") for stem in VERSIONS]
+    members += [(f"./{stem}.txt", f"of {stem}".encode()) for stem in reversed(VERSIONS)]
+    members += [("b.mp4", b"old"), ("b.txt", b"old"), ("b.mp4", b"new"), ("b.txt", b"new")]
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    items = find_items(tmp_path / "x.tar")
+    assert [item.caption for item in items] == [*(f"of {stem}" for stem in VERSIONS), None, None]
+    assert {item.reason for item in items[3:]} == {"several files have this name; keep one"}
+
+
+def test_a_folder_of_versions_and_capitals(tmp_path):
+    for stem in (*VERSIONS, "UPPER"):
+        (tmp_path / f"{stem}.mp4").write_bytes(b"x")
+        (tmp_path / f"{stem}{'.TXT' if stem == 'UPPER' else '.txt'}").write_text(f"of {stem}")
+    (tmp_path / "twice.mp4").write_bytes(b"x")
+    (tmp_path / "twice.txt").write_text("one")
+    (tmp_path / "twice.TXT").write_text("other")
+    items = {item.name: item for item in find_items(tmp_path)}
+    for stem in (*VERSIONS, "UPPER"):
+        assert items[f"{stem}.mp4"].caption == f"of {stem}"
+    reason = items["twice.mp4"].reason
+    assert reason in (
+        "several captions, twice.TXT and twice.txt; keep one",
+        "several captions, twice.txt and twice.TXT; keep one",
+    )
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        ("metadata.csv", "file_name,caption,caption\na.png,one,two\n"),
+        ("metadata.csv", "file_name,Caption,caption \na.png,one,two\n"),
+        ("metadata.jsonl", '{"path": "a.png", "text": "one"}\n{"path": "a.png", "Text": "two"}\n'),
+        ("metadata.jsonl", '{"path": "a.png", "Path": "b.png", "text": "two"}\n'),
+    ],
+)
+def test_a_table_whose_column_is_there_twice_is_refused(tmp_path, table):
+    name, content = table
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=r"has the columns .* rename or remove one") as error:
+        find_items(tmp_path)
+    assert "\n" not in str(error.value)
