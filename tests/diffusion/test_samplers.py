@@ -78,8 +78,8 @@ def test_levels_decrease_to_zero(sampler, steps, shift):
 
 
 def test_eulers_levels_are_shifted_as_those_of_training():
-    shift = 3.0
-    ours, theirs = noise_levels("euler", 30, shift), shift_sigma(jnp.linspace(1, 0, 31), shift)
+    shift, levels = 3.0, jnp.linspace(1, 0, 31)
+    ours, theirs = noise_levels("euler", 30, shift), shift_sigma(levels, 1 - levels, shift)
     # Equal spacing is rounded to float32 at 1; the shift stretches that, at most by its slope at 0.
     bound = shift * np.finfo(np.float32).eps
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound)
