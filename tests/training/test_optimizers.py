@@ -125,6 +125,29 @@ def test_adafactor_by_hand_and_its_small_state():
     assert largest == max(LAYERS * OUTPUTS, INPUTS * 4)
 
 
+@pytest.mark.parametrize("layers", [2, 200])
+@pytest.mark.parametrize("size", [(128, 130), (130, 128), (128, 4)], ids=str)
+def test_adafactor_treats_each_layer_of_a_stack_by_itself(layers, size):
+    rng = np.random.default_rng(0)
+    stacks = [jnp.asarray(rng.normal(size=(layers, *size)), jnp.float32) for _ in range(3)]
+    optimizer = make_optimizer(constant("adafactor"), 10)
+
+    def trained(arrays):
+        first, *grads = ({"kernel": array} for array in arrays)
+        return follow(optimizer, first, grads)["kernel"]
+
+    together = trained(stacks)
+    for number in (0, layers - 1):
+        alone = trained([stack[number] for stack in stacks])
+        np.testing.assert_allclose(together[number], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_adafactor_keeps_the_second_moments_of_biases_whole():
+    bias = {"bias": jnp.zeros((200, 130))}  # of 200 layers
+    moments = optax.tree.get(make_optimizer(constant("adafactor"), 10).init(bias), "v")
+    assert moments["bias"].shape == bias["bias"].shape
+
+
 def test_lion_by_hand():
     params, grads = stacked(0), [stacked(n) for n in range(1, 4)]
     found = follow(make_optimizer(constant("lion"), 10), params, grads)
