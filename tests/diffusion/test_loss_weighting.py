@@ -48,6 +48,11 @@ def test_no_level_has_a_weight_without_bound():
         assert (found <= 1e6 * 1.001).all()
 
 
+@pytest.mark.parametrize("weighting", WEIGHTINGS[1:])
+def test_a_level_that_is_not_a_number_has_no_weight_that_is(weighting):
+    assert np.isnan(jax.jit(lambda sigma: loss_weight(sigma, weighting, 5.0))(jnp.nan))
+
+
 def test_min_snr_weighs_the_error_of_the_data_by_its_definition():
     """A wrong velocity gives wrong data; the weighted errors of both are the same number."""
     rng = np.random.default_rng(0)
