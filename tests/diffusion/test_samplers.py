@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from alload_jax.diffusion import unipc
 from alload_jax.diffusion.samplers import guided, sample, trajectory
-from alload_jax.diffusion.schedules import Sampler, noise_levels
+from alload_jax.diffusion.schedules import Sampler, noise_levels, rounded_timesteps
 from alload_jax.diffusion.timesteps import shift_sigma
 from alload_jax.errors import InputError
 
@@ -63,6 +63,18 @@ def test_levels_are_those_of_diffusers(steps, shift):
     np.testing.assert_array_equal(ours["unipc"], theirs["unipc"])
     # Diffusers shifts Euler's levels in float32, we in float64.
     np.testing.assert_allclose(ours["euler"], theirs["euler"], rtol=5e-7, atol=0)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 50, 1000])
+@pytest.mark.parametrize("shift", [0.2, 1.0, 12.0])
+def test_rounded_timesteps_are_whole_and_less_than_one_below_the_levels(steps, shift):
+    found = rounded_timesteps(steps, shift)
+    assert found.dtype == np.float32
+    assert (found == np.round(found)).all()
+    below = 1000 * noise_levels("unipc", steps, shift)[:-1].astype(np.float64) - found
+    assert (below > -1e-4).all()  # levels are float32
+    assert (below < 1 + 1e-4).all()
+    assert found[0] == 999
 
 
 @each_sampler
