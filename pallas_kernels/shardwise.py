@@ -88,8 +88,8 @@ def _on_shards(config: CallConfig, run: Callable, in_specs: Any, out_specs: Any)
     )
 
 
-def _differentiated_once(function: str, run: Callable) -> Callable:
-    """`run`, which the custom VJP differentiates, with words for who differentiates it again."""
+def differentiated_once(function: str, run: Callable) -> Callable:
+    """`run`, which a custom VJP differentiates, with words for who differentiates it again."""
     guarded = jax.custom_jvp(run)
 
     @guarded.defjvp
@@ -106,7 +106,7 @@ def _differentiated_once(function: str, run: Callable) -> Callable:
 def _run(kernels: ShardwiseKernels, config: CallConfig, operands: Any) -> jax.Array:
     run = partial(kernels.forward, options=config.options)
     specs, out = kernels.specs(operands, config)
-    return _differentiated_once(kernels.function, _on_shards(config, run, (specs,), out))(operands)
+    return differentiated_once(kernels.function, _on_shards(config, run, (specs,), out))(operands)
 
 
 def _forward(kernels: ShardwiseKernels, config: CallConfig, operands: Any) -> tuple[jax.Array, Any]:
@@ -161,7 +161,7 @@ def backward_on_shards(
         return dx, *found
 
     on_shards = _on_shards(config, run, (specs, out), (specs[0], *of_vectors, *others))
-    return _differentiated_once(kernels.function, on_shards)(operands, cotangent)
+    return differentiated_once(kernels.function, on_shards)(operands, cotangent)
 
 
 def _axes_that_share(config: CallConfig, of_vector: PartitionSpec) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alload_jax.commands.sample_flags import LARGEST, add_arguments, check_numbers
-from alload_jax.diffusion.schedules import noise_levels
+from alload_jax.diffusion.schedules import noise_levels, rounded_timesteps
 from alload_jax.encoders.devices import share_memory
 from alload_jax.errors import InputError
 
@@ -237,6 +237,12 @@ def _groups(
     """Groups the requests by shape, in order of first appearance."""
     from alload_jax.commands.sample_draw import Group
 
+    sampler = options.sampler or source.sampler
+    if options.round_timesteps and sampler != "unipc":
+        raise InputError(
+            f"alload sample: --round-timesteps is what diffusers does with unipc, and the sampler "
+            f"is {sampler}; give --sampler unipc, or leave it out"
+        )
     by_shape: dict[Any, list[Request]] = {}
     for request in requests:
         by_shape.setdefault(request.shape(), []).append(request)
@@ -244,6 +250,7 @@ def _groups(
     for members in by_shape.values():
         seq_len = math.prod(members[0].grid) // math.prod(source.config.patch_size)
         shift = source.shift(seq_len) if options.shift is None else options.shift
-        sigmas = noise_levels(options.sampler or source.sampler, options.steps, shift)
-        groups.append(Group(members, shift, sigmas))
+        sigmas = noise_levels(sampler, options.steps, shift)
+        rounded = rounded_timesteps(options.steps, shift) if options.round_timesteps else None
+        groups.append(Group(members, shift, sigmas, rounded))
     return groups

@@ -32,11 +32,13 @@ class Group(NamedTuple):
       requests: requests of one shape.
       shift: shift of the noise levels.
       sigmas: [steps + 1] noise levels.
+      timesteps: [steps] rounded timesteps; None for those of the noise levels.
     """
 
     requests: list[Request]
     shift: float
     sigmas: np.ndarray
+    timesteps: np.ndarray | None
 
 
 class Drawing(NamedTuple):
@@ -90,7 +92,12 @@ def draw(
     for group in groups:
         program = jax.jit(
             flow.make_flow(
-                config, drawing.sampler, group.sigmas, drawing.guidance, drawing.low_noise
+                config,
+                drawing.sampler,
+                group.sigmas,
+                drawing.guidance,
+                drawing.low_noise,
+                group.timesteps,
             )
         )
         weights = values[0] if drawing.low_noise is None else tuple(values)

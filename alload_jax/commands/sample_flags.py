@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "data's, else by the channels: 1 1 1 for 1 or 3, 4 16 16 for 48, else 4 8 8")  # fmt: skip
     add("--steps", type=int, default=30, help="evaluations of the model; default 30")
     add("--sampler", choices=get_args(Sampler), help="default: the run's; unipc for diffusers")
+    add("--round-timesteps", action="store_true", help="give the model whole timesteps, as "
+        "diffusers' pipelines do with unipc: 1000 times the noise level, rounded down")  # fmt: skip
     add(
         "--guidance",
         type=float,

@@ -32,5 +32,6 @@ def loss_weight(sigma: jax.Array, weighting: NoiseWeighting, min_snr_gamma: floa
     if weighting == "cosmap":
         return 2 / (math.pi * (1 - 2 * sigma + 2 * jnp.square(sigma)))
     if weighting == "sigma_sqrt":
-        return 1 / jnp.square(jnp.maximum(sigma, 1 / TIMESTEP_SCALE))
+        # Not by a maximum, which may take NaN for the least.
+        return 1 / jnp.square(jnp.where(sigma < 1 / TIMESTEP_SCALE, 1 / TIMESTEP_SCALE, sigma))
     return jnp.ones_like(sigma)

@@ -1,18 +1,28 @@
 """The distribution of noise levels in training."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from alload_jax.errors import InputError
 
 _MODE_LIMIT = 2 / (math.pi - 2)
 """The largest `mode_scale`: beyond it, eq. 20 of arXiv 2403.03206 is not monotonic."""
-_BISECTIONS = 26
-"""Halvings of 0 to 1 that reach the spacing of float32."""
+_BISECTIONS = 40
+"""Halvings of 0 to 1 that reach the spacing of float32 also near 0."""
+_REACH = 6.0
+"""Standard deviations from its peak at which a normal density counts as 0: 2e-9 lies beyond."""
+_NODES, _WEIGHTS = (values.tolist() for values in np.polynomial.legendre.leggauss(20))
+"""Gauss–Legendre quadrature over −1 to 1, to 2e-8 for a normal density over twice `_REACH`."""
+_FEWEST_LEVELS = 256
+"""Values of float32 that the bulk of a range must hold; with fewer, levels are no distribution."""
+_LENGTHS = (1, 2**20)
+"""Sequence lengths in tokens between which a config must hold."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,12 @@ class TimestepConfig:
     highest: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("mean", "std", "mode_scale", "shift", "shift_seq_len", "shift_power"):
+            value = getattr(self, name)
+            if not math.isfinite(value):
+                raise InputError(f"objective.timesteps.{name} is {value}; it must be finite")
+            if name in ("std", "shift", "shift_seq_len") and not value > 0:
+                raise InputError(f"objective.timesteps.{name} is {value}; it must be above 0")
         if not 0 <= self.lowest < self.highest <= 1:
             raise InputError(
                 f"objective.timesteps.lowest is {self.lowest} and highest {self.highest}; they "
@@ -54,10 +70,52 @@ class TimestepConfig:
                 f"objective.timesteps.mode_scale is {self.mode_scale}; it must be from -1 to "
                 f"{_MODE_LIMIT:.2f}"
             )
-        for name in ("std", "shift", "shift_seq_len"):
-            if not getattr(self, name) > 0:
-                value = getattr(self, name)
-                raise InputError(f"objective.timesteps.{name} is {value}; it must be above 0")
+        logarithm, most = math.log(self.shift), math.log(np.finfo(np.float32).max) / 2
+        for seq_len in _LENGTHS:
+            growth = self.shift_power * math.log(seq_len / self.shift_seq_len)
+            if not abs(logarithm + growth) < most:
+                raise InputError(
+                    f"objective.timesteps.shift is {self.shift} with shift_power "
+                    f"{self.shift_power}: beyond float32 at {seq_len} tokens; choose values closer "
+                    "to 1 and 0"
+                )
+            self._check_range(logarithm + growth)
+
+    def _check_range(self, log_shift: float) -> None:
+        """Checks that float32 resolves the levels between lowest and highest."""
+        if (self.lowest, self.highest) == (0, 1):
+            return
+        low, high = self.lowest, self.highest
+        if self.distribution == "logit_normal":
+            low, high = self._bulk(log_shift)
+        spacing = max(np.spacing(np.float32(high)), np.finfo(np.float32).tiny)
+        if not high - low >= _FEWEST_LEVELS * spacing:
+            remedy = ", or move mean towards it" if self.distribution == "logit_normal" else ""
+            raise InputError(
+                f"objective.timesteps.lowest is {self.lowest} and highest {self.highest}: too "
+                f"narrow for float32, as nearly all levels would lie between {low:.8g} and "
+                f"{high:.8g}; widen the range{remedy}"
+            )
+
+    def _bulk(self, log_shift: float) -> tuple[float, float]:
+        """The ends of where most of a range's levels lie, of `logit_normal` at a shift."""
+        mean = self.mean + log_shift
+        ends = [(_logit(end) - mean) / self.std for end in (self.lowest, self.highest)]
+        sign = -1 if sum(ends) < 0 else 1
+        near, far = sorted(sign * end for end in ends)
+        near = max(near, -1.0)
+        far = min(far, near + 1 / max(near, 1.0))
+        low, high = sorted(mean + self.std * sign * end for end in (near, far))
+        return _sigmoid(low), _sigmoid(high)
+
+
+def _logit(sigma: float) -> float:
+    """log(σ / (1 − σ)), infinite at 0 and 1."""
+    return math.log(sigma / (1 - sigma)) if 0 < sigma < 1 else math.copysign(math.inf, sigma - 0.5)
+
+
+def _sigmoid(logit: float) -> float:
+    return (1 + math.tanh(logit / 2)) / 2
 
 
 def sample_sigma(key: jax.Array, config: TimestepConfig, seq_len: int | jax.Array) -> jax.Array:
@@ -72,55 +130,88 @@ def sample_sigma(key: jax.Array, config: TimestepConfig, seq_len: int | jax.Arra
     # compute the shift on the device, so that a sample's level has the same bits in both layouts.
     length = jax.lax.optimization_barrier(jnp.asarray(seq_len, jnp.float32))
     shift = shift_of(config, length)
-    if (config.lowest, config.highest) == (0, 1):
-        return shift_sigma(_draw(key, config), shift)
-    # The shift of its inverse is the level before the shift.
-    before = (shift_sigma(jnp.float32(end), 1 / shift) for end in (config.lowest, config.highest))
-    sigma = shift_sigma(_draw_between(key, config, *before), shift)
-    return jnp.clip(sigma, config.lowest, config.highest)  # rounding may leave the range
+    if config.distribution == "logit_normal":
+        sigma = _draw_logit_normal(key, config, jnp.log(shift))
+    else:
+        sigma = shift_sigma(*_draw_before_shift(key, config, shift), shift)
+    # Rounding may leave the range. Not by a minimum and a maximum, which may take NaN for a number.
+    sigma = jnp.where(sigma < config.lowest, config.lowest, sigma)
+    return jnp.where(sigma > config.highest, config.highest, sigma)
 
 
-def _draw(key: jax.Array, config: TimestepConfig) -> jax.Array:
-    """Draws σ before the shift."""
-    if config.distribution == "uniform":
-        return jax.random.uniform(key)
+def _draw_before_shift(
+    key: jax.Array, config: TimestepConfig, shift: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draws σ of `uniform` or `mode` before its shift; returns σ and 1 − σ, both exact near 0."""
+    ends = []
+    for end in (config.lowest, config.highest):
+        before = shift_sigma(end, 1 - end, 1 / shift), shift_sigma(1 - end, end, shift)
+        ends.append(_uniform_of_mode(*before, config) if config.distribution == "mode" else before)
+    uniform = jax.random.uniform(key)
+    sigma, rest = ((1 - uniform) * low + uniform * high for low, high in zip(*ends, strict=True))
     if config.distribution == "mode":
-        return _mode(jax.random.uniform(key), config.mode_scale)
-    return jax.nn.sigmoid(config.mean + config.std * jax.random.normal(key))
-
-
-def _draw_between(
-    key: jax.Array, config: TimestepConfig, lowest: jax.Array, highest: jax.Array
-) -> jax.Array:
-    """Draws σ before the shift from the part of its distribution in a range."""
-    if config.distribution == "uniform":
-        return jax.random.uniform(key, minval=lowest, maxval=highest)
-    if config.distribution == "mode":
-        first, last = (_uniform_of_mode(end, config.mode_scale) for end in (highest, lowest))
-        return _mode(jax.random.uniform(key, minval=first, maxval=last), config.mode_scale)
-    low, high = (
-        (jax.scipy.special.logit(end) - config.mean) / config.std for end in (lowest, highest)
-    )
-    normal = jax.random.truncated_normal(key, low, high)
-    return jax.nn.sigmoid(config.mean + config.std * normal)
+        return _mode(sigma, config.mode_scale), _mode(rest, config.mode_scale)
+    return sigma, rest
 
 
 def _mode(uniform: jax.Array, scale: float) -> jax.Array:
-    """σ of a uniform number (arXiv 2403.03206, eq. 20); falls from 1 to 0."""
-    cosine = jnp.square(jnp.cos(math.pi / 2 * uniform))
-    return 1 - uniform - scale * (cosine - 1 + uniform)
+    """σ of 1 − u for a uniform number u (arXiv 2403.03206, eq. 20), and 1 − σ of u itself."""
+    return (1 + scale) * uniform - scale * jnp.square(jnp.sin(math.pi / 2 * uniform))
 
 
-def _uniform_of_mode(sigma: jax.Array, scale: float) -> jax.Array:
-    """The inverse of `_mode`, by bisection."""
+def _uniform_of_mode(
+    sigma: jax.Array, rest: jax.Array, config: TimestepConfig
+) -> tuple[jax.Array, jax.Array]:
+    """The inverse of `_mode`, by bisection: u and 1 − u for σ and 1 − σ."""
+    below = sigma < rest
+    smaller = jnp.where(below, sigma, rest)
+    found = _bisect(lambda uniform: _mode(uniform, config.mode_scale), smaller)
+    return jnp.where(below, found, 1 - found), jnp.where(below, 1 - found, found)
+
+
+def _draw_logit_normal(key: jax.Array, config: TimestepConfig, log_shift: jax.Array) -> jax.Array:
+    """Draws σ of `logit_normal` after its shift, from the part of the distribution in the range.
+
+    Neither a narrow range nor one in a far tail loses digits: the draw is measured from the end of
+    the range that is nearer to the mean, by integrals of the density relative to that at the end.
+    """
+    mean, std = config.mean + log_shift, config.std
+    low, high = _logit(config.lowest), _logit(config.highest)
+    if math.isinf(low) and math.isinf(high):
+        return jax.nn.sigmoid(mean + std * jax.random.normal(key))
+    lowest, highest = (low - mean) / std, (high - mean) / std
+    mirrored = lowest + highest < 0
+    near = jnp.where(mirrored, -highest, lowest)
+    skipped = jnp.where(near < -_REACH, -_REACH - near, 0)
+    start = near + skipped
+    tail = jnp.where(start > 0, start, 0)
+    most = _REACH**2 / (jnp.sqrt(tail**2 + _REACH**2) + tail) + (tail - start)
+    width = (high - low) / std - skipped
+    width = jnp.where(width < most, width, most)
+
+    def integral(fraction: jax.Array) -> jax.Array:
+        end, total = fraction * width, jnp.zeros_like(width)
+        for node, weight in zip(_NODES, _WEIGHTS, strict=True):
+            place = (node + 1) / 2 * end
+            total = total + weight * jnp.exp(-(start + place / 2) * place)
+        return fraction * total
+
+    drawn = jax.random.uniform(key) * integral(jnp.ones_like(width))
+    odds = jnp.exp(-std * (skipped + width * _bisect(integral, drawn)))  # relative to the end's
+    sigma = jnp.where(mirrored, config.highest * odds, config.lowest)
+    return sigma / (sigma + jnp.where(mirrored, 1 - config.highest, (1 - config.lowest) * odds))
+
+
+def _bisect(rising: Callable[[jax.Array], jax.Array], value: jax.Array) -> jax.Array:
+    """Where a rising function of 0 to 1 has a value."""
 
     def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         middle = (ends[0] + ends[1]) / 2
-        above = _mode(middle, scale) > sigma
-        return jnp.where(above, middle, ends[0]), jnp.where(above, ends[1], middle)
+        below = rising(middle) < value
+        return jnp.where(below, middle, ends[0]), jnp.where(below, ends[1], middle)
 
-    zero = jnp.zeros_like(sigma)
-    return jax.lax.fori_loop(0, _BISECTIONS, halve, (zero, zero + 1))[0]
+    zero = jnp.zeros_like(value)
+    return jax.lax.fori_loop(0, _BISECTIONS, halve, (zero, zero + 1))[1]
 
 
 Length = TypeVar("Length", float, jax.Array)
@@ -131,6 +222,12 @@ def shift_of(config: TimestepConfig, seq_len: Length) -> Length:
     return config.shift * (seq_len / config.shift_seq_len) ** config.shift_power
 
 
-def shift_sigma(sigma: jax.Array, shift: float | jax.Array) -> jax.Array:
-    """shift·σ / (1 + (shift − 1)·σ): a shift above 1 raises σ."""
-    return shift * sigma / (1 + (shift - 1) * sigma)
+def shift_sigma(sigma: jax.Array | float, rest: jax.Array | float, shift: jax.Array) -> jax.Array:
+    """shift·σ / (1 + (shift − 1)·σ): a shift above 1 raises σ.
+
+    Args:
+      sigma: σ.
+      rest: 1 − σ, so that no digits are lost near 1.
+      shift: the shift.
+    """
+    return shift * sigma / (shift * sigma + rest)

@@ -197,7 +197,7 @@ def binned(values: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
     """Splits values [N] into at most `bins` equal parts; returns their means and maxima [bins]."""
     starts = np.linspace(0, len(values), min(bins, len(values)), endpoint=False).astype(np.int64)
     counts = np.diff(np.append(starts, len(values)))
-    values = np.nan_to_num(np.asarray(values, np.float64), posinf=0, neginf=0)
+    values = np.asarray(values, np.float64)
     return np.add.reduceat(values, starts) / counts, np.maximum.reduceat(values, starts)
 
 

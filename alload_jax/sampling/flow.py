@@ -57,6 +57,7 @@ def make_flow(
     sigmas: np.ndarray,
     guidance: float,
     low_noise: LowNoise | None = None,
+    timesteps: np.ndarray | None = None,
 ) -> Flow:
     """Builds a function that integrates the flow from noise to data; it works inside `jax.jit`.
 
@@ -67,11 +68,19 @@ def make_flow(
       guidance: scale of classifier-free guidance; 1 is none and ignores the null condition.
       low_noise: the second of two experts, with the same config; the values of the model are then a
         pair, those for high noise levels first.
+      timesteps: [steps], what the model and the choice between two experts take for 1000·σ at each
+        noise level but the last; None for that itself.
     """
     graph = abstract_model(config).graph
 
+    def timestep_of(sigma: jax.Array) -> jax.Array:
+        if timesteps is None:
+            return sigma * TIMESTEP_SCALE
+        step = jnp.argmin(jnp.abs(jnp.asarray(sigmas[:-1]) - sigma[..., None]), axis=-1)
+        return jnp.asarray(timesteps)[step]
+
     def predict(values: Any, latents: jax.Array, sigma: jax.Array, given: Condition) -> jax.Array:
-        timestep, first = sigma * TIMESTEP_SCALE, None
+        timestep, first = timestep_of(sigma), None
         if given.first_frame is not None:
             latents, first = _with_first(latents, given), jnp.zeros_like(timestep)
         if given.given is not None:
@@ -92,7 +101,8 @@ def make_flow(
             high, low = expert(values[0], guidance), expert(values[1], low_noise.guidance)
 
             def velocity(latents: jax.Array, sigma: jax.Array, condition: Condition) -> jax.Array:
-                return jax.lax.cond(sigma[0] < below, low, high, latents, sigma, condition)
+                level = sigma if timesteps is None else timestep_of(sigma) / TIMESTEP_SCALE
+                return jax.lax.cond(level[0] < below, low, high, latents, sigma, condition)
 
         drawn = sample(sampler, velocity, noise, condition, sigmas)
         return drawn if condition.first_frame is None else _with_first(drawn, condition)

@@ -20,6 +20,8 @@ from alload_jax.training.adamw8bit import SMALLEST, scale_by_adam8bit
 OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "lion", "muon"]
 WITHOUT_MU_DTYPE = ("adamw8bit", "adafactor")
 """Optimizers whose first moment has a dtype of its own, or that have none."""
+_FACTORED_FROM = 128
+"""Length of both axes from which Adafactor keeps means in place of second moments, as in Optax."""
 _ADAMW_RMS = 0.2
 """Root mean square of Muon's updates, about that of AdamW's (arXiv 2502.16982)."""
 
@@ -74,7 +76,7 @@ class UpdateRule:
     def _adafactor(self) -> optax.GradientTransformation:
         """Without momentum and relative steps, as fine-tuning uses it (arXiv 1804.04235)."""
         return self._decayed(
-            optax.chain(optax.scale_by_factored_rms(), optax.stateless(_clip_matrix_rms))
+            optax.chain(_scale_by_factored_rms(), optax.stateless(_clip_matrix_rms))
         )
 
     def _lion(self) -> optax.GradientTransformation:
@@ -139,6 +141,64 @@ def _muon_labels(params: Any) -> Any:
 def _all_matrices(params: Any) -> Any:
     """The last two axes are a matrix [inputs, outputs]; the axis of layers is a batch axis."""
     return jax.tree.map(lambda _: MuonDimensionNumbers(-2, -1), params)
+
+
+def _scale_by_factored_rms() -> optax.GradientTransformation:
+    """Adafactor's second moments (arXiv 1804.04235, algorithm 4), of each layer by itself.
+
+    As `optax.scale_by_factored_rms`, whose state it has. That factors the two longest axes, of
+    which one counts layers in a stack of many; here they are the last two, of matrices alone.
+    """
+
+    def init(params: Any) -> optax.FactoredState:
+        def moments(path: Any, leaf: jax.Array) -> tuple[jax.Array, ...]:
+            axes, none = _factored_axes(path, leaf), jnp.zeros(1, leaf.dtype)
+            if axes is None:
+                return none, none, jnp.zeros_like(leaf)
+            return *(jnp.zeros_like(leaf.mean(axis)) for axis in axes), none
+
+        return optax.FactoredState(
+            jnp.zeros((), jnp.int32),
+            *_apart(params, jax.tree_util.tree_map_with_path(moments, params)),
+        )
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, optax.FactoredState]:
+        del params
+        keep = 1 - (state.count + 1.0) ** -0.8
+
+        def moved(path: Any, grad: jax.Array, *moments: jax.Array) -> tuple[jax.Array, ...]:
+            square = jnp.square(grad) + 1e-30
+            axes = _factored_axes(path, grad)
+            if axes is None:
+                whole = keep * moments[2] + (1 - keep) * square
+                return grad * jax.lax.rsqrt(whole), *moments[:2], whole
+            rows, columns = (
+                keep * moment + (1 - keep) * square.mean(axis)
+                for moment, axis in zip(moments, axes, strict=False)
+            )
+            relative = rows / rows.mean(axis=-1, keepdims=True)
+            for factor, axis in zip((relative, columns), axes, strict=True):
+                grad = grad * jnp.expand_dims(jax.lax.rsqrt(factor), axis)
+            return grad, rows, columns, moments[2]
+
+        found = jax.tree_util.tree_map_with_path(moved, grads, *state[1:])
+        updates, *moments = _apart(grads, found)
+        return updates, optax.FactoredState(optax.safe_increment(state.count), *moments)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _factored_axes(path: Any, leaf: jax.Array) -> tuple[int, int] | None:
+    """The longer and the shorter axis of a matrix or a table of embeddings; None if too short."""
+    is_table = _is_matrix(path) or path_name(path).endswith("embedding")
+    if not is_table or leaf.ndim < 2 or min(leaf.shape[-2:]) < _FACTORED_FROM:
+        return None
+    return (-1, -2) if leaf.shape[-1] >= leaf.shape[-2] else (-2, -1)
+
+
+def _apart(like: Any, found: Any) -> list[Any]:
+    """A tree of tuples as a list of trees."""
+    return [*jax.tree.transpose(jax.tree.structure(like), None, found)]
 
 
 def _clip_matrix_rms(updates: Any, params: Any) -> Any:

@@ -19,8 +19,8 @@ def bias_gelu(
 ) -> jax.Array:
     """GELU(x + bias) in its tanh form, between the two products of a feed-forward layer.
 
-    GELU: arXiv 1606.08415. The kernels compute in float32 and round the result once; the reference
-    computes in x's dtype, as XLA fuses it. Differentiable once in x and bias, in reverse mode.
+    GELU: arXiv 1606.08415. All of it is float32, gradients are summed in it, and results are
+    rounded once. Differentiable in x and bias; the kernels once, in reverse mode.
 
     Args:
       x: [B, S, D], bfloat16, float16 or float32.

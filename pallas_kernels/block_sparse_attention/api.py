@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from pallas_kernels import devices
-from pallas_kernels.block_sparse_attention.block_lists import BlockLists
+from pallas_kernels.block_sparse_attention.block_lists import BlockLists, check_values
 from pallas_kernels.block_sparse_attention.implementations import REGISTRY
 from pallas_kernels.block_sparse_attention.operands import NAME, CallConfig, Operands, checked
 from pallas_kernels.block_sparse_attention.shards import on_mesh
@@ -25,6 +25,7 @@ def block_sparse_attention(
     implementation: str = "auto",
     sharding: NamedSharding | None = None,
     interpret: bool = False,
+    debug: bool = False,
 ) -> jax.Array: ...
 
 
@@ -40,6 +41,7 @@ def block_sparse_attention(
     implementation: str = "auto",
     sharding: NamedSharding | None = None,
     interpret: bool = False,
+    debug: bool = False,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -54,6 +56,7 @@ def block_sparse_attention(
     implementation: str = "auto",
     sharding: NamedSharding | None = None,
     interpret: bool = False,
+    debug: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """softmax(q·kᵀ·scale)·v of each query over the keys in the blocks that its list names.
 
@@ -67,7 +70,7 @@ def block_sparse_attention(
       v: [R, T, H, D], q's dtype.
       blocks: the lists. Tokens of different segments meet only where a list says so. Numbers of
         blocks and of tokens that are out of range are taken to be the nearest that exist. A list
-        that names a block twice gives wrong results without an error.
+        that names a block twice gives wrong results; `debug` finds it. Their order is free.
       scale: factor of the scores; None for 1/√D.
       return_lse: also return the logarithm of the sum of exponentials of each query's scores.
       implementation: "mosaic" (kernels for Hopper), "triton" (kernels), "xla" (the reference), or
@@ -75,6 +78,7 @@ def block_sparse_attention(
       sharding: how q is split over a mesh whose axes are Auto: over rows and heads, as the lists
         are then too. Nothing is communicated. Inside `shard_map` leave it out.
       interpret: run the kernels in Pallas's interpreter, which is slow and needs no GPU.
+      debug: check on the host what the lists hold, whenever the function runs.
 
     Returns:
       [R, S, H, D] in q's dtype, 0 for queries whose list is empty or that are not valid; with
@@ -82,11 +86,14 @@ def block_sparse_attention(
 
     Raises:
       TypeError: blocks is no BlockLists.
-      ValueError: a shape or dtype does not fit.
+      ValueError: a shape or dtype does not fit; with `debug`, a list names a block twice or a
+        number is out of range. A compiled program then ends with an error of JAX that quotes it.
       NotImplementedError: this device or this sharding cannot run the kernels.
     """
     operands = Operands(q, k, v, blocks)
     options = checked(operands, scale, interpret)
+    if debug:
+        check_values(NAME, blocks)
     if sharding is None:
         sharding = devices.visible_sharding(q)
     elif sharding.mesh.size == 1:

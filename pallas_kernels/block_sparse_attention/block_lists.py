@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 BLOCK_SIZES = (64, 128)
 
@@ -71,6 +73,44 @@ def clamped(blocks: BlockLists, queries: int, keys: int) -> BlockLists:
         blocks.query_block,
         blocks.key_block,
     )
+
+
+def check_values(name: str, blocks: BlockLists) -> None:
+    """Checks what the lists hold; where they are traced, when the program runs.
+
+    Args:
+      name: of the function that takes them, for messages.
+      blocks: the lists, whose shapes fit.
+
+    Raises:
+      ValueError: a list names a block twice, or a number is out of range. A compiled program ends
+        with an error of JAX that quotes this one.
+    """
+    jax.debug.callback(partial(_check_values, name), blocks)
+
+
+def _check_values(name: str, blocks: BlockLists) -> None:
+    most, n_key = blocks.indices.shape[-1], blocks.key_tokens.shape[1]
+    named = np.arange(most) < np.asarray(blocks.counts)[..., None]
+    indices = np.where(named, blocks.indices, 0)
+    ordered = np.sort(np.where(named, indices, n_key + np.arange(most)), axis=-1)
+    limits: dict[str, tuple[Any, int]] = {
+        "counts": (blocks.counts, most),
+        "indices": (indices, n_key - 1),
+        "query_tokens": (blocks.query_tokens, blocks.query_block),
+        "key_tokens": (blocks.key_tokens, blocks.key_block),
+    }
+    for field, (values, highest) in limits.items():
+        for place in np.argwhere((np.asarray(values) < 0) | (np.asarray(values) > highest))[:1]:
+            raise ValueError(
+                f"{name}: blocks.{field}{place.tolist()} is {values[tuple(place)]}; it must be "
+                f"from 0 to {highest}"
+            )
+    for *place, number in np.argwhere(ordered[..., 1:] == ordered[..., :-1])[:1].tolist():
+        raise ValueError(
+            f"{name}: blocks.indices{place} names block {ordered[(*place, number)]} twice; name "
+            "each block once"
+        )
 
 
 def existing_tokens(tokens: jax.Array, block: int, length: int) -> jax.Array:

@@ -12,12 +12,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.block_sparse_attention.block_lists import BlockLists, clamped, invert
 from pallas_kernels.block_sparse_attention.operands import (
+    NAME,
     OUTPUT_NAME,
     CallConfig,
     Operands,
     Residuals,
 )
 from pallas_kernels.block_sparse_attention.shards import on_shards
+from pallas_kernels.shardwise import differentiated_once
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def _backward(
         dk, dv = kernels.key_gradients(residuals, read, invert(residuals.blocks), options)
         return kernels.query_gradient(residuals, read, options), dk, dv
 
-    dq, dk, dv = on_shards(config.sharding, run, "backward")(residuals, *cotangents)
+    on_each = on_shards(config.sharding, run, "backward")
+    dq, dk, dv = differentiated_once(NAME, on_each)(residuals, *cotangents)
     none = jax.tree.map(lambda each: np.zeros(each.shape, jax.dtypes.float0), residuals.blocks)
     return dq, dk, dv, none
 
@@ -100,7 +103,7 @@ class Cotangents:
 
     Attributes:
       dout: [R, S, H, D] in q's dtype.
-      lse: [R, H, S] float32, the statistics, 0 where they are not finite.
+      lse: [R, H, S] float32, the statistics, 0 where they are −inf.
       delta: [R, H, S] float32, Σ dout·out − dlse; 0 for queries that are not valid.
     """
 
@@ -119,6 +122,6 @@ def read_cotangents(residuals: Residuals, dout: jax.Array, dlse: jax.Array) -> C
     """
     out, lse = residuals.out, residuals.lse
     products = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
-    some = jnp.isfinite(lse)
+    some = ~jnp.isneginf(lse)  # NaN stays NaN
     delta = jnp.where(some, products.swapaxes(1, 2) - dlse, 0.0)
     return Cotangents(dout.astype(residuals.q.dtype), jnp.where(some, lse, 0.0), delta)

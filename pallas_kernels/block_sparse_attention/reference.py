@@ -61,7 +61,7 @@ def reference(operands: Operands, options: Options) -> tuple[jax.Array, jax.Arra
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - top[..., None], 0.0)), 0.0)
     total = weights.sum(axis=-1)
-    some = total > 0
+    some = total != 0  # NaN stays NaN
     share = weights / jnp.where(some, total, 1.0)[..., None]
     out = jnp.einsum("rhqts,rhqsd->rhqtd", share, values, precision="highest")
     lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)

@@ -25,6 +25,7 @@ from pallas_kernels.layernorm_modulate.shards import (
     specs_of,
     unsupported_sharding,
 )
+from pallas_kernels.shardwise import differentiated_once
 
 
 class FusedImplementation(Implementation):
@@ -132,7 +133,8 @@ def _backward(
         specs.table if token else PartitionSpec(None, *specs.table),
     )
     in_specs = (_residual_specs(config), specs.stream, specs.stream)
-    dx, dy, tables = on_shards(config, run, in_specs, out_specs)(residuals, dh, dout)
+    on_each = on_shards(config, run, in_specs, out_specs)
+    dx, dy, tables = differentiated_once("layernorm_modulate", on_each)(residuals, dh, dout)
     dscale, dshift, *dgate = tables
     gradients = Operands(
         x=dx,

@@ -19,8 +19,9 @@ class XlaImplementation(Implementation):
 
 def reference(operands: Operands, options: Options) -> jax.Array:
     """RMSNorm of x, then its rotation, float32 inside: [B, S, H, head_dim] in x's dtype."""
-    x = operands.x if operands.bias is None else _holding(operands.x, operands.bias)
-    wide = x.astype(jnp.float32)
+    wide = operands.x.astype(jnp.float32)
+    # Of the float32 gradients, before these are rounded to x's dtype.
+    wide = wide if operands.bias is None else _holding(wide, operands.bias)
     heads = heads_shape(wide, options)
     wide = wide.reshape(heads) if options.per_head else wide
     mean = jnp.square(wide).mean(axis=-1, keepdims=True)
@@ -33,7 +34,7 @@ def reference(operands: Operands, options: Options) -> jax.Array:
 
 @jax.custom_vjp
 def _holding(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """x, whose gradients the bias gets as well."""
+    """x, float32, whose gradients the bias gets as well."""
     return x
 
 
@@ -42,7 +43,7 @@ def _forward(x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _backward(like: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    summed = gradient.astype(jnp.float32).sum(axis=tuple(range(gradient.ndim - 1)))
+    summed = gradient.sum(axis=tuple(range(gradient.ndim - 1)))
     return gradient, summed.astype(like.dtype)
 
 

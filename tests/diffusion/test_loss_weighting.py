@@ -12,7 +12,7 @@ from alload_jax.data.condition import conditions_for
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.diffusion.loss_weighting import loss_weight
-from alload_jax.diffusion.timesteps import TimestepConfig, sample_sigma
+from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
 from alload_jax.models.common.output import Output
 from alload_jax.models.wan.config import WanConfig
@@ -46,6 +46,11 @@ def test_no_level_has_a_weight_without_bound():
         found = np.asarray(loss_weight(ends, weighting, 5.0))
         assert np.isfinite(found).all()
         assert (found <= 1e6 * 1.001).all()
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS[1:])
+def test_a_level_that_is_not_a_number_has_no_weight_that_is(weighting):
+    assert np.isnan(jax.jit(lambda sigma: loss_weight(sigma, weighting, 5.0))(jnp.nan))
 
 
 def test_min_snr_weighs_the_error_of_the_data_by_its_definition():
@@ -122,35 +127,6 @@ def test_packed_bucketed_and_by_hand_are_the_same(batches, weighting, distributi
     assert total(packed)[1] == total(alone)[1] == 4
     np.testing.assert_allclose(total(alone)[0], expected, rtol=1e-4)
     np.testing.assert_allclose(total(packed)[0], total(alone)[0], rtol=1e-5)
-
-
-# ---------------------------------------------------------------- the distribution `mode`
-
-
-def draws(config, count=20_000):
-    keys = jax.random.split(jax.random.key(0), count)
-    return np.sort(np.asarray(jax.vmap(lambda key: sample_sigma(key, config, 16))(keys)))
-
-
-def mode_of(uniform, scale):
-    return 1 - uniform - scale * (np.cos(np.pi / 2 * uniform) ** 2 - 1 + uniform)
-
-
-@pytest.mark.parametrize("scale", [-1.0, 0.0, 1.29, 1.75])
-@pytest.mark.parametrize(("lowest", "highest"), [(0.0, 1.0), (0.875, 1.0), (0.0, 0.3)])
-def test_levels_of_mode_are_distributed_by_its_formula(scale, lowest, highest):
-    config = TimestepConfig(
-        distribution="mode", mode_scale=scale, lowest=lowest, highest=highest, shift=2.0
-    )
-    found = draws(config)
-    every = mode_of(np.linspace(0, 1, 400_001), scale)
-    shifted = 2 * every / (1 + every)
-    expected = np.sort(shifted[(shifted >= lowest) & (shifted <= highest)])
-    share = np.searchsorted(expected, found) / len(expected)
-    steps = np.arange(1, len(found) + 1) / len(found)
-    assert np.abs(share - steps).max() < 1.95 / np.sqrt(len(found)) + 1e-3
-    assert lowest <= found[0]
-    assert found[-1] <= highest
 
 
 @pytest.mark.parametrize(

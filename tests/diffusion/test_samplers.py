@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from alload_jax.diffusion import unipc
 from alload_jax.diffusion.samplers import guided, sample, trajectory
-from alload_jax.diffusion.schedules import Sampler, noise_levels
+from alload_jax.diffusion.schedules import Sampler, noise_levels, rounded_timesteps
 from alload_jax.diffusion.timesteps import shift_sigma
 from alload_jax.errors import InputError
 
@@ -65,6 +65,18 @@ def test_levels_are_those_of_diffusers(steps, shift):
     np.testing.assert_allclose(ours["euler"], theirs["euler"], rtol=5e-7, atol=0)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 50, 1000])
+@pytest.mark.parametrize("shift", [0.2, 1.0, 12.0])
+def test_rounded_timesteps_are_whole_and_less_than_one_below_the_levels(steps, shift):
+    found = rounded_timesteps(steps, shift)
+    assert found.dtype == np.float32
+    assert (found == np.round(found)).all()
+    below = 1000 * noise_levels("unipc", steps, shift)[:-1].astype(np.float64) - found
+    assert (below > -1e-4).all()  # levels are float32
+    assert (below < 1 + 1e-4).all()
+    assert found[0] == 999
+
+
 @each_sampler
 @pytest.mark.parametrize("steps", [1, 2, 50])
 @pytest.mark.parametrize("shift", [0.2, 1.0, 12.0])
@@ -78,8 +90,8 @@ def test_levels_decrease_to_zero(sampler, steps, shift):
 
 
 def test_eulers_levels_are_shifted_as_those_of_training():
-    shift = 3.0
-    ours, theirs = noise_levels("euler", 30, shift), shift_sigma(jnp.linspace(1, 0, 31), shift)
+    shift, levels = 3.0, jnp.linspace(1, 0, 31)
+    ours, theirs = noise_levels("euler", 30, shift), shift_sigma(levels, 1 - levels, shift)
     # Equal spacing is rounded to float32 at 1; the shift stretches that, at most by its slope at 0.
     bound = shift * np.finfo(np.float32).eps
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound)

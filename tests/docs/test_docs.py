@@ -124,6 +124,17 @@ def test_keys_in_the_text_exist(page, keys):
     assert {name for name in named if not name.endswith((".py", ".json", ".secret"))} <= keys
 
 
+def unknown_keys(command, keys):
+    """Keys of a command of train.py that no config has."""
+    used = set(re.findall(r"--([\w.]+)", command.partition("train.py")[2]))
+    return used - {"config", "help", "print_config"} - keys
+
+
+def test_an_unknown_key_of_a_command_is_found(keys):
+    command = "python train.py --config configs/digits.yaml --run.steps 3 --run.stepz 3"
+    assert unknown_keys(command, keys) == {"run.stepz"}
+
+
 @commands_of(r"python (train|benchmarks/\w+)\.py|^make |^sbatch ")
 def test_commands_name_programs_configs_and_keys_that_exist(command, keys):
     if command.startswith("make "):
@@ -133,9 +144,7 @@ def test_commands_name_programs_configs_and_keys_that_exist(command, keys):
         assert (ROOT / script).exists()
     for config in re.findall(r"configs/\S+\.yaml", command):
         assert config == "configs/mine.yaml" or (ROOT / config).exists()
-    if "train.py" in command:
-        keys = set(re.findall(r"--([\w.]+)", command.split("train.py")[1]))
-        assert keys - {"config", "help", "print_config"} <= keys
+    assert not unknown_keys(command, keys)
 
 
 @commands_of(r"python benchmarks/\w+\.py .*--")

@@ -178,6 +178,19 @@ def test_the_backward_launches_one_kernel_and_its_sum(shape):
     assert sorted(launches) == ["backward", "forward", "reduce"]
 
 
+def test_second_derivatives_of_kernels_are_refused_in_words(interpret):
+    x, bias, parameters, _ = arrays((1, 3, 32), 4)
+
+    def slope(x):
+        def total(x):
+            return bias_gelu_then(x, bias, linear, parameters, **kernels(interpret)).sum()
+
+        return jax.grad(total)(x).sum()
+
+    with pytest.raises(NotImplementedError, match="bias_gelu: the kernels differentiate once"):
+        jax.grad(slope)(x)
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 32), (2, 0, 32)])
 def test_nothing_gives_nothing(shape):
     given_arrays = arrays(shape, 4)

@@ -315,6 +315,70 @@ def test_numbers_out_of_range_are_the_nearest_that_exist(any_way):
     np.testing.assert_allclose(lse, exact, rtol=1e-5, atol=2e-3)
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(
+    ("field", "place", "value", "words"),
+    [
+        ("indices", (0, 1, 2, 1), 3, r"blocks\.indices\[0, 1, 2\] names block 3 twice"),
+        ("indices", (0, 0, 1, 0), 4, r"blocks\.indices\[0, 0, 1, 0\] is 4; it must be from 0 to 3"),
+        ("indices", (0, 0, 1, 0), -1, r"blocks\.indices\[0, 0, 1, 0\] is -1"),
+        ("counts", (0, 1, 0), 5, r"blocks\.counts\[0, 1, 0\] is 5; it must be from 0 to 4"),
+        ("query_tokens", (0, 2), -1, r"blocks\.query_tokens\[0, 2\] is -1"),
+        ("key_tokens", (0, 3), 65, r"blocks\.key_tokens\[0, 3\] is 65; it must be from 0 to 64"),
+    ],
+)
+def test_debug_finds_what_lists_must_not_hold(field, place, value, words, jitted):
+    (q, k, v, _), lists = case("full")
+    # Block 3 stands first in the list where the second entry becomes 3 as well.
+    lists = dataclasses.replace(lists, indices=lists.indices.at[0, 1, 2].set(jnp.arange(4)[::-1]))
+    wrong = getattr(lists, field).at[place].set(value)
+    wrong = dataclasses.replace(lists, **{field: wrong})
+
+    def run(lists, debug):
+        return block_sparse_attention(q, k, v, lists, implementation="xla", debug=debug)
+
+    def run_checked(lists):
+        out = (jax.jit(run, static_argnums=1) if jitted else run)(lists, True)
+        jax.effects_barrier()
+        return out
+
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=words):
+        run_checked(wrong)
+    np.testing.assert_array_equal(run_checked(lists), run(lists, False))
+
+
+def test_debug_ignores_what_is_beyond_a_lists_count():
+    (q, k, v, _), lists = case("full")
+    lists = dataclasses.replace(
+        lists, indices=lists.indices.at[..., 1:].set(99), counts=jnp.ones_like(lists.counts)
+    )
+    block_sparse_attention(q, k, v, lists, implementation="xla", debug=True)
+    jax.effects_barrier()
+
+
+def test_nan_among_the_scores_reaches_statistics_and_gradients(any_way):
+    inputs, lists = case("full")
+    q = inputs[0].at[0, 0, 0, 0].set(jnp.nan)
+    (out, dq, *_), lse = compute(q, *inputs[1:], lists, any_way)
+    for value in (out[0, 0, 0], dq[0, 0, 0], lse[0, 0, :1]):
+        assert np.isnan(np.asarray(value, np.float32)).all()
+
+
+def test_second_derivatives_of_kernels_are_refused_in_words(way):
+    (q, k, v, _), lists = case("full")
+    implementation, interpret = way
+
+    def slope(q):
+        def total(q):
+            options = {"implementation": implementation, "interpret": interpret}
+            return block_sparse_attention(q, k, v, lists, **options).sum()
+
+        return jax.grad(total)(q).sum()
+
+    with pytest.raises(NotImplementedError, match="block_sparse_attention: the kernels different"):
+        jax.grad(slope)(q)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_inverted_lists_hold_every_pair_once(kind):
     lists = lists_of(kind, np.random.default_rng(0), 2, 3, 7, 5)

@@ -85,6 +85,9 @@ def test_second_derivatives_are_refused():
 
     with pytest.raises(NotImplementedError, match="second derivatives"):
         jax.hessian(loss)(x)
+    _, pull = jax.vjp(loss, x)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.grad(lambda cotangent: pull(cotangent)[0].sum())(1.0)
 
 
 @pytest.mark.parametrize("choice", CHOICES)

@@ -130,16 +130,17 @@ def test_a_bias_in_x_gets_the_sum_of_its_gradient(name, summed, interpret, monke
         options_of = {"head_dim": head_dim, "eps": EPS} | options
         return rms_norm_rotary(x, weight, rotary, bias=bias, **options_of)
 
-    bias = jnp.full(shape[-1], jnp.nan, BF16)  # whose values do not matter
+    bias = jnp.full(shape[-1], jnp.nan)  # whose values do not matter
     out, pull = jax.vjp(function, x, weight, bias)
     dx, dweight, dbias = pull(cotangent)
     expected = oracle(x, weight, rotary, cotangent, head_dim)
     check((out, dx, dweight), expected, dtype)
-    assert dbias.dtype == BF16
+    assert dbias.dtype == F32
     wanted = expected[1].sum(axis=(0, 1))
     rows = shape[0] * shape[1]
-    rounding = rows * tolerance(dtype, np.max(np.abs(expected[1])), shape[-1], condition=8.0)
-    limit = tolerance(BF16, wanted, shape[-1], rows=rows, condition=16.0) + rounding
+    limit = tolerance(F32, wanted, shape[-1], rows=rows, condition=16.0)
+    if not summed:  # XLA sees gradients of x that are rounded already
+        limit += tolerance(dtype, np.abs(expected[1]), shape[-1]).sum(axis=(0, 1))
     assert np.all(np.abs(numpy64(dbias) - wanted) <= limit)
 
 

@@ -61,8 +61,13 @@ def transformer(fields):
     return model.eval()
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "flags"),
+    [(ExactTimesteps, []), (diffusers.UniPCMultistepScheduler, ["--round-timesteps"])],
+    ids=["exact", "rounded"],
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_clip_is_that_of_the_pipeline(name, tmp_path, monkeypatch):
+def test_a_clip_is_that_of_the_pipeline(name, scheduler, flags, tmp_path, monkeypatch):
     # This pipeline calls ftfy even where it is not installed; it leaves plain words as they are.
     plain = SimpleNamespace(fix_text=str)
     monkeypatch.setattr(pipeline_wan_i2v, "ftfy", plain, raising=False)
@@ -86,7 +91,7 @@ def test_a_clip_is_that_of_the_pipeline(name, tmp_path, monkeypatch):
         tokenizer=parts["tokenizer"],
         text_encoder=parts["text_encoder"],
         vae=parts["vae"],
-        scheduler=ExactTimesteps(
+        scheduler=scheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT
         ),
         image_processor=parts["image_processor"] if embeds_image else None,
@@ -118,11 +123,11 @@ def test_a_clip_is_that_of_the_pipeline(name, tmp_path, monkeypatch):
     command += ["--last-image", str(tmp_path / "1.png")] if has_last else []
     command += ["--image-encoder", folder] if embeds_image else []
     command += ["--frames", str(FRAMES), "--height", str(HEIGHT), "--width", str(WIDTH)]
-    command += ["--seed", "7", "--shift", str(SHIFT), "--dtype", "float32"]
+    command += ["--seed", "7", "--shift", str(SHIFT), "--dtype", "float32", *flags]
     out = tmp_path / "clip.safetensors"
     assert cli.main([*command, "--out", str(out)]) == 0
     found = load_file(out)["latents"]
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
     assert np.abs(noise - expected).mean() > 0.1
 
     contrary = [*command, "--vae-stride", "1", "1", "1", "--out", str(tmp_path / "x.gif")]

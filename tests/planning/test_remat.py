@@ -15,7 +15,7 @@ from alload_jax.planning.architectures.hunyuan_video import HUNYUAN_VIDEO_1_5
 from alload_jax.planning.architectures.wan import WAN_1_3B, WAN_14B, WanArchitecture
 from alload_jax.planning.cost import bucketed_cost
 from alload_jax.planning.devices import DEVICES
-from alload_jax.planning.remat import LADDER, MARGIN, OFFLOADED, choose_remat, host_bytes
+from alload_jax.planning.remat import LADDER, OFFLOADED, choose_remat, host_bytes
 
 H200 = DEVICES["h200"]
 MODELS = {"wan-1.3b": WAN_1_3B, "hunyuan": HUNYUAN_VIDEO_1_5}
@@ -29,6 +29,9 @@ def choose(architecture, tokens, gigabytes, **options):
 def needed(architecture, remat, tokens):
     return step_memory(architecture, H200, remat).bytes_of(tokens, tokens / SHORTEST)
 
+
+MARGIN = 0.08
+"""Share of the memory that a choice leaves free, whatever the code calls it."""
 
 budgets = st.floats(60, 2000)
 

@@ -81,6 +81,26 @@ def test_a_given_first_frame_stays_and_has_timestep_zero():
     np.testing.assert_allclose(found, euler(velocity, noise, first), rtol=2e-4, atol=2e-5)
 
 
+def test_the_model_and_the_experts_boundary_see_rounded_timesteps():
+    pair = values_of(PLAIN, 0), values_of(PLAIN, 1)
+    noise, sigmas = normal(1, 1, 1, 4, 4, 2), noise_levels("euler", 4, 3.0)
+    conditions = Condition(np.array([[3]])), Condition(np.array([[PLAIN.num_classes]]))
+    timesteps = np.floor(1000 * sigmas[:-1])
+    boundary = float(timesteps[1] + sigmas[1] * 1000) / 2000  # above the rounded level only
+    models = [model_of(PLAIN, values) for values in pair]
+
+    def velocity(latents, sigma, is_null):
+        timestep = timesteps[np.abs(sigmas[:-1] - sigma).argmin()]
+        model = models[int(timestep < 1000 * boundary)]
+        condition = conditions[is_null].tokens
+        return model.forward(latents, jnp.full(1, timestep), condition).velocity
+
+    low = LowNoise(boundary, GUIDANCE)
+    flow = make_flow(PLAIN, "euler", sigmas, GUIDANCE, low, timesteps)
+    found = jax.jit(flow)(pair, noise, *conditions)
+    np.testing.assert_allclose(found, euler(velocity, noise), rtol=2e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("sampler", ["euler", pytest.param("unipc", marks=pytest.mark.slow)])
 def test_each_expert_takes_its_noise_levels(sampler):
     pair = values_of(PLAIN, 0), values_of(PLAIN, 1)

@@ -10,7 +10,12 @@ from alload_jax.errors import InputError
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.optimizer import OptimizerConfig, OptimizerGroup, make_optimizer
+from alload_jax.training.optimizer import (
+    OptimizerConfig,
+    OptimizerGroup,
+    make_optimizer,
+    update_ema,
+)
 from alload_jax.training.state import TrainingSpec, init_state, state_shardings
 
 NAMES = ("adamw", "adamw8bit", "adafactor", "lion", "muon")
@@ -123,6 +128,43 @@ def test_adafactor_by_hand_and_its_small_state():
         )
     largest = max(leaf.size for leaf in jax.tree.leaves(optimizer.init(params)))
     assert largest == max(LAYERS * OUTPUTS, INPUTS * 4)
+
+
+@pytest.mark.parametrize("layers", [2, 200])
+@pytest.mark.parametrize("size", [(128, 130), (130, 128), (128, 4)], ids=str)
+def test_adafactor_treats_each_layer_of_a_stack_by_itself(layers, size):
+    rng = np.random.default_rng(0)
+    stacks = [jnp.asarray(rng.normal(size=(layers, *size)), jnp.float32) for _ in range(3)]
+    optimizer = make_optimizer(constant("adafactor"), 10)
+
+    def trained(arrays):
+        first, *grads = ({"kernel": array} for array in arrays)
+        return follow(optimizer, first, grads)["kernel"]
+
+    together = trained(stacks)
+    for number in (0, layers - 1):
+        alone = trained([stack[number] for stack in stacks])
+        np.testing.assert_allclose(together[number], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_adafactor_keeps_the_second_moments_of_biases_whole():
+    bias = {"bias": jnp.zeros((200, 130))}  # of 200 layers
+    moments = optax.tree.get(make_optimizer(constant("adafactor"), 10).init(bias), "v")
+    assert moments["bias"].shape == bias["bias"].shape
+
+
+@pytest.mark.parametrize("decay", [0.3, 0.9, 0.9999])
+def test_the_average_is_that_of_its_decay(decay):
+    """In float64; its first updates weigh the steps so far more alike."""
+    values = np.random.default_rng(0).normal(size=(60, 5))
+    average, expected = {"a": jnp.asarray(values[0], jnp.float32)}, values[0]
+    for step, value in enumerate(values):
+        rate = min(decay, (1 + step) / (10 + step))
+        expected = rate * expected + (1 - rate) * value
+        params = {"a": jnp.asarray(value, jnp.float32)}
+        average = update_ema(average, params, jnp.int32(step), decay)
+    np.testing.assert_allclose(average["a"], expected, rtol=0, atol=1e-5)
+    assert update_ema({}, params, jnp.int32(0), None) == {}
 
 
 def test_lion_by_hand():

@@ -490,6 +490,10 @@ def test_image_to_video_needs_a_first_frame(refused, flags, named):
         (["--prompt-embeds", "p", "--image", "x.png"], "--image needs --vae"),
         (["--prompt-embeds", "p", "--fps", "0"], "--fps is 0"),
         (["--prompt-embeds", "p", "--boundary", "0.9"], "--low-noise-checkpoint go together"),
+        (
+            ["--prompt-embeds", "p", "--round-timesteps", "--sampler", "euler"],
+            "--round-timesteps is what diffusers does with unipc, and the sampler is euler",
+        ),
     ],
 )
 def test_words_and_pictures_need_their_encoders(refused, flags, named):

@@ -92,7 +92,9 @@ class ImageEmbedding(nnx.Module):
 
     def __init__(self, image: ImageConfig, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         def norm(size: int) -> nnx.LayerNorm:
-            return nnx.LayerNorm(size, epsilon=_IMAGE_NORM_EPS, dtype=dtype, rngs=rngs)
+            return nnx.LayerNorm(
+                size, epsilon=_IMAGE_NORM_EPS, use_fast_variance=False, dtype=dtype, rngs=rngs
+            )
 
         self.position = (
             nnx.Param(jnp.zeros((image.positions, image.dim), jnp.float32))

@@ -45,17 +45,35 @@ def rotary_table(
         6) each for h and w, the rest for t.
 
     Returns:
-      cos, sin: [S, head_dim // 2] float32, or [R, S, head_dim // 2].
+      cos, sin: [S, head_dim // 2] float32, or [R, S, head_dim // 2]; NaN where traced positions are
+      outside the limits.
+
+    Raises:
+      ValueError: a position that is known is outside the limits.
     """
+    if not isinstance(positions, jax.core.Tracer):
+        _check_positions(np.asarray(positions), limits)
     spatial = 2 * (head_dim // 6)
-    cosines, sines = [], []
+    cosines: list[jax.Array] = []
+    sines: list[jax.Array] = []
     for axis, size in enumerate(sizes or (head_dim - 2 * spatial, spatial, spatial)):
         frequencies = theta ** -(np.arange(0, size, 2, dtype=np.float64) / max(size, 1))
         angle = np.arange(limits[axis])[:, None] * frequencies
         place = jnp.asarray(positions)[..., axis]
-        cosines.append(jnp.asarray(np.cos(angle), jnp.float32)[place])
-        sines.append(jnp.asarray(np.sin(angle), jnp.float32)[place])
+        place = jnp.where(place < 0, limits[axis], place)  # a negative index counts from the end
+        for part, values in ((cosines, np.cos(angle)), (sines, np.sin(angle))):
+            table = jnp.asarray(values, jnp.float32)
+            part.append(table.at[place].get(mode="fill", fill_value=jnp.nan))
     return jnp.concatenate(cosines, axis=-1), jnp.concatenate(sines, axis=-1)
+
+
+def _check_positions(positions: np.ndarray, limits: tuple[int, int, int]) -> None:
+    wrong = ((positions < 0) | (positions >= np.asarray(limits))).any(axis=-1)
+    for place in positions[wrong][:1].tolist():
+        raise ValueError(
+            f"rotary_table: position {place} is outside (t, h, w) from 0 to below {list(limits)}; "
+            "give the limits of the longest clip"
+        )
 
 
 @jax.named_scope(ROTARY)

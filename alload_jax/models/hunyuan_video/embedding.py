@@ -41,7 +41,9 @@ class GlyphEmbedding(nnx.Module):
     def __init__(
         self, text: TextConfig, hidden: int, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
     ):
-        self.norm = nnx.LayerNorm(text.dim, epsilon=_GLYPH_NORM_EPS, dtype=dtype, rngs=rngs)
+        self.norm = nnx.LayerNorm(
+            text.dim, epsilon=_GLYPH_NORM_EPS, use_fast_variance=False, dtype=dtype, rngs=rngs
+        )
         self.inner = nnx.Linear(text.dim, hidden, dtype=dtype, rngs=rngs)
         self.hidden = nnx.Linear(hidden, hidden, dtype=dtype, rngs=rngs)
         self.out = nnx.Linear(hidden, dim, dtype=dtype, rngs=rngs)

@@ -81,7 +81,7 @@ class RefinerBlock(nnx.Module):
             return nnx.Linear(dim, dim, dtype=dtype, rngs=rngs)
 
         def norm() -> nnx.LayerNorm:
-            return nnx.LayerNorm(dim, epsilon=_EPS, dtype=dtype, rngs=rngs)
+            return nnx.LayerNorm(dim, epsilon=_EPS, use_fast_variance=False, dtype=dtype, rngs=rngs)
 
         self.num_heads = config.num_heads
         self.implementation: AttentionImplementation = config.attention

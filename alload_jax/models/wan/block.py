@@ -175,7 +175,9 @@ class Block(nnx.Module):
         self.modulation = nnx.Param(jnp.zeros((6, config.dim), jnp.float32))
         self.self_attention = Attention(config, rngs=rngs)
         self.cross_norm = (
-            nnx.LayerNorm(config.dim, epsilon=config.eps, dtype=self.dtype, rngs=rngs)
+            nnx.LayerNorm(
+                config.dim, epsilon=config.eps, use_fast_variance=False, dtype=self.dtype, rngs=rngs
+            )
             if config.cross_norm
             else None
         )

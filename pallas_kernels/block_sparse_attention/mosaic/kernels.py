@@ -71,7 +71,7 @@ def forward_kernel(
     start = (of_rows(size, _LOWEST), of_rows(size, 0.0), zeros(size, launch.width))
     walk = _query_walk(lists, own, launch)
     top, total, acc = walk.fold(step, start, (keys, values))
-    some = total > 0
+    some = total != 0  # NaN stays NaN
     total = jnp.where(some, total, 1.0)
     out = acc * across(1.0 / total, acc)
     out = own.only_valid(out, lists.query_tokens[own.row, own.block])

@@ -126,7 +126,7 @@ def forward_kernel(
     )
     walk = Walk(lists.entry, (row, head, block), 0, plgpu.load(lists.count.at[row, head, block]))
     top, total, acc = walk.fold(step, start, launch.tiles.key, launch.key_block)
-    some = total > 0
+    some = total != 0  # NaN stays NaN
     total = jnp.where(some, total, 1.0)
     queries.store(out_ref, launch, acc / total[:, None])
     lse = (top + jnp.log2(total)) / _LOG2E

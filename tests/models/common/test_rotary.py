@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,3 +54,15 @@ def test_products_depend_on_differences_of_position_alone():
 
     moved = product((7, 8, 9), (5, 10, 12))
     np.testing.assert_allclose(product((2, 0, 1), (0, 2, 4)), moved, rtol=1e-4)
+
+
+@pytest.mark.parametrize("place", [(4, 0, 0), (0, 2, 0), (0, 0, 7), (-1, 0, 0), (0, 0, -9)])
+def test_positions_outside_the_limits_are_refused(place):
+    positions, limits = np.asarray([(3, 1, 6), place]), (4, 2, 7)
+    with pytest.raises(ValueError, match=r"rotary_table: position \[.*outside .* \[4, 2, 7\]"):
+        rotary_table(positions, limits, 12)
+    traced = jax.jit(lambda positions: rotary_table(positions, limits, 12))(positions)
+    known = rotary_table(positions[:1], limits, 12)
+    for part, expected in zip(traced, known, strict=True):
+        np.testing.assert_array_equal(part[0], expected[0])
+        assert np.isnan(part[1]).any()
