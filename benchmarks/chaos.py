@@ -2,8 +2,10 @@
 
     python benchmarks/chaos.py --kills 100 --seed 0
 
-Kills runs of a tiny model in every phase, continues them, and compares the result with a run that
-was never stopped; fills disks; flips bits in stores and checkpoints; gives hostile inputs.
+Interrupts runs of tiny models in every phase, continues them, and compares the result with runs
+that were never stopped; fills disks; flips bits in stores, checkpoints and exports; gives hostile
+inputs.
+
 `--kills`, `--disks`, `--flips` and `--inputs` say how many of each; 0 leaves a part as it was. A
 campaign is continued by calling it again with the same seed: kills and disks are added to those in
 benchmarks/results/chaos_cpu.json. `--print` only writes the report, docs/results/chaos/report.md.
@@ -16,14 +18,16 @@ import random
 import shutil
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from chaos_bits import flip_bits
 from chaos_disks import fill_disk
 from chaos_inputs import INPUTS, give_inputs
+from chaos_phases import PHASES
 from chaos_report import report
-from chaos_runs import STEPS, Campaign
+from chaos_runs import STEPS, VARIANTS, Campaign, saved_step
 
 from alload_jax.bench.provenance import provenance
 from alload_jax.errors import run_command
@@ -31,10 +35,10 @@ from alload_jax.errors import run_command
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "chaos_cpu.json"
 REPORT = ROOT / "docs" / "results" / "chaos" / "report.md"
-_EVERY_TOGETHER = 4
-"""Of so many series of kills, one is of several processes."""
-_MOST_ALONE, _MOST_TOGETHER = 15, 4
-"""Kills in a series of one process, and of several."""
+_MOST = 6
+"""Kills in a series."""
+_SIGNALS = ("SIGKILL", "SIGKILL", "SIGKILL", "SIGTERM", "SIGKILL", "SIGKILL", "SIGSTOP")
+"""In turn. SIGSTOP is followed by SIGKILL."""
 
 
 def main(argv: list[str]) -> int:
@@ -82,47 +86,64 @@ def run_campaign(options: argparse.Namespace, found: dict[str, Any]) -> dict[str
         note("inputs", give_inputs(campaign, INPUTS[: options.inputs]))
     if options.flips:
         note("flips", flip_bits(campaign, options.flips, options.seed))
-    series = found.get("series", [])
-    expected = campaign.reference() if options.kills or options.disks else []
     for number in range(options.disks):
         disks = found.get("disks", [])
-        note("disks", [*disks, fill_disk(campaign, f"disk-{len(disks)}", number, expected)])
-    left = options.kills
+        note("disks", [*disks, fill_disk(campaign, f"disk-{len(disks)}", number)])
+    series, left = found.get("series", []), options.kills
     while left > 0:
-        series.append(kill_series(campaign, options.seed, len(series), left, expected))
+        series.append(kill_series(campaign, options.seed, series, left))
         left -= len(series[-1]["kills"])
         note("series", series)
-        say(f"{left} kills left; faults: {faults_of(found)}")
+        say(f"{left} kills left; hit: {dict(hits(series))}; faults: {faults_of(found)}")
     return found
 
 
 def kill_series(
-    campaign: Campaign, seed: int, number: int, most: int, expected: list[dict[str, Any]]
+    campaign: Campaign, seed: int, series: list[dict[str, Any]], most: int
 ) -> dict[str, Any]:
-    """Kills and continues one run until its end."""
-    chance, name = random.Random(f"{seed}/{number}"), f"run-{seed}-{number}"
-    together = number % _EVERY_TOGETHER == _EVERY_TOGETHER - 1
+    """Interrupts one run in the phases that were hit least so far, and continues it to its end."""
+    chance = random.Random(f"{seed}/{len(series)}")
+    name = f"run-{seed}-{len(series)}"
+    variant = list(VARIANTS)[len(series) % len(VARIANTS)]
+    campaign.reference(variant)
     shutil.rmtree(campaign.folder / name, ignore_errors=True)
-    kills: list[dict[str, Any]] = []
+    done = sum(len(each["kills"]) for each in series)
+    this: dict[str, Any] = {"run": name, "variant": variant, "seed": seed, "kills": []}
     began = time.monotonic()
-    while len(kills) < min(most, _MOST_TOGETHER if together else _MOST_ALONE):
-        killed = campaign.kill(name, chance, chance.choice((2, 2, 4)) if together else 1)
+    while len(this["kills"]) < min(most, _MOST):
+        saved = saved_step(campaign.folder / name)
+        phase = next_phase(hits([*series, this]), saved, campaign.steps, chance)
+        if phase is None:
+            break
+        number = _SIGNALS[(done + len(this["kills"])) % len(_SIGNALS)]
+        killed = campaign.kill(name, variant, phase, number, chance)
         if killed is None:
             break
-        kills.append(killed._asdict())
+        this["kills"].append(killed._asdict())
         say(f"{name}: {killed}")
-        if killed.saved >= campaign.steps:
-            break
-    faults = campaign.finish(name, expected, exact=not together)
-    if not faults and not any(each["faults"] for each in kills):
+    this["faults"] = campaign.finish(name, variant)
+    this["seconds"] = round(time.monotonic() - began, 1)
+    if not faults_of({"series": [this]}):
         shutil.rmtree(campaign.folder / name)
-    return {
-        "run": name,
-        "seed": seed,
-        "seconds": round(time.monotonic() - began, 1),
-        "kills": kills,
-        "faults": faults,
-    }
+    return this
+
+
+def next_phase(counts: Counter[str], saved: int, steps: int, chance: random.Random) -> str | None:
+    """A phase that was hit least so far; None if a run that stands at this step has none of them.
+
+    The end comes last, because it leaves little of the run for other phases.
+    """
+    possible = set(PHASES) if saved < steps else {"start", "restore", "end"}
+    possible -= set() if saved else {"restore"}
+    fewest = min(counts[phase] for phase in PHASES if saved or phase != "restore")
+    least = [phase for phase in PHASES if phase in possible and counts[phase] == fewest]
+    early = [phase for phase in least if phase != "end"]
+    return chance.choice(early or least) if least else None
+
+
+def hits(series: list[dict[str, Any]]) -> Counter[str]:
+    """How many kills came in each phase, as the runs have noted; several may be open at once."""
+    return Counter(phase for each in series for kill in each["kills"] for phase in kill["phases"])
 
 
 def faults_of(found: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Flips single bits in a data folder and in a checkpoint: each must be found, or change nothing."""
+"""Flips single bits in what the project reads: each must be found, or change nothing."""
 
 import contextlib
 import io
@@ -12,14 +12,23 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-from chaos_runs import Campaign
+from chaos_runs import Campaign, last_arrays, steps_of
 
 from alload_jax.data.datasets.digits import Digits
-from alload_jax.data.manifest import Manifest, read_manifest
+from alload_jax.data.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    manifest_metadata,
+    read_captions,
+    read_manifest,
+)
 from alload_jax.data.store import BadRecordError, StoreReader
 from alload_jax.errors import InputError
+from alload_jax.models.families import read_model_config
+from alload_jax.models.lora_files import read_lora
+from alload_jax.models.weights import load_weights, read_transformer
 from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
+from alload_jax.training.restore import one_device_mesh
 
 Read = Callable[[], Any]
 _MIX = ((17, 16, 16, 24), (1, 8, 8, 40))
@@ -27,25 +36,30 @@ _MIX = ((17, 16, 16, 24), (1, 8, 8, 40))
 
 
 def flip_bits(campaign: Campaign, count: int, seed: int) -> dict[str, Any]:
-    """Flips bits, one after the other, half of them in a store and half in a checkpoint."""
+    """Flips bits, one after the other, the same number in each part."""
     began, folder = time.monotonic(), campaign.folder / "bits"
-    if not (campaign.folder / "reference" / "summary.json").exists():
-        campaign.reference()
+    run, adapted = campaign.reference("packed rows, loader processes"), campaign.reference("LoRA")
     shutil.rmtree(folder, ignore_errors=True)
     Digits(mix=_MIX, motion="drift", frames_per_latent=1).write(folder / "store")
-    saved = max(
-        (path for path in (campaign.folder / "reference" / "checkpoints").iterdir()
-         if path.name.isdigit()),
-        key=lambda path: int(path.name),
-    )  # fmt: skip
-    shutil.copytree(saved, folder / "checkpoints" / saved.name)
-    chance, found, faults = random.Random(seed), {}, []
+    saved = run / "checkpoints" / str(steps_of(run)[-1])
+    shutil.copytree(saved, folder / "run" / "checkpoints" / saved.name)
+    (folder / "manifest").mkdir()
+    shutil.copy(campaign.folder / "texts" / MANIFEST_NAME, folder / "manifest")
+    for path in (campaign.folder / "texts").glob("*.arrayrecord"):
+        (folder / "manifest" / path.name).symlink_to(path)
+    shutil.copytree(run / "exported" / "weights", folder / "export")
+    shutil.copytree(adapted / "exported", folder / "adapters")
     parts: dict[str, tuple[Path, Read]] = {
         "store": (folder / "store", lambda: content_of_store(folder / "store")),
-        "checkpoint": (folder / "checkpoints", lambda: newest(folder / "checkpoints")),
+        "manifest": (folder / "manifest", lambda: content_of_store(folder / "manifest")),
+        "checkpoint": (folder / "run", lambda: newest(folder / "run")),
+        "export": (folder / "export", lambda: content_of_export(folder / "export")),
+        "adapters": (folder / "adapters", lambda: content_of_adapters(folder)),
     }
-    for name, (place, read) in parts.items():
-        counts, missed = flip_in(place, read, count // 2, chance)
+    chance, found, faults = random.Random(seed), {}, []
+    for number, (name, (place, read)) in enumerate(parts.items()):
+        share = count * (number + 1) // len(parts) - count * number // len(parts)
+        counts, missed = flip_in(place, read, share, chance)
         found[name] = dict(counts)
         faults += missed
     return {"flips": found, "seconds": round(time.monotonic() - began, 1), "faults": faults}
@@ -60,7 +74,8 @@ def flip_in(
       How many were `found`, and how many were `harmless`: what is read is the same. What was
       neither, in words.
     """
-    files = sorted(path for path in place.rglob("*") if path.is_file())
+    files = [path for path in place.rglob("*") if path.is_file() and not path.is_symlink()]
+    files.sort()
     sizes = [path.stat().st_size for path in files]
     healthy, counts, faults = read(), Counter[str](), []
     for _ in range(count):
@@ -91,7 +106,8 @@ def outcome(read: Read, healthy: Any) -> str:
         return "found"
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:100]}"
-    same = jax.tree.all(jax.tree.map(np.array_equal, now, healthy))
+    shapes = (str(jax.tree.structure(each)) for each in (now, healthy))
+    same = len(set(shapes)) == 1 and jax.tree.all(jax.tree.map(np.array_equal, now, healthy))
     return "harmless" if same else "other values are read"
 
 
@@ -103,26 +119,46 @@ def content_of_store(folder: Path) -> Any:
         records = [reader.read(sample) for sample in range(len(manifest))]
     finally:
         reader.close()
-    return [records, np.asarray(manifest.shape), np.frombuffer(
-        repr((manifest.vae_stride, manifest.identity())).encode(), np.uint8)]  # fmt: skip
+    said = [
+        *sorted(vars(manifest).items()),
+        read_captions(folder),
+        manifest_metadata(manifest.path),
+    ]
+    return [records, as_array(said)]
 
 
-def newest(folder: Path) -> Any:
+def newest(run: Path) -> Any:
     """The newest whole checkpoint's arrays, as a run finds and reads them.
 
     Raises:
       InputError: it is damaged.
     """
+    folder = run / "checkpoints"
     with Checkpoints(folder, CheckpointConfig(), {}) as checkpoints:
-        moved: set[Path] = set()
         try:
             step = checkpoints.newest_undamaged()
         finally:
-            moved = set(folder.glob("damaged-*"))
-            for path in moved:  # for the next flip
+            for path in folder.glob("damaged-*"):  # for the next flip
                 path.rename(folder / path.name.removeprefix("damaged-"))
     if step is None:
         raise InputError("no checkpoint is found")
-    handler = ocp.PyTreeCheckpointer()
-    state = handler.restore(folder / str(step) / "state")
-    return jax.tree.map(np.asarray, state)
+    return last_arrays(run)
+
+
+def content_of_export(folder: Path) -> Any:
+    """Architecture and weights of an exported folder."""
+    config = read_transformer(folder)
+    return [as_array(config), load_weights(folder, config, one_device_mesh())]
+
+
+def content_of_adapters(folder: Path) -> Any:
+    """What a file of adapters holds for the exported model beside it."""
+    config = read_model_config(folder / "export" / "config.json")
+    found = read_lora(folder / "adapters" / "lora.safetensors", config)
+    pairs = [(each.down, each.up, each.scale) for each in found.adapters.values()]
+    return [as_array((list(found.adapters), found.text_length)), pairs]
+
+
+def as_array(value: Any) -> np.ndarray:
+    """A value's description, which is equal for equal values."""
+    return np.frombuffer(repr(value).encode(), np.uint8)

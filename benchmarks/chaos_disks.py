@@ -5,15 +5,13 @@ import subprocess
 import time
 from typing import Any
 
-from chaos_runs import PATIENCE, Campaign, differences, errors_of, rows_of
+from chaos_runs import PATIENCE, Campaign, differences, errors_of
 
 _SIZES = (600, 3000)
 """Kilobytes of the smallest and the largest disk."""
 
 
-def fill_disk(
-    campaign: Campaign, name: str, seed: int, expected: list[dict[str, Any]]
-) -> dict[str, Any]:
+def fill_disk(campaign: Campaign, name: str, seed: int) -> dict[str, Any]:
     """Trains on a small disk until it is full, then on a larger one until the end.
 
     Only root can mount such a disk.
@@ -25,7 +23,7 @@ def fill_disk(
     try:
         faults = _fill(campaign, name)
         mount("remount,size=200m", str(place))
-        faults += _continue(campaign, name, expected)
+        faults += _continue(campaign, name)
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
     seconds = round(time.monotonic() - began, 1)
@@ -48,8 +46,8 @@ def _fill(campaign: Campaign, name: str) -> list[str]:
     return [] if status == 2 and len(lines) == 1 else [f"status {status}, {lines}"]
 
 
-def _continue(campaign: Campaign, name: str, expected: list[dict[str, Any]]) -> list[str]:
+def _continue(campaign: Campaign, name: str) -> list[str]:
     run = campaign.starter.start("train", campaign.flags(f"{name}/run"))
     if (status := run.wait(PATIENCE)) != 0:
         return [f"the run cannot be continued: {status}, {errors_of(run.stderr)}"]
-    return differences(rows_of(campaign.folder / name / "run"), expected, exact=True)
+    return differences(campaign.folder / name / "run", campaign.reference(), exact=True)

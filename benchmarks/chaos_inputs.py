@@ -191,10 +191,8 @@ def give_inputs(campaign: Campaign, inputs: list[str]) -> dict[str, Any]:
     """Runs each command; returns how they ended, and what is not one line and status 2."""
     began = time.monotonic()
     places = {"work": campaign.folder / "hostile", "data": campaign.data}
-    places["run"] = campaign.folder / "reference"
+    places["run"] = campaign.reference()
     write_files(places["work"], campaign)
-    if not (places["run"] / "summary.json").exists():
-        campaign.reference()
     end = _ender(campaign, places)
     found = [end(line) for line in inputs]
     return {

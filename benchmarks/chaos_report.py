@@ -1,9 +1,11 @@
 """The report of a campaign of faults, in Markdown."""
 
-from collections import defaultdict
 from typing import Any
 
+from chaos_phases import PHASES
 from chaos_runs import EVERY
+
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 
 
 def report(found: dict[str, Any]) -> str:
@@ -34,44 +36,45 @@ def table(head: list[str], rows: list[list[Any]]) -> str:
 
 def _kills(series: list[dict[str, Any]]) -> str:
     kills = [kill for each in series for kill in each["kills"]]
-    by_phase: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for kill in kills:
-        by_phase[kill["phase"]].append(kill)
-    signals = ("SIGKILL", "SIGTERM", "SIGSTOP")
     rows = [
-        [phase, *(sum(kill["signal"] == name for kill in of_phase) for name in signals),
-         _most_lost(of_phase), sum(bool(kill["faults"]) for kill in of_phase)]
-        for phase, of_phase in by_phase.items()
-    ]  # fmt: skip
-    rows.append(["all", *(sum(row[n] for row in rows) for n in (1, 2, 3)),
-                 _most_lost(kills), sum(row[5] for row in rows)])  # fmt: skip
+        _row(phase, [kill for kill in kills if phase in kill["phases"]])
+        for phase in (*PHASES, "none")
+    ]
+    rows = [row for row in rows if any(row[1:])] + [_row("all", kills)]
     together = sum(kill["processes"] > 1 for kill in kills)
     lost = sum(max(0, kill["step"] - kill["saved"]) for kill in kills) / max(1, len(kills))
+    aimed = sum(kill["aim"] in kill["phases"] for kill in kills)
     text = (
         f"{len(kills)} kills of {len(series)} runs, {together} of them of one of two or four "
-        f"processes. A checkpoint is saved every {EVERY} steps, so that at most {2 * EVERY} steps "
-        "may be lost: those since the newest checkpoint, and those of the save in flight. On "
-        f"average {lost:.1f} were. SIGSTOP is followed by SIGKILL."
+        f"processes. Runs note the phases that are open, saving and commit in a thread beside the "
+        f"others; a kill counts for each phase that was open when the signal came, whatever was "
+        f"aimed at ({aimed} hit their aim). A checkpoint is saved every {EVERY} steps, so that at "
+        f"most {2 * EVERY} steps may be lost: those since the newest checkpoint, and those of the "
+        f"save in flight. On average {lost:.1f} were. SIGSTOP is followed by SIGKILL."
     )
-    return text + "\n\n" + table(["phase", *signals, "most steps lost", "faults"], rows)
+    return text + "\n\n" + table(["phase", *SIGNALS, "most steps lost", "faults"], rows)
 
 
-def _most_lost(kills: list[dict[str, Any]]) -> int:
-    return max((kill["step"] - kill["saved"] for kill in kills), default=0)
+def _row(name: str, kills: list[dict[str, Any]]) -> list[Any]:
+    most = max((kill["step"] - kill["saved"] for kill in kills), default=0)
+    counts = (sum(kill["signal"] == signal for kill in kills) for signal in SIGNALS)
+    return [name, *counts, most, sum(bool(kill["faults"]) for kill in kills)]
 
 
 def _seeds(series: list[dict[str, Any]]) -> str:
     rows = [
-        [each["run"], len(each["kills"]), round(each["seconds"]),
+        [each["run"], each["variant"], len(each["kills"]), round(each["seconds"]),
          "; ".join(each["faults"]) or "none"]
         for each in series
     ]  # fmt: skip
     text = (
-        "Each run was continued to its end and compared with one that was never stopped: steps, "
-        "samples, losses and validations, bit for bit, or within 1e-4 where the number of "
-        "processes changed. The name of a run holds its seed."
+        "Each run was continued to its end and compared with one of its config that was never "
+        "stopped, bit for bit: steps, samples, losses, validations, the steps of the checkpoints, "
+        "the arrays of the last, and exports of models of text. Where the number of processes "
+        "changed, steps, samples and losses are compared, within 1e-4. The name of a run holds "
+        "its seed."
     )
-    return text + "\n\n" + table(["run", "kills", "seconds", "differences"], rows)
+    return text + "\n\n" + table(["run", "config", "kills", "seconds", "differences"], rows)
 
 
 def _disks(disks: list[dict[str, Any]]) -> str:

@@ -1,39 +1,118 @@
-"""Runs that are killed at random moments and continued, until they end as one never stopped."""
+"""Runs that are interrupted in every phase and continued, until they end as one never stopped."""
 
 import json
 import random
+import shutil
 import signal
 import socket
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from chaos_phases import Aim, read_marker, read_seconds
 from chaos_starts import Started, Starter
+from safetensors.numpy import load_file
 
+from alload_jax.config import read_config
 from alload_jax.data.datasets.digits import Digits
+from alload_jax.data.prepare.byte_text import ByteText
+from alload_jax.data.store import StoreWriter
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import abstract_model
+from alload_jax.models.weights import save_weights
 from alload_jax.training.checksums import damage
 from alload_jax.training.run_files import is_validation
 
-EVERY, STEPS = 4, 300
-MIX = ((1, 8, 8, 64),)
+EVERY, STEPS = 4, 60
+_VALIDATE, _SAMPLE = 9, 13
 COMPUTED = ("step", "epoch", "loss", "grad_norm", "samples", "skipped", "tokens", "learning_rate")
-PHASES = ("start", "compile", "steps", "saving", "validation", "drawing", "end")
-_WEIGHTS = (2, 1, 4, 3, 2, 2, 2)
-_SIGNALS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP")
 PATIENCE = 240.0
 _LONGEST_LINES = 8192
 LOST_AFTER = 20.0
+_RESTORE = 0.2
+"""Seconds of a restore, which runs that are never stopped have none of."""
+_Sections = dict[str, dict[str, Any]]
+_TINY = {"dim": 16, "ffn_dim": 16, "num_heads": 2, "num_layers": 1, "freq_dim": 8}
+_SHAPE = {"dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "freq_dim": 8}
+_OF_TEXT: _Sections = {
+    "model": _SHAPE | {"in_channels": 4, "text": {"dim": 8, "length": 12}},
+    "data": {"folder": "texts"},
+}
+_PROMPT = {"prompt": "a cat", "frames": 1, "height": 4, "width": 4}
+_GRID = {"frames": 1, "height": 8, "width": 8, "rows": 1}
+_DRAWN = {"every": _SAMPLE, "steps": 2}
+_CLASSES: _Sections = {
+    "model": _TINY | {"patch_size": [1, 4, 4]},
+    "data": {"folder": "digits"},
+    "sampling": _DRAWN | {"grids": [_GRID]},
+}
+
+
+class Variant(NamedTuple):
+    """Runs of one config.
+
+    Attributes:
+      sections: of the config.
+      processes: of which a start has one of these numbers; several compute the same up to rounding.
+      export: the command that writes its weights for others; none where others lack such models.
+    """
+
+    sections: _Sections
+    processes: tuple[int, ...] = (1,)
+    export: tuple[str, ...] = ()
+
+
+_FULL = "packed rows, loader processes"
+"""Trains all of the model of text, of which another trains adapters."""
+VARIANTS = {
+    "classes": Variant(_CLASSES),
+    "LoRA": Variant(
+        _OF_TEXT
+        | {
+            "run": {"seed": 3, "initial_weights": "weights"},
+            "model": _OF_TEXT["model"] | {"lora": {"rank": 2}},
+            "sampling": _DRAWN | {"prompts": [_PROMPT]},
+        },
+        export=("lora", "export", "--out", "lora.safetensors"),
+    ),
+    _FULL: Variant(
+        _OF_TEXT
+        | {
+            "run": {"seed": 5},
+            "planning": {"policy": "balanced", "m_mem": 48},
+            "data": {"folder": "texts", "loader": {"processes": 2}},
+            "sampling": _DRAWN | {"prompts": [_PROMPT]},
+        },
+        export=("export", "--out", "weights"),
+    ),
+    "keep_best, clips": Variant(
+        _CLASSES
+        | {
+            "run": {"seed": 7},
+            "checkpoint": {"keep_best": 2},
+            "data": {"folder": "clips"},
+            "model": _TINY | {"num_layers": 3, "patch_size": [1, 4, 4]},
+        }
+    ),
+    "several processes": Variant(
+        _CLASSES | {"data": {"folder": "digits", "loader": {"processes": 1}}}, (1, 2, 4)
+    ),
+}
 
 
 class Kill(NamedTuple):
     """One interruption and what was left.
 
     Attributes:
-      run: name of the run.
       processes: processes of the run.
-      phase: what the run was doing, of `PHASES`.
-      signal: name of the signal.
+      aim: the phase that was aimed at.
+      phases: those that were open when the signal came, as the run has noted.
+      signal: name of the signal; SIGSTOP is followed by SIGKILL.
       step: the last step in metrics.jsonl.
       saved: step of the newest whole checkpoint; 0 for none.
       status: exit status, negative after a signal.
@@ -41,9 +120,9 @@ class Kill(NamedTuple):
       faults: what is not as it should be, in words.
     """
 
-    run: str
     processes: int
-    phase: str
+    aim: str
+    phases: tuple[str, ...]
     signal: str
     step: int
     saved: int
@@ -53,148 +132,182 @@ class Kill(NamedTuple):
 
 
 class Campaign:
-    """Kills runs of one config in a folder.
+    """Interrupts runs in a folder.
 
     Attributes:
       folder: where all is written.
-      data: the data folder.
+      data: the data folder of the first variant.
       steps: of each run.
     """
 
     def __init__(self, folder: Path, steps: int = STEPS):
-        self.folder, self.data, self.steps = folder, folder / "data", steps
+        self.folder, self.data, self.steps = folder, folder / "digits", steps
         folder.mkdir(parents=True, exist_ok=True)
-        if not self.data.exists():
-            Digits(mix=MIX, frames_per_latent=1).write(self.data)
-        self._config = folder / "chaos.yaml"
-        self._config.write_text(json.dumps(self._settings()))
+        for name, variant in VARIANTS.items():
+            self._config(name).write_text(json.dumps(self._settings(variant)))
+        if not (folder / "weights").exists():
+            config = read_config(self.flags("full", _FULL), "train.py")
+            _write_inputs(folder, config.model)
         self.starter = Starter(folder / "output")
 
-    def _settings(self) -> dict[str, Any]:
-        model = {"dim": 16, "ffn_dim": 16, "num_heads": 2, "num_layers": 1, "freq_dim": 8}
-        grid = {"frames": 1, "height": 8, "width": 8, "rows": 1}
-        return {
+    def _config(self, variant: str) -> Path:
+        return self.folder / f"{_file_name(variant)}.yaml"
+
+    def _settings(self, variant: Variant) -> dict[str, Any]:
+        config: _Sections = {
             "run": {"steps": self.steps, "compilation_cache": str(self.folder / "compiled")},
-            "data": {"folder": str(self.data)},
             "planning": {"m_mem": 40, "micro_batches_per_step": 2, "ranks": 4},
-            "model": model | {"patch_size": [1, 4, 4]},
             "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "final_fraction": 1.0},
             "checkpoint": {"every": EVERY},
-            "validation": {"share": 0.1, "every": 9},
-            "sampling": {"every": 13, "steps": 2, "grids": [grid]},
+            "validation": {"share": 0.1, "every": _VALIDATE},
         }
+        for section, values in variant.sections.items():
+            config[section] = config.get(section, {}) | values
+        for section, key in (("data", "folder"), ("run", "initial_weights")):
+            if key in config[section]:
+                config[section][key] = str(self.folder / config[section][key])
+        return config
 
-    def flags(self, name: str) -> list[str]:
+    def flags(self, name: str, variant: str = "classes") -> list[str]:
         """The command line of a run."""
-        return ["--config", str(self._config), "--run.folder", str(self.folder / name)]
+        return ["--config", str(self._config(variant)), "--run.folder", str(self.folder / name)]
 
-    def start(self, name: str, processes: int = 1, from_shell: bool = False) -> list[Started]:
-        """Starts a run, on one device a process; a process alone takes the place of all."""
-        flags = self.flags(name)
-        if processes == 1:
-            return [self.starter.start("train", flags, from_shell=from_shell)]
-        with socket.create_server(("localhost", 0)) as free:
-            address = f"localhost:{free.getsockname()[1]}"
-        flags += ["--cluster.coordinator", address, "--cluster.processes", str(processes)]
-        flags += ["--cluster.lost_after", str(LOST_AFTER), "--cluster.process"]
-        return [self.starter.start("train", [*flags, str(n)]) for n in range(processes)]
+    def start(
+        self, name: str, variant: str, processes: int = 1, victim: int = 0, aim: Aim | None = None
+    ) -> list[Started]:
+        """Starts a run, on one device a process, of which one interrupts itself."""
+        flags = self.flags(name, variant)
+        if processes > 1:
+            with socket.create_server(("localhost", 0)) as free:
+                address = f"localhost:{free.getsockname()[1]}"
+            flags += ["--cluster.coordinator", address, "--cluster.processes", str(processes)]
+            flags += ["--cluster.lost_after", str(LOST_AFTER), "--cluster.process"]
+        numbered = [[*flags, str(n)] for n in range(processes)] if processes > 1 else [flags]
+        return [
+            self.starter.start("train", each, aim=aim if number == victim else None)
+            for number, each in enumerate(numbered)
+        ]
 
-    def reference(self) -> list[dict[str, Any]]:
-        """Metrics of a run that is never stopped."""
-        (run,) = self.start("reference")
-        if status := run.wait(PATIENCE):
-            raise RuntimeError(f"the run that is never stopped ended with {status}: {run.stderr}")
-        return rows_of(self.folder / "reference")
+    def reference(self, variant: str = "classes") -> Path:
+        """The folder of a run that is never stopped, with the seconds of its phases.
 
-    def metrics(self, name: str) -> Path:
-        """The file of a run's metrics."""
-        return self.folder / name / "metrics.jsonl"
+        It is run twice: the first time, programs are compiled, and both must be the same.
+        """
+        first, name = (f"reference-{_file_name(variant)}{end}" for end in ("-first", ""))
+        folder = self.folder / name
+        if not (folder / "phases.json").exists():
+            for each in (first, name):
+                shutil.rmtree(self.folder / each, ignore_errors=True)
+                (run,) = self.start(each, variant)
+                if status := run.wait(PATIENCE):
+                    raise RuntimeError(f"a run that is never stopped: {status}, {run.stderr}")
+                self._export(each, variant)
+            if faults := differences(folder, self.folder / first, exact=True):
+                raise RuntimeError(f"two runs of {variant} that are never stopped differ: {faults}")
+            (folder / "phases.json").write_text(json.dumps(read_seconds(run.marker)))
+        return folder
 
-    def kill(self, name: str, chance: random.Random, processes: int = 1) -> Kill | None:
-        """Starts or continues a run and interrupts it; None if it ended before."""
-        phase = chance.choices(PHASES, _WEIGHTS)[0]
-        if processes > 1 and phase == "start":  # they wait five minutes for one that never joins
-            phase = "compile"
-        number = chance.choice(_SIGNALS)
+    def kill(self, name: str, variant: str, phase: str, number: str, chance: random.Random) -> (
+        Kill | None
+    ):  # fmt: skip
+        """Starts or continues a run that gets a signal in a phase; None if it ended before."""
+        # Where one ends before it joins, the others wait for it for five minutes.
+        processes = 1 if phase == "start" else chance.choice(VARIANTS[variant].processes)
+        seconds = json.loads((self.reference(variant) / "phases.json").read_text())
+        took = statistics.median(seconds.get(phase, [_RESTORE]))
+        time_ = 1 if phase in ("start", "restore", "compile", "end") else chance.randrange(1, 4)
+        aim = Aim(phase, time_, chance.uniform(0, 0.9) * took, number)
         before, began = saved_step(self.folder / name), time.monotonic()
-        runs = self.start(name, processes, from_shell=phase == "start" and chance.random() < 0.5)
-        reached = runs[0].wait_for(self._trigger(name, phase, before, chance), PATIENCE)
-        time.sleep(chance.uniform(0, 0.05))
-        victim = chance.choice(runs)
-        status = interrupt(victim, number) if reached else victim.wait(PATIENCE)
-        others = [each for each in runs if each is not victim]
-        faults = self._end_of_others(others, number, reached)
-        if not reached and status == 0:
+        victim = chance.randrange(processes)
+        runs = self.start(name, variant, processes, victim, aim)
+        killed = runs[victim]
+        reached = killed.wait_for(lambda: bool(read_marker(killed.marker).signal), PATIENCE)
+        if reached and number == "SIGSTOP":
+            time.sleep(0.5)
+            killed.kill()
+        status = killed.wait(PATIENCE)
+        marked = read_marker(killed.marker)
+        faults = self._end_of_others(runs, killed, marked.signal)
+        if not marked.signal and status == 0 and not faults:
             return None
-        faults += faults_of_end(victim, number if reached else "", status)
-        faults += faults_of_start(runs[0], before)
-        step, saved = last_step(self.metrics(name)), saved_step(self.folder / name)
-        if max(step, before) - saved > 2 * EVERY:
-            faults.append(f"{step - saved} steps are lost")
-        if saved < before:
-            faults.append(f"the checkpoint of step {before} is gone")
-        seconds = round(time.monotonic() - began, 2)
-        return Kill(name, processes, phase, number, step, saved, status, seconds, faults)
+        faults += faults_of_end(killed, marked.signal, status) + faults_of_start(runs[0], before)
+        step, saved = (
+            last_step(self.folder / name / "metrics.jsonl"),
+            saved_step(self.folder / name),
+        )
+        faults += faults_of_rest(before, step, saved)
+        spent = round(time.monotonic() - began, 2)
+        return Kill(
+            processes, phase, marked.phases, number, step, saved, status, spent, faults
+        )  # fmt: skip
 
-    def _trigger(
-        self, name: str, phase: str, before: int, chance: random.Random
-    ) -> Callable[[], bool]:
-        """Says when the run is in a phase."""
-        folder, metrics = self.folder / name, self.metrics(name)
-        environment = folder / "environment.json"
-        began, starts = time.monotonic(), times_started(environment)
-        if phase == "start":
-            delay = chance.uniform(0, 3)
-            return lambda: time.monotonic() - began > delay
-        if phase == "compile":
-            return lambda: times_started(environment) > starts
-        if phase == "saving":
-            begun = chance.randrange(1, 4) * EVERY + before
-            return lambda: any(
-                int(path.name.split(".")[0]) >= begun
-                for path in (folder / "checkpoints").glob("*.orbax-checkpoint-tmp*")
-            )
-        due = {"validation": 9, "drawing": 13}.get(phase, 1)
-        step = (before // due + chance.randrange(1, 3 if due > 1 else 30)) * due
-        step = self.steps if phase == "end" and before > self.steps // 2 else step
-        old = file_number(metrics)  # a start replaces the file
-        return lambda: file_number(metrics) != old and last_step(metrics) >= min(step, self.steps)
-
-    def _end_of_others(self, others: Sequence[Started], name: str, reached: bool) -> list[str]:
+    def _end_of_others(self, runs: Sequence[Started], killed: Started, name: str) -> list[str]:
         faults = []
-        for other in others:
+        for other in runs:
             status = other.wait(PATIENCE)
             if status is None:
                 other.kill()
                 faults.append("a process waits for one that has ended")
-            elif reached and name != "SIGTERM":
+            elif other is not killed and name and name != "SIGTERM":
                 lines = errors_of(other.stderr)
                 # The process that was lost may have been the one that does not say so.
                 if len(lines) != 1 or status not in (0, 1, 2):
                     faults.append(f"another process ended with {status} and {lines}")
+            if left := other.wait_for_children(PATIENCE):
+                faults.append(f"{left} loader processes are left")
         return faults
 
-    def finish(self, name: str, expected: list[dict[str, Any]], exact: bool) -> list[str]:
+    def finish(self, name: str, variant: str) -> list[str]:
         """Continues a run until its end, and compares it with the one never stopped."""
-        (run,) = self.start(name)
+        (run,) = self.start(name, variant)
         if (status := run.wait(PATIENCE)) != 0:
             return [f"the run cannot be continued: {status}, {errors_of(run.stderr)}"]
-        return differences(rows_of(self.folder / name), expected, exact)
+        self._export(name, variant)
+        exact = VARIANTS[variant].processes == (1,)
+        return differences(self.folder / name, self.reference(variant), exact)
+
+    def _export(self, name: str, variant: str) -> None:
+        """Exports a run's weights into its folder, if others have such models."""
+        if not (command := VARIANTS[variant].export):
+            return
+        *words, out = command
+        folder = self.folder / name
+        flags = [*words, str(folder / "exported" / out), "--checkpoint", str(folder)]
+        (folder / "exported").mkdir()
+        run = self.starter.start("alload", flags)
+        if status := run.wait(PATIENCE):
+            raise RuntimeError(f"alload {' '.join(flags)}: {status}, {run.stderr}")
 
 
-def interrupt(run: Started, name: str) -> int | None:
-    """Sends a signal and returns the exit status; a stopped run is killed at last."""
-    run.signal(signal.Signals[name])
-    if name == "SIGSTOP":
-        time.sleep(0.5)
-        run.kill()
-    return run.wait(PATIENCE)
+def _file_name(variant: str) -> str:
+    return variant.replace(",", "").replace(" ", "_")
+
+
+def _write_inputs(folder: Path, model: ModelConfig) -> None:
+    """Data of classes, of clips and of texts, and weights to begin from."""
+    Digits(mix=((1, 8, 8, 64),), frames_per_latent=1).write(folder / "digits")
+    mix = ((1, 8, 8, 32), (5, 8, 8, 16), (1, 8, 16, 16))
+    Digits(mix=mix, motion="drift", frames_per_latent=1).write(folder / "clips")
+    rng, text = np.random.default_rng(0), ByteText(8, 12)
+    origin = {"text": text.origin()}
+    with StoreWriter(folder / "texts", vae_stride=(1, 1, 1), origin=origin) as writer:
+        for number in range(64):
+            size = ((1, 4, 4), (2, 4, 4), (1, 4, 8), (3, 4, 8))[number % 4]
+            words = f"cat {number}"
+            latents = rng.normal(size=(*size, 4)).astype(np.float32)
+            writer.add(latents, text.encode(words), size, caption=words)
+    shapes = abstract_model(model).params
+    values = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), shapes)
+    save_weights(folder / "weights", values, model)
+
+
+# ---------------------------------------------------------------- what is left
 
 
 def faults_of_end(run: Started, name: str, status: int | None) -> list[str]:
     """What is wrong with the end of a run that got a signal."""
     faults = []
-    if name == "SIGTERM" and status not in (0, 143, -15):
+    if name == "SIGTERM" and status not in (0, 143, -signal.SIGTERM):
         faults.append(f"SIGTERM gave status {status}")
     if not name:
         faults.append(f"the run ended by itself with {status}: {errors_of(run.stderr)}")
@@ -206,8 +319,19 @@ def faults_of_end(run: Started, name: str, status: int | None) -> list[str]:
 def faults_of_start(run: Started, before: int) -> list[str]:
     """Whether a run began where its newest whole checkpoint stands."""
     said = [line for line in run.stdout.splitlines() if "weights:" in line]
-    expected = f"checkpoint of step {before} " if before else "new, drawn with"
-    return [] if not said or expected in said[0] else [f"began from {said[0]}, not {expected}"]
+    begins = said and "checkpoint of step" not in said[0]
+    right = begins if before == 0 else said and f"checkpoint of step {before} " in said[0]
+    return [] if not said or right else [f"began from {said[0]}, not step {before}"]
+
+
+def faults_of_rest(before: int, step: int, saved: int) -> list[str]:
+    """What is lost of a run that stood at step `step`, and was saved at step `before`."""
+    faults = []
+    if (lost := max(step, before) - saved) > 2 * EVERY:
+        faults.append(f"{lost} steps are lost")
+    if saved < before:
+        faults.append(f"the checkpoint of step {before} is gone")
+    return faults
 
 
 def errors_of(stderr: str) -> list[str]:
@@ -220,11 +344,21 @@ def errors_of(stderr: str) -> list[str]:
     ]
 
 
+def steps_of(folder: Path) -> list[int]:
+    """The steps of a run's checkpoints, in order."""
+    return sorted(
+        int(each.name) for each in (folder / "checkpoints").glob("*") if each.name.isdigit()
+    )
+
+
 def saved_step(folder: Path) -> int:
     """The step of the newest whole checkpoint of a run; 0 for none."""
-    places = (folder / "checkpoints").glob("*")
-    steps = sorted((int(each.name) for each in places if each.name.isdigit()), reverse=True)
-    return next((step for step in steps if not damage(folder / "checkpoints" / str(step))), 0)
+    whole = (step for step in steps_of(folder)[::-1] if not damage(_checkpoint(folder, step)))
+    return next(whole, 0)
+
+
+def _checkpoint(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / str(step)
 
 
 def last_step(metrics: Path) -> int:
@@ -238,17 +372,50 @@ def last_step(metrics: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def file_number(path: Path) -> int:
-    """The number of a file in its file system; 0 if it does not exist."""
-    return path.stat().st_ino if path.exists() else 0
+# ---------------------------------------------------------------- comparison
 
 
-def times_started(environment: Path) -> int:
-    """How often a run has been started and has reached compilation."""
-    try:
-        return len(json.loads(environment.read_text()))
-    except FileNotFoundError:
-        return 0
+def differences(found: Path, expected: Path, exact: bool) -> list[str]:
+    """How a finished run differs from one that was never stopped.
+
+    Args:
+      found: its folder.
+      expected: the folder of the other.
+      exact: whether losses, arrays, checkpoints and exports must agree bit for bit; else only
+        losses are compared, within 1e-4, as on other devices.
+    """
+    faults = _differences_of_metrics(rows_of(found), rows_of(expected), exact)
+    if not exact:
+        return faults
+    steps = [steps_of(folder) for folder in (found, expected)]
+    if steps[0] != steps[1]:
+        faults.append(f"there are checkpoints of steps {steps[0]}, not {steps[1]}")
+    for what, read in (("last arrays", last_arrays), ("exports", _exports)):
+        ours, theirs = read(found), read(expected)
+        if ours.keys() != theirs.keys():
+            faults.append(f"{what} have other names")
+        wrong = [
+            name for name in ours.keys() & theirs.keys() if not _same(ours[name], theirs[name])
+        ]
+        faults += [f"{what} differ: {min(wrong)} and {len(wrong) - 1} more"] if wrong else []
+    return faults
+
+
+def last_arrays(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays of the newest checkpoint of a run, by path."""
+    place = _checkpoint(folder, steps_of(folder)[-1])
+    state = ocp.PyTreeCheckpointer().restore(place.absolute() / "state")
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _exports(folder: Path) -> dict[str, np.ndarray]:
+    files = (folder / "exported").rglob("*.safetensors")
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    return (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -256,16 +423,9 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def differences(
+def _differences_of_metrics(
     found: list[dict[str, Any]], expected: list[dict[str, Any]], exact: bool
 ) -> list[str]:
-    """How the metrics of a run differ from those of one never stopped.
-
-    Args:
-      found: lines of metrics.
-      expected: lines of metrics.
-      exact: whether losses must agree bit for bit; else within 1e-4, as on other devices.
-    """
     ours, theirs = (
         [[row[name] for name in COMPUTED] for row in rows if not is_validation(row)]
         for rows in (found, expected)
@@ -273,14 +433,14 @@ def differences(
     faults = []
     if [row[0] for row in ours] != [row[0] for row in theirs]:
         faults.append("steps are missing or repeated")
-    for name, of_run in (("samples", ours), ("validations", validations(found))):
-        of_other = theirs if name == "samples" else validations(expected)
+    for name, of_run in (("samples", ours), ("validations", _validations(found))):
+        of_other = theirs if name == "samples" else _validations(expected)
         if len(of_run) != len(of_other) or not all(map(_agree(exact), of_run, of_other)):
             faults.append(f"{name} or their losses differ")
     return faults
 
 
-def validations(rows: list[dict[str, Any]]) -> list[list[Any]]:
+def _validations(rows: list[dict[str, Any]]) -> list[list[Any]]:
     """Step and loss of each validation."""
     return [[row["step"], row["validation/loss"]] for row in rows if is_validation(row)]
 

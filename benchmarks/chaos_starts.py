@@ -4,23 +4,24 @@ What a start imports takes longer than a tiny run trains. The server has no devi
 program has its own, as one that is started from a shell.
 """
 
+import contextlib
 import importlib
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from chaos_phases import Aim, install
+
 PROGRAMS = {"train": "alload_jax.run.main", "alload": "alload_jax.cli"}
 """Modules with the function `entry`, by the name of the program."""
 _PRELOADED = [*PROGRAMS.values(), "alload_jax.run.training", "orbax.checkpoint", "grain"]
-_PRELOADED += ["tensorboardX"]  # which imports PyTorch where it is installed
-_ENVIRONMENT = {
+_PRELOADED += ["chaos_phases", "tensorboardX"]  # which imports PyTorch where it is installed
+ENVIRONMENT = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "XLA_FLAGS": "",
@@ -35,16 +36,15 @@ class Started:
     Attributes:
       pid: number of its process.
       out: file of its stdout and, with another ending, of its stderr.
+      marker: file of the phases that a run of `train` notes.
     """
 
     def __init__(self, process: Any, out: Path):
-        self._process, self.out = process, out
+        self._process, self.out, self.marker = process, out, out.with_suffix(".phases")
         self.pid: int = process.pid
 
     def status(self) -> int | None:
         """The exit status, negative after a signal; None while it runs."""
-        if isinstance(self._process, subprocess.Popen):
-            return self._process.poll()
         return self._process.exitcode
 
     def wait(self, seconds: float) -> int | None:
@@ -73,6 +73,15 @@ class Started:
         self.signal(signal.SIGKILL)
         self.wait(60)
 
+    def wait_for_children(self, seconds: float) -> int:
+        """Waits until no process that it has started is left; kills and counts those that are."""
+        end = time.monotonic() + seconds
+        while (left := _group(self.pid)) and time.monotonic() < end:
+            time.sleep(0.1)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return len(left)
+
     @property
     def stdout(self) -> str:
         """What it has printed."""
@@ -90,7 +99,7 @@ class Starter:
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._count = folder, 0
-        os.environ.update(_ENVIRONMENT)  # for the server
+        os.environ.update(ENVIRONMENT)  # for the server
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*_PRELOADED, "chaos_starts"])
 
@@ -99,7 +108,7 @@ class Starter:
         program: str,
         arguments: Sequence[str],
         environment: Mapping[str, str] | None = None,
-        from_shell: bool = False,
+        aim: Aim | None = None,
     ) -> Started:
         """Starts a program of `PROGRAMS`.
 
@@ -107,36 +116,39 @@ class Starter:
           program: its name.
           arguments: its command line.
           environment: variables to set.
-          from_shell: start a new interpreter, whose imports can be interrupted too.
+          aim: where a run of `train` interrupts itself.
         """
         self._count += 1
         out = self._folder / f"{self._count}.out"
         out.touch()
         out.with_suffix(".err").touch()
-        if from_shell:
-            return Started(self._from_shell(program, arguments, dict(environment or {}), out), out)
         process = self._context.Process(
-            target=_enter, args=(program, tuple(arguments), dict(environment or {}), str(out))
+            target=_enter,
+            args=(program, tuple(arguments), dict(environment or {}), str(out), aim and tuple(aim)),
         )
         process.start()
         return Started(process, out)
 
-    def _from_shell(
-        self, program: str, arguments: Sequence[str], environment: dict[str, str], out: Path
-    ) -> Any:
-        code = f"from {PROGRAMS[program]} import entry; entry()"
-        with out.open("wb") as stdout, out.with_suffix(".err").open("wb") as stderr:
-            return subprocess.Popen(
-                [sys.executable, "-c", code, *arguments],
-                stdout=stdout,
-                stderr=stderr,
-                cwd=self._folder.parent,
-                env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-            )
+
+def _group(pid: int) -> list[int]:
+    """The processes that live in the group of a program."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, _, group = place.read_text().rpartition(")")[2].split()[:3]
+            found += [int(place.parent.name)] if int(group) == pid and state != "Z" else []
+    return found
 
 
-def _enter(program: str, arguments: tuple[str, ...], environment: dict[str, str], out: str) -> None:
-    """Becomes the program, in a forked process."""
+def _enter(
+    program: str,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    out: str,
+    aim: tuple[Any, ...] | None,
+) -> None:
+    """Becomes the program, in a forked process with a group of its own."""
+    os.setpgid(0, 0)
     os.environ.update(environment)
     os.chdir(Path(out).parents[1])
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -144,4 +156,6 @@ def _enter(program: str, arguments: tuple[str, ...], environment: dict[str, str]
     os.dup2(os.open(out, flags), 1)
     os.dup2(os.open(str(Path(out).with_suffix(".err")), flags), 2)
     sys.argv = ["train.py" if program == "train" else program, *arguments]
+    if program == "train":
+        install(Path(out).with_suffix(".phases"), aim)
     importlib.import_module(PROGRAMS[program]).entry()

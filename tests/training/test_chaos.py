@@ -1,14 +1,315 @@
-"""A short campaign of faults; `make chaos` is the long one."""
+"""The campaign of faults: what it sees, and a short one; `make chaos` is the long one."""
 
 import json
 import os
+import random
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import save_file
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch):
+    """The campaign's programs can be imported."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+
+# ---------------------------------------------------------------- what was hit
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """Phases of this process, whose delay is over when `time_is_up` is called; and the signals."""
+    import chaos_phases
+
+    up, arrived, sent = threading.Event(), threading.Event(), []
+
+    def kill(pid, number):
+        sent.append((pid, number))
+        arrived.set()
+
+    clock = SimpleNamespace(sleep=lambda _: up.wait(), monotonic=float)
+    monkeypatch.setattr(chaos_phases, "time", clock)
+    monkeypatch.setattr(chaos_phases.os, "kill", kill)
+    aim = chaos_phases.Aim("validation", 2, 1.0, "SIGKILL")
+    phases = chaos_phases.Phases(tmp_path / "x.phases", aim)
+
+    def time_is_up():
+        up.set()
+        assert arrived.wait(60)
+
+    def marked():
+        return chaos_phases.read_marker(tmp_path / "x.phases")
+
+    return SimpleNamespace(phases=phases, time_is_up=time_is_up, sent=sent, marked=marked)
+
+
+def test_a_kill_counts_for_the_phases_that_are_open(interrupted):
+    phases = interrupted.phases
+    assert interrupted.marked() == (("start",), "")
+    with phases.during("validation"):
+        pass
+    phases.open("saving")
+    assert interrupted.marked() == (("saving",), "")
+    with phases.during("validation"):
+        interrupted.time_is_up()
+    assert interrupted.sent == [(os.getpid(), signal.SIGKILL)]
+    assert interrupted.marked() == (("saving", "validation"), "SIGKILL")
+
+
+def test_a_kill_comes_before_its_phase_is_over_and_once(interrupted):
+    with interrupted.phases.during("sampling"):
+        for _ in range(2):
+            with interrupted.phases.during("validation"):
+                assert interrupted.sent == []
+    assert interrupted.sent == [(os.getpid(), signal.SIGKILL)]
+    assert interrupted.marked() == (("sampling", "validation"), "SIGKILL")
+    with interrupted.phases.during("validation"):  # as after SIGTERM
+        interrupted.time_is_up()
+    assert interrupted.marked() == (("sampling", "validation"), "SIGKILL")
+    assert len(interrupted.sent) == 1
+
+
+def test_a_phase_that_never_begins_is_not_hit(interrupted):
+    with interrupted.phases.during("validation"), interrupted.phases.during("end"):
+        pass
+    assert interrupted.sent == []
+    assert interrupted.marked() == ((), "")
+
+
+def test_every_phase_is_that_of_a_function_that_exists():
+    import importlib
+    from functools import reduce
+
+    import chaos_phases
+
+    for place in chaos_phases._FUNCTIONS.values():
+        module, _, path = place.partition(":")
+        assert callable(reduce(getattr, path.split("."), importlib.import_module(module)))
+    assert callable(chaos_phases.AsyncCheckpointer._make_on_commit_callback)
+
+
+def test_300_kills_hit_every_phase_25_times():
+    """Where a kill in five comes late, and a run has ended after some kills."""
+    import chaos
+
+    chance, counts, kills = random.Random(0), Counter(), 0
+    while kills < 300:
+        saved, series = 0, 0
+        while series < chaos._MOST and kills < 300:
+            phase = chaos.next_phase(counts, saved, 60, chance)
+            if phase is None:
+                break
+            kills, series = kills + 1, series + 1
+            counts.update([phase] if chance.random() > 0.2 else ["steps"])
+            saved = 60 if phase == "end" else min(60, saved + chance.randrange(20))
+    assert min(counts[phase] for phase in chaos.PHASES) >= 25
+    signals = [chaos._SIGNALS[n % len(chaos._SIGNALS)] for n in range(300)]
+    assert signals.count("SIGKILL") >= 200
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def write_run(folder):
+    """What a finished run leaves."""
+    same = {"epoch": 0, "grad_norm": 0.5, "samples": 4, "skipped": 0, "tokens": 64}
+    rows = [{"step": n, "loss": 1 / n, "learning_rate": 0.01} | same for n in range(1, 9)]
+    rows.insert(4, {"step": 4, "validation/loss": 0.25})
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    state = {"params": {"kernel": np.arange(6.0).reshape(2, 3)}, "step": np.asarray(8)}
+    for step in (4, 8):
+        ocp.PyTreeCheckpointer().save(folder / "checkpoints" / str(step) / "state", state)
+    (folder / "exported").mkdir()
+    save_file({"a": np.arange(4.0)}, folder / "exported" / "x.safetensors")
+
+
+def edit_metrics(edit):
+    def plant(folder):
+        path = folder / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(edit(lines)))
+
+    return plant
+
+
+def plant_array(folder):
+    place = folder / "checkpoints" / "8" / "state"
+    state = ocp.PyTreeCheckpointer().restore(place)
+    kernel = np.array(state["params"]["kernel"])
+    kernel.view(np.uint64)[0, 1] ^= 1  # the lowest bit
+    state["params"]["kernel"] = kernel
+    ocp.PyTreeCheckpointer().save(place, state, force=True)
+
+
+def plant_lost_array(folder):
+    place = folder / "checkpoints" / "8" / "state"
+    ocp.PyTreeCheckpointer().save(place, {"step": np.asarray(8)}, force=True)
+
+
+def plant_export(folder):
+    save_file({"a": np.arange(4.0) * (1 + 2e-16)}, folder / "exported" / "x.safetensors")
+
+
+PLANTED = {
+    "nothing": (lambda folder: None, []),
+    "loss": (
+        edit_metrics(lambda rows: [row.replace("0.125", "0.12500000000000003") for row in rows]),
+        ["samples or their losses differ"],
+    ),
+    "lost step": (
+        edit_metrics(lambda rows: rows[:2] + rows[3:]),
+        ["steps are missing or repeated", "samples or their losses differ"],
+    ),
+    "repeated step": (
+        edit_metrics(lambda rows: rows[:3] + rows[2:]),
+        ["steps are missing or repeated", "samples or their losses differ"],
+    ),
+    "lost validation": (
+        edit_metrics(lambda rows: [row for row in rows if "validation" not in row]),
+        ["validations or their losses differ"],
+    ),
+    "lost checkpoint": (
+        lambda folder: shutil.rmtree(folder / "checkpoints" / "4"),
+        ["there are checkpoints of steps [8], not [4, 8]"],
+    ),
+    "bit of an array": (plant_array, ["last arrays differ: ['params']['kernel'] and 0 more"]),
+    "lost array": (plant_lost_array, ["last arrays have other names"]),
+    "export": (plant_export, ["exports differ: a and 0 more"]),
+    "lost export": (
+        lambda folder: shutil.rmtree(folder / "exported"),
+        ["exports have other names"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_faults_are_seen(tmp_path, name):
+    from chaos_runs import differences
+
+    plant, expected = PLANTED[name]
+    for folder in ("whole", "planted"):
+        write_run(tmp_path / folder)
+    plant(tmp_path / "planted")
+    assert differences(tmp_path / "planted", tmp_path / "whole", exact=True) == expected
+
+
+def test_several_processes_may_round_and_no_more(tmp_path):
+    from chaos_runs import differences
+
+    for folder in ("whole", "planted"):
+        write_run(tmp_path / folder)
+    PLANTED["loss"][0](tmp_path / "planted")
+    assert differences(tmp_path / "planted", tmp_path / "whole", exact=False) == []
+    edit_metrics(lambda rows: [row.replace("0.125", "0.1251") for row in rows])(
+        tmp_path / "planted"
+    )
+    found = differences(tmp_path / "planted", tmp_path / "whole", exact=False)
+    assert found == ["samples or their losses differ"]
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "saved", "faults"),
+    [
+        (8, 14, 8, []),
+        (8, 17, 8, ["9 steps are lost"]),
+        (8, 9, 4, ["the checkpoint of step 8 is gone"]),
+        (12, 3, 0, ["12 steps are lost", "the checkpoint of step 12 is gone"]),
+    ],
+)
+def test_lost_steps_and_checkpoints_are_seen(before, step, saved, faults):
+    from chaos_runs import faults_of_rest
+
+    assert faults_of_rest(before, step, saved) == faults
+
+
+@pytest.mark.parametrize(
+    ("said", "before", "right"),
+    [
+        ("weights: checkpoint of step 8 in run", 8, True),
+        ("weights: checkpoint of step 4 in run", 8, False),
+        ("weights: new, drawn with run.seed 0", 8, False),
+        ("weights: new, drawn with run.seed 0", 0, True),
+        ("weights: /some/weights; trained: lora", 0, True),
+        ("weights: checkpoint of step 4 in run", 0, False),
+        ("nothing yet", 8, True),
+    ],
+)
+def test_a_start_from_elsewhere_is_seen(said, before, right):
+    from chaos_runs import faults_of_start
+
+    assert (faults_of_start(SimpleNamespace(stdout=f"plan\n{said}\n"), before) == []) == right
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "stderr", "words"),
+    [
+        ("SIGTERM", 0, "", []),
+        ("SIGKILL", -9, "warning: x", []),
+        ("SIGTERM", 1, "", ["SIGTERM gave status 1"]),
+        ("", 2, "error: x", ["the run ended by itself with 2: ['error: x']"]),
+        ("SIGTERM", 0, "Traceback ...\nKeyError: 3", ["a traceback: KeyError: 3"]),
+    ],
+)
+def test_ends_that_are_none_are_seen(name, status, stderr, words):
+    from chaos_runs import faults_of_end
+
+    assert faults_of_end(SimpleNamespace(stderr=stderr), name, status) == words
+
+
+def test_processes_that_are_left_are_seen(tmp_path):
+    from chaos_starts import Started
+
+    script = (
+        "import subprocess, time; subprocess.Popen(['sleep', '600']); print(1, flush=True); "
+        "time.sleep(600)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert parent.stdout.readline() == b"1\n"
+    parent.kill()
+    parent.wait()
+    started = Started(SimpleNamespace(pid=parent.pid, exitcode=-9), tmp_path / "1.out")
+    assert started.wait_for_children(0) == 1
+    assert started.wait_for_children(60) == 0
+    parent.stdout.close()
+
+
+# ---------------------------------------------------------------- runs
+
+
+@pytest.mark.slow
+def test_a_fault_that_is_planted_in_a_run_is_seen(tmp_path, monkeypatch):
+    """A sample that is left out after the interruption, as if its place were lost."""
+    from chaos_runs import Campaign
+    from chaos_starts import ENVIRONMENT
+
+    for name, value in ENVIRONMENT.items():  # which the campaign sets
+        monkeypatch.setenv(name, value)
+    campaign = Campaign(tmp_path / "work", steps=20)
+    chance = random.Random(0)
+    assert campaign.kill("run", "classes", "commit", "SIGKILL", chance).faults == []
+    (tmp_path / "exclude.txt").write_text("\n".join(map(str, range(12))))
+    flags = campaign.flags
+    extra = ["--data.exclude", str(tmp_path / "exclude.txt")]
+    monkeypatch.setattr(campaign, "flags", lambda *given: [*flags(*given), *extra])
+    faults = campaign.finish("run", "classes")
+    assert "samples or their losses differ" in faults
+    assert any(fault.startswith("last arrays differ") for fault in faults)
 
 
 @pytest.mark.slow
