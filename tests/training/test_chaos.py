@@ -302,7 +302,7 @@ def test_a_fault_that_is_planted_in_a_run_is_seen(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     campaign = Campaign(tmp_path / "work", steps=20)
     chance = random.Random(0)
-    assert campaign.kill("run", "classes", "sampling", "SIGKILL", chance).faults == []
+    assert campaign.kill("run", "classes", "commit", "SIGKILL", chance).faults == []
     (tmp_path / "exclude.txt").write_text("\n".join(map(str, range(12))))
     flags = campaign.flags
     extra = ["--data.exclude", str(tmp_path / "exclude.txt")]
