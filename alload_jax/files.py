@@ -52,9 +52,9 @@ def require_regular(path: str | Path, remedy: str = "name another file") -> None
     """Refuses a FIFO or a device, which a library would wait for; a missing file is left to it.
 
     Raises:
-      InputError: there is something that is no regular file.
+      InputError: there is something that is neither a regular file nor a folder.
     """
-    if os.path.exists(path) and not os.path.isfile(path):
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise InputError(f"{path}: is not a regular file; {remedy}")
 
 

@@ -89,8 +89,14 @@ def _on_shards(config: CallConfig, run: Callable, in_specs: Any, out_specs: Any)
 
 
 def differentiated_once(function: str, run: Callable) -> Callable:
-    """`run`, which a custom VJP differentiates, with words for who differentiates it again."""
-    guarded = jax.custom_jvp(run)
+    """`run`, which a custom VJP differentiates, with words for who differentiates it again.
+
+    Each argument is guarded by itself, so that JAX still sees which of them nothing needs.
+    """
+
+    @jax.custom_jvp
+    def guarded(argument: jax.Array) -> jax.Array:
+        return argument
 
     @guarded.defjvp
     def refuse(primals: Any, tangents: Any) -> Any:
@@ -99,7 +105,7 @@ def differentiated_once(function: str, run: Callable) -> Callable:
             "implementation='xla' for second derivatives"
         )
 
-    return guarded
+    return lambda *arguments: run(*jax.tree.map(guarded, arguments))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -572,3 +572,9 @@ def test_what_a_killed_run_did_not_finish_is_removed(tmp_path):
         assert names_in(tmp_path) == ["lock.json"]
     with pytest.raises(FileNotFoundError):
         kept.__exit__(None, None, None)
+
+
+def test_more_workers_than_a_machine_can_have_are_refused(place, capsys):
+    command = ["prepare", "media", "media", *MEDIA_FLAGS[:-1], "2147483648"]
+    assert assert_one_line(command, capsys) == 2
+    assert "new" not in names_in(place)

@@ -26,6 +26,7 @@ _REASONS = 8
 """Most reasons for skipped files that the summary lists."""
 _PARQUET = b"PAR1"
 """First bytes of a Parquet file."""
+_MOST_WORKERS = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,8 +147,8 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _engine(options: argparse.Namespace) -> "Engine | None":
-    if options.workers is not None and options.workers < 1:
-        raise InputError(f"--workers is {options.workers}; it must be at least 1")
+    if options.workers is not None and not 1 <= options.workers <= _MOST_WORKERS:
+        raise InputError(f"--workers is {options.workers}; it must be 1 to {_MOST_WORKERS:,}")
     if options.engine == "local":
         if options.ray_address is not None:
             raise InputError("--ray-address does not apply to --engine local; add --engine ray")
