@@ -1,7 +1,7 @@
 """What a run says before its first step: what it will do, and what may surprise."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from alload_jax.distributed.cluster import first_process
@@ -32,7 +32,7 @@ class Opening(NamedTuple):
       excluded: number of samples that are left out.
       validation: what is validated and when; "" for nothing.
       policy_reason: why auto took the policy; "" if the config names it.
-      unread: what the data hold and the model does not take; "" for nothing.
+      doubts: what may surprise of the data, such as what the model does not take.
     """
 
     plan: Plan
@@ -46,7 +46,7 @@ class Opening(NamedTuple):
     excluded: int = 0
     validation: str = ""
     policy_reason: str = ""
-    unread: str = ""
+    doubts: Sequence[str] = ()
 
 
 def show_opening(opening: Opening, changed: str) -> None:
@@ -122,7 +122,7 @@ def _predicted(found: PlanMetrics, opening: Opening) -> list[str]:
 
 def _warnings(found: PlanMetrics, opening: Opening) -> list[str]:
     samples = len(opening.plan.samples.seq_len)
-    warnings = [opening.unread] if opening.unread else []
+    warnings = list(opening.doubts)
     if found.utilisation is not None and found.utilisation < _POOR_FILL:
         warnings.append(
             f"micro-batches fill {found.utilisation:.0%} of planning.m_mem on average; lower "

@@ -10,6 +10,7 @@ from pathlib import Path
 from alload_jax.config import Config, run_steps, values_in, values_of
 from alload_jax.data.batch import describe
 from alload_jax.data.condition import unread
+from alload_jax.data.latent_scale import mean_square, scale_warning
 from alload_jax.data.placement import place_ahead
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.distributed.consensus import Consensus
@@ -79,7 +80,8 @@ def train(work: Work, cluster: Cluster, argv: Sequence[str]) -> int:
         trainer = make_trainer(spec, mesh, state, work.groups, single=single)
 
         # ------------------------------------------------------------ run folder, compilation
-        _open(config, work, validator, total, start, source)
+        square = cluster.broadcast(lambda: mean_square(work.collator.reader))
+        _open(config, work, validator, total, start, source, scale_warning(square))
         write_folder(config, folder, work.manifest, argv, start)
         if start < total:
             share_comparisons(cluster, partial(_trace, spec, work, state.weights))
@@ -87,7 +89,8 @@ def train(work: Work, cluster: Cluster, argv: Sequence[str]) -> int:
 
         # ------------------------------------------------------------ training
         callbacks = make_callbacks(
-            config, cluster, work, total, start, stop, watchdog, checkpoints, validator
+            *(config, cluster, work, total, start, stop, watchdog, checkpoints, validator),
+            _loss_of_nothing(config, square),
         )
         wants_save = callbacks.checkpointing.wants_save
         consensus = Consensus(cluster, mesh, lambda: stop.number, wants_save)
@@ -130,6 +133,12 @@ def training_spec(config: Config, total: int) -> TrainingSpec:
         config.parameters,
         config.optimizer.accumulate_dtype,
     )
+
+
+def _loss_of_nothing(config: Config, square: float | None) -> float | None:
+    """What a model loses that predicts nothing, if the objective knows."""
+    known = getattr(config.objective, "loss_of_nothing", None)
+    return None if known is None or square is None else known(square)
 
 
 def _step_weight(config: Config, work: Work) -> float | None:
@@ -179,8 +188,9 @@ def _open(
     total: int,
     start: int,
     source: str,
+    warning: str,
 ) -> None:
-    """Prints what the run will do."""
+    """Prints what the run will do, and a warning about its data."""
     before = values_in(Path(config.run.folder) / "config.yaml") if start else {}
     opening = Opening(
         work.run_plan.plan,
@@ -194,7 +204,7 @@ def _open(
         len(work.collator.excluded),
         validator.told() if validator else "",
         work.policy_reason,
-        unread(config.model, work.manifest),
+        [text for text in (unread(config.model, work.manifest), warning) if text],
     )
     show_opening(opening, changed_settings(before, values_of(config)))
 

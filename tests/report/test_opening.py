@@ -23,7 +23,7 @@ def opening_of(lengths, m_mem, ranks=2, cost=None):
 
 
 def test_what_the_model_does_not_read_is_a_warning():
-    opening = opening_of([10] * 40, 100)._replace(unread="each sample has embeddings")
+    opening = opening_of([10] * 40, 100)._replace(doubts=["each sample has embeddings"])
     assert opening_lines(opening)[1] == ["each sample has embeddings"]
 
 
