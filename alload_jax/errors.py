@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from alload_jax.lost_interrupts import interrupts_kept
 
@@ -20,6 +21,17 @@ class LostConnectionError(InputError):
 
     A process that meets it waits for what is known of the others before it reports it.
     """
+
+
+def refuse_special(path: Path) -> None:
+    """Refuses a path that names something other than a file, which reading may wait for for ever.
+
+    Raises:
+      InputError: it is a folder, a FIFO, a socket, a device or a link to nothing.
+    """
+    if not path.is_file() and (path.exists() or path.is_symlink()):
+        what = "a link to nothing" if path.is_symlink() and not path.exists() else "no regular file"
+        raise InputError(f"{path}: is {what}; put the file there, or remove it")
 
 
 USER_ERRORS = (InputError, NotImplementedError, OSError, KeyboardInterrupt)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, refuse_special
 from alload_jax.planning.digest import digest
 from alload_jax.planning.step import Step
 
@@ -24,6 +24,7 @@ def read_excluded(path: str | Path | None, samples: int) -> frozenset[int]:
     """
     if path is None:
         return frozenset()
+    refuse_special(Path(path))
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

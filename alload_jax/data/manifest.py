@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from alload_jax.data.sample_form import SampleForm
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, refuse_special
 from alload_jax.planning.digest import digest
 from alload_jax.planning.geometry import Geometry, Triple
 from alload_jax.planning.samples import Samples, samples_from_columns
@@ -201,6 +201,7 @@ def read_manifest(folder: str | Path) -> Manifest:
       InputError: the manifest or a shard is missing, truncated or in another format.
     """
     path = Path(folder) / MANIFEST_NAME
+    refuse_special(path)
     if not path.is_file():
         raise InputError(f"{path}: no such manifest; set data.folder to a prepared data folder")
     table = read_columns(path, [*SCHEMA.names, PART_LENGTHS])
@@ -377,6 +378,7 @@ def _check_rows(path: Path, table: pa.Table, shard_bytes: dict[str, int]) -> Non
 def _check_shards(folder: Path, shard_bytes: dict[str, int]) -> None:
     for name, size in shard_bytes.items():
         path = folder / name
+        refuse_special(path)
         if not path.is_file():
             raise InputError(f"{path}: this shard is missing; restore it or prepare the data again")
         if path.stat().st_size != size:

@@ -1,4 +1,5 @@
 import json
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -13,12 +14,15 @@ from data_helpers import (
     write_store,
 )
 
+from alload_jax.data.datasets.dataset import prepare_dataset
+from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.manifest import (
     MANIFEST_NAME,
     METADATA_KEY,
     manifest_metadata,
     read_manifest,
 )
+from alload_jax.data.sources.opening import open_source
 from alload_jax.errors import InputError
 from alload_jax.planning.geometry import Geometry
 
@@ -286,3 +290,49 @@ def test_metadata_of_a_foreign_file_is_empty(tmp_path):
     assert manifest_metadata(tmp_path / "text") == {}
     assert manifest_metadata(tmp_path / "table") == {}
     assert manifest_metadata(tmp_path / "nothing") == {}
+
+
+def as_fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def as_link_to_nothing(path):
+    path.unlink()
+    path.symlink_to("nothing")
+
+
+def as_device(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("change", [as_fifo, as_folder, as_link_to_nothing, as_device])
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "shard-00001.arrayrecord"])
+def test_what_is_no_regular_file_is_refused_and_not_read(store, name, change):
+    """Reading a FIFO would wait for ever."""
+    change(store / name)
+    what = "link to nothing" if change is as_link_to_nothing else "no regular file"
+    refused(store, store / name, what)
+    with pytest.raises(InputError, match=what):
+        open_source(str(store))
+    if name == MANIFEST_NAME:
+        with pytest.raises(InputError, match=what):
+            prepare_dataset(store, Digits())
+
+
+@pytest.mark.parametrize("change", [bytes, os.urandom])
+def test_a_destroyed_shard_is_named_before_it_is_read(store, change):
+    shard = sorted(store.glob("*.arrayrecord"))[1]
+    source = open_source(str(store))
+    source.require_shards()
+    shard.write_bytes(change(shard.stat().st_size))
+    with pytest.raises(InputError) as error:
+        open_source(str(store)).require_shards()
+    assert_says(error, shard, "destroyed", "restore it")
+    source.require_shards(spared=len(source.manifest))

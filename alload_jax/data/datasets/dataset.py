@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from alload_jax.data.manifest import MANIFEST_NAME, manifest_metadata
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, refuse_special
 from alload_jax.registry import Registry
 
 
@@ -37,6 +37,7 @@ def prepare_dataset(folder: str | Path, dataset: Dataset) -> None:
       InputError: the folder contains other data.
     """
     path = Path(folder) / MANIFEST_NAME
+    refuse_special(path)
     if not path.exists():
         print(f"writing {type(dataset).__name__.lower()} to {folder}")
         dataset.write(folder)

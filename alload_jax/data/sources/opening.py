@@ -6,7 +6,7 @@ from alload_jax.data.manifest import MANIFEST_NAME
 from alload_jax.data.sources.files import find_files, find_pickle
 from alload_jax.data.sources.musubi import LATENTS_SUFFIX
 from alload_jax.data.sources.source import SOURCES, SampleSource, SourceConfig
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, refuse_special
 
 
 def open_source(folder: str, config: SourceConfig | None = None) -> SampleSource:
@@ -31,6 +31,7 @@ def find_source_name(folder: str) -> str:
       InputError: the folder holds pickles of PyTorch alone, which are not read.
     """
     place = Path(folder)
+    refuse_special(place / MANIFEST_NAME)
     if not place.exists() or (place / MANIFEST_NAME).is_file() or place.name == MANIFEST_NAME:
         return "store"
     tensors = find_files(place, ".safetensors")

@@ -9,7 +9,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, refuse_special
 
 TEXT_LENGTH = "alload_text_length"
 """Metadata key of exports: the number of tokens to which training padded the texts."""
@@ -91,6 +91,7 @@ def open_safetensors(file: Path) -> Any:
       InputError: the file is missing, unreadable or incomplete.
     """
     try:
+        refuse_special(file)
         file.open("rb").close()  # safetensors reports an unreadable file as missing
         return safetensors.safe_open(file, framework="numpy")
     except OSError as error:
