@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,9 @@ from alload_jax.training.trainer import Trainer, largest, on_mesh
 from alload_jax.training.validation.validator import Validator
 
 
-def train(work: Work, cluster: Cluster, argv: Sequence[str]) -> int:
+def train(
+    work: Work, cluster: Cluster, argv: Sequence[str], stop: StopRequest, watchdog: Watchdog
+) -> int:
     """Trains, from the start or from where the run folder stands; returns the exit status."""
     config = work.config
     folder, mesh = Path(config.run.folder), work.mesh
@@ -53,10 +55,8 @@ def train(work: Work, cluster: Cluster, argv: Sequence[str]) -> int:
         model=resolved_model(config, cluster, shapes), step_weight=_step_weight(config, work)
     )
     validator = make_validator(config, spec, work)
-    stop = StopRequest()
-    remedy = partial(continue_with, folder, config.cluster)
+    watchdog.progress()
     with (
-        Watchdog(config.watchdog, folder, cluster, stop, remedy) as watchdog,
         Checkpoints(
             folder / CHECKPOINTS,
             config.checkpoint,
@@ -85,7 +85,7 @@ def train(work: Work, cluster: Cluster, argv: Sequence[str]) -> int:
         write_folder(config, folder, work.manifest, argv, start)
         if start < total:
             share_comparisons(cluster, partial(_trace, spec, work, state.weights))
-        compiled_in = _compile(trainer, work, validator, start < total, stop)
+        compiled_in = _compile(trainer, work, validator, start < total, stop, watchdog.progress)
 
         # ------------------------------------------------------------ training
         callbacks = make_callbacks(
@@ -110,7 +110,7 @@ def train(work: Work, cluster: Cluster, argv: Sequence[str]) -> int:
         raise InputError(f"{loop.refusal} (saved at step {loop.done})")
     if stopped_by:
         done = f"saved step {loop.done} of {total}"
-        print(f"{stop_name(stopped_by)}: {done}; {remedy()}")
+        print(f"{stop_name(stopped_by)}: {done}; {continue_with(folder, config.cluster)}")
         return config.run.status_when_stopped
     times: dict[str, float] = {}
     if first_process() and (steps_done := callbacks.log.rows[start:]):
@@ -222,13 +222,18 @@ def _compile(
     validator: Validator | None,
     trains: bool,
     stop: StopRequest,
+    progress: Callable[[], None],
 ) -> float:
-    """Compiles all programs, until the run is asked to stop; returns seconds for the gradients."""
+    """Compiles all programs, until the run is asked to stop; returns seconds for the gradients.
+
+    `progress` is called after each.
+    """
     missing = work.collator.collation.shapes(work.run_plan.plan) if trains else []
     begin = time.monotonic()
     with ProgressBar("compiling", len(missing)) as bar:
         for shape in trainer.compile(missing):
             bar.advance(describe(shape))
+            progress()
             if stop:
                 return 0.0
     seconds = time.monotonic() - begin
@@ -237,6 +242,7 @@ def _compile(
         with ProgressBar("compiling validation", len(validator.classes)) as bar:
             for name in validator.compile(trainer.state):
                 bar.advance(name)
+                progress()
                 if stop:
                     break
     return seconds
