@@ -13,6 +13,8 @@ _POOR_FILL = 0.6
 """Share of M_mem that micro-batches fill on average, below which the plan is poor."""
 _FEW_SAMPLES = 20
 """Samples for each program to compile, below which programs are too many."""
+_ONLY_AT_START = ("run.initial_weights", "run.initial_lora")
+"""Settings that only a run without a checkpoint reads."""
 _NAMED = 6
 """Most changed settings that are named."""
 
@@ -94,6 +96,22 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     named = [f"{key} {before[key]} → {now[key]}" for key in other[:_NAMED]]
     more = f" and {len(other) - _NAMED} more" if len(other) > _NAMED else ""
     return f"changed since the last start: {', '.join(named)}{more}"
+
+
+def unused_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What a run that goes on from a checkpoint does not read, though it changed; "" for nothing.
+
+    Args:
+      before, now: as in `changed_settings`.
+    """
+    other = [key for key in _ONLY_AT_START if key in before and before[key] != now[key]]
+    if not other:
+        return ""
+    named = " and ".join(f"{key} {now[key]}" for key in other)
+    return (
+        f"{named}: not used, as the run goes on with the weights of its checkpoint; name another "
+        "run.folder to begin with it"
+    )
 
 
 def _ranks(plan: Plan) -> str:

@@ -2,10 +2,11 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from alload_jax.config import Config, run_steps, values_in, values_of
 from alload_jax.data.batch import describe
@@ -16,12 +17,17 @@ from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.distributed.consensus import Consensus
 from alload_jax.errors import InputError
 from alload_jax.planning.repeats import times_placed
-from alload_jax.report.opening import Opening, changed_settings, show_opening
+from alload_jax.report.opening import (
+    Opening,
+    changed_settings,
+    show_opening,
+    unused_settings,
+)
 from alload_jax.report.summary import print_summary, read_summary, summarise
 from alload_jax.run.callbacks import Callbacks, make_callbacks
 from alload_jax.run.folder import write_folder
 from alload_jax.run.kernel_choice import share_comparisons
-from alload_jax.run.remat import resolved_model
+from alload_jax.run.remat import require_memory, resolved_model
 from alload_jax.run.work import Work
 from alload_jax.training.bad_samples import BadSamples
 from alload_jax.training.callbacks.watchdog import Watchdog
@@ -54,6 +60,7 @@ def train(
     spec = training_spec(config, total)._replace(
         model=resolved_model(config, cluster, shapes), step_weight=_step_weight(config, work)
     )
+    require_memory(config, cluster, spec.model, work.run_plan.plan, shapes())
     validator = make_validator(config, spec, work)
     watchdog.progress()
     with (
@@ -81,7 +88,10 @@ def train(
 
         # ------------------------------------------------------------ run folder, compilation
         square = cluster.broadcast(lambda: mean_square(work.collator.reader))
-        _open(config, work, validator, total, start, source, scale_warning(square))
+        before = values_in(folder / "config.yaml") if start else {}
+        unused = unused_settings(before, values_of(config)) if checkpoints.base is None else ""
+        doubts = [text for text in (scale_warning(square), unused) if text]
+        _open(config, work, validator, total, start, source, before, doubts)
         write_folder(config, folder, work.manifest, argv, start)
         if start < total:
             share_comparisons(cluster, partial(_trace, spec, work, state.weights))
@@ -188,10 +198,10 @@ def _open(
     total: int,
     start: int,
     source: str,
-    warning: str,
+    before: Mapping[str, Any],
+    doubts: Sequence[str],
 ) -> None:
-    """Prints what the run will do, and a warning about its data."""
-    before = values_in(Path(config.run.folder) / "config.yaml") if start else {}
+    """Prints what the run will do, the settings that changed, and warnings."""
     opening = Opening(
         work.run_plan.plan,
         config.planning.policy,
@@ -204,7 +214,7 @@ def _open(
         len(work.collator.excluded),
         validator.told() if validator else "",
         work.policy_reason,
-        [text for text in (unread(config.model, work.manifest), warning) if text],
+        [*([text] if (text := unread(config.model, work.manifest)) else []), *doubts],
     )
     show_opening(opening, changed_settings(before, values_of(config)))
 

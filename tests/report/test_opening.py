@@ -7,7 +7,7 @@ from alload_jax.planning.cost import PowerCost, QuadraticCost
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.report.opening import Opening, changed_settings, opening_lines
+from alload_jax.report.opening import Opening, changed_settings, opening_lines, unused_settings
 
 
 def samples_of(lengths):
@@ -56,6 +56,17 @@ def test_costs_without_a_unit_predict_no_time():
 def test_poor_plans_are_named(lengths, m_mem, words):
     _, warnings = opening_lines(opening_of(lengths, m_mem, ranks=1))
     assert any(words in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("key", ["run.initial_weights", "run.initial_lora"])
+@pytest.mark.parametrize("earlier", [None, "a"])
+def test_weights_that_a_run_that_goes_on_does_not_read_are_named(key, earlier):
+    before = {"run.steps": 5, key: earlier}
+    now = {"run.steps": 6, "run.initial_weights": None, "run.initial_lora": None, key: "garbage"}
+    line = unused_settings(before, now)
+    assert line.startswith(f"{key} garbage: not used")
+    assert "run.folder" in line
+    assert unused_settings(now, now) == unused_settings({}, now) == ""
 
 
 def test_changed_settings_are_named():
