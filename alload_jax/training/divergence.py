@@ -81,6 +81,8 @@ class Divergence:
 
     Attributes:
       risen: whether the last losses or norms are worth a warning now.
+      suspected: number of steps since the first of the last ones that is above its bound; 0 for
+        none.
     """
 
     def __init__(self, stop_above: float | None, nothing: float | None = None):
@@ -97,6 +99,7 @@ class Divergence:
         self._steps = self._rejected = 0
         self._spiked_at = -_RECENT
         self.risen = self._stopped = False
+        self.suspected = 0
 
     def add(self, loss: float, grad_norm: float) -> Finding | None:
         """Adds the loss and gradient norm of a step; returns what is wrong and not said yet.
@@ -120,12 +123,12 @@ class Divergence:
         """A level that has risen; that of a loss that stays up is told once."""
         bounds = (self._loss_bound(_RISEN), self._norm_bound())
         found = [(part, ago) for part in (0, 1) if (ago := self._above(part, bounds[part]))]
-        last = any(
-            value > bound
+        above = [
+            any(value > bound for value, bound in zip(values, bounds, strict=True))
             for values in self._recent
-            for value, bound in zip(values, bounds, strict=True)
-        )
-        before, self.risen = self.risen, bool(found) or (self.risen and last)
+        ]
+        self.suspected = len(above) - above.index(True) if any(above) else 0
+        before, self.risen = self.risen, bool(found) or (self.risen and any(above))
         if before or not found:
             return None
         part, ago = found[0]
@@ -204,6 +207,8 @@ class DivergenceGuard:
         self._divergence, self._checkpoints = divergence, checkpoints
         self._plan, self._folder = plan, folder
         self._since: int | None = None
+        self._kept: int | None = None
+        self._warned = False
 
     def follow(self, steps: Iterable[Sequence[float]]) -> None:
         """Goes on from the losses and gradient norms of earlier starts; they were told there."""
@@ -217,13 +222,18 @@ class DivergenceGuard:
           InputError: training diverges; checkpoints since then are set aside.
         """
         found = self._divergence.add(loss, grad_norm)
-        if not self._divergence.risen and self._since is not None:
-            self._since = None
+        if not self._divergence.suspected and self._since is not None:
             self._checkpoints.hold(None)
-            _say(f"step {number + 1}: losses and gradients are back at their usual size")
+            if self._warned:
+                _say(f"step {number + 1}: losses and gradients are back at their usual size")
+            self._since, self._warned = None, False
+        elif (
+            self._divergence.suspected and self._since is None
+        ):  # before newer checkpoints take the place of that one
+            self._since = number + 1 - self._divergence.suspected
+            self._kept = self._checkpoints.hold(self._since)
         if found is None:
             return
-        since = number + 1 - found.ago
         if found.spike:
             path = self._folder / "bad_step.json"
             write_json(path, {"step": number + 1, "micro_batches": self._plan.content(number)})
@@ -232,8 +242,8 @@ class DivergenceGuard:
                 "comes back, list bad ones in data.exclude or set optimizer.skip_above"
             )
             return
-        self._since = since if self._since is None else min(since, self._since)
-        kept = self._checkpoints.hold(self._since)
+        assert self._since is not None
+        self._warned, kept = True, self._kept
         words = f"step {number + 1}: {found.words}"
         if not found.stops:
             held = "there is no checkpoint from before" if kept is None else f"step {kept} is kept"
