@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from training_runs import errors, lines_of, wait_until
+from training_runs import PATIENCE, errors, lines_of, wait_until
 
 from alload_jax.data.manifest import read_manifest
 from alload_jax.distributed.cluster import Cluster
@@ -277,7 +277,7 @@ def ends_of(processes, stopped):
     """What processes say on stderr until they end; stopped ones, which hold it open, are killed."""
     try:
         for process in processes:
-            process.wait(timeout=100)
+            process.wait(timeout=PATIENCE)
     finally:
         for each in (*stopped, *(process.pid for process in processes)):
             with contextlib.suppress(ProcessLookupError):
