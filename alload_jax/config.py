@@ -34,6 +34,7 @@ from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training.callbacks.callback import CALLBACKS, CallbackConfig
 from alload_jax.training.callbacks.watchdog import WatchdogConfig
 from alload_jax.training.checkpoint import CheckpointConfig
+from alload_jax.training.divergence import DivergenceConfig
 from alload_jax.training.optimizer import (
     OptimizerConfig,
     OptimizerGroup,
@@ -167,6 +168,7 @@ class Config:
       evaluators: metrics of generated samples at the end; `name` selects each.
       callbacks: additional callbacks during training; `name` selects each.
       watchdog: how long a run may make no progress.
+      divergence: how far the loss may rise.
       trackers: where figures and pictures are shown; `name` selects each.
     """
 
@@ -185,6 +187,7 @@ class Config:
     evaluators: tuple[Evaluator, ...] = ()
     callbacks: tuple[CallbackConfig, ...] = ()
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     trackers: tuple[TrackerConfig, ...] = (TensorBoardConfig(),)
 
     def __post_init__(self) -> None:

@@ -48,13 +48,23 @@ def read_text(path: Path, remedy: str = "name another file", encoding: str = "ut
         raise InputError(f"{path}: is not valid text ({error.reason}); {remedy}") from error
 
 
-def require_regular(path: str | Path, remedy: str = "name another file") -> None:
-    """Refuses a FIFO or a device, which a library would wait for; a missing file is left to it.
+def require_regular(
+    path: str | Path, remedy: str = "name another file", *, or_folder: bool = True
+) -> None:
+    """Refuses a FIFO, a device or a link to nothing, which a library may wait for for ever.
+
+    Args:
+      path: of a file, or of none.
+      remedy: what to do, for the message.
+      or_folder: a folder is left to the caller.
 
     Raises:
-      InputError: there is something that is neither a regular file nor a folder.
+      InputError: there is such a thing.
     """
-    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+    if os.path.islink(path) and not os.path.exists(path):
+        raise InputError(f"{path}: is a link to nothing; {remedy}")
+    allowed = os.path.isfile(path) or (or_folder and os.path.isdir(path))
+    if os.path.exists(path) and not allowed:
         raise InputError(f"{path}: is not a regular file; {remedy}")
 
 

@@ -5,6 +5,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# On a busy machine an example may take any time.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 # Eight CPU devices, for tests of sharding; before JAX is imported. GPUs are not affected.
 FLAGS = ["--xla_force_host_platform_device_count=8"]

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from alload_jax.errors import InputError
+from alload_jax.files import require_regular
 from alload_jax.planning.digest import digest
 from alload_jax.planning.step import Step
 
@@ -24,6 +25,7 @@ def read_excluded(path: str | Path | None, samples: int) -> frozenset[int]:
     """
     if path is None:
         return frozenset()
+    require_regular(path, "name a text file")
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

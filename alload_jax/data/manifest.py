@@ -225,6 +225,7 @@ def read_manifest(folder: str | Path) -> Manifest:
       InputError: the manifest or a shard is missing, truncated or in another format.
     """
     path = Path(folder) / MANIFEST_NAME
+    require_regular(path, "prepare the data again", or_folder=False)
     if not path.is_file():
         raise InputError(f"{path}: no such manifest; set data.folder to a prepared data folder")
     table = read_columns(path, [*SCHEMA.names, PART_LENGTHS])
@@ -409,6 +410,7 @@ def _check_rows(path: Path, table: pa.Table, shard_bytes: dict[str, int]) -> Non
 def _check_shards(folder: Path, shard_bytes: dict[str, int]) -> None:
     for name, size in shard_bytes.items():
         path = folder / name
+        require_regular(path, "prepare the data again", or_folder=False)
         if not path.is_file():
             raise InputError(f"{path}: this shard is missing; restore it or prepare the data again")
         if path.stat().st_size != size:

@@ -95,6 +95,14 @@ class FlowMatching:
                 minimised = minimised + jnp.mean(value)
         return LossSums(minimised, loss, jnp.sum(batch.weight), sums)
 
+    def loss_of_nothing(self, mean_square: float) -> float | None:
+        """The most that a model loses that predicts zero, for latents of a mean square.
+
+        None where the weights of noise levels have no bound worth the name.
+        """
+        most = {"none": 1.0, "min_snr": 1.0, "cosmap": 4 / math.pi}.get(self.noise_weighting)
+        return None if most is None else most * (1 + mean_square)
+
     def errors_at(
         self, model: Any, batch: Batch, key: jax.Array, sigma: jax.Array, sharding: NamedSharding
     ) -> jax.Array:

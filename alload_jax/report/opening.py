@@ -1,7 +1,7 @@
 """What a run says before its first step: what it will do, and what may surprise."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from alload_jax.distributed.cluster import first_process
@@ -14,6 +14,8 @@ _POOR_FILL = 0.6
 """Share of M_mem that micro-batches fill on average, below which the plan is poor."""
 _FEW_SAMPLES = 20
 """Samples for each program to compile, below which programs are too many."""
+_ONLY_AT_START = ("run.initial_weights", "run.initial_lora")
+"""Settings that only a run without a checkpoint reads."""
 _NAMED = 6
 """Most changed settings that are named."""
 
@@ -33,7 +35,7 @@ class Opening(NamedTuple):
       excluded: number of samples that are left out.
       validation: what is validated and when; "" for nothing.
       policy_reason: why auto took the policy; "" if the config names it.
-      unread: what the data hold and the model does not take; "" for nothing.
+      doubts: what may surprise of the data, such as what the model does not take.
     """
 
     plan: Plan
@@ -47,7 +49,7 @@ class Opening(NamedTuple):
     excluded: int = 0
     validation: str = ""
     policy_reason: str = ""
-    unread: str = ""
+    doubts: Sequence[str] = ()
 
 
 def show_opening(opening: Opening, changed: str) -> None:
@@ -97,6 +99,22 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"changed since the last start: {', '.join(named)}{more}"
 
 
+def unused_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What a run that goes on from a checkpoint does not read, though it changed; "" for nothing.
+
+    Args:
+      before, now: as in `changed_settings`.
+    """
+    other = [key for key in _ONLY_AT_START if key in before and before[key] != now[key]]
+    if not other:
+        return ""
+    named = " and ".join(f"{key} {now[key]}" for key in other)
+    return (
+        f"{named}: not used, as the run goes on with the weights of its checkpoint; name another "
+        "run.folder to begin with it"
+    )
+
+
 def _ranks(plan: Plan) -> str:
     ranks = plan.topology.ranks
     return f"{ranks:,} rank{'s' * (ranks > 1)}"
@@ -123,7 +141,7 @@ def _predicted(found: PlanMetrics, opening: Opening) -> list[str]:
 
 def _warnings(found: PlanMetrics, opening: Opening) -> list[str]:
     samples = len(opening.plan.samples.seq_len)
-    warnings = [opening.unread] if opening.unread else []
+    warnings = list(opening.doubts)
     if found.utilisation is not None and found.utilisation < _POOR_FILL:
         warnings.append(
             f"micro-batches fill {found.utilisation:.0%} of planning.m_mem on average; lower "

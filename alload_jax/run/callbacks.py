@@ -16,6 +16,7 @@ from alload_jax.training.callbacks.telemetry import Telemetry
 from alload_jax.training.callbacks.validating import Validating
 from alload_jax.training.callbacks.watchdog import Watchdog
 from alload_jax.training.checkpoint import Checkpoints
+from alload_jax.training.divergence import MOST_FOLLOWED, Divergence, DivergenceGuard
 from alload_jax.training.optimizer import learning_rate_schedule
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import BadRecords, MetricsLog
@@ -56,8 +57,12 @@ def make_callbacks(
     watchdog: Watchdog,
     checkpoints: Checkpoints,
     validator: Validator | None,
+    nothing: float | None,
 ) -> Callbacks:
-    """Builds the callbacks of a run of `total` steps that begins at step `start`."""
+    """Builds the callbacks of a run of `total` steps that begins at step `start`.
+
+    `nothing` is the loss of a model that predicts nothing; None if it is not known.
+    """
     folder, writer = Path(config.run.folder), work.writer
     log, bar = MetricsLog(folder, resumed_at=start), ProgressBar("training", total, start)
     tracker = Trackers(config.trackers, TrackerContext(folder, start, values_of(config)))
@@ -68,6 +73,9 @@ def make_callbacks(
         best = BestCheckpoints(folder, config.checkpoint.keep_best, checkpoints, cluster)
         when, save = config.validation.every, checkpointing.save
         validating = Validating(validator, when, log, tracker, bar.say, best, save)
+    divergence = Divergence(config.divergence.stop_above, nothing)
+    guard = DivergenceGuard(divergence, checkpoints, work.run_plan, folder)
+    guard.follow(cluster.broadcast(lambda: _followed(log) if start else []))
     telemetry = Telemetry(
         work.run_plan,
         learning_rate_schedule(config.optimizer, total),
@@ -76,6 +84,7 @@ def make_callbacks(
         BadRecords(folder / "bad_records.txt", cluster),
         config.data.loader.max_bad_records,
         bar,
+        guard,
     )
     found = [
         watchdog,
@@ -88,3 +97,8 @@ def make_callbacks(
         evaluation,
     ]
     return Callbacks(found, log, checkpointing, evaluation, validating)
+
+
+def _followed(log: MetricsLog) -> list[tuple[float, float]]:
+    """Losses and gradient norms of the last steps of earlier starts."""
+    return [(row["loss"], row["grad_norm"]) for row in log.rows[-MOST_FOLLOWED:]]

@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from alload_jax.config import read_config, with_context
@@ -12,9 +13,11 @@ from alload_jax.errors import run_command
 from alload_jax.run.training import train
 from alload_jax.run.work import prepare
 from alload_jax.sharding.xla_flags import set_xla_flags
+from alload_jax.training.callbacks.watchdog import Watchdog
 from alload_jax.training.quiet_threads import hush_threads, leave
+from alload_jax.training.resume import continue_with
 from alload_jax.training.run_lock import locked
-from alload_jax.training.signals import Terminated, termination_as_interrupt
+from alload_jax.training.signals import StopRequest, Terminated, termination_as_interrupt
 
 _TERMINATED = "SIGTERM: nothing was left to save; the same command goes on"
 
@@ -36,9 +39,12 @@ def main(argv: Sequence[str], prog: str = "train.py") -> int:
             initialize(config.cluster, config.run.folder) as cluster,
             termination_as_interrupt(end),
         ):
-            work = prepare(with_context(config), cluster)
-            with locked(Path(config.run.folder), cluster):
-                return train(work, cluster, argv)
+            stop, folder = StopRequest(), Path(config.run.folder)
+            remedy = partial(continue_with, folder, config.cluster)
+            with Watchdog(config.watchdog, folder, cluster, stop, remedy) as watchdog:
+                work = prepare(with_context(config), cluster)
+                with locked(folder, cluster):
+                    return train(work, cluster, argv, stop, watchdog)
     except Terminated:
         print(_TERMINATED, file=sys.stderr)
         return status

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
+import numpy as np
 
 from alload_jax.bench.remat_times import (
     CONDITION_TOKENS,
@@ -22,9 +23,10 @@ from alload_jax.errors import InputError
 from alload_jax.files import read_json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.length_classes import launched_tokens
+from alload_jax.planning.plan import Plan
 from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, RematPolicy, in_words
 from alload_jax.training.plan_costs import run_costs
-from alload_jax.training.remat_choice import choose_for, memory_budget
+from alload_jax.training.remat_choice import choose_for, memory_budget, require_fit
 from alload_jax.training.run_files import write_json
 
 CHOICE = "remat.json"
@@ -49,14 +51,48 @@ def resolved_model(
     model = config.model
     if model.remat != AUTO_REMAT:
         return model
-    budgets = [each for each in cluster.all_gather(memory_budget(model)) if each is not None]
     # Of process 0, since all must compile the same programs.
-    least = min(budgets, default=None)
+    least = _budget(model, cluster)
     policies, line = cluster.broadcast(lambda: _choice(config, least, shapes()))
     if first_process():
         print(line, flush=True)
     chosen: dict[str, Any] = {"remat": "none", "remat_layers": tuple(policies)}
     return dataclasses.replace(model, **chosen)
+
+
+def require_memory(
+    config: Config, cluster: Cluster, model: ModelConfig, plan: Plan, shapes: Sequence[AnyBatch]
+) -> None:
+    """Checks before anything is compiled that a step can fit a device; see `require_fit`.
+
+    Args:
+      config: the run's.
+      cluster: its processes.
+      model: the model, with its policies.
+      plan: the plan.
+      shapes: those of its micro-batches.
+
+    Raises:
+      InputError: it cannot.
+    """
+    if (budget := _budget(model, cluster)) is None:
+        return
+    row_tokens = [each.tokens.shape[1] for each in shapes if isinstance(each, PackedBatch)]
+    if not row_tokens:
+        rows, lengths, _ = plan.bucket_shapes()
+        row_tokens = [int(np.max(rows * lengths))]
+    tokens = max(row_tokens) // config.mesh.context
+    require_fit(
+        *(model, tokens, budget),
+        *(config.parameters, config.optimizer, config.mesh),
+        single=config.planning.single_gradient,
+    )
+
+
+def _budget(model: ModelConfig, cluster: Cluster) -> float | None:
+    """The least that a device of any process has, in bytes; None if unknown."""
+    budgets = [each for each in cluster.all_gather(memory_budget(model)) if each is not None]
+    return min(budgets, default=None)
 
 
 def _choice(

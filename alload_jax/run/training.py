@@ -2,25 +2,32 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from alload_jax.config import Config, run_steps, values_in, values_of
 from alload_jax.data.batch import describe
 from alload_jax.data.condition import unread
+from alload_jax.data.latent_scale import mean_square, scale_warning
 from alload_jax.data.placement import place_ahead
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.distributed.consensus import Consensus
 from alload_jax.errors import InputError
 from alload_jax.planning.repeats import times_placed
-from alload_jax.report.opening import Opening, changed_settings, show_opening
+from alload_jax.report.opening import (
+    Opening,
+    changed_settings,
+    show_opening,
+    unused_settings,
+)
 from alload_jax.report.summary import print_summary, read_summary, summarise
 from alload_jax.run.callbacks import Callbacks, make_callbacks
 from alload_jax.run.folder import write_folder
 from alload_jax.run.kernel_choice import share_comparisons
-from alload_jax.run.remat import resolved_model
+from alload_jax.run.remat import require_memory, resolved_model
 from alload_jax.run.work import Work
 from alload_jax.training.bad_samples import BadSamples
 from alload_jax.training.callbacks.watchdog import Watchdog
@@ -42,7 +49,9 @@ from alload_jax.training.trainer import Trainer, largest, on_mesh
 from alload_jax.training.validation.validator import Validator
 
 
-def train(work: Work, cluster: Cluster, argv: Sequence[str]) -> int:
+def train(
+    work: Work, cluster: Cluster, argv: Sequence[str], stop: StopRequest, watchdog: Watchdog
+) -> int:
     """Trains, from the start or from where the run folder stands; returns the exit status."""
     config = work.config
     folder, mesh = Path(config.run.folder), work.mesh
@@ -51,11 +60,10 @@ def train(work: Work, cluster: Cluster, argv: Sequence[str]) -> int:
     spec = training_spec(config, total)._replace(
         model=resolved_model(config, cluster, shapes), step_weight=_step_weight(config, work)
     )
+    require_memory(config, cluster, spec.model, work.run_plan.plan, shapes())
     validator = make_validator(config, spec, work)
-    stop = StopRequest()
-    remedy = partial(continue_with, folder, config.cluster)
+    watchdog.progress()
     with (
-        Watchdog(config.watchdog, folder, cluster, stop, remedy) as watchdog,
         Checkpoints(
             folder / CHECKPOINTS,
             config.checkpoint,
@@ -79,15 +87,20 @@ def train(work: Work, cluster: Cluster, argv: Sequence[str]) -> int:
         trainer = make_trainer(spec, mesh, state, work.groups, single=single)
 
         # ------------------------------------------------------------ run folder, compilation
-        _open(config, work, validator, total, start, source)
+        square = cluster.broadcast(lambda: mean_square(work.collator.reader))
+        before = values_in(folder / "config.yaml") if start else {}
+        unused = unused_settings(before, values_of(config)) if checkpoints.base is None else ""
+        doubts = [text for text in (scale_warning(square), unused) if text]
+        _open(config, work, validator, total, start, source, before, doubts)
         write_folder(config, folder, work.manifest, argv, start)
         if start < total:
             share_comparisons(cluster, partial(_trace, spec, work, state.weights))
-        compiled_in = _compile(trainer, work, validator, start < total, stop)
+        compiled_in = _compile(trainer, work, validator, start < total, stop, watchdog.progress)
 
         # ------------------------------------------------------------ training
         callbacks = make_callbacks(
-            config, cluster, work, total, start, stop, watchdog, checkpoints, validator
+            *(config, cluster, work, total, start, stop, watchdog, checkpoints, validator),
+            _loss_of_nothing(config, square),
         )
         wants_save = callbacks.checkpointing.wants_save
         consensus = Consensus(cluster, mesh, lambda: stop.number, wants_save)
@@ -107,7 +120,7 @@ def train(work: Work, cluster: Cluster, argv: Sequence[str]) -> int:
         raise InputError(f"{loop.refusal} (saved at step {loop.done})")
     if stopped_by:
         done = f"saved step {loop.done} of {total}"
-        print(f"{stop_name(stopped_by)}: {done}; {remedy()}")
+        print(f"{stop_name(stopped_by)}: {done}; {continue_with(folder, config.cluster)}")
         return config.run.status_when_stopped
     times: dict[str, float] = {}
     if first_process() and (steps_done := callbacks.log.rows[start:]):
@@ -130,6 +143,12 @@ def training_spec(config: Config, total: int) -> TrainingSpec:
         config.parameters,
         config.optimizer.accumulate_dtype,
     )
+
+
+def _loss_of_nothing(config: Config, square: float | None) -> float | None:
+    """What a model loses that predicts nothing, if the objective knows."""
+    known = getattr(config.objective, "loss_of_nothing", None)
+    return None if known is None or square is None else known(square)
 
 
 def _step_weight(config: Config, work: Work) -> float | None:
@@ -179,9 +198,10 @@ def _open(
     total: int,
     start: int,
     source: str,
+    before: Mapping[str, Any],
+    doubts: Sequence[str],
 ) -> None:
-    """Prints what the run will do."""
-    before = values_in(Path(config.run.folder) / "config.yaml") if start else {}
+    """Prints what the run will do, the settings that changed, and warnings."""
     opening = Opening(
         work.run_plan.plan,
         config.planning.policy,
@@ -194,7 +214,7 @@ def _open(
         len(work.collator.excluded),
         validator.told() if validator else "",
         work.policy_reason,
-        unread(config.model, work.manifest),
+        [*([text] if (text := unread(config.model, work.manifest)) else []), *doubts],
     )
     show_opening(opening, changed_settings(before, values_of(config)))
 
@@ -212,13 +232,18 @@ def _compile(
     validator: Validator | None,
     trains: bool,
     stop: StopRequest,
+    progress: Callable[[], None],
 ) -> float:
-    """Compiles all programs, until the run is asked to stop; returns seconds for the gradients."""
+    """Compiles all programs, until the run is asked to stop; returns seconds for the gradients.
+
+    `progress` is called after each.
+    """
     missing = work.collator.collation.shapes(work.run_plan.plan) if trains else []
     begin = time.monotonic()
     with ProgressBar("compiling", len(missing)) as bar:
         for shape in trainer.compile(missing):
             bar.advance(describe(shape))
+            progress()
             if stop:
                 return 0.0
     seconds = time.monotonic() - begin
@@ -227,6 +252,7 @@ def _compile(
         with ProgressBar("compiling validation", len(validator.classes)) as bar:
             for name in validator.compile(trainer.state):
                 bar.advance(name)
+                progress()
                 if stop:
                     break
     return seconds

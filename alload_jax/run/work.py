@@ -25,6 +25,7 @@ from alload_jax.data.manifest_columns import read_paths
 from alload_jax.data.patient_reading import PatientReader
 from alload_jax.data.sources.opening import open_source
 from alload_jax.data.sources.source import SampleSource
+from alload_jax.data.store import StoreReader
 from alload_jax.data.weights import weights_identity, with_weights
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.models.families import family_of
@@ -167,6 +168,8 @@ def _read_data(config: Config, cluster: Cluster) -> tuple[SampleSource, SplitDat
         cluster.broadcast(partial(prepare_dataset, config.data.folder, config.data.dataset))
     source = open_source(config.data.folder, config.data.source)
     source.require_settings()
+    if isinstance(source, StoreReader):
+        source.require_shards(config.data.loader.max_bad_records)
     source.manifest.require(config.model.latent_channels, config.model.patch_size)
     excluded = read_excluded(config.data.exclude, len(source.manifest))
     cluster.require_same(

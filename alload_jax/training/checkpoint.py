@@ -14,7 +14,7 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
-from alload_jax.distributed.cluster import Cluster
+from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.errors import InputError, one_line
 from alload_jax.training.base import BASE, Base
 from alload_jax.training.checkpoint_errors import as_input_error, raise_if_lost, reason_of_storage
@@ -89,7 +89,8 @@ class Checkpoints:
         self.base: Base | None = None
         self._last_begun = 0
         self._chosen: frozenset[int] = frozenset()
-        self._kept = _Kept(config.keep, config.keep_every, lambda: self._chosen)
+        self._held: frozenset[int] = frozenset()
+        self._kept = _Kept(config.keep, config.keep_every, lambda: self._chosen | self._held)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._kept,
             enable_async_checkpointing=True,
@@ -122,6 +123,35 @@ class Checkpoints:
         Others are removed when the next checkpoint has been written.
         """
         self._chosen = frozenset(steps)
+
+    def hold(self, before: int | None) -> int | None:
+        """Keeps the newest checkpoint of a step below `before` until the next call.
+
+        Returns:
+          Its step; None if there is none, or nothing to hold.
+        """
+        found = max((step for step in self.steps() if step < (before or 0)), default=None)
+        self._held = frozenset() if found is None else frozenset({found})
+        return found
+
+    def set_aside(self, start: int) -> list[str]:
+        """Moves checkpoints of step `start` and later aside, to `diverged-STEP`.
+
+        Returns:
+          Their new names, in the process that moves them.
+
+        Raises:
+          InputError: a checkpoint could not be written.
+        """
+        self.wait()
+        moved = sorted(step for step in self.steps() if step >= start)
+        return [self._move(step, "diverged") for step in moved] if first_process() else []
+
+    def _move(self, step: int, name: str) -> str:
+        """Moves a checkpoint to a free name, which no run continues from; returns the name."""
+        aside = _free(self.folder / f"{name}-{step}")
+        (self.folder / str(step)).rename(aside)
+        return aside.name
 
     def remove_others(self) -> None:
         """Removes the checkpoints that are not kept, once all are on disk.
@@ -166,9 +196,8 @@ class Checkpoints:
             if not (what := damage(place)):
                 return step
             found = found or f"{place}: {what}"
-            aside = _free(self.folder / f"damaged-{step}")
-            place.rename(aside)
-            warning = f"warning: {place}: {what}; it is moved to {aside.name}"
+            aside = self._move(step, "damaged")
+            warning = f"warning: {place}: {what}; it is moved to {aside}"
             print(one_line(warning), file=sys.stderr)
         if found:
             raise InputError(

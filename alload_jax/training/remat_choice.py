@@ -2,22 +2,39 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
 import jax
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import abstract_model, gradient_dtypes
+from alload_jax.planning.analytic import SHORTEST, Remat, Trained, step_memory
 from alload_jax.planning.architectures.registry import from_fields
+from alload_jax.planning.cost import MemoryModel
 from alload_jax.planning.devices import DEVICES, Device, device_named
-from alload_jax.planning.remat import Choice, RematPolicy, choose_remat
+from alload_jax.planning.remat import (
+    LADDER,
+    MARGIN,
+    OFFLOADED,
+    Choice,
+    RematPolicy,
+    choose_remat,
+)
 from alload_jax.sharding.host_memory import bytes_of_one
+from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.state_size import trained_of
+from alload_jax.training.update_rules import OptimizerName
 
 _ASSUMED_DEVICE = "h200"
 """Whose rates say what recomputation costs on devices of which none are known."""
+_ERROR = 0.1
+"""Share by which predicted memory may be too much."""
+_NAMED = 4
+"""Most remedies that are named."""
 
 
 def memory_budget(model: ModelConfig) -> float | None:
@@ -77,6 +94,77 @@ def choose_for(
         ),
         layer_seconds=layer_seconds,
         host_budget=bytes_of_one(jax.local_device_count(), on_gpus=jax.default_backend() == "gpu"),
+    )
+
+
+def require_fit(
+    model: ModelConfig,
+    tokens: int,
+    budget: float,
+    parameters: ParametersConfig,
+    optimizer: OptimizerConfig,
+    mesh: MeshConfig,
+    *,
+    single: bool = True,
+) -> None:
+    """Refuses a model whose step is predicted not to fit, by more than a prediction may err.
+
+    Models of which no costs are known are left to the compiler.
+
+    Args:
+      model, tokens, budget, parameters, optimizer, single: as in `choose_for`; conditions do not
+        count.
+      mesh: how weights and state are sharded.
+
+    Raises:
+      InputError: it does not fit; the message says what would.
+    """
+    try:
+        architecture = from_fields(model.architecture())
+    except InputError:
+        return
+    device, params = _device(model), abstract_model(model).params
+    narrow = gradient_dtypes(model) if single else {}
+
+    @cache
+    def trained(name: OptimizerName) -> Trained:
+        others: dict[str, Any] = {} if name == optimizer.name else {"mu_dtype": "float32"}
+        own = dataclasses.replace(optimizer, name=name, **others)
+        return trained_of(params, parameters, own, accumulates=not single, narrow=narrow)
+
+    def memory(
+        remat: Remat = model.policies, times: int = 1, name: OptimizerName = optimizer.name
+    ) -> MemoryModel:
+        shards = mesh.fsdp * mesh.tensor * times
+        return step_memory(architecture, device, remat, shards, trained(name))
+
+    def needed(**changes: Any) -> float:
+        return memory(**changes).bytes_of(tokens)
+
+    if needed() <= budget * (1 + _ERROR):
+        return
+    free = budget * (1 - MARGIN)
+    more = [(mesh.fsdp * times, {"times": times}) for times in (2, 4, 8, 16, 32)]
+    choices: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+        "model.remat": [(each, {"remat": each}) for each in (*LADDER[::-1], *OFFLOADED)],
+        "mesh.fsdp": more,
+        "optimizer.name": [(each, {"name": each}) for each in ("adamw8bit", "adafactor")],
+        "model.remat offload with mesh.fsdp": [
+            (fsdp, times | {"remat": "offload"}) for fsdp, times in more
+        ],
+    }
+    fitting = {
+        key: next((value for value, changes in each if needed(**changes) <= free), None)
+        for key, each in choices.items()
+    }
+    found = [f"{key} {value}" for key, value in fitting.items() if value is not None]
+    least = memory().bytes_of(0)
+    if least + memory().per_token * SHORTEST < free:
+        found.insert(0, f"planning.m_mem {memory().max_tokens(budget, MARGIN)}")
+    raise InputError(
+        f"a step of {tokens:,} tokens is predicted to need {needed() / 1e9:.1f} GB of a device, "
+        f"{least / 1e9:.1f} GB of them before any token, and it has {budget / 1e9:.1f} GB; "
+        f"what fits: {', or '.join(found[:_NAMED]) or 'a smaller model'}"
     )
 
 

@@ -26,7 +26,9 @@ def resume_command(folder: Path, cluster: ClusterConfig) -> str:
 
 
 def continue_with(folder: Path, cluster: ClusterConfig) -> str:
-    """Returns how to resume a run that has stopped."""
+    """Returns how to resume a run that has stopped, or that had not begun."""
+    if not (folder / "config.yaml").exists():
+        return "start it again with the same command"
     return f"continue with: {resume_command(folder, cluster)}"
 
 

@@ -14,12 +14,20 @@ _WAITS = (
     ("training/callbacks/validating.py", "", "for the validation"),
     ("training/callbacks/evaluation.py", "", "for samples to be measured"),
     ("training/bad_samples.py", "", "for the bad samples of a step to be found"),
+    ("data/manifest.py", "", "for the manifest to be read"),
+    ("data/sources", "", "for the data folder to be read"),
+    ("data/store", "", "for the data folder to be read"),
+    ("data/datasets", "", "for the data set to be written"),
+    ("planning", "", "for the plan"),
+    ("run/training.py", "_compile", "for programs to be compiled"),
+    ("training/start.py", "", "for the weights to be read or drawn"),
+    ("training/restore.py", "", "for the weights to be read or drawn"),
     ("training/loop.py", "_failed", "for the devices to finish the step before"),
     ("training/callbacks/telemetry.py", "settle", "for the devices to finish the step before"),
     ("training/trainer.py", "", "for the devices to take a step"),
     ("training/shape_groups.py", "", "for the devices to take a step"),
 )
-"""(file, function, words); an empty function stands for all of the file."""
+"""(file or folder, function, words); an empty function stands for all of it."""
 
 
 def waiting_for(frame: FrameType | None) -> str:
@@ -32,7 +40,8 @@ def waiting_for(frame: FrameType | None) -> str:
     while frame is not None:
         path, name = PurePath(frame.f_code.co_filename).as_posix(), frame.f_code.co_name
         for file, function, words in _WAITS:
-            if path.endswith(f"alload_jax/{file}") and function in ("", name):
+            inside = path.endswith(f"alload_jax/{file}") or f"alload_jax/{file}/" in path
+            if inside and function in ("", name):
                 return words
         if not innermost or ("/alload_jax/" in path and "/alload_jax/" not in innermost):
             innermost = f"{path}:{name}"

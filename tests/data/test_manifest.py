@@ -1,5 +1,6 @@
 import contextlib
 import json
+import os
 import shutil
 
 import numpy as np
@@ -17,6 +18,8 @@ from data_helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alload_jax.data.datasets.dataset import prepare_dataset
+from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.manifest import (
     MANIFEST_NAME,
     METADATA_KEY,
@@ -25,6 +28,7 @@ from alload_jax.data.manifest import (
     read_manifest,
     read_rows,
 )
+from alload_jax.data.sources.opening import open_source
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.planning.geometry import Geometry
@@ -340,3 +344,49 @@ def healthy_store(tmp_path_factory):
             other = (sample.labels, f"another text {number}")
             writer.add(*sample, caption=f"a cat, number {number}", alternatives=[other])
     return folder
+
+
+def as_fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def as_link_to_nothing(path):
+    path.unlink()
+    path.symlink_to("nothing")
+
+
+def as_device(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("change", [as_fifo, as_folder, as_link_to_nothing, as_device])
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "shard-00001.arrayrecord"])
+def test_what_is_no_regular_file_is_refused_and_not_read(store, name, change):
+    """Reading a FIFO would wait for ever."""
+    change(store / name)
+    what = "link to nothing" if change is as_link_to_nothing else "not a regular file"
+    refused(store, store / name, what)
+    with pytest.raises(InputError, match=what):
+        open_source(str(store))
+    if name == MANIFEST_NAME:
+        with pytest.raises(InputError, match=what):
+            prepare_dataset(store, Digits())
+
+
+@pytest.mark.parametrize("change", [bytes, os.urandom])
+def test_a_destroyed_shard_is_named_before_it_is_read(store, change):
+    shard = sorted(store.glob("*.arrayrecord"))[1]
+    source = open_source(str(store))
+    source.require_shards()
+    shard.write_bytes(change(shard.stat().st_size))
+    with pytest.raises(InputError) as error:
+        open_source(str(store)).require_shards()
+    assert_says(error, shard, "destroyed", "restore it")
+    source.require_shards(spared=len(source.manifest))

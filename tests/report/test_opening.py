@@ -7,7 +7,7 @@ from alload_jax.planning.cost import PowerCost, QuadraticCost
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.report.opening import Opening, changed_settings, opening_lines
+from alload_jax.report.opening import Opening, changed_settings, opening_lines, unused_settings
 
 
 def samples_of(lengths):
@@ -23,7 +23,7 @@ def opening_of(lengths, m_mem, ranks=2, cost=None):
 
 
 def test_what_the_model_does_not_read_is_a_warning():
-    opening = opening_of([10] * 40, 100)._replace(unread="each sample has embeddings")
+    opening = opening_of([10] * 40, 100)._replace(doubts=["each sample has embeddings"])
     assert opening_lines(opening)[1] == ["each sample has embeddings"]
 
 
@@ -56,6 +56,17 @@ def test_costs_without_a_unit_predict_no_time():
 def test_poor_plans_are_named(lengths, m_mem, words):
     _, warnings = opening_lines(opening_of(lengths, m_mem, ranks=1))
     assert any(words in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("key", ["run.initial_weights", "run.initial_lora"])
+@pytest.mark.parametrize("earlier", [None, "a"])
+def test_weights_that_a_run_that_goes_on_does_not_read_are_named(key, earlier):
+    before = {"run.steps": 5, key: earlier}
+    now = {"run.steps": 6, "run.initial_weights": None, "run.initial_lora": None, key: "garbage"}
+    line = unused_settings(before, now)
+    assert line.startswith(f"{key} garbage: not used")
+    assert "run.folder" in line
+    assert unused_settings(now, now) == unused_settings({}, now) == ""
 
 
 def test_changed_settings_are_named():

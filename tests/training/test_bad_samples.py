@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from group_cases import SPEC
-from training_runs import Runs, errors, lines_of, wait_until
+from training_runs import PATIENCE, Runs, errors, lines_of, wait_until
 
 from alload_jax.data.collate import Collator
 from alload_jax.data.collation import collation_for
@@ -264,7 +264,7 @@ def test_a_bad_sample_is_named_skipped_counted_and_resumed_exactly(poisoned):
 def test_two_processes_leave_out_the_same_sample(poisoned):
     ranks = ("--planning.ranks", "2")
     both = poisoned.start_together(2, *FLAGS, *ALLOWED, *ranks)
-    outputs = [each.communicate(timeout=300) for each in both]
+    outputs = [each.communicate(timeout=PATIENCE) for each in both]
     assert [(each.returncode, errors(err)) for each, (_, err) in zip(both, outputs, strict=True)] \
         == [(0, [])] * 2  # fmt: skip
     rows = poisoned.metrics()

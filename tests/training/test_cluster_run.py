@@ -10,7 +10,7 @@ import socket
 
 import numpy as np
 import pytest
-from training_runs import Runs, errors, lines_of, wait_until
+from training_runs import PATIENCE, Runs, errors, lines_of, wait_until
 
 KEPT = ("--model.remat", "auto", "--model.memory_budget", "2")
 """What layers keep is chosen by process 0 for all."""
@@ -21,7 +21,7 @@ CONSTANT = ("--optimizer.final_fraction", "1.0")
 SAME = ("step", "epoch", "samples", "skipped", "tokens", "imbalance", "padding", "learning_rate")
 
 
-def finished(processes, seconds=300):
+def finished(processes, seconds=PATIENCE):
     """(status, stdout, stderr) of each."""
     outputs = [process.communicate(timeout=seconds) for process in processes]
     return [(process.returncode, *out) for process, out in zip(processes, outputs, strict=True)]

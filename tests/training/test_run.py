@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from training_runs import Runs, errors, lines_of, wait_until
+from training_runs import PATIENCE, Runs, errors, lines_of, wait_until
 
 from alload_jax.config import read_config
 from alload_jax.data.manifest import read_manifest
@@ -115,7 +115,7 @@ def test_a_signal_saves_and_the_run_continues_bit_for_bit(runs, default_signals)
     metrics = runs.folder / "run" / "metrics.jsonl"
     wait_until(lambda: lines_of(metrics) >= 3, process)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 75, err
     assert "SIGTERM: saved step" in out
     stopped = len(runs.metrics())

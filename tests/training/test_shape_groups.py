@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from group_cases import SIZES, OneDevice, figures, plan_for, steps_on, trainer_on, write_data
+from training_runs import PATIENCE
 
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError
@@ -208,7 +209,7 @@ def run_two_processes(manifest, folder):
         for command in commands
     ]
     for process in processes:
-        _, errors = process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, errors
     return [json.loads(out.read_text()) for out in outs]
 

@@ -1,5 +1,6 @@
 """Which signals stop a run."""
 
+import logging
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 import alload_jax.run.main as program
 from alload_jax.quiet_imports import quiet_imports
+from alload_jax.training.quiet_threads import _is_worth_saying
 from alload_jax.training.signals import StopRequest, Terminated, termination_as_interrupt
 
 
@@ -130,3 +132,11 @@ def test_a_background_job_still_ignores_ctrl_c_and_stops_on_sigterm(handlers):
         signal.raise_signal(signal.SIGTERM)
         assert stop.number == signal.SIGTERM
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_what_libraries_log_stays_out_of_the_terminal():
+    """Orbax warns of slow disks and of what a kill has left, in words that no user can act on."""
+    for level in (logging.WARNING, logging.ERROR):
+        for place, said in (("/x/orbax/checkpoint/manager.py", False), ("/x/mine.py", True)):
+            record = logging.LogRecord("absl", level, place, 1, "Waiting for", (), None)
+            assert _is_worth_saying(record) == said

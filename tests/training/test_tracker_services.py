@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from PIL import Image
+from training_runs import PATIENCE
 
 from alload_jax.sampling.clips import write_clip
 from alload_jax.training.trackers.mlflow import MlflowConfig
@@ -86,7 +87,7 @@ def test_a_run_on_a_dead_network_ends_as_usual(name, runs, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("TRACKIO_DIR", str(runs.folder / "trackio"))
     process = runs.start("--trackers", f"[{dead[name]}]")
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     assert "finished at step 14" in out
     assert "Traceback" not in err

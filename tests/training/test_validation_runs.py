@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from training_runs import PATIENCE
 
 from alload_jax.config import read_config
 from alload_jax.data.datasets.digits import Digits
@@ -189,7 +190,7 @@ def test_packed_rows_are_validated_by_the_same_errors(train):
 def test_two_processes_measure_what_one_does(runs):
     flags = (*SHARE, *EVERY, "--run.steps", "8", "--checkpoint.keep_best", "1")
     flags = (*flags, "--planning.ranks", "2", "--checkpoint.minutes", "0.001")
-    together = [process.communicate(timeout=300) for process in runs.start_together(2, *flags)]
+    together = [process.communicate(timeout=PATIENCE) for process in runs.start_together(2, *flags)]
     folder = runs.folder / "run"
     assert [row["step"] for row in validations(folder)] == [2, 4, 6, 8], together
     assert all(not err or "warning" in err for _, err in together)

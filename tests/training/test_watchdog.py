@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from training_runs import errors, lines_of, wait_until
+from training_runs import PATIENCE, errors, lines_of, wait_until
 
+from alload_jax.data.manifest import read_manifest
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
 from alload_jax.training import waiting
@@ -140,6 +141,7 @@ def test_a_suspended_process_does_not_count_the_time(tmp_path):
     clock, ended = Clock(), []
     config = WatchdogConfig(step_seconds=3.0, step_factor=1.0)
     dog = Watchdog(config, tmp_path, Cluster(), StopRequest(), str, clock, ended.append)
+    dog.__enter__()
     dog.on_start(Loop())
     try:
         time.sleep(0.2)
@@ -162,8 +164,48 @@ def test_times_must_be_positive(name):
         WatchdogConfig(**{name: -1.0})
 
 
+def test_a_start_is_watched_from_its_first_second(tmp_path, monkeypatch, capsys):
+    """It may take as long as work between steps, and is told as soon as a step is."""
+    started = []
+    monkeypatch.setattr(threading.Thread, "start", lambda self: started.append(self.name))
+    clock, ended = Clock(), []
+    config = WatchdogConfig(step_seconds=40.0, pause_seconds=1000.0)
+    folder = tmp_path / "new" / "run"
+    dog = Watchdog(config, folder, Cluster(), StopRequest(), str, clock, ended.append)
+    with dog:
+        assert started == ["watchdog"]
+        for waits, said in ((9, 0), (2, 1), (2, 0)):
+            clock.now += waits
+            dog.check()
+            lines = capsys.readouterr().err.splitlines()
+            assert len(lines) == said
+        dog.progress()
+        clock.now += 11
+        dog.check()
+        assert "no progress for 11 s before the first step" in capsys.readouterr().err
+        clock.now += 990
+        dog.check()
+    assert ended == [1]
+    assert "test_watchdog.py" in (folder / stacks_name(0)).read_text()
+
+
+def test_a_manifest_that_never_comes_is_named(digits_folder, monkeypatch):
+    named = []
+
+    def hangs(*_, **__):
+        named.append(waiting_for(sys._getframe()))
+        raise OSError("as if it had waited for ever")
+
+    monkeypatch.setattr("pyarrow.parquet.read_schema", hangs)
+    with pytest.raises(InputError):
+        read_manifest(digits_folder)
+    assert named == ["for the manifest to be read"]
+
+
 def test_the_places_that_are_named_exist():
     for file, function, _ in waiting._WAITS:
+        if (ROOT / "alload_jax" / file).is_dir():
+            continue
         tree = ast.parse((ROOT / "alload_jax" / file).read_text())
         names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         assert function in names | {""}
@@ -235,7 +277,7 @@ def ends_of(processes, stopped):
     """What processes say on stderr until they end; stopped ones, which hold it open, are killed."""
     try:
         for process in processes:
-            process.wait(timeout=100)
+            process.wait(timeout=PATIENCE)
     finally:
         for each in (*stopped, *(process.pid for process in processes)):
             with contextlib.suppress(ProcessLookupError):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import yaml
-from training_runs import Runs, wait_until
+from training_runs import PATIENCE, Runs, wait_until
 
 from alload_jax.data.store import StoreWriter
 
@@ -72,7 +72,7 @@ def test_processes_take_the_texts_and_repetitions_of_one(runs):
     alone = runs.run(*flags, "--run.folder", str(runs.folder / "alone"))
     assert alone.returncode == 0, alone.stderr
     processes = runs.start_together(2, *flags)
-    ended = [process.communicate(timeout=300) for process in processes]
+    ended = [process.communicate(timeout=PATIENCE) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], ended
     losses = [[row["loss"] for row in runs.metrics(name)] for name in ("alone", "run")]
     assert len(losses[0]) == 8

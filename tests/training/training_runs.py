@@ -12,6 +12,8 @@ import pyarrow.parquet
 import yaml
 
 ROOT = Path(__file__).parents[2]
+PATIENCE = 3600
+"""Seconds after which a whole run hangs, on the busiest machine."""
 
 
 class Runs:
@@ -79,7 +81,7 @@ class Runs:
 
     def run(self, *flags, devices=1):
         process = self.start(*flags, devices=devices)
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=PATIENCE)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def spoil(self, sample):
@@ -99,7 +101,7 @@ class Runs:
         return [json.loads(line) for line in lines]
 
 
-def wait_until(condition, process, seconds=240, ended=False):
+def wait_until(condition, process, seconds=PATIENCE, ended=False):
     end = time.monotonic() + seconds
     while not condition():
         assert ended or process.poll() is None, process.communicate()

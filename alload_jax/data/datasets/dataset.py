@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from alload_jax.data.manifest import MANIFEST_NAME, manifest_metadata
 from alload_jax.errors import InputError
+from alload_jax.files import require_regular
 from alload_jax.registry import Registry
 
 
@@ -37,6 +38,7 @@ def prepare_dataset(folder: str | Path, dataset: Dataset) -> None:
       InputError: the folder contains other data.
     """
     path = Path(folder) / MANIFEST_NAME
+    require_regular(path, "remove it", or_folder=False)
     if not path.exists():
         print(f"writing {type(dataset).__name__.lower()} to {folder}")
         dataset.write(folder)

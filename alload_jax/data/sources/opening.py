@@ -7,6 +7,7 @@ from alload_jax.data.sources.files import find_files, find_pickle
 from alload_jax.data.sources.musubi import LATENTS_SUFFIX
 from alload_jax.data.sources.source import SOURCES, SampleSource, SourceConfig
 from alload_jax.errors import InputError
+from alload_jax.files import require_regular
 
 
 def open_source(folder: str, config: SourceConfig | None = None) -> SampleSource:
@@ -31,6 +32,7 @@ def find_source_name(folder: str) -> str:
       InputError: the folder holds pickles of PyTorch alone, which are not read.
     """
     place = Path(folder)
+    require_regular(place / MANIFEST_NAME, "prepare the data again", or_folder=False)
     if not place.exists() or (place / MANIFEST_NAME).is_file() or place.name == MANIFEST_NAME:
         return "store"
     tensors = find_files(place, ".safetensors")

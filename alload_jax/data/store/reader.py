@@ -11,8 +11,11 @@ from array_record.python import array_record_module
 from alload_jax.data import record as records
 from alload_jax.data.manifest import Manifest, read_captions
 from alload_jax.data.sample_texts import texts_of
+from alload_jax.data.sources.files import scan
 from alload_jax.data.sources.source import SampleSource
-from alload_jax.errors import one_line
+from alload_jax.errors import InputError, one_line
+
+_RESTORE = "restore it or prepare the data again"
 
 
 def _first_line(error: Exception) -> str:
@@ -70,6 +73,38 @@ class StoreReader:
         """Returns the captions of these samples; None where there is none."""
         captions = read_captions(self.manifest.path.parent)
         return [captions[sample] for sample in samples]
+
+    def require_shards(self, spared: int = 0) -> None:
+        """Opens every shard.
+
+        Args:
+          spared: number of records that may be damaged; a shard of so few is not opened.
+
+        Raises:
+          InputError: a shard is destroyed, so that none of its records can be found.
+        """
+        names, counts = np.unique(self.manifest.shard.astype(str), return_counts=True)
+
+        def check(name: str) -> None:
+            path = self.manifest.path.parent / name
+            try:
+                reader = array_record_module.ArrayRecordReader(str(path))
+                held = reader.num_records()
+            except (RuntimeError, ValueError) as error:
+                raise InputError(
+                    f"{path}: cannot be opened ({_first_line(error)}); {_RESTORE}"
+                ) from error
+            # A damaged shard raises again on close.
+            with contextlib.suppress(RuntimeError):
+                reader.close()
+            if not held:
+                raise InputError(
+                    f"{path}: this shard is destroyed, no record can be found; {_RESTORE}"
+                )
+
+        scan(
+            check, [str(name) for name, count in zip(names, counts, strict=True) if count > spared]
+        )
 
     def require_settings(self) -> None:
         """Does nothing: a store records all that training must know."""

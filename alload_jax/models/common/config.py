@@ -92,7 +92,8 @@ class ModelConfig:
         what fits the memory of a device.
       remat_layers: policies that repeat over the blocks, in place of `remat`, which is then left
         out; their number divides that of the blocks. Empty for the same in all.
-      memory_budget: GB of a device's memory that `remat: auto` may fill; null for what JAX may use.
+      memory_budget: GB of a device's memory that a step may take: `remat: auto` fills it, and what
+        cannot fit is refused; null for what JAX may use.
       sparse_attention: self-attention that becomes sparse; null for dense.
       lora: adapters, which are then what is trained unless `parameters` says otherwise; null for
         none.

@@ -9,6 +9,7 @@ import optax
 
 from alload_jax.data.placement import PlacedStep
 from alload_jax.training.callbacks.callback import Callback, Run
+from alload_jax.training.divergence import DivergenceGuard
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import BadRecords, MetricsLog
 from alload_jax.training.run_plan import RunPlan
@@ -41,6 +42,7 @@ class Telemetry(Callback):
         bad_records: BadRecords,
         max_bad_records: int,
         bar: ProgressBar,
+        guard: DivergenceGuard | None = None,
     ):
         """Observes the steps of a plan.
 
@@ -52,11 +54,13 @@ class Telemetry(Callback):
           bad_records: log of damaged records.
           max_bad_records: number of damaged records to skip before the run stops.
           bar: progress bar.
+          guard: is told the metrics of each step, and ends a run that diverges; None for none.
         """
         self._plan = plan
         self._learning_rate = learning_rate
         self._log, self._tracker, self._bar = log, tracker, bar
         self._bad_records, self._max_bad_records = bad_records, max_bad_records
+        self._guard = guard
         self._in_flight: _Dispatched | None = None
         self._settled_at = self._waited = 0.0
         self._loss = self._tokens_per_second = math.nan
@@ -109,7 +113,11 @@ class Telemetry(Callback):
         self._settled_at, self._waited = time.perf_counter(), 0.0
 
     def settle(self) -> None:
-        """Waits for the step in flight and writes its metrics."""
+        """Waits for the step in flight and writes its metrics.
+
+        Raises:
+          InputError: training diverges.
+        """
         if self._in_flight is None:
             return
         step, self._in_flight = self._in_flight, None
@@ -145,6 +153,8 @@ class Telemetry(Callback):
         figures = {name: value for name, value in row.items() if isinstance(value, int | float)}
         self._tracker.log(step.number + 1, figures | {"tokens_per_second": speed})
         self._show(values["loss"], speed)
+        if self._guard is not None:
+            self._guard.add(step.number, values["loss"], values["grad_norm"])
 
     def _show(self, loss: float, tokens_per_second: float) -> None:
         self._loss = _smoothed(self._loss, loss)

@@ -55,9 +55,10 @@ class WatchdogConfig:
 
 
 class Watchdog(Callback):
-    """A thread that watches the loop from its first step until the run is saved.
+    """A thread that watches a run, from the reading of its data until it is saved.
 
-    Use it in a `with` statement around the loop and what saves the run.
+    Use it in a `with` statement around all of that. What comes before the first step may take as
+    long as work between steps.
     """
 
     def __init__(
@@ -86,11 +87,14 @@ class Watchdog(Callback):
         self._watched = threading.get_ident()
         self._seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._step, self._since, self._pausing, self._warned = 0, clock(), True, False
+        self._starting = True
         self._closed = threading.Event()
         limits = (config.step_seconds, config.pause_seconds, _STOP_SECONDS)
         self._interval = min(limits) / 60
 
     def __enter__(self) -> Self:
+        if self._config.step_factor is not None:
+            threading.Thread(target=self._loop, daemon=True, name="watchdog").start()
         return self
 
     def __exit__(
@@ -100,10 +104,8 @@ class Watchdog(Callback):
 
     def on_start(self, run: Run) -> None:
         """See `Callback.on_start`."""
-        self._step, self._pausing = run.done, False
+        self._step, self._pausing, self._starting = run.done, False, False
         self.progress()
-        if self._config.step_factor is not None:
-            threading.Thread(target=self._loop, daemon=True, name="watchdog").start()
 
     def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
         """See `Callback.on_step_end`."""
@@ -126,8 +128,8 @@ class Watchdog(Callback):
         self.on_pause(run)
 
     def on_finish(self, run: Run) -> None:
-        """See `Callback.on_finish`."""
-        self.progress()
+        """See `Callback.on_finish`; everything is saved, and the rest may take its time."""
+        self._closed.set()
 
     def progress(self) -> None:
         """Notes that the run is not stalled."""
@@ -155,9 +157,13 @@ class Watchdog(Callback):
         waited, limit = self._clock() - self._since, self.limit()
         if waited > limit:
             self._give_up(waited)
-        elif waited > _WARN_AT * limit and not self._warned:
+        elif waited > _WARN_AT * self._least(limit) and not self._warned:
             self._warned = True
             _say(f"warning: {self._stall(waited)}; the run ends after {limit:.0f} s")
+
+    def _least(self, limit: float) -> float:
+        """A start is told as soon as a step would be, though it may take longer."""
+        return min(limit, self._config.step_seconds) if self._starting else limit
 
     def _stall(self, waited: float) -> str:
         words = self._waiting()
@@ -166,8 +172,9 @@ class Watchdog(Callback):
         if self._seconds and not self._pausing:
             usual = f" (usually {statistics.median(self._seconds):.3g} s)"
         others = self._cluster.held_up_by()
+        when = "before the first step" if self._starting else f"after step {self._step}"
         return (
-            f"no progress for {waited:.0f} s{usual} after step {self._step}: it waits {words}"
+            f"no progress for {waited:.0f} s{usual} {when}: it waits {words}"
             f"{others and f'; {others}'}"
         )
 
@@ -180,6 +187,7 @@ class Watchdog(Callback):
             reason = f"{stop_name(self._stop.number)}: the run cannot save: {reason}"
         try:
             path = self._folder / stacks_name(self._cluster.process_id)
+            path.parent.mkdir(parents=True, exist_ok=True)
             with open_regular(path, "w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
             reason += f"; the stacks of all threads are in {path}"
