@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
-import numpy as np
 
 from alload_jax.bench.remat_times import (
     CONDITION_TOKENS,
@@ -60,9 +59,7 @@ def resolved_model(
     return dataclasses.replace(model, **chosen)
 
 
-def require_memory(
-    config: Config, cluster: Cluster, model: ModelConfig, plan: Plan, shapes: Sequence[AnyBatch]
-) -> None:
+def require_memory(config: Config, cluster: Cluster, model: ModelConfig, plan: Plan) -> None:
     """Checks before anything is compiled that a step can fit a device; see `require_fit`.
 
     Args:
@@ -70,21 +67,17 @@ def require_memory(
       cluster: its processes.
       model: the model, with its policies.
       plan: the plan.
-      shapes: those of its micro-batches.
 
     Raises:
       InputError: it cannot.
     """
     if (budget := _budget(model, cluster)) is None:
         return
-    row_tokens = [each.tokens.shape[1] for each in shapes if isinstance(each, PackedBatch)]
-    if not row_tokens:
-        rows, lengths, _ = plan.bucket_shapes()
-        row_tokens = [int(np.max(rows * lengths))]
-    tokens = max(row_tokens) // config.mesh.context
+    epoch, mesh = plan.epoch(0), config.mesh
     require_fit(
-        *(model, tokens, budget),
-        *(config.parameters, config.optimizer, config.mesh),
+        *(model, int((epoch.rows * epoch.padded_len).max()), budget),
+        *(config.parameters, config.optimizer, mesh),
+        replicas=max(1, jax.device_count() // (mesh.fsdp * mesh.tensor)),
         single=config.planning.single_gradient,
     )
 

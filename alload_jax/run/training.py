@@ -60,7 +60,7 @@ def train(
     spec = training_spec(config, total)._replace(
         model=resolved_model(config, cluster, shapes), step_weight=_step_weight(config, work)
     )
-    require_memory(config, cluster, spec.model, work.run_plan.plan, shapes())
+    require_memory(config, cluster, spec.model, work.run_plan.plan)
     validator = make_validator(config, spec, work)
     watchdog.progress()
     with (

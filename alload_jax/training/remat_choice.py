@@ -10,7 +10,7 @@ import jax
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import abstract_model, gradient_dtypes
-from alload_jax.planning.analytic import SHORTEST, Remat, Trained, step_memory
+from alload_jax.planning.analytic import SHORTEST, Remat, Trained, state_bytes, step_memory
 from alload_jax.planning.architectures.registry import from_fields
 from alload_jax.planning.cost import MemoryModel
 from alload_jax.planning.devices import DEVICES, Device, device_named
@@ -31,8 +31,10 @@ from alload_jax.training.update_rules import OptimizerName
 
 _ASSUMED_DEVICE = "h200"
 """Whose rates say what recomputation costs on devices of which none are known."""
-_ERROR = 0.1
+_ERROR = 0.05
 """Share by which predicted memory may be too much."""
+_WEIGHT_BYTES = 4
+"""Of a trained parameter."""
 _NAMED = 4
 """Most remedies that are named."""
 
@@ -105,6 +107,7 @@ def require_fit(
     optimizer: OptimizerConfig,
     mesh: MeshConfig,
     *,
+    replicas: int = 1,
     single: bool = True,
 ) -> None:
     """Refuses a model whose step is predicted not to fit, by more than a prediction may err.
@@ -115,6 +118,7 @@ def require_fit(
       model, tokens, budget, parameters, optimizer, single: as in `choose_for`; conditions do not
         count.
       mesh: how weights and state are sharded.
+      replicas: of the weights, over which the optimizer's state and gradients are split too (ZeRO).
 
     Raises:
       InputError: it does not fit; the message says what would.
@@ -123,7 +127,8 @@ def require_fit(
         architecture = from_fields(model.architecture())
     except InputError:
         return
-    device, params = _device(model), abstract_model(model).params
+    # A GPU's, whose activations are bfloat16, also where a budget stands for an absent one.
+    device, params = DEVICES[_ASSUMED_DEVICE], abstract_model(model).params
     narrow = gradient_dtypes(model) if single else {}
 
     @cache
@@ -135,8 +140,12 @@ def require_fit(
     def memory(
         remat: Remat = model.policies, times: int = 1, name: OptimizerName = optimizer.name
     ) -> MemoryModel:
-        shards = mesh.fsdp * mesh.tensor * times
-        return step_memory(architecture, device, remat, shards, trained(name))
+        shards, copies = mesh.fsdp * mesh.tensor * times, max(1, replicas // times)
+        found = step_memory(architecture, device, remat, shards, trained(name))
+        state = state_bytes(architecture.parameters(), trained(name))
+        weights = min(state, _WEIGHT_BYTES * architecture.parameters())
+        split = (state - weights) * (1 - 1 / copies) / shards
+        return MemoryModel(found.base - split, found.per_token / mesh.tensor)
 
     def needed(**changes: Any) -> float:
         return memory(**changes).bytes_of(tokens)

@@ -7,6 +7,7 @@ import pytest
 from training_runs import errors
 
 from alload_jax.errors import InputError, run_command
+from alload_jax.models.common.config import TextConfig
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.run.main import main
 from alload_jax.sharding.mesh import MeshConfig
@@ -21,12 +22,13 @@ H100 = 63.5e9
 """Of 80 GB, what JAX uses unless it is told otherwise."""
 
 
-def refusal(model=WAN_14B, tokens=32_760, budget=H100, fsdp=4, **optimizer):
+def refusal(model=WAN_14B, tokens=32_760, budget=H100, fsdp=4, replicas=1, **optimizer):
     """What is said of a step; empty if it may fit."""
     try:
         require_fit(
             *(model, tokens, budget, ParametersConfig(), OptimizerConfig(**optimizer)),
             MeshConfig(fsdp=fsdp),
+            replicas=replicas,
         )
     except InputError as error:
         return str(error)
@@ -40,7 +42,7 @@ def test_a_state_that_cannot_fit_is_told_with_what_would():
     )
     assert "it has 63.5 GB" in said
     assert "\n" not in said
-    assert "what fits: mesh.fsdp 32, or model.remat offload with mesh.fsdp 8" in said
+    assert "what fits: mesh.fsdp 16, or model.remat offload with mesh.fsdp 8" in said
 
 
 @pytest.mark.parametrize("budget", [H100, 105e9])
@@ -66,6 +68,15 @@ def test_fewer_tokens_or_less_that_is_kept_are_named_where_activations_are_too_m
     assert refusal(dataclasses.replace(model, remat=named["model.remat"]), fsdp=16) == ""
     assert refusal(model, int(named["planning.m_mem"]), fsdp=16) == ""
     assert refusal(model, 2 * int(named["planning.m_mem"]), fsdp=16)
+
+
+def test_replicas_share_the_state_but_not_the_weights():
+    """1.3B on 24 GB: 5.7 GB of weights, and 28 GB of state that eight replicas split."""
+    small = WanConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30, in_channels=16)
+    small = dataclasses.replace(small, remat="full", text=TextConfig(dim=4096, length=512))
+    assert refusal(small, 8_000, 22.7e9, fsdp=1)
+    assert refusal(small, 8_000, 22.7e9, fsdp=1, replicas=8) == ""
+    assert refusal(small, 8_000, 6e9, fsdp=1, replicas=10_000)
 
 
 @pytest.mark.parametrize("fsdp", [16, 32])
