@@ -223,7 +223,10 @@ def _open_regular(path: str, flags: int, remedy: str) -> int:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise InputError(f"{path}: is a link or a pipe; {remedy}") from error
         raise
-    if not stat.S_ISREG(os.fstat(number).st_mode):
+    mode = os.fstat(number).st_mode
+    if not stat.S_ISREG(mode):
         os.close(number)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         raise InputError(f"{path}: is not a regular file; {remedy}")
     return number

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alload_jax.models.common import packed_attention
+from alload_jax.models.common import cudnn
 from alload_jax.models.common.length_classes import length_classes
 from alload_jax.models.common.packed_attention import cudnn_packed, xla_packed
 from alload_jax.models.common.segments import AttentionSegments, segments_of
@@ -129,8 +129,8 @@ CONDITION = [[6, 6, 1, 11, 6, 6, 6, 6, 6], [9, 2, 12, 13, 9, 9]]
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_attention_by_classes_is_that_of_one(alike, monkeypatch):
-    monkeypatch.setattr(packed_attention, "_primitive", FakeCudnn)
-    monkeypatch.setattr(packed_attention, "_options", lambda _: {})
+    monkeypatch.setattr(cudnn, "_primitive", FakeCudnn)
+    monkeypatch.setattr(cudnn, "_options", lambda _: {})
     tokens = rows_of(LENGTHS, 60, 256)
     keys = tokens if alike else rows_of(CONDITION, 60, 64)
     lengths = ((0, 60), (8, 5), (40, 2), (160, 0))
@@ -157,8 +157,8 @@ def test_attention_by_classes_is_that_of_one(alike, monkeypatch):
 
 
 def test_a_class_without_segments_changes_nothing(monkeypatch):
-    monkeypatch.setattr(packed_attention, "_primitive", FakeCudnn)
-    monkeypatch.setattr(packed_attention, "_options", lambda _: {})
+    monkeypatch.setattr(cudnn, "_primitive", FakeCudnn)
+    monkeypatch.setattr(cudnn, "_options", lambda _: {})
     short = rows_of([[8] * 31, [1] * 255], 300, 256)
     packed = AttentionSegments(short, short, ((0, 300), (8, 3), (256, 0)), None)
     parts = [
