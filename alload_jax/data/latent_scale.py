@@ -12,7 +12,7 @@ normalised latents have 0.3 to 2."""
 
 
 def mean_square(reader: SampleReader) -> float | None:
-    """The mean square of the latents of some samples, evenly spread; None if none can be read."""
+    """The mean square of a usual sample's latents; None if none of some can be read."""
     count = len(reader.manifest)
     numbers = np.unique(np.linspace(0, count - 1, min(count, _SAMPLES)).astype(int))
     found = []
@@ -21,8 +21,8 @@ def mean_square(reader: SampleReader) -> float | None:
             latents = reader.read(sample)["latents"]
         except BadRecordError:
             continue  # training reports it where its turn comes
-        found.append(float(np.mean(np.square(latents, dtype=np.float32), dtype=np.float64)))
-    return float(np.mean(found)) if found else None
+        found.append(float(np.mean(np.square(latents, dtype=np.float64))))
+    return float(np.median(found)) if found else None
 
 
 def scale_warning(found: float | None) -> str:
