@@ -152,14 +152,16 @@ def _loss_of_nothing(config: Config, square: float | None) -> float | None:
 
 
 def _step_weight(config: Config, work: Work) -> float | None:
-    """The mean number of samples of a step; None where each step is divided by its own weight."""
+    """The mean number of samples of a step; None where each step is divided by its own weight.
+
+    Of the plan's: one that is left out counts like one that is found to be damaged.
+    """
     by_token = getattr(config.objective, "weighting", "sample") == "token"
     if config.optimizer.gradient_mean == "step" or by_token:
         return None
     plan = work.run_plan.plan
     times = times_placed(plan.epoch(0), plan.samples.seq_len)
-    times[list(work.collator.excluded)] = 0
-    return max(1.0, float(times.sum())) / plan.steps_per_epoch
+    return float(times.sum()) / plan.steps_per_epoch
 
 
 def make_validator(config: Config, spec: TrainingSpec, work: Work) -> Validator | None:
