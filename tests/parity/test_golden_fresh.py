@@ -16,6 +16,8 @@ pytestmark = pytest.mark.parity
 # Not bit for bit: other CPUs, thread counts and versions of torch sum in another order, which
 # moves float32 results in their last bits. Relative to each tensor's largest element.
 TOLERANCE = 1e-5
+OF_ANGLES = 6e-5
+"""Of what multiplies sines of up to 1,000, where the values of float32 are 6e-5 apart."""
 SMALLEST = 1e-2
 """Gradients that are zero up to rounding have no digits in common."""
 TENSORS = ("transformer/diffusion_pytorch_model", "inputs", "expected")
@@ -51,5 +53,6 @@ def test_golden_files_are_fresh(family, case, tmp_path):
         assert drawn.keys() == kept.keys()
         for key, expected in kept.items():
             assert drawn[key].dtype == expected.dtype
-            bound = TOLERANCE * max(np.abs(expected).max(), SMALLEST)
+            tolerance = OF_ANGLES if "timestep_embedder.linear_1" in key else TOLERANCE
+            bound = tolerance * max(np.abs(expected).max(), SMALLEST)
             np.testing.assert_allclose(drawn[key], expected, rtol=0, atol=bound, err_msg=key)
