@@ -18,6 +18,9 @@ _ONLY_AT_START = ("run.initial_weights", "run.initial_lora")
 """Settings that only a run without a checkpoint reads."""
 _NAMED = 6
 """Most changed settings that are named."""
+_LEAST_SQUARE, _MOST_SQUARE = 0.05, 4.0
+"""Mean squares beyond which latents were hardly made for such models. Pixels from −1 to 1 and
+normalised latents have 0.3 to 2."""
 
 
 class Opening(NamedTuple):
@@ -112,6 +115,16 @@ def unused_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return (
         f"{named}: not used, as the run goes on with the weights of its checkpoint; name another "
         "run.folder to begin with it"
+    )
+
+
+def scale_warning(found: float | None) -> str:
+    """What is to be said of a mean square; empty if it is usual."""
+    if found is None or _LEAST_SQUARE <= found <= _MOST_SQUARE:
+        return ""
+    return (
+        f"the latents have a mean square of {found:.3g}, and models are trained on about 1; "
+        "normalise them by the mean and deviation of their VAE, and prepare the data again"
     )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from alload_jax.config import Config, run_steps, values_in, values_of
 from alload_jax.data.batch import describe
 from alload_jax.data.condition import unread
-from alload_jax.data.latent_scale import mean_square, scale_warning
 from alload_jax.data.placement import place_ahead
+from alload_jax.data.store import mean_square
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.distributed.consensus import Consensus
 from alload_jax.errors import InputError
@@ -20,6 +20,7 @@ from alload_jax.planning.repeats import times_placed
 from alload_jax.report.opening import (
     Opening,
     changed_settings,
+    scale_warning,
     show_opening,
     unused_settings,
 )

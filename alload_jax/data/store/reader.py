@@ -12,10 +12,12 @@ from alload_jax.data import record as records
 from alload_jax.data.manifest import Manifest, read_captions
 from alload_jax.data.sample_texts import texts_of
 from alload_jax.data.sources.files import scan
-from alload_jax.data.sources.source import SampleSource
+from alload_jax.data.sources.source import SampleReader, SampleSource
 from alload_jax.errors import InputError, one_line
 
 _RESTORE = "restore it or prepare the data again"
+_SCALE_SAMPLES = 32
+"""Samples by which the scale of latents is judged."""
 
 
 def _first_line(error: Exception) -> str:
@@ -149,3 +151,17 @@ def damaged_records(source: SampleSource) -> Iterator[str]:
         except BadRecordError as error:
             yield str(error)
     source.close()
+
+
+def mean_square(reader: SampleReader) -> float | None:
+    """The mean square of a usual sample's latents; None if none of some can be read."""
+    count = len(reader.manifest)
+    numbers = np.unique(np.linspace(0, count - 1, min(count, _SCALE_SAMPLES)).astype(int))
+    found = []
+    for sample in numbers.tolist():
+        try:
+            latents = reader.read(sample)["latents"]
+        except BadRecordError:
+            continue  # training reports it where its turn comes
+        found.append(float(np.mean(np.square(latents, dtype=np.float64))))
+    return float(np.median(found)) if found else None
