@@ -5,7 +5,7 @@ CONFIG ?= configs/digits.yaml
 # A file stays on one worker: its tests share what they compile and the runs they set up.
 PYTEST = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: install train test test-slow test-parity test-gpu test-compiled chaos docs lint format clean
+.PHONY: install train test test-slow test-parity test-gpu test-compiled mutants chaos docs lint format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -55,7 +55,12 @@ test-compiled: .venv-compiled/installed
 	.venv-compiled/bin/python -m pip install --quiet --constraint constraints.txt --editable .[test,cuda12]
 	touch $@
 
-# Interrupts and damages runs; adds to docs/results/chaos. As root, which can mount small disks.
+# Plants single faults and counts those that tests see: hours, most of them for the coverage of tests.
+mutants: .venv/installed-test
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .[mutants]
+	$(BIN)/python tests/mutants.py
+
+# Interrupts and damages runs; adds to chaos_cpu.json and writes build/chaos.md. As root, which can mount small disks.
 KILLS ?= 300
 SEED ?= 0
 chaos: .venv/installed-test

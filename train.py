@@ -5,7 +5,7 @@ stopped run, run the same command again. In a cluster, run the same command in e
 (docs/many-gpus.md). `alload train` is the same program.
 """
 
-from alload_jax.quiet_imports import quiet_imports
+from alload_jax.processes import quiet_imports
 
 with quiet_imports():
     from alload_jax.run.main import entry

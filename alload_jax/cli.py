@@ -4,30 +4,26 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from alload_jax.errors import InputError, run_command
-from alload_jax.quiet_imports import quiet_imports
+from alload_jax.processes import quiet_imports
 
-with quiet_imports():
-    from alload_jax.commands import (
-        bench,
-        calibrate,
-        data,
-        export,
-        lora,
-        parameters,
-        plan,
-        prepare,
-        report,
-        sample,
-        train,
-    )
-
-_COMMANDS: Sequence[Any] = (
-    *(plan, calibrate, prepare, data),
-    *(parameters, sample, export, lora, report, bench),
-)
+_COMMANDS = {
+    "train": "Train a model, as `python train.py`; --help lists all keys.",
+    "plan": "Plan an epoch and report its balance, padding and memory use.",
+    "calibrate": "Measure training steps on this device, and fit a cost model: seconds and memory.",
+    "prepare": "Write a data folder to train on.",
+    "data": "Show, check or merge data folders.",
+    "parameters": "List the parameters of a config's model and which of them are trained.",
+    "sample": "Draw samples from a run of train.py or from released weights.",
+    "export": "Write a run's weights as a transformer folder for diffusers.",
+    "lora": "Write a run's adapters (LoRA), convert files of adapters, merge them into weights.",
+    "report": "Draw what a training run has recorded.",
+    "bench": "Measure kernels and training steps on this device against other implementations.",
+}
+"""What each does, by the name of its module in `commands/`, which is imported where it is run."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,27 +53,33 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str]) -> int:
     """Runs `alload` with the arguments `argv` and returns the exit status."""
+    name = next((each for each in argv if each in _COMMANDS), "")
     if list(argv[:1]) == ["train"]:  # its flags are the keys of the config
-        return train.main(list(argv[1:]))
+        return _command(name).main(list(argv[1:]))
     parser = _Parser(
         prog="alload",
         description="Plan, prepare and measure the training of video DiTs, and sample from them.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser("train", help=train.HELP)
-    for command in _COMMANDS:
-        name = command.__name__.rsplit(".", 1)[-1]
-        sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
-        command.add_arguments(sub)
-        sub.set_defaults(run=command.run, parser=sub)
+    for each, text in _COMMANDS.items():
+        sub = commands.add_parser(each, help=text, description=text)
+        if each == name:
+            command = _command(name)
+            command.add_arguments(sub)
+            sub.set_defaults(run=command.run, parser=sub)
     parsed = parser.parse_args(list(argv))
     return parsed.run(parsed)
+
+
+def _command(name: str) -> Any:
+    with quiet_imports():
+        return import_module(f"alload_jax.commands.{name}")
 
 
 def entry() -> None:
     """The console script."""
     if sys.argv[1:2] == ["train"]:
-        train.entry()
+        _command("train").entry()
     sys.exit(run_command(main, sys.argv[1:]))
 
 

@@ -6,35 +6,33 @@ The fields depend on the name, so `read_config` reads the names first.
 """
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 import yaml
 
 from alload_jax.config_parser import Part, parse_config
 from alload_jax.data.datasets.dataset import DATASETS, Dataset
-from alload_jax.data.source import LoaderConfig
+from alload_jax.data.loader import LoaderConfig
 from alload_jax.data.sources.source import SOURCES, SourceConfig
 from alload_jax.data.weights import SourceWeight
 from alload_jax.distributed.initialize import ClusterConfig
 from alload_jax.errors import InputError
-from alload_jax.files import parse_yaml, read_text
+from alload_jax.files import Json, parse_yaml, read_text
 from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.sparse_attention.config import PREDICTOR_NAME, PREDICTOR_PATTERN
 from alload_jax.models.families import DEFAULT_FAMILY, FAMILIES
 from alload_jax.objectives.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies.registry import candidates
-from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.policies.registry import AUTO, candidates
+from alload_jax.planning.settings import PlanningConfig, config_type
+from alload_jax.sampling.config import SamplingConfig
 from alload_jax.sampling.evaluators.evaluator import EVALUATORS, Evaluator
-from alload_jax.sampling.samples import SamplingConfig
 from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training.callbacks.callback import CALLBACKS, CallbackConfig
-from alload_jax.training.callbacks.watchdog import WatchdogConfig
-from alload_jax.training.checkpoint import CheckpointConfig
-from alload_jax.training.divergence import DivergenceConfig
 from alload_jax.training.optimizer import (
     OptimizerConfig,
     OptimizerGroup,
@@ -43,69 +41,14 @@ from alload_jax.training.optimizer import (
 )
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.run_files import write_atomically
-from alload_jax.training.trackers.tensorboard import TensorBoardConfig
-from alload_jax.training.trackers.tracker import TRACKERS, TrackerConfig
+from alload_jax.training.settings import (
+    CheckpointConfig,
+    DivergenceConfig,
+    RunConfig,
+    WatchdogConfig,
+)
+from alload_jax.training.trackers.tracker import TRACKERS, TensorBoardConfig, TrackerConfig
 from alload_jax.training.validation.config import ValidationConfig
-
-_DEFAULT_STEPS = 1000
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """General settings of a run.
-
-    Attributes:
-      folder: output folder. If it contains a checkpoint, the run resumes from it.
-      steps: number of optimizer steps; 1000 where `epochs` is not given either.
-      epochs: number of passes over the data, in place of `steps`.
-      seed: seed of weights, noise and the order of samples.
-      initial_weights: weights to start from: a `transformer/` folder of diffusers, a folder of
-        Wan's repository, one safetensors file of either, or the folder of another run, whose
-        averaged weights are taken; null for random weights.
-      initial_lora: file of adapters to start from, for a model with `model.lora`; null for new
-        ones.
-      compilation_cache: folder that keeps compiled programs between runs; null for none.
-      status_when_stopped: exit status after a signal, when everything is saved; with a status that
-        is not 0, a scheduler restarts the run.
-    """
-
-    folder: str
-    steps: int | None = None
-    epochs: int | None = None
-    seed: int = 0
-    initial_weights: str | None = None
-    initial_lora: str | None = None
-    compilation_cache: str | None = None
-    status_when_stopped: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.status_when_stopped < 126:
-            raise InputError(
-                f"run.status_when_stopped is {self.status_when_stopped}; it must be 0 to 125"
-            )
-        if self.steps is not None and self.epochs is not None:
-            raise InputError(
-                f"run.steps is {self.steps} and run.epochs {self.epochs}; give one, and null for "
-                "the other"
-            )
-        for name in ("steps", "epochs"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise InputError(f"run.{name} is {value}; it must be at least 1")
-        if self.steps is None and self.epochs is None:
-            object.__setattr__(self, "steps", _DEFAULT_STEPS)
-        if self.seed < 0:
-            raise InputError(f"run.seed is {self.seed}; it must be 0 or more")
-
-    @property
-    def given_steps(self) -> int:
-        """The number of steps.
-
-        Raises:
-          ValueError: it follows from `epochs` and the plan; see `run_steps`.
-        """
-        if self.steps is None:
-            raise ValueError(f"run.epochs is {self.epochs}; find the steps by run_steps")
-        return self.steps
 
 
 @dataclass(frozen=True)
@@ -253,13 +196,10 @@ class Config:
             object.__setattr__(self, "optimizer", optimizer)
 
 
-PREDICTOR_PATTERN = "sparse_attention/selector"
-"""Matches the parameters of predictors of sparse attention in every family."""
-PREDICTOR_NAME = f"blocks/{PREDICTOR_PATTERN}/query/kernel"
-"""The name of one of them."""
 _PREDICTOR_RATE = 1e-3
 
 _PARTS = (
+    Part("planning", "policy", AUTO, config_type),
     Part("model", "family", DEFAULT_FAMILY, lambda name: FAMILIES.get(name).config),
     Part("objective", "name", DEFAULT_OBJECTIVE, OBJECTIVES.get),
     Part("data.source", "name", None, SOURCES.get),
@@ -305,12 +245,12 @@ def with_context(config: Config) -> Config:
     return dataclasses.replace(config, planning=planning)
 
 
-def values_of(config: Config) -> dict[str, Any]:
+def values_of(config: Config) -> Json:
     """Returns every value by dotted key, as JSON, without the settings that differ by process."""
     return dict(_leaves("", _shared_values(config)))
 
 
-def values_in(path: Path) -> dict[str, Any]:
+def values_in(path: Path) -> Json:
     """Returns the values of a file of `write_config` by dotted key; none if there is no such file.
 
     Raises:
@@ -322,7 +262,7 @@ def values_in(path: Path) -> dict[str, Any]:
     return dict(_leaves("", parse_yaml(read_text(path, remedy), str(path), remedy)))
 
 
-def _leaves(name: str, content: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(name: str, content: object) -> Iterator[tuple[str, object]]:
     if isinstance(content, dict):
         for key, part in content.items():
             yield from _leaves(f"{name}.{key}" if name else key, part)
@@ -330,10 +270,11 @@ def _leaves(name: str, content: Any) -> Iterator[tuple[str, Any]]:
         yield name, content
 
 
-def _shared_values(config: Config) -> dict[str, Any]:
+def _shared_values(config: Config) -> Json:
     """Returns the config as JSON values without the settings that differ by process."""
     cluster = dataclasses.replace(config.cluster, coordinator=None, processes=None, process=None)
-    return _tuples_to_lists(dataclasses.asdict(dataclasses.replace(config, cluster=cluster)))
+    values = dataclasses.asdict(dataclasses.replace(config, cluster=cluster))
+    return json.loads(json.dumps(values))  # with lists in place of tuples
 
 
 def write_config(config: Config, path: Path) -> None:
@@ -350,12 +291,3 @@ def use_compilation_cache(run: RunConfig) -> None:
     if run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(run.compilation_cache).absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def _tuples_to_lists(value: Any) -> Any:
-    """Converts tuples to lists, because YAML has no tuples."""
-    if isinstance(value, dict):
-        return {key: _tuples_to_lists(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_tuples_to_lists(part) for part in value]
-    return value

@@ -1,21 +1,116 @@
-"""Reads a config from YAML files and flags; errors are reported in one line."""
+"""Reads and writes configs: YAML files and flags; errors are reported in one line."""
 
 import dataclasses
 import difflib
 import math
 import re
+import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.resources import files as files_of
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
 
-from alload_jax.config_files import check_kinds, config_files, read_yaml
 from alload_jax.errors import InputError, without_secrets
-from alload_jax.files import parse_yaml
+from alload_jax.files import parse_yaml, read_text
 from alload_jax.registry import Registry
+
+_EXAMPLE = "configs/digits.yaml"
+
+
+def config_files(argv: Sequence[str]) -> list[str]:
+    """Returns the files that a command line names by `--config`, in order."""
+    after = [file for flag, file in pairwise(argv) if flag == "--config"]
+    return after + [part.split("=", 1)[1] for part in argv if part.startswith("--config=")]
+
+
+def with_examples(argv: Sequence[str]) -> list[str]:
+    """A command line whose `--config NAME` is the example of that name, where no file is."""
+    package = Path(str(files_of("alload_jax")))
+    installed = package / "configs"
+    examples = installed if installed.is_dir() else package.parent / "configs"  # in a checkout
+    paths = {path.stem: str(path) for path in examples.glob("*.yaml")}
+    result = list(argv)
+    for index, name in enumerate(result):
+        flag, equals, given = name.partition("=")
+        if index and result[index - 1] == "--config" and not Path(name).is_file():
+            result[index] = paths.get(name, name)
+        elif flag == "--config" and equals and not Path(given).is_file():
+            result[index] = f"--config={paths.get(given, given)}"
+    return result
+
+
+def read_yaml(file: str) -> dict[str, Any]:
+    """Reads the sections of a YAML file.
+
+    Raises:
+      InputError: there is no such file, it is not valid YAML, or it holds no sections, or its
+        aliases stand for far too many values.
+    """
+    try:
+        text = read_text(Path(file), f"give a config such as {_EXAMPLE}")
+    except FileNotFoundError as error:
+        raise InputError(f"{file}: no such file; give a config such as {_EXAMPLE}") from error
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}; give a config such as {_EXAMPLE}") from error
+    content = parse_yaml(text, file, f"write it as {_EXAMPLE} is")
+    if not isinstance(content, dict) or not content:
+        raise InputError(f"{file}: is empty or holds no sections; start from {_EXAMPLE}")
+    return content
+
+
+def check_kinds(file: str, content: dict[str, Any], kind: type[Any], prefix: str = "") -> None:
+    """Checks that sections hold keys, lists hold items, and nothing is null that must not be.
+
+    Args:
+      file: name of the file, for messages.
+      content: values by key.
+      kind: dataclass that the keys belong to; unknown keys are not checked here.
+      prefix: dotted key of `content`.
+
+    Raises:
+      InputError: a value is of another kind.
+    """
+    for name, hint in typing.get_type_hints(kind).items():
+        if name in content:
+            _check_value(file, content[name], hint, prefix + name)
+
+
+def _check_value(file: str, value: Any, hint: Any, key: str) -> None:
+    optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    choices = typing.get_args(hint) if optional else (hint,)
+    if value is None:
+        if type(None) not in choices and hint is not type(None):
+            raise InputError(f"{file}: {key} is null; give a value, or leave the key out")
+        return
+    section: Any = next((each for each in choices if dataclasses.is_dataclass(each)), None)
+    if section is not None and len(choices) - (type(None) in choices) == 1:
+        if not isinstance(value, dict):
+            first = dataclasses.fields(section)[0].name
+            raise InputError(f"{file}: {key} is {value!r}; give its keys, such as {first}: ...")
+        check_kinds(file, value, section, f"{key}.")
+    elif typing.get_origin(hint) in (list, tuple):
+        _check_items(file, value, typing.get_args(hint)[0], key)
+
+
+def _check_items(file: str, value: Any, item: Any, key: str) -> None:
+    if not isinstance(value, list):
+        raise InputError(f"{file}: {key} is {value!r}; give a list")
+    if not dataclasses.is_dataclass(item) and typing.get_origin(item) is not dict:
+        return
+    for each in value:
+        if not isinstance(each, dict):
+            raise InputError(f"{file}: {key} holds {each!r}; give mappings, as in - {{key: value}}")
+        if not dataclasses.is_dataclass(item):
+            continue
+        for part in dataclasses.fields(item):
+            required = part.default is part.default_factory is dataclasses.MISSING
+            if required and part.name not in each:
+                raise InputError(f"{file}: {key}: {each!r} lacks {part.name}; add it")
 
 
 class Part(NamedTuple):
@@ -45,7 +140,7 @@ def parse_config(
     """Parses the values of a config's fields from a command line and its YAML files.
 
     Args:
-      argv: arguments, `--config FILE` and `--section.key value`.
+      argv: arguments, `--config FILE` or the name of an example, and `--section.key value`.
       prog: name of the program, for `--help`.
       config: dataclass of the whole config.
       parts: parts whose dataclass is selected by name.
@@ -55,6 +150,7 @@ def parse_config(
     Raises:
       InputError: a key is unknown or a value is invalid.
     """
+    argv = with_examples(argv)
     files = {file: read_yaml(file) for file in config_files(argv)}
     kinds = {part.key: _kind_of(part, argv, files) for part in parts}
     typed = _typed(config, kinds, lists)
@@ -62,7 +158,11 @@ def parse_config(
         check_kinds(file, content, typed)
     parser = _Parser(prog=prog, description=config.__doc__, allow_abbrev=False)
     parser.known_keys, parser.renamed, parser.command_line = list(_keys(typed)), renamed, argv
-    parser.add_argument("--config", action="config", help="a YAML file; later flags override it")
+    parser.add_argument(
+        "--config",
+        action="config",
+        help="a YAML file, or the name of an example; later flags override it",
+    )
     parser.add_class_arguments(typed)
     try:
         given = parser.parse_args(list(argv))
@@ -127,7 +227,7 @@ def _kind_of(
             name, given = found.get(part.name, name), given or bool(found)
         if before == flag or before.startswith(f"{flag}="):
             named = before.partition("=")[2] or after
-            if place and named != name:
+            if place and named != name and not _same_keys(part, named, name):
                 raise InputError(
                     f"{flag} is {named}, but {place} has {part.key}.{part.name} {name} and its "
                     "keys; write a config of its own for it"
@@ -138,6 +238,14 @@ def _kind_of(
     if name is None:
         raise InputError(f"{part.key} is given without {part.key}.{part.name}; add it")
     return part.kind(name)
+
+
+def _same_keys(part: Part, *names: str | None) -> bool:
+    """Whether a part has the same keys by all these names."""
+    try:
+        return len({part.kind(str(name)) for name in names}) == 1
+    except InputError:  # one is unknown
+        return False
 
 
 def _inline_section(part: Part, text: str) -> dict[str, Any]:
@@ -170,8 +278,8 @@ def _typed(
         else:
             optional = type(None) if kind is None else kind | None
             inner.setdefault(section, {})[field] = optional
-    for section, types in inner.items():
-        changed[section] = _with_types(typing.get_type_hints(config)[section], types)
+    for section, each in inner.items():
+        changed[section] = _with_types(typing.get_type_hints(config)[section], each)
     return _with_types(config, changed)
 
 

@@ -1,11 +1,13 @@
 """Errors that users can cause, and how commands report them."""
 
+import math
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable
-
-from alload_jax.lost_interrupts import interrupts_kept
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class InputError(ValueError):
@@ -24,6 +26,72 @@ class LostConnectionError(InputError):
 
     A process that meets it waits for what is known of the others before it reports it.
     """
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came where a run has nothing to save, such as before its first step.
+
+    Attributes:
+      status: exit status of the command.
+    """
+
+    def __init__(self, status: int):
+        super().__init__("SIGTERM: nothing was left to save; the same command goes on")
+        self.status = status
+
+
+def require_fields(
+    section: str, config: object, names: str, holds: Callable[[float], bool], bound: str
+) -> None:
+    """Checks values of fields; one that is None is left alone.
+
+    Args:
+      section: what stands before a field's name for users, such as `checkpoint.`.
+      config: the object that has the fields.
+      names: the fields, with spaces between them.
+      holds: of a value that is allowed; not of NaN.
+      bound: what must be, such as `above 0`.
+
+    Raises:
+      InputError: a value is not allowed; it names the field, the value and the bound.
+    """
+    for name in names.split():
+        value = getattr(config, name)
+        if value is not None and not holds(value):
+            raise InputError(f"{section}{name} is {value}; it must be {bound}")
+
+
+def require_positive(
+    section: str, config: object, *names: str, most: float = math.inf, otherwise: str = ""
+) -> None:
+    """Checks that fields are at least 1 and not above `most`; one that is None is left alone.
+
+    Args:
+      section: what stands before a field's name for users, such as `checkpoint.`.
+      config: the object that has the fields.
+      names: the fields.
+      most: of each.
+      otherwise: what else is allowed, for the message, such as `, or null`.
+
+    Raises:
+      InputError: one is not; it names the field, the value and the bound.
+    """
+    for name in names:
+        require_positive_value(f"{section}{name}", getattr(config, name), most, otherwise)
+
+
+def require_positive_value(
+    name: str, value: float | None, most: float = math.inf, otherwise: str = ""
+) -> None:
+    """`require_positive` of one value."""
+    if value is not None and not 1 <= value <= most:
+        bound = f"at most {most:,}" if value > most else "at least 1"
+        raise InputError(f"{name} is {value}; it must be {bound}{otherwise}")
+
+
+def print_stderr(line: object) -> None:
+    """Prints a line where warnings and errors go, at once."""
+    print(line, file=sys.stderr, flush=True)
 
 
 _SECRETS = re.compile(
@@ -77,17 +145,18 @@ def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
     """Runs a command's `main` and returns its exit status.
 
     Errors that a user can cause give one line and status 2: an InputError, an unsupported request,
-    a file or folder that cannot be used. Ctrl-C gives status 130.
+    a file or folder that cannot be used. Ctrl-C gives status 130, and SIGTERM the one that
+    `Terminated` has.
     """
     try:
-        with interrupts_kept():
+        with _interrupts_kept():
             return main(argv)
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as error:
         print(reason_of(error), file=sys.stderr)
-        return 130
+        return error.status if isinstance(error, Terminated) else 130
     except USER_ERRORS as error:
         print(f"error: {reason_of(error)}", file=sys.stderr)
         return 2
@@ -105,3 +174,34 @@ def reason_of(error: BaseException) -> str:
             reason = f"{error.filename}: {reason}; name another path"
         return one_line(" ".join(reason.split()))
     return one_line(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+
+_SECONDS_TO_RETURN = 0.05
+
+
+@contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Sends a signal once more, while open, where its KeyboardInterrupt was raised in vain.
+
+    Python runs the handler wherever the main thread is. In a destructor, or in a callback of a weak
+    reference such as `import` makes, it prints the error and goes on: the program would not end.
+    """
+    before, ended = sys.unraisablehook, threading.Event()
+
+    def send_again(number: int) -> None:
+        if not ended.wait(_SECONDS_TO_RETURN):  # the destructor returns in the meantime
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    def hook(dropped: "sys.UnraisableHookArgs") -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            number = signal.SIGTERM if dropped.exc_type is Terminated else signal.SIGINT
+            threading.Thread(target=send_again, args=(number,), daemon=True).start()
+        else:
+            before(dropped)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        ended.set()
+        sys.unraisablehook = before

@@ -21,6 +21,8 @@ import yaml
 
 from alload_jax.errors import InputError
 
+Json = dict[str, Any]
+"""Values of JSON by name; what is read from a file is checked where it is used."""
 _LARGEST = 2**28
 """Bytes of a file that is read as a whole."""
 _DEEPEST = 64
@@ -151,7 +153,7 @@ def _bounded(content: Any, finite: bool) -> Any:
     raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
 
 
-def _parts(values: Iterable[Any]) -> Iterator[Any]:
+def _parts(values: Iterable[object]) -> Iterator[object]:
     for value in values:
         if isinstance(value, dict):
             yield from value
@@ -160,7 +162,7 @@ def _parts(values: Iterable[Any]) -> Iterator[Any]:
             yield from value
 
 
-def _check_plain(value: Any, finite: bool) -> None:
+def _check_plain(value: object, finite: bool) -> None:
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise ValueError("a whole number is beyond 64 bits")
     if type(value) is float and not (math.isfinite(value) if finite else True):

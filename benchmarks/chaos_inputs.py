@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from chaos_files import reading, write_hostile
 from chaos_runs import Campaign, errors_of
 
 PATIENCE = 300.0
@@ -183,16 +184,59 @@ COMMANDS = [
     "alload prepare media {work}/text.txt --out {work}/media",
 ]
 
-INPUTS = [*FILES, *COMMANDS, *_wrong_values()]
-"""Command lines; {work}, {data} and {run} are folders, {size} is that of a sample."""
+_TOO_LARGE, _TOO_SMALL, _EDGE = str(2**63), str(-(2**63) - 1), str(2**63 - 2)
+_NO_NUMBERS = (".nan", ".inf", "1e999")
+
+
+def _edges() -> list[str]:
+    """Numbers at the edges of int64 and float64, and beyond."""
+    whole = ("run.steps", "run.seed", "model.dim", "planning.m_mem", "checkpoint.every")
+    wide = [
+        f"model.{name}" for name in ("dim", "ffn_dim", "num_heads", "num_layers", "num_classes")
+    ]
+    real = [
+        *("optimizer.learning_rate", "model.eps", "watchdog.step_factor", "cluster.lost_after"),
+        *("checkpoint.minutes", "objective.condition_dropout", "validation.share", "planning.p"),
+    ]
+    plan = {"--ranks": _EDGE, "--m-mem": _TOO_LARGE, "--policy fixed --rows": _TOO_LARGE}
+    plan |= {"--size": _EDGE, "--p": "nan", "--noise": "1e999", "--context": _EDGE}
+    plan |= {"--margin": "nan", "--density": "nan", "--link-bandwidth": "nan"}
+    sample = {"--seed": _TOO_LARGE, "--steps": _EDGE, "--batch": _EDGE, "--zoom": _EDGE}
+    sample |= {"--guidance": "nan", "--shift": "inf", "--fps": "nan", "--step": _TOO_LARGE}
+    sizes = ("--frames", "--height", "--width")
+    media = {"--fps": "1e999", "--workers": _EDGE, "--area": f"{_EDGE}p", "--max-enlarge": "nan"}
+    media |= {"--text-length": _TOO_LARGE, "--max-clips": "-1", "--stride-seconds": "inf"}
+    media_of = f"alload prepare media {{work}}/media/pixels.png {_NEW} --area 192p --workers 1"
+    planned = "alload plan --workload wan-480p --policy equal_tokens --ranks 2 --m-mem 100000"
+    drawn = "alload sample --checkpoint {run} --class 1 --out {work}/new.gif"
+    return [
+        *(f"train --{key} {value}" for key in whole for value in (_TOO_LARGE, _TOO_SMALL)),
+        *(f"train --{key} {_EDGE}" for key in wide),
+        *(f"train --{key} {value}" for key in real for value in _NO_NUMBERS),
+        *(f"{planned} {flag} {value}" for flag, value in plan.items()),
+        *(f"{drawn} {{size}} {flag} {value}" for flag, value in sample.items()),
+        *(f"{drawn} {{size}} {flag} {value}" for flag in sizes for value in (2**31, _TOO_LARGE)),
+        *(f"{drawn} --frames 1 --height 16384 --width {width}" for width in (16_384, 131_072)),
+        *(f"{media_of} {flag} {value}" for flag, value in media.items()),
+        f"train --sampling.grids '[{{frames: 1, height: {2**31}, width: 8}}]'",
+        f"alload data {{data}} --sheet {{work}}/new.png --samples {_EDGE}",
+        f"alload export --checkpoint {{run}} {_NEW} --step {_TOO_LARGE}",
+        "alload calibrate --config {work}/text.txt --out {work}/new.json --seconds nan",
+    ]
+
+
+_NEW = "--out {work}/new"
+INPUTS = [*FILES, *COMMANDS, *_wrong_values(), *_edges(), *reading()]
+"""Command lines; {work}, {data}, {run}, {weights} are folders, {size} is that of a sample."""
 
 
 def give_inputs(campaign: Campaign, inputs: list[str]) -> dict[str, Any]:
     """Runs each command; returns how they ended, and what is not one line and status 2."""
     began = time.monotonic()
     places = {"work": campaign.folder / "hostile", "data": campaign.data}
-    places["run"] = campaign.reference()
+    places |= {"run": campaign.reference(), "weights": campaign.folder / "weights"}
     write_files(places["work"], campaign)
+    write_hostile(*(places[name] for name in ("work", "data", "run")))
     end = _ender(campaign, places)
     found = [end(line) for line in inputs]
     return {
@@ -211,8 +255,13 @@ def _ender(campaign: Campaign, places: dict[str, Path]) -> Callable[[str], str]:
             words = [word.replace("{" + name + "}", str(path)) for word in words]
         if program == "train":
             words = [*_usual(campaign, words), *words]
+        _remove_new(places["work"])
+        before = _files(places)
         run = campaign.starter.start(program, words)
         status = run.wait(PATIENCE)
+        after = _files(places)
+        if lost := [str(path) for path in before if before[path] != after.get(path)]:
+            return f"lost or changed: {', '.join(lost[:3])}"
         if status is None:
             run.kill()
             return f"no end within {PATIENCE:.0f} s"
@@ -224,9 +273,26 @@ def _ender(campaign: Campaign, places: dict[str, Path]) -> Callable[[str], str]:
     return end
 
 
+def _remove_new(folder: Path) -> None:
+    """Removes what the last command wrote."""
+    for path in folder.glob("new*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _files(places: dict[str, Path]) -> dict[Path, tuple[int, ...]]:
+    """What tells the state of each file that a command may read."""
+    found: dict[Path, tuple[int, ...]] = {}
+    for place in places.values():
+        for path in place.rglob("*"):
+            if not path.is_dir():
+                stat = path.lstat()
+                found[path] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    return found
+
+
 def _usual(campaign: Campaign, words: list[str]) -> list[str]:
     """The usual flags of a run that a command line does not give itself."""
-    flags = campaign.flags("hostile/run")
+    flags = campaign.flags("hostile-run")
     flags = flags[2:] if "--config" in words else flags
     return flags if "--run.folder" not in words else flags[:-2]
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import socket
@@ -20,12 +21,13 @@ from safetensors.numpy import load_file
 
 from alload_jax.config import read_config
 from alload_jax.data.datasets.digits import Digits
-from alload_jax.data.prepare.byte_text import ByteText
+from alload_jax.data.prepare.encoders import ByteText
 from alload_jax.data.store import StoreWriter
+from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import abstract_model
 from alload_jax.models.weights import save_weights
-from alload_jax.training.checksums import damage
+from alload_jax.training.checkpoint_files import damage
 from alload_jax.training.run_files import is_validation
 
 EVERY, STEPS = 4, 60
@@ -36,7 +38,7 @@ _LONGEST_LINES = 8192
 LOST_AFTER = 20.0
 _RESTORE = 0.2
 """Seconds of a restore, which runs that are never stopped have none of."""
-_Sections = dict[str, dict[str, Any]]
+_Sections = dict[str, Json]
 _TINY = {"dim": 16, "ffn_dim": 16, "num_heads": 2, "num_layers": 1, "freq_dim": 8}
 _SHAPE = {"dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "freq_dim": 8}
 _OF_TEXT: _Sections = {
@@ -153,7 +155,7 @@ class Campaign:
     def _config(self, variant: str) -> Path:
         return self.folder / f"{_file_name(variant)}.yaml"
 
-    def _settings(self, variant: Variant) -> dict[str, Any]:
+    def _settings(self, variant: Variant) -> Json:
         config: _Sections = {
             "run": {"steps": self.steps, "compilation_cache": str(self.folder / "compiled")},
             "planning": {"m_mem": 40, "micro_batches_per_step": 2, "ranks": 4},
@@ -335,12 +337,12 @@ def faults_of_rest(before: int, step: int, saved: int) -> list[str]:
 
 
 def errors_of(stderr: str) -> list[str]:
-    """The lines of stderr that are no warnings, of the run or of the server that forks it."""
-    passed = ("warning: ", "  warnings.warn(")
+    """The lines of stderr that are no warnings, of the run, XLA or the server that forks it."""
+    passed = re.compile(r"warning: |  warnings\.warn\(|[IW]\d{4} [\d:.]+ +\d+ \w+\.cc:")
     return [
         line
         for line in stderr.splitlines()
-        if line and not line.startswith(passed) and "resource_tracker: " not in line
+        if line and not passed.match(line) and "resource_tracker: " not in line
     ]
 
 
@@ -418,14 +420,12 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
     return (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
+def rows_of(folder: Path) -> list[Json]:
     """The lines of a run's metrics, with their validations."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def _differences_of_metrics(
-    found: list[dict[str, Any]], expected: list[dict[str, Any]], exact: bool
-) -> list[str]:
+def _differences_of_metrics(found: list[Json], expected: list[Json], exact: bool) -> list[str]:
     ours, theirs = (
         [[row[name] for name in COMPUTED] for row in rows if not is_validation(row)]
         for rows in (found, expected)
@@ -440,7 +440,7 @@ def _differences_of_metrics(
     return faults
 
 
-def _validations(rows: list[dict[str, Any]]) -> list[list[Any]]:
+def _validations(rows: list[Json]) -> list[list[Any]]:
     """Step and loss of each validation."""
     return [[row["step"], row["validation/loss"]] for row in rows if is_validation(row)]
 

@@ -122,6 +122,7 @@ class Starter:
         out = self._folder / f"{self._count}.out"
         out.touch()
         out.with_suffix(".err").touch()
+        out.with_suffix(".phases").unlink(missing_ok=True)  # of an earlier campaign
         process = self._context.Process(
             target=_enter,
             args=(program, tuple(arguments), dict(environment or {}), str(out), aim and tuple(aim)),

@@ -7,10 +7,8 @@ thread takes. `fit` is whether all programs of a multiprocessor that a kernel is
 their registers at the same time: 65,536 of them.
 """
 
-import argparse
 import glob
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -27,19 +25,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from alload_jax.bench.harness import benchmark_parser
 from alload_jax.errors import run_command
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from pallas_kernels.bias_gelu import operands as gelu_operands
-from pallas_kernels.bias_gelu.triton import calls as gelu_calls
-from pallas_kernels.bias_gelu.triton import tuning as gelu_tuning
+from pallas_kernels import op
+from pallas_kernels.bias_gelu import api as gelu_operands
+from pallas_kernels.bias_gelu import triton as gelu_calls
+from pallas_kernels.layernorm_modulate import mosaic as mosaic_calls
 from pallas_kernels.layernorm_modulate import operands as norm_operands
-from pallas_kernels.layernorm_modulate.mosaic import calls as mosaic_calls
-from pallas_kernels.layernorm_modulate.mosaic import tuning as mosaic_tuning
-from pallas_kernels.layernorm_modulate.triton import calls as norm_calls
-from pallas_kernels.layernorm_modulate.triton import tuning as norm_tuning
-from pallas_kernels.rms_norm_rotary import operands as rotary_operands
-from pallas_kernels.rms_norm_rotary.triton import calls as rotary_calls
-from pallas_kernels.rms_norm_rotary.triton import tuning as rotary_tuning
+from pallas_kernels.layernorm_modulate import triton as norm_calls
+from pallas_kernels.layernorm_modulate import tuning as norm_tuning
+from pallas_kernels.rms_norm_rotary import api as rotary_operands
+from pallas_kernels.rms_norm_rotary import triton as rotary_calls
 
 _REGISTERS, _THREADS = 65_536, 32
 _TOKENS, _HEAD = 8192, 128
@@ -78,11 +75,11 @@ wide = partial(array, dtype=jnp.float32)
 
 def gelu_cases() -> Iterator[Case]:
     """Its backward with the output."""
-    blocks, options = gelu_tuning.BACKWARD, gelu_operands.Options()
+    blocks, options = gelu_calls.BACKWARD_BLOCKS, op.Plain()
     for dim in (8192, 8960, 13824):
         x = array(1, _TOKENS, dim)
-        shapes = (gelu_operands.Operands(x, array(dim)), x)
-        call = partial(gelu_calls.output_and_backward, options=options)
+        shapes = (gelu_operands.GeluOperands(x, array(dim)), x)
+        call = partial(gelu_calls.backward, options=options, with_output=True)
         which = ("bias_gelu_backward", dim, "with the output")
         yield Case(*which, blocks.num_warps, blocks.per_core, call, shapes)
 
@@ -90,12 +87,14 @@ def gelu_cases() -> Iterator[Case]:
 def rotary_cases() -> Iterator[Case]:
     """Its backward, with a bias where that is summed by the kernel."""
     for dim, per_head in ((1024, False), (1536, False), (2048, True), (3072, False), (5120, False)):
-        blocks = rotary_tuning.backward_blocks(dim, per_head)
-        options = rotary_operands.Options(_HEAD, per_head, 1e-6)
+        blocks = rotary_calls.backward_blocks(dim, per_head)
+        options = rotary_operands.RmsNormOptions(_HEAD, per_head, 1e-6)
         tables = (wide(_TOKENS, _HEAD // 2),) * 2
         weight, heads = wide(_HEAD if per_head else dim), (dim // _HEAD, _HEAD)
-        operands = rotary_operands.Operands(array(1, _TOKENS, dim), weight, array(dim), *tables)
-        summed = rotary_tuning.sums_bias(dim, per_head)
+        operands = rotary_operands.RmsNormOperands(
+            array(1, _TOKENS, dim), weight, array(dim), *tables
+        )
+        summed = rotary_calls.sums_bias(dim, per_head)
         words = "each head" if per_head else "whole width"
         words += ", with the sum of the bias" if summed else ""
         call = partial(rotary_calls.backward, options=options)
@@ -107,15 +106,14 @@ def rotary_cases() -> Iterator[Case]:
 def norm_cases() -> Iterator[Case]:
     """The backward after a residual."""
     dtype = jnp.dtype(jnp.bfloat16)
-    options = norm_operands.Options("row", 1e-6, dtype, dtype, dtype, h="sum")
+    options = norm_operands.NormOptions("row", 1e-6, dtype, dtype, dtype, h="sum")
     for dim in (1536, 3072, 5120, 6144, 7168, 8192):
         stream, table = array(1, _TOKENS, dim), wide(1, dim)
-        residuals = norm_operands.Residuals(
+        residuals = norm_operands.NormResiduals(
             *(stream, wide(1, _TOKENS, 2), table, wide(0), stream, table, None)
         )
         division = norm_tuning.division_for(norm_tuning.MEASURED["residual_backward"], dim)
-        blocks = division.blocks(gpu_target.CORES)
-        call = partial(norm_calls.backward, options=options, blocks=blocks)
+        call = partial(norm_calls.backward, options=options, blocks=division)
         which = ("layernorm_modulate_backward", dim, "after a residual")
         shapes = (residuals, stream, stream)
         yield Case(*which, division.num_warps, division.per_core, call, shapes)
@@ -130,13 +128,13 @@ def mosaic_cases() -> Iterator[Case]:
             "segment": ((1, 42), ", segments"),
         }
         for layout, (tables, words) in layouts.items():
-            options = norm_operands.Options(layout, 1e-6, dtype, dtype, dtype, h="sum")
+            options = norm_operands.NormOptions(layout, 1e-6, dtype, dtype, dtype, h="sum")
             stream, table = array(1, _TOKENS, dim), wide(*tables, dim)
             ids = array(1, _TOKENS, dtype=jnp.int32) if words else None
-            residuals = norm_operands.Residuals(
+            residuals = norm_operands.NormResiduals(
                 *(stream, wide(1, _TOKENS, 2), table, wide(0), stream, table, ids)
             )
-            way = mosaic_tuning.way_for(dim, 8)
+            way = norm_tuning.way_for(dim, 8)
             assert way is not None
             call = partial(mosaic_calls.backward, options=options, way=way)
             which = (mosaic_calls.BACKWARD, dim, f"after a residual{words}")
@@ -193,23 +191,16 @@ def ptxas(path: str) -> str:
 
 def main(argv: list[str]) -> int:
     """Compiles all cases and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default="compiled_kernels.json")
-    options = parser.parse_args(argv)
+    options = benchmark_parser(__doc__, "compiled_kernels.json").parse_args(argv)
     gpu_target.require_no_backend_but_cpu()
     device = gpu_target.device("h200")
-    result: dict[str, Any] = {
-        **gpu_target.heading(device, ["nvidia-cuda-nvcc-cu12"]),
-        "cases": [],
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")  # or fails before it compiles
+    record = gpu_target.record_for(device, options.out, "nvidia-cuda-nvcc-cu12")
     for case in (*gelu_cases(), *rotary_cases(), *norm_cases(), *mosaic_cases()):
         row = compiled_case(case, device)
-        result["cases"].append(row)
+        record.add(row)
         words = f"{row['registers']} registers, {row['spilled_bytes']} bytes spilled"
         words += "" if row["fit"] else f"; {case.per_core} programs do not fit at the same time"
         print(f"{case.kernel} {case.dim}, {case.variant}: {words}", flush=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

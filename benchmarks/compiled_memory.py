@@ -7,33 +7,29 @@ arithmetic that `model.remat: auto` and `alload plan --memory` use, less what it
 spaces of libraries. See `benchmarks/gpu_target.py` for what the programs lack.
 """
 
-import argparse
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import gpu_target
-from compiled_gradient import compiled_gradient
 from step_parts import CLIP, IMAGES
 
-from alload_jax.bench.step import tokens_beside, training_spec
-from alload_jax.commands.bench_models import model_fields, training_fields
+from alload_jax.bench.harness import benchmark_parser, model_fields, training_fields
 from alload_jax.errors import run_command
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import abstract_model, config_from_fields, gradient_dtypes
 from alload_jax.planning.analytic import WORKSPACE_BYTES, step_memory
-from alload_jax.planning.architectures.registry import from_fields
+from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.remat import LADDER, OFFLOADED, RematPolicy
+from alload_jax.sharding.host_memory import set_xla_flags
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.sharding.xla_flags import set_xla_flags
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ALL_TRAINED, ParametersConfig
-from alload_jax.training.state_size import trained_of
+from alload_jax.training.remat_choice import trained_of
+from alload_jax.training.trial_step import tokens_beside, training_spec
 
 WAN, LARGE, JOINT = ("1.3b", 30), ("14b", 8), ("hunyuan-video-1.5", 16)
 """Models and layers."""
@@ -56,7 +52,7 @@ class Case(NamedTuple):
     """A training step.
 
     Attributes:
-      model: of `bench_models.MODELS`.
+      model: of `harness.MODELS`.
       layers: of the model.
       rows: of a micro-batch.
       latents: (frames, height, width) of a row.
@@ -115,7 +111,7 @@ def compiled_bytes(case: Case, device: Any) -> int:
         spec = training_spec(case.config(), optimizer, parameters=parameters)
         mesh = make_mesh(MeshConfig(), [device])
         given = (spec, mesh, case.rows, case.latents)
-        return compiled_gradient(*given, single=case.single).bytes
+        return gpu_target.compiled_gradient(*given, single=case.single).bytes
 
 
 def predicted_bytes(case: Case) -> float:
@@ -135,21 +131,14 @@ def predicted_bytes(case: Case) -> float:
 
 def main(argv: list[str]) -> int:
     """Compiles all cases, and writes the result after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default="compiled_memory.json")
-    options = parser.parse_args(argv)
+    options = benchmark_parser(__doc__, "compiled_memory.json").parse_args(argv)
     gpu_target.require_no_backend_but_cpu()
     set_xla_flags()
     device = gpu_target.device("h200")
-    result: dict[str, Any] = {
-        **gpu_target.heading(device, ["flax"]),
-        "cases": [],
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")  # or fails before it compiles
+    record = gpu_target.record_for(device, options.out, "flax")
     for case in cases():
         held, predicted = compiled_bytes(case, device), round(predicted_bytes(case))
-        result["cases"].append(case._asdict() | {"bytes": held, "predicted": predicted})
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        record.add(case._asdict() | {"bytes": held, "predicted": predicted})
         words = ", ".join(map(str, filter(None, (*case[:4], case.frozen, *case.policies))))
         print(f"{words}: {held / 1e9:.2f} GB, predicted {predicted / held:.3f}", flush=True)
     return 0

@@ -1,33 +1,35 @@
 """Says what training steps hold and move on a GPU, from programs that XLA compiles without one.
 
     python benchmarks/compiled_step.py
+    python benchmarks/compiled_step.py --sharded
 
 `bytes` is what the state and the gradient's program take together, and `host` what the program
 takes of the host's memory. `moved` are the bytes that its kernels must read and write, by part and
 pass, matrix products and fused attention left out; for layers that are compiled one by one alone,
-since a loop's passes are not counted. See `benchmarks/gpu_target.py` for what the programs lack.
+since a loop's passes are not counted.
+
+`--sharded` compiles for two GPUs: a few layers of a model, with a row for each GPU or one for both,
+on meshes of which each has another axis of two. `temporary` is what the gradient's program takes on
+each beside its arguments. See `benchmarks/gpu_target.py` for what the programs lack.
 """
 
-import argparse
-import json
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gpu_target
-from compiled_gradient import compiled_gradient
 from step_parts import CLIP, IMAGES, Case
 
-from alload_jax.bench.step import training_spec
+from alload_jax.bench.harness import MODELS, benchmark_parser, model_fields, training_fields
 from alload_jax.bench.step_profile.attribution import PRODUCTS, attributions
 from alload_jax.bench.step_profile.hlo import read_program
-from alload_jax.commands.bench_models import MODELS, model_fields, training_fields
 from alload_jax.errors import run_command
+from alload_jax.files import Json
 from alload_jax.models.families import config_from_fields
+from alload_jax.sharding.host_memory import set_xla_flags
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.sharding.xla_flags import set_xla_flags
+from alload_jax.training.trial_step import training_spec
 
 CASES = (
     Case(*IMAGES, "matmuls_and_attention", unrolled=True),
@@ -41,6 +43,12 @@ CASES = (
     Case(*CLIP, "none", unrolled=True),
 )
 
+LAYERS = 4
+LATENTS = {"1.3b": (21, 60, 104), "hunyuan-video-1.5": (9, 30, 52)}
+"""Of a row, by model, of `--sharded`."""
+AXES = ("data", "fsdp", "tensor")
+REMAT = ("attention", "offload_feed_forward_and_attention")
+
 
 def moved(text: str) -> dict[str, float]:
     """Bytes that kernels move by part and pass, without products and fused attention."""
@@ -52,13 +60,13 @@ def moved(text: str) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def measured(case: Case, fields: Mapping[str, Any], device: Any) -> dict[str, Any]:
+def measured(case: Case, fields: Mapping[str, Any], device: Any) -> Json:
     """What a case's step holds and moves."""
     chosen = training_fields(dict(fields), case.remat, scan_layers=not case.unrolled)
     with gpu_target.traced_for(device):
         spec = training_spec(config_from_fields(chosen))
         mesh = make_mesh(MeshConfig(), [device])
-        gradient = compiled_gradient(spec, mesh, case.rows, case.latents)
+        gradient = gpu_target.compiled_gradient(spec, mesh, case.rows, case.latents)
     found = gradient.program.memory_analysis()
     row = {"name": case.name, **case._asdict()}
     row |= {"bytes": gradient.bytes, "temporary": found.temp_size_in_bytes}
@@ -66,28 +74,43 @@ def measured(case: Case, fields: Mapping[str, Any], device: Any) -> dict[str, An
     return row | ({"moved": moved(gradient.program.as_text())} if case.unrolled else {})
 
 
+def sharded(devices: list[Any]) -> Iterator[Json]:
+    """What steps hold on each of two GPUs."""
+    for model, latents in LATENTS.items():
+        for axis in AXES:
+            for remat in REMAT:
+                fields = training_fields(model_fields(model, LAYERS), remat)
+                with gpu_target.traced_for(devices[0]):
+                    spec = training_spec(config_from_fields(fields))
+                    mesh = make_mesh(MeshConfig(**({"data": 1} | {axis: 2})), devices)
+                    ranks = mesh.size // mesh.shape["tensor"]
+                    found = gpu_target.compiled_gradient(spec, mesh, ranks, latents)
+                held = found.program.memory_analysis().temp_size_in_bytes
+                print(f"{model}, {axis}: 2, {remat}: {held / 1e9:.2f} GB", flush=True)
+                yield {"model": model, "axis": axis, "remat": remat, "temporary": held}
+
+
 def main(argv: list[str]) -> int:
     """Compiles the cases and writes the result after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__, "compiled_step.json")
     parser.add_argument("--device", choices=gpu_target.KINDS, default="h200")
     parser.add_argument("--model", choices=tuple(MODELS), default="1.3b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--out", type=Path, default="compiled_step.json")
+    parser.add_argument("--sharded", action="store_true", help="for two GPUs, of two models")
     options = parser.parse_args(argv)
     gpu_target.require_no_backend_but_cpu()
     set_xla_flags()
-    device = gpu_target.device(options.device)
+    devices = gpu_target.devices_of_host(options.device, 2 if options.sharded else 1)
+    if options.sharded:
+        record = gpu_target.record_for(devices[0], options.out, "flax", layers=LAYERS)
+        for row in sharded(devices):
+            record.add(row)
+        return 0
     fields = model_fields(options.model, options.layers)
-    result: dict[str, Any] = {
-        **gpu_target.heading(device, ["flax"]),
-        "model": fields,
-        "cases": [],
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")  # or fails before it compiles
+    record = gpu_target.record_for(devices[0], options.out, "flax", model=fields)
     for case in CASES:
-        row = measured(case, fields, device)
-        result["cases"].append(row)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        row = measured(case, fields, devices[0])
+        record.add(row)
         total = sum(row.get("moved", {}).values())
         words = f", moves {total / 1e9:.1f} GB beside products and attention" if total else ""
         print(f"{case.name}: {row['bytes'] / 1e9:.1f} GB{words}", flush=True)

@@ -11,16 +11,16 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from alload_jax.bench.harness import model_fields
 from alload_jax.commands import bench_step
-from alload_jax.commands.bench_models import model_fields
 from alload_jax.errors import InputError, run_command
+from alload_jax.files import Json
 
 COMMAND = "diffusers_step.py"
 TORCH_STEP = Path(__file__).with_name("torch_step.py")
 
-TORCH_CASES: tuple[dict[str, Any], ...] = (
+TORCH_CASES: tuple[Json, ...] = (
     {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "full"},
     {"precision": "bf16_copy", "attention": "cudnn", "compile": True, "remat": "full"},
     {"precision": "bf16_copy", "attention": "flash", "compile": "blocks", "remat": "full"},
@@ -29,7 +29,7 @@ TORCH_CASES: tuple[dict[str, Any], ...] = (
 )
 """PyTorch at its best is not known beforehand: all of these are measured."""
 
-MASKED_CASES: tuple[dict[str, Any], ...] = (
+MASKED_CASES: tuple[Json, ...] = (
     {"precision": "bf16_copy", "attention": "default", "compile": "blocks", "remat": "full"}
     | {"masked": True},
 )
@@ -63,7 +63,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def variants(model: str) -> tuple[dict[str, Any], ...]:
+def variants(model: str) -> tuple[Json, ...]:
     """The variants of PyTorch for a model of `bench_models.MODELS`."""
     return TORCH_CASES + (MASKED_CASES if _kind(model) == "hunyuan_video" else ())
 
@@ -80,7 +80,7 @@ def torch_cases(options: argparse.Namespace) -> Iterator[bench_step.Case]:
         yield f"{name}, checkpointing {case['remat']}", TORCH_STEP, shared | case
 
 
-def diffusers_arguments(model: dict[str, Any]) -> dict[str, Any]:
+def diffusers_arguments(model: Json) -> Json:
     """Arguments of diffusers' class for a model; its other defaults are the published model's."""
     heads = model["num_heads"]
     arguments = {"num_attention_heads": heads, "attention_head_dim": model["dim"] // heads}

@@ -18,30 +18,30 @@ separate process.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import matplotlib
 import numpy as np
-from digits_model import loss_by_length, weights_of_run
+from digits_model import (
+    RESULTS,
+    ROOT,
+    digits_config,
+    loss_by_length,
+    plan_of,
+    train,
+    weights_of_run,
+)
+from matplotlib.figure import Figure
 
-from alload_jax.bench.provenance import provenance
-from alload_jax.config import Config, read_config, use_compilation_cache
-from alload_jax.data.datasets.dataset import prepare_dataset
+from alload_jax.bench.harness import Record, markdown
+from alload_jax.config import Config, use_compilation_cache
 from alload_jax.data.manifest import read_manifest
-from alload_jax.errors import InputError, run_command
-from alload_jax.planning.factory import make_plan
+from alload_jax.errors import run_command
+from alload_jax.files import Json
 from alload_jax.planning.plan import Plan
 
-matplotlib.use("agg")
-import matplotlib.pyplot as plt
-
-ROOT = Path(__file__).parents[1]
-CONFIG = ROOT / "benchmarks" / "digits_study.yaml"
 PICTURES = ROOT / "docs" / "results" / "digits"
 COLOURS = {
     "equal_tokens": "#888888",
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
         for mean in options.means
     ]
     # Not in the pool, because reading a config temporarily changes the working directory.
-    configs = [digits_config(seed, flags) for _, seed, flags in chosen]
+    configs = [digits_config("--run.seed", str(seed), *flags) for _, seed, flags in chosen]
     steps = [steps_for(plan_of(config), samples) for config in configs]
     with ThreadPoolExecutor(options.parallel) as pool:
         runs = list(pool.map(partial(run, options.runs), *zip(*chosen, strict=True), steps))
@@ -94,15 +94,9 @@ def main(argv: list[str]) -> int:
         policy: [each for each in runs if each["policy"] == policy]
         for policy in dict.fromkeys(policy for policy, *_ in chosen)
     }
-    content = provenance(["jax", "flax", "numpy"]) | {
-        "command": " ".join(["python", "benchmarks/digits_policies.py", *argv]),
-        "samples": samples,
-        "ranks": options.ranks,
-        "m_mem": configs[0].planning.m_mem,
-        "runs": runs,
-    }
-    out = ROOT / "benchmarks" / "results" / f"digits_policies_{options.device}.json"
-    out.write_text(json.dumps(content, indent=1) + "\n")
+    out = RESULTS / f"digits_policies_{options.device}.json"
+    sizes = {"samples": samples, "ranks": options.ranks, "m_mem": configs[0].planning.m_mem}
+    Record(out, ["jax", "flax", "numpy"], **sizes, runs=runs).write()
     name = "policies.png" if options.ranks == 1 else f"policies_{options.ranks}_ranks.png"
     draw(found, PICTURES / name)
     print(table(found))
@@ -111,7 +105,7 @@ def main(argv: list[str]) -> int:
 
 def samples_of_default(steps: int | None) -> int:
     """Number of samples in the steps of the config under `dual_constraint`."""
-    config = digits_config(0, flags_of("dual_constraint", "plan", 1, None))
+    config = digits_config(*flags_of("dual_constraint", "plan", 1, None))
     plan = plan_of(config)
     return sum(step_samples(plan, number) for number in range(steps or config.run.given_steps))
 
@@ -124,20 +118,6 @@ def flags_of(policy: str, mean: str, ranks: int, m_mem: int | None) -> list[str]
     if m_mem:
         flags += ["--planning.m_mem", str(m_mem)]
     return flags
-
-
-def digits_config(seed: int, flags: list[str]) -> Config:
-    """The config of a run; prepares its data if they are missing."""
-    config = read_config(["--config", str(CONFIG), "--run.seed", str(seed), *flags])
-    assert config.data.dataset is not None
-    prepare_dataset(config.data.folder, config.data.dataset)
-    return config
-
-
-def plan_of(config: Config) -> Plan:
-    """The plan of a run on one device."""
-    samples = read_manifest(config.data.folder).samples(config.model.patch_size)
-    return make_plan(config.planning, samples, 1, config.run.seed)
 
 
 def step_samples(plan: Plan, number: int) -> int:
@@ -159,15 +139,10 @@ def folder_of(runs: Path, policy: str, seed: int) -> Path:
     return runs / f"{policy.replace(', ', '_')}_{seed}"
 
 
-def run(runs: Path, policy: str, seed: int, flags: list[str], steps: int) -> dict[str, Any]:
+def run(runs: Path, policy: str, seed: int, flags: list[str], steps: int) -> Json:
     """Trains, unless the run is finished, and returns its results."""
     folder = folder_of(runs, policy, seed)
-    if not (folder / "summary.json").is_file():
-        command = [sys.executable, "train.py", "--config", str(CONFIG), "--run.folder", str(folder)]
-        command += ["--run.seed", str(seed), "--run.steps", str(steps), *flags]
-        print(f"{policy}, seed {seed}: {steps} steps", file=sys.stderr, flush=True)
-        if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
-            raise InputError(f"{' '.join(command)} failed; run it to see its error")
+    train(folder, "--run.seed", str(seed), "--run.steps", str(steps), *flags)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     return {
@@ -180,7 +155,7 @@ def run(runs: Path, policy: str, seed: int, flags: list[str], steps: int) -> dic
     }
 
 
-def last_loss(config: Config, folder: Path) -> dict[str, Any]:
+def last_loss(config: Config, folder: Path) -> Json:
     """Mean loss of the averaged last weights over all samples, and by seq_len."""
     file = folder / "last_loss.json"
     if not file.is_file():
@@ -193,7 +168,7 @@ def last_loss(config: Config, folder: Path) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def curve(rows: list[dict[str, Any]]) -> list[list[float]]:
+def curve(rows: list[Json]) -> list[list[float]]:
     """[POINTS, 2]: samples seen, and mean loss of the samples since the previous point.
 
     A step's loss is the mean over its samples, whose number and kind differ from step to step.
@@ -205,14 +180,15 @@ def curve(rows: list[dict[str, Any]]) -> list[list[float]]:
     return np.column_stack([ends[1:], losses]).tolist()
 
 
-def draw(found: dict[str, list[dict[str, Any]]], picture: Path) -> None:
+def draw(found: dict[str, list[Json]], picture: Path) -> None:
     """Draws the mean of each policy's loss curves over seeds, and their range."""
-    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.subplots()
     for policy, group in found.items():
         curves = np.asarray([each["loss"] for each in group])
         seen, losses = curves[0, :, 0] / 1000, curves[..., 1]
         name, mean = policy.split(", ")
-        style: dict[str, Any] = {"color": COLOURS[name], "ls": "-" if mean == "plan" else "--"}
+        style: Json = {"color": COLOURS[name], "ls": "-" if mean == "plan" else "--"}
         axes.plot(seen, losses.mean(axis=0), label=policy, **style)
         axes.fill_between(
             seen, losses.min(axis=0), losses.max(axis=0), color=COLOURS[name], alpha=0.2, lw=0
@@ -231,23 +207,18 @@ def draw(found: dict[str, list[dict[str, Any]]], picture: Path) -> None:
     figure.savefig(picture, dpi=160)
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> str:
+def table(found: dict[str, list[Json]]) -> str:
     """The results as a Markdown table."""
-    lines = [
-        "| policy | steps | loss of the last 5 % of samples | loss of the last weights "
-        "| digit accuracy |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    rows = []
     for policy, group in found.items():
         last = [
             statistics.fmean(loss for _, loss in each["loss"][-POINTS // 20 :]) for each in group
         ]
-        weights = [each["last_loss"] for each in group]
-        accuracy = [each["digit_accuracy"] for each in group]
+        figures = [[each[name] for each in group] for name in ("last_loss", "digit_accuracy")]
         steps = statistics.fmean(each["steps"] for each in group)
-        cells = [f"{steps:,.0f}", *map(spread, (last, weights, accuracy))]
-        lines.append(f"| `{policy}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([f"`{policy}`", f"{steps:,.0f}", *map(spread, (last, *figures))])
+    losses = ("loss of the last 5 % of samples", "loss of the last weights")
+    return markdown(("policy", "steps", *losses, "digit accuracy"), rows)
 
 
 def spread(values: list[float]) -> str:

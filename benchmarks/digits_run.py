@@ -10,7 +10,8 @@ import datetime
 import json
 import sys
 from pathlib import Path
-from typing import Any
+
+from alload_jax.bench.harness import markdown
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -30,12 +31,8 @@ def main(folder: str, name: str) -> None:
         "summary": summary,
     }
     (RESULTS / f"digits_{name}.json").write_text(json.dumps(content, indent=2) + "\n")
-    print(_table(summary))
-
-
-def _table(summary: dict[str, Any]) -> str:
-    rows = [f"| {name.replace('_', ' ')} | {_readable(v)} |" for name, v in summary.items()]
-    return "\n".join(["| figure | value |", "|---|---:|", *rows])
+    rows = [(figure.replace("_", " "), _readable(value)) for figure, value in summary.items()]
+    print(markdown(("figure", "value"), rows))
 
 
 def _readable(value: float) -> str:

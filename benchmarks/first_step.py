@@ -11,18 +11,16 @@ from its summary. `--tiny` is for trying the program on a CPU.
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from alload_jax.bench.provenance import provenance
-from alload_jax.commands.bench_models import model_fields, training_fields
+from alload_jax.bench.harness import Record, benchmark_parser, model_fields, training_fields
+from alload_jax.files import Json
 
 ROOT = Path(__file__).parents[1]
 RUNS = {
@@ -35,7 +33,7 @@ RUNS = {
 
 def main() -> None:
     """Measures, prints a line for each case, and writes JSON after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__, "first_step.json")
     add = parser.add_argument
     add("--programs", type=int, default=15)
     add("--layers", type=int, default=5)
@@ -45,55 +43,47 @@ def main() -> None:
     add("--runs", nargs="*", choices=tuple(RUNS), default=tuple(RUNS))
     add("--tiny", action="store_true")
     add("--groups", type=int, help="shape groups of one compilation; the program starts itself so")
-    add("--out", default="first_step.json")
     options = parser.parse_args()
     if options.groups is not None:
         print(json.dumps(_compile(options)))
         return
-    content: dict[str, Any] = {
-        "command": shlex.join(["python", "benchmarks/first_step.py", *sys.argv[1:]]),
-        **provenance(["jax", "jaxlib", "flax", "numpy"]),
-        "cores": os.cpu_count(),
-        "compiled": [],
-        "runs": {},
-    }
+    packages = ("jax", "jaxlib", "flax", "numpy")
+    record = Record(options.out, packages, cores=os.cpu_count(), compiled=[], runs={})
     for groups in (1, 0):
         found = _in_process([*sys.argv[1:], "--groups", str(groups)])
-        content["compiled"].append(found)
+        record.add(found, to="compiled")
         print(found, flush=True)
-        Path(options.out).write_text(json.dumps(content, indent=1) + "\n")
     with tempfile.TemporaryDirectory() as folder:
         _write_data(Path(folder) / "data", options)
         for name in options.runs:
-            content["runs"][name] = found = _run(Path(folder), name, options)
+            record.content["runs"][name] = found = _run(Path(folder), name, options)
             print(name, found, flush=True)
-            Path(options.out).write_text(json.dumps(content, indent=1) + "\n")
+            record.write()
 
 
-def _in_process(arguments: list[str]) -> dict[str, Any]:
+def _in_process(arguments: list[str]) -> Json:
     command = [sys.executable, __file__, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: Json = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def _model(options: argparse.Namespace) -> dict[str, Any]:
+def _model(options: argparse.Namespace) -> Json:
     return training_fields(model_fields("tiny" if options.tiny else "1.3b", options.layers))
 
 
-def _compile(options: argparse.Namespace) -> dict[str, Any]:
+def _compile(options: argparse.Namespace) -> Json:
     """Seconds to compile the programs for as many groups; 0 for one on each device."""
-    from alload_jax.sharding.xla_flags import set_xla_flags
+    from alload_jax.sharding.host_memory import set_xla_flags
 
     set_xla_flags()
     import jax
 
-    from alload_jax.bench.step import random_batch, training_spec
     from alload_jax.models.families import config_from_fields
-    from alload_jax.sharding.groups import split_mesh
-    from alload_jax.sharding.mesh import MeshConfig, make_mesh
-    from alload_jax.training.shape_groups import make_trainer
+    from alload_jax.sharding.mesh import MeshConfig, make_mesh, split_mesh
     from alload_jax.training.state import init_state
+    from alload_jax.training.trainer import make_trainer
+    from alload_jax.training.trial_step import random_batch, training_spec
 
     model = config_from_fields(_model(options))
     devices = jax.devices()[: options.groups or None]
@@ -135,7 +125,7 @@ def _write_data(folder: Path, options: argparse.Namespace) -> None:
             writer.add(rng.normal(size=size).astype(np.float32), text, (frames, height, width))
 
 
-def _run(folder: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
+def _run(folder: Path, name: str, options: argparse.Namespace) -> Json:
     """Starts train.py for two steps; the seconds of its parts, by the lines that it prints."""
     import yaml
 

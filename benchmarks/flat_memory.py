@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from alload_jax.bench.provenance import provenance
+from alload_jax.bench.harness import Record, markdown
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.errors import InputError, run_command
 
@@ -51,14 +51,9 @@ def main(argv: list[str]) -> int:
             name: growth(measure(Path(folder), name, options.steps, every))
             for name, every in (("no checkpoints", None), ("checkpoints", SAVED_EVERY))
         }
-    content = {
-        "command": f"python benchmarks/flat_memory.py {' '.join(argv)}".strip(),
-        **provenance(("jax", "jaxlib", "orbax-checkpoint", "grain")),
-        "steps": options.steps,
-        "saved_every": SAVED_EVERY,
-        "runs": runs,
-    }
-    options.result.write_text(json.dumps(content, indent=2) + "\n")
+    packages = ("jax", "jaxlib", "orbax-checkpoint", "grain")
+    sizes = {"steps": options.steps, "saved_every": SAVED_EVERY}
+    Record(options.result, packages, **sizes, runs=runs).write()
     print(table(runs))
     return 0
 
@@ -139,16 +134,14 @@ def growth(looks: list[Look]) -> dict[str, float]:
 
 def table(runs: dict[str, dict[str, float]]) -> str:
     """A Markdown table of the runs."""
-    lines = [
-        "| run | memory | growth a step | descriptors | threads |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {name} | {each['memory'] / 2**20:.0f} MiB | {each['bytes_per_step']:,.0f} B | "
-        f"{each['descriptors']:+.0f} | {each['threads']:+.0f} |"
+    rows = [
+        [
+            *(name, f"{each['memory'] / 2**20:.0f} MiB", f"{each['bytes_per_step']:,.0f} B"),
+            *(f"{each['descriptors']:+.0f}", f"{each['threads']:+.0f}"),
+        ]
         for name, each in runs.items()
     ]
-    return "\n".join(lines)
+    return markdown(("run", "memory", "growth a step", "descriptors", "threads"), rows)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ import safetensors.numpy
 from PIL import Image
 
 from alload_jax.data.manifest import Manifest, read_captions, read_manifest
-from alload_jax.data.prepare.byte_text import ByteText
+from alload_jax.data.prepare.encoders import ByteText
 from alload_jax.data.store import StoreReader
-from alload_jax.sampling.frames import to_bytes
+from alload_jax.sampling.pictures import to_bytes
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "footage.yaml"

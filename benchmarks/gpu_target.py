@@ -10,20 +10,26 @@ request 33542.)
 import contextlib
 import importlib.util
 import os
-import shlex
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
-from alload_jax.bench.provenance import provenance
+from alload_jax.bench.harness import Record
 from alload_jax.errors import InputError
+from alload_jax.sharding.mesh import batch_sharding, replicated
+from alload_jax.training.state import TrainingSpec, TrainState, abstract_state
+from alload_jax.training.step import accumulator_shardings, make_accumulate, zero_accumulator
+from alload_jax.training.trial_step import random_batch
 from pallas_kernels import devices
 
+_TEXT = 512
+"""Tokens of a text."""
 _HOPPER = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -108,18 +114,19 @@ def traced_for(device: Any) -> Iterator[None]:
         yield
 
 
-def heading(device: Any, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """What the JSON of a program for such a device begins with.
+def record_for(device: Any, out: str | Path, *packages: str, **content: Any) -> Record:
+    """The JSON of programs for such a device; fails here if it cannot be written.
 
     Args:
-      device: that it compiles for.
+      device: that they compile for.
+      out: the file.
       packages: whose versions matter beside JAX's.
+      content: that it begins with.
     """
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        **provenance(("jax", "jaxlib", *packages, "jax-cuda12-plugin")),
-        "compiled_for": device.device_kind,
-    }
+    named = ("jax", "jaxlib", *packages, "jax-cuda12-plugin")
+    record = Record(out, named, compiled_for=device.device_kind, **content, cases=[])
+    record.write()
+    return record
 
 
 def compiled(function: Any, *arguments: Any, **options: Any) -> Any:
@@ -131,3 +138,60 @@ def compiled(function: Any, *arguments: Any, **options: Any) -> Any:
       options: of XLA's compiler.
     """
     return function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile(options)
+
+
+class CompiledGradient(NamedTuple):
+    """A compiled program, and shapes of what it takes.
+
+    Attributes:
+      program: compiled.
+      state: of training.
+      sums: the accumulator of gradients.
+    """
+
+    program: Any
+    state: TrainState
+    sums: Any
+
+    @property
+    def bytes(self) -> int:
+        """What state, accumulator and program take together."""
+        arrays = jax.tree.leaves((self.state, self.sums))
+        held = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
+        return held + self.program.memory_analysis().temp_size_in_bytes
+
+
+def compiled_gradient(
+    spec: TrainingSpec, mesh: Mesh, rows: int, latents: tuple[int, ...], *, single: bool = True
+) -> CompiledGradient:
+    """The program of a micro-batch of `rows` rows of all devices together.
+
+    Args:
+      spec: what is trained.
+      mesh: of devices that are not there.
+      rows: of the micro-batch.
+      latents: (frames, height, width) of a row.
+      single: whether a step has one micro-batch.
+    """
+
+    def batch_of(rows: int, latents: tuple[int, ...]) -> Any:
+        return jax.eval_shape(lambda: random_batch(spec.model, (rows, *latents), _TEXT))
+
+    def placed(tree: Any, sharding: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+        )
+
+    state = abstract_state(spec, mesh, 0)
+    smallest = batch_of(mesh.size // mesh.shape["tensor"], spec.model.patch_size)
+    sums = jax.eval_shape(
+        lambda: zero_accumulator(spec, mesh, state.weights, smallest, single=single)
+    )
+    program = compiled(
+        make_accumulate(spec, mesh, single=single),
+        state.weights,
+        jax.tree.map(placed, sums, accumulator_shardings(sums, spec, mesh)),
+        placed(batch_of(rows, latents), batch_sharding(mesh)),
+        placed(state.key, replicated(mesh)),
+    )
+    return CompiledGradient(program, state, sums)

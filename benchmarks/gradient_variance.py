@@ -16,8 +16,6 @@ runs/gradient_variance are not repeated.
 """
 
 import argparse
-import json
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +25,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from digits_model import NOISE_SEED, batches_of_one_shape, loss_sums, weights_of_run
+from digits_model import (
+    NOISE_SEED,
+    RESULTS,
+    ROOT,
+    batches_of_one_shape,
+    digits_config,
+    loss_sums,
+    plan_of,
+    step_gradient,
+    train,
+    weights_of_run,
+)
 from gradient_statistics import (
     Population,
     bias,
@@ -36,24 +45,14 @@ from gradient_statistics import (
     relative_weights,
 )
 
-from alload_jax.bench.provenance import provenance
-from alload_jax.config import Config, read_config, use_compilation_cache
-from alload_jax.data.collate import Collator
-from alload_jax.data.collation import collation_for
-from alload_jax.data.condition import conditions_for
-from alload_jax.data.datasets.dataset import prepare_dataset
+from alload_jax.bench.harness import Record, markdown
+from alload_jax.config import Config, use_compilation_cache
 from alload_jax.data.manifest import Manifest, read_manifest
-from alload_jax.data.store import StoreReader
-from alload_jax.errors import InputError, run_command
-from alload_jax.planning.factory import make_plan
+from alload_jax.errors import run_command
+from alload_jax.files import Json
 from alload_jax.planning.plan import Plan
-from alload_jax.run.training import training_spec
-from alload_jax.training.restore import one_device_mesh
 from alload_jax.training.state import Weights
-from alload_jax.training.step import make_accumulate, zero_accumulator
 
-ROOT = Path(__file__).parents[1]
-CONFIG = ROOT / "benchmarks" / "digits_study.yaml"
 CASES = (
     ("balanced", "synchronous"),
     ("sorted", "independent"),
@@ -82,11 +81,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "gradient_variance")
     parser.add_argument("--device", default="cpu", help="name for the JSON (default cpu)")
     options = parser.parse_args(argv)
-    config = read_config(["--config", str(CONFIG)])
-    assert config.data.dataset is not None
-    prepare_dataset(config.data.folder, config.data.dataset)
+    config = digits_config()
     use_compilation_cache(config.run)
-    train(options.folder, options.steps)
+    every = str(np.gcd.reduce(options.steps))
+    flags = ["--run.steps", str(max(options.steps)), "--planning.policy", "dual_constraint"]
+    flags += ["--checkpoint.every", every, "--checkpoint.keep_every", every, "--evaluators", "[]"]
+    train(options.folder, *flags)
     manifest = read_manifest(config.data.folder)
     found = []
     for number in options.steps:
@@ -94,33 +94,19 @@ def main(argv: list[str]) -> int:
         gradients = sample_gradients(config, manifest, weights, options.folder / f"{number}.npy")
         rows = compare(config, manifest, weights, gradients, options.ranks, options.epochs)
         found += [{"weights_of_step": number} | row for row in rows]
-    content = provenance(["jax", "flax", "numpy", "scipy"]) | {
-        "command": " ".join(["python", "benchmarks/gradient_variance.py", *argv]),
-        "samples": len(manifest),
-        "numbers_per_gradient": SIZE,
-        "interval": "[mean, half-width of the 95 % interval over epochs]",
-        "cases": found,
-    }
-    out = ROOT / "benchmarks" / "results" / f"gradient_variance_{options.device}.json"
-    out.write_text(json.dumps(content, indent=1) + "\n")
+    Record(
+        RESULTS / f"gradient_variance_{options.device}.json",
+        ["jax", "flax", "numpy", "scipy"],
+        samples=len(manifest),
+        numbers_per_gradient=SIZE,
+        interval="[mean, half-width of the 95 % interval over epochs]",
+        cases=found,
+    ).write()
     print(table(found))
     return 0
 
 
 # ------------------------------------------------------------------ gradients
-
-
-def train(folder: Path, steps: list[int]) -> None:
-    """Trains the config's model for the last of `steps`, unless done, with a checkpoint at each."""
-    if all((folder / "checkpoints" / str(number)).is_dir() for number in steps):
-        return
-    every = int(np.gcd.reduce(steps))
-    command = [sys.executable, "train.py", "--config", str(CONFIG), "--run.folder", str(folder)]
-    command += ["--run.steps", str(max(steps)), "--planning.policy", "dual_constraint"]
-    command += ["--checkpoint.every", str(every), "--checkpoint.keep_every", str(every)]
-    command += ["--evaluators", "[]"]
-    if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
-        raise InputError(f"{' '.join(command)} failed; run it to see its error")
 
 
 def sketch(gradient: Any) -> jax.Array:
@@ -154,33 +140,7 @@ def sample_gradients(
     return found
 
 
-def training_gradient(
-    config: Config, manifest: Manifest, plan: Plan, weights: Weights, number: int
-) -> np.ndarray:
-    """[K] float32, the gradient of a planned step as training computes it."""
-    mesh = one_device_mesh()
-    spec = training_spec(config, config.run.given_steps)
-    collation = collation_for(plan, manifest, config.model, conditions_for(config.model, manifest))
-    ranks = frozenset(range(plan.topology.ranks))
-    batches = Collator(StoreReader(manifest), ranks, collation, plan.group_ranks)(
-        plan.step(number)
-    ).batches
-    accumulate = make_accumulate(spec, mesh)
-    sums = zero_accumulator(spec, mesh, weights, batches[0])
-    key = jax.random.key_data(jax.random.key(NOISE_SEED))
-    for batch in batches:
-        sums = accumulate(weights, sums, jax.device_put(batch), key)
-    return np.asarray(sketch(sums.grads) / sums.weight)
-
-
 # ------------------------------------------------------------------ policies
-
-
-def planned(config: Config, manifest: Manifest, ranks: int, policy: str, mode: str) -> Plan:
-    """The plan of a policy for `ranks` ranks."""
-    flags = ["--planning.policy", policy, "--planning.ranks_mode", mode]
-    planning = read_config(["--config", str(CONFIG), *flags]).planning
-    return make_plan(planning, manifest.samples(config.model.patch_size), ranks, config.run.seed)
 
 
 def steps_of_epoch(plan: Plan, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -205,7 +165,7 @@ def compare(
     gradients: np.ndarray,
     ranks: list[int],
     epochs: int,
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Figures of all policies on each number of ranks, and of i.i.d. samples."""
     seq_len = manifest.samples(config.model.patch_size).seq_len
     populations = {
@@ -214,7 +174,12 @@ def compare(
     }
     found = []
     for count in ranks:
-        plans = {case: planned(config, manifest, count, *case) for case in CASES}
+        plans = {
+            (policy, mode): plan_of(
+                digits_config("--planning.policy", policy, "--planning.ranks_mode", mode), count
+            )
+            for policy, mode in CASES
+        }
         per_step = round(float(np.bincount(steps_of_epoch(plans[CASES[0]], 0)[1]).mean()))
         draws: dict[tuple[str, str | None], Draw] = {
             case: partial(steps_of_epoch, plan) for case, plan in plans.items()
@@ -226,22 +191,22 @@ def compare(
                 found.append(case | figures(population, seq_len, draw, epochs))
         if count == max(ranks):
             for row, plan in zip(found[-2 * len(draws) :], plans.values(), strict=False):
-                row |= step_error(populations["sample"], config, manifest, plan, weights)
+                row |= step_error(populations["sample"], config, plan, weights)
     return found
 
 
 def step_error(
-    population: Population, config: Config, manifest: Manifest, plan: Plan, weights: Weights
+    population: Population, config: Config, plan: Plan, weights: Weights
 ) -> dict[str, float]:
     """Relative error of the first step's gradient against the mean of its samples' gradients."""
     sample, step = steps_of_epoch(plan, 0)
     expected = population.gradients[sample[step == 0]].mean(axis=0)
-    trained = training_gradient(config, manifest, plan, weights, 0)
+    trained = np.asarray(sketch(step_gradient(config, plan, weights, 0, NOISE_SEED)))
     error = np.linalg.norm(trained - expected) / np.linalg.norm(expected)
     return {"error_against_training_step": float(error)}
 
 
-def figures(population: Population, seq_len: np.ndarray, draw: Draw, epochs: int) -> dict[str, Any]:
+def figures(population: Population, seq_len: np.ndarray, draw: Draw, epochs: int) -> Json:
     """Figures of `epochs` epochs: each [mean, half-width of its 95 % interval]."""
     drawn = [draw(number) for number in range(epochs)]
     each = [epoch_figures(population, *steps) for steps in drawn]
@@ -263,24 +228,22 @@ def figures(population: Population, seq_len: np.ndarray, draw: Draw, epochs: int
     }
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(found: list[Json]) -> str:
     """The figures as a Markdown table."""
     names = ("variance_at_mean", "variance_times_samples", "variance", "noise", "cosine")
-    lines = [
-        "| weights of step | ranks | mean over | policy | samples of a step "
-        f"| {' | '.join(names)} | bias | weight, longest / shortest |",
-        f"|---:|---:|---|---|---:|{'---:|' * len(names)}---:|---:|",
-    ]
-    for row in found:
-        cells = [
-            *(str(row[name]) for name in ("weights_of_step", "ranks", "weighting", "policy")),
+    words = ("weights_of_step", "ranks", "weighting", "policy")
+    rows = [
+        [
+            *(row[name] for name in words),
             f"{row['samples'][0]:.0f} ({row['fewest'][0]:.2f} to {row['most'][0]:.2f}×)",
             *(f"{row[name][0]:.2f} ± {row[name][1]:.2f}" for name in names),
             f"{row['bias']:.2f}",
             f"{row['weight_longest_over_shortest']:.1f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        for row in found
+    ]
+    last = ("bias", "weight, longest / shortest")
+    return markdown((*words, "samples of a step", *names, *last), rows, left=4)
 
 
 if __name__ == "__main__":

@@ -10,22 +10,21 @@ over the mean, minus 1.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alload_jax.bench.device_time import device_time, require_gpu, rotating
-from alload_jax.bench.provenance import provenance
+from alload_jax.bench.device import device_time, require_gpu, rotating
+from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.errors import run_command
-from alload_jax.models.common.sparse_attention.head_assignment import balanced_order
+from alload_jax.files import Json
+from alload_jax.models.common.sparse_attention.layer import balanced_order
 from pallas_kernels.block_sparse_attention import BlockLists, block_sparse_attention
 
 BLOCK, WIDTH = 64, 128
@@ -35,34 +34,22 @@ GROUPS = ((12, 2), (12, 4), (40, 2), (40, 4), (40, 8))
 
 def main(argv: list[str]) -> int:
     """Measures all groups, prints a line for each and writes JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__, "head_assignment.json")
     add = parser.add_argument
     add("--tokens", type=int, default=131_072)
     add("--layers", type=int, default=4)
     add("--density", type=float, nargs=2, default=(0.02, 0.5), help="least and most")
-    add("--out", default="head_assignment.json")
     options = parser.parse_args(argv)
     require_gpu()
-    content: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/head_assignment.py", *argv]),
-        **provenance(["jax", "jaxlib", "numpy"]),
-        "tokens": options.tokens,
-        "density": list(options.density),
-        "groups": [],
-    }
+    sizes = {"tokens": options.tokens, "density": list(options.density)}
+    record = Record(options.out, ["jax", "jaxlib", "numpy"], **sizes)
     for heads, ranks in GROUPS:
-        group: dict[str, Any] = {
-            "heads": heads,
-            "ranks": ranks,
-            "layers": list(_layers(options, heads, ranks)),
-        }
+        layers = list(_layers(options, heads, ranks))
+        group: Json = {"heads": heads, "ranks": ranks, "layers": layers}
         for way in ("consecutive", "balanced"):
-            found = [layer[way]["imbalance"] for layer in group["layers"]]
+            found = [layer[way]["imbalance"] for layer in layers]
             group[way] = {"mean": statistics.mean(found), "most": max(found)}
-        content["groups"].append(group)
-        Path(options.out).write_text(json.dumps(content, indent=1) + "\n")
+        record.add(group, to="groups")
         text = (
             f"{way} {group[way]['mean']:.1%} (most {group[way]['most']:.1%})"
             for way in ("consecutive", "balanced")
@@ -71,7 +58,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _layers(options: argparse.Namespace, heads: int, ranks: int) -> Iterator[dict[str, Any]]:
+def _layers(options: argparse.Namespace, heads: int, ranks: int) -> Iterator[Json]:
     """Measurements of each layer."""
     low, high = np.log(options.density)
     measure = _program(options.tokens, heads // ranks, options.density[1])
@@ -81,7 +68,7 @@ def _layers(options: argparse.Namespace, heads: int, ranks: int) -> Iterator[dic
             "consecutive": np.arange(heads),
             "balanced": np.asarray(balanced_order(jnp.asarray(density, jnp.float32), ranks)),
         }
-        found: dict[str, Any] = {"density": density.tolist()}
+        found: Json = {"density": density.tolist()}
         for way, order in orders.items():
             times = [measure(density[own]) for own in order.reshape(ranks, -1)]
             imbalance = max(times) / statistics.mean(times) - 1

@@ -11,8 +11,6 @@ times counts, and the GPU's memory at its highest. `encode_error` and `decode_er
 
 import argparse
 import json
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,9 +20,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from alload_jax.bench.provenance import provenance
-from alload_jax.encoders.devices import choose_device, choose_dtype, release_memory
-from alload_jax.encoders.hunyuan_video_vae import HunyuanVideoVae
+from alload_jax.bench.harness import Record, benchmark_parser
+from alload_jax.encoders.loading import choose_device, choose_dtype, release_memory
+from alload_jax.encoders.vae import HunyuanVideoVae, Vae
+from alload_jax.files import Json
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "diffusers", "numpy")
@@ -44,9 +43,7 @@ class Whole(Chunks):
     """All frames at once, as by diffusers."""
 
     def _load(self) -> Any:
-        from diffusers import AutoencoderKLHunyuanVideo15
-
-        return self._read(AutoencoderKLHunyuanVideo15)
+        return Vae._load(self)
 
 
 class Tiles(Whole):
@@ -80,7 +77,7 @@ def spots(shape: Shape) -> np.ndarray:
     return np.stack([np.roll(picture, 3 * number, 1) for number in range(frames)])
 
 
-def measured(run: Callable[[], np.ndarray], repeats: int) -> dict[str, Any]:
+def measured(run: Callable[[], np.ndarray], repeats: int) -> Json:
     """Least seconds of several runs and most GiB of GPU memory; nothing if it does not fit."""
     import torch
 
@@ -105,10 +102,10 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.sqrt(np.mean(difference**2)) / np.std(expected))
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> Json:
     """Measures every way on the same clips."""
     clip, small = spots((options.frames, options.height, options.width)), spots(options.small)
-    found: dict[str, Any] = {}
+    found: Json = {}
     with tempfile.TemporaryDirectory() as folder:
         parameters = write_vae(Path(folder), tuple(options.widths))
         reference = Whole(folder)
@@ -131,9 +128,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measures and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__, ROOT / "benchmarks/results/hunyuan_video_vae_h200.json")
     add = parser.add_argument
-    add("--out", type=Path, default=ROOT / "benchmarks/results/hunyuan_video_vae_h200.json")
     add("--frames", type=int, default=121, help="frames of the clip, 4n + 1; default 121")
     add("--height", type=int, default=720, help="default 720")
     add("--width", type=int, default=1280, help="default 1280")
@@ -143,14 +139,10 @@ def main() -> None:
         "VAE's blocks; default 128 256 512 1024 1024, as published")  # fmt: skip
     add("--repeats", type=int, default=2, help="runs of each way after the first; default 2")
     options = parser.parse_args()
-    result = {
-        "command": shlex.join(["python", *sys.argv]),
-        **provenance(PACKAGES),
-        "settings": {name: value for name, value in vars(options).items() if name != "out"},
-        **measure(options),
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    settings = {name: value for name, value in vars(options).items() if name != "out"}
+    record = Record(options.out, PACKAGES, settings=settings, **measure(options))
+    record.write()
+    print(json.dumps(record.content, indent=1))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,102 @@ tokamax in them where those are installed.
 """
 
 import argparse
+import importlib
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any
 
-import layernorm_rivals
+import jax
+import jax.numpy as jnp
+from absl import flags
 
+from alload_jax.bench.device import DeviceTime, call_time
+from alload_jax.bench.kernel import Arguments, Function, Pass
 from alload_jax.commands import bench_kernel
 from alload_jax.errors import run_command
+
+EPS = 1e-6
+
+
+def measure_others(
+    function: Function, direction: Pass, sets: Sequence[Arguments]
+) -> Iterator[tuple[str, DeviceTime]]:
+    """(name, time) of each library that is installed and has the function (`kernel.Rival`)."""
+    if function != "layernorm_modulate":
+        return
+    if _importable("torch") and _importable("triton"):
+        yield from _torch(direction, sets[0])
+    # tokamax has one scale and offset for all rows of a batch.
+    if sets[0].x.shape[0] == 1 and _importable("tokamax"):
+        yield "tokamax", _tokamax(direction, sets)
+
+
+def installed() -> list[str]:
+    """Names of the packages that are measured here."""
+    return [name for name in ("torch", "triton", "tokamax") if _importable(name)]
+
+
+@cache
+def _importable(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+def _torch(direction: Pass, arguments: Arguments) -> Iterator[tuple[str, DeviceTime]]:
+    """PyTorch, eager and compiled, by CUDA events with the L2 cache cleared between calls."""
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return
+    x, dout = (torch.from_dlpack(value).detach() for value in (arguments.x, arguments.dout))
+    scale, shift = (torch.from_dlpack(value).detach() for value in arguments[4:6])
+    inputs = [value.clone().requires_grad_() for value in (x, scale, shift)]
+
+    def modulate(x: Any, scale: Any, shift: Any) -> Any:
+        normed = torch.nn.functional.layer_norm(x.float(), (x.shape[-1],), eps=EPS)
+        return (normed * (1 + scale[:, None]) + shift[:, None]).to(x.dtype)
+
+    torch._dynamo.reset()
+    for name, function in (
+        ("torch", modulate),
+        ("torch.compile", torch.compile(modulate, dynamic=False)),
+    ):
+        if direction == "forward":
+            with torch.no_grad():
+                yield name, _cuda_events(partial(function, x, scale, shift))
+        else:
+            out = function(*inputs)
+            call = partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
+            yield name, _cuda_events(call)
+    torch.cuda.empty_cache()
+
+
+def _cuda_events(call: Callable[[], Any]) -> DeviceTime:
+    testing = importlib.import_module("triton.testing")
+    low, median, high = testing.do_bench(call, quantiles=[0.1, 0.5, 0.9])
+    return DeviceTime(1e3 * median, 1e3 * low, 1e3 * high, ())
+
+
+def _tokamax(direction: Pass, sets: Sequence[Arguments]) -> DeviceTime:
+    tokamax = importlib.import_module("tokamax")
+    flags.FLAGS.mark_as_parsed()  # tokamax would parse this command's own line otherwise
+
+    def forward(x: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:
+        return tokamax.layer_norm(
+            x, scale, offset, scale_offset=1.0, epsilon=EPS, implementation="triton"
+        )
+
+    inputs = [(a.x, a.scale[0], a.shift[0]) for a in sets]
+    if direction == "forward":
+        return call_time(forward, inputs)
+    linearise = jax.jit(lambda *operands: jax.vjp(forward, *operands)[1])
+    kept = [
+        (linearise(*operands), jnp.copy(a.dout)) for operands, a in zip(inputs, sets, strict=True)
+    ]
+    return call_time(lambda vjp, dout: vjp(dout), kept)
 
 
 def main(argv: list[str]) -> int:
@@ -20,8 +110,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     bench_kernel.add_arguments(parser)
     options = parser.parse_args(argv)
-    packages = layernorm_rivals.installed()
-    return bench_kernel.run(options, [layernorm_rivals.measure], packages)
+    return bench_kernel.run(options, [measure_others], installed())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ files do not count because the kernel can drop them at any time.
 
 import argparse
 import json
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from alload_jax.bench.provenance import provenance
+from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import abstract_model, config_from_fields, family_of
 from alload_jax.models.weights import load_weights, save_weights
@@ -81,8 +80,7 @@ def random_params(layers: int) -> Any:
 
 def main() -> None:
     """Writes the folder, reads it in a separate process and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="load_weights.json")
+    parser = benchmark_parser(__doc__, "load_weights.json")
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -96,13 +94,9 @@ def main() -> None:
         done = subprocess.run(
             [*command, "--folder", str(folder)], stdout=subprocess.PIPE, text=True, check=True
         )
-    result = {
-        "command": shlex.join(["python", *sys.argv]),
-        **provenance(["jax", "safetensors"]),
-        **json.loads(done.stdout.splitlines()[-1]),
-    }
-    Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    found = json.loads(done.stdout.splitlines()[-1])
+    Record(options.out, ["jax", "safetensors"], **found).write()
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

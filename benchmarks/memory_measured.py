@@ -4,14 +4,11 @@
 
 Runs `python train.py` on the ready configs with random weights of the released sizes and random
 latents. JAX may use 95 % of the memory of the GPU that a case stands for. The rest is for what
-JAX's allocator does not hold: the CUDA context and libraries. Runs whose memory fits the GPU
-together run at the same time, so that times are not comparable.
+JAX's allocator does not hold: the CUDA context and libraries.
 """
 
-import argparse
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -27,9 +24,10 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from alload_jax.bench.provenance import provenance
+from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.config import read_config
 from alload_jax.data.store import StoreWriter
+from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import family_of
 
@@ -83,14 +81,13 @@ CASES = (
 
 def main() -> int:
     """Writes weights and data, runs the cases and writes the results after each."""
-    options = _parser().parse_args()
+    parser = benchmark_parser(__doc__, "memory_measured.json")
+    parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))))
+    parser.add_argument("--scratch", help="where weights are written, such as /dev/shm")
+    options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # the GPU's memory is for the runs
     cases = [CASES[n] for n in options.cases]
-    content = provenance(["jax", "jaxlib", "flax", "optax"]) | {
-        "command": shlex.join(["python", *sys.argv]),
-        "share_for_jax": SHARE,
-        "cases": [],
-    }
+    record = Record(options.out, ["jax", "jaxlib", "flax", "optax"], share_for_jax=SHARE)
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         folder, began = Path(scratch), time.monotonic()
         for name in {case.config for case in cases}:
@@ -98,36 +95,11 @@ def main() -> int:
         print(f"weights: {time.monotonic() - began:.0f} s", flush=True)
         for case in cases:
             write_clips(folder / f"clips_{case.frames}", case.latents)
-        running: list[Any] = []
-        waiting = list(cases)
         total = _memory_of_gpu()
-        while waiting or running:
-            used = sum(_limit(case) for case, _, _ in running)
-            fitting = [case for case in waiting if used + _limit(case) + 4e9 < total or not running]
-            if fitting and len(running) < options.at_once:
-                case = fitting[0]
-                waiting.remove(case)
-                place = folder / f"run_{cases.index(case)}"
-                running.append((case, place, start(case, folder, place, total)))
-                continue
-            time.sleep(0.5)
-            for entry in [each for each in running if each[2].poll() is not None]:
-                running.remove(entry)
-                content["cases"].append(result(*entry))
-                print(json.dumps(content["cases"][-1]), flush=True)
-                options.out.write_text(json.dumps(content, indent=1) + "\n")
+        for number, case in enumerate(cases):
+            record.add(run(case, folder, folder / f"run_{number}", total))
+            print(json.dumps(record.content["cases"][-1]), flush=True)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))))
-    parser.add_argument("--at-once", type=int, default=3, help="most runs at a time (default 3)")
-    parser.add_argument("--scratch", help="where weights are written, such as /dev/shm")
-    return parser
 
 
 def _model(name: str) -> ModelConfig:
@@ -138,11 +110,6 @@ def _memory_of_gpu() -> float:
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return float(found.stdout.split()[0]) * 2**20
-
-
-def _limit(case: Case) -> float:
-    """Bytes of the GPU that a case stands for."""
-    return case.memory_gb * 1e9
 
 
 def write_weights(folder: Path, config: ModelConfig) -> None:
@@ -184,10 +151,11 @@ def write_clips(folder: Path, latents: tuple[int, int, int]) -> None:
             writer.add(clip, text, (4 * frames - 3, 8 * height, 8 * width))
 
 
-def start(case: Case, folder: Path, place: Path, total: float) -> Any:
-    """Starts the run of a case in a process whose JAX may use a part of the GPU's memory."""
+def run(case: Case, folder: Path, place: Path, total: float) -> Json:
+    """What a run says of itself whose JAX may use a part of the GPU's memory."""
+    share = SHARE * case.memory_gb * 1e9 / total
     environment = os.environ | {
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{SHARE * _limit(case) / total:.5f}",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.5f}",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     values = {
@@ -203,21 +171,15 @@ def start(case: Case, folder: Path, place: Path, total: float) -> Any:
     flags = [part for key, value in values.items() for part in (f"--{key}", str(value))]
     command = [sys.executable, str(ROOT / "train.py")]
     command += ["--config", str(ROOT / "configs" / f"{case.config}.yaml"), *flags, *case.flags]
-    output = open(f"{place}.log", "w")  # noqa: SIM115  (the process writes to it)
-    return subprocess.Popen(
-        command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder
-    )
-
-
-def result(case: Case, place: Path, process: Any) -> dict[str, Any]:
-    """What a run that has ended says of itself."""
-    lines = Path(f"{place}.log").read_text().splitlines()
-    content: dict[str, Any] = asdict(case) | {
+    to: Json = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, **to, env=environment, cwd=folder, check=False)
+    lines = done.stdout.splitlines()
+    content: Json = asdict(case) | {
         "tokens": case.tokens,
-        "fits": process.returncode == 0,
+        "fits": done.returncode == 0,
         "said": [line for line in lines if "memory of a device" in line],
     }
-    if process.returncode:
+    if done.returncode:
         return content | {"end": lines[-12:]}
     summary = json.loads((place / "summary.json").read_text())
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]

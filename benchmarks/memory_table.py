@@ -5,18 +5,16 @@
 By the arithmetic of `alload plan --memory`; nothing is measured and no GPU is needed.
 """
 
-import argparse
 import contextlib
 import io
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from alload_jax.bench.provenance import provenance
+from alload_jax.bench.harness import Record, benchmark_parser, markdown
 from alload_jax.cli import main as alload
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -39,22 +37,15 @@ SIZES = ("480x832", "720x1280")
 
 def main() -> int:
     """Writes the JSON and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True, type=Path)
-    options = parser.parse_args()
+    options = benchmark_parser(__doc__, "memory_predicted.json").parse_args()
     rows = [
         {"model": model, "gpu": gpu, **case}
         for model, (config, change) in MODELS.items()
         for gpu, flags in GPUS.items()
         for case in cases(config, change, flags, options.out.parent)
     ]
-    content = provenance(["jax", "flax", "optax"]) | {
-        "command": shlex.join(["python", *sys.argv]),
-        "measured": False,
-        "rows": rows,
-    }
-    options.out.write_text(json.dumps(content, indent=2) + "\n")
-    print(markdown(rows))
+    Record(options.out, ["jax", "flax", "optax"], measured=False, rows=rows).write()
+    print(table(rows))
     return 0
 
 
@@ -72,10 +63,9 @@ def cases(config: str, change: tuple[Any, ...], flags: list[str], folder: Path) 
     return [case for case in json.loads(printed.getvalue())["cases"] if case["remat"] in REMAT]
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """The table: frames of the longest clip, inputs of blocks on the device / in host memory."""
-    head = ["trained", "GPU", "state", *(size.replace("x", "×") for size in SIZES)]
-    lines = [f"| {' | '.join(head)} |", "|---|---|---:|---:|---:|"]
+    lines = []
     for model in MODELS:
         for gpu in GPUS:
             full, offload = (
@@ -86,8 +76,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
                 f"{shown(full['clips'][size])} / {shown(offload['clips'][size])}" for size in SIZES
             ]
             state = f"{full['state'] / 1e9:.1f} GB"
-            lines.append(f"| {model} | {gpu} | {state} | {' | '.join(clips)} |")
-    return "\n".join(lines)
+            lines.append([model, gpu, state, *clips])
+    head = ["trained", "GPU", "state", *(size.replace("x", "×") for size in SIZES)]
+    return markdown(head, lines, left=2)
 
 
 def shown(frames: int) -> str:

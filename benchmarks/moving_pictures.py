@@ -21,12 +21,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from alload_jax.errors import InputError, run_command
+from alload_jax.files import Json
 
 _EVERY = 5
 """Without sources.csv, each fifth video is held out."""
@@ -44,7 +44,7 @@ class Clips:
 
     pixels: np.ndarray
     video: np.ndarray
-    videos: list[dict[str, Any]]
+    videos: list[Json]
 
     def of(self, held_out: bool) -> np.ndarray:
         """Indices of the clips whose videos are held out, or of the others."""
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     clips: list[np.ndarray] = []
     video: list[int] = []
-    videos: list[dict[str, Any]] = []
+    videos: list[Json] = []
     for entry in listed(options.videos):
         path = options.videos / entry["file"]
         cut = cut_clips(path, options.frames, options.size, options.fps, options.clips)
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def listed(folder: Path) -> list[dict[str, Any]]:
+def listed(folder: Path) -> list[Json]:
     """The videos to read, in order, as sources.csv or the folder says."""
     table = folder / "sources.csv"
     if not table.is_file():

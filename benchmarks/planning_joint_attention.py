@@ -9,21 +9,17 @@ tokens; bucketed rows have room for the longest condition. Writes
 benchmarks/results/planning_joint_attention.json and prints a table.
 """
 
-import argparse
-import json
 import platform
-import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from alload_jax.bench.provenance import provenance
+from alload_jax.bench.harness import Record, benchmark_parser, markdown
+from alload_jax.files import Json
 from alload_jax.planning.analytic import analytic_costs
-from alload_jax.planning.architectures.hunyuan_video import HUNYUAN_VIDEO_1_5
+from alload_jax.planning.architecture import architecture_named
 from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.policies.registry import find_policy
 from alload_jax.planning.samples import Samples
@@ -66,10 +62,12 @@ def with_conditions(samples: Samples, packed: bool) -> Samples:
     return replace(samples, seq_len=samples.seq_len + (tokens if packed else tokens.max()))
 
 
-def cases(workload: str, ranks: int) -> Iterator[dict[str, Any]]:
+def cases(workload: str, ranks: int) -> Iterator[Json]:
     """Figures of every policy. Throughput counts samples, as tokens differ by layout."""
     samples = make_workload(workload, SAMPLES_PER_RANK * ranks)
-    costs = analytic_costs(HUNYUAN_VIDEO_1_5, DEVICES["h200"], "full", shards=SHARDS)
+    costs = analytic_costs(
+        architecture_named("hunyuan-video-1.5"), DEVICES["h200"], "full", shards=SHARDS
+    )
     config = PlanningConfig(policy="balanced", m_mem=WORKLOADS[workload], p=2.0)
     for policy in POLICIES:
         packed = find_policy(policy.partition(":")[0]).packed
@@ -80,29 +78,22 @@ def cases(workload: str, ranks: int) -> Iterator[dict[str, Any]]:
         yield row | {"samples_per_second": len(samples) / figures["cost"]}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[Json]) -> str:
     """The rows in Markdown, throughput relative to AdaptiveLoad's baseline, `equal_tokens`."""
-    lines = [
-        "| data | GPUs | policy | imbalance | padding | throughput |",
-        "|---|---:|---|---:|---:|---:|",
-    ]
+    lines = []
+    base: dict[tuple[str, int], float] = {}
     for row in rows:
-        base = next(
-            each["samples_per_second"]
-            for each in rows
-            if (each["workload"], each["ranks"]) == (row["workload"], row["ranks"])
-        )
-        lines.append(
-            f"| `{row['workload']}` | {row['ranks']} | {row['policy']} | {row['imbalance']:.1%} "
-            f"| {row['padding']:.1%} | {row['samples_per_second'] / base:.2f}× |"
-        )
-    return "\n".join(lines)
+        speed = row["samples_per_second"]
+        first = base.setdefault((row["workload"], row["ranks"]), speed)
+        shares = (f"{row[name]:.1%}" for name in ("imbalance", "padding"))
+        case = (f"`{row['workload']}`", row["ranks"], row["policy"])
+        lines.append([*case, *shares, f"{speed / first:.2f}×"])
+    return markdown(("data", "GPUs", "policy", "imbalance", "padding", "throughput"), lines, left=3)
 
 
 def main() -> None:
     """Plans all cases, writes JSON and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default=str(RESULT))
+    parser = benchmark_parser(__doc__, RESULT)
     parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=WORKLOADS)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     options = parser.parse_args()
@@ -112,16 +103,15 @@ def main() -> None:
         for ranks in options.ranks
         for row in cases(workload, ranks)
     ]
-    content = {
-        "command": shlex.join(["python", "benchmarks/planning_joint_attention.py", *sys.argv[1:]]),
-        **provenance(["numpy"]),
-        "device": f"none (planning only); {platform.machine()}",
-        "m_mem": WORKLOADS,
-        "shards": SHARDS,
-        "samples_per_rank": SAMPLES_PER_RANK,
-        "rows": rows,
-    }
-    Path(options.out).write_text(json.dumps(content, indent=1) + "\n")
+    Record(
+        options.out,
+        ["numpy"],
+        device=f"none (planning only); {platform.machine()}",
+        m_mem=WORKLOADS,
+        shards=SHARDS,
+        samples_per_rank=SAMPLES_PER_RANK,
+        rows=rows,
+    ).write()
     print(table(rows))
 
 

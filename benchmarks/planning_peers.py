@@ -9,14 +9,13 @@ that plan a window of steps. Needs the extra `benchmark`. Writes
 benchmarks/results/planning_peers.json and prints tables in Markdown. `--peers` measures some peers,
 and `--update` keeps the other rows of the JSON; each row has its date.
 
-benchmarks/peers.py describes how the libraries are used, and benchmarks/row_planners.py has the
-algorithms. Planning speed is in samples per second on one core, and means something on an idle
-machine only; `--repeats 0` leaves it out. With lhotse every rank plans for all ranks; with grain
+benchmarks/peers.py describes how the libraries are used, and has the algorithms. Planning speed is
+in samples per second on one core, and means something on an idle machine only; `--repeats 0` leaves
+it out. With lhotse every rank plans for all ranks; with grain
 each rank can plan its own share. For grain, `planned/s` counts only the choice of rows; `packed/s`
 includes copying the tokens, at one byte per token.
 """
 
-import argparse
 import dataclasses
 import functools
 import importlib.util
@@ -24,7 +23,6 @@ import json
 import multiprocessing
 import os
 import platform
-import shlex
 import statistics
 import sys
 import time
@@ -34,23 +32,32 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from peers import M_MEM, Case, Grain, Lhotse, Planner
-from row_planners import FirstFitGrouped, KarmarkarKarp, LongestFirst
+from peers import (
+    M_MEM,
+    Case,
+    FirstFitGrouped,
+    Grain,
+    KarmarkarKarp,
+    Lhotse,
+    LongestFirst,
+    Planner,
+)
 
-from alload_jax.bench.provenance import provenance
+from alload_jax.bench.harness import Record, benchmark_parser, markdown, provenance
 from alload_jax.errors import InputError, run_command
+from alload_jax.files import Json
 from alload_jax.planning.cost import CostFile, QuadraticCost, read_cost_file
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.factory import m_comp_curve, make_plan
 from alload_jax.planning.metrics import plan_metrics
+from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.study import policy_config
-from alload_jax.planning.topology import RankTopology
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 COST_MODEL = RESULTS / "calibration_wan_1_3b_h200.json"
 
-OURS: tuple[tuple[str, dict[str, Any]], ...] = (
+OURS: tuple[tuple[str, Json], ...] = (
     ("first_fit", {}),
     ("balanced", {}),
     ("balanced", {"sample_spread": None}),
@@ -80,7 +87,7 @@ SAMPLES, SAMPLES_PER_RANK = 100_000, 3000
 T = TypeVar("T")
 
 
-def measure(epoch: EpochPlan, case: Case, cost: QuadraticCost) -> dict[str, Any]:
+def measure(epoch: EpochPlan, case: Case, cost: QuadraticCost) -> Json:
     """The metrics of an epoch, with counts that can be nonzero only for peers.
 
     `over_memory` counts micro-batches of more than M_mem computed tokens. `uneven_steps` counts
@@ -103,7 +110,7 @@ def measure(epoch: EpochPlan, case: Case, cost: QuadraticCost) -> dict[str, Any]
     }
 
 
-def best(rows: Sequence[dict[str, Any]]) -> int:
+def best(rows: Sequence[Json]) -> int:
     """Index of the row with the highest throughput."""
     return max(range(len(rows)), key=lambda i: rows[i]["tokens_per_second"])
 
@@ -173,7 +180,7 @@ def merged(chosen: T, tried: T) -> T:
     return dataclasses.replace(chosen, **changed)  # type: ignore[type-var]
 
 
-def settings_of(planner: Any) -> dict[str, Any]:
+def settings_of(planner: Any) -> Json:
     """The settings of a peer; the cost model stands in the JSON once."""
     return {k: v for k, v in dataclasses.asdict(planner).items() if k != "cost"}
 
@@ -190,7 +197,7 @@ def size_of(ranks: int) -> int:
     return max(SAMPLES, ranks * SAMPLES_PER_RANK)
 
 
-def updated(cases: list[dict[str, Any]], earlier: dict[str, Any]) -> list[dict[str, Any]]:
+def updated(cases: list[Json], earlier: Json) -> list[Json]:
     """The cases with the rows and cases of an earlier result that were not measured again."""
     key = ("workload", "size", "ranks", "m_mem")
     found = {tuple(case[name] for name in key): case for case in cases}
@@ -203,7 +210,7 @@ def updated(cases: list[dict[str, Any]], earlier: dict[str, Any]) -> list[dict[s
     return list(found.values())
 
 
-def with_ratios(case: dict[str, Any]) -> dict[str, Any]:
+def with_ratios(case: Json) -> Json:
     """The case with every row's throughput over that of `balanced`."""
     base = next(row for row in case["rows"] if row["planner"] == "balanced")["tokens_per_second"]
     rows = [row | {"over_balanced": row["tokens_per_second"] / base} for row in case["rows"]]
@@ -215,15 +222,13 @@ def tuned_on(case: Case, peer: str, size: int) -> Case:
     return case if "over a window" in peer else smaller(case, size)
 
 
-def _tune(
-    case: Case, peer: str, cost: QuadraticCost, size: int
-) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
+def _tune(case: Case, peer: str, cost: QuadraticCost, size: int) -> tuple[Any, Json, list[Json]]:
     """The best settings, the figures of their epoch, and those of all tried settings."""
     rounds = [settings for settings in sweep(peer, cost) if settings]
     small = tuned_on(case, peer, size)
     chosen = rounds[0][0]
     tried: list[Any] = []
-    found: list[dict[str, Any]] = []
+    found: list[Json] = []
     for settings in rounds:
         if found:
             settings = [merged(chosen, other) for other in settings]
@@ -266,9 +271,7 @@ def _tune_all(
     return found
 
 
-def _peer_row(
-    case: Case, name: str, planner: Planner, figures: dict[str, Any], repeats: int
-) -> dict[str, Any]:
+def _peer_row(case: Case, name: str, planner: Planner, figures: Json, repeats: int) -> Json:
     rates = [planner.rates(case) for _ in range(repeats)]
     columns = rates[0] if rates else {}
     medians = {column: statistics.median(r[column] for r in rates) for column in columns}
@@ -279,11 +282,11 @@ def _peer_row(
 def _own_row(
     case: Case,
     policy: str,
-    fields: dict[str, Any],
+    fields: Json,
     costs: CostFile,
     cost: QuadraticCost,
     repeats: int,
-) -> dict[str, Any]:
+) -> Json:
     config = PlanningConfig(policy="balanced", m_mem=case.m_mem, ranks=case.ranks, **fields)
     config = policy_config(config, policy)
     if config.m_comp == "auto":
@@ -299,7 +302,7 @@ def _own_row(
         seconds.append(time.perf_counter() - begin)
     titles = {"m_comp": "M_comp", "sample_spread": "bound on samples", "look_ahead": "look-ahead"}
     words = [f"{titles[field]} {value or 'none'}" for field, value in fields.items()]
-    row = {"planner": ", ".join([policy.replace(":", ", "), *words])}
+    row: Json = {"planner": ", ".join([policy.replace(":", ", "), *words])}
     row |= {"settings": dataclasses.asdict(config)} | measure(plan.epoch(0), case, cost)
     return row | ({"planned_per_second": case.size / statistics.median(seconds)} if seconds else {})
 
@@ -326,19 +329,17 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[Json]) -> str:
     """One case's rows in Markdown."""
-    lines = [
-        "| planner | " + " | ".join(title for title, _ in COLUMNS.values()) + " |",
-        "|---|" + "---:|" * len(COLUMNS),
-    ]
-    for row in rows:
-        cells = [
+    cells = [
+        [
             show(row[name]) if row.get(name) is not None else ""
             for name, (_, show) in COLUMNS.items()
         ]
-        lines.append(f"| {row['planner']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        for row in rows
+    ]
+    named = ([row["planner"], *each] for row, each in zip(rows, cells, strict=True))
+    return markdown(["planner", *(title for title, _ in COLUMNS.values())], named)
 
 
 def _processor() -> str:
@@ -352,9 +353,7 @@ def _processor() -> str:
 
 def main(argv: list[str]) -> int:
     """Tunes the peers, measures all planners, writes JSON and prints the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__, RESULTS / "planning_peers.json")
     add = parser.add_argument
     add("--cost-model", type=Path, default=COST_MODEL, help="JSON of `alload calibrate`")
     add("--workloads", nargs="+", choices=tuple(M_MEM), default=tuple(M_MEM))
@@ -365,7 +364,6 @@ def main(argv: list[str]) -> int:
     add("--jobs", type=int, default=2, help="number of processes for tuning")
     add("--peers", nargs="+", choices=PEERS, default=PEERS)
     add("--update", action="store_true", help="keep the rows of --out that are not measured")
-    add("--out", type=Path, default=RESULTS / "planning_peers.json")
     options = parser.parse_args(argv)
     if set(LHOTSE) & set(options.peers) and importlib.util.find_spec("lhotse") is None:
         raise InputError("lhotse is not installed; run `pip install -e .[benchmark]`")
@@ -402,16 +400,14 @@ def main(argv: list[str]) -> int:
     for found in results:
         title = f"{found['workload']}, {found['ranks']} ranks, M_mem {found['m_mem']:,}"
         print(f"\n{title}\n\n{table(found['rows'])}")
+    source = f"{options.cost_model.name}, for {costs.device}"
+    device = f"none (planning only); {_processor()}, {os.cpu_count()} cores"
     content = header | {
-        "device": f"none (planning only); {_processor()}, {os.cpu_count()} cores",
-        "command": "python benchmarks/planning_peers.py " + shlex.join(argv),
-        "cost_model": {
-            "source": f"{options.cost_model.name}, for {costs.device}",
-            "quadratic": dataclasses.asdict(cost),
-        },
+        "device": device,
+        "cost_model": {"source": source, "quadratic": dataclasses.asdict(cost)},
         "cases": results,
     }
-    options.out.write_text(json.dumps(content, indent=2) + "\n")
+    Record(options.out, **content).write()
     return 0
 
 

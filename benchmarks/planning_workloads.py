@@ -3,7 +3,7 @@
     python benchmarks/planning_workloads.py
 
 The costs are predictions of the cost model that `alload calibrate` measured on an H200. Writes
-benchmarks/results/planning_workloads.json and a picture, and prints the tables of the docs. Takes
+benchmarks/results/planning_workloads.json, and prints its tables. Takes
 about ten minutes on one core, and 3 GB of memory for the plan of ten million samples. `--parts`
 measures some parts and keeps the others of the JSON; each part has its date and command there.
 """
@@ -11,7 +11,6 @@ measures some parts and keeps the others of the JSON; each part has its date and
 import argparse
 import json
 import platform
-import shlex
 import statistics
 import subprocess
 import sys
@@ -23,23 +22,26 @@ from typing import Any
 
 import numpy as np
 
-from alload_jax.bench.provenance import provenance
-from alload_jax.planning.cost import read_cost_file
-from alload_jax.planning.geometry import Geometry
+from alload_jax.bench.harness import benchmark_parser, markdown, provenance, typed
+from alload_jax.files import Json
+from alload_jax.planning.cost import (
+    largest_indivisible_cost,
+    micro_batch_costs,
+    rank_costs,
+    read_cost_file,
+)
 from alload_jax.planning.metrics import excess_over_bound
-from alload_jax.planning.policies.dual_constraint import DualConstraint
-from alload_jax.planning.predicted_time import draw_samples, predicted_time
-from alload_jax.planning.samples import read_samples
+from alload_jax.planning.policies.bucketed import DualConstraint
+from alload_jax.planning.policies.policy import RankTopology
+from alload_jax.planning.policies.search import draw_samples, predicted_time
+from alload_jax.planning.samples import Geometry, read_samples
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.step_costs import largest_indivisible_cost, micro_batch_costs, rank_costs
 from alload_jax.planning.study import Case, Study
-from alload_jax.planning.topology import RankTopology
 from alload_jax.planning.workloads import make_workload
 
 ROOT = Path(__file__).parents[1]
 COSTS = ROOT / "benchmarks" / "results" / "calibration_wan_1_3b_h200.json"
 RESULT = ROOT / "benchmarks" / "results" / "planning_workloads.json"
-PICTURE = ROOT / "docs" / "results" / "planning" / "imbalance.png"
 
 M_MEM = {
     "wan-480p": 66_816,
@@ -60,8 +62,6 @@ POLICIES = (
     "balanced",
 )
 CONTEXT = 4
-PAPER = {"equal_tokens": 0.39, "dual_constraint": 0.189}
-"""Published imbalance on 16 GPUs (arXiv 2605.17923)."""
 PAPER_M_MEM = {
     "wan-480p": (66_816, 133_632),
     "mixed-resolution": (81_920, 156_916),
@@ -108,12 +108,11 @@ _PAPER_CASES: tuple[tuple[str, Any], ...] = (
 
 
 def main() -> None:
-    """Measures, writes JSON and the picture, and prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measures, writes JSON, and prints the tables."""
+    parser = benchmark_parser(__doc__, RESULT)
     parser.add_argument("--cost-model", default=str(COSTS))
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--workloads", nargs="+", choices=tuple(M_MEM), default=tuple(M_MEM))
-    parser.add_argument("--out", default=str(RESULT))
     parser.add_argument("--ten-million", action="store_true", help="plan only ten million samples")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
@@ -121,20 +120,18 @@ def main() -> None:
         print(json.dumps(_ten_million(options.cost_model)))
         return
     content = _measured(options)
-    Path(options.out).write_text(json.dumps(content, indent=1) + "\n")
-    if "paper" in options.parts:
-        _draw(content["paper"])
+    options.out.write_text(json.dumps(content, indent=1) + "\n")
     print("\n\n".join(_tables(content)))
 
 
-def _measured(options: argparse.Namespace) -> dict[str, Any]:
+def _measured(options: argparse.Namespace) -> Json:
     """The JSON: the parts asked for, and the others as they were."""
     header = {
-        "command": shlex.join(["python", "benchmarks/planning_workloads.py", *sys.argv[1:]]),
+        "command": typed(),
         **provenance(["numpy"]),
         "device": f"none (planning only); {platform.machine()}",
     }
-    content = json.loads(Path(options.out).read_text()) if set(options.parts) < set(PARTS) else {}
+    content = json.loads(options.out.read_text()) if set(options.parts) < set(PARTS) else {}
     content |= {"cost_model": Path(options.cost_model).name, "m_mem": M_MEM}
     measured = content.setdefault("measured", {})
     for part in options.parts:
@@ -152,7 +149,7 @@ def _study(cost_model: str, workload: str, size: int, m_mem: int, **fields: Any)
     return Study(make_workload(workload, size), config, read_cost_file(cost_model))
 
 
-def _plans(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _plans(options: argparse.Namespace) -> Iterator[Json]:
     """Figures of every policy for every workload and number of ranks."""
     for workload in options.workloads:
         for ranks in options.ranks:
@@ -169,7 +166,7 @@ def _plans(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield found
 
 
-def _figures(case: Case, study: Study) -> dict[str, Any]:
+def _figures(case: Case, study: Study) -> Json:
     """Metrics, and the excess over the bound in steps with at least 4 samples per rank."""
     epoch, seq_len = case.epoch, study.samples.seq_len
     seconds = case.config.seconds_per_split_token(study.costs)
@@ -189,7 +186,7 @@ def _figures(case: Case, study: Study) -> dict[str, Any]:
     }
 
 
-def _paper(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _paper(options: argparse.Namespace) -> Iterator[Json]:
     """AdaptiveLoad's policies on independent ranks, with M_comp of the longest sample and the best.
 
     AdaptiveLoad does not say how M_comp and p are chosen.
@@ -198,7 +195,7 @@ def _paper(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for workload, m_mem in sizes:
         study = _study(options.cost_model, workload, 60_000, m_mem, ranks_mode="independent")
         for ranks in (8, 16):
-            found: dict[str, Any] = {"workload": workload, "ranks": ranks, "m_mem": m_mem}
+            found: Json = {"workload": workload, "ranks": ranks, "m_mem": m_mem}
             for policy, m_comp in _PAPER_CASES:
                 config = replace(study.config, m_comp=m_comp)
                 case = replace(study, config=config).case(policy, ranks)
@@ -212,7 +209,7 @@ def _paper(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield found
 
 
-def _small(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _small(options: argparse.Namespace) -> Iterator[Json]:
     """Figures of every policy for small sets."""
     for name, (m_mem, ranks, geometry) in SMALL.items():
         samples = read_samples(ROOT / "benchmarks" / "small_sets" / f"{name}.csv", geometry)
@@ -226,7 +223,7 @@ def _small(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield found | {"policy": shown, "metrics": metrics}
 
 
-def _accumulation(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _accumulation(options: argparse.Namespace) -> Iterator[Json]:
     """AdaptiveLoad's policies with several micro-batches a step, over `balanced` with one row."""
     sizes = ((name, m_mem) for name in options.workloads for m_mem in PAPER_M_MEM[name])
     for workload, m_mem in sizes:
@@ -248,7 +245,7 @@ def _accumulation(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def _best_m_comp(study: Study, p: float) -> dict[str, Any]:
+def _best_m_comp(study: Study, p: float) -> Json:
     """`dual_constraint` with this p and the M_comp of least predicted time."""
     m_mem, seq_len = study.config.required_m_mem(), study.samples.seq_len
     least, most = DualConstraint(m_mem, p=p).m_comp_range(np.unique(seq_len))
@@ -264,9 +261,7 @@ def _best_m_comp(study: Study, p: float) -> dict[str, Any]:
     return _accumulated(study, "dual_constraint", m_comp, p)
 
 
-def _accumulated(
-    study: Study, policy: str, m_comp: float | None, p: float | None
-) -> dict[str, Any]:
+def _accumulated(study: Study, policy: str, m_comp: float | None, p: float | None) -> Json:
     """Figures of one policy."""
     config = replace(study.config, m_comp=m_comp, p=p)
     metrics = replace(study, config=config).case(policy, ACCUMULATION_RANKS).metrics
@@ -282,9 +277,9 @@ def _accumulated(
     }
 
 
-def _speed(cost_model: str) -> dict[str, Any]:
+def _speed(cost_model: str) -> Json:
     """Planning speed on one core, and time and memory of a plan of ten million samples."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for policy, ranks in (
         ("equal_tokens", 64),
         ("dual_constraint", 64),
@@ -310,7 +305,7 @@ def _seconds(work: Any, *arguments: Any) -> float:
     return time.perf_counter() - begin
 
 
-def _ten_million(cost_model: str) -> dict[str, Any]:
+def _ten_million(cost_model: str) -> Json:
     """Time and memory of an epoch of ten million samples on 1,024 ranks."""
     study = _study(cost_model, "mixed-resolution", 10_000_000, M_MEM["mixed-resolution"])
     before = _peak_memory()
@@ -330,69 +325,17 @@ def _peak_memory() -> int:
     return int(line.split()[1]) * 1024
 
 
-def _draw(rows: list[dict[str, Any]]) -> None:
-    """Draws imbalance on 16 ranks: AdaptiveLoad's figures and those of every workload."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    bars = {
-        "equal_tokens": ("equal_tokens (AdaptiveLoad's baseline)", "#9aa5b1"),
-        "dual_constraint longest": ("dual_constraint, M_comp of the longest sample", "#4f86c6"),
-        "dual_constraint auto": ("dual_constraint, M_comp chosen by cost", "#1d4e89"),
-        "balanced": ("balanced", "#e07a1f"),
-    }
-    rows = [row for row in rows if row["ranks"] == 16 and row["m_mem"] == _twice(row["workload"])]
-    names = (row["workload"].replace("-", "-\n", 1) for row in rows)
-    groups = [
-        "AdaptiveLoad,\nas published",
-        *(n.replace("long-\nvideo-", "long-video\n") for n in names),
-    ]
-    figure, axes = plt.subplots(figsize=(11, 4.6), layout="constrained")
-    for number, (key, (label, colour)) in enumerate(bars.items()):
-        published = PAPER.get(key.split()[0]) if "auto" not in key else None
-        values = [published or 0.0, *(row[key]["imbalance"] for row in rows)]
-        places = np.arange(len(groups)) + (number - 1.5) * 0.2
-        drawn = axes.bar(places, [100 * v for v in values], 0.19, color=colour, label=label)
-        texts = [f"{100 * v:.0f}" if v >= 0.095 else f"{100 * v:.1f}" for v in values]
-        texts[0] = f"{100 * published:.3g}" if published else ""
-        axes.bar_label(drawn, texts, fontsize=8, padding=2)
-    axes.set_xticks(range(len(groups)), groups)
-    axes.set_ylabel("imbalance over ranks, % (max/mean − 1)")
-    axes.set_title("Each of 16 ranks with its own bucket: who waits for whom", loc="left")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(y=0.1)
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PICTURE, dpi=160)
-
-
-def _twice(workload: str) -> int:
-    """The M_mem of about two longest samples."""
-    return PAPER_M_MEM[workload][1]
-
-
 _HEAD = (
-    "workload",
-    "ranks",
-    "policy",
-    "imbalance",
-    "idle",
-    "padding",
-    "of M_mem",
-    "programs",
-    "above bound, mean",
-    "worst",
-    "tokens/s over balanced",
+    *("workload", "ranks", "policy", "imbalance", "idle", "padding", "of M_mem", "programs"),
+    *("above bound, mean", "worst", "tokens/s over balanced"),
 )
 
 
-def _tables(content: dict[str, Any]) -> Iterator[str]:
-    yield _markdown(_HEAD, _plan_rows(content["plans"]))
+def _tables(content: Json) -> Iterator[str]:
+    yield markdown(_HEAD, _plan_rows(content["plans"]))
     cases = [f"{policy} {m_comp}" if m_comp else policy for policy, m_comp in _PAPER_CASES]
     for figure, text in (("imbalance", "{:.1%}".format), ("tokens_per_second", "{:,.0f}".format)):
-        yield _markdown(
+        yield markdown(
             ("workload", "M_mem", "ranks", *(f"{case}, {figure}" for case in cases)),
             [
                 [row["workload"], f"{row['m_mem']:,}", row["ranks"]]
@@ -400,8 +343,8 @@ def _tables(content: dict[str, Any]) -> Iterator[str]:
                 for row in content["paper"]
             ],
         )
-    yield _markdown(_ACCUMULATION_HEAD, _accumulation_rows(content["accumulation"]))
-    yield _markdown(_SMALL_HEAD, _small_rows(content["small"]))
+    yield markdown(_ACCUMULATION_HEAD, _accumulation_rows(content["accumulation"]))
+    yield markdown(_SMALL_HEAD, _small_rows(content["small"]))
     yield json.dumps(content["speed"], indent=1)
 
 
@@ -411,7 +354,7 @@ _SMALL_HEAD = (
 )
 
 
-def _small_rows(found: list[dict[str, Any]]) -> Iterator[list[Any]]:
+def _small_rows(found: list[Json]) -> Iterator[list[Any]]:
     """Small sets; tokens/s over those of `balanced`."""
     for row in found:
         metrics = row["metrics"]
@@ -437,7 +380,7 @@ _ACCUMULATION_HEAD = (
 )
 
 
-def _accumulation_rows(found: list[dict[str, Any]]) -> Iterator[list[str]]:
+def _accumulation_rows(found: list[Json]) -> Iterator[list[str]]:
     """tokens/s over `balanced` by micro-batches of a step; of `dual_constraint` with the best p."""
     for workload, m_mem in dict.fromkeys((row["workload"], row["m_mem"]) for row in found):
         same = [row for row in found if (row["workload"], row["m_mem"]) == (workload, m_mem)]
@@ -450,7 +393,7 @@ def _accumulation_rows(found: list[dict[str, Any]]) -> Iterator[list[str]]:
         yield [*cells, f"{best['samples_over_balanced']:.0f}×"]
 
 
-def _plan_rows(plans: list[dict[str, Any]]) -> Iterator[list[Any]]:
+def _plan_rows(plans: list[Json]) -> Iterator[list[Any]]:
     best = {(p["workload"], p["ranks"]): p for p in plans if p["policy"] == "balanced"}
     for plan in plans:
         metrics = plan["metrics"]
@@ -463,11 +406,6 @@ def _plan_rows(plans: list[dict[str, Any]]) -> Iterator[list[Any]]:
         bound = [plan["excess_of_4"], plan["excess_max_of_4"]]
         row += [metrics["buckets"], *("–" if v is None else f"{v:.2%}" for v in bound)]
         yield [*row, f"{ratio:.2f}×"]
-
-
-def _markdown(head: tuple[str, ...], rows: Any) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
 
 
 if __name__ == "__main__":

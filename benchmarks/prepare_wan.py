@@ -38,12 +38,13 @@ import av
 import numpy as np
 from PIL import Image
 
-from alload_jax.bench.provenance import provenance
-from alload_jax.data.prepare.buckets import buckets_of, fit
-from alload_jax.data.prepare.clips import video_clips
+from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.data.prepare.inputs import find_items
-from alload_jax.encoders.devices import choose_device, choose_dtype
-from alload_jax.encoders.wan_vae import WanVae
+from alload_jax.data.prepare.sources import buckets_of, fit
+from alload_jax.data.prepare.videos import video_clips
+from alload_jax.encoders.loading import choose_device, choose_dtype
+from alload_jax.encoders.vae import WanVae
+from alload_jax.files import Json
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "diffusers", "av", "numpy")
@@ -151,7 +152,7 @@ def read_samples(log: Path) -> list[Sample]:
     return found
 
 
-def gpu_use(samples: Sequence[Sample], begin: float, end: float) -> dict[str, Any]:
+def gpu_use(samples: Sequence[Sample], begin: float, end: float) -> Json:
     """Means of the samples from one time to another; None where there are none."""
     used = [sample for sample in samples if begin <= sample.at <= end]
     busy = [sample.busy for sample in used]
@@ -166,7 +167,7 @@ def gpu_use(samples: Sequence[Sample], begin: float, end: float) -> dict[str, An
 # ---------------------------------------------------------------- the command
 
 
-def prepare(scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
+def prepare(scratch: Path, options: argparse.Namespace) -> Json:
     """Runs the command on the videos and says how fast it was."""
     flags = ["--area", f"{options.height}x{options.width}", "--frames", options.frames]
     flags += ["--fps", FPS, "--vae", "wan", "--text", "bytes", "--files-per-shard", 1]
@@ -213,7 +214,7 @@ def decoded(scratch: Path, shape: Shape) -> Iterator[np.ndarray]:
 
 def looped(
     encode: Callable[[Any], Any], clips: Sequence[Any], options: argparse.Namespace, log: Path
-) -> dict[str, Any]:
+) -> Json:
     """Encodes clips one after the other; every call ends when the latents are in host memory."""
     encode(clips[0])
     with sampled(log):
@@ -225,7 +226,7 @@ def looped(
     return found | gpu_use(read_samples(log), begin, end)
 
 
-def measure_alone(scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure_alone(scratch: Path, options: argparse.Namespace) -> Json:
     """Times decoding, and the VAE on clips that are decoded."""
     begin = time.time()
     clips = list(decoded(scratch, (options.frames, options.height, options.width)))
@@ -237,7 +238,7 @@ def measure_alone(scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {"decoding_by_one_process": decoding, "from_host": host, "vae_alone": alone}
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> Json:
     """Writes the inputs to a temporary folder and measures everything."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -260,9 +261,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measures and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__, ROOT / "benchmarks/results/prepare_wan_h200.json")
     add = parser.add_argument
-    add("--out", type=Path, default=ROOT / "benchmarks/results/prepare_wan_h200.json")
     add("--files", type=int, default=24, help="videos to prepare, two or more; default 24")
     add("--workers", type=int, default=8, help="processes that decode; default 8")
     add("--encodes", type=int, default=12, help="encodes of each loop of the VAE; default 12")
@@ -272,14 +272,10 @@ def main() -> None:
     add("--base-dim", type=int, default=96, help="width of the VAE; default 96, as Wan 2.1's")
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # the GPU whose use is measured
-    result = {
-        "command": shlex.join(["python", *sys.argv]),
-        **provenance(PACKAGES),
-        "settings": {name: value for name, value in vars(options).items() if name != "out"},
-        **measure(options),
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    settings = {name: value for name, value in vars(options).items() if name != "out"}
+    record = Record(options.out, PACKAGES, settings=settings, **measure(options))
+    record.write()
+    print(json.dumps(record.content, indent=1))
 
 
 if __name__ == "__main__":

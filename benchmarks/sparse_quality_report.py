@@ -6,12 +6,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("agg")
-import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
+
+from alload_jax.bench.harness import markdown
+from alload_jax.files import Json
 
 COLOURS = {"dense": "#444444", "predictor": "#d1495b", "pooled": "#3b7dd8", "random": "#c9a227"}
 _T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
@@ -19,10 +20,10 @@ _T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 _ZOOM = 2
 
 
-def summary(content: dict[str, Any]) -> dict[str, Any]:
+def summary(content: Json) -> Json:
     """Compares each variant with `dense`, seed by seed, as JSON values."""
     runs = {(run["variant"], run["seed"]): run for run in content["runs"]}
-    found: dict[str, Any] = {}
+    found: Json = {}
     for variant in dict.fromkeys(run["variant"] for run in content["runs"]):
         own = [run for run in content["runs"] if run["variant"] == variant]
         pairs = [(runs["dense", r["seed"]], r) for r in own if ("dense", r["seed"]) in runs]
@@ -41,7 +42,7 @@ def summary(content: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def layer_means(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def layer_means(runs: Sequence[Json]) -> Json:
     """Means over runs of what is known of each layer at the end."""
 
     def mean(values: Any) -> Any:
@@ -61,9 +62,7 @@ def layer_means(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return last | masses | {"sparse_layers": np.mean(sparse, axis=0).tolist()}
 
 
-def compared(
-    content: dict[str, Any], pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]
-) -> dict[str, Any]:
+def compared(content: Json, pairs: Sequence[tuple[Json, Json]]) -> Json:
     """Differences of runs from the dense runs of the same seeds; above 0 the variant is worse."""
     means = [(last_levels(d).mean(), last_levels(v).mean()) for d, v in pairs]
     levels = np.array([last_levels(v) - last_levels(d) for d, v in pairs])
@@ -92,30 +91,30 @@ def compared(
     }
 
 
-def last_levels(run: dict[str, Any]) -> np.ndarray:
+def last_levels(run: Json) -> np.ndarray:
     """Last loss at each noise level, mean over all held-out clips."""
     return np.mean(run["last_by_clip"], axis=1)
 
 
-def last_training_loss(run: dict[str, Any]) -> float:
+def last_training_loss(run: Json) -> float:
     """Mean training loss of the last tenth of the steps."""
     return statistics.fmean(run["loss"][-max(1, len(run["loss"]) // 10) :])
 
 
-def first_difference(dense: dict[str, Any], run: dict[str, Any]) -> float:
+def first_difference(dense: Json, run: Json) -> float:
     """Largest difference of the training losses before the first layer is sparse."""
     switched = min((each[0] for each in run["sparse_from"] if each), default=len(run["loss"]))
     before = slice(0, switched)
     return float(np.abs(np.subtract(dense["loss"][before], run["loss"][before])).max(initial=0))
 
 
-def times_faster(dense: dict[str, Any], run: dict[str, Any]) -> float:
+def times_faster(dense: Json, run: Json) -> float:
     """Training time of the dense run over the run's, until the worse of their last losses."""
     target = max(each["held_out"][-1]["mean"] for each in (dense, run))
     return seconds_until(dense, target) / seconds_until(run, target)
 
 
-def seconds_until(run: dict[str, Any], target: float) -> float:
+def seconds_until(run: Json, target: float) -> float:
     """Seconds of training until the held-out loss is at a target, between measurements linearly."""
     points = [(each["mean"], each["seconds"]) for each in run["held_out"]]
     for before, after in pairwise(points):
@@ -125,7 +124,7 @@ def seconds_until(run: dict[str, Any], target: float) -> float:
     return points[0][1] if points[0][0] <= target else points[-1][1]
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
+def spread(values: Sequence[float]) -> Json:
     """Mean, standard deviation, and half the 95 % interval of the mean, with the values."""
     number = len(values)
     deviation = statistics.stdev(values) if number > 1 else 0.0
@@ -138,24 +137,19 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def table(content: dict[str, Any]) -> str:
-    """The comparison as two Markdown tables."""
+def table(content: Json) -> str:
+    """The comparison, losses by noise level, and layers, as Markdown tables."""
     found = content["summary"]
-    lines = [
-        "| variant | held-out loss | against dense | 95 % interval | training loss against dense "
-        "| videos worse | evaluated with dense attention | step, dense → end "
-        "| time to equal loss |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    rows, by_level, layers = [], [], []
     for name, each in found.items():
         times = [1e3 * each["step_seconds"][part] for part in ("dense", "last")]
         step = f"{times[0]:.1f} → {times[1]:.1f} ms"
-        cells = [f"{each['held_out']['mean']:.5f}"]
-        if against := each.get("against_dense"):
+        cells, against = ["–"] * 5 + [step, "1×"], each.get("against_dense", {})
+        if against:
             percent, training = against["held_out_percent"], against["training"]
             half = percent["half_interval_95"]
             worse, videos = against["videos_worse"]
-            cells += [
+            cells = [
                 f"{percent['mean']:+.2f} %",
                 "–" if half is None else f"±{half:.2f} %",
                 f"{training['mean']:+.5f}",
@@ -164,62 +158,60 @@ def table(content: dict[str, Any]) -> str:
                 step,
                 f"{against['time_to_equal_loss']['mean']:.2f}×",
             ]
-        else:
-            cells += ["–"] * 5 + [step, "1×"]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    levels = " | ".join(f"σ = {level}" for level in content["levels"])
-    lines += ["", f"| variant | {levels} |", "|---|" + "---:|" * len(content["levels"])]
-    for name, each in found.items():
+        rows.append([f"`{name}`", f"{each['held_out']['mean']:.5f}", *cells])
         own = [run for run in content["runs"] if run["variant"] == name]
         means = np.mean([last_levels(run) for run in own], axis=0)
-        percents = each.get("against_dense", {}).get("by_level_percent", [None] * len(means))
-        cells = [
+        percents = against.get("by_level_percent", [None] * len(means))
+        levels = (
             f"{mean:.4f}" + ("" if percent is None else f" ({percent:+.2f} %)")
             for mean, percent in zip(means, percents, strict=True)
-        ]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_table_of_layers(found)])
-
-
-def _table_of_layers(found: dict[str, Any]) -> list[str]:
-    names = (
-        "sparse_layers",
-        "sparsity",
-        "recall",
-        "density",
-        "mass_of_lists",
-        "mass_of_best_lists",
-    )
-    lines = [
-        "| variant | layer | seeds sparse | sparsity | recall | density | attention in the lists "
-        "| the best lists |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for name, each in found.items():
+        )
+        by_level.append([f"`{name}`", *levels])
         for layer, sparse in enumerate(each["sparse_layers"]):
             # Of a layer that is dense, the lists are those that it would have.
-            cells = [
+            shares = (
                 "–"
                 if part not in each or (part.startswith("mass") and not sparse)
                 else f"{100 * each[part][layer]:.1f} %"
-                for part in names
-            ]
-            lines.append(f"| `{name}` | {layer} | {' | '.join(cells)} |")
-    return lines
+                for part in _OF_LAYERS
+            )
+            layers.append([f"`{name}`", layer, *shares])
+    levels_head = [f"σ = {level}" for level in content["levels"]]
+    tables = (
+        markdown(_COMPARED, rows),
+        markdown(["variant", *levels_head], by_level),
+        markdown(["variant", "layer", *_OF_LAYERS.values()], layers),
+    )
+    return "\n\n".join(tables)
 
+
+_COMPARED = (
+    *("variant", "held-out loss", "against dense", "95 % interval"),
+    *("training loss against dense", "videos worse", "evaluated with dense attention"),
+    *("step, dense → end", "time to equal loss"),
+)
+_OF_LAYERS = {
+    "sparse_layers": "seeds sparse",
+    "sparsity": "sparsity",
+    "recall": "recall",
+    "density": "density",
+    "mass_of_lists": "attention in the lists",
+    "mass_of_best_lists": "the best lists",
+}
 
 # ---------------------------------------------------------------- pictures
 
 
-def draw(content: dict[str, Any], folder: Path) -> None:
+def draw(content: Json, folder: Path) -> None:
     """Draws the losses and the layers: loss.png, layers.png."""
     folder.mkdir(parents=True, exist_ok=True)
     _draw_losses(content, folder / "loss.png")
     _draw_layers(content, folder / "layers.png")
 
 
-def _draw_losses(content: dict[str, Any], path: Path) -> None:
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+def _draw_losses(content: Json, path: Path) -> None:
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
     variants = list(content["summary"])
     runs = {(run["variant"], run["seed"]): run for run in content["runs"]}
     for name in variants:
@@ -247,27 +239,19 @@ def _draw_losses(content: dict[str, Any], path: Path) -> None:
     seeds = len({run["seed"] for run in content["runs"]})
     figure.suptitle(f"Mean and range of {seeds} seeds", x=0.01, ha="left", fontsize=10)
     figure.savefig(path, dpi=140)
-    plt.close(figure)
 
 
-def _band(axes: Any, x: Sequence[float], values: np.ndarray, name: str, **options: Any) -> None:
+def _band(axes: Axes, x: Sequence[float], values: np.ndarray, name: str, **options: Any) -> None:
     axes.plot(x, values.mean(axis=0), color=COLOURS[name], label=name, **options)
     low, high = values.min(axis=0), values.max(axis=0)
     axes.fill_between(x, low, high, color=COLOURS[name], alpha=0.2, lw=0)
 
 
-def _draw_layers(content: dict[str, Any], path: Path) -> None:
+def _draw_layers(content: Json, path: Path) -> None:
     parts = ("sparsity", "recall", "density")
     variants = list(content["summary"])
-    figure, grid = plt.subplots(
-        len(parts),
-        len(variants),
-        figsize=(3.2 * len(variants) + 1, 5.6),
-        layout="constrained",
-        squeeze=False,
-        sharex=True,
-        sharey=True,
-    )
+    figure = Figure(figsize=(3.2 * len(variants) + 1, 5.6), layout="constrained")
+    grid = figure.subplots(len(parts), len(variants), squeeze=False, sharex=True, sharey=True)
     for column, name in enumerate(variants):
         own = [run for run in content["runs"] if run["variant"] == name]
         steps = own[0]["layers"]["step"]
@@ -288,7 +272,6 @@ def _draw_layers(content: dict[str, Any], path: Path) -> None:
     grid[0, 0].invert_yaxis()
     figure.colorbar(mesh, ax=grid, label="%", pad=0.01)
     figure.savefig(path, dpi=140)
-    plt.close(figure)
 
 
 def draw_samples(drawn: Path, variants: Sequence[str], folder: Path) -> None:
@@ -330,6 +313,3 @@ def _sheet(title: str, lines: Sequence[tuple[str, np.ndarray]]) -> Image.Image:
             picture = Image.fromarray(strip).resize((cell * len(shown), height * _ZOOM))
             page.paste(picture, (label + clip * (len(shown) * cell + gap), y))
     return page
-
-
-__all__ = ["draw", "draw_samples", "summary", "table"]

@@ -7,8 +7,6 @@ serves all sparse cases of a length: they differ in the densities that its layer
 are timed without and with a measurement of all layers' sparsity. In training, dense layers measure
 in each `profile_every`-th step and sparse ones in each `sparse_profile_every`-th: `mean_seconds` is
 the mean of such steps.
-
-benchmarks/sparse_step_kernels.py says which kernels a sparse step spends its time in.
 """
 
 import argparse
@@ -21,21 +19,27 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 
-from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import Step, training_spec
-from alload_jax.commands.bench_models import MODELS, model_fields, training_fields
-from alload_jax.commands.bench_output import gigabytes, markdown_table, typed
+from alload_jax.bench.harness import (
+    MODELS,
+    Record,
+    benchmark_parser,
+    console,
+    gigabytes,
+    markdown_table,
+    model_fields,
+    training_fields,
+)
+from alload_jax.files import Json
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.models.families import config_from_fields
 from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.state import TrainingSpec
+from alload_jax.training.trial_step import Step, training_spec
 
 LATENTS = ("21x60x104", "21x90x160", "36x90x160")
 """Frames, height and width: 32,760, 75,600 and 129,600 tokens."""
@@ -126,7 +130,7 @@ def time_steps(step: Step, gradient: Any, batch: Any, most: int) -> list[float]:
 
 def time_case(
     step: Step, gradient: Any, batch: Any, densities: list[float], options: argparse.Namespace
-) -> dict[str, Any]:
+) -> Json:
     """Seconds of steps, of sparse ones without a measurement."""
     sparse = step.model.sparse_attention
     most = options.steps
@@ -155,7 +159,7 @@ def time_profile(step: Step, gradient: Any, batch: Any, densities: list[float]) 
     return seconds
 
 
-def measure(program: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(program: str, options: argparse.Namespace) -> Iterator[Json]:
     """Measures all cases of a program, in the order of `--latents`."""
     begin = time.perf_counter()
     step = Step(make_spec(program, options))
@@ -183,7 +187,7 @@ def measure(program: str, options: argparse.Namespace) -> Iterator[dict[str, Any
 
 def measure_length(
     step: Step, gradient: Any, shape: tuple[int, ...], first: bool, options: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Json]:
     """Measures all cases of a program at one length."""
     layers = model_fields(options.model, options.layers)["num_layers"]
     batch, sparse = step.batch(shape), step.model.sparse_attention
@@ -200,7 +204,7 @@ def measure_length(
         name = case.name(layers)
         if sparse is not None and case is DENSE:
             name = "no layer, in the sparse program"
-        own: dict[str, Any] = {"name": name, "density": case.density}
+        own: Json = {"name": name, "density": case.density}
         own |= time_case(step, gradient, batch, case.densities(layers), options)
         if sparse is not None:
             # What a measurement adds hardly depends on the case.
@@ -218,7 +222,7 @@ def measurements(config: SparseAttentionConfig, sparse_share: float) -> float:
     return sparse + (1 - sparse_share) / config.profile_every
 
 
-def run_program(program: str, argv: list[str]) -> Iterator[dict[str, Any]]:
+def run_program(program: str, argv: list[str]) -> Iterator[Json]:
     """What a process of its own measures, as soon as it is known."""
     environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_SHARE}
     command = [sys.executable, __file__, *argv, "--program", program]
@@ -231,7 +235,7 @@ def run_program(program: str, argv: list[str]) -> Iterator[dict[str, Any]]:
         yield {"program": program, "error": f"ended with status {process.returncode}"}
 
 
-def compared(case: dict[str, Any], cases: list[dict[str, Any]]) -> dict[str, Any]:
+def compared(case: Json, cases: list[Json]) -> Json:
     """A case with its tokens per second, and the speed over the dense step of its length."""
     tokens, seconds = case["tokens"], case["mean_seconds"]
     dense = {each["tokens"]: each["mean_seconds"] for each in cases if each.get("name") == "dense"}
@@ -239,7 +243,7 @@ def compared(case: dict[str, Any], cases: list[dict[str, Any]]) -> dict[str, Any
     return case | {"tokens_per_second": tokens / seconds} | speed
 
 
-def show(cases: list[dict[str, Any]]) -> None:
+def show(cases: list[Json]) -> None:
     """Prints a table of the cases."""
     columns = ("tokens", "s", "with measurements", "times dense", "tokens/s", "most memory")
     table = markdown_table("one training step", ("", *columns))
@@ -256,52 +260,34 @@ def show(cases: list[dict[str, Any]]) -> None:
             f"{case['tokens_per_second']:,.0f}",
             gigabytes(case["peak_bytes"]),
         )
-    Console(markup=False, soft_wrap=True, width=150).print(table)
+    console().print(table)
 
 
-def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
-    """Declares flags of model and lengths."""
+def main(argv: list[str]) -> None:
+    """Runs all cases and writes the results."""
+    parser = benchmark_parser(__doc__, "sparse_step.json")
     add = parser.add_argument
-    add("--out", default=out, help="written after each case")
     add("--latents", nargs="+", default=LATENTS, help="frames×height×width (default %(default)s)")
     add("--model", choices=tuple(MODELS), default="1.3b")
     add("--layers", type=int, help="fewer layers than the model has")
     add("--remat", default="attention")
     add("--selector", default="predictor")
-
-
-def record(options: argparse.Namespace) -> dict[str, Any]:
-    """What a file of results begins with."""
-    return {
-        "command": typed(),
-        **provenance(["jax", "jaxlib", "flax"]),
-        "model": training_fields(model_fields(options.model, options.layers), options.remat),
-        "selector": options.selector,
-        "cases": [],
-    }
-
-
-def main(argv: list[str]) -> None:
-    """Runs all cases and writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, "sparse_step.json")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of a case, at most")
-    parser.add_argument("--brief", action="store_true", help="no sparse case but those at 10 %%")
-    parser.add_argument("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
+    add("--steps", type=int, default=3, help="timed steps of a case, at most")
+    add("--brief", action="store_true", help="no sparse case but those at 10 %%")
+    add("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.program:
         for case in measure(options.program, options):
             print(json.dumps(case), flush=True)
         return
-    content = record(options)
-    cases = content["cases"]
+    model = training_fields(model_fields(options.model, options.layers), options.remat)
+    packages = ("jax", "jaxlib", "flax")
+    record = Record(options.out, packages, model=model, selector=options.selector, cases=[])
+    cases = record.content["cases"]
     for program in PROGRAMS:
         for case in run_program(program, argv):
-            cases.append(case)
-            if "error" not in case:
-                cases[-1] = compared(case, cases)
+            record.add(case if "error" in case else compared(case, [*cases, case]))
             print(cases[-1], flush=True)
-            Path(options.out).write_text(json.dumps(content, indent=1) + "\n")
     show(cases)
 
 

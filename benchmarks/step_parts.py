@@ -10,38 +10,34 @@ one state. `bytes` is what XLA's programs and the state take together;
 the optimizer's bytes at the rate of a copy, all in the same run.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import json
 import math
 import os
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
-from alload_jax.bench.device_time import require_gpu
-from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import Step, training_spec
+from alload_jax.bench.device import require_gpu
+from alload_jax.bench.harness import MODELS, Record, benchmark_parser, model_fields, training_fields
 from alload_jax.bench.step_profile.roofs import measure as measure_roofs
-from alload_jax.commands.bench_models import MODELS, model_fields, training_fields
 from alload_jax.errors import run_command
-from alload_jax.models.common import attention, gated_add
+from alload_jax.files import Json
+from alload_jax.models.common import attention, sublayers
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields
-from alload_jax.planning.architectures.registry import from_fields
-from alload_jax.sharding.xla_flags import set_xla_flags
+from alload_jax.planning.architecture import from_fields
+from alload_jax.sharding.host_memory import set_xla_flags
 from alload_jax.training.step import make_accumulate
-from pallas_kernels.bias_gelu.triton import tuning
+from alload_jax.training.trial_step import Step, training_spec
+from pallas_kernels.bias_gelu import api as gelu
 
 _TEXT = 512
 
@@ -118,11 +114,11 @@ SETS: dict[str, tuple[Case, ...]] = {
 @contextlib.contextmanager
 def leaving_out(part: str) -> Iterator[None]:
     """Traces without a part."""
-    patches: dict[str, Any] = {
+    patches: Json = {
         "": contextlib.nullcontext(),
         "added_bias": contextlib.nullcontext(),
-        "bias_gelu": mock.patch.object(tuning, "measured_as_faster", return_value=False),
-        "gated_add": mock.patch.object(gated_add, "residual_layernorm_modulate", _plain_sum),
+        "bias_gelu": mock.patch.object(gelu, "measured_as_faster", return_value=False),
+        "gated_add": mock.patch.object(sublayers, "residual_layernorm_modulate", _plain_sum),
         "query_blocks": mock.patch.object(attention, "query_blocks", return_value=1),
     }
     with patches[part]:
@@ -136,7 +132,7 @@ def _plain_sum(x: jax.Array, y: jax.Array, gate: jax.Array, *_: Any, **__: Any) 
 
 def lowered(step: Step, case: Case, model: ModelConfig) -> Any:
     """The gradient of a case, to be compiled."""
-    fields: dict[str, Any] = {"remat": case.remat, "scan_layers": not case.unrolled}
+    fields: Json = {"remat": case.remat, "scan_layers": not case.unrolled}
     spec = training_spec(dataclasses.replace(model, **fields))
     batch = step.batch_shape((case.rows, *case.latents))
     state = step.state
@@ -151,7 +147,7 @@ def compiled(program: Any, case: Case) -> Any:
     return program.compile({"xla_gpu_enable_triton_gemm": True} if of_xla else None)
 
 
-def timed(step: Step, case: Case, program: Any, repeats: int) -> dict[str, Any]:
+def timed(step: Step, case: Case, program: Any, repeats: int) -> Json:
     """Seconds of the steps of a case, and bytes."""
     batch = step.batch((case.rows, *case.latents))
     seconds = [step.run(program, batch) for _ in range(repeats + 1)][1:]
@@ -194,12 +190,11 @@ def shapes_of(cases: Sequence[Case], fields: Mapping[str, Any]) -> list[dict[str
 
 def main(argv: list[str]) -> int:
     """Compiles all cases of a set, times them, and writes the result after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__, "step_parts.json")
     parser.add_argument("--set", choices=SETS, default="bars", help="default: bars")
     parser.add_argument("--model", choices=tuple(MODELS), default="1.3b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps (default 5)")
-    parser.add_argument("--out", type=Path, default="step_parts.json")
     options = parser.parse_args(argv)
     set_xla_flags()
     if options.set != "tiny":
@@ -207,12 +202,8 @@ def main(argv: list[str]) -> int:
     fields = model_fields(options.model, options.layers)
     model = config_from_fields(training_fields(fields))
     cases = SETS[options.set]
-    result: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        **provenance(("jax", "jaxlib", "flax")),
-        "model": fields,
-        "cases": [],
-    }
+    record = Record(options.out, ("jax", "jaxlib", "flax"), model=fields, cases=[])
+    result = record.content
     step, begin = Step(training_spec(model)), time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         update = pool.submit(step.update.lower(step.state, step.accumulator).compile)
@@ -222,8 +213,7 @@ def main(argv: list[str]) -> int:
     result["compile_seconds"] = time.perf_counter() - begin
     for case, program in zip(cases, programs, strict=True):
         row = {"name": case.name, **case._asdict()} | timed(step, case, program, options.repeats)
-        result["cases"].append(row)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        record.add(row)
         print(f"{case.name}: {row['seconds']:.4f} s, {row['bytes'] / 1e9:.1f} GB", flush=True)
     if jax.default_backend() == "gpu":
         result["roofs"] = roofs = measure_roofs(shapes_of(cases, fields))
@@ -231,7 +221,7 @@ def main(argv: list[str]) -> int:
             row["roof_seconds"] = roof_seconds(case, step, fields, roofs)
             row["of_roof"] = row["roof_seconds"] / row["seconds"]
             print(f"{case.name}: {row['of_roof']:.3f} of the roof", flush=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        record.write()
     return 0
 
 

@@ -10,22 +10,19 @@ product of two matrices of width 8192 likewise. `load` has the medians of the cl
 in these two seconds.
 """
 
-import argparse
-import json
-import shlex
+import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from alload_jax.bench.device_load import DeviceLoad, sampling
-from alload_jax.bench.device_time import device_time, require_gpu, rotating
-from alload_jax.bench.provenance import provenance
+from alload_jax.bench.device import DeviceLoad, device_time, require_gpu, rotating, sampling
+from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.errors import run_command
+from alload_jax.files import Json
 
 _WIDTH, _PRODUCTS = 8192, 8
 """Of the products, and how many run beside one attention's forward and backward."""
@@ -81,7 +78,7 @@ def mixed(inputs: Any) -> list[Any]:
     return results
 
 
-def make(shape: Shape) -> dict[str, Any]:
+def make(shape: Shape) -> Json:
     """Random inputs of all functions."""
     keys = jax.random.split(jax.random.key(0), 6)
     rows, queries, kept, heads, dim = shape
@@ -110,7 +107,7 @@ def kernels(program: Any, sets: Any) -> dict[str, float]:
     return {name: us / 1e6 for name, us in device_time(program, sets).kernels}
 
 
-def measured(shape: Shape) -> Iterator[dict[str, Any]]:
+def measured(shape: Shape) -> Iterator[Json]:
     """The rows of the result for a shape."""
     inputs = make(shape)
     sets = [(inputs,)]
@@ -136,9 +133,7 @@ def measured(shape: Shape) -> Iterator[dict[str, Any]]:
     yield _row(shape, "product", "mixed", rest / _PRODUCTS, load)
 
 
-def _row(
-    shape: Shape, what: str, when: str, seconds: float, load: DeviceLoad | None
-) -> dict[str, Any]:
+def _row(shape: Shape, what: str, when: str, seconds: float, load: DeviceLoad | None) -> Json:
     row = {"shape": shape._asdict(), "what": what, "when": when, "seconds": seconds}
     return row | {
         "flops_per_second": _flops(shape, what) / seconds,
@@ -149,34 +144,18 @@ def _row(
 def _flops(shape: Shape, what: str) -> float:
     if what == "product":
         return 2.0 * _WIDTH**3
-    products: dict[str, int] = {"forward": 2, "backward": 5}
-    return (
-        2.0
-        * products[what]
-        * shape.rows
-        * shape.queries
-        * shape.keys
-        * shape.heads
-        * shape.head_dim
-    )
+    return 2.0 * {"forward": 2, "backward": 5}[what] * math.prod(shape)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: list[str]) -> int:
     """Measures all shapes and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default="sustained_rates.json")
-    options = parser.parse_args(argv)
+    options = benchmark_parser(__doc__, "sustained_rates.json").parse_args(argv)
     require_gpu()
-    result: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        **provenance(["jax", "jaxlib"]),
-        "cases": [],
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")  # or fails before it measures
+    record = Record(options.out, ["jax", "jaxlib"], cases=[])
+    record.write()  # or fails before it measures
     for shape in SHAPES:
         for row in measured(shape):
-            result["cases"].append(row)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            record.add(row)
             load = row["load"]
             busy = f", {load['sm_mhz']:.0f} MHz, {load['watts']:.0f} W" if load else ""
             words = f"{shape.rows}×{shape.queries}×{shape.keys} {row['what']} {row['when']}"

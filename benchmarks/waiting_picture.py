@@ -3,18 +3,18 @@
     python benchmarks/waiting_picture.py
 
 Reads the JSON of `alload bench balance` and writes docs/images/waiting.png. Both panels show the
-same number of measured steps. The time axes of the panels have different scales, because the steps
-of two plans contain different samples: shares within a panel can be compared, widths across panels
-cannot.
+same number of measured steps on one time axis. The steps of two plans contain different samples:
+shares of waiting can be compared across panels, durations cannot.
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import matplotlib
+
+from alload_jax.files import Json
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def measured(content: dict[str, Any], name: str) -> dict[str, Any]:
+def measured(content: Json, name: str) -> Json:
     """The measured case `name`.
 
     Raises:
@@ -61,14 +61,14 @@ def measured(content: dict[str, Any], name: str) -> dict[str, Any]:
     )
 
 
-def draw(content: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> Figure:
+def draw(content: Json, before: Json, after: Json) -> Figure:
     """Draws two panels with one lane per GPU."""
     figure, axes = plt.subplots(2, 1, figsize=(16, 8.2), facecolor="white")
-    figure.subplots_adjust(left=0.08, right=0.72, top=0.8, bottom=0.075, hspace=0.5)
+    figure.subplots_adjust(left=0.08, right=0.72, top=0.8, bottom=0.1, hspace=0.65)
     titles = ("Before: equal tokens per GPU", "After: equal cost per GPU (alload-jax)")
     base = before["figures"]["tokens_per_second"]
     for axis, case, title in zip(axes, (before, after), titles, strict=True):
-        lanes(axis, case)
+        lanes(axis, case, max(sum(before["seconds"]), sum(after["seconds"])))
         axis.set_title(title, loc="left", fontsize=26, fontweight="bold", color=TEXT, pad=12)
         annotate(axis, case["figures"], base)
     name = content["device"].removeprefix("NVIDIA ")
@@ -77,28 +77,28 @@ def draw(content: dict[str, Any], before: dict[str, Any], after: dict[str, Any])
     return figure
 
 
-def lanes(axis: Axes, case: dict[str, Any]) -> None:
-    """Draws one lane per GPU; a white line ends each step."""
+def lanes(axis: Axes, case: Json, width: float) -> None:
+    """Draws one lane per GPU over `width` seconds; a white line ends each step."""
     begin = 0.0
-    longest, total = max(case["seconds"]), sum(case["seconds"])
+    longest = max(case["seconds"])
     for whole, busy in zip(case["seconds"], case["busy"], strict=True):
         for gpu, seconds in enumerate(busy):
             axis.barh(gpu, whole, left=begin, height=0.8, color=WAITING)
             axis.barh(gpu, seconds, left=begin, height=0.8, color=BUSY)
             if whole == longest:
-                label(axis, begin + seconds / 2, gpu, seconds / total, "computing", "white")
-                middle, rest = begin + (seconds + whole) / 2, (whole - seconds) / total
+                label(axis, begin + seconds / 2, gpu, seconds / width, "computing", "white")
+                middle, rest = begin + (seconds + whole) / 2, (whole - seconds) / width
                 label(axis, middle, gpu, rest, "waiting", TEXT)
         begin += whole
         axis.axvline(begin, color="white", lw=4)
     gpus = len(case["busy"][0])
     axis.set_yticks(range(gpus), [f"GPU {number}" for number in range(gpus)], fontsize=24)
     axis.set_ylim(gpus - 0.55, -0.45)
-    axis.set_xlim(0, begin)
-    axis.set_xticks([])
-    steps = f"{len(case['seconds'])} training steps →"
+    axis.set_xlim(0, width)
+    steps = f"seconds of {len(case['seconds'])} training steps"
     axis.set_xlabel(steps, loc="left", fontsize=20, color=QUIET)
     axis.tick_params(length=0)
+    axis.tick_params(axis="x", labelsize=18, labelcolor=QUIET)
     for spine in axis.spines.values():
         spine.set_visible(False)
 
@@ -106,7 +106,7 @@ def lanes(axis: Axes, case: dict[str, Any]) -> None:
 def label(axis: Axes, x: float, gpu: int, share: float, text: str, color: str) -> None:
     """Writes text in the middle of a bar that takes a large enough share of the lane."""
     if share > _LABELLED:
-        style: dict[str, Any] = {
+        style: Json = {
             "ha": "center",
             "va": "center",
             "fontsize": 24,
@@ -120,7 +120,7 @@ def annotate(axis: Axes, figures: dict[str, float], base: float) -> None:
     idle, speed = figures["idle"], figures["tokens_per_second"]
     share = f"{idle:.0%}" if idle >= 0.01 else f"{idle:.1%}"
     times = f"\n{speed / base:.2f}× the speed" if speed != base else ""
-    style: dict[str, Any] = {"transform": axis.transAxes, "ha": "left", "va": "top", "color": TEXT}
+    style: Json = {"transform": axis.transAxes, "ha": "left", "va": "top", "color": TEXT}
     axis.text(1.035, 1.0, f"{share} waiting", fontsize=38, fontweight="bold", **style)
     axis.text(1.035, 0.6, f"{speed:,.0f} tokens/s{times}", fontsize=27, linespacing=1.4, **style)
 

@@ -10,22 +10,22 @@ modulated norms with those of the same formula in plain jax.numpy, which needs n
 import argparse
 import itertools
 import json
+import math
 import os
-import shlex
-import statistics
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import Step, random_batch, training_spec
-from alload_jax.models.common.config import ModelConfig
+from alload_jax.bench.harness import Record, benchmark_parser, measured
+from alload_jax.errors import run_command
+from alload_jax.files import Json
 from alload_jax.models.families import config_from_fields
+from alload_jax.training.device_memory import out_of_memory
+from alload_jax.training.trial_step import Step, training_spec
 from pallas_kernels import layernorm_modulate
 
 SHAPES = {"1x32760": (1, 21, 60, 104), "8x4096": (8, 1, 128, 128)}
@@ -36,34 +36,20 @@ IMPLEMENTATIONS = ("triton", "xla")
 MEMORY_SHARE = "0.95"
 
 
-def model_config(norm: Any, remat: Any) -> ModelConfig:
-    """Config of Wan 2.1's 1.3B, except that its condition is classes, not text embeddings."""
-    shape: dict[str, Any] = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30}
+def model_fields(norm: str, remat: str) -> Json:
+    """Of Wan 2.1's 1.3B, except that its condition is classes, not text embeddings."""
+    shape: Json = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30}
     shape |= {"in_channels": 16, "patch_size": (1, 2, 2), "dtype": "bfloat16"}
-    return config_from_fields(shape | {"norm": norm, "remat": remat})
+    return shape | {"norm": norm, "remat": remat}
 
 
-def time_step(norm: str, remat: str, shape: str) -> dict[str, Any]:
-    """Median seconds and peak bytes of a step."""
-    step = Step(training_spec(model_config(norm, remat)))
-    gradient = step.compile(SHAPES[shape])
-    batch = jax.jit(random_batch, static_argnums=(0, 1))(step.model, SHAPES[shape])
-    seconds = [step.run(gradient, batch) for _ in range(WARMUP + STEPS)][WARMUP:]
-    return {
-        "seconds": statistics.median(seconds),
-        "seconds_least": min(seconds),
-        "seconds_most": max(seconds),
-        "peak_bytes": (jax.devices()[0].memory_stats() or {})["peak_bytes_in_use"],
-        "temporary_bytes": gradient.memory_analysis().temp_size_in_bytes,
-    }
-
-
-def longest(norm: str, remat: str) -> dict[str, Any]:
+def longest(norm: str, remat: str) -> Json:
     """The largest number of latent frames of 480×832 that fits.
 
     Extrapolates the memory of two compiled programs, then runs steps until one fits.
     """
-    step = Step(training_spec(model_config(norm, remat)))
+    spec = training_spec(config_from_fields(model_fields(norm, remat)))
+    step = Step(spec)
 
     def needed(frames: int) -> int:
         memory = step.compile((1, frames, 60, 104)).memory_analysis()
@@ -77,15 +63,13 @@ def longest(norm: str, remat: str) -> dict[str, Any]:
     while True:
         latents = (1, frames, 60, 104)
         try:
-            seconds = step.run(
-                step.compile(latents),
-                jax.jit(random_batch, static_argnums=(0, 1))(step.model, latents),
-            )
+            seconds = step.run(step.compile(latents), step.batch(latents))
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if not out_of_memory(error):
                 raise
             # The failed step has deleted the arrays donated to it.
-            step, frames = Step(training_spec(model_config(norm, remat))), frames - 1
+            step.renew()
+            frames -= 1
             continue
         return {
             "latent_frames": frames,
@@ -95,11 +79,11 @@ def longest(norm: str, remat: str) -> dict[str, Any]:
         }
 
 
-def adaln_memory() -> dict[str, Any]:
+def adaln_memory() -> Json:
     """Bytes per element of x (bfloat16) that a modulated norm saves for its backward pass."""
     shape = (1, 4096, 1536)
-    x = jnp.ones(shape, jnp.bfloat16)
-    table = jnp.ones((1, shape[-1]))
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((1, shape[-1]), jnp.float32)
 
     def unfused(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
@@ -110,7 +94,7 @@ def adaln_memory() -> dict[str, Any]:
 
     def kept(function: Any) -> float:
         vjp = jax.eval_shape(lambda *a: jax.vjp(function, *a)[1], x, table, table)
-        return sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(vjp)) / x.size
+        return sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(vjp)) / math.prod(shape)
 
     kernel: Any = kept(partial(layernorm_modulate, implementation="triton"))
     plain = kept(unfused)
@@ -121,41 +105,35 @@ def adaln_memory() -> dict[str, Any]:
     }
 
 
-def _case(*arguments: str) -> dict[str, Any]:
-    """Runs one case in a separate process, so that its peak memory is its own."""
-    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_SHARE}
-    command = [sys.executable, __file__, "--case", *arguments]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    result = json.loads(done.stdout.splitlines()[-1])
-    print(*arguments, result, flush=True)
-    return {"case": list(arguments), **result}
-
-
-def main() -> None:
+def main(argv: list[str]) -> int:
     """Runs all cases and writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="wan_step.json")
+    parser = benchmark_parser(__doc__, "wan_step.json")
     parser.add_argument("--remat", nargs="+", default=["attention"])
-    parser.add_argument("--case", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.case:
-        what, *rest = options.case
-        run: Any = {"step": time_step, "longest": longest, "adaln_memory": adaln_memory}[what]
-        print(json.dumps(run(*rest)))
-        return
-    content: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        **provenance(["jax", "jaxlib", "flax"]),
-        "cases": [],
-    }
-    cases: list[tuple[str, ...]] = [("adaln_memory",)]
+    parser.add_argument("--longest", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.longest:
+        print(json.dumps(longest(options.longest, options.remat[0])))
+        return 0
+    record = Record(options.out, ["jax", "jaxlib", "flax"])
+    record.add({"case": ["adaln_memory"], **adaln_memory()})
     for remat, shape, norm in itertools.product(options.remat, SHAPES, IMPLEMENTATIONS):
-        cases.append(("step", norm, remat, shape))
-    cases += [("longest", norm, options.remat[0]) for norm in IMPLEMENTATIONS]
-    for case in cases:
-        content["cases"].append(_case(*case))
-        Path(options.out).write_text(json.dumps(content, indent=1) + "\n")
+        rows, *latents = SHAPES[shape]
+        settings = {"model": model_fields(norm, remat), "batch": rows, "latents": latents}
+        settings |= {"warmup": WARMUP, "steps": STEPS}
+        found = measured("alload_jax.bench.step_process", settings)
+        record.add({"case": ["step", norm, remat, shape], **found})
+        print(record.content["cases"][-1], flush=True)
+    for norm in IMPLEMENTATIONS:
+        environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_SHARE}
+        command = [sys.executable, __file__, "--longest", norm, "--remat", options.remat[0]]
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
+        case = ["longest", norm, options.remat[0]]
+        record.add({"case": case, **json.loads(done.stdout.splitlines()[-1])})
+        print(record.content["cases"][-1], flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main, sys.argv[1:]))

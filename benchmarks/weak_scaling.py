@@ -8,25 +8,27 @@ value is a comma-separated list of `name=value` that replaces the flags set by `
 """
 
 import argparse
-import json
 import statistics
 import sys
-from pathlib import Path
-from typing import Any
 
-from alload_jax.commands.bench_models import MODELS, model_fields, training_fields
-from alload_jax.commands.bench_process import measured
+from alload_jax.bench.harness import (
+    MODELS,
+    Record,
+    benchmark_parser,
+    measured,
+    model_fields,
+    training_fields,
+)
 from alload_jax.errors import run_command
-from alload_jax.sharding.xla_flags import OVERLAP_FLAGS
+from alload_jax.files import Json
+from alload_jax.sharding.host_memory import OVERLAP_FLAGS
 
 SHARED = ("date", "device", "driver", "versions")
 
 
 def main(argv: list[str]) -> int:
     """Measures all cases, prints a line for each and writes JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__, "weak_scaling.json")
     add = parser.add_argument
     add("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
     add("--model", choices=tuple(MODELS), default="1.3b")
@@ -35,30 +37,20 @@ def main(argv: list[str]) -> int:
     add("--m-mem", type=int, default=65_536)
     add("--steps", type=int, default=6)
     add("--flags", nargs="+", help="flags of XLA; default: those set by train.py")
-    add("--out", default="weak_scaling.json")
     options = parser.parse_args(argv)
-    content: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/weak_scaling.py", *argv]),
-        "model": training_fields(model_fields(options.model, options.layers)),
-        "shape": options.shape,
-        "m_mem": options.m_mem,
-        "cases": [],
-    }
-    for flags in options.flags or [
-        ",".join(f"{name}={value}" for name, value in OVERLAP_FLAGS.items())
-    ]:
+    model = training_fields(model_fields(options.model, options.layers))
+    record = Record(options.out, model=model, shape=options.shape, m_mem=options.m_mem, cases=[])
+    default = ",".join(f"{name}={value}" for name, value in OVERLAP_FLAGS.items())
+    for flags in options.flags or [default]:
         for devices in options.devices:
-            case = measure(options, content["model"], devices, flags)
-            content |= {key: case.pop(key) for key in SHARED if key in case}
-            content["cases"].append({"devices": devices, "flags": flags} | case)
-            Path(options.out).write_text(json.dumps(content, indent=1) + "\n")
-            print(line(content["cases"]), flush=True)
+            case = measure(options, model, devices, flags)
+            record.content |= {key: case.pop(key) for key in SHARED if key in case}
+            record.add({"devices": devices, "flags": flags} | case)
+            print(line(record.content["cases"]), flush=True)
     return 0
 
 
-def measure(
-    options: argparse.Namespace, model: dict[str, Any], devices: int, flags: str
-) -> dict[str, Any]:
+def measure(options: argparse.Namespace, model: Json, devices: int, flags: str) -> Json:
     """Measures steps on `devices` devices with the XLA flags."""
     settings = {
         "model": model,
@@ -79,7 +71,7 @@ def measure(
     return found
 
 
-def line(cases: list[dict[str, Any]]) -> str:
+def line(cases: list[Json]) -> str:
     """The last case as text, with its scaling efficiency against the first with its flags."""
     case = cases[-1]
     if "error" in case:

@@ -9,23 +9,19 @@ writes two gradients; `sum`, after x + y, reads h and two cotangents and writes 
 of them (`batch`), or 42 segments of a packed row (`segments`).
 """
 
-import argparse
-import json
 import multiprocessing
 import os
-import shlex
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from alload_jax.bench.device_time import copy_bandwidth, device_time, require_gpu, rotating
-from alload_jax.bench.provenance import provenance
+from alload_jax.bench.device import copy_bandwidth, device_time, require_gpu, rotating
+from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.errors import run_command
 from pallas_kernels import layernorm_modulate, residual_layernorm_modulate, segmentation
 
@@ -134,28 +130,21 @@ def _begin(lock: Any) -> None:
 
 def main(argv: list[str]) -> int:
     """Measures all cases and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__, "wide_rows.json")
     parser.add_argument("--dims", type=int, nargs="+", default=_WIDTHS)
     parser.add_argument("--processes", type=int, default=10, help="that compile at the same time")
-    parser.add_argument("--out", type=Path, default="wide_rows.json")
     options = parser.parse_args(argv)
     # The processes share the GPU's memory.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 / (options.processes + 1):.3f}"
     require_gpu()
-    result: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        **provenance(["jax", "jaxlib"]),
-        "copy_bytes_per_second": copy_bandwidth(),
-        "cases": [],
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")  # or fails before it measures
-    context, copy = multiprocessing.get_context("spawn"), result["copy_bytes_per_second"]
+    context, copy = multiprocessing.get_context("spawn"), copy_bandwidth()
+    record = Record(options.out, ["jax", "jaxlib"], copy_bytes_per_second=copy, cases=[])
+    record.write()  # or fails before it measures
     chosen = [case for dim in options.dims for case in cases(dim)]
     with ProcessPoolExecutor(options.processes, context, _begin, (context.Lock(),)) as pool:
         for row in pool.map(partial(timed, copy=copy), chosen):
-            result["cases"].append(row)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            record.add(row)
             what = f"{row['dim']} {row['function']} {row['rows']} {row['implementation']}"
             print(f"{what}: {row['of_copy']:.3f} of copy", flush=True)
     return 0

@@ -1,8 +1,8 @@
 """Compares a kernel with XLA's fusion where it is first used on a kind of GPU without a table.
 
-What is found stays in `$XDG_CACHE_HOME/pallas_kernels/first_use`, by default under `~/.cache`, in a
-file for each kind of device and version of JAX. Processes of one run must choose alike, so that
-nothing is measured or read where there are several, unless one of them shares what it knows:
+What is measured stays in `$XDG_CACHE_HOME/pallas_kernels/first_use`, by default under `~/.cache`,
+in a file for each kind of device and version of JAX. Processes of one run must choose alike, so
+that nothing is measured or read where there are several, unless one of them shares what it knows:
 `Comparisons.use`.
 """
 
@@ -13,13 +13,14 @@ import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from pallas_kernels import devices
 
@@ -31,7 +32,9 @@ _CLEARLY = 1.02
 """Ratio from which on a kernel is taken."""
 _SWITCH = "PALLAS_KERNELS_FIRST_USE"
 """A variable of the environment: 0 measures nothing."""
-_DAMAGE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+_DAMAGE = (
+    *(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError),
+)
 """What reading a file of another content may raise."""
 
 Times = Callable[[], tuple[float, float]]
@@ -60,12 +63,12 @@ class Comparisons:
                 return known[case]
             if not self._may_measure():
                 return 1.0
-            found = known[case] = _measured(case, times)
-            if found != 1.0:
-                # Beside what other processes have measured meanwhile.
-                known |= {**_read(kind), case: found}
+            ratio = known[case] = _measured(case, times)
+            if ratio != 1.0:
+                # With what other processes have measured meanwhile.
+                known |= {**_read(kind), case: ratio}
                 _write(kind, known)
-            return found
+            return ratio
 
     def faster(self, case: str, times: Times) -> bool:
         """Whether a kernel is faster by more than measurements differ; arguments as `ratio`."""
@@ -110,7 +113,7 @@ COMPARISONS = Comparisons()
 
 
 def seconds_of(
-    functions: Sequence[Callable[..., Any]], arguments: tuple[jax.Array, ...]
+    functions: Sequence[Callable[..., PyTree]], arguments: tuple[jax.Array, ...]
 ) -> list[float]:
     """Seconds of a forward and a backward of each function, as medians of rounds in turn.
 
@@ -119,7 +122,7 @@ def seconds_of(
       arguments: floats.
     """
 
-    def both(function: Callable[..., Any], *arguments: jax.Array) -> Any:
+    def both(function: Callable[..., PyTree], *arguments: jax.Array) -> PyTree:
         out, pull = jax.vjp(function, *arguments)
         return out, pull(jax.tree.map(jnp.ones_like, out))
 
@@ -127,42 +130,39 @@ def seconds_of(
         jax.jit(both, static_argnums=0).lower(each, *arguments).compile() for each in functions
     ]
     rounds: list[list[float]] = [[] for _ in programs]
-    for program, found in (*zip(programs, rounds, strict=True),) * (_ROUNDS + 1):
+    for program, seconds in (*zip(programs, rounds, strict=True),) * (_ROUNDS + 1):
         begin = time.perf_counter()
         for _ in range(_CALLS):
             result = program(*arguments)
         jax.block_until_ready(result)
-        found.append((time.perf_counter() - begin) / _CALLS)
-    return [statistics.median(found[1:]) for found in rounds]
+        seconds.append((time.perf_counter() - begin) / _CALLS)
+    return [statistics.median(seconds[1:]) for seconds in rounds]
 
 
 def compared(
-    implementations: tuple[Any, Any],
-    operands_of: Callable[..., Any],
-    config: Any,
-    arguments: tuple[jax.Array, ...],
+    runs: Sequence[Callable[..., PyTree]],
+    operands_of: Callable[..., PyTree],
+    call: Hashable,
+    arguments: Sequence[jax.ShapeDtypeStruct],
 ) -> tuple[float, float]:
-    """`seconds_of` the reference and the kernel, which run(operands, config).
+    """`seconds_of` the reference and the kernel, with random arguments.
 
     Args:
-      implementations: the reference and the kernel.
+      runs: functions of operands and the call: the reference's, and the kernel's.
       operands_of: the operands that arguments make.
-      config: of the call.
-      arguments: floats, in which the functions are differentiated.
+      call: of the function.
+      arguments: shapes of floats, in which the functions are differentiated.
     """
 
-    def of(implementation: Any) -> Callable[..., Any]:
-        return lambda *arguments: implementation.run(operands_of(*arguments), config)
+    def of(run: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        return lambda *arguments: run(operands_of(*arguments), call)
 
-    reference, kernel = seconds_of([of(each) for each in implementations], arguments)
+    keys = jax.random.split(jax.random.key(0), len(arguments))
+    drawn = (
+        jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, arguments, strict=True)
+    )
+    reference, kernel = seconds_of([of(run) for run in runs], tuple(drawn))
     return reference, kernel
-
-
-def path_of(device_kind: str) -> Path:
-    """The file of a kind of device."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = re.sub(r"\W+", "_", f"{device_kind}_jax_{jax.__version__}").strip("_").lower()
-    return cache / "pallas_kernels" / "first_use" / f"{name}.json"
 
 
 def _measured(case: str, times: Times) -> float:
@@ -186,32 +186,86 @@ def _measured(case: str, times: Times) -> float:
     return reference / kernel
 
 
+def comparisons_path(device_kind: str) -> Path:
+    """The file of a kind of device."""
+    return path_of("first_use", f"{device_kind}_jax_{jax.__version__}")
+
+
 def _read(device_kind: str) -> dict[str, float]:
-    path = path_of(device_kind)
-    try:
-        content = json.loads(path.read_text())
-        if (content["format"], content["device"]) != (_FORMAT, device_kind):
-            raise ValueError(f"it is of {content['format']!r}, {content['device']!r}")
-        return {str(case): float(ratio) for case, ratio in content["times_xla"].items()}
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except _DAMAGE as error:
-        warnings.warn(
-            f"{path} is passed over: it holds no comparisons for {device_kind} "
-            f"({type(error).__name__}: {error}); delete it",
-            stacklevel=2,
-        )
-        return {}
+    path = comparisons_path(device_kind)
+    return read_file(path, _FORMAT, device_kind, _parsed, "it holds no comparisons") or {}
+
+
+def _parsed(content: Mapping[str, PyTree]) -> dict[str, float]:
+    return {str(case): float(ratio) for case, ratio in content["times_xla"].items()}
 
 
 def _write(device_kind: str, ratios: Mapping[str, float]) -> None:
-    path = path_of(device_kind)
+    path = comparisons_path(device_kind)
     content = {"format": _FORMAT, "device": device_kind, "times_xla": dict(ratios)}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed, so that no process reads half a file.
-        new = path.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps(content, indent=1) + "\n")
-        new.replace(path)
+        write_file(path, content)
     except OSError as error:
         warnings.warn(f"{path} cannot be written ({error}); it is measured again", stacklevel=2)
+
+
+# ---------------------------------------------------------------- files of what was measured
+
+T = TypeVar("T")
+
+
+def path_of(folder: str, name: str) -> Path:
+    """A file of the user's cache.
+
+    Args:
+      folder: of `pallas_kernels` there.
+      name: of what it is about, such as a kind of device.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    plain = re.sub(r"\W+", "_", name).strip("_").lower()
+    return cache / "pallas_kernels" / folder / f"{plain}.json"
+
+
+def read_file(
+    path: Path,
+    form: str,
+    device_kind: str,
+    parse: Callable[[Mapping[str, PyTree]], T],
+    otherwise: str,
+) -> T | None:
+    """What a file says; None without one, or with a warning where it holds something else.
+
+    Args:
+      path: of the file.
+      form: its format's name.
+      device_kind: that it must be about.
+      parse: of its content.
+      otherwise: what the warning says of it.
+    """
+    try:
+        content = json.loads(path.read_text())
+        if (content["format"], content["device"]) != (form, device_kind):
+            raise ValueError(f"it is of {content['format']!r}, {content['device']!r}")
+        return parse(content)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except _DAMAGE as error:
+        warnings.warn(
+            f"{path} is passed over: {otherwise} for {device_kind} "
+            f"({type(error).__name__}: {error}); delete it, or measure again",
+            stacklevel=2,
+        )
+        return None
+
+
+def write_file(path: Path, content: Mapping[str, object]) -> None:
+    """Writes a file that `read_file` reads.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed, so that no process reads half a file.
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_text(json.dumps(content, indent=1) + "\n")
+    new.replace(path)

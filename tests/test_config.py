@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from alload_jax.config import read_config
-from alload_jax.config_files import read_yaml
+from alload_jax.config_parser import read_yaml
 from alload_jax.errors import InputError
 
 DIGITS = str(Path(__file__).parents[1] / "configs" / "digits.yaml")
@@ -55,6 +55,17 @@ def test_a_wrong_config_is_one_line(text, words, tmp_path):
 def test_a_missing_file_is_named():
     with pytest.raises(InputError, match=r"none\.yaml: no such file; give a config such as"):
         read_config(["--config", "none.yaml"])
+
+
+def test_an_example_is_named_without_its_path(tmp_path, monkeypatch):
+    whole = read_config(["--config", DIGITS, "--run.steps", "3"])
+    monkeypatch.chdir(tmp_path)
+    assert read_config(["--config", "digits", "--run.steps", "3"]) == whole
+    assert read_config(["--config=digits", "--run.steps", "3"]) == whole
+    Path("digits").write_text("run: {steps: 7}\n")
+    assert read_config(["--config", DIGITS, "--config", "digits"]).run.steps == 7
+    with pytest.raises(InputError, match="none: no such file"):
+        read_config(["--config", "none"])
 
 
 def test_a_flag_cannot_change_the_family_of_a_file(tmp_path):

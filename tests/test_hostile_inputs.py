@@ -38,11 +38,12 @@ from alload_jax.models.common.config import TextConfig
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.sampling.samples import SamplingConfig
-from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
+from alload_jax.sampling.config import SamplingConfig
+from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.restore import one_device_mesh
-from alload_jax.training.run_lock import locked
+from alload_jax.training.run_files import locked
+from alload_jax.training.settings import CheckpointConfig
 from alload_jax.training.state import TrainingSpec, init_state
 
 DIGITS = Path(__file__).parents[1] / "configs" / "digits.yaml"
@@ -446,6 +447,10 @@ def test_wrong_values_in_lists_of_named_parts_are_one_line(value):
             "run.seed is 9223372036854775808; give a ",
         ),
         (("--model.eps", ".inf"), "model.eps is inf; give a finite number"),
+        (
+            ("--model.num_classes", "9223372036854775806"),
+            "model.num_classes is 9223372036854775806; it must be at most 1,048,576",
+        ),
         (
             ("--data.source", "{name: 'os:system'}"),
             "'os:system' is not a dataclass",

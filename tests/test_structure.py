@@ -18,7 +18,7 @@ LAYERS = (
     ("train",),
     ("alload_jax.cli", "alload_jax.commands"),
     ("alload_jax.run",),
-    ("alload_jax.config", "alload_jax.config_parser", "alload_jax.config_files"),
+    ("alload_jax.config", "alload_jax.config_parser"),
     ("alload_jax.bench",),
     ("alload_jax.report",),
     ("alload_jax.training",),
@@ -33,7 +33,7 @@ LAYERS = (
     ("alload_jax.planning",),
     ("pallas_kernels",),
     ("alload_jax", "alload_jax.errors", "alload_jax.files", "alload_jax.registry"),
-    ("alload_jax.lost_interrupts", "alload_jax.quiet_imports"),
+    ("alload_jax.processes", "alload_jax.waits"),
 )
 """From top to bottom. A module may import its own layer and those below. `alload_jax` stands for
 the package's `__init__.py` alone."""
@@ -199,14 +199,36 @@ def test_kernels_import_nothing_of_alload_jax(imports):
     assert not found, lines(found)
 
 
-def test_the_deprecated_triton_lowering_is_used_in_triton_folders_only(imports):
+def test_the_deprecated_triton_lowering_is_used_in_triton_files_only(imports):
     found = [
-        f"{module} imports {name}; only modules in a folder named triton may"
+        f"{module} imports {name}; only files whose names begin with triton may"
         for module, names in sorted(imports.items())
         for name in sorted(names)
-        if belongs(name, "jax.experimental.pallas.triton") and "triton" not in module.split(".")
+        if belongs(name, "jax.experimental.pallas.triton")
+        and not module.rpartition(".")[2].startswith("triton")
     ]
     assert not found, lines(found)
+
+
+WITHOUT_EXTRAS = """
+import importlib, sys
+extras = "av torch diffusers transformers ray mlflow wandb trackio sentencepiece accelerate peft"
+sys.modules.update(dict.fromkeys(extras.split()))
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+NEED_EXTRAS = ("pipeline", "ray_engine", "unit", "videos")
+"""Modules of data/prepare that commands import only for `alload prepare media`."""
+
+
+def test_everything_but_the_preparation_of_media_imports_without_extras(imports):
+    """A first installation has none of the extras, and this environment has most of them."""
+    of_media = {f"alload_jax.data.prepare.{name}" for name in NEED_EXTRAS}
+    packages = ("alload_jax", "pallas_kernels")
+    names = [name for name in imports if name.split(".")[0] in packages and name not in of_media]
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, *sorted(names)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_planning_runs_without_jax(imports):

@@ -1,13 +1,9 @@
-"""Measures training steps of one policy on all devices of this host, in a separate process.
+"""Measures training steps of one policy on all devices of this host.
 
-`python -m alload_jax.bench.balance '{"model": {...}, ...}'` prints one line of JSON. It runs some
-steps of the planned epoch with the training code under the profiler, which records when each device
-computes. Latents and texts are random.
+Some steps of the planned epoch run with the training code under the profiler, which records when
+each device computes. Latents and texts are random.
 """
 
-import dataclasses
-import json
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -17,10 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from alload_jax.bench.device_trace import traced
-from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import training_spec
-from alload_jax.bench.weights import without_zeros
+from alload_jax.bench.harness import provenance
+from alload_jax.bench.trace import traced
 from alload_jax.bench.workload_step import (
     RandomReader,
     draw_samples,
@@ -28,79 +22,28 @@ from alload_jax.bench.workload_step import (
     representative,
 )
 from alload_jax.data.batch import signature
-from alload_jax.data.collate import Collator
-from alload_jax.data.collation import collation_for
+from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.placement import PlacedStep, place_ahead
+from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields
-from alload_jax.planning.digest import digest
+from alload_jax.planning.cost import micro_batch_costs, rank_costs
+from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.samples import Samples
+from alload_jax.planning.samples import Samples, digest
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.step_costs import micro_batch_costs, rank_costs
-from alload_jax.sharding.groups import group_meshes, plan_on
-from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.sharding.mesh import MeshConfig, group_meshes, make_mesh, ranks_of, ranks_per_group
 from alload_jax.training.device_memory import out_of_memory
-from alload_jax.training.shape_groups import GroupTrainer, make_trainer
 from alload_jax.training.state import init_state
-from alload_jax.training.trainer import Trainer
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Settings of one measurement.
-
-    Attributes:
-      model: fields of the model's config; `text` as a dict.
-      planning: fields of `PlanningConfig`.
-      workload: name of a workload; None if all samples have the same shape.
-      samples: number of samples in the planned epoch.
-      one_aspect: use only 16:9 samples, so that bucketed policies compile few shapes.
-      steps: number of steps of the epoch to run.
-      repeats: how often these steps are run.
-      shape: (frames, height, width) in pixels of every sample; used without a workload.
-      longest: maximum tokens of a sample; longer samples are excluded. None for no maximum.
-      split: whether the devices form context groups that split samples.
-      context: devices of a context group; None for all devices.
-      fsdp: number of devices that shard the parameters.
-      measured: digest of a plan → the case that was already measured with this plan. Such a plan
-        is not measured again.
-    """
-
-    model: dict[str, Any]
-    planning: dict[str, Any]
-    workload: str | None
-    samples: int
-    one_aspect: bool
-    steps: int
-    repeats: int = 1
-    shape: tuple[int, int, int] | None = None
-    longest: int | None = None
-    split: bool = False
-    context: int | None = None
-    fsdp: int = 1
-    measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def mesh(self) -> Mesh:
-        """The mesh of all devices."""
-        context = (self.context or jax.device_count()) if self.split else 1
-        return make_mesh(MeshConfig(context=context, fsdp=self.fsdp))
-
-    def plan(self, mesh: Mesh) -> tuple[Plan, PlanningConfig]:
-        """The plan and its settings."""
-        samples = draw_samples(self.workload, self.shape, self.samples, self.one_aspect)
-        if self.longest:
-            kept = samples.seq_len <= self.longest
-            samples = Samples(samples.shape[kept], samples.seq_len[kept])
-        config = PlanningConfig(**self.planning, context=mesh.shape["context"])
-        return plan_on(mesh, config, samples, seed=0), config
+from alload_jax.training.trainer import make_trainer
+from alload_jax.training.trial_step import training_spec, without_zeros
 
 
 def run_steps(
     model: ModelConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int], repeats: int = 1
-) -> dict[str, Any]:
+) -> Json:
     """Runs the chosen steps of a plan.
 
     Returns:
@@ -114,7 +57,8 @@ def run_steps(
     """
     groups = group_meshes(mesh, plan)
     steps, programs = _placed_steps(model, mesh, plan, chosen, groups)
-    trainer = _trainer(model, mesh, groups)
+    spec = training_spec(model)
+    trainer = make_trainer(spec, mesh, without_zeros(init_state(spec, mesh, 0)), groups)
 
     def run(step: PlacedStep) -> None:
         loss = float(trainer.step(step)["loss"])
@@ -158,14 +102,9 @@ def _placed_steps(
     return jax.block_until_ready(list(placed)), len(collation.shapes(plan))
 
 
-def _trainer(model: ModelConfig, mesh: Mesh, groups: Sequence[Mesh]) -> Trainer | GroupTrainer:
-    spec = training_spec(model)
-    return make_trainer(spec, mesh, without_zeros(init_state(spec, mesh, 0)), groups)
-
-
 def _warmup_steps(steps: Sequence[PlacedStep]) -> Iterator[PlacedStep]:
     """The steps that run every program once: each runs one that no earlier step has run."""
-    seen: set[Any] = set()
+    seen: set[object] = set()
     for step in steps:
         groups = step.groups or (0,) * len(step.batches)
         runs = {*zip(groups, map(signature, step.batches), strict=True)}
@@ -190,22 +129,57 @@ def _peaks() -> list[int] | None:
     return [found["peak_bytes_in_use"] for found in stats if found] or None
 
 
-def measure(settings: Settings) -> dict[str, Any]:
-    """Predicted and measured seconds of the steps; or the error that ended the measurement."""
-    model, mesh = config_from_fields(settings.model), settings.mesh()
+def measure(
+    *,
+    model: Json,
+    planning: Json,
+    workload: str | None,
+    samples: int,
+    one_aspect: bool,
+    steps: int,
+    repeats: int = 1,
+    shape: Sequence[int] | None = None,
+    longest: int | None = None,
+    split: bool = False,
+    context: int | None = None,
+    fsdp: int = 1,
+    measured: Mapping[str, str] | None = None,
+) -> Json:
+    """Predicted and measured seconds of the steps; or the error that ended the measurement.
+
+    Args:
+      model: fields of the model's config; `text` as a dict.
+      planning: fields of `PlanningConfig`.
+      workload, shape, samples, one_aspect: see `draw_samples`.
+      steps: number of steps of the epoch to run.
+      repeats: how often these steps are run.
+      longest: maximum tokens of a sample; longer samples are excluded. None for no maximum.
+      split: whether the devices form context groups that split samples.
+      context: devices of a context group; None for all devices.
+      fsdp: number of devices that shard the parameters.
+      measured: digest of a plan → the case that was already measured with this plan. Such a plan
+        is not measured again.
+    """
+    group = (context or jax.device_count()) if split else 1
+    mesh = make_mesh(MeshConfig(context=group, fsdp=fsdp))
+    drawn = draw_samples(workload, shape, samples, one_aspect)
+    if longest:
+        kept = drawn.seq_len <= longest
+        drawn = Samples(drawn.shape[kept], drawn.seq_len[kept])
+    config = PlanningConfig(**planning, context=mesh.shape["context"])
     recorded = provenance(["jax", "jaxlib", "flax"]) | {"devices": jax.device_count()}
-    plan, config = settings.plan(mesh)
+    plan = make_plan(config, drawn, ranks_of(mesh), 0, ranks_per_group=ranks_per_group(mesh))
     plan_digest = _digest(plan, mesh)
-    if plan_digest in settings.measured:
-        return recorded | {"same_as": settings.measured[plan_digest]}
+    if measured and plan_digest in measured:
+        return recorded | {"same_as": measured[plan_digest]}
     epoch, seq_len = plan.epoch(0), plan.samples.seq_len
-    costs = micro_batch_costs(epoch, seq_len, config.predictor(), config.seconds_per_split_token())
+    split_seconds = config.seconds_per_split_token()
+    costs = micro_batch_costs(epoch, seq_len, config.predictor(), split_seconds)
     predicted = rank_costs(epoch, costs).max(axis=1)
-    split = config.seconds_per_split_token()
-    metrics = plan_metrics(epoch, seq_len, config.predictor(), config.m_mem, split)
-    chosen = representative(range(epoch.steps), predicted, settings.steps)
+    metrics = plan_metrics(epoch, seq_len, config.predictor(), config.m_mem, split_seconds)
+    chosen = representative(range(epoch.steps), predicted, steps)
     try:
-        found = run_steps(model, mesh, plan, chosen, settings.repeats)
+        found = run_steps(config_from_fields(model), mesh, plan, chosen, repeats)
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
@@ -226,12 +200,3 @@ def measure(settings: Settings) -> dict[str, Any]:
             "predicted": predicted[chosen].tolist(),
         }
     )
-
-
-def main() -> None:
-    """Measures with the settings in the first argument, a JSON object."""
-    print(json.dumps(measure(Settings(**json.loads(sys.argv[1])))))
-
-
-if __name__ == "__main__":
-    main()

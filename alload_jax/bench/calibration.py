@@ -1,7 +1,10 @@
-"""Times training steps over a grid of micro-batches and reads their memory from the programs.
+"""Times training steps over a grid of micro-batches, and reads and checks their memory.
 
 A measured step is a whole one: forward, backward, optimizer and EMA, on one device. The memory of
 the compiled programs is read first, so that no step is run that cannot fit.
+
+Each step runs in a separate process. The calling process must not use the device, because JAX
+reserves most of a GPU's memory when it starts.
 """
 
 import math
@@ -11,16 +14,83 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import jax
+from jax.stages import Compiled
 
-from alload_jax.bench.calibration_cases import Case, grid, sparse_cases
-from alload_jax.bench.step import Step, with_density
+from alload_jax.bench.harness import measured
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import MemoryModel, bucketed_cost
+from alload_jax.files import Json
+from alload_jax.planning.cost import CostFile, MemoryModel, bucketed_cost
 from alload_jax.planning.fit import Point, fit_memory, fit_quadratic
 from alload_jax.training.device_memory import out_of_memory
+from alload_jax.training.trial_step import Step, with_density
+
+_TARGETS = (4_096, 16_384, 65_536)
+"""Approximate tokens of the micro-batches with several rows."""
+_MAX_SIDE = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A micro-batch of the grid: `rows` sequences of `seq_len` tokens.
+
+    Attributes:
+      rows: number of sequences.
+      seq_len: tokens of each, as plans count them.
+      beside: how many of them are the condition's, in models with joint attention.
+    """
+
+    rows: int
+    seq_len: int
+    beside: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return self.rows * self.seq_len
+
+    def latents(self, patch_size: tuple[int, int, int]) -> tuple[int, int, int, int]:
+        """Latents (rows, frames, height, width) that make `seq_len` tokens per row.
+
+        Width and height, in patches, are the largest divisors up to 64; the rest are frames. The
+        cost depends only on the product.
+        """
+        tokens = self.seq_len - self.beside
+        width = _largest_divisor(tokens)
+        height = _largest_divisor(tokens // width)
+        patches = (tokens // width // height, height, width)
+        frames, height, width = (n * p for n, p in zip(patches, patch_size, strict=True))
+        return (self.rows, frames, height, width)
+
+
+def grid(shortest: int, longest: int, m_mem: int, beside: int = 0) -> list[Case]:
+    """Cases with one and several rows of each length, by increasing tokens; lengths double.
+
+    Lengths are those of latents; `beside` tokens of the condition come on top.
+    """
+    latents = [shortest * 2**n for n in range(64) if shortest * 2**n < longest] + [longest]
+    lengths = [tokens + beside for tokens in latents]
+    cases = {Case(1, s, beside) for s in lengths}
+    cases |= {Case(t // s, s, beside) for s in lengths for t in _TARGETS if t >= 2 * s}
+    return sorted((c for c in cases if c.tokens <= m_mem), key=lambda c: (c.tokens, c.seq_len))
+
+
+def sparse_cases(shortest: int, longest: int, min_tokens: int) -> list[Case]:
+    """Up to three lengths from `min_tokens` on, multiples of `shortest`, by increasing tokens.
+
+    They measure layers with sparse attention, which shorter sequences do not use.
+    """
+    least = max(1, -(-min_tokens // shortest)) * shortest
+    if least > longest:
+        return []
+    middle = round(math.sqrt(least * longest) / shortest) * shortest
+    return [Case(1, seq_len) for seq_len in sorted({least, middle, longest})]
+
+
+def _largest_divisor(number: int) -> int:
+    return next(d for d in range(min(number, _MAX_SIDE), 0, -1) if number % d == 0)
+
 
 DENSITIES = (0.1, 0.3)
 """Of the layers while sparse attention is measured."""
@@ -131,7 +201,7 @@ class Calibration:
     def _prepare(self) -> None:
         """Compiles the update; programs of a model that the step had before are of no use."""
         step = self.step
-        self._programs: dict[Case, Any] = {}
+        self._programs: dict[Case, Compiled | None] = {}
         self._compile_seconds = 0.0
         step.update = step.update.lower(step.state, step.accumulator).compile()
         self._update_bytes = step.update.memory_analysis().temp_size_in_bytes
@@ -238,7 +308,7 @@ class Calibration:
         """Seconds for each program, where several are compiled at once; None before any."""
         return self._all_seconds / self._compiled if self._compiled else None
 
-    def _compile_one(self, case: Case) -> Any:
+    def _compile_one(self, case: Case) -> Compiled | None:
         try:
             return self.step.compile(case.latents(self.step.model.patch_size))
         except jax.errors.JaxRuntimeError as error:
@@ -257,15 +327,17 @@ class Calibration:
         if program is None:
             raise InputError(f"{case}: does not fit the device; use a larger one or model.remat")
         # Outputs need no memory of their own: they reuse donated arguments.
-        temporary = program.memory_analysis().temp_size_in_bytes
-        return self._resident + batch + max(temporary, self._update_bytes)
+        found = program.memory_analysis()
+        assert found is not None
+        return self._resident + batch + max(found.temp_size_in_bytes, self._update_bytes)
 
     def _time(self, case: Case) -> Outcome:
         """Runs a case, unless it cannot fit."""
-        if self._programs[case] is None:
+        program = self._programs[case]
+        if program is None:
             return Outcome(case, note="out of memory when compiled")
         bytes_, limit = self._bytes(case), device_memory(self.bounds.memory)
-        program = self._programs.pop(case)
+        del self._programs[case]
         if bytes_ > limit:
             return Outcome(case, bytes=bytes_, note=f"needs {bytes_ / 1e9:.1f} GB")
         try:
@@ -307,3 +379,63 @@ def _expected(points: Sequence[Point], case: Case) -> float:
         return float(bucketed_cost(model, case.rows, case.seq_len))  # type: ignore[arg-type]
     last = points[-1]
     return last.seconds * max(1.0, case.tokens * case.seq_len / (last.tokens * last.seq_len))
+
+
+_MEMORY, _DEFAULT_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"
+BEYOND = 1.1
+"""Tokens of the step that should fail, relative to those that fill the memory completely."""
+
+
+def check_memory(costs: CostFile) -> Json:
+    """Runs one step of M_mem tokens and one of `BEYOND` · M_mem / (1 − margin).
+
+    Rows have the shortest length, with which M_mem tokens use the most memory.
+
+    Args:
+      costs: the cost model as `alload calibrate` writes it.
+
+    Returns:
+      The cases "within" and "beyond": tokens, whether the step ran, the allocator's peak in bytes
+      (None on CPUs), the predicted bytes, and their relative error.
+
+    Raises:
+      InputError: the cost model was not measured.
+    """
+    if not (costs.details and costs.memory and costs.m_mem and costs.model):
+        raise InputError("memory check: the cost model was not measured; run alload calibrate")
+    memory = costs.details["memory"]
+    seq_len, beside = memory["shortest"], memory.get("beside", 0)
+    beyond = BEYOND * costs.m_mem / (1 - costs.details["margin"])
+    return {
+        "within": _step(costs, Case(max(1, costs.m_mem // seq_len), seq_len, beside)),
+        "beyond": _step(costs, Case(-(-int(beyond) // seq_len), seq_len, beside)),
+    }
+
+
+def _step(costs: CostFile, case: Case) -> Json:
+    assert costs.memory
+    assert costs.model
+    fields = dict(costs.model)
+    settings = {
+        "condition_tokens": fields.pop("condition_tokens", 1),
+        "model": fields,
+        "batch": case.rows,
+        "latents": case.latents(tuple(fields["patch_size"]))[1:],
+        "warmup": 0,
+        "steps": 1,
+    }
+    # As training has it: the calibration counts with the memory that JAX takes then.
+    memory = {_MEMORY: os.environ.get(_MEMORY, _DEFAULT_MEMORY)}
+    found = measured("alload_jax.bench.step_process", settings, memory)
+    predicted, peak = costs.memory.bytes_of(case.tokens, case.rows), found.get("peak_bytes")
+    return {
+        "rows": case.rows,
+        "seq_len": case.seq_len,
+        "tokens": case.tokens,
+        "ran": "error" not in found,
+        "error": found.get("error"),
+        "seconds_with_first_run": found.get("seconds"),
+        "predicted_bytes": predicted,
+        "peak_bytes": peak,
+        "relative_error": predicted / peak - 1 if peak else None,
+    }

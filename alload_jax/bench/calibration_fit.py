@@ -1,4 +1,4 @@
-"""Makes a cost-model file from measured steps, with the data to judge its accuracy."""
+"""Makes a cost-model file from measured steps, with data to judge its accuracy."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -7,13 +7,18 @@ from typing import Any
 import jax
 
 from alload_jax.bench.calibration import MemoryFinding, Outcome
-from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import Step
+from alload_jax.bench.harness import provenance
 from alload_jax.errors import InputError
+from alload_jax.files import Json
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.planning.analytic import bytes_per_split_token
-from alload_jax.planning.architectures.registry import from_fields
-from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost, SparseTerms
+from alload_jax.planning.architecture import from_fields
+from alload_jax.planning.cost import (
+    CostFile,
+    PowerCost,
+    QuadraticCost,
+    SparseTerms,
+)
 from alload_jax.planning.fit import (
     Fit,
     Point,
@@ -26,7 +31,8 @@ from alload_jax.planning.fit import (
     predicted_sparse,
 )
 from alload_jax.planning.sparse_cost import without_layers
-from alload_jax.training.plan_costs import sparse_layers
+from alload_jax.training.run_plan import sparse_layers
+from alload_jax.training.trial_step import Step
 
 LEAST_POINTS, LEAST_SPARSE_POINTS = 5, 3
 """Minimum number of points of a fit."""
@@ -54,12 +60,12 @@ class Fits:
     three_term: Fit[QuadraticCost]
     power: Fit[PowerCost] | None
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """Coefficients, R² and MAPE of each form, over fitted and held-out points."""
         fits = ((name, getattr(self, name)) for name in FORMS)
         return {name: self._form(fit) for name, fit in fits if fit}
 
-    def _form(self, fit: Fit[Any]) -> dict[str, Any]:
+    def _form(self, fit: Fit[Any]) -> Json:
         held = [p for p, out in zip(self.points, self.held_out, strict=True) if out]
         return {
             "coefficients": asdict(fit.model),
@@ -107,7 +113,7 @@ def _fit_fullest(points: Sequence[Point]) -> Fit[PowerCost] | None:
     return Fit(power, evaluate(power, points))
 
 
-def point_rows(fits: Fits, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def point_rows(fits: Fits, outcomes: Sequence[Outcome]) -> list[Json]:
     """Each measured point with the prediction of the quadratic form."""
     measured = [o for o in outcomes if o.seconds is not None]
     seconds = predicted(fits.quadratic.model, fits.points).tolist()
@@ -128,7 +134,7 @@ def point_rows(fits: Fits, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     ]
 
 
-def memory_details(finding: MemoryFinding, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def memory_details(finding: MemoryFinding, outcomes: Sequence[Outcome]) -> Json:
     """The memory limit, the compiled sizes, and the worst relative error of the memory model."""
     model = finding.model
     compiled = [(o.case, o.bytes) for o in outcomes if o.bytes is not None]
@@ -147,7 +153,7 @@ def memory_details(finding: MemoryFinding, outcomes: Sequence[Outcome]) -> dict[
 
 def allocator_details(
     finding: MemoryFinding, outcomes: Sequence[Outcome], peak: int | None
-) -> dict[str, Any] | None:
+) -> Json | None:
     """The allocator's peak and the predicted bytes of the largest step; None on CPUs."""
     ran = [o for o in outcomes if o.seconds is not None and o.bytes is not None]
     if peak is None or not ran:
@@ -168,7 +174,7 @@ def fit_sparse_outcomes(
     outcomes: Sequence[tuple[float, Outcome]],
     quadratic: QuadraticCost,
     config: SparseAttentionConfig,
-) -> tuple[SparseTerms | None, dict[str, Any]]:
+) -> tuple[SparseTerms | None, Json]:
     """Terms of sparse layers, None if there are too few points, and the data to judge them.
 
     Args:
@@ -260,7 +266,7 @@ def calibrated(
     )
 
 
-def _model_fields(step: Step) -> dict[str, Any]:
+def _model_fields(step: Step) -> Json:
     """Fields that determine the cost: model, trained parameters, condition tokens."""
     fields = step.model.step_fields() | {"parameters": step.spec.parameters.identity()}
     return fields if step.model.text else fields | {"condition_tokens": step.condition_tokens}

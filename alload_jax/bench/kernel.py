@@ -8,10 +8,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from alload_jax.bench.device_time import DeviceTime, device_time, rotating
-from pallas_kernels import layernorm_modulate, mosaic_support, residual_layernorm_modulate
-from pallas_kernels.layernorm_modulate.mosaic.tuning import way_for
-from pallas_kernels.layernorm_modulate.workloads import Workload
+from alload_jax.bench.device import DeviceTime, call_time
+from alload_jax.files import Json
+from pallas_kernels import devices, layernorm_modulate, residual_layernorm_modulate
+from pallas_kernels.layernorm_modulate.tuning import Workload, way_for
 
 Function = Literal[
     "layernorm_modulate",
@@ -117,7 +117,7 @@ def mosaic(
     way = way_for(x.shape[-1], _STREAMS * x.dtype.itemsize)
     if direction == "forward" or function == "token_layernorm_modulate" or way is None:
         return
-    if mosaic_support.missing_lowering() or mosaic_support.unsupported_device():
+    if devices.unsupported_mosaic(x):
         return
     yield "mosaic", _time(function, direction, "mosaic", sets)
 
@@ -143,17 +143,15 @@ def _time(
     forward, inputs, cotangent = _FUNCTIONS[function](implementation)
     if direction == "forward":
         calls = [inputs(arguments) for arguments in sets]
-        return _run(forward, calls)
+        return call_time(forward, calls)
     operands = [(inputs(arguments), cotangent(arguments)) for arguments in sets]
     if implementation == "xla":
-        return _run(lambda given, cotangents: jax.vjp(forward, *given)[1](cotangents), operands)
+        return call_time(
+            lambda given, cotangents: jax.vjp(forward, *given)[1](cotangents), operands
+        )
     linearise = jax.jit(lambda given: jax.vjp(forward, *given)[1])
     kept = [(linearise(given), cotangents) for given, cotangents in operands]
-    return _run(lambda vjp, cotangents: vjp(cotangents), kept)
-
-
-def _run(function: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> DeviceTime:
-    return device_time(rotating(function, sets), sets)
+    return call_time(lambda vjp, cotangents: vjp(cotangents), kept)
 
 
 def _plain(implementation: Any) -> tuple[Callable, Callable, Callable]:
@@ -226,7 +224,7 @@ def ratios(entries: Sequence[Entry], against: str) -> dict[tuple[str, str, str],
     }
 
 
-def summary(entries: Sequence[Entry], copy_bytes_per_second: float) -> list[dict[str, Any]]:
+def summary(entries: Sequence[Entry], copy_bytes_per_second: float) -> list[Json]:
     """For each function and pass: the geometric mean and the least ratio, and share of the floor.
 
     The floor of a pass is the bytes it must move at the rate of the device's own copies.
@@ -240,7 +238,7 @@ def summary(entries: Sequence[Entry], copy_bytes_per_second: float) -> list[dict
         if not shares:
             continue
         others = {e.implementation for e in chosen} - {"triton"}
-        row: dict[str, Any] = {"function": function, "direction": direction}
+        row: Json = {"function": function, "direction": direction}
         row["least_share_of_copy"] = min(shares)
         for other in sorted(others):
             times = list(ratios(chosen, other).values())

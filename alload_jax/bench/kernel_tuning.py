@@ -17,15 +17,26 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.stages import Compiled
 
-from alload_jax.bench.device_time import device_time, rotating
+from alload_jax.bench.device import device_time, rotating
 from alload_jax.bench.kernel import measure
-from pallas_kernels.layernorm_modulate.operands import Operands, Options, Residuals, normalise
-from pallas_kernels.layernorm_modulate.triton import calls
-from pallas_kernels.layernorm_modulate.triton.division import Division, Pass
-from pallas_kernels.layernorm_modulate.triton.tuned_files import Tuned
-from pallas_kernels.layernorm_modulate.triton.tuning import division_for, divisions, pads_little
-from pallas_kernels.layernorm_modulate.workloads import Workload
+from pallas_kernels.layernorm_modulate import triton
+from pallas_kernels.layernorm_modulate.operands import (
+    NormOperands,
+    NormOptions,
+    NormResiduals,
+    normalise,
+)
+from pallas_kernels.layernorm_modulate.tuning import (
+    Division,
+    Pass,
+    Tuned,
+    Workload,
+    division_for,
+    divisions,
+    pads_little,
+)
 
 ELEMENTS = 50_000_000
 """Of x: as in a training step, and far more than the L2 cache holds."""
@@ -97,35 +108,35 @@ class _Calls:
         self._sum = self._gated or kernel.startswith("sum")
         key = jax.random.key(0)
         self._shapes = jax.eval_shape(self._in_form, key)
-        self._make: Any = jax.jit(self._in_form).lower(key).compile()
+        self._make = jax.jit(self._in_form).lower(key).compile()
 
-    def compile(self, division: Division) -> Any:
+    def compile(self, division: Division) -> Compiled:
         """A program that runs the kernel so on each of `_SETS` sets of arguments."""
-        blocks = division.blocks(jax.devices()[0].core_count)
         outputs = ("out", "statistics", *(["h"] if self._sum else []))
 
         def call(*given: Any) -> Any:
             if self.kernel.endswith("forward"):
                 [operands] = given
-                return calls.forward(operands, self._options, blocks, outputs)
+                return triton.compute_forward(operands, self._options, division, outputs)
             residuals, dh, dout = given
-            dx, dy, tables = calls.backward(residuals, dh, dout, self._options, blocks)
+            dx, dy, tables = triton.backward(residuals, dh, dout, self._options, division)
             # A program that returns an array twice may copy it.
             return dx, None if dy is dx else dy, tables
 
         return rotating(call, [self._shapes] * _SETS)
 
-    def sets(self) -> list[tuple[Any, ...]]:
+    def sets(self) -> list[tuple[object, ...]]:
         """Sets of arguments."""
         return [self._make(jax.random.key(n)) for n in range(_SETS)]
 
-    def _in_form(self, key: jax.Array) -> tuple[Any, ...]:
+    def _in_form(self, key: jax.Array) -> tuple[object, ...]:
         shape, keys = (1, ELEMENTS // self.dim, self.dim), jax.random.split(key, 7)
         x, y, dh, dout = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys[:4])
         scale, shift, gate = (jax.random.normal(k, (1, self.dim)) for k in keys[4:])
         more = (y if self._sum else None, gate if self._gated else None)
         operands, self._options = normalise(
-            *(self.kernel, Operands(x, scale, shift, *more)),
+            self.kernel,
+            NormOperands(x, scale, shift, *more),
             eps=1e-6,
             residual_dtype=None,
             segment_block=None,
@@ -135,12 +146,12 @@ class _Calls:
         return _residuals(operands, self._options), dh if self._sum else None, dout
 
 
-def _residuals(operands: Operands, options: Options) -> Residuals:
+def _residuals(operands: NormOperands, options: NormOptions) -> NormResiduals:
     """As if x were the norm's input: the time does not depend on the values."""
-    blocks = Division(512, 4, 24).blocks(jax.devices()[0].core_count)
-    (statistics,) = calls.forward(operands, options, blocks, ["statistics"])
+    division = Division(512, 4, 24)
+    (statistics,) = triton.compute_forward(operands, options, division, ["statistics"])
     y, gate = None if operands.gate is None else operands.y, operands.gate
-    return Residuals(operands.x, statistics, operands.scale, jnp.zeros((0,)), y, gate, None)
+    return NormResiduals(operands.x, statistics, operands.scale, jnp.zeros((0,)), y, gate, None)
 
 
 Group = tuple[Pass, int, Division]

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from alload_jax.bench.device_time import DeviceTime, device_time, rotating
+from alload_jax.bench.device import DeviceTime, call_time, pass_times
 from pallas_kernels.block_sparse_attention import (
     BlockLists,
     BlockSegments,
@@ -183,21 +183,9 @@ def runnable_kernels() -> list[str]:
 
 
 def _passes(
-    attend: Callable[..., Any], sets: Sequence[Arguments], *lists: BlockLists
+    attend: Callable[..., jax.Array], sets: Sequence[Arguments], *lists: BlockLists
 ) -> Iterator[tuple[Part, DeviceTime]]:
-    """Times of the forward, and of the backward from what the forward keeps.
-
-    Lists are arguments: XLA would compute beforehand what depends on constants alone.
-    """
-    inputs = [(*each[:3], *lists) for each in sets]
-    yield "forward", _run(attend, inputs)
-
-    @jax.jit
-    def linearise(q: jax.Array, k: jax.Array, v: jax.Array, *lists: BlockLists) -> Any:
-        return jax.vjp(lambda *arrays: attend(*arrays, *lists), q, k, v)[1]
-
-    kept = [(linearise(*each), one.dout) for each, one in zip(inputs, sets, strict=True)]
-    yield "backward", _run(lambda pull, dout: pull(dout), kept)
+    return pass_times(attend, [(*each[:3], *lists) for each in sets], [each.dout for each in sets])
 
 
 def _selection(shape: Shape, sets: Sequence[Arguments], sparsity: float) -> DeviceTime:
@@ -220,7 +208,7 @@ def _selection(shape: Shape, sets: Sequence[Arguments], sparsity: float) -> Devi
         )
         return chosen, invert(chosen)
 
-    return _run(choose, [(each.q, each.k, lists.key_tokens) for each in sets])
+    return call_time(choose, [(each.q, each.k, lists.key_tokens) for each in sets])
 
 
 def _blocks(shape: Shape) -> int:
@@ -235,10 +223,6 @@ def _listed(shape: Shape, sparsity: float) -> int:
 def _exact(shape: Shape, sparsity: float) -> float:
     """The sparsity of such lists."""
     return 1 - _listed(shape, sparsity) / _blocks(shape)
-
-
-def _run(function: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> DeviceTime:
-    return device_time(rotating(function, sets), sets)
 
 
 def _entry(

@@ -1,26 +1,22 @@
-"""Measures one training step of this project in a separate process.
+"""Measures training steps in a separate process: one, and one by each rematerialisation.
 
-`python -m alload_jax.bench.step_process '{"model": {...}, ...}'` prints one line of JSON. Each
-measurement has its own process, so that its peak of memory is its own. benchmarks/torch_step.py is
-the counterpart in PyTorch.
+Each measurement has its own process, so that its peak of memory is its own. The counterpart in
+PyTorch is benchmarks/torch_step.py.
 """
 
 import dataclasses
-import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from alload_jax.bench.device_load import sampling
-from alload_jax.bench.provenance import provenance
-from alload_jax.bench.remat_times import layer_seconds, measurable
-from alload_jax.bench.step import Step, tokens_beside, training_spec
+from alload_jax.bench.device import sampling
+from alload_jax.bench.harness import provenance
 from alload_jax.errors import InputError
+from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields, parameter_count
 from alload_jax.planning.remat import AUTO_REMAT, RematPolicy
@@ -28,6 +24,14 @@ from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ALL_TRAINED
 from alload_jax.training.remat_choice import choose_for, memory_budget
+from alload_jax.training.run_files import peak_memory
+from alload_jax.training.trial_step import (
+    Step,
+    layer_seconds,
+    measurable,
+    tokens_beside,
+    training_spec,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Settings:
       condition_tokens: condition tokens of each row, for models conditioned on classes.
     """
 
-    model: dict[str, Any]
+    model: Json
     batch: int
     latents: tuple[int, int, int]
     warmup: int = 2
@@ -54,27 +58,18 @@ class Settings:
         return config_from_fields(self.model)
 
 
-class Resolved(NamedTuple):
-    """A model whose layers keep something definite.
-
-    Attributes:
-      model: the model's config.
-      layer_seconds: measured by policy to choose among them; None where nothing was.
-    """
-
-    model: ModelConfig
-    layer_seconds: Mapping[RematPolicy, float] | None = None
-
-
-def resolved(settings: Settings) -> Resolved:
+def resolved(settings: Settings) -> tuple[ModelConfig, Mapping[RematPolicy, float] | None]:
     """The model; with `remat: auto`, what this device's memory holds of it.
+
+    Returns:
+      The model, and the seconds of a layer by policy if they were measured to choose.
 
     Raises:
       InputError: nothing fits.
     """
     model = settings.config()
     if model.remat != AUTO_REMAT or (budget := memory_budget(model)) is None:
-        return Resolved(model)
+        return model, None
     tokens = settings.batch * math.prod(settings.latents) // math.prod(model.patch_size)
     tokens += settings.batch * tokens_beside(model, settings.condition_tokens)
     latents, seconds = (settings.batch, *settings.latents), None
@@ -83,14 +78,15 @@ def resolved(settings: Settings) -> Resolved:
     given = (ALL_TRAINED, OptimizerConfig())
     choice = choose_for(model, tokens, budget, *given, rows=settings.batch, layer_seconds=seconds)
     model = dataclasses.replace(model, remat="none", remat_layers=choice.policies)
-    return Resolved(model, seconds)
+    return model, seconds
 
 
-def measure(settings: Settings) -> dict[str, Any]:
+def measure(**fields: Any) -> Json:
     """Median seconds and peak bytes of a step, and the device's clock and power meanwhile.
 
-    Or the error that ended the measurement.
+    Or the error that ended the measurement. The keywords are the fields of `Settings`.
     """
+    settings = Settings(**fields)
     try:
         model, times = resolved(settings)
     except InputError as error:
@@ -119,8 +115,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             raise
         return recorded | {"error": "out of memory"}
     found = gradient.memory_analysis()
-    memory = jax.local_devices()[0].memory_stats() or {}
-    peak = memory.get("peak_bytes_in_use")
+    peak = peak_memory()
     if settings.model.get("remat") == AUTO_REMAT and peak is not None:
         # The device's peak may be that of the policies that were timed in this process.
         peak = found.temp_size_in_bytes + sum(
@@ -135,14 +130,3 @@ def measure(settings: Settings) -> dict[str, Any]:
         "temporary_bytes": found.temp_size_in_bytes,
         "load": sampled.load and sampled.load._asdict(),
     }
-
-
-def main() -> None:
-    """Measures with the settings in the first argument, a JSON object."""
-    fields = json.loads(sys.argv[1])
-    fields["latents"] = tuple(fields["latents"])
-    print(json.dumps(measure(Settings(**fields))))
-
-
-if __name__ == "__main__":
-    main()

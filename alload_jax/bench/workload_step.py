@@ -1,15 +1,12 @@
 """Measures training steps of a workload under several policies, in a separate process.
 
-`python -m alload_jax.bench.workload_step '{"model": {...}, ...}'` prints one line of JSON. Plan,
-collation and compiled programs are those of training. Latents and texts are random.
+Plan, collation and compiled programs are those of training. Latents and texts are random.
 """
 
 import dataclasses
-import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,54 +16,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Compiled
 
-from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import Step, training_spec
+from alload_jax.bench.harness import provenance
 from alload_jax.data.batch import AnyBatch, Signature, describe, signature
-from alload_jax.data.collate import Collator
-from alload_jax.data.collation import collation_for
+from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import Conditions, conditions_for, form_for
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
+from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields
-from alload_jax.planning.architectures.architecture import LABEL_TOKENS, Architecture
-from alload_jax.planning.architectures.registry import from_fields
+from alload_jax.planning.architecture import LABEL_TOKENS, Architecture, from_fields
 from alload_jax.planning.factory import make_plan
-from alload_jax.planning.geometry import Geometry
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.samples import Samples
+from alload_jax.planning.samples import Geometry, Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import ASPECT_RATIOS, make_workload
 from alload_jax.training.device_memory import out_of_memory
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Settings of one measurement.
-
-    Attributes:
-      model: fields of the model's config; `text` as a dict.
-      plannings: fields of `PlanningConfig`, for each policy.
-      workload: name of a workload; None if all samples have the same shape.
-      shape: (frames, height, width) in pixels of every sample; used without a workload.
-      samples: number of samples in the planned epoch.
-      one_aspect: use only 16:9 samples, so that bucketed policies compile few shapes.
-      steps: number of steps to time if all steps run one program; otherwise one step of each
-        program is timed.
-    """
-
-    model: dict[str, Any]
-    plannings: list[dict[str, Any]]
-    workload: str | None
-    shape: tuple[int, int, int] | None
-    samples: int
-    one_aspect: bool
-    steps: int
-
-    def draw_samples(self) -> Samples:
-        """The samples of the epoch."""
-        return draw_samples(self.workload, self.shape, self.samples, self.one_aspect)
+from alload_jax.training.run_files import peak_memory
+from alload_jax.training.trial_step import Step, training_spec
 
 
 def draw_samples(
@@ -97,14 +66,14 @@ class RandomReader:
         shapes = np.unique(manifest.shape, axis=0)
         largest = max(math.prod(manifest.latent_shape(tuple(shape))) for shape in shapes)
         self._latents = rng.standard_normal(largest, np.float32)
-        self._condition = {LABELS: np.zeros(1, np.int32)}
+        self._condition: dict[str, np.ndarray] = {LABELS: np.zeros(1, np.int32)}
         if conditions.text_dim is not None:
             text = rng.standard_normal((conditions.length, conditions.text_dim), np.float32)
             self._condition = {TEXT: text.astype(conditions.dtype)}
         for part in conditions.parts:
             tokens = rng.standard_normal((part.length, part.width), np.float32)
             self._condition[part.name] = tokens.astype(conditions.dtype)
-        if image := conditions.image():
+        if (image := conditions.image()) is not None:
             self._condition[IMAGE] = rng.standard_normal(image.shape, np.float32)
 
     def read(self, sample: int) -> dict[str, np.ndarray]:
@@ -192,32 +161,46 @@ def programs_of(plan: Plan) -> list[list[int]]:
     return [epoch.step[kind == number].tolist() for number in range(kind.max() + 1)]
 
 
-def measure(settings: Settings) -> dict[str, Any]:
-    """Throughput and peak memory of each policy; or the error that ended the measurement."""
-    model = config_from_fields(settings.model)
-    samples = _with_conditions(settings.draw_samples(), model)
+def measure(
+    *,
+    model: Json,
+    plannings: list[Json],
+    workload: str | None,
+    shape: Sequence[int] | None,
+    samples: int,
+    one_aspect: bool,
+    steps: int,
+) -> Json:
+    """Throughput and peak memory of each policy; or the error that ended the measurement.
+
+    Args:
+      model: fields of the model's config; `text` as a dict.
+      plannings: fields of `PlanningConfig`, for each policy.
+      workload, shape, samples, one_aspect: see `draw_samples`.
+      steps: number of steps to time if all steps run one program; otherwise one step of each
+        program is timed.
+    """
+    settings = dict(locals())
+    config = config_from_fields(model)
+    drawn = _with_conditions(draw_samples(workload, shape, samples, one_aspect), config)
     recorded = provenance(["jax", "jaxlib", "flax"]) | {
-        "samples": len(samples),
-        "tokens": int(samples.seq_len.sum()),
+        "settings": settings,
+        "samples": len(drawn),
+        "tokens": int(drawn.seq_len.sum()),
     }
-    plans = [
-        make_plan(PlanningConfig(**planning), samples, 1, 0) for planning in settings.plannings
-    ]
-    runner = _Runner(model, samples)
+    plans = [make_plan(PlanningConfig(**planning), drawn, 1, 0) for planning in plannings]
+    runner = _Runner(config, drawn)
     try:
-        cases = [runner.measure(plan, settings.steps) for plan in plans]
+        cases = [runner.measure(plan, steps) for plan in plans]
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
-        return recorded | {"settings": dataclasses.asdict(settings), "error": "out of memory"}
-    memory = jax.local_devices()[0].memory_stats() or {}
-    peak = memory.get("peak_bytes_in_use")
+        return recorded | {"error": "out of memory"}
     return recorded | {
-        "settings": dataclasses.asdict(settings),
-        "peak_bytes": peak,
+        "peak_bytes": peak_memory(),
         "cases": [
             {"policy": planning["policy"], "planning": planning} | case
-            for planning, case in zip(settings.plannings, cases, strict=True)
+            for planning, case in zip(plannings, cases, strict=True)
         ],
     }
 
@@ -231,10 +214,10 @@ class _Runner:
         self._architecture = from_fields(model.architecture())
         self._step = step = Step(training_spec(model))
         step.update = step.update.lower(step.state, step.accumulator).compile()
-        self._programs: dict[Signature, Any] = {}
+        self._programs: dict[Signature, Compiled] = {}
         self._measured: dict[Signature, Measured] = {}
 
-    def measure(self, plan: Plan, most: int) -> dict[str, Any]:
+    def measure(self, plan: Plan, most: int) -> Json:
         """Measures a plan's epoch by timing at most `most` steps of each program."""
         conditions = conditions_for(self._model, self._manifest)
         collation = collation_for(plan, self._manifest, self._model, conditions)
@@ -306,7 +289,7 @@ def summary(
     samples: Samples,
     counted: Sequence[tuple[np.ndarray, Measured]],
     architecture: Architecture,
-) -> dict[str, Any]:
+) -> Json:
     """Metrics of an epoch, of the samples that it places: packed ones leave some for the next.
 
     Args:
@@ -329,15 +312,3 @@ def summary(
         "padding": 1 - tokens / float((epoch.rows * epoch.padded_len).sum()),
         "measured": [{"steps": len(squares)} | each._asdict() for squares, each in counted],
     }
-
-
-def main() -> None:
-    """Measures with the settings in the first argument, a JSON object."""
-    fields = json.loads(sys.argv[1])
-    if fields["shape"]:
-        fields["shape"] = tuple(fields["shape"])
-    print(json.dumps(measure(Settings(**fields))))
-
-
-if __name__ == "__main__":
-    main()

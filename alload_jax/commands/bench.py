@@ -9,9 +9,7 @@ from alload_jax.commands import (
     bench_step,
     bench_tune,
 )
-from alload_jax.sharding.xla_flags import set_xla_flags
-
-HELP = "Measure kernels and training steps on this device against other implementations."
+from alload_jax.sharding.host_memory import set_xla_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

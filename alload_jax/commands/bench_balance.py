@@ -1,26 +1,27 @@
 """`alload bench balance`: time and idle share of each policy on all GPUs of this host."""
 
 import argparse
-import json
 import statistics
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from alload_jax.commands.bench_models import MODELS, NAMES, model_fields, training_fields
-from alload_jax.commands.bench_output import (
+from alload_jax.bench.harness import (
+    MODELS,
+    NAMES,
+    Record,
+    console,
     gigabytes,
     markdown_table,
-    require_counts,
-    require_place,
-    typed,
+    measured,
+    model_fields,
+    training_fields,
 )
-from alload_jax.commands.bench_process import measured
+from alload_jax.commands.outputs import require_flags, require_place
 from alload_jax.errors import InputError
-from alload_jax.files import read_json
+from alload_jax.files import Json, read_json
 from alload_jax.planning.cost import CostFile, read_cost_file
 from alload_jax.planning.metrics import coefficient_of_variation, imbalance
 from alload_jax.planning.settings import PlanningConfig
@@ -29,7 +30,6 @@ from alload_jax.planning.workloads import names
 HELP = "Measure training steps on all devices of this host under each policy: time and idle share."
 
 _COMMAND = "alload bench balance"
-_WIDTH = 190
 _DEVICE_COLUMNS = ("imbalance", "CV", "idle", "exposed")
 COLUMNS = (
     *("tokens/s", "spread", "epoch, s", *_DEVICE_COLUMNS, "memory", "memory range"),
@@ -46,7 +46,7 @@ class Case(NamedTuple):
       split: whether the devices form context groups that split samples.
     """
 
-    planning: dict[str, Any]
+    planning: Json
     split: bool = False
 
 
@@ -77,12 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=tuple(CASES),
         help=f"of {', '.join(CASES)} (default: all); :M_MEM replaces --m-mem in one case",
     )
-    add(
-        "--model",
-        choices=tuple(MODELS),
-        default="1.3b",
-        help=f"{NAMES} (default 1.3b)",
-    )
+    add("--model", choices=tuple(MODELS), default="1.3b", help=f"{NAMES} (default 1.3b)")
     add("--layers", type=int, help="number of layers, if fewer than the model has")
     add("--m-mem", type=int, default=81_920, help="tokens of a micro-batch (default 81,920)")
     add("--samples", type=int, default=4000, help="samples of the epoch (default 4000)")
@@ -104,57 +99,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measures each case in a separate process, prints a table and writes JSON."""
     costs = _checked(options)
-    out = Path(options.out)
     model = training_fields(model_fields(options.model, options.layers))
     a_layer = {name: value for name, value in model.items() if name != "num_layers"}
     if unlike := costs.unlike(a_layer):
         print(f"{options.cost_model}: was made for {unlike}; plans and predictions are inaccurate")
-    content: dict[str, Any] = {
-        "command": typed(),
-        "model": model,
-        "workload": options.workload,
-        "m_mem": options.m_mem,
-    }
-    content["cases"] = _kept(out, content, options.cases)
-    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
+    record = Record(options.out, model=model, workload=options.workload, m_mem=options.m_mem)
+    content, cases = record.content, _kept(record, options.cases)
+    content["cases"] = cases
     for name in options.cases:
         settings = _settings(options, model, name)
-        digests = {c["digest"]: c["case"] for c in content["cases"] if "digest" in c}
+        digests = {c["digest"]: c["case"] for c in cases if "digest" in c}
         found = measured("alload_jax.bench.balance", settings | {"measured": digests})
         content |= {key: found.pop(key) for key in _SHARED if key in found}
-        content["cases"].append({"case": name} | found)
+        cases.append({"case": name} | found)
         summarise(content)
-        console.print(f"{name}: {_outcome(content['cases'][-1])}")
-        # After each case, so that a failure loses no measurement.
-        out.write_text(json.dumps(content, indent=1) + "\n")
-    console.print(_table(content))
-    print(f"written: {out}")
+        console().print(f"{name}: {_outcome(cases[-1])}")
+        record.write()
+    console().print(_table(content))
+    print(f"written: {record.path}")
     if options.picture:
         _draw(Path(options.picture), content)
-    return 0 if any("seconds" in case for case in content["cases"]) else 1
+    return 0 if any("seconds" in case for case in cases) else 1
 
 
-def _kept(out: Path, content: dict[str, Any], measured_anew: list[str]) -> list[dict[str, Any]]:
+def _kept(record: Record, measured_anew: list[str]) -> list[Json]:
     """The cases of an existing file of the same measurement that are not measured anew.
 
     Each keeps the command that measured it.
     """
-    if (before := read_json(out, "name a new file for --out")) is None:
+    if (before := read_json(record.path, "name a new file for --out")) is None:
         return []
     same = ("model", "workload", "m_mem")
-    if not isinstance(before, dict) or any(before.get(name) != content[name] for name in same):
+    if not isinstance(before, dict) or any(before.get(n) != record.content[n] for n in same):
         return []
     kept = [case for case in before["cases"] if case["case"] not in measured_anew]
     if kept:
-        print(f"{out}: keeps {', '.join(case['case'] for case in kept)}")
+        print(f"{record.path}: keeps {', '.join(case['case'] for case in kept)}")
     return [{"command": before["command"]} | case for case in kept]
 
 
-def _draw(picture: Path, content: dict[str, Any]) -> None:
-    from alload_jax.bench.balance_picture import write_picture
+def _draw(picture: Path, content: Json) -> None:
+    from alload_jax.bench.pictures import draw_balance
 
     try:
-        write_picture(picture, content)
+        draw_balance(picture, content)
     except ValueError as error:
         raise InputError(f"{_COMMAND}: --picture {error}; the JSON was written") from error
     print(f"written: {picture}")
@@ -166,7 +154,7 @@ def _checked(options: argparse.Namespace) -> CostFile:
     if options.picture is not None:
         require_place(_COMMAND, "--picture", Path(options.picture))
     counts = ("m_mem", "samples", "steps", "repeats", "fsdp", "layers", "longest", "context")
-    require_counts(_COMMAND, **{name: getattr(options, name) for name in counts})
+    require_flags(_COMMAND, **{name: getattr(options, name) for name in counts})
     for name in options.cases:
         _case(name, options.m_mem)
     try:
@@ -187,26 +175,16 @@ def _case(name: str, m_mem: int) -> tuple[Case, int]:
     return CASES[case], int(tokens)
 
 
-def _settings(options: argparse.Namespace, model: dict[str, Any], name: str) -> dict[str, Any]:
+def _settings(options: argparse.Namespace, model: Json, name: str) -> Json:
     case, m_mem = _case(name, options.m_mem)
     planning = case.planning | {"m_mem": m_mem, "cost_model": options.cost_model}
     PlanningConfig(**planning)
-    return {
-        "model": model,
-        "planning": planning,
-        "workload": options.workload,
-        "samples": options.samples,
-        "one_aspect": options.one_aspect,
-        "steps": options.steps,
-        "repeats": options.repeats,
-        "longest": options.longest,
-        "split": case.split,
-        "context": options.context,
-        "fsdp": options.fsdp,
-    }
+    same = ("workload", "samples", "one_aspect", "steps", "repeats", "longest", "context", "fsdp")
+    given = {name: getattr(options, name) for name in same}
+    return given | {"model": model, "planning": planning, "split": case.split}
 
 
-def summarise(content: dict[str, Any]) -> None:
+def summarise(content: Json) -> None:
     """Adds figures to each measured case, from the steps that were run.
 
     The cost model may have been measured with another number of layers, so one factor for all
@@ -232,30 +210,28 @@ def summarise(content: dict[str, Any]) -> None:
             "prediction_error": float(np.abs(predicted * factor / seconds - 1).mean()),
         }
         if case["busy"]:
-            case["figures"] |= _device_figures(seconds, np.asarray(case["busy"]), case["exposed"])
+            case["figures"] |= _device_figures(
+                seconds, np.asarray(case["busy"]), np.asarray(case["exposed"])
+            )
 
 
-def _device_figures(seconds: np.ndarray, busy: np.ndarray, exposed: Any) -> dict[str, float]:
+def _device_figures(seconds: np.ndarray, busy: np.ndarray, exposed: np.ndarray) -> dict[str, float]:
     """Shares of time from seconds [steps], and from busy and exposed seconds [steps, devices]."""
     return {
         "imbalance": float(imbalance(busy).mean()),
         "CV": float(coefficient_of_variation(busy).mean()),
         "idle": float(1 - busy.mean(axis=1).sum() / seconds.sum()),
-        "exposed": float(np.mean(exposed, axis=1).sum() / seconds.sum()),
+        "exposed": float(exposed.mean(axis=1).sum() / seconds.sum()),
     }
 
 
-def _outcome(case: dict[str, Any]) -> str:
-    if "figures" not in case:
-        return _unmeasured(case)
-    return f"{case['figures']['tokens_per_second']:,.0f} tokens/s"
-
-
-def _unmeasured(case: dict[str, Any]) -> str:
+def _outcome(case: Json) -> str:
+    if "figures" in case:
+        return f"{case['figures']['tokens_per_second']:,.0f} tokens/s"
     return case["error"] if "error" in case else f"the same steps as {case['same_as']}"
 
 
-def cells(case: dict[str, Any]) -> dict[str, str]:
+def cells(case: Json) -> dict[str, str]:
     """A measured case's figures as text, by the names in `COLUMNS`."""
     figures = case["figures"]
     devices = (f"{figures[key]:.1%}" if key in figures else "-" for key in _DEVICE_COLUMNS)
@@ -272,7 +248,7 @@ def cells(case: dict[str, Any]) -> dict[str, str]:
     return dict(zip(COLUMNS, texts, strict=True))
 
 
-def _compilation(case: dict[str, Any]) -> str:
+def _compilation(case: Json) -> str:
     """Seconds and number of programs; a run that read programs from a cache has no seconds."""
     seconds = case["compile_seconds"]
     return f"{case['compiled']}" if seconds is None else f"{seconds:.0f} s ({case['compiled']})"
@@ -286,7 +262,7 @@ def _mean_and_spread(peak_bytes: list[int] | None) -> tuple[str, str]:
     return gigabytes(mean), gigabytes(max(peak_bytes) - min(peak_bytes))
 
 
-def _table(content: dict[str, Any]) -> Table:
+def _table(content: Json) -> Table:
     layers = content["model"]["num_layers"]
     title = (
         f"{content['workload']} on {content.get('devices', 0)} devices, {layers} layers, "

@@ -1,20 +1,18 @@
 """`alload bench kernel`: what the kernels gain on this device."""
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rich.box
-from rich.console import Console
 from rich.table import Table
 
-from alload_jax.commands.bench_output import require_place, typed
+from alload_jax.bench.harness import Record, console, markdown_table
+from alload_jax.commands.outputs import require_outputs
 from alload_jax.errors import InputError
+from alload_jax.files import Json
 
 if TYPE_CHECKING:
-    from alload_jax.bench.kernel import Rival
+    from alload_jax.bench.kernel import Entry, Rival
 
 HELP = "Measure kernels on this device against XLA's fusion."
 
@@ -22,9 +20,6 @@ _FUNCTIONS_HELP = (
     "layernorm_modulate, residual_layernorm_modulate (these two by default), "
     "segment_layernorm_modulate (packed rows), token_layernorm_modulate (a scale for each token)"
 )
-
-_WIDTH = 160
-"""Columns of the table: it is made to be copied, not to fit a terminal."""
 
 _PACKAGES = ("jax", "jaxlib", "numpy")
 
@@ -36,12 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--shape", action="append", type=_shape, help="a shape of your own, as 1,32760,1536 (B,S,D)"
     )
-    add(
-        "--functions",
-        nargs="+",
-        metavar="NAME",
-        help=_FUNCTIONS_HELP,
-    )
+    add("--functions", nargs="+", metavar="NAME", help=_FUNCTIONS_HELP)
     add("--out", default="layernorm_modulate", help="written: OUT.json and OUT.png")
 
 
@@ -59,44 +49,30 @@ def run(
     import jax
 
     from alload_jax.bench import kernel
-    from alload_jax.bench.device_time import copy_bandwidth, require_gpu
-    from alload_jax.bench.picture import write_picture
-    from alload_jax.bench.provenance import provenance
+    from alload_jax.bench.device import copy_bandwidth, require_gpu
+    from alload_jax.bench.pictures import draw_kernels
 
-    workloads = _workloads(options)
-    functions = _functions(options)
-    out = Path(options.out)
-    written = [out.parent / f"{out.name}.{kind}" for kind in ("json", "png")] if out.name else [out]
-    for path in written:
-        require_place("alload bench kernel", "--out", path)
+    workloads, functions = _workloads(options), _functions(options)
+    out, picture = require_outputs("alload bench kernel", options.out)
     require_gpu()
-    device = jax.devices()[0].device_kind
-    copy = copy_bandwidth()
-    made_with = provenance([*_PACKAGES, *packages])
+    device, copy = jax.devices()[0].device_kind, copy_bandwidth()
+    record = Record(out, [*_PACKAGES, *packages], copy_bytes_per_second=copy, summary=[])
     entries: list[kernel.Entry] = []
-    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
     for entry in kernel.measure(workloads, functions, [kernel.mosaic, *rivals]):
         entries.append(entry)
-        console.print(_line(entry, kernel.share_of_copy(entry, copy)))
-        content = {
-            "command": typed(),
-            **made_with,
-            "copy_bytes_per_second": copy,
-            "summary": kernel.summary(entries, copy),
-            "entries": [each._asdict() for each in entries],
-        }
-        # After each, so that a failure loses nothing that was measured.
-        written[0].write_text(json.dumps(content, indent=1) + "\n")
-    write_picture(written[1], entries, copy, device)
-    console.print(_table(entries, copy, device))
+        console().print(_line(entry, kernel.share_of_copy(entry, copy)))
+        record.content["summary"] = kernel.summary(entries, copy)
+        record.add(entry._asdict(), to="entries")
+    draw_kernels(picture, entries, copy, device)
+    console().print(_table(entries, copy, device))
     for row in kernel.summary(entries, copy):
-        console.print(_verdict(row))
-    print(f"written: {written[0]}, {written[1]}")
+        console().print(_verdict(row))
+    print(f"written: {out}, {picture}")
     return 0
 
 
-def _workloads(options: argparse.Namespace) -> dict[str, Any]:
-    from pallas_kernels.layernorm_modulate.workloads import WORKLOADS, Workload
+def _workloads(options: argparse.Namespace) -> Json:
+    from pallas_kernels.layernorm_modulate.tuning import WORKLOADS, Workload
 
     own = {
         f"{batch}×{seq_len}×{dim}": Workload(batch, seq_len, dim, "given with --shape")
@@ -131,19 +107,18 @@ def _shape(text: str) -> tuple[int, int, int]:
     return (int(parts[0]), int(parts[1]), int(parts[2]))
 
 
-def _line(entry: Any, share: float) -> str:
+def _line(entry: "Entry", share: float) -> str:
     where = f"{entry.workload} {entry.function} {entry.direction} {entry.implementation}"
     return f"{where}: {entry.us:,.1f} µs, {share:.2f} of copy"
 
 
-def _table(entries: list[Any], copy: float, device: str) -> Table:
+def _table(entries: "list[Entry]", copy: float, device: str) -> Table:
     from alload_jax.bench.kernel import ratios, share_of_copy
 
     others = [n for n in dict.fromkeys(e.implementation for e in entries) if n != "triton"]
     title = f"{device}, copy {copy / 1e12:.2f} TB/s; times faster than …"
-    table = Table(title=title, title_justify="left", box=rich.box.MARKDOWN)
-    for name in ("workload", "shape", "function", "pass", "µs", "TB/s", "of copy", *others):
-        table.add_column(name, justify="left" if name in ("workload", "function") else "right")
+    columns = ("workload", "shape", "function", "pass", "µs", "TB/s", "of copy", *others)
+    table = markdown_table(title, columns)
     against = {other: ratios(entries, other) for other in others}
     for entry in (e for e in entries if e.implementation == "triton"):
         case = (entry.workload, entry.function, entry.direction)
@@ -161,7 +136,7 @@ def _table(entries: list[Any], copy: float, device: str) -> Table:
     return table
 
 
-def _verdict(row: dict[str, Any]) -> str:
+def _verdict(row: Json) -> str:
     times, least = row["times_xla_mean"], row["times_xla_least"]
     return (
         f"{row['function']} {row['direction']}: {times:.2f}× XLA's fusion in the geometric mean, "

@@ -1,16 +1,17 @@
 """`alload bench sparse-attention`: block-sparse attention against dense attention."""
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.table import Table
 
-from alload_jax.commands.bench_output import markdown_table, require_counts, require_place, typed
+from alload_jax.bench.harness import Record, console, markdown_table
+from alload_jax.commands.outputs import require_flags, require_outputs
 from alload_jax.errors import InputError
+from alload_jax.files import Json
 
 if TYPE_CHECKING:
     from alload_jax.bench.sparse_attention import Entry, Rival, Speed
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 HELP = "Measure block-sparse attention on this device against cuDNN's dense attention."
 
 _COMMAND = "alload bench sparse-attention"
-_WIDTH = 160
 _KERNELS = ("mosaic", "triton")
 _PACKAGES = ("jax", "jaxlib", "numpy")
 _COLUMNS = (
@@ -56,68 +56,52 @@ def run(
       rivals: other libraries' implementations to measure beside ours.
       packages: whose versions the JSON notes for that.
     """
-    _check(options)
+    out, picture = _check(options)
     # Only now: `--help` needs neither JAX nor a GPU.
     import jax
 
     from alload_jax.bench import sparse_attention as bench
-    from alload_jax.bench.device_time import require_gpu
-    from alload_jax.bench.provenance import provenance
-    from alload_jax.bench.sparse_attention_picture import write_picture
+    from alload_jax.bench.device import require_gpu
+    from alload_jax.bench.pictures import draw_sparse_attention
 
     require_gpu()
-    out = Path(options.out)
-    json_path, picture = (out.parent / f"{out.name}.{kind}" for kind in ("json", "png"))
-    shapes = [
-        bench.Shape(tokens, options.heads, options.width, options.block)
-        for tokens in options.tokens
-    ]
-    made_with = provenance([*_PACKAGES, *packages])
-    entries: list[Entry] = []
-    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
+    sizes = (options.heads, options.width, options.block)
+    shapes = [bench.Shape(tokens, *sizes) for tokens in options.tokens]
     kernels = [name for name in bench.runnable_kernels() if name in options.implementations]
     if not kernels:
         names = ", ".join(options.implementations)
         raise InputError(f"{_COMMAND}: --implementations {names}: none of them runs on this device")
-    asked = (shapes, options.sparsities, options.lists)
-    for entry in bench.measure(*asked, kernels, rivals):
+    record = Record(out, [*_PACKAGES, *packages], break_even={}, speeds=[])
+    entries: list[Entry] = []
+    for entry in bench.measure(shapes, options.sparsities, options.lists, kernels, rivals):
         entries.append(entry)
-        console.print(_line(entry))
+        console().print(_line(entry))
         found = bench.speeds(entries)
-        content = {
-            "command": typed(),
-            **made_with,
+        record.content |= {
             "break_even": {str(s.tokens): bench.break_even(found, s) for s in shapes},
             "speeds": [_jsonable(each) for each in found],
-            "entries": [each._asdict() | {"shape": each.shape._asdict()} for each in entries],
         }
-        # After each, so that a failure loses nothing that was measured.
-        json_path.write_text(json.dumps(content, indent=1) + "\n")
+        record.add(entry._asdict() | {"shape": entry.shape._asdict()}, to="entries")
     device = jax.devices()[0].device_kind
-    write_picture(picture, found, device)
-    console.print(_table(entries, found, device))
+    draw_sparse_attention(picture, found, device)
+    console().print(_table(entries, found, device))
     for shape in shapes:
-        console.print(_verdict(shape.tokens, bench.break_even(found, shape)))
-    print(f"written: {json_path}, {picture}")
+        console().print(_verdict(shape.tokens, bench.break_even(found, shape)))
+    print(f"written: {out}, {picture}")
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
-    require_counts(_COMMAND, heads=options.heads)
-    for tokens in options.tokens:
-        require_counts(_COMMAND, tokens=tokens)
+def _check(options: argparse.Namespace) -> tuple[Path, Path]:
+    require_flags(_COMMAND, heads=options.heads, tokens=min(options.tokens))
     for sparsity in options.sparsities:
         if not 0 <= sparsity < 1:
             raise InputError(
                 f"{_COMMAND}: --sparsities {sparsity}: it must be at least 0 and below 1"
             )
-    out = Path(options.out)
-    for kind in ("json", "png"):
-        path = out.parent / f"{out.name}.{kind}" if out.name else out
-        require_place(_COMMAND, "--out", path)
+    return require_outputs(_COMMAND, options.out)
 
 
-def _jsonable(speed: "Speed") -> dict[str, Any]:
+def _jsonable(speed: "Speed") -> Json:
     selection = None if math.isnan(speed.selection) else speed.selection
     return speed._asdict() | {"shape": speed.shape._asdict(), "selection": selection}
 
@@ -127,7 +111,7 @@ def _line(entry: "Entry") -> str:
     return f"{where}, {entry.implementation} {entry.part}: {entry.us:,.0f} µs"
 
 
-def _table(entries: "Sequence[Entry]", found: "Sequence[Speed]", device: str) -> Any:
+def _table(entries: "Sequence[Entry]", found: "Sequence[Speed]", device: str) -> Table:
     """Each case's speed, and the rate of its computed pairs."""
     rates = {
         (e.shape, e.implementation, e.popularity, e.sparsity, e.part): e.flops_per_second

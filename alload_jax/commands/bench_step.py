@@ -1,44 +1,89 @@
 """`alload bench step`: training steps, by rematerialisation, or by policy."""
 
 import argparse
-import json
 import math
-from collections.abc import Iterable, Iterator
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from alload_jax.commands import bench_layouts, bench_profile
-from alload_jax.commands.bench_models import MODELS, NAMES, model_fields, training_fields
-from alload_jax.commands.bench_output import (
+from alload_jax.bench.harness import (
+    MODELS,
+    NAMES,
+    Record,
+    console,
     gigabytes,
     markdown_table,
-    require_counts,
-    require_place,
-    typed,
+    measured,
+    model_fields,
+    training_fields,
 )
-from alload_jax.commands.bench_process import measured
+from alload_jax.commands.outputs import require_flags, require_place
 from alload_jax.errors import InputError
-from alload_jax.planning.architectures.registry import from_fields
+from alload_jax.files import Json
+from alload_jax.planning.architecture import from_fields
+from alload_jax.planning.devices import DEVICES
+from alload_jax.planning.policies.registry import find_policy
 from alload_jax.planning.remat import AUTO_REMAT, RematPolicy, in_words
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.workloads import names
+
+if TYPE_CHECKING:
+    from alload_jax.bench.step_profile.summary import Row
 
 HELP = "Training steps: by what is kept for the backward pass, by policy, or by part (--profile)."
 
-_WIDTH = 150
 _POLICIES = get_args(RematPolicy)
+_POLICIES_OF_PLANS = ("balanced", "first_fit", "dual_constraint", "equal_tokens")
+_SHARED = ("date", "device", "driver", "versions", "samples", "tokens")
+_MEASURE = "alload_jax.bench.step_profile.measure"
+_ROOFS = "alload_jax.bench.step_profile.roofs"
+_LISTED = 12
+"""Kernels that a list shows; the JSON has more."""
+_NAME = 60
+_COLUMNS = ("part", "kernels", "ms", "share", "rate", "roof", "of roof")
 
-Case = tuple[str, str | Path, dict[str, Any]]
+Case = tuple[str, str | Path, Json]
 """A name, the module or script that measures it, and its settings."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     add_case_arguments(parser)
-    bench_profile.add_arguments(parser)
-    bench_layouts.add_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--profile",
+        action="store_true",
+        help="trace each case and say which parts its time goes to; a picture beside --out",
+    )
+    add(
+        "--keep-trace",
+        metavar="DIR",
+        help="with --profile: keep the raw traces and the compiled programs in this folder",
+    )
+    add("--workload", choices=names(), help="measure a named workload under --policies")
+    add(
+        "--same",
+        nargs=3,
+        type=int,
+        metavar=("FRAMES", "HEIGHT", "WIDTH"),
+        help="instead of --workload: all samples have this shape in pixels",
+    )
+    add(
+        "--policies",
+        nargs="+",
+        choices=_POLICIES_OF_PLANS,
+        default=("balanced", "dual_constraint", "equal_tokens"),
+        help="default: balanced (packed), dual_constraint, equal_tokens",
+    )
+    add("--m-mem", type=int, default=65_536, help="tokens of a micro-batch (default 65,536)")
+    add("--samples", type=int, default=2000, help="samples of the epoch (default 2000)")
+    add("--one-aspect", action="store_true", help="only 16:9 samples: fewer buckets to compile")
+    add("--cost-model", help="JSON of `alload calibrate`, for policies that balance by cost")
 
 
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,15 +121,33 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measures steps of one shape, or (--workload, --same) of the same samples by policy."""
     require_usable("alload bench step", options)
-    bench_layouts.check(options)
-    bench_profile.check(options)
+    _check(options)
     if options.profile:
-        return bench_profile.run(options, cases(options))
+        return profile(options, cases(options))
     if not options.workload and not options.same:
         return measure(options, cases(options))
     model = model_fields(options.model, options.layers)
     model = training_fields(model, scan_layers=not options.unrolled)
-    return bench_layouts.run(options, model, measured)
+    return measure_policies(options, model)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises InputError where a flag of policies or of profiles makes no sense."""
+    command = "alload bench step"
+    same = min(options.same) if options.same else None
+    require_flags(command, m_mem=options.m_mem, samples=options.samples, same=same)
+    if options.cost_model and not Path(options.cost_model).is_file():
+        raise InputError(f"{command}: --cost-model {options.cost_model}: no such file; name one")
+    if options.profile and (options.workload or options.same):
+        flag = "--workload" if options.workload else "--same"
+        raise InputError(f"{command}: --profile and {flag} are both given; give one")
+    if options.keep_trace is None:
+        return
+    if not options.profile:
+        raise InputError(f"{command}: --keep-trace needs --profile; add it")
+    folder = Path(options.keep_trace)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{command}: --keep-trace {folder}: this is a file; name a folder")
 
 
 def require_usable(command: str, options: argparse.Namespace) -> None:
@@ -94,7 +157,7 @@ def require_usable(command: str, options: argparse.Namespace) -> None:
         raise InputError(f"{command}: --memory-budget is for --remat auto; give both or neither")
     if options.memory_budget is not None and not 0 < options.memory_budget < math.inf:
         raise InputError(f"{command}: --memory-budget {options.memory_budget}: it must be above 0")
-    require_counts(
+    require_flags(
         command,
         batch=options.batch,
         steps=options.steps,
@@ -105,27 +168,23 @@ def require_usable(command: str, options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace, cases: Iterable[Case]) -> int:
     """Measures each case in a process of its own, prints a table, writes JSON."""
-    out = Path(options.out)
-    content: dict[str, Any] = {
-        "command": typed(),
-        "model": model_fields(options.model, options.layers),
-        "batch": options.batch,
-        "latents": list(options.latents),
-        "cases": [],
-    }
-    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
+    record = record_of(options)
     for name, program, settings in cases:
         result = measured(program, settings)
-        content["cases"].append({"name": name, **result})
-        console.print(f"{name}: {_outcome(result)}")
-        # After each, so that a failure loses nothing that was measured.
-        out.write_text(json.dumps(content, indent=1) + "\n")
-    console.print(_table(content))
-    print(f"written: {out}")
-    return 0 if any("seconds" in case for case in content["cases"]) else 1
+        console().print(f"{name}: {_outcome(result)}")
+        record.add({"name": name, **result})
+    console().print(_table(record.content))
+    print(f"written: {record.path}")
+    return 0 if any("seconds" in case for case in record.content["cases"]) else 1
 
 
-def shared_settings(options: argparse.Namespace) -> dict[str, Any]:
+def record_of(options: argparse.Namespace) -> Record:
+    """The JSON of steps of one shape, without any yet."""
+    model, latents = model_fields(options.model, options.layers), list(options.latents)
+    return Record(options.out, model=model, batch=options.batch, latents=latents, cases=[])
+
+
+def shared_settings(options: argparse.Namespace) -> Json:
     """What the settings of all cases have in common."""
     latents = list(options.latents)
     return {"batch": options.batch, "latents": latents, "steps": options.steps, "warmup": 2}
@@ -143,7 +202,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
             yield name, "alload_jax.bench.step_process", shared | {"model": fields}
 
 
-def _outcome(result: dict[str, Any]) -> str:
+def _outcome(result: Json) -> str:
     if "error" in result:
         return result["error"]
     kept = ""
@@ -152,7 +211,7 @@ def _outcome(result: dict[str, Any]) -> str:
     return f"{result['seconds']:.3f} s, at most {gigabytes(result.get('peak_bytes'))}{kept}"
 
 
-def _table(content: dict[str, Any]) -> Table:
+def _table(content: Json) -> Table:
     latents = "×".join(map(str, content["latents"]))
     title = f"one training step, {content['batch']}×{latents} latents"
     table = markdown_table(
@@ -175,3 +234,250 @@ def _table(content: dict[str, Any]) -> Table:
             f"{case.get('compile_seconds', case.get('warmup_seconds', 0)):.0f}",
         )
     return table
+
+
+# ---------------------------------------------------------------- policies
+
+
+def measure_policies(options: argparse.Namespace, model: Json) -> int:
+    """Measures each policy, prints a table and writes JSON; `model`: fields of its config."""
+    if options.workload and options.same:
+        raise InputError("alload bench step: --workload and --same are both given; give one")
+    workload = options.workload or f"all samples {'x'.join(map(str, options.same))}"
+    record = Record(options.out, model=model, workload=workload, m_mem=options.m_mem, cases=[])
+    for settings in _settings_by_policy(options, model):
+        found = measured("alload_jax.bench.workload_step", settings)
+        record.content |= {key: found[key] for key in _SHARED if key in found}
+        for case in _policy_cases(found, settings):
+            if "seconds" in case:
+                case["mfu"] = _utilisation(found, case)
+            console().print(f"{case['policy']}: {_policy_outcome(case)}")
+            record.add(case)
+    console().print(_policy_table(record.content))
+    print(f"written: {record.path}")
+    return 0 if any("seconds" in case for case in record.content["cases"]) else 1
+
+
+def _settings_by_policy(options: argparse.Namespace, model: Json) -> list[Json]:
+    """Settings of each process: one per packed policy, and one for all bucketed policies.
+
+    Bucketed policies share programs, so they share a process.
+    """
+    shared = {
+        "model": model,
+        "workload": options.workload,
+        "shape": options.same,
+        "samples": options.samples,
+        "one_aspect": options.one_aspect,
+        "steps": options.steps,
+    }
+    plannings = [_planning(options, policy) for policy in options.policies]
+    groups = [[each] for each in plannings if find_policy(each["policy"]).packed]
+    groups.append([each for each in plannings if not find_policy(each["policy"]).packed])
+    return [shared | {"plannings": group} for group in groups if group]
+
+
+def _planning(options: argparse.Namespace, policy: str) -> Json:
+    fields: Json = {"policy": policy, "m_mem": options.m_mem}
+    if options.cost_model:
+        fields["cost_model"] = options.cost_model
+    if find_policy(policy).m_comp_by_default:
+        fields["m_comp"] = "auto"
+    PlanningConfig(**fields)
+    return fields
+
+
+def _policy_cases(found: Json, settings: Json) -> list[Json]:
+    """The figures of each policy of a process, with the peak memory of the process."""
+    if "error" in found:
+        names = [planning["policy"] for planning in settings["plannings"]]
+        return [{"policy": name, "error": found["error"]} for name in names]
+    return [case | {"peak_bytes": found["peak_bytes"]} for case in found["cases"]]
+
+
+def _utilisation(found: Json, case: Json) -> float | None:
+    """Model FLOPs utilisation (MFU) of a case; None if the device's peak is unknown."""
+    peaks = [device.peak_flops for device in DEVICES.values() if device.name == found["device"]]
+    if not peaks:
+        return None
+    return case["flops"] / case["seconds"] / peaks[0]
+
+
+def _policy_outcome(case: Json) -> str:
+    if "error" in case:
+        return case["error"]
+    return f"{case['tokens_per_second']:,.0f} tokens/s"
+
+
+def _policy_table(content: Json) -> Table:
+    title = f"{content['workload']}, {content['m_mem']:,} tokens per micro-batch"
+    columns = ("policy", "tokens/s", "samples/s", "MFU", "peak memory", "padding", "steps")
+    table = markdown_table(title, (*columns, "programs", "compilation, s"))
+    for case in content["cases"]:
+        if "error" in case:
+            table.add_row(case["policy"], case["error"])
+            continue
+        mfu = case["mfu"]
+        table.add_row(
+            case["policy"],
+            f"{case['tokens_per_second']:,.0f}",
+            f"{case['samples_per_second']:.3f}",
+            "not known" if mfu is None else f"{mfu:.3f}",
+            gigabytes(case["peak_bytes"]),
+            f"{case['padding']:.2%}",
+            f"{case['steps']:,}",
+            f"{case['programs']}",
+            f"{case['compile_seconds']:.0f}",
+        )
+    return table
+
+
+# ---------------------------------------------------------------- profiles
+
+
+def profile(options: argparse.Namespace, cases: Iterable[Case]) -> int:
+    """Measures and profiles each case; prints tables, writes JSON and a picture for each."""
+    record = record_of(options)
+    for name, program, settings in cases:
+        # A case's name as part of a file's.
+        file = re.sub(r"\W+", "_", name.removeprefix("alload, keep "))
+        keep = options.keep_trace and str((Path(options.keep_trace) / file).absolute())
+        case, operations = _profiled(program, settings, keep)
+        case = {"name": name} | case
+        record.add(case)
+        if "error" in case:
+            console().print(f"{name}: {case['error']}")
+            continue
+        _show(case, operations)
+        picture = record.path.with_name(f"{record.path.stem}_{file}.png")
+        _draw(picture, case, record.content)
+        print(f"written: {picture}")
+    print(f"written: {record.path}")
+    return 0 if any("rows" in case for case in record.content["cases"]) else 1
+
+
+def _profiled(program: str | Path, settings: Json, keep: str | None) -> tuple[Json, list[Json]]:
+    """A case as without a profile, with the rows of its profile; or its error. All operations."""
+    from alload_jax.bench.step_profile.measure import NO_GRAPHS
+    from alload_jax.bench.step_profile.summary import attention_shapes
+
+    found = measured(program, settings)
+    if "error" in found:
+        return found, []
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {NO_GRAPHS}".strip()
+    traced = measured(_MEASURE, settings | {"keep": keep}, {"XLA_FLAGS": flags})
+    if "error" in traced:
+        return found | {"error": f"the traced step {traced['error']}"}, []
+    roofs = None
+    if traced["backend"] == "gpu":
+        roofs = measured(_ROOFS, {"attention": attention_shapes(traced["operations"])})
+        if "error" in roofs:
+            return found | {"error": f"the measurement of roofs {roofs['error']}"}, []
+    return found | summarised(found["seconds"], traced, roofs), traced["operations"]
+
+
+def summarised(seconds: float, traced: Json, roofs: Json | None) -> Json:
+    """What the JSON says of a profile.
+
+    Args:
+      seconds: of a step that is not traced.
+      traced: what `step_profile.measure` prints.
+      roofs: what `step_profile.roofs` prints; None without a GPU.
+    """
+    from alload_jax.bench.step_profile.summary import records, rows, step_roof
+
+    roof = step_roof(traced, roofs) if roofs else None
+    return (
+        {name: traced[name] for name in ("traced_seconds", "traced_steps", "devices")}
+        | {
+            "roofs": roofs,
+            "roof": roof and roof._asdict() | {"seconds": roof.seconds},
+            "of_roof": roof and roof.seconds / seconds,
+            "rows": [row._asdict() for row in rows(traced, roofs)],
+        }
+        | records(traced["operations"])
+    )
+
+
+def _show(case: Json, operations: Sequence[Json]) -> None:
+    from alload_jax.bench.step_profile.attribution import ELSE
+
+    console().print(_profile_table(case))
+    console().print(_profile_outcome(case))
+    longest = sorted(operations, key=lambda each: -each["seconds"])
+    unnamed = [each for each in longest if each["part"] == ELSE]
+    _show_kernels("everything else, by kernel", unnamed)
+    others = [each for each in longest if not each["flops"]]
+    _show_kernels("longest kernels but products and attention", others)
+    print()
+
+
+def _profile_outcome(case: Json) -> str:
+    told = (
+        f"step {case['seconds'] * 1e3:,.1f} ms, {case['traced_seconds'] * 1e3:,.1f} ms traced, "
+        f"at most {gigabytes(case.get('peak_bytes'))}"
+    )
+    if load := case.get("load"):
+        told += (
+            f", {load['sm_mhz']:,.0f} of {load['most_sm_mhz']:,.0f} MHz, "
+            f"{load['watts']:,.0f} of {load['most_watts']:,.0f} W"
+        )
+    if case["roof"] is None:
+        return f"{told}; roofs are measured on a GPU"
+    roof = {name: f"{seconds * 1e3:,.1f}" for name, seconds in case["roof"].items()}
+    return (
+        f"{told}; roof {roof['seconds']} ms (products {roof['products']}, attention "
+        f"{roof['attention']}, optimizer {roof['optimizer']}): {case['of_roof']:.3f} of the roof"
+    )
+
+
+def _show_kernels(title: str, kernels: Sequence[Json]) -> None:
+    """The longest of some kernels, and the sum of the others."""
+    print(f"\n{title}:")
+    for each in kernels[:_LISTED]:
+        part = f"{each['part']}, {each['detail']}" if each["detail"] else each["part"]
+        holds = f" with {', '.join(each['also'])}" if each["also"] else ""
+        name = each["instruction"] or each["kernel"][:_NAME]
+        place = "/".join(each["op_name"].split("/")[-3:]) or each["kernel"][:_NAME]
+        print(
+            f"  {each['seconds'] * 1e3:9.3f} ms {each['calls']:6.0f}×  {name}: "
+            f"{part}{holds} ({each['tensor'] or place})"
+        )
+    if rest := kernels[_LISTED:]:
+        seconds = sum(each["seconds"] for each in rest)
+        print(f"  {seconds * 1e3:9.3f} ms in {len(rest)} more")
+
+
+def _profile_table(case: Json) -> Table:
+    """A row for each part, the longest first, and below it one for each pass or kind."""
+    from alload_jax.bench.step_profile.summary import Row, totals
+
+    table = markdown_table(f"{case['name']}: one step by part", _COLUMNS)
+    found = [Row(**row) for row in case["rows"]]
+    for total in totals(found):
+        table.add_row(total.part, *_cells(total))
+        details = [row for row in found if row.part == total.part and row.detail]
+        for row in details:
+            table.add_row(f"· {row.detail}", *_cells(row))
+    return table
+
+
+def _cells(row: "Row") -> tuple[str, ...]:
+    """Kernels, ms, share, rate, roof and fraction of the roof of a `Row`."""
+    calls = f"{row.calls:,.0f}" if row.calls else "–"
+    time = (calls, f"{row.seconds * 1e3:,.2f}", f"{row.share:.1%}")
+    if not row.of_roof or not row.roof_seconds:
+        return (*time, "–", "–", "–")
+    by_flops = row.bound == "flops"
+    work, unit, digits = (row.flops, "TFLOP/s", 0) if by_flops else (row.bytes, "TB/s", 2)
+    roof = work / row.roof_seconds / 1e12
+    of_roof = f"{row.of_roof:.2f}"
+    return (*time, f"{roof * row.of_roof:.{digits}f} {unit}", f"{roof:.{digits}f}", of_roof)
+
+
+def _draw(path: Path, case: Json, content: Json) -> None:
+    from alload_jax.bench.pictures import draw_profile
+
+    latents, model = "×".join(map(str, content["latents"])), case["settings"]["model"]
+    title = f"One training step of {model['num_layers']} layers, {content['batch']} × {latents}"
+    draw_profile(path, case, f"{title} latents, remat: {model['remat']}")

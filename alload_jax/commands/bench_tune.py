@@ -2,20 +2,18 @@
 
 import argparse
 import dataclasses
-import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from alload_jax.commands.bench_output import (
-    markdown_table,
-    require_counts,
-    require_place,
-    typed,
-)
+from alload_jax.bench.harness import Record, console, markdown_table
+from alload_jax.commands.outputs import require_flags, require_place
 from alload_jax.errors import InputError
+from alload_jax.files import Json
+
+if TYPE_CHECKING:
+    from alload_jax.bench.kernel_tuning import Best, Timed
 
 HELP = "Measure how the norm kernels run fastest on this GPU, for model.norm auto and triton."
 
@@ -23,7 +21,6 @@ _COMMAND = "alload bench tune"
 _MOST_PROCESSES = 14
 _KERNELS = ("forward", "backward", "residual_forward", "residual_backward", "sum_backward")
 _DIMS = (1024, 1152, 1280, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096, 5120, 6144, 8192)
-_WIDTH = 120
 _COLUMNS = ("width", "kernel", "of copy before", "of copy", "tile", "warps", "programs a core")
 
 
@@ -71,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Searches, prints a table, and writes the device's file, which later runs read."""
     counts = {"dims": min(options.dims), "check": min(options.check, default=None)}
-    require_counts(_COMMAND, **counts, processes=options.processes)
+    require_flags(_COMMAND, **counts, processes=options.processes)
     if not options.seconds > 0:
         raise InputError(f"{_COMMAND}: --seconds {options.seconds}: it must be above 0")
     if options.out:
@@ -81,46 +78,41 @@ def run(options: argparse.Namespace) -> int:
     # Only now: `alload --help` needs neither JAX nor a GPU.
     import jax
 
-    from alload_jax.bench.device_time import copy_bandwidth, require_gpu
+    from alload_jax.bench.device import copy_bandwidth, require_gpu
     from alload_jax.bench.kernel_tuning import check, search, times_xla, tuned
-    from alload_jax.bench.provenance import provenance
-    from pallas_kernels.layernorm_modulate.triton import tuned_files
+    from pallas_kernels.layernorm_modulate import tuning
 
     require_gpu()
-    device, console = (
-        jax.devices()[0].device_kind,
-        Console(markup=False, soft_wrap=True, width=_WIDTH),
-    )
-    before = tuned_files.read(device)
-    details: dict[str, Any] = {"command": typed()} | provenance(["jax", "jaxlib", "numpy"])
-    details |= {"copy_bytes_per_second": (copy := copy_bandwidth())}
-    found = []
+    device, copy = jax.devices()[0].device_kind, copy_bandwidth()
+    before = tuning.read(device)
+    packages = ("jax", "jaxlib", "numpy")
+    record = Record(options.out or os.devnull, packages, copy_bytes_per_second=copy)
+    details, found = record.content, []
     dims = list(dict.fromkeys(options.dims))
-    search_for = (dims, options.kernels, device, options.seconds, options.processes)
-    for best in search(*search_for):
+    for best in search(dims, options.kernels, device, options.seconds, options.processes):
         found.append(best)
-        console.print(" ".join(_row(best, copy)), highlight=False)
+        console().print(" ".join(_row(best, copy)))
         # After each, so that a failure loses nothing that was measured.
-        path = tuned_files.write(device, tuned(found, before), details)
+        path = tuning.write(device, tuned(found, before), details)
     found.sort(key=lambda each: (each.best.dim, each.best.kernel))
     searched = sorted({best.dim for _, best in found})
     ratios = {} if options.without_xla else times_xla(searched)
-    path = tuned_files.write(device, tuned(found, before, ratios), details)
+    path = tuning.write(device, tuned(found, before, ratios), details)
     checked = sorted(check(options.check, device, options.processes))
     if options.out:
         details["widths"] = [[_fields(each, copy) for each in best] for best in found]
         details["checked"] = [_fields(each, copy) for each in checked]
         details["times_xla"] = ratios
-        Path(options.out).write_text(json.dumps(details, indent=1) + "\n")
-    _show(console, found, ratios, copy)
+        record.write()
+    _show(found, ratios, copy)
     for each in checked:
         share = each.bytes_per_second / copy
-        console.print(f"checked: {each.dim} {each.kernel} {share:.2f} of copy", highlight=False)
+        console().print(f"checked: {each.dim} {each.kernel} {share:.2f} of copy")
     print(f"written: {path}")
     return 0
 
 
-def _row(found: Any, copy: float) -> tuple[str, ...]:
+def _row(found: "Best", copy: float) -> tuple[str, ...]:
     used, best = found
     division = best.division
     return (
@@ -134,21 +126,19 @@ def _row(found: Any, copy: float) -> tuple[str, ...]:
     )
 
 
-def _fields(timed: Any, copy: float) -> dict[str, Any]:
+def _fields(timed: "Timed", copy: float) -> Json:
     fields = {"kernel": timed.kernel, "dim": timed.dim, "us": timed.us}
     return fields | dataclasses.asdict(timed.division) | {"of_copy": timed.bytes_per_second / copy}
 
 
-def _show(
-    console: Console, found: Any, ratios: dict[int, tuple[float, float]], copy: float
-) -> None:
+def _show(found: "Sequence[Best]", ratios: Mapping[int, tuple[float, float]], copy: float) -> None:
     table = markdown_table("bytes a second, of those of a copy", _COLUMNS)
     for best in found:
         table.add_row(*_row(best, copy))
-    console.print(table)
+    console().print(table)
     if not ratios:
         return
     against = markdown_table("times as fast as XLA's fusion", ("width", "forward", "backward"))
     for dim, (forward, backward) in ratios.items():
         against.add_row(str(dim), f"{forward:.2f}", f"{backward:.2f}")
-    console.print(against)
+    console().print(against)

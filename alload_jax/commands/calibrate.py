@@ -1,33 +1,187 @@
-"""`alload calibrate`: measures the cost of a model's training steps on this device."""
+"""`alload calibrate`: measures the cost of a model's training steps, or takes it from a run."""
 
 import argparse
 import dataclasses
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-from rich.console import Console
-
-from alload_jax.commands.bench_output import require_counts, require_place
-from alload_jax.commands.calibrate_run import calibrate_from_run
-from alload_jax.commands.calibrate_tables import print_report
+from alload_jax.bench.harness import console, markdown_table
+from alload_jax.commands.outputs import require_flags, require_place
 from alload_jax.errors import InputError
-from alload_jax.planning.cost import read_cost_file, write_cost_file
+from alload_jax.files import Json, parse_yaml, read_json, read_text
+from alload_jax.planning.cost import CostFile, QuadraticCost, read_cost_file, write_cost_file
+from alload_jax.planning.fit import RunFit, fit_run
 from alload_jax.planning.remat import AUTO_REMAT
-from alload_jax.sharding.xla_flags import set_xla_flags
+from alload_jax.planning.sparse_cost import SparseLayers, with_layers, without_layers
+from alload_jax.sharding.host_memory import set_xla_flags
 
-if TYPE_CHECKING:  # JAX takes a second to import and reserves a GPU's memory
-    from alload_jax.bench.calibration import Bounds, Calibration, MemoryFinding, Outcome
-    from alload_jax.bench.step import Step
+if TYPE_CHECKING:
+    from alload_jax.bench.calibration import Bounds, Outcome
     from alload_jax.config import Config
+    from alload_jax.training.trial_step import Step
+
+
+T = TypeVar("T")
+
+
+def print_report(costs: CostFile) -> None:
+    """Prints the points, the fits and the allocator's peak; the file has `details`."""
+    assert costs.details
+    _print_points(costs.details["points"], f"training steps on {costs.device}")
+    fits = dict(costs.details["fits"])
+    if sparse := costs.details.get("sparse"):
+        if sparse["points"]:
+            _print_points(sparse["points"], "steps with sparse attention")
+            fits["sparse"] = sparse
+        else:
+            print(
+                "sparse attention: too few steps of model.sparse_attention.min_tokens or more were "
+                "measured, so that plans assume its costs; give more --seconds or --longest"
+            )
+    forms = markdown_table("fits", ("form", "R²", "mean error", "held out", "coefficients"))
+    for name, form in fits.items():
+        held = form["held_out_mape"]
+        forms.add_row(
+            name.replace("_", " "),
+            "–" if form["r2"] is None else f"{form['r2']:.5f}",
+            f"{form['mape']:.2%}",
+            "–" if held is None else f"{held:.2%}",
+            ", ".join(f"{k} {v:.4g}" for k, v in form["coefficients"].items()),
+        )
+    console().print(forms)
+    if allocator := costs.details["allocator"]:
+        print(
+            f"peak of the allocator {allocator['peak_bytes'] / 1e9:.2f} GB, "
+            f"predicted {allocator['relative_error']:+.1%}"
+        )
+
+
+def _print_points(points: list[Json], title: str) -> None:
+    """A table of measured steps; the last column says the density, or what was held out."""
+    last = "density" if "density" in points[0] else "held out"
+    columns = ("rows", "tokens per row", "measured, s", "predicted, s", "error", last)
+    table = markdown_table(title, columns)
+    for row in points:
+        table.add_row(
+            f"{row['rows']:,}",
+            f"{row['seq_len']:,}",
+            f"{row['seconds']:.4f}",
+            f"{row['predicted_seconds']:.4f}",
+            f"{row['residual']:+.1%}",
+            str(row["density"]) if last == "density" else "yes" if row["held_out"] else "",
+        )
+    console().print(table)
+
+
+def calibrate_from_run(folder: Path, out: Path) -> int:
+    """Reads a run's folder, prints the fit and writes the cost model's JSON.
+
+    The model that planned the run, if it predicts seconds, bounds the fit, and its memory model is
+    kept.
+
+    Raises:
+      InputError: the folder holds no run, or too few of its steps can be fitted.
+    """
+    from alload_jax.training.run_files import is_validation, read_metrics
+
+    config = _run_config(folder)
+    planned_by = _planned_by(folder, config)
+    before = planned_by.quadratic
+    if (config.get("model") or {}).get("sparse_attention"):
+        before = with_layers(planned_by, SparseLayers()).quadratic
+    try:
+        rows = read_metrics(folder / "metrics.jsonl")
+        found = fit_run([row for row in rows if not is_validation(row)], before)
+    except InputError as error:
+        raise InputError(f"{folder}: {error}") from error
+    starts = read_json(folder / "environment.json") or [{}]
+    devices = starts[-1].get("devices") or [None]
+    details = {
+        "command": shlex.join(["alload", *sys.argv[1:]]),
+        "from_run": str(folder),
+        "steps": found.steps,
+        "mape": found.mape,
+        "drift": found.drift,
+        "versions": starts[-1].get("versions"),
+    }
+    quadratic, sparse = without_layers(found.model)
+    times: Json = _start_times(read_json(folder / "summary.json") or {})
+    costs = dataclasses.replace(
+        planned_by,
+        **times,
+        quadratic=quadratic,
+        sparse=sparse or planned_by.sparse,
+        power=planned_by.power,
+        model=planned_by.model or _model(folder),
+        device=devices[0] or planned_by.device,
+        origin="measured",
+        details=details,
+    )
+    write_cost_file(out, costs)
+    _print_fit(found, before)
+    print(f"written: {out}")
+    return 0
+
+
+def _start_times(summary: Json) -> dict[str, float]:
+    """Fields of `CostFile` on the start of a run, as far as its summary knows them."""
+    compiled, programs = summary.get("compile_seconds"), summary.get("programs")
+    first_step = summary.get("first_step_seconds")
+    if not compiled or not programs or not first_step:
+        return {}
+    return {
+        "program_seconds": compiled / programs,
+        "start_seconds": max(0.0, first_step - compiled),
+    }
+
+
+def _run_config(folder: Path) -> Json:
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise InputError(f"{folder}: holds no run; give the folder of one, such as runs/digits")
+    content = parse_yaml(read_text(path), str(path), "restore the run's config")
+    return content if isinstance(content, dict) else {}
+
+
+def _planned_by(folder: Path, config: Json) -> CostFile:
+    """The cost model of the run's plan; empty if there is none."""
+    place = (config.get("planning") or {}).get("cost_model")
+    if not place:
+        return CostFile()
+    try:
+        return read_cost_file(place)
+    except InputError as error:
+        raise InputError(f"{folder}: its config names a cost model: {error}") from error
+
+
+def _model(folder: Path) -> Json:
+    """Fields of the run's model, by which a cost model is compared with others."""
+    from alload_jax.config import read_config
+
+    config = read_config(["--config", str(folder / "config.yaml")], prog="alload calibrate")
+    step = config.model.step_fields()
+    remat = {"remat": step["remat"]} if "remat" in step else {}
+    return config.model.architecture() | remat
+
+
+def _print_fit(found: RunFit, before: QuadraticCost | None) -> None:
+    """Coefficients, beside those of the model that planned the run."""
+    print(f"{found.steps:,} steps, mean error {found.mape:.1%}")
+    if found.drift is not None:
+        longer = "longer" if found.drift >= 0 else "shorter"
+        print(f"recent steps took {abs(found.drift):.1%} {longer} than the plan predicted")
+    for name, value in vars(found.model).items():
+        if isinstance(value, float):
+            was = f" (was {getattr(before, name):.4g})" if before else ""
+            print(f"  {name} = {value:.4g} s{was}")
+
 
 _COMMAND = "alload calibrate"
 
-HELP = "Measure training steps on this device and fit a cost model: seconds and memory by length."
-
-_WIDTH = 120
 _REPEATED = (
     *("config", "out", "picture", "seconds", "shortest", "longest", "margin", "memory_gb"),
     "layers",
@@ -87,37 +241,42 @@ def run(options: argparse.Namespace) -> int:
     if options.memory_check:
         return _run_with_memory_check(options)
     from alload_jax.bench.calibration import Calibration
-    from alload_jax.bench.calibration_fit import calibrated
+    from alload_jax.bench.calibration_fit import LEAST_POINTS, calibrated
     from alload_jax.config import use_compilation_cache
     from alload_jax.training.run_files import peak_memory
 
     set_xla_flags()  # as training does
     config = _config(options)
     use_compilation_cache(config.run)
-    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
     step = _step(config, options)
-    console.print("compiling small steps, to fit memory over tokens; --seconds counts from then on")
+    print("compiling small steps, to fit memory over tokens; --seconds counts from then on")
     calibration = Calibration(step, _bounds(options))
     finding = calibration.memory()
-    console.print(
+    print(
         f"{finding.model.base / 1e9:.2f} GB + {finding.model.per_token / 1e3:.1f} kB per token + "
         f"{finding.model.per_sequence / 1e6:.2f} MB per sequence: "
         f"{finding.m_mem:,} tokens in {finding.limit / 1e9:.1f} GB, {options.margin:.0%} left free"
     )
-    outcomes = _measured(calibration, finding, console)
+    dense = ((None, outcome) for outcome in calibration.measure(finding.m_mem))
+    outcomes = [outcome for _, outcome in _until_interrupted(dense, LEAST_POINTS)]
     peak = peak_memory()
-    sparse = _measured_sparse(calibration, finding, console)
-    command = shlex.join(["alload", *sys.argv[1:]])
+    sparse = _until_interrupted(calibration.measure_sparse(finding.m_mem), 0)
     costs = calibrated(
-        calibration.step, finding, outcomes, command, peak, sparse, calibration.program_seconds
+        calibration.step,
+        finding,
+        outcomes,
+        shlex.join(["alload", *sys.argv[1:]]),
+        peak,
+        sparse,
+        calibration.program_seconds,
     )
     write_cost_file(options.out, costs)
-    print_report(costs, console)
+    print_report(costs)
     written = [options.out]
     if options.picture:
-        from alload_jax.bench.calibration_picture import write_calibration_picture
+        from alload_jax.bench.pictures import draw_calibration
 
-        write_calibration_picture(Path(options.picture), costs)
+        draw_calibration(Path(options.picture), costs)
         written.append(options.picture)
     print(f"written: {', '.join(written)}")
     return 0
@@ -134,7 +293,7 @@ def _check(options: argparse.Namespace) -> None:
             flag = name.replace("_", "-")
             raise InputError(f"alload calibrate: --{flag} is {value}; it must be above 0")
     counts = ("shortest", "longest", "layers")
-    require_counts(_COMMAND, **{name: getattr(options, name) for name in counts})
+    require_flags(_COMMAND, **{name: getattr(options, name) for name in counts})
     if not 0 <= options.margin < 1:
         raise InputError(
             f"alload calibrate: --margin is {options.margin}; it must be from 0 to below 1"
@@ -171,7 +330,7 @@ def _config(options: argparse.Namespace) -> "Config":
             f"alload calibrate: --layers is {options.layers}, but model.family "
             f"{config.model.family} has no num_layers; leave it out"
         )
-    fewer: dict[str, Any] = {"num_layers": options.layers}
+    fewer: Json = {"num_layers": options.layers}
     model = dataclasses.replace(config.model, **fewer)
     return dataclasses.replace(config, model=model)
 
@@ -186,11 +345,11 @@ def _bounds(options: argparse.Namespace) -> "Bounds":
 def _step(config: "Config", options: argparse.Namespace) -> "Step":
     """Makes the step to measure; raises InputError first if its state cannot fit."""
     from alload_jax.bench.calibration import device_memory
-    from alload_jax.bench.step import Step, training_spec, with_density
     from alload_jax.models.families import abstract_model, parameter_count
     from alload_jax.planning.analytic import state_bytes
     from alload_jax.planning.cost import MemoryModel
-    from alload_jax.training.state_size import trained_of
+    from alload_jax.training.remat_choice import trained_of
+    from alload_jax.training.trial_step import Step, training_spec, with_density
 
     limit = device_memory(_bounds(options).memory)
     trained = trained_of(abstract_model(config.model).params, config.parameters, config.optimizer)
@@ -211,45 +370,31 @@ def _condition_tokens(config: "Config") -> int:
     return open_source(config.data.folder, config.data.source).manifest.longest_text()
 
 
-def _measured(
-    calibration: "Calibration", finding: "MemoryFinding", console: Console
-) -> list["Outcome"]:
-    """All outcomes; after Ctrl-C those so far, if they are enough for a fit."""
-    from alload_jax.bench.calibration_fit import LEAST_POINTS
+def _until_interrupted(
+    outcomes: "Iterable[tuple[T, Outcome]]", least: int
+) -> "list[tuple[T, Outcome]]":
+    """All outcomes, each with the density of its layers if they are sparse.
 
-    outcomes: list[Outcome] = []
+    After Ctrl-C those so far, if at least so many were measured.
+    """
+    found: list[tuple[T, Outcome]] = []
     try:
-        for outcome in calibration.measure(finding.m_mem):
-            outcomes.append(outcome)
-            case = outcome.case
-            took = f"{outcome.seconds:.4f} s" if outcome.seconds else outcome.note
-            console.print(f"{case.rows} × {case.seq_len:,} tokens: {took}")
-    except KeyboardInterrupt:
-        if sum(o.seconds is not None for o in outcomes) < LEAST_POINTS:
-            raise
-        console.print("interrupted: fitting the steps measured so far")
-    return outcomes
-
-
-def _measured_sparse(
-    calibration: "Calibration", finding: "MemoryFinding", console: Console
-) -> list[tuple[float, "Outcome"]]:
-    """Outcomes of sparse attention with the density of each; after Ctrl-C those so far."""
-    found: list[tuple[float, Outcome]] = []
-    try:
-        for density, outcome in calibration.measure_sparse(finding.m_mem):
+        for density, outcome in outcomes:
             found.append((density, outcome))
             case = outcome.case
-            took = f"{outcome.seconds:.4f} s" if outcome.seconds else outcome.note
-            console.print(f"{case.rows} × {case.seq_len:,} tokens, density {density}: {took}")
+            words = f"{case.rows} × {case.seq_len:,} tokens"
+            words += "" if density is None else f", density {density}"
+            print(f"{words}: {f'{outcome.seconds:.4f} s' if outcome.seconds else outcome.note}")
     except KeyboardInterrupt:
-        console.print("interrupted: fitting the steps measured so far")
+        if sum(outcome.seconds is not None for _, outcome in found) < least:
+            raise
+        print("interrupted: fitting the steps measured so far")
     return found
 
 
 def _run_with_memory_check(options: argparse.Namespace) -> int:
     """Calibrates in a separate process, so that the device is free for the steps of the check."""
-    from alload_jax.bench.memory_check import check_memory
+    from alload_jax.bench.calibration import check_memory
 
     command = [sys.executable, "-m", "alload_jax.cli", "calibrate", *_flags(options)]
     interrupted = False

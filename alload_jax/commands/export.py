@@ -3,11 +3,8 @@
 import argparse
 import dataclasses
 import sys
-from pathlib import Path
 
-from alload_jax.commands.flags import step
-
-HELP = "Write a run's weights as a transformer folder for diffusers."
+from alload_jax.commands.flags import add_run_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,41 +12,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--checkpoint", required=True, help="run folder of a model conditioned on text")
     add("--out", required=True, help="folder to write; must be empty or not exist")
-    add("--weights", choices=["ema", "raw"], help="which weights of the run; default ema")
-    add("--base", metavar="DIR", help="weights that a run of adapters was trained on; default: "
-        "where they were in training")  # fmt: skip
-    add("--step", type=step, help="step of the checkpoint, or best for the lowest validation "
-        "loss; default the newest")  # fmt: skip
+    add_run_flags(add)
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
 
 
 def run(options: argparse.Namespace) -> int:
     """Writes the folder and prints how to load it."""
     # Imported here because JAX takes a second to import.
-    from alload_jax.commands.model_source import find_run
-    from alload_jax.models.families import family_of, parameter_count
-    from alload_jax.models.lora_merge import merge_adapters
-    from alload_jax.models.weights import require_free, save_weights
-    from alload_jax.training.restore import one_device_mesh
+    from alload_jax.commands.model_source import find_run, save_transformer
+    from alload_jax.models.families import parameter_count
 
     source = dataclasses.replace(
         find_run(options.checkpoint, options.weights, options.step), base=options.base
     )
-    fields = family_of(source.config).export_fields(
-        source.config
-    )  # raises InputError if unsupported
-    require_free(Path(options.out))
-    values = source.values(one_device_mesh())
-    if source.config.lora is not None:
-        values = merge_adapters(values, source.config.lora)
-    save_weights(options.out, values, source.config, options.dtype)
+    load = save_transformer(source, options.out, options.dtype)
     text = source.config.text
     length = f" and pad texts to {text.length} tokens (max_sequence_length)" if text else ""
     written = dataclasses.replace(source.config, sparse_attention=None, lora=None)
     print(
         f"{options.out}: {parameter_count(written):,} parameters of step {source.step}, "
-        f"{options.dtype}; load it with {fields['_class_name']}.from_pretrained({options.out!r})"
-        f"{length}"
+        f"{options.dtype}; load it with {load}{length}"
     )
     if source.config.lora is not None:
         stored = source.run.parameters.stored_dtype

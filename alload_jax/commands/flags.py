@@ -1,9 +1,26 @@
-"""Types of flags that several commands have."""
+"""Flags that several commands have, and the `data.source` of a config."""
 
 import argparse
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Literal
 
+import pyarrow as pa
+import pyarrow.parquet
+
+from alload_jax.config_parser import build_named, read_yaml
+from alload_jax.data.sources.source import SOURCES, SourceConfig
+from alload_jax.errors import InputError
+from alload_jax.files import require_regular
+
 _MOST_DIGITS = 18
+
+AddFlag = Callable[..., object]
+"""`add_argument` of a parser or of a group of its flags."""
 
 
 def triple(text: str) -> tuple[int, int, int]:
@@ -18,14 +35,126 @@ def triple(text: str) -> tuple[int, int, int]:
     return (int(parts[0]), int(parts[1]), int(parts[2]))
 
 
-def step(text: str) -> int | Literal["best"]:
-    """A step's number, or best.
+def add_run_flags(add: AddFlag, base: bool = True) -> None:
+    """Declares the flags that say which weights of a run are read.
 
-    Raises:
-      argparse.ArgumentTypeError: the text is something else.
+    Args:
+      add: declares a flag.
+      base: whether frozen parameters are read too.
     """
+    add("--weights", choices=["ema", "raw"], help="which weights of a run; default ema")
+    add("--step", type=_step, help="step of a run's checkpoint, or best for the lowest validation "
+        "loss; default the newest")  # fmt: skip
+    if base:
+        add("--base", metavar="DIR", help="weights that a run of adapters was trained on; default: "
+            "where they were in training")  # fmt: skip
+
+
+def _step(text: str) -> int | Literal["best"]:
     if text == "best":
         return "best"
     if not (text.isascii() and text.isdecimal()) or len(text) > _MOST_DIGITS:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a step such as 500, nor best")
     return int(text)
+
+
+def add_settings(
+    group: "argparse._ActionsContainer",
+    kind: type,
+    left_out: typing.Container[str] = (),
+    special: Mapping[str, Mapping[str, object]] | None = None,
+) -> None:
+    """Declares a flag for each field of a dataclass, by the field's name, type and description.
+
+    The parsed namespace holds those that are given, and no others. A number of which a word may
+    stand in place takes the word too, and `none` where None is another value than the default.
+
+    Args:
+      group: where to declare them.
+      kind: the dataclass; its docstring, and those of its bases, describe the fields.
+      left_out: names of fields without a flag.
+      special: arguments of `add_argument` by field, in place of those that follow from the field.
+    """
+    hints, texts = typing.get_type_hints(kind), _descriptions(kind)
+    for field in dataclasses.fields(kind):
+        if field.name in left_out:
+            continue
+        options: dict[str, object] = {"default": argparse.SUPPRESS, "help": texts[field.name]}
+        options |= _reading(hints[field.name], field.default)
+        options |= (special or {}).get(field.name, {})
+        group.add_argument(f"--{field.name.replace('_', '-')}", **options)  # type: ignore[arg-type]
+
+
+def _descriptions(kind: type) -> dict[str, str]:
+    """The lines of `Attributes` in the docstrings of a class and its bases, for argparse."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        attributes = (inspect.cleandoc(base.__doc__ or "")).partition("Attributes:\n")[2]
+        for name, text in re.findall(r"^  (\w+): (.*(?:\n {4}.*)*)", attributes, re.MULTILINE):
+            found[name] = " ".join(text.split()).replace("%", "%%")
+    return found
+
+
+def _reading(hint: object, default: object) -> dict[str, object]:
+    """How argparse reads a field of a type; a mapping among its types is left to configs."""
+    parts = typing.get_args(hint) if typing.get_origin(hint) is not Literal else (hint,)
+    parts = parts or (hint,)
+    words = [word for part in parts for word in typing.get_args(part) if isinstance(word, str)]
+    if bool in parts:
+        return {"action": "store_true"}
+    if int not in parts and float not in parts:
+        return {"choices": words} if words else {}
+    number = int if int in parts else float
+    if type(None) in parts and default is not None:
+        words.append("none")
+    return {"type": _number_or(number, words) if words else number}
+
+
+def _number_or(number: type[int] | type[float], words: list[str]) -> Callable[[str], object]:
+    def read(text: str) -> object:
+        if text in words:
+            return None if text == "none" else text
+        try:
+            return number(text)
+        except ValueError as error:
+            kind = "a whole number" if number is int else "a number"
+            *others, last = words
+            wanted = f"is not {kind}, {', '.join(others)} or {last}"
+            if not others:
+                wanted = f"is neither {kind} nor {last}"
+            raise argparse.ArgumentTypeError(f"{text!r} {wanted}") from error
+
+    return read
+
+
+def source_config(path: str | None, prog: str) -> SourceConfig | None:
+    """Returns `data.source` of a config; None without a config, or if the files say it.
+
+    Args:
+      path: a training config, of which only this section is read.
+      prog: name of the command, for messages.
+
+    Raises:
+      InputError: the config is not valid.
+    """
+    if path is None:
+        return None
+    section = read_yaml(path).get("data") or {}
+    if not isinstance(section, dict):
+        raise InputError(f"{prog}: {path}: data is {section!r}; write its keys below it")
+    if (named := section.get("source")) is None:
+        return None
+    found: SourceConfig = build_named(f"{prog}: {path}: data.source", named, SOURCES)
+    return found
+
+
+def holds_samples(place: str) -> bool:
+    """Returns whether a path is a data folder, or a Parquet file of latents, and no manifest."""
+    if not place.endswith(".parquet"):
+        return Path(place).is_dir()
+    require_regular(place)
+    try:
+        names = pyarrow.parquet.read_schema(place).names
+    except (pa.ArrowException, OSError):
+        return False
+    return any(name.endswith("_bytes") for name in names)

@@ -2,15 +2,15 @@
 
 import argparse
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alload_jax.commands.flags import step
+from alload_jax.commands.flags import AddFlag, add_run_flags
 
 if TYPE_CHECKING:  # these modules import JAX, which takes a second
     from alload_jax.models.common.config import ModelConfig
     from alload_jax.models.lora_files import Adapter, Target
-
-HELP = "Write the adapters (LoRA) of a run, convert files of adapters, merge them into weights."
 
 _KEYS = ("diffusers", "original")
 
@@ -18,45 +18,21 @@ _KEYS = ("diffusers", "original")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the commands below this one and their flags."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    _add_export(actions)
-    _add_convert(actions)
-    _add_merge(actions)
 
+    def added(name: str, words: str, action: Callable[[argparse.Namespace], int]) -> AddFlag:
+        sub = actions.add_parser(name, help=words, description=words)
+        sub.set_defaults(parser=sub, action=action)
+        return sub.add_argument
 
-def run(options: argparse.Namespace) -> int:
-    """Runs the action that was chosen."""
-    return options.action(options)
-
-
-def _add(actions: "argparse._SubParsersAction", name: str, words: str) -> argparse.ArgumentParser:
-    parser = actions.add_parser(name, help=words, description=words)
-    parser.set_defaults(parser=parser)
-    return parser
-
-
-def _add_export(actions: "argparse._SubParsersAction") -> None:
-    parser = _add(actions, "export", "Write the adapters of a run as a safetensors file.")
-    add = parser.add_argument
+    add = added("export", "Write the adapters of a run as a safetensors file.", _export)
     add("--checkpoint", required=True, help="run folder of a model with adapters (model.lora)")
-    add("--weights", choices=["ema", "raw"], help="which weights of the run; default ema")
-    add("--step", type=step, help="step of the checkpoint, or best for the lowest validation "
-        "loss; default the newest")  # fmt: skip
-    _add_output(parser)
-    parser.set_defaults(action=_export)
-
-
-def _add_convert(actions: "argparse._SubParsersAction") -> None:
-    parser = _add(actions, "convert", "Write a file of adapters with other keys.")
-    add = parser.add_argument
+    add_run_flags(add, base=False)
+    _add_output(add)
+    add = added("convert", "Write a file of adapters with other keys.", _convert)
     add("file", help="file of adapters of diffusers, PEFT, ComfyUI or musubi-tuner")
     add("--model", required=True, help="transformer folder of the model; config.json is enough")
-    _add_output(parser)
-    parser.set_defaults(action=_convert)
-
-
-def _add_merge(actions: "argparse._SubParsersAction") -> None:
-    parser = _add(actions, "merge", "Add files of adapters to weights, for diffusers.")
-    add = parser.add_argument
+    _add_output(add)
+    add = added("merge", "Add files of adapters to weights, for diffusers.", _merge)
     add("--model", required=True, help="transformer folder of diffusers, or run folder")
     add("--lora", required=True, metavar="FILE[:SCALE]", nargs="+", help="files, with factors; "
         "default 1")  # fmt: skip
@@ -64,16 +40,19 @@ def _add_merge(actions: "argparse._SubParsersAction") -> None:
     add("--base", metavar="DIR", help="weights that a run of adapters was trained on; default: "
         "where they were in training")  # fmt: skip
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default bfloat16")
-    parser.set_defaults(action=_merge)
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def _add_output(add: AddFlag) -> None:
     add("--out", required=True, metavar="FILE", help="safetensors file to write")
     add("--keys", choices=_KEYS, default="diffusers", help="keys of diffusers and PEFT (default), "
         "or of the original repository and ComfyUI")  # fmt: skip
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
     add("--force", action="store_true", help="replace a file that exists")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the action that was chosen."""
+    return options.action(options)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -83,7 +62,7 @@ def _export(options: argparse.Namespace) -> int:
     from alload_jax.commands.model_source import find_run
     from alload_jax.errors import InputError
     from alload_jax.models.common.lora import DOWN, UP
-    from alload_jax.models.lora_merge import adapters_of
+    from alload_jax.models.lora_files import adapters_of
     from alload_jax.training.restore import one_device_mesh
 
     source = find_run(options.checkpoint, options.weights, options.step)
@@ -104,7 +83,10 @@ def _export(options: argparse.Namespace) -> int:
     text = source.config.text
     length = None if text is None else text.length
     status = _write(
-        *(options, adapters, source.config, f"step {source.step}"),
+        options,
+        adapters,
+        source.config,
+        f"step {source.step}",
         base=source.base_name(),
         text_length=length,
     )
@@ -114,8 +96,6 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from alload_jax.errors import InputError
     from alload_jax.models.families import read_model_config
     from alload_jax.models.lora_files import read_lora
@@ -138,12 +118,15 @@ def _write(
     base: str = "",
     text_length: int | None = None,
 ) -> int:
-    from pathlib import Path
-
-    from alload_jax.models.lora_export import write_lora
+    from alload_jax.models.lora_files import write_lora
 
     tensors = write_lora(
-        *(Path(options.out), adapters, config, options.keys, options.dtype, options.force),
+        file=Path(options.out),
+        adapters=adapters,
+        config=config,
+        naming=options.keys,
+        dtype=options.dtype,
+        force=options.force,
         base=base,
         text_length=text_length,
     )
@@ -157,27 +140,18 @@ def _write(
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from alload_jax.commands.adapted_source import completed
-    from alload_jax.commands.lora_flags import read_loras
-    from alload_jax.commands.model_source import find_source
-    from alload_jax.models.families import family_of
-    from alload_jax.models.lora_merge import merge_adapters
-    from alload_jax.models.weights import require_free, save_weights
-    from alload_jax.training.restore import one_device_mesh
+    from alload_jax.commands.model_source import (
+        completed,
+        find_source,
+        read_loras,
+        save_transformer,
+    )
 
     source = find_source(options.model)
     loras = read_loras("--lora", options.lora, source.config)
-    fields = family_of(source.config).export_fields(source.config)
-    require_free(Path(options.out))
-    source = completed(source, options.base, loras)
-    values = source.values(one_device_mesh())
-    if source.config.lora is not None:
-        values = merge_adapters(values, source.config.lora)
-    save_weights(options.out, values, source.config, options.dtype)
+    load = save_transformer(completed(source, options.base, loras), options.out, options.dtype)
     print(
         f"{options.out}: {options.model} with {', '.join(options.lora)}, {options.dtype}; load it "
-        f"with {fields['_class_name']}.from_pretrained({options.out!r})"
+        f"with {load}"
     )
     return 0

@@ -1,14 +1,17 @@
-"""Sources of a model for `--checkpoint`: a run folder of train.py, or a folder of weights."""
+"""Sources of a model for `--checkpoint`: a run folder or weights, perhaps with adapters."""
 
-from dataclasses import dataclass
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
-from alload_jax.commands.lora_flags import ScaledLora, with_loras
 from alload_jax.config import Config, read_config
 from alload_jax.data.manifest import MANIFEST_NAME, fps_of, manifest_metadata
 from alload_jax.diffusion.schedules import Sampler
@@ -17,19 +20,66 @@ from alload_jax.errors import InputError
 from alload_jax.files import read_json, require_regular
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import SamplingDefaults, family_of, initial_variables
-from alload_jax.models.weights import load_weights, read_transformer
-from alload_jax.planning.geometry import Triple
-from alload_jax.sampling.decoding import family_fps
+from alload_jax.models.lora_files import LoraFile, merge_adapters, merge_file, read_lora
+from alload_jax.models.weights import (
+    load_weights,
+    read_transformer,
+    require_free,
+    save_weights,
+)
+from alload_jax.planning.samples import Triple
+from alload_jax.sampling.conditions import family_fps
 from alload_jax.training.restore import (
     CHECKPOINTS,
     StepChoice,
     WeightsKind,
     find_step,
+    one_device_mesh,
     read_base,
     restore_trained,
     restore_weights,
 )
 from alload_jax.training.state import Weights
+
+
+class ScaledLora(NamedTuple):
+    """A file of adapters and the factor of what it adds."""
+
+    file: LoraFile
+    scale: float
+
+
+def read_loras(flag: str, names: Sequence[str], config: ModelConfig) -> tuple[ScaledLora, ...]:
+    """Reads files of adapters given as `FILE` or `FILE:SCALE`.
+
+    Raises:
+      InputError: a file cannot be read, or does not fit the model.
+    """
+    found = []
+    for name in names:
+        place, scale = lora_name(name)
+        if not Path(place).exists():
+            raise InputError(f"{flag} {place}: no such file; name a LoRA file")
+        found.append(ScaledLora(read_lora(place, config), scale))
+    return tuple(found)
+
+
+def lora_name(name: str) -> tuple[str, float]:
+    """Splits `FILE:SCALE`; the scale is 1 where it is left out."""
+    place, _, scale = name.rpartition(":")
+    try:
+        factor = float(scale)
+    except ValueError:
+        return name, 1.0
+    return (place, factor) if place and math.isfinite(factor) else (name, 1.0)
+
+
+def with_loras(values: PyTree, loras: Sequence[ScaledLora]) -> PyTree:
+    """Returns a model's values with the adapters of files added."""
+    for lora in loras:
+        values = merge_file(values, lora.file, lora.scale)
+    return values
+
 
 DATA_NAME = "data.json"
 """File in a run folder in which train.py records facts about the data."""
@@ -75,7 +125,7 @@ class RunSource:
         """The shift of noise levels in training for sequences of `seq_len` tokens."""
         return shift_of(self.run.objective.timesteps, seq_len)
 
-    def values(self, mesh: Mesh) -> Any:
+    def values(self, mesh: Mesh) -> PyTree:
         """Reads the model's values onto the mesh.
 
         Raises:
@@ -87,7 +137,7 @@ class RunSource:
         )
         return with_loras(weights.merged(), self.loras)
 
-    def trained(self, mesh: Mesh) -> Any:
+    def trained(self, mesh: Mesh) -> PyTree:
         """Reads the trained parameters alone onto the mesh.
 
         Raises:
@@ -203,7 +253,7 @@ class FolderSource:
         """The default shift of the model's family, for all lengths."""
         return self._defaults.shift
 
-    def values(self, mesh: Mesh) -> Any:
+    def values(self, mesh: Mesh) -> PyTree:
         """Reads the model's values onto the mesh.
 
         Raises:
@@ -296,3 +346,57 @@ def find_run(
         )
     kind: WeightsKind = weights or ("ema" if averaged else "raw")
     return RunSource(place, config, find_step(place / CHECKPOINTS, step), kind)
+
+
+def completed(
+    source: RunSource | FolderSource, base: str | None, loras: tuple[ScaledLora, ...]
+) -> RunSource | FolderSource:
+    """Returns a source with the place of its frozen parameters and with files of adapters.
+
+    Raises:
+      InputError: `base` is given for a folder that is not a run.
+    """
+    if isinstance(source, RunSource):
+        return replace(source, base=base, loras=loras)
+    if base is not None:
+        raise InputError(
+            f"{source.folder}: is not a run folder of train.py, so --base {base} does not apply; "
+            "leave it out"
+        )
+    return replace(source, loras=loras, config=_padded_as(loras, source.config))
+
+
+def save_transformer(
+    source: RunSource | FolderSource, out: str, dtype: Literal["float32", "bfloat16"]
+) -> str:
+    """Writes a model, with its adapters merged, as a transformer folder of diffusers.
+
+    Args:
+      source: the model.
+      out: folder to write.
+      dtype: of the weights.
+
+    Returns:
+      How diffusers loads it.
+
+    Raises:
+      InputError: diffusers has no such model, the folder is not empty, or weights cannot be read.
+    """
+    fields = family_of(source.config).export_fields(source.config)
+    require_free(Path(out))
+    values = source.values(one_device_mesh())
+    if source.config.lora is not None:
+        values = merge_adapters(values, source.config.lora)
+    save_weights(out, values, source.config, dtype)
+    return f"{fields['_class_name']}.from_pretrained({out!r})"
+
+
+def _padded_as(loras: Sequence[ScaledLora], config: ModelConfig) -> ModelConfig:
+    """Pads texts as the training of the adapters did, where they agree."""
+    lengths = {length for lora in loras if (length := lora.file.text_length) is not None}
+    if config.text is None or len(lengths) != 1 or lengths == {config.text.length}:
+        return config
+    (length,) = lengths
+    print(f"note: texts are padded to {length} tokens, as in the training of the adapters",
+          file=sys.stderr)  # fmt: skip
+    return replace(config, text=replace(config.text, length=length))

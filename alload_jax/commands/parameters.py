@@ -5,8 +5,6 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-HELP = "List the parameters of a config's model and which of them are trained."
-
 _WIDTH = 160
 
 

@@ -1,140 +1,503 @@
-"""Reads the inputs of `alload plan` from flags and a config: samples, settings, cost model."""
+"""The inputs of `alload plan` from flags and a config: samples, settings, costs, M_mem."""
 
 import argparse
 import dataclasses
-from typing import NamedTuple
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from alload_jax.commands.plan_base import read_base
-from alload_jax.commands.plan_costs import (
-    costs_with_layers,
-    device_packs,
-    m_mem_of,
-    planned_architecture,
-    planned_parameters,
+import numpy as np
+
+from alload_jax.commands.flags import holds_samples, source_config
+from alload_jax.data.weights import SourceShare, SourceWeight, source_shares, with_weights
+from alload_jax.errors import InputError
+from alload_jax.planning.analytic import (
+    ALL_TRAINED,
+    USABLE_SHARE,
+    Remat,
+    Trained,
+    analytic_costs,
+    policies_of,
 )
-from alload_jax.commands.plan_samples import planned_samples, repeated_samples
-from alload_jax.commands.plan_weights import described, weigh, weights_of_flags
-from alload_jax.data.weights import SourceShare
-from alload_jax.planning.analytic import Remat, Trained
-from alload_jax.planning.architectures.architecture import Architecture
-from alload_jax.planning.cost import CostFile
-from alload_jax.planning.geometry import Geometry
-from alload_jax.planning.policies.registry import AUTO, PORTFOLIO, candidates, find_policy
-from alload_jax.planning.portfolio import ONE_EPOCH, RunLength
-from alload_jax.planning.remat import AUTO_REMAT
-from alload_jax.planning.samples import Samples
-from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.architecture import Architecture, architecture_named, from_fields
+from alload_jax.planning.cost import CostFile, PowerCost, read_cost_file
+from alload_jax.planning.devices import DEVICES, Device, device_named
+from alload_jax.planning.factory import ONE_EPOCH, RunLength
+from alload_jax.planning.metrics import SimulationSettings
+from alload_jax.planning.policies.registry import (
+    AUTO,
+    PORTFOLIO,
+    candidates,
+    find_policy,
+    policy_names,
+)
+from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, choose_remat, in_words
+from alload_jax.planning.samples import Geometry, Samples, Triple, read_sample_paths, read_samples
+from alload_jax.planning.settings import PlanningConfig, config_type
+from alload_jax.planning.sparse_cost import SparseLayers, with_layers
+from alload_jax.planning.study import Study
+from alload_jax.planning.workloads import make_workload
+
+if TYPE_CHECKING:  # a training config needs JAX, which takes a second to import
+    from alload_jax.config import Config
+    from alload_jax.models.common.config import ModelConfig
+
+_DEFAULT_MODEL, _DEFAULT_DEVICE, _DEFAULT_DENSITY = "wan2.1-1.3b", "h200", 0.1
+
+
+class PlanRequest:
+    """The flags, and the training config that they override.
+
+    Attributes:
+      options: the flags.
+      config: the training config; None without one.
+      fields: of `PlanningConfig`, as far as flags and config give them, without the ranks.
+      ranks: numbers of data-parallel ranks; empty where nothing gives them.
+    """
+
+    def __init__(self, options: argparse.Namespace):
+        """Reads the config, if one is given.
+
+        Raises:
+          InputError: the config is not valid.
+        """
+        self.options = options
+        self.config: Config | None = None
+        self.fields: dict[str, Any] = {}
+        if options.config is not None:
+            from alload_jax.config import read_config
+
+            self.config = read_config(["--config", options.config], prog="alload plan")
+            self.fields = dict(vars(self.config.planning))
+        names = {field.name for kind in setting_types() for field in dataclasses.fields(kind)}
+        self.fields |= {name: value for name, value in vars(options).items() if name in names}
+        configured = None if self.config is None else self.config.planning.ranks
+        self.ranks: list[int] = options.ranks or ([] if configured is None else [configured])
+        del self.fields["ranks"]
+
+    @property
+    def model(self) -> "ModelConfig | None":
+        """The config's model."""
+        return None if self.config is None else self.config.model
+
+    @property
+    def joint(self) -> bool:
+        """Whether the lengths of samples count their conditions."""
+        return self.model is not None and self.model.joint_attention
+
+    @property
+    def patch_size(self) -> Triple:
+        """Latents per token (frames, height, width)."""
+        default = Geometry().patch_size if self.model is None else self.model.patch_size
+        return self.options.patch_size or default
+
+    @property
+    def remat(self) -> Remat:
+        """Rematerialisation policy of the model, or those that repeat over its layers."""
+        if self.model is None:
+            return "attention"
+        return self.model.step_fields().get("remat", AUTO_REMAT)
+
+    @property
+    def device(self) -> Device:
+        """The device of the analytic cost model."""
+        return device_named(self.options.device or _DEFAULT_DEVICE)
+
+    @property
+    def length(self) -> RunLength:
+        """Length of the run."""
+        if self.options.epochs:
+            return RunLength(self.options.epochs)
+        run = None if self.config is None else self.config.run
+        return ONE_EPOCH if run is None else RunLength(run.epochs, run.steps or 0)
+
+    @property
+    def packs(self) -> bool:
+        """Whether model and device run attention on packed rows; unknown devices do."""
+        model = self.model
+        if model is not None and (model.attention == "xla" or model.dtype == "float32"):
+            return False
+        name = self.options.device
+        if name is None and self.fields.get("cost_model"):
+            name = read_cost_file(self.fields["cost_model"]).device
+        name = name or _DEFAULT_DEVICE
+        known = [each for short, each in DEVICES.items() if name in (short, each.name)]
+        return all(device.packs for device in known)
+
+    @cached_property
+    def architecture(self) -> tuple[Architecture, str]:
+        """The model's architecture, and its name or the file of its config."""
+        if self.options.model or self.model is None:
+            name = self.options.model or _DEFAULT_MODEL
+            return architecture_named(name), name
+        return from_fields(self.model.architecture()), self.options.config
+
+    @cached_property
+    def trained(self) -> Trained:
+        """The trained parameters of the flags, which need the analytic cost model, or the config.
+
+        Raises:
+          InputError: flags exclude each other.
+        """
+        options, cost_model = self.options, self.fields.get("cost_model")
+        if options.trained_parameters is not None:
+            if cost_model:
+                raise InputError(
+                    f"alload plan: --trained-parameters changes the analytic cost model, and "
+                    f"{cost_model} replaces it; leave one of them out"
+                )
+            return Trained(options.trained_parameters, options.frozen_dtype or "float32")
+        several, _ = self._configured_trained
+        if options.frozen_dtype is None:
+            return ALL_TRAINED if options.model or cost_model else several
+        if several.parameters is None:
+            raise InputError(
+                "alload plan: --frozen-dtype is given without --trained-parameters, so nothing is "
+                "frozen; give both"
+            )
+        return dataclasses.replace(several, frozen_dtype=options.frozen_dtype)
+
+    @cached_property
+    def _configured_trained(self) -> tuple[Trained, Trained]:
+        """The trained parameters of the config, whose steps have several micro-batches or one.
+
+        Counting them needs the model's shapes.
+        """
+        if self.config is None:
+            return ALL_TRAINED, dataclasses.replace(ALL_TRAINED, accumulates=False)
+        from alload_jax.models.families import abstract_model, gradient_dtypes
+        from alload_jax.training.remat_choice import trained_of
+
+        # Planned for a GPU, whatever this machine has.
+        model = self.config.model
+        model = dataclasses.replace(model, dtype="bfloat16") if model.dtype == "auto" else model
+        params = abstract_model(self.config.model).params
+        given = (params, self.config.parameters, self.config.optimizer)
+        one = trained_of(*given, accumulates=False, narrow=gradient_dtypes(model))
+        return trained_of(*given), one
+
+    def layers(self) -> SparseLayers | None:
+        """The layers as training begins, with what the flags change; None if all are dense.
+
+        Raises:
+          InputError: a density is given where no layer is sparse.
+        """
+        options, known = self.options, None
+        if self.model is not None:
+            from alload_jax.training.run_plan import first_layers
+
+            known = first_layers(self.model)
+        if options.sparse_layers is None and options.density is None:
+            return known
+        known = known or SparseLayers()
+        share = known.share if options.sparse_layers is None else options.sparse_layers
+        if options.sparse_layers is None and not share:
+            raise InputError(
+                "alload plan: --density is given without --sparse-layers, so no layer is sparse; "
+                "give both"
+            )
+        density = known.density if known.share else _DEFAULT_DENSITY
+        density = density if options.density is None else options.density
+        return dataclasses.replace(known, share=share, density=density)
+
+    def costs(self, samples: Samples) -> tuple[CostFile, str]:
+        """The cost model for layers of which some may be sparse, and a description of its source.
+
+        Args:
+          samples: the data set.
+
+        Raises:
+          InputError: the cost model is not valid, or was made for another device.
+        """
+        costs, source = self._dense_costs(samples)
+        layers = self.layers()
+        if layers is None or costs.quadratic is None:
+            if layers is not None and layers.share:
+                source += "; sparse attention does not change it"
+            return costs, source
+        if layers.share:
+            source += f"; {layers.share:.0%} of the layers sparse, density {layers.density:g}"
+        return with_layers(costs, layers), source
+
+    def _dense_costs(self, samples: Samples) -> tuple[CostFile, str]:
+        options, fields = self.options, self.fields
+        if cost_model := fields.get("cost_model"):
+            costs = read_cost_file(cost_model)
+            self._refuse_other_device(costs)
+            made_on = f", {costs.origin or 'given'} for {costs.device}" if costs.device else ""
+            return costs, f"{cost_model}{made_on}"
+        analytic = options.model or options.device or options.trained_parameters
+        if fields.get("p") and not analytic:
+            source = f"B·S^p with p = {fields['p']:g}, no unit"
+            return CostFile(power=PowerCost(fields["p"])), source
+        architecture, model = self.architecture
+        remat = self._chosen_remat(samples)
+        costs = analytic_costs(
+            architecture,
+            self.device,
+            remat,
+            shards=options.shards,
+            margin=options.margin,
+            trained=self.trained,
+            budget=None if options.memory_gb is None else options.memory_gb * 1e9,
+            m_mem=fields.get("m_mem"),
+        )
+        if self.remat == AUTO_REMAT:
+            model += f", model.remat auto: {in_words(policies_of(remat))},"
+        if trained := self.trained.parameters:
+            model += f", {trained:,} of {architecture.parameters():,} parameters trained,"
+        source = f"analytic, not measured: {model} on {self.device.name}; see `alload calibrate`"
+        return costs, source
+
+    def _chosen_remat(self, samples: Samples) -> Remat:
+        """The config's policy; where it is auto, what the device's memory holds beside M_mem."""
+        if self.remat != AUTO_REMAT:
+            return self.remat
+        if (m_mem := self.fields.get("m_mem")) is None:  # it follows from the memory
+            return UNRESOLVED
+        budget, given = USABLE_SHARE * self.device.memory, self.options.memory_gb
+        if given is None and self.model is not None:
+            given = self.model.memory_budget
+        if given is not None:
+            budget = given * 1e9
+        architecture, trained = self.architecture[0], self.trained
+        if self.planning().single_gradient:
+            several, one = self._configured_trained
+            same = trained == several
+            trained = one if same else dataclasses.replace(trained, accumulates=False)
+        rows = samples.most_within(m_mem)
+        if (most := self.fields.get("max_segments")) is not None:
+            rows = min(rows, most)
+        choice = choose_remat(
+            architecture,
+            getattr(architecture, "num_layers", 1),
+            self.device,
+            m_mem,
+            budget,
+            shards=self.options.shards,
+            rows=rows,
+            trained=trained,
+        )
+        return choice.policies
+
+    def planning(self) -> PlanningConfig:
+        """The planning settings.
+
+        Raises:
+          InputError: one is not valid, or missing.
+        """
+        named = self.options.compare or [self.fields.get("policy", AUTO)]
+        kinds = (config_type(each.partition(":")[0]) for each in named)
+        kind = next((each for each in kinds if each is not PlanningConfig), PlanningConfig)
+        known = {field.name for field in dataclasses.fields(kind)}
+        return kind(**{name: value for name, value in self.fields.items() if name in known})
+
+    def _refuse_other_device(self, costs: CostFile) -> None:
+        given = self.options.device
+        if not given or not costs.device or self.fields.get("foreign_cost_model"):
+            return
+        wanted = device_named(given).name
+        if wanted != costs.device:
+            raise InputError(
+                f"{self.fields['cost_model']}: was made for {costs.device}, not for {wanted}; run "
+                "`alload calibrate` there, or give --foreign-cost-model"
+            )
+
+    def m_mem(self, costs: CostFile, shortest: int) -> int | None:
+        """M_mem: what --memory-gb holds of sequences of `shortest` tokens, or the costs'.
+
+        Raises:
+          InputError: the cost model has no memory coefficients.
+        """
+        if self.options.memory_gb is None:
+            return costs.m_mem
+        if costs.memory is None:
+            raise InputError(
+                "alload plan: --memory-gb needs a cost model with memory coefficients; give --m-mem"
+            )
+        budget = self.options.memory_gb * 1e9
+        return costs.memory.max_tokens(budget, self.options.margin, shortest)
+
+
+def setting_types() -> tuple[type[PlanningConfig], ...]:
+    """The dataclasses of planning settings: that of all policies, and those of registered ones."""
+    return tuple(dict.fromkeys((PlanningConfig, *map(config_type, policy_names()))))
 
 
 class PlanInputs(NamedTuple):
-    """The inputs of a plan.
+    """What is planned.
 
     Attributes:
-      samples: the samples of the data set.
+      study: samples, planning settings with `m_mem` set, and costs.
+      ranks: numbers of data-parallel ranks.
       source: description of the data set.
-      planning: planning settings, with `m_mem` set.
-      costs: the content of the cost model's file.
       costs_source: description of the cost model's source.
-      seed: seed of the order of samples.
       shares: what weighted sources are of an epoch; empty without weights.
-      bucketed: where policies of both layouts are compared, the samples with their lengths in
-        bucketed rows, and `samples` has those in packed rows; else None.
-      packs: whether the device runs packed rows.
-      length: of the run.
       warning: what is odd about the data; "" for nothing.
     """
 
-    samples: Samples
+    study: Study
+    ranks: list[int]
     source: str
-    planning: PlanningConfig
-    costs: CostFile
     costs_source: str
-    seed: int
-    shares: tuple[SourceShare, ...] = ()
-    bucketed: Samples | None = None
-    packs: bool = True
-    length: RunLength = ONE_EPOCH
-    warning: str = ""
-
-
-class PlannedModel(NamedTuple):
-    """The model of the flags.
-
-    Attributes:
-      architecture: its shape.
-      name: its name, or the file of its config.
-      patch_size: latents per token (frames, height, width).
-      trained: which of its parameters are trained.
-      remat: rematerialisation policy of the config, or those that repeat over the layers; None
-        without a config.
-      vae_stride: pixels per latent of the model's VAE (frames, height, width).
-      condition: most condition tokens of a sample that count in its length.
-    """
-
-    architecture: Architecture
-    name: str
-    patch_size: tuple[int, int, int]
-    trained: Trained
-    remat: Remat | None
-    vae_stride: tuple[int, int, int]
-    condition: int
+    shares: tuple[SourceShare, ...]
+    warning: str
 
 
 def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     """Reads the config, if given, and overrides it by the flags.
 
     Raises:
-      InputError: a value of the config or of a flag is invalid.
+      InputError: a value of the config or of a flag is invalid, or nothing gives the ranks.
     """
-    base = read_base(options.config)
-    given = {f.name: getattr(options, f.name, None) for f in dataclasses.fields(PlanningConfig)}
-    fields = base.planning | {k: v for k, v in given.items() if v is not None}
-    fields.pop("ranks", None)
+    request = PlanRequest(options)
+    fields, config = request.fields, request.config
     if options.compare:
         # This policy has every setting; each case takes those of its own policy.
         fields["policy"] = PORTFOLIO[0]
-    trained = planned_parameters(options, fields, base)
-    packs = base.packs and device_packs(options, fields)
     policy = fields.get("policy", AUTO)
-    packed = policy == AUTO or find_policy(policy).packed
-    samples, data, paths = planned_samples(options, base, packed)
-    repeated = repeated_samples(samples, paths)
-    weights = weights_of_flags(options) or (base.weights if options.manifest else ())
-    samples, shares = weigh(samples, weights, paths)
-    data += described(shares)
-    costs, source = costs_with_layers(options, fields, base, trained, samples)
-    policies = candidates(policy)
-    if fields.get("m_mem") is None and any("m_mem" in each.required for each in policies):
-        fields["m_mem"] = m_mem_of(options, costs, int(samples.seq_len.min()))
-    planning = PlanningConfig(**fields)
-    if options.config and base.model:
-        remat = {} if base.remat == AUTO_REMAT else {"remat": base.remat}
-        planning.refuse_foreign_costs(base.model | remat, None)
-    seed = base.seed if options.seed is None else options.seed
+    request.trained  # noqa: B018 - refuses flags that exclude each other before data are read
+    packs = request.packs
+    samples, source, paths = _samples(request, policy == AUTO or find_policy(policy).packed)
+    repeated = _repeated_samples(samples, paths)
+    weights = _weights_of_flags(options)
+    if not weights and options.manifest and config is not None:
+        weights = config.data.weights
+    shares = tuple(source_shares(samples, weights, paths)) if weights else ()
+    samples = with_weights(samples, weights, paths)
+    if shares:
+        count = sum(each.epoch_samples for each in shares)
+        source += f", {count:,.10g} an epoch by weights"
+    costs, costs_source = request.costs(samples)
+    required = any("m_mem" in each.required for each in candidates(policy))
+    if fields.get("m_mem") is None and required:
+        fields["m_mem"] = request.m_mem(costs, int(samples.seq_len.min()))
+    planning = request.planning()
+    if config is not None:
+        remat = {} if request.remat == AUTO_REMAT else {"remat": request.remat}
+        planning.refuse_foreign_costs(config.model.architecture() | remat, None)
     bucketed = None
-    both = bool(options.compare) or policy == AUTO
-    if both and base.config is not None and base.config.joint_attention:
-        bucketed, _ = weigh(planned_samples(options, base, packed=False)[0], weights, paths)
-    length = RunLength(options.epochs) if options.epochs else base.length
-    return PlanInputs(
-        *(samples, data, planning, costs, source, seed, shares, bucketed, packs, length, repeated)
+    if request.joint and (options.compare or policy == AUTO):
+        bucketed = with_weights(_samples(request, packed=False)[0], weights, paths)
+    if not request.ranks:
+        raise InputError("alload plan: --ranks is not given; give the number of ranks (GPUs)")
+    seed = 0 if config is None else config.run.seed
+    seed = seed if options.seed is None else options.seed
+    replay = None
+    if options.simulate:
+        replay = SimulationSettings(options.noise, options.all_reduce, seed)
+    study = Study(
+        samples=samples,
+        config=planning,
+        costs=costs,
+        seed=seed,
+        epoch=options.epoch,
+        replay=replay,
+        bucketed=bucketed,
+        packs=packs,
+        length=request.length,
     )
+    return PlanInputs(study, request.ranks, source, costs_source, shares, repeated)
 
 
-def architecture_of(options: argparse.Namespace) -> PlannedModel:
-    """The model of the flags, without data.
+def _weights_of_flags(options: argparse.Namespace) -> tuple[SourceWeight, ...]:
+    """The pairs of `--weights PATH=WEIGHT ...`.
 
     Raises:
-      InputError: the config is invalid, or its model has no cost model.
+      InputError: a word is no such pair, or the samples have no paths.
     """
-    base = read_base(options.config)
-    architecture, name = planned_architecture(options, base)
-    trained, remat = planned_parameters(options, {}, base), base.remat if options.config else None
-    stride, condition = Geometry().vae_stride, 0
-    if (model := base.config) is not None:
-        from alload_jax.models.families import family_of
+    if options.weights and options.workload:
+        raise InputError(
+            "alload plan: --weights needs the paths of samples, which a workload has not; give "
+            "--manifest"
+        )
+    found = []
+    for word in options.weights or ():
+        path, equals, number = word.rpartition("=")
+        try:
+            found.append(SourceWeight(path, float(number if equals else "")))
+        except InputError:
+            raise
+        except ValueError as error:
+            raise InputError(
+                f"alload plan: --weights {word}: give PATH=WEIGHT, as portraits=3"
+            ) from error
+    return tuple(found)
 
-        stride = family_of(model).sampling_defaults(model).vae_stride
-        if model.joint_attention:
-            condition = sum(part.length for part in model.condition_parts())
-    return PlannedModel(architecture, name, base.patch_size, trained, remat, stride, condition)
+
+def _samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, np.ndarray | None]:
+    """Reads or makes the samples.
+
+    Args:
+      request: the flags and the config.
+      packed: whether the policy packs rows.
+
+    Returns:
+      Samples, a description of the data set, and the paths of the samples if they are recorded.
+
+    Raises:
+      InputError: not one of --workload and --manifest is given, or the data cannot be read.
+    """
+    options = request.options
+    if (options.workload is None) == (options.manifest is None):
+        raise InputError("alload plan: give either --workload NAME or --manifest FILE")
+    stride = options.vae_stride
+    if options.manifest:
+        # A store's lengths include the conditions of a model with joint attention.
+        if request.joint and Path(options.manifest).name == "manifest.parquet":
+            options.manifest = str(Path(options.manifest).parent)
+        if holds_samples(options.manifest):
+            return _source_samples(request, packed)
+        from alload_jax.data.manifest import manifest_metadata
+
+        stride = stride or manifest_metadata(Path(options.manifest)).get("vae_stride")
+    geometry = Geometry(tuple(stride or Geometry().vae_stride), request.patch_size)
+    if options.manifest:
+        samples = read_samples(options.manifest, geometry)
+        paths = read_sample_paths(options.manifest)
+        return samples, f"{options.manifest}, {len(samples):,} samples", paths
+    samples = make_workload(options.workload, options.size, options.workload_seed, geometry)
+    return samples, f"{options.workload}, {len(samples):,} samples", None
+
+
+def _source_samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, np.ndarray | None]:
+    """The samples of a folder of data, or of a file of another trainer; see `_samples`.
+
+    With the config of a model with joint attention, a sample's length counts its condition.
+    """
+    from alload_jax.data.condition import conditions_for, samples_for
+    from alload_jax.data.manifest import read_paths
+    from alload_jax.data.sources.opening import open_source
+
+    options, model = request.options, request.model
+    if options.vae_stride:
+        raise InputError(
+            f"alload plan: --vae-stride does not apply to the latents in {options.manifest}; leave "
+            "it out, or set data.source.vae_stride in --config"
+        )
+    manifest = open_source(options.manifest, source_config(options.config, "alload plan")).manifest
+    samples = manifest.samples(request.patch_size)
+    if model is not None and request.joint:
+        samples = samples_for(model, manifest, conditions_for(model, manifest), packed)
+    source = f"{options.manifest}, {len(samples):,} samples"
+    if model is None and manifest.form.parts:  # data of models with joint attention
+        source += ", without the tokens of their conditions, which --config counts"
+    return samples, source, read_paths(manifest)
+
+
+def _repeated_samples(samples: Samples, paths: np.ndarray | None) -> str:
+    """Says how many samples have the path and size of another; "" for none, or without paths."""
+    if paths is None:
+        return ""
+    first: dict[tuple[str, ...], int] = {}
+    sizes = np.column_stack([samples.seq_len, samples.shape]).tolist()
+    keys = [(str(path), *map(str, size)) for path, size in zip(paths, sizes, strict=True)]
+    again = [row for row, key in enumerate(keys) if key[0] and first.setdefault(key, row) != row]
+    if not again:
+        return ""
+    row = again[0]
+    count = f"{len(again):,} sample{'s have' if len(again) > 1 else ' has'}"
+    return (
+        f"{count} the path and the size of another one, such as row {row} and row "
+        f"{first[keys[row]]} ({paths[row]}); each is planned. Remove what is there twice"
+    )

@@ -1,14 +1,25 @@
 """The tables that `alload plan` prints."""
 
+import argparse
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import NamedTuple
 
+import numpy as np
 import rich.box
 from rich.table import Table
 from rich.text import Text
 
+from alload_jax.commands.plan_inputs import PlanRequest
 from alload_jax.data.weights import SourceShare
+from alload_jax.errors import InputError
+from alload_jax.planning.analytic import SHORTEST, USABLE_SHARE, step_memory
+from alload_jax.planning.cost import MemoryModel
+from alload_jax.planning.devices import device_named
+from alload_jax.planning.remat import OFFLOADED, RematPolicy, host_bytes
+from alload_jax.planning.samples import Geometry
 from alload_jax.planning.study import Case
 
 _SECONDS = ("first_step_seconds",)
@@ -126,7 +137,136 @@ def readable(name: str, value: float | None) -> str:
     return shown.lstrip("-") if float(shown.rstrip("%")) == 0 else shown
 
 
-def _bound(value: Any) -> str:
+def _bound(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{bucket}: {rows}" for bucket, rows in value.items())
     return f"{value:,}" if isinstance(value, int) else f"{value:,.5g}"
+
+
+_DEVICES = ("h100", "h200")
+_REMAT: tuple[RematPolicy, ...] = (
+    *("offload", "offload_attention", "offload_feed_forward_and_attention", "full"),
+    *("attention", "feed_forward_and_attention"),
+    *("matmuls_and_attention", "norms_matmuls_and_attention"),
+)
+_SIZES = ((480, 832), (720, 1280))
+_LONGEST = 1001
+"""Most frames of a clip that are tried."""
+
+
+class MemoryCase(NamedTuple):
+    """The predicted memory of a model on a device, with one rematerialisation policy.
+
+    Attributes:
+      device: name of the device.
+      remat: as `model.remat`.
+      configured: whether that is the config's.
+      state: bytes that do not depend on the batch.
+      per_token: bytes per token.
+      m_mem: most tokens of a micro-batch; 0 if not even one fits.
+      host: bytes of the host's memory that as many take, at most.
+      clips: frames of the longest clip by (height, width); 0 for none.
+    """
+
+    device: str
+    remat: str
+    configured: bool
+    state: float
+    per_token: float
+    m_mem: int
+    host: float
+    clips: dict[tuple[int, int], int]
+
+    def content(self) -> dict[str, object]:
+        """The case as JSON values."""
+        clips = {f"{height}x{width}": frames for (height, width), frames in self.clips.items()}
+        return self._asdict() | {"clips": clips}
+
+
+def memory_cases(options: argparse.Namespace) -> tuple[str, list[MemoryCase]]:
+    """Predicts memory for the model of the flags; returns its name and the cases.
+
+    Raises:
+      InputError: the model has no cost model, or a flag is wrong.
+    """
+    request, condition = PlanRequest(options), 0
+    request.fields.pop("cost_model", None)  # it says nothing of other policies' memory
+    architecture, model_name = request.architecture
+    stride = Geometry().vae_stride
+    if (model := request.model) is not None:
+        from alload_jax.models.families import family_of
+
+        stride = family_of(model).sampling_defaults(model).vae_stride
+        if model.joint_attention:
+            condition = sum(part.length for part in model.condition_parts())
+    geometry = Geometry(options.vae_stride or stride, request.patch_size)
+    if options.memory_gb is not None and not 0 < options.memory_gb < math.inf:
+        raise InputError(f"alload plan: --memory-gb is {options.memory_gb}; it must be above 0")
+    names = [options.device] if options.device else list(_DEVICES)
+    if options.memory_gb is not None:
+        names = names[:1]  # the device matters by its memory alone
+    replicas = max(1, min(options.ranks or [1]) // options.shards)
+    cases = []
+    for name, remat in itertools.product(names, _REMAT):
+        device = device_named(name)
+        memory = step_memory(architecture, device, remat, options.shards, request.trained, replicas)
+        budget, shown = USABLE_SHARE * device.memory, device.name
+        if options.memory_gb is not None:
+            budget, shown = options.memory_gb * 1e9, f"{options.memory_gb:g} GB"
+        free = budget * (1 - options.margin)
+        clips = {size: _longest(memory, free, geometry, size, condition) for size in _SIZES}
+        most = _most_tokens(memory, budget, options.margin)
+        host = 0.0
+        if remat in OFFLOADED:
+            host = host_bytes(architecture, device, most, remat)
+        own = model is not None and remat == request.remat
+        cases.append(
+            MemoryCase(shown, remat, own, memory.base, memory.per_token, most, host, clips)
+        )
+    return model_name, cases
+
+
+def memory_table(cases: list[MemoryCase]) -> Table:
+    """The cases as a table."""
+    table = Table(box=rich.box.SIMPLE)
+    table.add_column("device")
+    table.add_column("model.remat", overflow="fold")
+    for name in ("state GB", "KB per token", "M_mem tokens", "host's GB"):
+        table.add_column(name, justify="right")
+    for height, width in _SIZES:
+        table.add_column(f"longest clip {height}×{width}", justify="right")
+    for case in cases:
+        clips = [_shown(frames) for frames in case.clips.values()]
+        table.add_row(
+            case.device,
+            f"{case.remat} (of the config)" if case.configured else case.remat,
+            f"{case.state / 1e9:.1f}",
+            f"{case.per_token / 1e3:.0f}",
+            f"{case.m_mem:,}" if case.m_mem else "does not fit",
+            f"{case.host / 1e9:.0f}" if case.host else "–",
+            *clips,
+        )
+    return table
+
+
+def _shown(frames: int) -> str:
+    least = "≥ " if frames == _LONGEST else ""
+    return f"{least}{frames:,} frames" if frames else "–"
+
+
+def _most_tokens(memory: MemoryModel, budget: float, margin: float) -> int:
+    try:
+        return memory.max_tokens(budget, margin, SHORTEST)
+    except InputError:
+        return 0
+
+
+def _longest(
+    memory: MemoryModel, free: float, geometry: Geometry, size: tuple[int, int], condition: int
+) -> int:
+    """Frames of the longest clip of a size that fits with its condition's tokens; 0 for none."""
+    frames = np.arange(1, _LONGEST + 1, geometry.vae_stride[0])
+    height, width = (np.full_like(frames, side) for side in size)
+    seq_len = geometry.seq_len(frames, height, width) + condition
+    fits = [memory.bytes_of(float(tokens), 1) <= free for tokens in seq_len]
+    return int(max(frames[fits], default=0))

@@ -3,10 +3,8 @@
 import argparse
 from pathlib import Path
 
-from alload_jax.commands.bench_output import require_place
+from alload_jax.commands.outputs import require_place
 from alload_jax.errors import InputError
-
-HELP = "Draw what a training run has recorded."
 
 _SPARSITY = "Draw the sparsity of each layer's attention over training."
 _VALIDATION = "Draw the validation loss of each size and noise level over training."
@@ -32,8 +30,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _report_sparsity(options: argparse.Namespace) -> int:
     # Imported here because JAX takes a second to import.
-    from alload_jax.report.sparsity_picture import write_sparsity_picture
-    from alload_jax.training.callbacks.layer_log import LAYER_LOG
+    from alload_jax.report.pictures import write_sparsity_picture
+    from alload_jax.training.callbacks.telemetry import LAYER_LOG
     from alload_jax.training.run_files import read_metrics
 
     folder, out = _places(options, "sparsity")
@@ -54,7 +52,7 @@ def _report_sparsity(options: argparse.Namespace) -> int:
 
 def _report_validation(options: argparse.Namespace) -> int:
     # Imported here because JAX takes a second to import.
-    from alload_jax.report.validation_picture import write_validation_picture
+    from alload_jax.report.pictures import write_validation_picture
     from alload_jax.training.run_files import is_validation, read_metrics
 
     folder, out = _places(options, "validation")

@@ -4,12 +4,13 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, get_args
 
-from alload_jax.commands.sample_flags import LARGEST, add_arguments, check_numbers
-from alload_jax.diffusion.schedules import noise_levels, rounded_timesteps
-from alload_jax.encoders.devices import share_memory
+from alload_jax.commands.flags import add_run_flags
+from alload_jax.diffusion.schedules import Sampler, noise_levels, rounded_timesteps
+from alload_jax.encoders.loading import share_memory
 from alload_jax.errors import InputError
 
 if TYPE_CHECKING:  # these modules import JAX, which only `run` needs
@@ -18,9 +19,6 @@ if TYPE_CHECKING:  # these modules import JAX, which only `run` needs
     from alload_jax.sampling.encoders import Encoders
     from alload_jax.sampling.requests import RawRequest, Request
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "Draw samples from a run of train.py or from released weights."
 
 _LISTED = (
     *("negative_prompt", "negative_embeds", "image_embeds", "image", "last_image"),
@@ -28,20 +26,108 @@ _LISTED = (
 )
 """Flags that apply to every line of a list that does not override them."""
 
-_STRIDES = frozenset(map(str, range(1, LARGEST + 1)))
+_LARGEST = 1000
+"""Maximum of --steps, --batch, --zoom and the parts of --vae-stride."""
+
+_COUNTS = ("steps", "batch", "zoom")
+_STRIDES = frozenset(map(str, range(1, _LARGEST + 1)))
+
+_LIST = """\
+JSON lines with one object per sample; its keys (class, prompt, negative_prompt, prompt_embeds,
+negative_embeds, image, last_image, image_embeds, frames, height, width, seed, out) override the
+flags; paths are relative to the list's folder"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's flags."""
+    add = parser.add_argument
+    add("--checkpoint", required=True, help="run folder, or transformer folder of diffusers")
+    add_run_flags(add)
+    add("--lora", metavar="FILE[:SCALE]", nargs="+", default=[], help="LoRA files to add, with "
+        "factors; default 1")  # fmt: skip
+    _add_conditions(parser)
+    _add_encoders(parser)
+    _add_low_noise(parser)
+    add("--frames", type=int, help="frames of the clip; 1 for an image")
+    add("--height", type=int, help="height in pixels")
+    add("--width", type=int, help="width in pixels")
+    add("--vae-stride", nargs="+", metavar="N", help="pixels per latent, T H W; default: the "
+        "data's, else by the channels: 1 1 1 for 1 or 3, 4 16 16 for 48, else 4 8 8")  # fmt: skip
+    add("--steps", type=int, default=30, help="evaluations of the model; default 30")
+    add("--sampler", choices=get_args(Sampler), help="default: the run's; unipc for diffusers")
+    add("--round-timesteps", action="store_true", help="give the model whole timesteps, as "
+        "diffusers' pipelines do with unipc: 1000 times the noise level, rounded down")  # fmt: skip
+    add(
+        "--guidance",
+        type=float,
+        help="scale of classifier-free guidance, 1 for none; default: the run's, else 5",
+    )
+    add("--shift", type=float, help="shift of noise levels; default: the run's at this size, "
+        "else 5, which Wan recommends for 720p; for 480p it recommends 3")  # fmt: skip
+    add("--dtype", choices=["auto", "float32", "bfloat16"], help="compute dtype; default: "
+        "the run's, else auto: bfloat16 on a GPU")  # fmt: skip
+    add("--dense-attention", action="store_true", help="dense attention in all layers; default: "
+        "sparse in those that are sparse in the checkpoint")  # fmt: skip
+    add("--seed", type=int, default=0, help="seed of the noise; default 0")
+    add("--batch", type=int, default=1, help="samples per batch, default 1; the last batch is "
+        "padded, so that a sample depends only on its seed and this number")  # fmt: skip
+    add("--zoom", type=int, default=1, help="factor by which pictures are enlarged; default 1")
+    add("--out", help="file to write: x.png (one frame), x.gif, x.mp4, or x.safetensors (latents)")
+    add("--fps", type=float, help="frames per second of GIF and MP4; default: the data's, "
+        "else those of the model's family, else 9")  # fmt: skip
+    add("--force", action="store_true", help="replace files that exist")
+
+
+def _add_conditions(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--class", dest="classes", metavar="N", nargs="+", type=int,
+        help="classes of one sample")  # fmt: skip
+    what.add_argument("--prompt", metavar="WORDS", help="what the sample shows, in words")
+    what.add_argument("--prompt-embeds", metavar="FILE",
+        help="safetensors with `text` [L, width]; padded with zeros")  # fmt: skip
+    what.add_argument("--list", metavar="FILE", help=_LIST)
+    parser.add_argument("--negative-prompt", metavar="WORDS",
+        help="what guidance leads away from; default: an empty text, or zeros where the run was "
+        "trained with them")  # fmt: skip
+    parser.add_argument("--negative-embeds", metavar="FILE",
+        help="the same as embeddings")  # fmt: skip
+    parser.add_argument("--image-embeds", metavar="FILE",
+        help="safetensors with `image` [N, width], for models with image embeddings")  # fmt: skip
+    parser.add_argument("--image", metavar="FILE", help="picture of the first frame")
+    parser.add_argument("--last-image", metavar="FILE", help="picture of the last frame, for "
+        "models that take one")  # fmt: skip
+
+
+def _add_encoders(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--text-encoder", metavar="DIR", help="local folder of the model's text encoder, for "
+        "--prompt: umT5 for Wan, HunyuanVideo 1.5's pipeline; bytes for the embedding of --text "
+        "bytes, which runs on such data have without it")  # fmt: skip
+    add("--vae", metavar="DIR", help="local folder of the model's VAE, which turns latents into "
+        "pictures")  # fmt: skip
+    add("--image-encoder", metavar="DIR", help="local folder of the model's image encoder, CLIP or "
+        "SigLIP, for --image with models that take image embeddings")  # fmt: skip
+
+
+def _add_low_noise(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--low-noise-checkpoint", metavar="DIR", help="second of two experts, as in Wan 2.2's A14B "
+        "models: it takes the lower noise levels")  # fmt: skip
+    add("--boundary", type=float, help="noise level below which it does, from 0 to 1; Wan 2.2 uses "
+        "0.875 for text-to-video, 0.9 for image-to-video")  # fmt: skip
+    add("--low-noise-lora", metavar="FILE[:SCALE]", nargs="+", default=[], help="LoRA files to add "
+        "to it")  # fmt: skip
+    add("--low-noise-guidance", type=float, help="its guidance; default: that of the first")
 
 
 def run(options: argparse.Namespace) -> int:
     """Checks all requests, reads the weights, draws and writes."""
-    check_numbers(options)
+    _check_flags(options)
     if options.text_encoder or options.vae or options.image_encoder:
         share_memory()
-    from alload_jax.commands.adapted_source import completed
-    from alload_jax.commands.lora_flags import read_loras
-    from alload_jax.commands.model_source import find_source
+    from alload_jax.commands.model_source import completed, find_source, read_loras
     from alload_jax.commands.sample_draw import draw
-    from alload_jax.sampling.request_checks import check_request
-    from alload_jax.sampling.requests import Target
+    from alload_jax.sampling.requests import Target, check_request
 
     source = find_source(options.checkpoint, options.weights, options.step)
     source = completed(source, options.base, read_loras("--lora", options.lora, source.config))
@@ -55,7 +141,13 @@ def run(options: argparse.Namespace) -> int:
     stride, length = _data(options, source, encoders)
     raw = _raw_requests(options)
     target = Target(
-        source.config, stride, length, options.zoom, encoders, trained_null=source.trained_null()
+        source.config,
+        stride,
+        length,
+        options.zoom,
+        encoders,
+        trained_null=source.trained_null(),
+        batch=options.batch,
     )
     requests = [check_request(one, target) for one in raw]
     _check_outs(raw, options.force)
@@ -72,6 +164,35 @@ def run(options: argparse.Namespace) -> int:
         print("note: --dense-attention has no effect: the model is dense", file=sys.stderr)
     draw(groups, drawing, (source, low_noise), encoders)
     return 0
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    """Checks the flags that no model is needed to check.
+
+    Raises:
+      InputError: a number is out of range, or flags do not go together.
+    """
+    counts = f"at least 1 and at most {_LARGEST}"
+    bounds: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+        *((name, counts, lambda value: 1 <= value <= _LARGEST) for name in _COUNTS),
+        ("guidance", "finite", math.isfinite),
+        ("low_noise_guidance", "finite", math.isfinite),
+        ("fps", f"above 0 and at most {_LARGEST}", lambda value: 0 < value <= _LARGEST),
+        ("boundary", "between 0 and 1", lambda value: 0 < value < 1),
+        ("shift", "above 0 and finite", lambda value: 0 < value < math.inf),
+    )
+    for name, wanted, holds in bounds:
+        if (value := getattr(options, name)) is not None and not holds(value):
+            flag = name.replace("_", "-")
+            raise InputError(f"alload sample: --{flag} is {value}; it must be {wanted}")
+    if (options.boundary is None) != (options.low_noise_checkpoint is None):
+        raise InputError(
+            "alload sample: --boundary and --low-noise-checkpoint go together; give both or neither"
+        )
+    if options.low_noise_lora and options.low_noise_checkpoint is None:
+        raise InputError(
+            "alload sample: --low-noise-lora goes with --low-noise-checkpoint; leave it out"
+        )
 
 
 def _note_guidance(
@@ -166,7 +287,7 @@ def _stride(parts: list[str] | None) -> tuple[int, int, int] | None:
     if len(numbers) != 3 or not all(one in _STRIDES for one in numbers):
         raise InputError(
             f"alload sample: --vae-stride is {' '.join(parts)}; give three whole numbers from 1 "
-            f"to {LARGEST}, such as 4 8 8"
+            f"to {_LARGEST}, such as 4 8 8"
         )
     return (int(numbers[0]), int(numbers[1]), int(numbers[2]))
 
@@ -201,7 +322,7 @@ def _raw_requests(options: argparse.Namespace) -> "list[RawRequest]":
 
     given = {name: getattr(options, name) for name in (*_LISTED, "prompt", "prompt_embeds")}
     given |= {"class": options.classes and tuple(options.classes)}
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         name: Path(value) if name in FILES else value
         for name, value in given.items()
         if value is not None
@@ -243,7 +364,7 @@ def _groups(
             f"alload sample: --round-timesteps is what diffusers does with unipc, and the sampler "
             f"is {sampler}; give --sampler unipc, or leave it out"
         )
-    by_shape: dict[Any, list[Request]] = {}
+    by_shape: dict[Hashable, list[Request]] = {}
     for request in requests:
         by_shape.setdefault(request.shape(), []).append(request)
     groups = []

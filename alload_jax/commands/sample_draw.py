@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,9 @@ from alload_jax.diffusion.schedules import Sampler
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.sampling import flow
-from alload_jax.sampling.clips import LATENTS, write_clip
-from alload_jax.sampling.conditions import RequestArrays, arrays_of, stacked
-from alload_jax.sampling.decoding import decoded
+from alload_jax.sampling.conditions import RequestArrays, arrays_of, decoded, stacked
 from alload_jax.sampling.encoders import Encoders
+from alload_jax.sampling.pictures import LATENTS, write_clip
 from alload_jax.sampling.requests import Request
 from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.restore import one_device_mesh
@@ -56,7 +55,7 @@ class Drawing(NamedTuple):
     guidance: float
     low_noise: flow.LowNoise | None
     batch: int
-    dtype: Any
+    dtype: Literal["auto", "float32", "bfloat16"] | None
     dense: bool
     zoom: int
     fps: float | None
@@ -154,7 +153,7 @@ def _memory_named(request: Request) -> Iterator[None]:
 
 def _inputs(
     requests: Sequence[Request], arrays: Sequence[RequestArrays], config: ModelConfig
-) -> tuple[Any, flow.Condition, flow.Condition]:
+) -> tuple[jax.Array, flow.Condition, flow.Condition]:
     """Noise, condition and null condition of a batch; each row depends only on its request."""
     shape = (*requests[0].grid, config.latent_channels)
     noise = jnp.stack([jax.random.normal(jax.random.key(r.seed), shape) for r in requests])

@@ -2,9 +2,7 @@
 
 import sys
 
-from alload_jax.quiet_imports import quiet_imports
-
-HELP = "Train a model, as `python train.py`; --help lists all keys of the config."
+from alload_jax.processes import quiet_imports
 
 
 def main(argv: list[str]) -> int:
@@ -20,7 +18,7 @@ def entry() -> None:
     """Runs `alload train` as a program, which ends without waiting for threads after a failure."""
     with quiet_imports():
         from alload_jax.errors import run_command
-        from alload_jax.training.quiet_threads import hush_threads, leave
+        from alload_jax.training.signals import leave, silence_threads
 
-    hush_threads()
+    silence_threads()
     leave(run_command(main, sys.argv[2:]))

@@ -1,13 +1,20 @@
 """The arrays of a micro-batch, bucketed or packed."""
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
+from jaxtyping import Float, Int, Shaped
+from typing_extensions import TypeVar
 
+from alload_jax.models.common.embedding import ConditionTokens
 from alload_jax.models.common.segments import PackedMetadata
 
+T = TypeVar("T", default=jax.Array)
+"""Kind of the arrays: those of NumPy where a step is collated, or their shapes or shardings."""
 
-class Batch(NamedTuple):
+
+class Batch(NamedTuple, Generic[T]):
     """A bucketed micro-batch: all rows have one shape.
 
     Attributes:
@@ -23,16 +30,16 @@ class Batch(NamedTuple):
       image: [B, N, width], embeddings of the given images; None if the model takes none.
     """
 
-    latents: Any
-    condition: Any
-    sample: Any
-    epoch: Any
-    weight: Any
-    given: Any = None
-    image: Any = None
+    latents: Float[T, "B frames height width channels"]
+    condition: Shaped[T, "B L *width"] | dict[str, ConditionTokens]
+    sample: Int[T, " B"]
+    epoch: Int[T, " B"]
+    weight: Float[T, " B"]
+    given: Float[T, "B frames height width G"] | None = None
+    image: Float[T, "B N width"] | None = None
 
 
-class PackedBatch(NamedTuple):
+class PackedBatch(NamedTuple, Generic[T]):
     """A packed micro-batch: rows of T tokens with up to M segments each.
 
     A segment is a sample or a part of a split sample. Padding belongs to no segment.
@@ -55,22 +62,29 @@ class PackedBatch(NamedTuple):
       image: [R, M, N, width], embeddings of the given images; None if the model takes none.
     """
 
-    tokens: Any
-    position: Any
+    tokens: Float[T, "R T patch"]
+    position: Int[T, "R T 3"]
     metadata: PackedMetadata
-    condition: Any
-    sample: Any
-    epoch: Any
-    weight: Any
-    first: Any
-    seq_len: Any
-    frame_tokens: Any
-    given: Any = None
-    image: Any = None
+    condition: Shaped[T, "R C *width"] | dict[str, ConditionTokens]
+    sample: Int[T, "R M"]
+    epoch: Int[T, "R M"]
+    weight: Float[T, "R M"]
+    first: Int[T, "R M"]
+    seq_len: Int[T, "R M"]
+    frame_tokens: Int[T, "R M"]
+    given: Float[T, "R T G"] | None = None
+    image: Float[T, "R M N width"] | None = None
 
 
-AnyBatch = Batch | PackedBatch
-Signature = tuple[Any, tuple[tuple[int, ...], ...]]
+AnyBatch: TypeAlias = Batch[T] | PackedBatch[T]
+Signature = tuple[jax.tree_util.PyTreeDef, tuple[tuple[int, ...], ...]]
+
+
+def abstract(batch: AnyBatch[np.ndarray], rows: int) -> Any:
+    """The shapes of a batch of one row, with so many rows, as `jax.ShapeDtypeStruct`s."""
+    return jax.tree.map(
+        lambda part: jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype), batch
+    )
 
 
 def signature(batch: AnyBatch) -> Signature:

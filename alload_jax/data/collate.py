@@ -1,18 +1,154 @@
-"""Builds the arrays of a planned step's micro-batches."""
+"""Builds the arrays of a planned step's micro-batches: rows of one shape, or packed ones."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from alload_jax.data.batch import AnyBatch
-from alload_jax.data.collation import Collation
-from alload_jax.data.sample_texts import with_text_of_epoch
+from alload_jax.data.batch import AnyBatch, Batch, PackedBatch, abstract
+from alload_jax.data.condition import Conditions, Tokens, put_condition
+from alload_jax.data.manifest import Manifest
+from alload_jax.data.packed import PackedCollation, Place
+from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays, with_text_of_epoch
 from alload_jax.data.sources.source import SampleReader
 from alload_jax.data.store import BadRecordError
-from alload_jax.planning.step import MicroBatch, Step
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.planning.epoch import MicroBatch, Step, noise_epoch
+from alload_jax.planning.plan import Plan
+from alload_jax.planning.samples import Triple
+
+
+@dataclass(frozen=True)
+class BucketedCollation:
+    """Collates the samples of micro-batches into rows of one sample each.
+
+    A bucket of one shape becomes a `Batch`. One of several shapes becomes a `PackedBatch`: rows of
+    one sample each, padded to the length of the bucket.
+
+    Attributes:
+      manifest: manifest of the samples.
+      conditions: shape and dtype of the rows' conditions.
+      merged: the collation of buckets of several shapes, by their length.
+    """
+
+    manifest: Manifest
+    conditions: Conditions
+    merged: Mapping[int, PackedCollation] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, plan: Plan, manifest: Manifest, model: ModelConfig, conditions: Conditions
+    ) -> "BucketedCollation":
+        """Returns the collation of a bucketed plan."""
+        _, tokens, shape = plan.bucket_shapes()
+        lengths = np.unique(tokens[~shape.any(axis=1)]).tolist()
+        seq_len, given = plan.samples.seq_len, (manifest, model, conditions)
+        merged = {n: PackedCollation.of_single_samples(seq_len, n, *given) for n in lengths}
+        return cls(manifest, conditions, merged)
+
+    def shapes(self, plan: Plan) -> list[AnyBatch]:
+        """Returns every micro-batch of a shape group in a plan, as `jax.ShapeDtypeStruct`s.
+
+        Unless ranks are independent, all ranks are one group. The micro-batches that need the most
+        memory come first.
+        """
+        rows, tokens, shape = plan.bucket_shapes()
+        columns = np.column_stack([rows * plan.group_ranks, tokens, shape])
+        found = np.unique(columns, axis=0).tolist()
+        found.sort(key=lambda bucket: (-bucket[0] * bucket[1], bucket))
+        return [
+            abstract(self._zeros(1, (frames, height, width), 0), count)
+            if any((frames, height, width))
+            else self.merged[length].abstract(count)
+            for count, length, frames, height, width in found
+        ]
+
+    def _zeros(self, rows: int, shape: Triple, epoch: int) -> Batch[np.ndarray]:
+        latents = (rows, *self.manifest.latent_shape(shape))
+        return Batch(
+            latents=np.zeros(latents, np.float32),
+            condition=self.conditions.empty(rows),
+            sample=np.full(rows, -1, np.int32),
+            epoch=np.full(rows, epoch, np.int32),
+            weight=np.zeros(rows, np.float32),
+            given=self.conditions.given(*latents[:4]),
+            image=self.conditions.image(rows),
+        )
+
+    def _packed(
+        self, parts: Sequence[MicroBatch]
+    ) -> tuple[PackedCollation, list[MicroBatch]] | None:
+        """For a bucket of several shapes its collation, and its rows as packed rows."""
+        if any(parts[0].shape):
+            return None
+        merged = self.merged[parts[0].seq_len]
+        return merged, [row for part in parts for row in merged.single_rows(part)]
+
+    def empty(self, parts: Sequence[MicroBatch], epoch: int) -> AnyBatch[np.ndarray]:
+        """Builds a micro-batch of a step of `epoch` for the parts of these ranks, weights 0.
+
+        Its epochs are those of `noise_epoch`.
+        """
+        if packed := self._packed(parts):
+            return packed[0].empty(packed[1], epoch)
+        batch = self._zeros(sum(part.rows for part in parts), parts[0].shape, epoch)
+        first_row = 0
+        for part in parts:
+            for row, repetition in enumerate(part.repetitions, start=first_row):
+                batch.epoch[row] = noise_epoch(epoch, repetition)
+            first_row += part.rows
+        return batch
+
+    def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Place]]:
+        """Yields each sample of the parts and its place in the batch."""
+        if packed := self._packed(parts):
+            yield from packed[0].places(packed[1])
+            return
+        first_row = 0
+        for part in parts:
+            for row, sample in enumerate(part.samples, start=first_row):
+                yield sample, Place(row)
+            first_row += part.rows
+
+    def put(
+        self,
+        batch: AnyBatch[np.ndarray],
+        place: Place,
+        sample: int,
+        arrays: Arrays,
+        condition: Tokens,
+    ) -> None:
+        """Writes the arrays of a sample to its place in the batch, with weight 1.
+
+        Its condition is what `Conditions.of` returns.
+        """
+        if isinstance(batch, PackedBatch):
+            self.merged[batch.tokens.shape[1]].put(batch, place, sample, arrays, condition)
+            return
+        row = place.row
+        batch.latents[row] = arrays[LATENTS]
+        if batch.given is not None and GIVEN in arrays:
+            batch.given[row] = arrays[GIVEN]
+        if batch.image is not None:
+            batch.image[row] = arrays[IMAGE]
+        put_condition(batch.condition, row, 0, 0, condition)
+        batch.sample[row] = sample
+        batch.weight[row] = 1.0
+
+
+Collation = BucketedCollation | PackedCollation
+
+
+def collation_for(
+    plan: Plan, manifest: Manifest, model: ModelConfig, conditions: Conditions
+) -> Collation:
+    """Returns the collation of a plan's micro-batches."""
+    packing = plan.epoch(0).packing
+    if packing is None:
+        return BucketedCollation.of(plan, manifest, model, conditions)
+    return PackedCollation.of(plan, manifest, model, conditions)
 
 
 class HostStep(NamedTuple):
@@ -28,7 +164,7 @@ class HostStep(NamedTuple):
 
     number: int
     epoch: int
-    batches: tuple[AnyBatch, ...]
+    batches: tuple[AnyBatch[np.ndarray], ...]
     problems: tuple[str, ...]
     groups: tuple[int, ...] = ()
 
@@ -70,9 +206,12 @@ class Collator:
     def _place(self, part: MicroBatch) -> tuple[int, int]:
         return part.index, part.rank // self.group_ranks if self.group_ranks else 0
 
-    def _batch(self, parts: Sequence[MicroBatch], epoch: int, problems: list[str]) -> AnyBatch:
+    def _batch(
+        self, parts: Sequence[MicroBatch], epoch: int, problems: list[str]
+    ) -> AnyBatch[np.ndarray]:
         """Builds one micro-batch from the parts of the ranks, in the order of the ranks."""
         batch = self.collation.empty(parts, epoch)
+        epochs = batch.epoch.reshape(len(batch.epoch), -1)
         for sample, place in self.collation.places(parts):
             if sample in self.excluded:
                 continue
@@ -83,20 +222,16 @@ class Collator:
                 continue
             try:
                 arrays = self.reader.read(sample)
-                epoch_of_sample = self.collation.epoch_of(batch, place)
+                epoch_of_sample = int(epochs[place.row, place.slot])
                 arrays = with_text_of_epoch(arrays, self.seed, epoch_of_sample, sample)
-                condition = self._condition(arrays, sample)
+                condition = self.collation.conditions.of(arrays)
             except BadRecordError as error:
                 problems.append(str(error))
-                continue
-            self.collation.put(batch, place, sample, arrays, condition)
+            except ValueError as error:
+                problems.append(str(BadRecordError(f"{self._place_of(sample)} {error}")))
+            else:
+                self.collation.put(batch, place, sample, arrays, condition)
         return batch
-
-    def _condition(self, arrays: dict[str, np.ndarray], sample: int) -> Any:
-        try:
-            return self.collation.conditions.of(arrays)
-        except ValueError as error:
-            raise BadRecordError(f"{self._place_of(sample)} {error}") from error
 
     def _place_of(self, sample: int) -> str:
         manifest = self.reader.manifest

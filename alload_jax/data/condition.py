@@ -1,21 +1,27 @@
 """Conditions of samples: classes or text embeddings, and what image-to-video models are given."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 
 from alload_jax.data.manifest import Manifest
-from alload_jax.data.record import IMAGE, LABELS, TEXT
-from alload_jax.data.sample_form import SampleForm
+from alload_jax.data.record import IMAGE, LABELS, TEXT, Arrays, SampleForm
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ConditionPart, ModelConfig, TextConfig
+from alload_jax.models.common.embedding import ConditionTokens
+from alload_jax.models.common.segments import PADDING, Segments
 from alload_jax.planning.samples import Samples
 
 _IMAGE_TOKENS = 257
 """Embeddings of one image by CLIP ViT-H at 224×224: 16² patches and the class token."""
+
+
+Parts = dict[str, ConditionTokens]
+"""Condition tokens of all rows by the names of the kinds."""
+Tokens = np.ndarray | dict[str, np.ndarray]
+"""A sample's condition: [L], [L, width], or [L, width] by the names of the kinds."""
 
 
 @dataclass(frozen=True)
@@ -50,36 +56,59 @@ class Conditions:
         width = () if self.text_dim is None else (self.text_dim,)
         return (rows, self.length if tokens is None else tokens, *width)
 
-    def empty(self, rows: int, tokens: int | None = None) -> np.ndarray:
-        """Returns null conditions, the null class or zeros, with the shape of `shape`."""
-        null = self.null_label if self.text_dim is None else 0
-        return np.full(self.shape(rows, tokens), null, self.dtype)
+    def empty(
+        self,
+        rows: int,
+        tokens: int | None = None,
+        room: Sequence[int] = (),
+        slots: int = 1,
+        reserved: Sequence[np.ndarray] = (),
+    ) -> np.ndarray | Parts:
+        """Returns null conditions, or of `parts` room without any tokens yet.
 
-    def given(self, *shape: int) -> jax.ShapeDtypeStruct | None:
-        """Shape and dtype of given frames, [*shape, given_channels]; None if there are none."""
-        if not self.given_channels:
-            return None
-        return jax.ShapeDtypeStruct((*shape, self.given_channels), np.float32)
+        Args:
+          rows: number of rows.
+          tokens: of a row; None for `length`.
+          room: tokens of each of `parts` in a row; nothing for rows of one sample each.
+          slots: M, samples of a row.
+          reserved: for each row [samples, K], most tokens of each sample of each of `parts`.
 
-    def image(self, *shape: int) -> jax.ShapeDtypeStruct | None:
-        """Shape and dtype of image embeddings, [*shape, N, width]; None if there are none."""
+        Returns:
+          the null class or zeros, with the shape of `shape`; or tokens by the names of `parts`.
+        """
+        if not self.parts:
+            null = self.null_label if self.text_dim is None else 0
+            return np.full(self.shape(rows, tokens), null, self.dtype)
+        offsets = np.zeros((len(self.parts), rows, slots), np.int32)
+        for row, sizes in enumerate(reserved):
+            offsets[:, row, : len(sizes)] = (np.cumsum(sizes, axis=0) - sizes).T
+        found = {}
+        lengths = room or [part.length for part in self.parts]
+        for part, length, offset in zip(self.parts, lengths, offsets, strict=True):
+            values = np.zeros((rows, length, part.width), self.dtype)
+            ids = np.full((rows, length), PADDING, np.int32)
+            segments = Segments(offset, np.zeros_like(offset), ids)
+            found[part.name] = ConditionTokens(values, segments)
+        return found
+
+    def given(self, *shape: int) -> np.ndarray | None:
+        """No given frames, zeros [*shape, given_channels] float32; None if the model takes none."""
+        return np.zeros((*shape, self.given_channels), np.float32) if self.given_channels else None
+
+    def image(self, *shape: int) -> np.ndarray | None:
+        """No image embeddings, zeros [*shape, N, width]; None if the model takes none."""
         if self.image_shape is None:
             return None
-        dtype = np.dtype(np.float32) if self.text_dim is None else self.dtype
-        return jax.ShapeDtypeStruct((*shape, *self.image_shape), dtype)
-
-    def tokens_of(self, manifest: Manifest) -> np.ndarray:
-        """Returns how many condition tokens each sample has, [N] int64, all kinds together."""
-        if not self.parts:
-            return np.full(len(manifest), self.length, np.int64)
-        return self.part_tokens(manifest).sum(axis=1)
+        return np.zeros(
+            (*shape, *self.image_shape), np.float32 if self.text_dim is None else self.dtype
+        )
 
     def part_tokens(self, manifest: Manifest) -> np.ndarray:
         """Returns how many tokens of each of `parts` each sample has at most, [N, K] int64."""
-        columns = [_part_lengths(manifest, part.name) for part in self.parts]
+        columns = [_held(manifest, part.name)[1] for part in self.parts]
         return np.stack(columns, axis=1).astype(np.int64)
 
-    def of(self, arrays: dict[str, np.ndarray]) -> Any:
+    def of(self, arrays: Arrays) -> Tokens:
         """Returns the condition of a record without padding: [L], [L, text_dim], or parts by name.
 
         Raises:
@@ -108,29 +137,18 @@ def conditions_for(model: ModelConfig, manifest: Manifest) -> Conditions:
     if model.condition_parts():
         return _conditions_in_parts(model, manifest)
     image_shape = _image_shape(model, manifest)
-    if model.text is None:
-        if manifest.form.text_dim is not None:
-            raise InputError(
-                f"{manifest.path}: holds text embeddings of width {manifest.form.text_dim}, but "
-                f"model.text is null; set model.text.dim to {manifest.form.text_dim}"
-            )
-        return Conditions(
-            manifest.longest_text(),
-            np.dtype(np.int32),
-            None,
-            model.num_classes,
-            model.given_channels,
-            image_shape,
+    if model.text is not None:
+        _require_text(model.text, manifest)
+        length, width, dtype = model.text.length, model.text.dim, _embedding_dtype(model)
+    elif manifest.form.text_dim is None:
+        length, width, dtype = manifest.longest_text(), None, np.dtype(np.int32)
+    else:
+        raise InputError(
+            f"{manifest.path}: holds text embeddings of width {manifest.form.text_dim}, but "
+            f"model.text is null; set model.text.dim to {manifest.form.text_dim}"
         )
-    _require_text(model.text, manifest)
-    return Conditions(
-        model.text.length,
-        _embedding_dtype(model),
-        model.text.dim,
-        model.num_classes,
-        model.given_channels,
-        image_shape,
-    )
+    given = model.given_channels
+    return Conditions(length, dtype, width, model.num_classes, given, image_shape)
 
 
 def unread(model: ModelConfig, manifest: Manifest) -> str:
@@ -183,8 +201,8 @@ def _conditions_in_parts(model: ModelConfig, manifest: Manifest) -> Conditions:
                 f"model.{name}, or write the data without"
             )
     for part in parts:
-        width = _part_width(manifest, part.name)
-        longest = int(_part_lengths(manifest, part.name).max())
+        width, lengths = _held(manifest, part.name)
+        longest = int(lengths.max())
         if width not in (None, part.width) or longest > part.length:
             raise InputError(
                 f"{manifest.path}: holds up to {longest} tokens of {part.name} of width {width}, "
@@ -204,24 +222,18 @@ def _conditions_in_parts(model: ModelConfig, manifest: Manifest) -> Conditions:
     )
 
 
-def _part_lengths(manifest: Manifest, name: str) -> np.ndarray:
-    """[N] tokens of a kind that each sample has; zeros if the data hold none."""
-    form, none = manifest.form, np.zeros(len(manifest), np.int64)
-    if name == TEXT:
-        return none if form.text_dim is None else manifest.text_length
-    if name == IMAGE:
-        return none + (form.image_shape[0] if form.image_shape else 0)
-    names = [part for part, _ in form.parts]
-    if name not in names or manifest.part_lengths is None:
-        return none
-    return manifest.part_lengths[:, names.index(name)]
-
-
-def _part_width(manifest: Manifest, name: str) -> int | None:
-    """Width of the tokens of a kind; None if the data hold none."""
-    form = manifest.form
-    known = {TEXT: form.text_dim, IMAGE: form.image_shape and form.image_shape[1]}
-    return known.get(name, dict(form.parts).get(name))
+def _held(manifest: Manifest, name: str) -> tuple[int | None, np.ndarray]:
+    """Width of the tokens of a kind, and how many each sample has, [N]; None and zeros for none."""
+    form, lengths = manifest.form, np.zeros(len(manifest), np.int64)
+    if name == TEXT and form.text_dim is not None:
+        return form.text_dim, manifest.text_length
+    if name == IMAGE and form.image_shape:
+        return form.image_shape[1], lengths + form.image_shape[0]
+    for number, (part, width) in enumerate(form.parts):
+        if part == name:
+            known = manifest.part_lengths
+            return width, lengths if known is None else known[:, number]
+    return None, lengths
 
 
 def form_for(model: ModelConfig) -> SampleForm:
@@ -296,5 +308,58 @@ def samples_for(
     samples = manifest.samples(model.patch_size)
     if not model.joint_attention:
         return samples
-    tokens = conditions.tokens_of(manifest) if packed else conditions.length
+    tokens: int | np.ndarray = conditions.length
+    if packed and conditions.parts:
+        tokens = conditions.part_tokens(manifest).sum(axis=1)
     return replace(samples, seq_len=samples.seq_len + tokens)
+
+
+def put_condition(
+    held: np.ndarray | Parts, row: int, slot: int, begin: int, condition: Tokens
+) -> None:
+    """Writes a sample's condition to a row.
+
+    Args:
+      held: of all rows, as `Conditions.empty` returns it.
+      row: of the sample.
+      slot: its number in the row.
+      begin: its first token, where samples have equal numbers of them.
+      condition: as `Conditions.of` returns it.
+    """
+    if isinstance(held, np.ndarray):
+        held[row, begin : begin + len(condition)] = condition
+        return
+    assert isinstance(condition, dict)
+    for name, array in condition.items():
+        values, segments = held[name]
+        begin = int(segments.offset[row, slot])
+        here = slice(begin, begin + len(array))
+        values[row, here] = array
+        segments.ids[row, here] = slot
+        segments.length[row, slot] = len(array)
+
+
+def part_room(
+    part_tokens: np.ndarray, seq_len: np.ndarray, row: int, slots: int, split: bool
+) -> list[int]:
+    """Most tokens of each kind in a row, of samples whose lengths include them.
+
+    Args:
+      part_tokens: [N, K] tokens of each sample of each kind.
+      seq_len: [N] tokens of each sample in a row, all kinds and those of the latents.
+      row: tokens of a row.
+      slots: most samples of a row.
+      split: whether rows hold parts of samples, each with the whole condition.
+
+    Returns:
+      multiples of 8, or of 512 where a sample may have as many, so that attention's kernel gets
+      whole windows; at least 8.
+    """
+    longest = part_tokens.max(axis=0)
+    # No row has a larger share of a kind than the sample with the largest.
+    by_share = (part_tokens * row // seq_len[:, None]).max(axis=0)
+    # Of the parts of a row only its first and its last can be cut.
+    cut = 2 if split else 0
+    most = np.minimum(slots * longest, by_share + cut * longest)
+    multiple = np.where(longest >= 512, 512, 8)
+    return (np.maximum(1, -(-most // multiple)) * multiple).tolist()

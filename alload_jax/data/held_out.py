@@ -1,4 +1,4 @@
-"""A share of the samples that is held out of training, chosen by the samples' content.
+"""Samples that are not trained on: a share that is held out, and those that are excluded.
 
 The content of a sample is what its manifest's checksum covers. A sample therefore stays on its side
 when the data folder is moved, when other samples are added and for every seed, and copies of one
@@ -6,12 +6,17 @@ sample are on the same side.
 """
 
 import math
+from itertools import zip_longest
+from pathlib import Path
 
 import numpy as np
 
 from alload_jax.data.manifest import Manifest
-from alload_jax.data.splitmix import unit_interval
+from alload_jax.data.record import unit_interval
 from alload_jax.errors import InputError
+from alload_jax.files import require_regular
+from alload_jax.planning.epoch import Step
+from alload_jax.planning.samples import digest
 
 _SPLIT, _ORDER = 0x5A11DA7E, 0x0DE2
 """Added to checksums, so that the split and the order of samples are independent."""
@@ -76,3 +81,61 @@ def _rounded_up(value: float) -> float:
     """The least number of a few digits above a value."""
     unit = 10.0 ** (math.floor(math.log10(max(value, 1e-12))) - _MOST_DIGITS + 2)
     return (math.floor(value / unit) + 1) * unit
+
+
+_LONGEST_NUMBER = 20
+
+
+def read_excluded(path: str | Path | None, samples: int) -> frozenset[int]:
+    """Reads the numbers of samples, one per line; what follows `#` is a comment.
+
+    Args:
+      path: the file; None for no samples.
+      samples: number of samples of the data.
+
+    Raises:
+      InputError: the file cannot be read, a line is no number of a sample, or no sample is left.
+    """
+    if path is None:
+        return frozenset()
+    require_regular(path, "name a text file")
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise InputError(
+            f"data.exclude: {path} cannot be read ({reason}); name a text file"
+        ) from error
+    found = set()
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        # Python refuses to parse thousands of digits.
+        is_number = text.isascii() and text.isdigit() and len(text) < _LONGEST_NUMBER
+        if not (is_number and int(text) < samples):
+            raise InputError(
+                f"data.exclude: line {number} of {path} is {text[:40]!r}; give a sample's number, "
+                f"from 0 to {samples - 1}"
+            )
+        found.add(int(text))
+    if len(found) == samples:
+        raise InputError(f"data.exclude: {path} names all {samples} samples; remove some lines")
+    return frozenset(found)
+
+
+def exclusion_identity(excluded: frozenset[int]) -> dict[str, str]:
+    """What tells these samples from others, as JSON values."""
+    return {"data.exclude": digest(np.asarray(sorted(excluded), np.int64))}
+
+
+def count_excluded(step: Step, excluded: frozenset[int]) -> int:
+    """Returns how many samples of a step are left out."""
+    if not excluded:
+        return 0
+    times = {
+        time
+        for part in step.micro_batches
+        for time in zip_longest(part.samples, part.repetitions, fillvalue=0)
+    }
+    return sum(sample in excluded for sample, _ in times)

@@ -2,22 +2,21 @@
 
 import hashlib
 import reprlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet
 
-from alload_jax.data.sample_form import SampleForm
+from alload_jax.data.record import SampleForm
 from alload_jax.errors import InputError
-from alload_jax.files import parse_json, require_regular
-from alload_jax.planning.digest import digest
-from alload_jax.planning.geometry import Geometry, Triple
-from alload_jax.planning.samples import Samples, samples_from_columns
+from alload_jax.files import Json, parse_json, require_regular
+from alload_jax.planning.samples import Geometry, Samples, Triple, digest, samples_from_columns
+from alload_jax.waits import waits
 
 MANIFEST_NAME = "manifest.parquet"
 METADATA_KEY = b"alload-manifest"
@@ -91,7 +90,7 @@ class Manifest:
     vae_stride: Triple
     form: SampleForm
     shard_bytes: dict[str, int]
-    origin: dict[str, Any]
+    origin: Json
     tells_content: bool = True
     numbers: np.ndarray | None = None
     part_lengths: np.ndarray | None = None
@@ -111,11 +110,9 @@ class Manifest:
 
     def subset(self, numbers: np.ndarray) -> "Manifest":
         """Returns the manifest of some samples, in the order of their numbers, [K] int64."""
-        columns = ("shard", "index", "shape", "channels", "text_length", "checksum")
-        taken = {name: getattr(self, name)[numbers] for name in columns}
-        before = numbers if self.numbers is None else self.numbers[numbers]
-        parts = None if self.part_lengths is None else self.part_lengths[numbers]
-        return replace(self, **taken, numbers=before, part_lengths=parts)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        taken = {name: v[numbers] for name, v in values.items() if isinstance(v, np.ndarray)}
+        return replace(self, **{"numbers": numbers} | taken)
 
     def record_shapes(self, sample: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the arrays of a sample beside its latents, by name."""
@@ -150,7 +147,11 @@ class Manifest:
         """Returns a digest that is equal for equal records in the same order."""
         return digest(self.checksum)
 
-    def identity(self) -> dict[str, Any]:
+    def notes(self) -> Json:
+        """What the notes say of every sample: `vae_stride`, and those of the form."""
+        return {"vae_stride": list(self.vae_stride), **self.form.notes()}
+
+    def identity(self) -> Json:
         """What tells these samples from others, as JSON values: equal for equal content."""
         return {"samples": len(self.checksum), "records": self.digest()}
 
@@ -178,7 +179,7 @@ class Manifest:
         return (int(grid[0]), int(grid[1]), int(grid[2]), int(self.channels[0]))
 
 
-def fps_of(origin: Mapping[str, Any]) -> float | None:
+def fps_of(origin: Json) -> float | None:
     """Frames per second of the videos of an origin; None if it does not say."""
     try:
         value = float(Fraction(str(origin.get(FPS))))
@@ -187,7 +188,8 @@ def fps_of(origin: Mapping[str, Any]) -> float | None:
     return value if value > 0 else None
 
 
-def manifest_metadata(path: Path) -> dict[str, Any]:
+@waits("for the manifest to be read")
+def manifest_metadata(path: Path) -> Json:
     """Returns the writer's notes from a manifest's Parquet metadata; empty for other files.
 
     Raises:
@@ -218,6 +220,7 @@ def manifest_digest(schema: pa.Schema, rows: int, notes: bytes) -> bytes:
     return hashlib.sha256(repr((columns, rows, notes)).encode()).hexdigest().encode()
 
 
+@waits("for the manifest to be read")
 def read_manifest(folder: str | Path) -> Manifest:
     """Reads the manifest of a data folder and checks that its shards exist and are complete.
 
@@ -283,6 +286,7 @@ def in_row_schema(table: pa.Table) -> pa.Table:
     return table.select(schema.names).cast(schema)
 
 
+@waits("for the manifest to be read")
 def read_captions(folder: str | Path) -> list[str | None]:
     """Reads the caption of each sample of a data folder; None where it has none.
 
@@ -295,6 +299,7 @@ def read_captions(folder: str | Path) -> list[str | None]:
     return table[CAPTION].to_pylist()
 
 
+@waits("for the manifest to be read")
 def read_rows(folder: str | Path) -> pa.Table:
     """Reads the rows of a data folder's manifest in a `row_schema`.
 
@@ -307,6 +312,7 @@ def read_rows(folder: str | Path) -> pa.Table:
     return in_row_schema(table)
 
 
+@waits("for the manifest to be read")
 def read_columns(path: Path, names: list[str]) -> pa.Table:
     """Reads those of the columns of a manifest that the file has.
 
@@ -333,9 +339,7 @@ def read_columns(path: Path, names: list[str]) -> pa.Table:
         ) from error
 
 
-def _check_format(
-    path: Path, table: pa.Table, notes: dict[str, Any], may_be_empty: bool = False
-) -> None:
+def _check_format(path: Path, table: pa.Table, notes: Json, may_be_empty: bool = False) -> None:
     remedy = "write it with alload_jax.data.store.StoreWriter"
     lacking = [name for name in SCHEMA.names if name not in table.column_names]
     lacking += [f"the note {n}" for n in ("vae_stride", "shard_bytes", "origin") if n not in notes]
@@ -354,10 +358,10 @@ def _check_format(
             )
 
 
-def _check_notes(path: Path, notes: dict[str, Any]) -> None:
+def _check_notes(path: Path, notes: Json) -> None:
     """Refuses notes of other types than the writer's, and sizes that no sample has."""
 
-    def sizes(value: Any, count: int) -> bool:
+    def sizes(value: object, count: int) -> bool:
         return isinstance(value, list) and len(value) == count and all(map(_is_size, value))
 
     optional = {name: notes.get(name) for name in ("text_dim", "given_channels", "image_shape")}
@@ -379,7 +383,7 @@ def _check_notes(path: Path, notes: dict[str, Any]) -> None:
         )
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return type(value) is int and 1 <= value <= _LARGEST_SIZE
 
 
@@ -418,3 +422,35 @@ def _check_shards(folder: Path, shard_bytes: dict[str, int]) -> None:
                 f"{path}: this shard has {path.stat().st_size} bytes where the manifest says "
                 f"{size}; restore it or prepare the data again"
             )
+
+
+@waits("for the manifest to be read")
+def read_paths(manifest: Manifest) -> np.ndarray | None:
+    """Reads the path of each sample: [N] str, empty where a sample has none.
+
+    That is the media file's path within the input, or of samples that others wrote the path of the
+    file within the folder. None if a store names no paths.
+
+    Raises:
+      InputError: the manifest is no Parquet file.
+    """
+    if not manifest.is_store:
+        return manifest.shard
+    table = read_columns(manifest.path, ["index", PATH])
+    if PATH not in table.column_names:
+        return None
+    paths = np.asarray(table[PATH].fill_null("").to_numpy())
+    # Samples that were appended meanwhile come last.
+    return paths[: len(manifest)] if manifest.numbers is None else paths[manifest.numbers]
+
+
+def caption_counts(manifest: Manifest) -> np.ndarray:
+    """Reads how many texts each sample has: [N] int64, 1 for samples that others wrote."""
+    ones = np.ones(len(manifest), np.int64)
+    if not manifest.is_store:
+        return ones
+    table = read_columns(manifest.path, ["index", CAPTIONS])
+    if CAPTIONS not in table.column_names:
+        return ones
+    counts = pyarrow.compute.list_value_length(table[CAPTIONS]).fill_null(1)
+    return counts.to_numpy().astype(np.int64)

@@ -3,29 +3,253 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from alload_jax.data.batch import PackedBatch
-from alload_jax.data.condition import Conditions
-from alload_jax.data.condition_parts import packed_parts, part_room, put_parts
+from alload_jax.data.batch import AnyBatch, PackedBatch, abstract
+from alload_jax.data.condition import Conditions, Tokens, part_room, put_condition
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays
-from alload_jax.data.row_sizes import RowSizes, row_sizes, single_sample_sizes
-from alload_jax.data.tiling import PlacedSample, Tiling
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.common.patches import patchify
-from alload_jax.models.common.segments import PADDING, PackedMetadata, SplitRows, segments_of
-from alload_jax.models.common.tile_layout import SplitTiles, TileLayout
+from alload_jax.models.common.parts import patchify
+from alload_jax.models.common.segments import (
+    PADDING,
+    Lengths,
+    PackedMetadata,
+    SplitRows,
+    SplitTiles,
+    TiledSegment,
+    TileLayout,
+    empty_layout,
+    lay_out,
+    segments_of,
+)
+from alload_jax.planning.epoch import MicroBatch, RowPlan, noise_epoch
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.repeats import noise_epoch
-from alload_jax.planning.step import MicroBatch, RowPlan
+
+_LONG_CONDITION, _SHORT_CONDITION = 512, 8
+"""The number of condition tokens per row is a multiple of one of these, so that cuDNN can get the
+row in equal windows: of the first if samples have at least as many."""
+THINNED = 0.75
+"""A length starts a new class if the number of longer segments falls below this fraction."""
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """Sizes of the rows of one program.
+
+    Attributes:
+      tokens: T, tokens per row.
+      split_tokens: A, tokens of the split region at the start of each row.
+      context: c, ranks per context group.
+      whole: maximum number of samples behind the split region.
+      split: maximum number of split samples in a context group, and of their parts in a row.
+      condition: condition tokens per row.
+      lengths: bounds on the lengths of all segments of a row.
+      whole_lengths: bounds on the lengths of the segments behind the split region.
+      split_lengths: bounds on the lengths of the split samples of a context group.
+      parts: tokens per row of each kind of condition tokens whose number differs by sample.
+    """
+
+    tokens: int
+    split_tokens: int
+    context: int
+    whole: int
+    split: int
+    condition: int
+    lengths: Lengths
+    whole_lengths: Lengths
+    split_lengths: Lengths
+    parts: tuple[int, ...] = ()
+
+    @property
+    def slots(self) -> int:
+        """Maximum number of segments per row."""
+        return self.whole + self.split
+
+
+def row_sizes(plan: Plan, condition: int, split_tokens: int) -> RowSizes:
+    """Returns the sizes of rows whose split region has `split_tokens` tokens.
+
+    Args:
+      plan: a packed plan.
+      condition: condition tokens per sample.
+      split_tokens: A, one of the plan's allowed split sizes.
+    """
+    epoch = plan.epoch(0)
+    packing = epoch.packing
+    assert packing is not None
+    tokens, whole = int(epoch.padded_len[0]), packing.segments
+    split = packing.region_segments if split_tokens else 0
+    behind, together = tokens - split_tokens, packing.context * split_tokens
+    seq_len = np.unique(plan.samples.seq_len)
+    never_split = seq_len[seq_len <= packing.longest_whole]
+    whole_range = _Range(behind, never_split, whole)
+    parts_range = _Range(split_tokens, seq_len, split, cut=2)
+    return RowSizes(
+        tokens=tokens,
+        split_tokens=split_tokens,
+        context=packing.context,
+        whole=whole,
+        split=split,
+        condition=_rounded_up((whole + split) * condition, condition),
+        lengths=_lengths(whole_range, parts_range),
+        whole_lengths=_lengths(whole_range),
+        split_lengths=_lengths(_Range(together, seq_len, split)),
+    )
+
+
+def single_sample_sizes(tokens: int, condition: int) -> RowSizes:
+    """The sizes of rows of one sample each, with `condition` condition tokens."""
+    lengths = ((0, 1), (tokens, 0))
+    return RowSizes(
+        tokens=tokens,
+        split_tokens=0,
+        context=1,
+        whole=1,
+        split=0,
+        condition=_rounded_up(condition, condition),
+        lengths=lengths,
+        whole_lengths=lengths,
+        split_lengths=lengths,
+    )
+
+
+def _rounded_up(tokens: int, of_sample: int) -> int:
+    """Condition tokens of a row, of samples that have `of_sample` of them each."""
+    multiple = _LONG_CONDITION if of_sample >= _LONG_CONDITION else _SHORT_CONDITION
+    return max(1, -(-tokens // multiple)) * multiple
+
+
+class _Range(NamedTuple):
+    """A range of consecutive tokens in which segments lie.
+
+    Attributes:
+      tokens: number of tokens of the range.
+      seq_len: distinct lengths of the samples that can lie there, in tokens, ascending.
+      samples: maximum number of samples.
+      cut: number of ends of the range that samples may cross, 0 to 2.
+    """
+
+    tokens: int
+    seq_len: np.ndarray
+    samples: int
+    cut: int = 0
+
+    def longer(self, above: int) -> int:
+        """Returns the maximum number of segments with more than `above` tokens."""
+        longer = self.seq_len[np.searchsorted(self.seq_len, above, side="right") :]
+        if not len(longer):
+            return 0
+        fit = self.tokens // int(longer[0]) + self.cut
+        return min(self.samples, fit, self.tokens // (above + 1))
+
+
+def _lengths(*ranges: _Range) -> Lengths:
+    """Returns bounds on the lengths of the segments in these ranges of a row."""
+    lengths = [(0, max(1, sum(each.longer(0) for each in ranges)))]
+    bounds = np.concatenate(
+        [[1, *(each.tokens for each in ranges)], *(each.seq_len for each in ranges)]
+    )
+    for above in np.unique(bounds[bounds > 0]).tolist():
+        if (found := sum(each.longer(above) for each in ranges)) < THINNED * lengths[-1][1]:
+            lengths.append((above, found))
+    return tuple(lengths)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Which samples are ordered in tiles, and the room that they need.
+
+    A row has no room of its own for tiles: tokens stay one after another, and only attention sees
+    them in blocks. Only a sample's last block has empty places, which bounds the blocks of a row.
+
+    Attributes:
+      grids: [N, 3], the (t, h, w) of each sample in tokens.
+      block: tokens of a block.
+      min_tokens: samples of fewer tokens are in no tile.
+      blocks_per_token: most blocks of a sample over its tokens.
+      longest: most blocks of a sample.
+      covers_all: whether every sample is in tiles.
+      shortest: tokens of the shortest sample that is in tiles.
+      condition_blocks: most blocks of a condition that stands in the row beside its sample; 0 for
+        conditions that stand in no row.
+    """
+
+    grids: np.ndarray
+    block: int
+    min_tokens: int
+    blocks_per_token: float
+    longest: int
+    covers_all: bool
+    shortest: int
+    condition_blocks: int
+
+    @classmethod
+    def of(
+        cls, manifest: Manifest, model: ModelConfig, condition_tokens: int = 0
+    ) -> "Tiling | None":
+        """The tiling of a manifest's samples; None if none of them has sparse self-attention.
+
+        Args:
+          manifest: of the samples.
+          model: config of the model.
+          condition_tokens: most tokens of a condition that stands in the row beside its sample.
+        """
+        sparse = model.sparse_attention
+        if sparse is None:
+            return None
+        grids = manifest.geometry(model.patch_size).token_grid(*manifest.shape.T)
+        is_long = grids.prod(axis=1) >= sparse.min_tokens
+        if not is_long.any():
+            return None
+        distinct = np.unique(grids[is_long], axis=0)
+        counts = -(-distinct.prod(axis=1) // sparse.block)  # blocks are full but for the last
+        return cls(
+            grids=grids,
+            block=sparse.block,
+            min_tokens=sparse.min_tokens,
+            blocks_per_token=float((counts / distinct.prod(axis=1)).max()),
+            longest=int(counts.max()),
+            covers_all=bool(is_long.all()),
+            shortest=int(distinct.prod(axis=1).min()),
+            condition_blocks=-(-condition_tokens // sparse.block),
+        )
+
+    def layout(
+        self, rows: Sequence[Sequence[tuple[int, int]]], tokens: int, slots: int
+    ) -> TileLayout:
+        """The layout of rows of whole samples.
+
+        Args:
+          rows: the samples of each row in the order of their slots, each as its row number in the
+            manifest and its first token.
+          tokens: of a row.
+          slots: most samples of a row.
+        """
+        # A little more than the bound, which is a fraction computed in floating point.
+        by_sample = int(tokens * self.blocks_per_token + 1e-6)
+        blocks = max(1, min(by_sample, tokens // self.block + slots))
+        layout = empty_layout(len(rows), tokens, blocks, self.block)
+        for row, samples in enumerate(rows):
+            segments = []
+            for slot, (sample, offset) in enumerate(samples):
+                frames, height, width = self.grids[sample].tolist()
+                if frames * height * width >= self.min_tokens:
+                    segments.append(TiledSegment(slot, offset, (frames, height, width)))
+            lay_out(layout, row, segments)
+        return replace(
+            layout,
+            longest=min(self.longest, blocks),
+            covers_all=self.covers_all,
+            condition_blocks=self.condition_blocks * max(1, min(slots, tokens // self.shortest)),
+            longest_condition=self.condition_blocks,
+        )
 
 
 class Place(NamedTuple):
-    """Position of a sample, or a part of one, in a packed batch.
+    """Position of a sample, or a part of one, in a batch. A bucketed one has rows alone.
 
     Attributes:
       row: row of the batch.
@@ -36,15 +260,15 @@ class Place(NamedTuple):
     """
 
     row: int
-    slot: int
-    offset: int
-    first: int
-    tokens: int
+    slot: int = 0
+    offset: int = 0
+    first: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
 class PackedCollation:
-    """Collates samples into packed rows (see `Collation`).
+    """Collates samples into packed rows; its methods are as those of `BucketedCollation`.
 
     The rest of a row is padding, tokens of no segment: they are computed but attend to nothing and
     have weight 0. Each part of a split sample is a segment; the weights of the parts sum to 1.
@@ -75,22 +299,9 @@ class PackedCollation:
         """Returns the collation of a packed plan."""
         packing = plan.epoch(0).packing
         assert packing is not None
-        grid = manifest.geometry(model.patch_size).token_grid(*manifest.shape.T).max(axis=0)
         equal = 0 if conditions.parts else conditions.length
         sizes = {size: row_sizes(plan, equal, size) for size in packing.split_sizes}
-        tokens = None
-        if conditions.parts:
-            tokens = conditions.part_tokens(manifest)
-            lengths = plan.samples.seq_len
-            sizes = {
-                size: replace(
-                    each, parts=tuple(part_room(tokens, lengths, each.tokens, each.slots, size > 0))
-                )
-                for size, each in sizes.items()
-            }
-        beside = max(1, conditions.length) if model.joint_attention else 0
-        tiling = Tiling.of(manifest, model, beside)
-        return cls(manifest, model, conditions, tuple(grid.tolist()), sizes, tiling, tokens)
+        return cls._of(sizes, plan.samples.seq_len, manifest, model, conditions)
 
     @classmethod
     def of_single_samples(
@@ -110,21 +321,33 @@ class PackedCollation:
           model: config of the model.
           conditions: shape and dtype of the rows' conditions.
         """
-        grid = manifest.geometry(model.patch_size).token_grid(*manifest.shape.T).max(axis=0)
         sizes = single_sample_sizes(tokens, 0 if conditions.parts else conditions.length)
-        part_tokens = None
-        if conditions.parts:
-            part_tokens = conditions.part_tokens(manifest)
-            sizes = replace(sizes, parts=tuple(part_room(part_tokens, seq_len, tokens, 1, False)))
+        return cls._of({0: sizes}, seq_len, manifest, model, conditions)
+
+    @classmethod
+    def _of(
+        cls,
+        sizes: dict[int, RowSizes],
+        seq_len: np.ndarray,
+        manifest: Manifest,
+        model: ModelConfig,
+        conditions: Conditions,
+    ) -> "PackedCollation":
+        frames, height, width = (
+            manifest.geometry(model.patch_size).token_grid(*manifest.shape.T).max(axis=0).tolist()
+        )
+        tokens = conditions.part_tokens(manifest) if conditions.parts else None
+        if tokens is not None:
+            for size, each in sizes.items():
+                room = part_room(tokens, seq_len, each.tokens, each.slots, size > 0)
+                sizes[size] = replace(each, parts=tuple(room))
         tiling = Tiling.of(manifest, model, max(1, conditions.length) * model.joint_attention)
-        grid = tuple(grid.tolist())
-        return cls(manifest, model, conditions, grid, {0: sizes}, tiling, part_tokens)
+        return cls(manifest, model, conditions, (frames, height, width), sizes, tiling, tokens)
 
     def abstract(self, rows: int, split_tokens: int = 0) -> PackedBatch:
         """A batch of so many rows whose split region has `split_tokens` tokens, without arrays."""
-        batch = self._batch(self.sizes[split_tokens], [_empty_row(split_tokens)], [()], 0)
-        return jax.tree.map(
-            lambda part: jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype), batch
+        return abstract(
+            self._batch(self.sizes[split_tokens], [_empty_row(split_tokens)], [()], 0), rows
         )
 
     def single_rows(self, part: MicroBatch) -> list[MicroBatch]:
@@ -164,11 +387,11 @@ class PackedCollation:
         return max(0, min(first + tokens, latents) - first)
 
     def shapes(self, plan: Plan) -> list[PackedBatch]:
-        """See `Collation.shapes`; there is one shape for each A."""
+        """Every micro-batch of a plan; there is one shape for each A."""
         return [self.abstract(plan.topology.ranks, size) for size in sorted(self.sizes)[::-1]]
 
-    def empty(self, parts: Sequence[MicroBatch], epoch: int) -> PackedBatch:
-        """See `Collation.empty`; the metadata already holds the segments."""
+    def empty(self, parts: Sequence[MicroBatch], epoch: int) -> PackedBatch[np.ndarray]:
+        """Builds a micro-batch without content; the metadata already holds the segments."""
         rows = [_row_plan(part) for part in parts]
         samples = [part.samples for part in parts]
         batch = self._batch(self.sizes[rows[0].split_tokens], rows, samples, epoch)
@@ -183,7 +406,7 @@ class PackedCollation:
         rows: Sequence[RowPlan],
         samples: Sequence[tuple[int, ...]],
         epoch: int,
-    ) -> PackedBatch:
+    ) -> PackedBatch[np.ndarray]:
         """Builds a batch without the content of its samples from the plans of its rows."""
         table = np.zeros((2, len(rows), sizes.slots), np.int32)
         condition_table = np.zeros_like(table)
@@ -196,7 +419,10 @@ class PackedCollation:
                 table[:, row, slot] = row_plan.offsets[slot], latents
                 condition_table[:, row, slot] = slot * length, length
         volume, here = math.prod(self.model.patch_size), (len(rows), sizes.tokens)
-        given, image = self.conditions.given(*here, volume), self.conditions.image(*table.shape[1:])
+        given = self.conditions.given(*here, volume)
+        reserved = []
+        if self.part_tokens is not None:
+            reserved = [self.part_tokens[list(row)] for row in samples]
         return PackedBatch(
             tokens=np.zeros((*here, volume * self.model.latent_channels), np.float32),
             position=np.zeros((len(rows), sizes.tokens, 3), np.int32),
@@ -209,22 +435,18 @@ class PackedCollation:
                 longest_condition=max(1, length),
                 row_tiles=None if sizes.split_tokens else self._row_tiles(sizes, rows, samples),
             ),
-            condition=self._empty_condition(sizes, samples),
+            condition=self.conditions.empty(
+                len(rows), sizes.condition, sizes.parts, sizes.slots, reserved
+            ),
             sample=np.full((len(rows), sizes.slots), -1, np.int32),
             epoch=epochs,
             weight=np.zeros((len(rows), sizes.slots), np.float32),
             first=np.zeros((len(rows), sizes.slots), np.int32),
             seq_len=table[1].copy(),
             frame_tokens=np.ones(table.shape[1:], np.int32),
-            given=None if given is None else np.zeros(given.shape, given.dtype).reshape(*here, -1),
-            image=None if image is None else np.zeros(image.shape, image.dtype),
+            given=None if given is None else given.reshape(*here, -1),
+            image=self.conditions.image(*table.shape[1:]),
         )
-
-    def _empty_condition(self, sizes: RowSizes, samples: Sequence[tuple[int, ...]]) -> Any:
-        if self.part_tokens is None:
-            return self.conditions.empty(len(samples), sizes.condition)
-        reserved = [self.part_tokens[list(row)] for row in samples]
-        return packed_parts(self.conditions, sizes.parts, sizes.slots, reserved)
 
     def _row_tiles(
         self, sizes: RowSizes, rows: Sequence[RowPlan], samples: Sequence[tuple[int, ...]]
@@ -234,7 +456,15 @@ class PackedCollation:
         if self.tiling is None or not behind:
             return None
         slots = sizes.whole if sizes.split_tokens else sizes.slots
-        return self.tiling.layout(list(map(_whole_samples, rows, samples)), behind, slots)
+        whole = [
+            [
+                (sample, offset - row.split_tokens)
+                for sample, offset, is_split in zip(held, row.offsets, row.is_split, strict=True)
+                if not is_split
+            ]
+            for row, held in zip(rows, samples, strict=True)
+        ]
+        return self.tiling.layout(whole, behind, slots)
 
     def _split(
         self,
@@ -256,7 +486,14 @@ class PackedCollation:
             whole[:, row, : behind.shape[1]] = behind - [[sizes.split_tokens], [0]]
         together, tiles = sizes.context * sizes.split_tokens, None
         if self.tiling is not None:
-            in_group = self.tiling.layout(list(map(_split_samples, rows)), together, sizes.split)
+            of_group = [
+                [
+                    (n, offset)
+                    for n, (offset, _) in zip(row.split_samples, row.split_segments, strict=True)
+                ]
+                for row in rows
+            ]
+            in_group = self.tiling.layout(of_group, together, sizes.split)
             tiles = SplitTiles(self._row_tiles(sizes, rows, samples), in_group)
         return SplitRows(
             whole=segments_of(whole, sizes.tokens - sizes.split_tokens),
@@ -268,7 +505,7 @@ class PackedCollation:
         )
 
     def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Place]]:
-        """See `Collation.places`."""
+        """Yields each sample of the parts and its place in the batch."""
         for row, part in enumerate(parts):
             row_plan = _row_plan(part)
             for slot, (sample, offset, first, tokens) in enumerate(
@@ -276,19 +513,16 @@ class PackedCollation:
             ):
                 yield sample, Place(row, slot, offset, first, tokens)
 
-    def epoch_of(self, batch: PackedBatch, place: Place) -> int:
-        """See `Collation.epoch_of`."""
-        return int(batch.epoch[place.row, place.slot])
-
     def put(
         self,
-        batch: PackedBatch,
+        batch: AnyBatch[np.ndarray],
         place: Place,
         sample: int,
         arrays: Arrays,
-        condition: Any,
+        condition: Tokens,
     ) -> None:
-        """See `Collation.put`."""
+        """Writes the arrays of a sample to its place in the batch."""
+        assert isinstance(batch, PackedBatch)
         latents = arrays[LATENTS]
         row, slot = place.row, place.slot
         tokens = self._latent_tokens(sample, place.first, place.tokens)
@@ -303,11 +537,8 @@ class PackedCollation:
         if batch.image is not None:
             batch.image[row, slot] = arrays[IMAGE]
         batch.position[row, here] = np.indices(grid).reshape(3, -1).T[in_sample]
-        if self.conditions.parts:
-            put_parts(batch.condition, row, slot, condition)
-        else:
-            begin = batch.metadata.condition.offset[row, slot]
-            batch.condition[row, begin : begin + len(condition)] = condition
+        begin = int(batch.metadata.condition.offset[row, slot])
+        put_condition(batch.condition, row, slot, begin, condition)
         batch.sample[row, slot] = sample
         batch.weight[row, slot] = tokens / len(patches)
         batch.first[row, slot] = place.first
@@ -331,20 +562,3 @@ def _empty_row(split_tokens: int) -> RowPlan:
         split_samples=(),
         split_slots=(),
     )
-
-
-def _whole_samples(row_plan: RowPlan, samples: tuple[int, ...]) -> list[PlacedSample]:
-    """The samples of a row that are not split, behind its split region."""
-    parts = zip(samples, row_plan.offsets, row_plan.is_split, strict=True)
-    whole = [(sample, offset) for sample, offset, is_split in parts if not is_split]
-    return [
-        PlacedSample(sample, slot, offset - row_plan.split_tokens)
-        for slot, (sample, offset) in enumerate(whole)
-    ]
-
-
-def _split_samples(row_plan: RowPlan) -> list[PlacedSample]:
-    """The split samples of a row's context group."""
-    offsets = (offset for offset, _ in row_plan.split_segments)
-    pairs = enumerate(zip(row_plan.split_samples, offsets, strict=True))
-    return [PlacedSample(sample, slot, offset) for slot, (sample, offset) in pairs]

@@ -7,7 +7,7 @@ holds the next n frames in its channels: time as in the causal VAEs of video mod
 import numpy as np
 
 from alload_jax.data.manifest import Manifest
-from alload_jax.planning.geometry import Triple
+from alload_jax.planning.samples import Triple
 
 
 def pixel_channels(vae_stride: Triple, channels: int) -> int | None:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from alload_jax.data.batch import AnyBatch
 from alload_jax.data.collate import HostStep
-from alload_jax.distributed.cluster import Cluster
-from alload_jax.distributed.consensus import Consensus, PendingDecision
+from alload_jax.distributed.cluster import Cluster, Consensus, PendingDecision
 from alload_jax.sharding.mesh import batch_sharding
 
 
@@ -79,7 +79,7 @@ def place_ahead(
             waited = 0.0
 
 
-def place_batch(batch: AnyBatch, mesh: Mesh) -> AnyBatch:
+def place_batch(batch: AnyBatch[np.ndarray], mesh: Mesh) -> AnyBatch:
     """Copies this process's rows of a batch to its devices; returns the batch of all processes."""
     sharding = batch_sharding(mesh)
     return jax.tree.map(lambda part: jax.make_array_from_process_local_data(sharding, part), batch)

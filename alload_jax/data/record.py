@@ -1,12 +1,34 @@
-"""Encodes one sample as bytes, in safetensors format, so that reading never runs code."""
+"""Encodes one sample as bytes, in safetensors format, so that reading never runs code.
+
+G. Steele, D. Lea and C. Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
+"""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
+
+from alload_jax.files import Json
+
+
+def unit_interval(state: np.ndarray) -> np.ndarray:
+    """Mixes numbers uniformly into the unit interval.
+
+    Args:
+      state: uint64 of any shape.
+
+    Returns:
+      float64 from 0 to below 1, shaped like `state`; equal for equal numbers.
+    """
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
+    state = state ^ (state >> np.uint64(31))
+    return (state >> np.uint64(11)) / 2.0**53
+
 
 LATENTS = "latents"
 """[frames, height, width, channels], the data that the model learns to generate."""
@@ -26,7 +48,7 @@ names of the models' `condition_parts`; further texts of a sample are `text.1` a
 Arrays = Mapping[str, np.ndarray]
 """The arrays of a sample by name."""
 
-_DTYPES = {
+DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
     "F16": np.float16,
@@ -41,6 +63,7 @@ _DTYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
+"""The dtypes that are supported, by their names in safetensors."""
 
 
 def encode(arrays: dict[str, np.ndarray]) -> bytes:
@@ -49,7 +72,7 @@ def encode(arrays: dict[str, np.ndarray]) -> bytes:
     Raises:
       ValueError: an array has a dtype that `decode` does not support.
     """
-    known = {np.dtype(dtype) for dtype in _DTYPES.values()}
+    known = {np.dtype(dtype) for dtype in DTYPES.values()}
     native = {}
     for name, array in arrays.items():
         dtype = array.dtype.newbyteorder("=")
@@ -71,12 +94,12 @@ def decode(record: bytes) -> dict[str, np.ndarray]:
         raise ValueError(f"not a safetensors record ({error})") from error
     arrays = {}
     for name, view in views:
-        if view["dtype"] not in _DTYPES:
+        if view["dtype"] not in DTYPES:
             raise ValueError(
                 f"{name} is {view['dtype']}; of the safetensors dtypes, a record may hold "
-                f"{', '.join(_DTYPES)}"
+                f"{', '.join(DTYPES)}"
             )
-        flat = np.frombuffer(view["data"], _DTYPES[view["dtype"]])
+        flat = np.frombuffer(view["data"], DTYPES[view["dtype"]])
         arrays[name] = flat.reshape(view["shape"])
     return arrays
 
@@ -84,3 +107,157 @@ def decode(record: bytes) -> dict[str, np.ndarray]:
 def checksum(record: bytes) -> int:
     """Returns the CRC-32 of a record, which manifests store."""
     return zlib.crc32(record)
+
+
+class SampleForm(NamedTuple):
+    """The arrays of a sample beside its latents.
+
+    Attributes:
+      text_dim: width of the text embeddings; None for classes.
+      given_channels: channels that an image-to-video model takes beside the noisy latents; 0 if
+        none are stored.
+      image_shape: (tokens, width) of the image embeddings; None if none are stored.
+      parts: (name, width) of further kinds of condition tokens, by name.
+    """
+
+    text_dim: int | None = None
+    given_channels: int = 0
+    image_shape: tuple[int, int] | None = None
+    parts: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def from_notes(cls, notes: Json) -> Self:
+        """The form that a manifest's notes describe; what they lack is not stored."""
+        shape = notes.get("image_shape")
+        return cls(
+            notes.get("text_dim"),
+            notes.get("given_channels", 0),
+            (shape[0], shape[1]) if shape else None,
+            tuple(sorted(notes.get("parts", {}).items())),
+        )
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray]) -> Self:
+        """The form of the arrays of one record."""
+        image = arrays.get(IMAGE)
+        return cls(
+            arrays[TEXT].shape[1] if TEXT in arrays else None,
+            arrays[GIVEN].shape[-1] if GIVEN in arrays else 0,
+            (image.shape[0], image.shape[1]) if image is not None else None,
+            tuple((name, arrays[name].shape[1]) for name in part_names(arrays)),
+        )
+
+    def notes(self) -> Json:
+        """The form as JSON values; what is not stored is left out, but for the kind of text."""
+        notes: Json = {"text_dim": self.text_dim}
+        if self.given_channels:
+            notes["given_channels"] = self.given_channels
+        if self.image_shape:
+            notes["image_shape"] = list(self.image_shape)
+        if self.parts:
+            notes["parts"] = dict(self.parts)
+        return notes
+
+    def shapes(
+        self, latents: tuple[int, ...], text_length: int, part_lengths: Sequence[int] = ()
+    ) -> dict[str, tuple[int, ...]]:
+        """The shapes of a record's arrays beside the latents.
+
+        Args:
+          latents: (frames, height, width, channels) of the latents.
+          text_length: number of condition tokens.
+          part_lengths: number of tokens of each of `parts`.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.text_dim is None:
+            shapes[LABELS] = (text_length,)
+        else:
+            shapes[TEXT] = (text_length, self.text_dim)
+        if self.given_channels:
+            shapes[GIVEN] = (*latents[:3], self.given_channels)
+        if self.image_shape:
+            shapes[IMAGE] = self.image_shape
+        for (name, width), length in zip(self.parts, part_lengths, strict=True):
+            shapes[name] = (length, width)
+        return shapes
+
+    def described(self) -> dict[str, str]:
+        """The form in words, by name."""
+        image = self.image_shape
+        return {
+            "condition": "classes" if self.text_dim is None else f"text of width {self.text_dim}",
+            "given": f"{self.given_channels} channels" if self.given_channels else "none",
+            "image": f"{image[0]} embeddings of width {image[1]}" if image else "none",
+            "parts": ", ".join(f"{name} of width {width}" for name, width in self.parts) or "none",
+        }
+
+
+def part_names(arrays: Mapping[str, np.ndarray]) -> list[str]:
+    """Names of the arrays of a record that are condition tokens of further kinds, sorted."""
+    return sorted(name for name in arrays if name not in NAMED and "." not in name)
+
+
+_STREAM = 2
+"""Tells these draws from others of the same seed."""
+
+
+def with_alternatives(
+    arrays: dict[str, np.ndarray],
+    alternatives: Sequence[np.ndarray],
+    parts: Sequence[Mapping[str, np.ndarray]] = (),
+) -> dict[str, np.ndarray]:
+    """A record's arrays with further conditions of the sample, `text.1`, `text.2` and so on.
+
+    Args:
+      arrays: of the record, with its first condition.
+      alternatives: [L, width] or [L] each, as the first.
+      parts: for each alternative its tokens of further kinds by name, stored as `glyphs.1` and so
+        on; kinds that are left out are those of the first condition.
+    """
+    name, found = _name(arrays), dict(arrays)
+    found |= {f"{name}.{number}": other for number, other in enumerate(alternatives, 1)}
+    for kind in dict.fromkeys(kind for kinds in parts for kind in kinds):
+        for number, kinds in enumerate(parts, 1):  # without gaps, so that `texts_of` finds all
+            found[f"{kind}.{number}"] = kinds.get(kind, arrays[kind])
+    return found
+
+
+def texts_of(arrays: Arrays, name: str | None = None) -> list[np.ndarray]:
+    """All conditions of a sample, of [L, width] or [L] each; usually one.
+
+    Args:
+      arrays: of the sample.
+      name: `TEXT` or `LABELS`, None for what there is of them; or a further kind of tokens.
+    """
+    name = name or _name(arrays)
+    found = [arrays[name]]
+    while (other := arrays.get(f"{name}.{len(found)}")) is not None:
+        found.append(other)
+    return found
+
+
+def with_text_of_epoch(
+    arrays: dict[str, np.ndarray], seed: int, epoch: int, sample: int
+) -> dict[str, np.ndarray]:
+    """The arrays with one of the sample's texts as its text, drawn from seed, epoch and sample.
+
+    Tokens of further kinds are those of that text.
+
+    Args:
+      arrays: of the sample; returned as they are if it has one text.
+      seed: of the run.
+      epoch: as `noise_epoch` numbers it, so that repetitions draw anew.
+      sample: the manifest's row number.
+    """
+    texts = texts_of(arrays)
+    if len(texts) == 1:
+        return arrays
+    drawn = np.random.SeedSequence(seed, spawn_key=(_STREAM, epoch, sample)).generate_state(1)[0]
+    number = int(drawn) % len(texts)
+    kinds = {kind: arrays.get(f"{kind}.{number}") for kind in part_names(arrays)}
+    taken = {kind: tokens for kind, tokens in kinds.items() if tokens is not None}
+    return arrays | taken | {_name(arrays): texts[number]}
+
+
+def _name(arrays: Arrays) -> str:
+    return TEXT if TEXT in arrays else LABELS

@@ -3,14 +3,15 @@
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
 from alload_jax.errors import InputError
-from alload_jax.planning.repeats import LEAST_WEIGHT, MOST_WEIGHT
+from alload_jax.files import Json
+from alload_jax.planning.epoch import LEAST_WEIGHT, MOST_WEIGHT
 from alload_jax.planning.samples import Samples
 
 _NAMED = 6
@@ -66,13 +67,16 @@ def source_numbers(weights: Sequence[SourceWeight], paths: np.ndarray | None) ->
             "data.weights: the data folder does not record the paths of its files; prepare the "
             "media again, or merge folders by `alload data merge --add-names`"
         )
-    names, number = pa.array(paths, pa.string()), np.full(len(paths), len(weights))
-    for entry, weight in reversed(list(enumerate(weights))):
-        matched = pyarrow.compute.match_substring_regex(names, weight.expression)
-        number[matched.to_numpy(zero_copy_only=False)] = entry
-    counts = np.bincount(number, minlength=len(weights) + 1)
-    for entry in np.flatnonzero(counts[:-1] == 0)[:1].tolist():
-        raise InputError(_unmatched(weights, entry, paths))
+    names, matched = pa.array(paths, pa.string()), np.zeros((len(weights), len(paths)), bool)
+    for entry, weight in enumerate(weights):
+        found = pyarrow.compute.match_substring_regex(names, weight.expression)
+        matched[entry] = found.to_numpy(zero_copy_only=False)
+    number = np.full(len(paths), len(weights))
+    for entry in reversed(range(len(weights))):
+        number[matched[entry]] = entry
+    for entry, weight in enumerate(weights):
+        if not (number == entry).any():
+            raise InputError(_unmatched(weight.path, bool(matched[entry].any()), paths))
     return number
 
 
@@ -96,7 +100,7 @@ def with_weights(
     return samples if (found == 1).all() else replace(samples, weight=found)
 
 
-def weights_identity(weights: Sequence[SourceWeight]) -> dict[str, Any]:
+def weights_identity(weights: Sequence[SourceWeight]) -> Json:
     """What tells these weights from others, as JSON values; empty if every weight is 1."""
     if all(each.weight == 1 for each in weights):
         return {}
@@ -137,11 +141,8 @@ def source_shares(
     return [SourceShare(*row) for row in rows if row[2]]
 
 
-def _unmatched(weights: Sequence[SourceWeight], entry: int, paths: np.ndarray) -> str:
-    path = weights[entry].path
-    alone = pa.array(paths, pa.string())
-    matched = pyarrow.compute.match_substring_regex(alone, weights[entry].expression)
-    if pyarrow.compute.any(matched).as_py():
+def _unmatched(path: str, matches: bool, paths: np.ndarray) -> str:
+    if matches:
         return (
             f"data.weights: all samples of {path!r} belong to earlier entries, of which the first "
             "that matches counts; put it before them, or leave it out"

@@ -1,17 +1,172 @@
-"""Samplers: they integrate the flow from noise to data."""
+"""Samplers, Euler, Heun and UniPC: they integrate the flow from noise to data.
+
+UniPC (arXiv 2302.04867): between levels s and t the flow's exact solution is, with α = 1 − σ,
+λ = ln(α / σ) and h = λt − λs,
+
+    x(t) = σt/σs·x(s) + αt·(1 − e⁻ʰ)·x₀(s) + (an integral over how x₀ changes from s to t).
+
+The predictor (UniP) and the corrector (UniC) approximate the integral by differences of the x₀ that
+were predicted at s, at the level before s and, for the corrector only, at t. A step evaluates the
+model once, at the predicted latents. It corrects the latents with the result and predicts those of
+the next level. All weights depend on the levels only and are computed in float64 on the host. The
+first and the last step are of first order, as in diffusers' UniPCMultistepScheduler with
+`lower_order_final`.
+"""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
-from alload_jax.diffusion import unipc
 from alload_jax.diffusion.schedules import Sampler, check_sampler
+from alload_jax.errors import InputError
 
-Velocity = Callable[[jax.Array, jax.Array, Any], jax.Array]
+IDENTITY = (1.0, 0.0, 0.0, 0.0)
+"""`Weights` of an update that leaves the latents unchanged."""
+
+
+class State(NamedTuple):
+    """The state between two steps; each part [B, ...].
+
+    Attributes:
+      latents: predicted for the next level.
+      origin: corrected latents that `latents` was predicted from; the noise before the first step.
+      x0: data predicted at the level of `origin`; 0 before the first step.
+      earlier_x0: data predicted one level earlier; 0 in the first two steps.
+    """
+
+    latents: jax.Array
+    origin: jax.Array
+    x0: jax.Array
+    earlier_x0: jax.Array
+
+
+class Weights(NamedTuple):
+    """Weights of an update from one level to the next; each [steps] float32.
+
+    Attributes:
+      origin: of the latents at the first level.
+      x0: of the data predicted at the first level.
+      earlier: of the difference to the data predicted one level earlier.
+      later: of the difference to the data predicted at the second level; only the corrector uses
+        it.
+    """
+
+    origin: jax.Array
+    x0: jax.Array
+    earlier: jax.Array
+    later: jax.Array
+
+
+class Steps(NamedTuple):
+    """The inputs of all steps, for `jax.lax.scan`.
+
+    Attributes:
+      sigma: [steps] float32, the level at which the model is evaluated.
+      corrector: weights of the update to this level.
+      predictor: weights of the update to the next level; `later` is 0.
+    """
+
+    sigma: jax.Array
+    corrector: Weights
+    predictor: Weights
+
+
+def start(noise: jax.Array) -> State:
+    """The state before the first step."""
+    return State(noise, noise, jnp.zeros_like(noise), jnp.zeros_like(noise))
+
+
+def advance(slope: "Slope", state: State, step: Steps) -> State:
+    """Takes one step: evaluates the model, corrects the latents, predicts those of the next level.
+
+    Args:
+      slope: (latents [B, ...], sigma scalar) → velocity [B, ...].
+      state: after the previous step.
+      step: the entries of `Steps` for this step.
+    """
+    x0 = state.latents - step.sigma * slope(state.latents, step.sigma)
+    corrector, predictor = step.corrector, step.predictor
+    corrected = (
+        corrector.origin * state.origin
+        + corrector.x0 * state.x0
+        + corrector.earlier * (state.earlier_x0 - state.x0)
+        + corrector.later * (x0 - state.x0)
+    )
+    predicted = (
+        predictor.origin * corrected + predictor.x0 * x0 + predictor.earlier * (state.x0 - x0)
+    )
+    return State(predicted, corrected, x0, state.x0)
+
+
+def steps_of(sigmas: np.ndarray | jax.Array) -> Steps:
+    """The weights of all steps.
+
+    Args:
+      sigmas: [steps + 1], decreasing from at most 1 to 0.
+
+    Raises:
+      InputError: the levels do not decrease from at most 1 to 0.
+      jax.errors.TracerArrayConversionError: the levels are traced; inside `jax.jit` they must be
+        constants.
+    """
+    levels = np.asarray(sigmas, np.float64)
+    _check(levels)
+    predictor, corrector = _updates(levels)
+    # The corrector of an update runs one step later; in the first step it has nothing to correct.
+    delayed = np.column_stack([IDENTITY, corrector[:, :-1]])
+    return Steps(
+        jnp.asarray(levels[:-1], jnp.float32),
+        Weights(*jnp.asarray(delayed, jnp.float32)),
+        Weights(*jnp.asarray(predictor, jnp.float32)),
+    )
+
+
+def _updates(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`Weights` of predictor and corrector from level i to i + 1, each [4, steps] float64."""
+    with np.errstate(divide="ignore"):  # λ is infinite at σ = 0 and at σ = 1
+        h = np.diff(np.log1p(-levels) - np.log(levels))
+    origin = levels[1:] / levels[:-1]
+    x0 = -(1 - levels[1:]) * np.expm1(-h)
+    earlier, earlier_corrected = np.zeros((2, len(h)))
+    later = np.full(len(h), 0.5)
+
+    # All but the first and the last update are of second order.
+    inverse = -h[1:-1] / h[:-2]  # 1/r for r = (λ before s − λs) / h
+    first, second = _moments(h[1:-1])
+    solution = (first - second) * inverse / (inverse - 1)
+    earlier[1:-1] = inverse / 2
+    earlier_corrected[1:-1] = solution * inverse
+    later[1:-1] = first - solution
+
+    predictor = np.stack([origin, x0, x0 * earlier, np.zeros(len(h))])
+    return predictor, np.stack([origin, x0, x0 * earlier_corrected, x0 * later])
+
+
+def _moments(h: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The right-hand sides of UniC's linear system for n = 1 and n = 2.
+
+    n!·hⁿ·φₙ₊₁(h) / B₂(h) in the paper's notation, with −h for h because x₀ is predicted.
+    """
+    b = np.expm1(-h)
+    first = -b / h - 1
+    second = -first / h - 0.5
+    return first / b, 2 * second / b
+
+
+def _check(levels: np.ndarray) -> None:
+    if len(levels) < 2 or levels[0] > 1 or levels[-1] != 0 or not (np.diff(levels) < 0).all():
+        raise InputError(
+            f"unipc: sigmas are {np.array2string(levels, threshold=6)}; they must decrease, from "
+            "at most 1 to 0"
+        )
+
+
+Velocity = Callable[[jax.Array, jax.Array, PyTree], jax.Array]
 """(latents [B, ...], sigma [B], condition) → velocity [B, ...].
 
 The condition is a pytree of arrays [B, ...]: labels, embeddings of text, or both.
@@ -20,8 +175,11 @@ The condition is a pytree of arrays [B, ...]: labels, embeddings of text, or bot
 Slope = Callable[[jax.Array, jax.Array], jax.Array]
 """A `Velocity` with a fixed condition: (latents [B, ...], sigma scalar) → velocity [B, ...]."""
 
+_Carry = TypeVar("_Carry")
+_Inputs = TypeVar("_Inputs")
 
-def guided(model: Velocity, null_condition: Any, guidance: float) -> Velocity:
+
+def guided(model: Velocity, null_condition: PyTree, guidance: float) -> Velocity:
     """Classifier-free guidance (arXiv 2207.12598): unconditional + guidance·(difference).
 
     Args:
@@ -32,7 +190,7 @@ def guided(model: Velocity, null_condition: Any, guidance: float) -> Velocity:
     if guidance == 1:
         return model
 
-    def velocity(latents: jax.Array, sigma: jax.Array, condition: Any) -> jax.Array:
+    def velocity(latents: jax.Array, sigma: jax.Array, condition: PyTree) -> jax.Array:
         both = model(
             jnp.concatenate([latents, latents]),
             jnp.concatenate([sigma, sigma]),
@@ -48,7 +206,7 @@ def sample(
     sampler: Sampler,
     velocity: Velocity,
     noise: jax.Array,
-    condition: Any,
+    condition: PyTree,
     sigmas: np.ndarray | jax.Array,
 ) -> jax.Array:
     """Integrates the flow from noise to data.
@@ -71,56 +229,22 @@ def sample(
       InputError: the sampler is unknown, or sigmas do not decrease from at most 1 to 0 (unipc).
       jax.errors.TracerArrayConversionError: sigmas are traced (unipc).
     """
-    advance, state, steps = _method(sampler, velocity, noise, condition, sigmas)
-    state, _ = jax.lax.scan(lambda state, step: (advance(state, step), None), state, steps)
-    return state[0]
-
-
-def trajectory(
-    sampler: Sampler,
-    velocity: Velocity,
-    noise: jax.Array,
-    condition: Any,
-    sigmas: np.ndarray | jax.Array,
-) -> jax.Array:
-    """The latents at every level of `sample`: [steps + 1, B, ...] float32, from noise to data.
-
-    Arguments and exceptions are those of `sample`. For unipc the latents are those at which the
-    model is evaluated, before correction.
-    """
-    advance, state, steps = _method(sampler, velocity, noise, condition, sigmas)
-
-    def record(state: Any, step: Any) -> tuple[Any, jax.Array]:
-        state = advance(state, step)
-        return state, state[0]
-
-    _, path = jax.lax.scan(record, state, steps)
-    return jnp.concatenate([noise[None], path])
-
-
-def _method(
-    sampler: Sampler,
-    velocity: Velocity,
-    noise: jax.Array,
-    condition: Any,
-    sigmas: np.ndarray | jax.Array,
-) -> tuple[Callable[[Any, Any], Any], Any, Any]:
-    """Returns a step function, its initial state and its inputs by step, for `jax.lax.scan`.
-
-    The latents are the first part of the state.
-    """
 
     def slope(latents: jax.Array, sigma: jax.Array) -> jax.Array:
         return velocity(latents, jnp.full(latents.shape[0], sigma), condition)
 
     check_sampler(sampler)
     if sampler == "unipc":
-        return partial(unipc.advance, slope), unipc.start(noise), unipc.steps_of(sigmas)
-    return partial(_euler_step, slope), (noise,), (sigmas[:-1], sigmas[1:])
+        return _scanned(partial(advance, slope), start(noise), steps_of(sigmas)).latents
+    return _scanned(partial(_euler_step, slope), noise, (sigmas[:-1], sigmas[1:]))
 
 
-def _euler_step(
-    slope: Slope, state: tuple[jax.Array], step: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array]:
-    (latents,), (sigma, next_sigma) = state, step
-    return (latents + (next_sigma - sigma) * slope(latents, sigma),)
+def _scanned(step: Callable[[_Carry, _Inputs], _Carry], state: _Carry, inputs: _Inputs) -> _Carry:
+    """The state after all steps, whose inputs lie along the first axis."""
+    state, _ = jax.lax.scan(lambda state, each: (step(state, each), None), state, inputs)
+    return state
+
+
+def _euler_step(slope: Slope, latents: jax.Array, levels: tuple[jax.Array, jax.Array]) -> jax.Array:
+    sigma, next_sigma = levels
+    return latents + (next_sigma - sigma) * slope(latents, sigma)

@@ -1,4 +1,9 @@
-"""The distribution of noise levels in training."""
+"""The flow between data and noise, the distribution of noise levels, and weights of the loss.
+
+With x_σ = (1 − σ)·x₀ + σ·ε and the velocity v = ε − x₀, the data follow as x₀ = x_σ − σ·v, so an
+error of v is σ times as large in x₀: ‖x̂₀ − x₀‖² = σ²·‖v̂ − v‖². The signal-to-noise ratio is
+((1 − σ) / σ)².
+"""
 
 import math
 from collections.abc import Callable
@@ -10,6 +15,56 @@ import jax.numpy as jnp
 import numpy as np
 
 from alload_jax.errors import InputError
+
+TIMESTEP_SCALE = 1000.0
+"""The model's timestep is σ times this, as in Wan 2.1 and diffusers."""
+
+
+def interpolate(data: jax.Array, noise: jax.Array, sigma: jax.Array) -> jax.Array:
+    """(1 − σ)·data + σ·noise.
+
+    Args:
+      data, noise: [B, ...] or [R, T, ...].
+      sigma: [B] or [R, T], 0 (data) to 1 (noise).
+    """
+    sigma = sigma.reshape(*sigma.shape, *(1,) * (data.ndim - sigma.ndim))
+    return (1 - sigma) * data + sigma * noise
+
+
+def velocity(data: jax.Array, noise: jax.Array) -> jax.Array:
+    """The target of the model: the derivative of the path with respect to σ, noise − data."""
+    return noise - data
+
+
+def squared_error(predicted: jax.Array, target: jax.Array) -> jax.Array:
+    """Mean squared error of each sample in float32: [B, ...] → [B]."""
+    error = jnp.square(predicted.astype(jnp.float32) - target.astype(jnp.float32))
+    return error.mean(axis=tuple(range(1, error.ndim)))
+
+
+NoiseWeighting = Literal["none", "min_snr", "cosmap", "sigma_sqrt"]
+
+
+def loss_weight(sigma: jax.Array, weighting: NoiseWeighting, min_snr_gamma: float) -> jax.Array:
+    """Weight of the squared error of the velocity at a noise level, float32.
+
+    Args:
+      sigma: noise levels, 0 (data) to 1 (noise), of any shape.
+      weighting: `none`: 1. `min_snr`: min(SNR, γ) of the error of the data (arXiv 2303.09556),
+        which is σ²·min(SNR, γ) = min((1 − σ)², γ·σ²) of the error of the velocity. `cosmap`:
+        2 / (π·(1 − 2σ + 2σ²)) (arXiv 2403.03206, §3.1). `sigma_sqrt`: 1 / σ², as in diffusers; σ
+        counts as at least a timestep, 1 / 1000, as it does there.
+      min_snr_gamma: γ of `min_snr`.
+    """
+    if weighting == "min_snr":
+        return jnp.minimum(jnp.square(1 - sigma), min_snr_gamma * jnp.square(sigma))
+    if weighting == "cosmap":
+        return 2 / (math.pi * (1 - 2 * sigma + 2 * jnp.square(sigma)))
+    if weighting == "sigma_sqrt":
+        # Not by a maximum, which may take NaN for the least.
+        return 1 / jnp.square(jnp.where(sigma < 1 / TIMESTEP_SCALE, 1 / TIMESTEP_SCALE, sigma))
+    return jnp.ones_like(sigma)
+
 
 _MODE_LIMIT = 2 / (math.pi - 2)
 """The largest `mode_scale`: beyond it, eq. 20 of arXiv 2403.03206 is not monotonic."""

@@ -1,22 +1,187 @@
 """Connects this process to JAX's coordination service, which process 0 hosts.
 
-This module uses a private part of JAX: `jax.distributed` detects the launcher but has no public way
-to ask what it found.
+When the connection to process 0 breaks, JAX aborts the process from C++ with a page of stack trace,
+and Python cannot intervene. JAX therefore connects to a proxy, which keeps its connection to JAX
+open when process 0 is lost. JAX sees only silence; `heartbeat.py` detects and reports the loss.
+With `jax_enable_recoverability` it aborts all the same (tried with JAX 0.10.2).
+
+JAX aborts as well where the service reports an error: a process is started twice, or somebody else
+joins as one of the run's. Its client takes a callback instead, but cannot call one of Python (true
+up to JAX 0.12): an argument has no type in Python, and the C++ exception that follows,
+std::bad_cast, ends the process. Python can set what C++ does with such an exception: here the
+thread that has met it stops, and the others go on. The client answers no more, so the process must
+end soon.
+
+This module uses private parts of JAX: `jax.distributed` detects the launcher but has no public way
+to ask what it found, and takes no callback.
 """
 
+import atexit
+import ctypes
 import ipaddress
 import os
 import socket
-import sys
-from collections.abc import Sequence
-from threading import Event
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Event, Thread
 from typing import NamedTuple
 
 import jax
 from jax._src import clusters
+from jax._src.lib import _jax, utils
 
-from alload_jax.distributed.coordinator_proxy import CoordinatorProxy, host_and_port
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, print_stderr
+
+_PROBES, _PROBE_SECONDS = 3, 1.0
+"""Attempts to connect that process 0 refuses before it counts as gone, and seconds between them."""
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Splits `host:port`; an IPv6 host may be in brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+class CoordinatorProxy:
+    """Forwards connections from a local port to another address.
+
+    Attributes:
+      address: host:port of the local port, to be used instead of the target's.
+    """
+
+    def __init__(self, target: str, gone: Event | None = None):
+        """Serves until the process ends.
+
+        Args:
+          target: host:port.
+          gone: set when the target has closed a connection and refuses new ones.
+        """
+        self._target = host_and_port(target)
+        self._gone = Event() if gone is None else gone
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        _start_thread(self._serve)
+
+    def _serve(self) -> None:
+        while True:
+            client, _ = self._server.accept()
+            try:
+                target = socket.create_connection(self._target)
+            except OSError:  # process 0 does not listen yet; JAX tries again
+                client.close()
+                continue
+            for end in (client, target):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _start_thread(_forward_requests, client, target)
+            _start_thread(self._forward_responses, target, client)
+
+    def _forward_responses(self, target: socket.socket, client: socket.socket) -> None:
+        """From process 0 to JAX; leaves JAX's connection open when process 0 closes its own."""
+        try:
+            while data := target.recv(1 << 16):
+                client.sendall(data)
+        except OSError:
+            pass  # the connection is broken, which is no different from a closed one
+        if self._has_ended():
+            self._gone.set()
+
+    def _has_ended(self) -> bool:
+        """Whether process 0 refuses connections.
+
+        One that it takes is no proof that it lives: a process that ends may close its connections
+        before the port on which it listens.
+        """
+        refused = others = 0
+        while refused < _PROBES and others < _PROBES:
+            try:
+                socket.create_connection(self._target, timeout=_PROBE_SECONDS).close()
+            except ConnectionRefusedError:
+                refused += 1
+            except OSError:
+                others += 1
+            else:
+                others += 1
+            time.sleep(_PROBE_SECONDS)
+        return refused == _PROBES
+
+
+def _forward_requests(client: socket.socket, target: socket.socket) -> None:
+    """From JAX to process 0; closes both connections when JAX closes its own."""
+    try:
+        while data := client.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_RDWR)
+        client.close()
+    except OSError:
+        return  # process 0 is lost; JAX's connection stays open
+
+
+def _start_thread(function: object, *arguments: object) -> None:
+    Thread(target=function, args=arguments, daemon=True).start()  # type: ignore[arg-type]
+
+
+SERVICE_FAILED = Event()
+"""Set when the coordination service has reported an error to this process."""
+SERVICE_ENDED_IT = (
+    "JAX's coordination service ended the run, as it does when a process is started twice or "
+    "somebody else joins as one of them (docs/many-gpus.md, Ports)"
+)
+_PATIENCE = 20.0
+"""Seconds in which the heartbeat ends the process with better advice than this module has."""
+_FATAL = 3
+_FUNCTION = ctypes.CFUNCTYPE(None)
+_kept: list[Callable[[], None]] = []
+"""The handler that C++ calls, and the one before it; both must outlive all threads."""
+
+
+@contextmanager
+def service_errors_noted() -> Iterator[None]:
+    """Errors of a client that is created in it set `SERVICE_FAILED` and do not abort the process.
+
+    Where C++ has another library than GNU's, they abort it as ever.
+    """
+    create = _jax.get_distributed_runtime_client
+    if _set_handler():
+        note = partial(create, missed_heartbeat_callback=lambda _: SERVICE_FAILED.set())
+        _jax.get_distributed_runtime_client = note
+        if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # JAX's own choice
+            utils.absl_set_min_log_level(_FATAL)  # the service logs each error in several lines
+    try:
+        yield
+    finally:
+        _jax.get_distributed_runtime_client = create
+
+
+def _set_handler() -> bool:
+    """Sets what happens to C++ exceptions that nobody catches; returns whether it can."""
+    if _kept:
+        return True
+    try:
+        library = ctypes.CDLL("libstdc++.so.6")
+        set_handler = library._ZSt13set_terminatePFvvE
+        exception_type = library.__cxa_current_exception_type
+    except (OSError, AttributeError):
+        return False
+    set_handler.restype = exception_type.restype = ctypes.c_void_p
+
+    def handle() -> None:
+        found = exception_type()
+        # A std::type_info: the address of its table, and that of its name.
+        if found and ctypes.c_char_p.from_address(found + 8).value == b"St8bad_cast":
+            SERVICE_FAILED.set()
+            time.sleep(_PATIENCE)
+            print_stderr(f"error: {SERVICE_ENDED_IT}; start all again")
+            os._exit(1)
+        _kept[1]()
+
+    _kept.append(_FUNCTION(handle))
+    _kept.append(_FUNCTION(set_handler(_kept[0])))
+    atexit.register(set_handler, _kept[1])  # no Python can be called after its end
+    return True
+
 
 CONNECT_SECONDS = 300
 """How long the processes wait for each other at the start."""
@@ -54,18 +219,26 @@ def process_info_from_launcher() -> ProcessInfo | None:
     return ProcessInfo(*found)  # type: ignore[arg-type]
 
 
-def connect(process: ProcessInfo, heartbeat_seconds: float, gone: Event | None = None) -> None:
+def connect(
+    process: ProcessInfo,
+    heartbeat_seconds: float,
+    gone: Event | None = None,
+    certificates: Path | None = None,
+) -> None:
     """Starts or joins the coordination service; returns when all processes are connected.
 
     Args:
       process: this process.
       heartbeat_seconds: silence of one process after which JAX itself ends all processes.
       gone: set when process 0 had answered this one and has ended.
+      certificates: folder of the files of mutual TLS, if any.
 
     Raises:
-      InputError: process 0 cannot listen on its port.
+      InputError: process 0 cannot listen on its port, or the certificates cannot be used.
       RuntimeError: the processes did not connect and JAX reported it instead of aborting.
     """
+    if certificates:
+        _use_certificates(certificates)
     address = process.coordinator_address
     if process.process_id == 0:
         _require_free(address)
@@ -75,17 +248,42 @@ def connect(process: ProcessInfo, heartbeat_seconds: float, gone: Event | None =
     # The preemption service would install its own handler of SIGTERM in place of ours.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        address,
-        process.num_processes,
-        process.process_id,
-        process.local_device_ids,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=bind_address(process.coordinator_address),
-        initialization_timeout=CONNECT_SECONDS + _EXTRA_SECONDS,
-        heartbeat_timeout_seconds=round(heartbeat_seconds),
-        shutdown_timeout_seconds=60,
-    )
+    with service_errors_noted():
+        jax.distributed.initialize(
+            address,
+            process.num_processes,
+            process.process_id,
+            process.local_device_ids,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=bind_address(process.coordinator_address),
+            initialization_timeout=CONNECT_SECONDS + _EXTRA_SECONDS,
+            heartbeat_timeout_seconds=round(heartbeat_seconds),
+            shutdown_timeout_seconds=60,
+        )
+
+
+_CERTIFICATES = {"cert_file": "cert.pem", "key_file": "key.pem", "ca_file": "ca.pem"}
+_PEERS = "alload://run/"
+"""What a name in the certificates of all processes begins with; not their hosts' names, as JAX is
+connected to a proxy on 127.0.0.1."""
+
+
+def _use_certificates(folder: Path) -> None:
+    """Lets JAX's coordination service and its clients ask each other for certificates."""
+    if not hasattr(jax.config, "jax_mtls_ca_file"):
+        raise InputError(
+            f"cluster.certificates is {folder}, but JAX {jax.__version__} has no mutual TLS; "
+            "install JAX 0.11.2 or later, or leave it out and keep strangers from the port"
+        )
+    for option, name in _CERTIFICATES.items():
+        with open(folder / name, "rb"):  # JAX would say what is wrong in many lines
+            jax.config.update(f"jax_mtls_{option}", str(folder / name))
+    jax.config.update("jax_mtls_peer_uri_prefix", _PEERS)
+
+
+def has_certificates() -> bool:
+    """Whether the coordination service takes nobody without a certificate."""
+    return bool(getattr(jax.config, "jax_mtls_ca_file", None))
 
 
 def is_loopback(address: str) -> bool:
@@ -125,14 +323,12 @@ _BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 
 def _tell_who_can_connect(address: str) -> None:
     """Says that JAX asks nobody who connects, unless only this host can, or certificates do."""
-    if is_loopback(address) or getattr(jax.config, "jax_mtls_ca_file", None):
+    if is_loopback(address) or has_certificates():
         return
     place = bind_address(address) or os.environ.get(_BIND_ADDRESS, "all interfaces")
-    print(
+    print_stderr(
         f"note: process 0 listens on {place}, where whoever connects can read the config and end "
-        "the run; let only the hosts of the run reach it (docs/many-gpus.md)",
-        file=sys.stderr,
-        flush=True,
+        "the run; let only the hosts of the run reach it (docs/many-gpus.md)"
     )
 
 

@@ -12,17 +12,20 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from threading import Event, Thread
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, get_args
 
 import jax
 
-from alload_jax.distributed.coordination import ProcessInfo
+from alload_jax.distributed.coordination import SERVICE_ENDED_IT, SERVICE_FAILED, ProcessInfo
 from alload_jax.distributed.key_value_store import KeyValueStore
-from alload_jax.errors import USER_ERRORS, InputError, LostConnectionError, reason_of
+from alload_jax.errors import USER_ERRORS, InputError, LostConnectionError, print_stderr, reason_of
 from alload_jax.files import parse_json
 
 _GRACE = 5.0
 """Seconds after another process's failure in which this one may fail of the same and report it."""
+
+
+State = Literal["running", "unconfirmed", "failed", "exited"]
 
 
 @dataclass
@@ -41,13 +44,12 @@ class Message:
 
     host: str
     sequence: int = 0
-    state: Literal["running", "unconfirmed", "failed", "exited"] = "running"
+    state: State = "running"
     reason: str = ""
     step: int = 0
     waiting: str = ""
 
 
-_STATES = ("running", "unconfirmed", "failed", "exited")
 _LONGEST_MESSAGE = 10_000
 
 
@@ -61,9 +63,9 @@ def parse_message(text: str) -> Message | None:
         return None
     known = {each.name: fields[each.name] for each in dataclasses.fields(Message)
              if each.name in fields}  # fmt: skip
-    kinds = {"host": str, "sequence": int, "state": str, "reason": str, "step": int, "waiting": str}
+    kinds = {name: type(value) for name, value in vars(Message("")).items()}
     typed = all(type(value) is kinds[name] for name, value in known.items())
-    if not typed or "host" not in known or known.get("state", "running") not in _STATES:
+    if not typed or "host" not in known or known.get("state", "running") not in get_args(State):
         return None
     return Message(**known)
 
@@ -123,6 +125,8 @@ class Heartbeat:
         decided. If another process is lost or has failed, this function does not return: the check
         ends the process with a message that names the other one.
         """
+        if self._message.state == "exited":  # the check has found it, and is about to end this one
+            Event().wait()
         if self._message.state != "running":
             return
         self._message.reason = reason = reason_of(error)
@@ -141,7 +145,8 @@ class Heartbeat:
             self._wait_for_others(lambda other: other.state == "exited", self._lost_after)
         else:
             self._message.state = "exited"
-            self._exchange()
+            if not SERVICE_FAILED.is_set():  # its client would not answer
+                self._exchange()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -210,15 +215,15 @@ class Heartbeat:
         while not self._closed.wait(self._interval / 2):
             pause, last = time.monotonic() - last, time.monotonic()
             if failure := self._find_suspension(pause) or self._find_failure():
+                self._message.state, self._message.reason = "exited", failure
                 try:
-                    print(f"error: {failure}; {self.remedy()}", file=sys.stderr, flush=True)
+                    print_stderr(f"error: {failure}; {self.remedy()}")
                 finally:  # stderr may be closed, for example because its reader has ended
-                    self._announce_exit(failure)
+                    self._announce_exit()
                     os._exit(1)
 
-    def _announce_exit(self, reason: str) -> None:
+    def _announce_exit(self) -> None:
         """Tells process 0, which exits last, not to wait for this one; soon, or not at all."""
-        self._message.state, self._message.reason = "exited", reason
         announcement = Thread(target=self._exchange, daemon=True)
         announcement.start()
         announcement.join(self._interval)  # longer where process 0 does not answer
@@ -237,6 +242,8 @@ class Heartbeat:
     def _find_failure(self) -> str:
         """Describes the loss or failure of a process that must end this one; or ""."""
         now = time.monotonic()
+        if SERVICE_FAILED.is_set() and self._message.state not in ("failed", "exited"):
+            return f"{SERVICE_ENDED_IT}{self._at_step()}"
         if now - self._store_answered_at > self._lost_after:
             return f"{self._describe(0)} was lost{self._at_step()}"
         # While process 0 does not answer, silence of the others proves nothing.

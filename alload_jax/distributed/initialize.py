@@ -4,9 +4,8 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,43 @@ from threading import Event, Thread
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.distributed.coordination import (
     CONNECT_SECONDS,
+    SERVICE_FAILED,
     ProcessInfo,
     connect,
+    has_certificates,
+    host_and_port,
     process_info_from_launcher,
 )
-from alload_jax.distributed.coordinator_proxy import host_and_port
-from alload_jax.distributed.key_value_store import agree_on_seal
-from alload_jax.distributed.wakeup import on_signals
-from alload_jax.errors import InputError
+from alload_jax.distributed.key_value_store import Seal, agree_on_seal
+from alload_jax.errors import InputError, print_stderr, require_fields, require_positive
+
+
+@contextmanager
+def on_signals(act: Callable[[bytes], None]) -> Iterator[None]:
+    """Calls `act` in a thread with the numbers of signals as they come.
+
+    Python runs signal handlers in the main thread only, when that has left C++ code. It also writes
+    the signal's number to a socket, which the thread reads. A signal that is ignored, or left to
+    the system, is not written. The innermost context alone gets the numbers.
+    """
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+
+    def read() -> None:
+        while numbers := reading.recv(64):
+            act(numbers)
+
+    before = signal.set_wakeup_fd(writing.fileno())
+    reader = Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writing.close()
+        reader.join()
+        reading.close()
+
 
 _SILENT_SECONDS = 60
 """How long a process waits for the others before it prints that it is waiting."""
@@ -40,6 +68,8 @@ class ClusterConfig:
       process: number of this process, from 0.
       detect: whether to ask Slurm, Open MPI or Kubernetes if the three flags are not given.
       lost_after: seconds of silence after which a process counts as lost and the others end.
+      certificates: folder with cert.pem, key.pem and ca.pem, without which nobody can join or read
+        the run; needs JAX 0.11.2. See docs/many-gpus.md.
     """
 
     coordinator: str | None = None
@@ -47,6 +77,7 @@ class ClusterConfig:
     process: int | None = None
     detect: bool = True
     lost_after: float = 30.0
+    certificates: str | None = None
 
     def __post_init__(self) -> None:
         parts = {name: getattr(self, name) for name in ("coordinator", "processes", "process")}
@@ -60,15 +91,13 @@ class ClusterConfig:
             raise InputError(f"cluster.coordinator is {self.coordinator!r}; give it as host:port")
         if self.coordinator is not None and not 0 < host_and_port(self.coordinator)[1] < 2**16:
             raise InputError(f"cluster.coordinator is {self.coordinator}; ports are 1 to 65535")
-        if self.processes is not None and self.processes < 1:
-            raise InputError(f"cluster.processes is {self.processes}; it must be at least 1")
+        require_positive("cluster.", self, "processes")
         if self.process is not None and not 0 <= self.process < (self.processes or 1):
             raise InputError(
                 f"cluster.process is {self.process}; it must be 0 to {(self.processes or 1) - 1} "
                 "(cluster.processes - 1)"
             )
-        if self.lost_after < 2:
-            raise InputError(f"cluster.lost_after is {self.lost_after}; it must be at least 2")
+        require_fields("cluster.", self, "lost_after", lambda value: value >= 2, "at least 2")
 
 
 def initialize(config: ClusterConfig, folder: str | Path) -> Cluster:
@@ -86,14 +115,22 @@ def initialize(config: ClusterConfig, folder: str | Path) -> Cluster:
     """
     process = _process_info(config)
     if process is None or process.num_processes == 1:
+        if config.certificates:
+            raise InputError(
+                f"cluster.certificates is {config.certificates}, and the run has one process, "
+                "which talks to nobody; leave it out, or name the others by cluster.coordinator"
+            )
         return Cluster()
     try:
         with _limited_wait(process) as gone:
-            connect(process, max(100.0, 4 * config.lost_after), gone)
+            certificates = Path(config.certificates) if config.certificates else None
+            connect(process, max(100.0, 4 * config.lost_after), gone, certificates)
     except RuntimeError as error:
         raise InputError(_not_connected(process, _first_line(error))) from error
     if process.process_id != 0:  # file descriptor 1, because gloo prints from C++
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if has_certificates():
+        return Cluster(process, config.lost_after, Seal(None))
     seal = agree_on_seal(process.process_id, process.num_processes, Path(folder))
     return Cluster(process, config.lost_after, seal)
 
@@ -109,16 +146,16 @@ def _limited_wait(process: ProcessInfo) -> Iterator[Event]:
     def watch() -> None:
         if _wait(_SILENT_SECONDS, connected, gone):
             return
-        if not gone.is_set():
+        if not _refused(gone):
             address, reason = process.coordinator_address, _resolution_error(process)
             text = f"waiting for the other processes at {address}{reason}"
-            print(text, file=sys.stderr, flush=True)
+            print_stderr(text)
         if _wait(CONNECT_SECONDS - _SILENT_SECONDS, connected, gone):
             return
         reason = f"within {CONNECT_SECONDS} seconds{_resolution_error(process)}"
-        if gone.is_set():
-            reason = "because process 0 has ended"
-        print(f"error: {_not_connected(process, reason)}", file=sys.stderr, flush=True)
+        if refused := _refused(gone):
+            reason = refused
+        print_stderr(f"error: {_not_connected(process, reason)}")
         os._exit(2)
 
     Thread(target=watch, daemon=True).start()
@@ -132,10 +169,17 @@ def _limited_wait(process: ProcessInfo) -> Iterator[Event]:
 def _wait(seconds: float, connected: Event, gone: Event) -> bool:
     """Waits for one of the events; returns whether the processes are connected."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not gone.is_set():
+    while time.monotonic() < deadline and not _refused(gone):
         if connected.wait(min(0.5, seconds)):
             return True
     return connected.is_set()
+
+
+def _refused(gone: Event) -> str:
+    """Why this process need not wait any longer; "" if it may yet connect."""
+    if gone.is_set():
+        return "because process 0 has ended"
+    return "because process 0 refuses it" if SERVICE_FAILED.is_set() else ""
 
 
 def _exit_on_ctrl_c(numbers: bytes) -> None:
@@ -144,7 +188,7 @@ def _exit_on_ctrl_c(numbers: bytes) -> None:
     If SIGINT is ignored, as in a background job of a shell script, it stays ignored.
     """
     if signal.SIGINT in numbers:
-        print("interrupted", file=sys.stderr, flush=True)
+        print_stderr("interrupted")
         os._exit(130)
 
 

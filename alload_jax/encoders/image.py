@@ -1,68 +1,60 @@
-"""What the image encoders of transformers have in common: a picture to embeddings."""
+"""Image encoders of transformers, CLIP and SigLIP: a picture to embeddings."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from typing_extensions import override
 
-from alload_jax.encoders.devices import choose_device, inference, require_packages
-from alload_jax.encoders.folders import (
+from alload_jax.encoders.loading import (
+    Encoder,
     find_beside,
-    find_folder,
-    read_config,
+    inference,
+    require_packages,
+    to_host,
     weight_files,
     weights_digest,
 )
-from alload_jax.encoders.loading import load_model
+
+if TYPE_CHECKING:
+    import torch
 
 _PROCESSORS = ("preprocessor_config.json",)
 
 
-class ImageEncoder(ABC):
-    """An image encoder in local folders; the first call that needs weights loads them.
+class ImageEncoder(Encoder):
+    """An image encoder in local folders; see `Encoder`.
 
     Attributes:
       name: its name in the origin of data.
       model_type: the `model_type` of its config.json.
-      described: what it is, for messages.
       processor: name of the folder of the image processor in a pipeline.
-      folder: folder of config.json and weights.
+      processor_class: its class in transformers.
     """
 
     name: ClassVar[str]
     model_type: ClassVar[str]
-    described: ClassVar[str]
     processor: ClassVar[str]
+    processor_class: ClassVar[str]
+    subfolder = "image_encoder"
+    default_dtype = "float32"  # as in Wan's pipelines
 
-    def __init__(
-        self, folder: str | Path, *, device: str | None = None, dtype: str | None = "float32"
-    ):
-        """Reads the config.
-
-        Args:
-          folder: local folder of encoder and processor, or of a pipeline with both in subfolders,
-            `image_encoder` and `processor`.
-          device: PyTorch device, such as `cuda:1`; None takes a GPU if there is one.
-          dtype: `bfloat16` or `float32`, in which Wan's pipelines run it.
-
-        Raises:
-          InputError: the folder holds no such encoder.
-        """
-        self.folder = find_folder(Path(folder), "image_encoder", self.described)
-        self._config = read_config(self.folder, "model_type", [self.model_type], self.described)
+    @override
+    def __init__(self, folder: str | Path, *, device: str | None = None, dtype: str | None = None):
+        super().__init__(folder, device=device, dtype=dtype)
         self._processor_folder = find_beside(
             self.folder, self.processor, _PROCESSORS, "image processor"
         )
-        self._asked = device, dtype
 
     @property
     def width(self) -> int:
         """Components of an embedding."""
         return int(self._config.get("hidden_size", 768))
 
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, object]:
         """Name and a digest of config, weights and image processor, as JSON values.
 
         Raises:
@@ -94,34 +86,50 @@ class ImageEncoder(ABC):
         model = self._model
         pixels = self._processor(images=Image.fromarray(picture), return_tensors="pt").pixel_values
         with inference():
-            found = self._states(model, pixels.to(self._device, model.dtype))
-            return np.asarray(found[0].float().cpu().numpy())
-
-    def unload(self) -> None:
-        """Frees the weights; the next call of `encode` loads them again."""
-        self.__dict__.pop("_model", None)
+            return to_host(self._states(model, pixels.to(self._device, model.dtype))[0])
 
     @abstractmethod
-    def _classes(self) -> tuple[Any, Any]:
-        """The classes of encoder and processor in transformers."""
-
-    @abstractmethod
-    def _states(self, model: Any, pixels: Any) -> Any:
+    def _states(self, model: Any, pixels: "torch.Tensor") -> "torch.Tensor":
         """[1, L, width], what diffusion models take of the encoder's output."""
-
-    @cached_property
-    def _device(self) -> Any:
-        return choose_device(self._asked[0])
 
     @cached_property
     def _processor(self) -> Any:
         require_packages(self.described)
-        _, kind = self._classes()
+        kind = getattr(import_module("transformers"), self.processor_class)
         return kind.from_pretrained(self._processor_folder, local_files_only=True)
 
-    @cached_property
-    def _model(self) -> Any:
-        require_packages(self.described)
-        weight_files(self.folder, "model")
-        kind, _ = self._classes()
-        return load_model(kind, self.folder, self._device, self._asked[1])
+
+class ClipImage(ImageEncoder):
+    """CLIP's image encoder; see `ImageEncoder`. It gives the states before the last layer.
+
+    They are [257, 1280] for the released encoder.
+    """
+
+    name = "clip"
+    model_type = "clip_vision_model"
+    described = "CLIP's image encoder (CLIPVisionModel, as transformers saves it)"
+    processor = "image_processor"
+    library_class = "transformers.CLIPVisionModel"
+    # Pillow's resizing: torchvision's, where it is installed, gives other pixels.
+    processor_class = "CLIPImageProcessorPil"
+
+    def _states(self, model: Any, pixels: "torch.Tensor") -> "torch.Tensor":
+        return model(pixels, output_hidden_states=True).hidden_states[-2]
+
+
+class SiglipImage(ImageEncoder):
+    """SigLIP's image encoder; see `ImageEncoder`. It gives the states of the last layer, normed.
+
+    They are [729, 1152] for the released encoder.
+    """
+
+    name = "siglip"
+    model_type = "siglip_vision_model"
+    described = "SigLIP's image encoder (SiglipVisionModel, as transformers saves it)"
+    processor = "feature_extractor"
+    library_class = "transformers.SiglipVisionModel"
+    # Pillow's resizing: torchvision's, where it is installed, gives other pixels.
+    processor_class = "SiglipImageProcessorPil"
+
+    def _states(self, model: Any, pixels: "torch.Tensor") -> "torch.Tensor":
+        return model(pixels).last_hidden_state

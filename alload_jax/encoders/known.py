@@ -1,35 +1,38 @@
 """Opens the encoder in a folder: its config.json says which one it is."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from alload_jax.encoders.folders import find_folder, read_config
 from alload_jax.encoders.image import ImageEncoder
-from alload_jax.encoders.text_model import TextModel
+from alload_jax.encoders.loading import find_folder, read_config
+from alload_jax.encoders.text import TextModel
 from alload_jax.encoders.vae import Vae
 from alload_jax.registry import Registry
+
+T = TypeVar("T")
 
 VAES: Registry[type[Vae]] = Registry(
     "_class_name",
     {
-        "AutoencoderKLWan": "alload_jax.encoders.wan_vae:WanVae",
-        "AutoencoderKLHunyuanVideo15": "alload_jax.encoders.hunyuan_video_vae:HunyuanVideoVae",
+        "AutoencoderKLWan": "alload_jax.encoders.vae:WanVae",
+        "AutoencoderKLHunyuanVideo15": "alload_jax.encoders.vae:HunyuanVideoVae",
     },
 )
 """VAEs by the `_class_name` of their config.json."""
-TEXT_MODELS: Registry[Any] = Registry(
+TEXT_MODELS: Registry[Callable[[Path, int], TextModel]] = Registry(
     "model_type",
     {
-        "umt5": "alload_jax.encoders.umt5:Umt5Text",
-        "qwen2_5_vl_text": "alload_jax.encoders.hunyuan_video_text:HunyuanVideoText",
+        "umt5": "alload_jax.encoders.text:Umt5Text",
+        "qwen2_5_vl_text": "alload_jax.encoders.text:HunyuanVideoText",
     },
 )
 """Classes of `TextModel`s by the `model_type` of their config.json."""
 IMAGE_ENCODERS: Registry[type[ImageEncoder]] = Registry(
     "model_type",
     {
-        "clip_vision_model": "alload_jax.encoders.clip_image:ClipImage",
-        "siglip_vision_model": "alload_jax.encoders.siglip_image:SiglipImage",
+        "clip_vision_model": "alload_jax.encoders.image:ClipImage",
+        "siglip_vision_model": "alload_jax.encoders.image:SiglipImage",
     },
 )
 """Image encoders by the `model_type` of their config.json."""
@@ -55,9 +58,7 @@ def open_text(folder: Path, length: int) -> TextModel:
       InputError: the folder holds no text encoder that is known.
     """
     wanted = "a text encoder as transformers saves it"
-    kind = _class_in(folder, "text_encoder", "model_type", TEXT_MODELS, wanted)
-    found: TextModel = kind(folder, length)
-    return found
+    return _class_in(folder, "text_encoder", "model_type", TEXT_MODELS, wanted)(folder, length)
 
 
 def open_image(folder: Path) -> ImageEncoder:
@@ -70,7 +71,7 @@ def open_image(folder: Path) -> ImageEncoder:
     return _class_in(folder, "image_encoder", "model_type", IMAGE_ENCODERS, wanted)(folder)
 
 
-def _class_in(folder: Path, subfolder: str, key: str, known: Registry[Any], wanted: str) -> Any:
+def _class_in(folder: Path, subfolder: str, key: str, known: Registry[T], wanted: str) -> T:
     """The class that the config.json of a folder names."""
     place = find_folder(folder, subfolder, wanted)
     return known.get(read_config(place, key, known.names(), wanted)[key])

@@ -1,26 +1,233 @@
-"""Loads models of diffusers and transformers from local folders."""
+"""Loads models of diffusers and transformers from local folders, onto the devices they share."""
 
-from collections.abc import Iterator
+import gc
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from abc import ABC
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache, cached_property
+from importlib import import_module
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 from safetensors import SafetensorError
 
-from alload_jax.encoders.devices import choose_dtype
 from alload_jax.errors import InputError
+from alload_jax.files import read_json
+
+if TYPE_CHECKING:
+    import torch
+
+_PACKAGES = ("torch", "diffusers", "transformers")
+
+
+def require_packages(user: str) -> None:
+    """Checks that PyTorch and its libraries are installed, without importing them.
+
+    Args:
+      user: what needs them, for the message.
+
+    Raises:
+      InputError: one is missing.
+    """
+    if any(importlib.util.find_spec(name) is None for name in _PACKAGES):
+        raise InputError(
+            f"{user} needs torch, diffusers and transformers; install alload-jax[prepare]"
+        )
+
+
+def device_count() -> int:
+    """Number of GPUs that PyTorch sees; 0 without PyTorch."""
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return int(torch.cuda.device_count())
+
+
+def choose_device(asked: str | None) -> "torch.device":
+    """The device that was asked for; None takes a GPU if there is one.
+
+    On the CPU, PyTorch's threads are limited to the cores that this process may use.
+    """
+    import torch
+
+    device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cpu" and hasattr(os, "sched_getaffinity"):
+        torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
+    return device
+
+
+def choose_dtype(asked: str | None, device: "torch.device") -> "torch.dtype":
+    """The dtype of that name; None takes bfloat16 on a GPU and float32 elsewhere."""
+    import torch
+
+    return getattr(torch, asked or ("bfloat16" if device.type == "cuda" else "float32"))
+
+
+@contextmanager
+def inference() -> Iterator[None]:
+    """Computes without gradients and with algorithms that repeat their results."""
+    import torch
+
+    flags = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True)
+    with torch.inference_mode(), flags:
+        yield
+
+
+def share_memory() -> None:
+    """Leaves GPU memory to encoders that JAX would take at its start; call it before JAX starts."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def release_memory() -> None:
+    """Gives the GPU memory of encoders that are no longer used back, for JAX to take."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+CONFIG_NAME = "config.json"
+_BLOCK = 2**24
+
+
+def find_folder(folder: Path, subfolder: str, wanted: str) -> Path:
+    """The folder itself, or its subfolder where a whole pipeline's folder is given.
+
+    Args:
+      folder: a local folder.
+      subfolder: name of the part in a pipeline's folder, such as `vae`.
+      wanted: what is looked for, for messages.
+
+    Raises:
+      InputError: neither has a config.json.
+    """
+    for place in (folder, folder / subfolder):
+        if (place / CONFIG_NAME).is_file():
+            return place
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; give the local folder of {wanted}")
+    raise InputError(
+        f"{folder}: has no {CONFIG_NAME} and no {subfolder}/{CONFIG_NAME}; give the folder of "
+        f"{wanted}"
+    )
+
+
+def find_beside(folder: Path, subfolder: str, names: Sequence[str], wanted: str) -> Path:
+    """The folder of a part that lies in the folder of a model or beside it.
+
+    Args:
+      folder: the model's folder.
+      subfolder: name of the part in a pipeline's folder, such as `tokenizer`.
+      names: files of which the part has one at least.
+      wanted: what is looked for, for messages.
+
+    Raises:
+      InputError: it is in neither.
+    """
+    places = (folder, folder / subfolder, folder.parent / subfolder)
+    for place in places:
+        if any((place / name).is_file() for name in names):
+            return place
+    raise InputError(
+        f"{folder}: no {wanted} ({' or '.join(names)}) in it or in {places[-1]}; copy it there"
+    )
+
+
+def read_config(folder: Path, key: str, known: Sequence[str], wanted: str) -> dict[str, Any]:
+    """The values of config.json, which must be that of a known model.
+
+    Args:
+      folder: the model's folder.
+      key: name of the value that says what it is.
+      known: what it may say.
+      wanted: what is looked for, for messages.
+
+    Raises:
+      InputError: it is not JSON, or another model's.
+    """
+    path = folder / CONFIG_NAME
+    found = read_json(path, "copy it again")
+    name = found.get(key) if isinstance(found, dict) else None
+    if name not in known:
+        names = " or ".join(known)
+        raise InputError(f"{path}: {key} is {name}, not {names}; give the folder of {wanted}")
+    return dict(found)
+
+
+def weight_files(folder: Path, stem: str) -> list[Path]:
+    """The safetensors files of a model: one, or those that its index names.
+
+    Args:
+      folder: the model's folder.
+      stem: file name without suffixes.
+
+    Raises:
+      InputError: a file is missing, or the index is not valid.
+    """
+    index = folder / f"{stem}.safetensors.index.json"
+    names = {f"{stem}.safetensors"}
+    if index.is_file():
+        try:
+            names = set(read_json(index)["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise InputError(f"{index}: is not a valid index of weights; copy it again") from error
+    paths = [folder / str(name) for name in sorted(names)]
+    for path in paths:
+        if not path.is_file():
+            raise InputError(f"{path}: no such file; weights are read from safetensors files")
+    return paths
+
+
+def weights_digest(config: Mapping[str, object], files: Sequence[Path]) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of a model.
+
+    Names of files do not count, nor do values of the config that describe its writer.
+
+    Args:
+      config: values of config.json.
+      files: weights, and other files that determine what the model computes.
+    """
+    writer = ("transformers_version", "torch_dtype", "dtype")
+    kept = {k: v for k, v in config.items() if not k.startswith("_") and k not in writer}
+    found = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
+    stats = [path.stat() for path in files]
+    with ThreadPoolExecutor() as threads:  # hashing does not hold Python's lock
+        for digest in threads.map(
+            _file_digest, files, [s.st_size for s in stats], [s.st_mtime_ns for s in stats]
+        ):
+            found.update(digest)
+    return found.hexdigest()[:16]
+
+
+@cache
+def _file_digest(path: Path, size: int, changed: int) -> bytes:
+    """SHA-256 of a file's bytes; size and time of change tell cached digests apart."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found.update(block)
+    return found.digest()
+
 
 _LONGEST_REASON = 200
 
 
-def load_model(kind: Any, folder: Path, device: Any, dtype: str | None) -> Any:
+def load_model(kind: Any, folder: Path, device: "torch.device", dtype: str | None) -> Any:
     """A model for inference.
 
     Args:
       kind: class with `from_pretrained`.
       folder: local folder of config.json and safetensors files.
-      device: `torch.device` of the model.
+      device: of the model.
       dtype: as `choose_dtype`.
 
     Raises:
@@ -46,7 +253,14 @@ def load_model(kind: Any, folder: Path, device: Any, dtype: str | None) -> Any:
                 f"{folder}: {len(found)} tensors are missing or have another shape, such as "
                 f"{found[0]}; copy the folder again"
             )
-    return _moved(model, folder, device).eval().requires_grad_(False)
+    import torch
+
+    try:
+        return model.to(device).eval().requires_grad_(False)
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"{folder}: its weights do not fit the free memory of {device}; free memory there"
+        ) from error
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -72,17 +286,6 @@ def _reason(error: Exception) -> str:
     return shorten(lines[0], _LONGEST_REASON, placeholder=" …")
 
 
-def _moved(model: Any, folder: Path, device: Any) -> Any:
-    import torch
-
-    try:
-        return model.to(device)
-    except torch.OutOfMemoryError as error:
-        raise InputError(
-            f"{folder}: its weights do not fit the free memory of {device}; free memory there"
-        ) from error
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Turns off progress bars of the libraries, which would cross our own."""
@@ -97,3 +300,71 @@ def _quiet() -> Iterator[None]:
     finally:
         for log in shown:
             log.enable_progress_bar()
+
+
+class Encoder(ABC):
+    """A model in a local folder whose weights are loaded when they are first used.
+
+    Attributes:
+      described: what it is, for messages.
+      subfolder: its folder in that of a pipeline.
+      key: name of the value in config.json that says which model it is; the attribute of that name
+        is the value, such as `model_type`.
+      stem: file name of the weights without suffixes.
+      library_class: its class in a library, such as `transformers.CLIPVisionModel`.
+      default_dtype: see `choose_dtype`.
+      folder: folder of config.json and weights.
+    """
+
+    described: ClassVar[str]
+    subfolder: ClassVar[str]
+    key: ClassVar[str] = "model_type"
+    stem: ClassVar[str] = "model"
+    library_class: ClassVar[str]
+    default_dtype: ClassVar[str | None] = None
+
+    def __init__(self, folder: str | Path, *, device: str | None = None, dtype: str | None = None):
+        """Reads the config.
+
+        Args:
+          folder: local folder of the model, or of a pipeline that has it in `subfolder`.
+          device: PyTorch device, such as `cuda:1`; None takes a GPU if there is one.
+          dtype: `bfloat16` or `float32`; None takes `default_dtype`, and where that is None too
+            bfloat16 on a GPU and float32 elsewhere.
+
+        Raises:
+          InputError: the folder holds no such model.
+        """
+        self.folder = find_folder(Path(folder), self.subfolder, self.described)
+        kind = getattr(self, self.key.removeprefix("_"))
+        self._config = read_config(self.folder, self.key, [kind], self.described)
+        self._asked = device, dtype or self.default_dtype
+
+    def unload(self) -> None:
+        """Frees the weights; the next use loads them again."""
+        self.__dict__.pop("_model", None)
+
+    @cached_property
+    def _device(self) -> "torch.device":
+        return choose_device(self._asked[0])
+
+    @cached_property
+    def _model(self) -> Any:
+        require_packages(self.described)
+        return self._load()
+
+    def _load(self) -> Any:
+        """What `_model` holds, with its weights, on the device."""
+        return self._read(self.library_class, self.folder)
+
+    def _read(self, library_class: str, folder: Path) -> Any:
+        """The model of a class of a library from a folder."""
+        weight_files(folder, self.stem)
+        library, _, name = library_class.partition(".")
+        kind = getattr(import_module(library), name)
+        return load_model(kind, folder, self._device, self._asked[1])
+
+
+def to_host(states: "torch.Tensor") -> np.ndarray:
+    """A tensor as float32 in host memory."""
+    return np.asarray(states.float().cpu().numpy())

@@ -1,23 +1,37 @@
-"""What the VAEs of diffusers have in common: frames to latents and back, whole or in tiles."""
+"""VAEs of diffusers, of Wan and HunyuanVideo: frames to latents and back, whole or in tiles.
+
+No frame depends on a later one: convolutions look back two frames, attention looks back at all.
+What a chunk needs of those before it is kept, so that the result is that of all frames at once,
+within rounding, in memory that does not grow with the frames' pixels. diffusers' own forward pass
+takes all frames at once, with a mask of attention of the squared number of latents.
+"""
 
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from typing_extensions import override
 
-from alload_jax.encoders.devices import choose_device, inference, require_packages
-from alload_jax.encoders.folders import find_folder, read_config, weight_files, weights_digest
-from alload_jax.encoders.loading import load_model
+from alload_jax.encoders.loading import (
+    Encoder,
+    inference,
+    to_host,
+    weight_files,
+    weights_digest,
+)
 from alload_jax.errors import InputError
-from alload_jax.planning.geometry import Triple
+from alload_jax.planning.samples import Triple
+
+if TYPE_CHECKING:
+    import torch
 
 
-class Vae(ABC):
-    """A VAE of diffusers in a local folder; the first call that needs weights loads them.
+class Vae(Encoder):
+    """A VAE of diffusers in a local folder; see `Encoder`.
 
     Equal clips give equal latents on the same device. A size that does not fit the GPU's memory is
     encoded or decoded in overlapping tiles, from the first time on that it did not fit; latents of
@@ -26,49 +40,44 @@ class Vae(ABC):
     Attributes:
       name: its name in the origin of data.
       class_name: name of its class in diffusers, which its config.json contains.
-      described: what it is, for messages.
       takes_last_frame: whether `encode_given` takes a last frame.
-      folder: folder of config.json and weights.
     """
 
     name: ClassVar[str]
     class_name: ClassVar[str]
-    described: ClassVar[str]
     takes_last_frame: ClassVar[bool]
 
-    def __init__(self, folder: str | Path, *, device: str | None = None, dtype: str | None = None):
-        """Reads the config.
-
-        Args:
-          folder: local folder of the VAE, or of a pipeline with a subfolder `vae`.
-          device: PyTorch device, such as `cuda:1`; None takes a GPU if there is one.
-          dtype: `bfloat16` or `float32`; None takes bfloat16 on a GPU and float32 elsewhere.
-
-        Raises:
-          InputError: the folder holds no such VAE.
-        """
-        self.folder = find_folder(Path(folder), "vae", self.described)
-        self._config = read_config(self.folder, "_class_name", [self.class_name], self.described)
-        self._asked = device, dtype
-        self._tiled_from: float = float("inf")  # pixels of a frame
+    subfolder = "vae"
+    key = "_class_name"
+    stem = "diffusion_pytorch_model"
+    config_keys: ClassVar[tuple[tuple[str, int], ...]]
+    """Names and defaults in config.json of frames and pixels per latent, and of channels."""
+    _tiled_from: float = float("inf")
+    """Pixels of a frame."""
 
     @property
-    @abstractmethod
     def stride(self) -> Triple:
         """Pixels per latent along (frames, height, width)."""
+        frames, side, _ = self._sizes
+        return frames, side, side
 
     @property
-    @abstractmethod
     def channels(self) -> int:
         """Channels of the latents."""
+        return self._sizes[2]
 
-    def origin(self) -> dict[str, Any]:
+    @property
+    def _sizes(self) -> Triple:
+        frames, side, channels = (int(self._config.get(*key)) for key in self.config_keys)
+        return frames, side, channels
+
+    def origin(self) -> dict[str, object]:
         """Name, channels and a digest of config and weights, as JSON values.
 
         Raises:
           InputError: weights are missing.
         """
-        files = weight_files(self.folder, "diffusion_pytorch_model")
+        files = weight_files(self.folder, self.stem)
         digest = weights_digest(self._config, files)
         return {"name": self.name, "channels": self.channels, "weights": digest}
 
@@ -88,7 +97,7 @@ class Vae(ABC):
         self._check_frames(frames)
         return self.encode_pixels(self.pixels(frames))
 
-    def pixels(self, frames: np.ndarray) -> Any:
+    def pixels(self, frames: np.ndarray) -> "torch.Tensor":
         """[T, H, W, 3] uint8 as [1, 3, T, H, W] float32 from −1 to 1 on the device."""
         import torch
 
@@ -97,7 +106,7 @@ class Vae(ABC):
         sent = torch.from_numpy(np.array(frames, order="C")).to(self._device)
         return 2.0 * (sent.permute(3, 0, 1, 2)[None].float() / 255.0) - 1.0
 
-    def encode_pixels(self, clip: Any) -> np.ndarray:
+    def encode_pixels(self, clip: "torch.Tensor") -> np.ndarray:
         """Encodes what `pixels` gives; [t, h, w, channels] float32, see `encode`."""
         model = self._model
         with inference():
@@ -105,7 +114,7 @@ class Vae(ABC):
             area = float(clip.shape[3] * clip.shape[4])
             mode = self._whole_or_tiled(lambda: model.encode(clip).latent_dist.mode(), area)
             latents = self._normalised(mode.float())
-            return np.ascontiguousarray(latents[0].permute(1, 2, 3, 0).cpu().numpy())
+            return np.ascontiguousarray(to_host(latents[0].permute(1, 2, 3, 0)))
 
     @abstractmethod
     def encode_given(self, first: np.ndarray, last: np.ndarray | None, frames: int) -> np.ndarray:
@@ -152,16 +161,16 @@ class Vae(ABC):
             video = (video[0].permute(1, 2, 3, 0).float() / 2 + 0.5).clamp(0, 1)
             return np.asarray((video * 255).round().to(torch.uint8).cpu().numpy())
 
-    @abstractmethod
+    @override
     def _load(self) -> Any:
-        """The model with its weights, on the device."""
+        return self._read(f"diffusers.{self.class_name}", self.folder)
 
     @abstractmethod
-    def _normalised(self, latents: Any) -> Any:
+    def _normalised(self, latents: "torch.Tensor") -> "torch.Tensor":
         """[1, channels, t, h, w] float32 of the posterior, as models train on them."""
 
     @abstractmethod
-    def _as_decoded(self, latents: Any) -> Any:
+    def _as_decoded(self, latents: "torch.Tensor") -> "torch.Tensor":
         """The inverse of `_normalised`."""
 
     def _check_frames(self, frames: np.ndarray) -> None:
@@ -176,7 +185,7 @@ class Vae(ABC):
                 f"width multiples of {side}"
             )
 
-    def _whole_or_tiled(self, run: Callable[[], Any], area: float) -> Any:
+    def _whole_or_tiled(self, run: "Callable[[], torch.Tensor]", area: float) -> "torch.Tensor":
         """Runs on whole frames, or on tiles where frames of this area did not fit."""
         import torch
 
@@ -202,16 +211,241 @@ class Vae(ABC):
         finally:
             self._model.disable_tiling()
 
-    @cached_property
-    def _device(self) -> Any:
-        return choose_device(self._asked[0])
+
+class WanVae(Vae):
+    """The VAE of Wan 2.1 or 2.2; see `Vae`."""
+
+    name = "wan"
+    class_name = "AutoencoderKLWan"
+    described = "Wan's VAE (AutoencoderKLWan, as diffusers saves it)"
+    takes_last_frame = True
+    config_keys = (("scale_factor_temporal", 4), ("scale_factor_spatial", 8), ("z_dim", 16))
+
+    @override
+    def __init__(self, folder: str | Path, *, device: str | None = None, dtype: str | None = None):
+        super().__init__(folder, device=device, dtype=dtype)
+        for name in ("latents_mean", "latents_std"):
+            count = len(self._config.get(name, [0.0] * 16))
+            if count != self.channels:
+                raise InputError(
+                    f"{self.folder / 'config.json'}: {name} has {count} values, but z_dim is "
+                    f"{self.channels}; copy it again"
+                )
+
+    def encode_given(self, first: np.ndarray, last: np.ndarray | None, frames: int) -> np.ndarray:
+        """See `Vae.encode_given`; this is the condition of diffusers' WanImageToVideoPipeline.
+
+        The latents are those of a clip that is mid-grey but for its first and, where it is given,
+        last frame. The mask says of which frames each latent was given.
+
+        Args:
+          first, last: [H, W, 3] uint8; a last frame needs two frames or more.
+          frames: frames of the clip, stride·n + 1.
+
+        Returns:
+          [t, h, w, stride + channels] float32: first the mask, 0 or 1 for each of a latent's
+          frames, then the normalised latents. All frames of the first latent are given.
+
+        Raises:
+          ValueError: a picture has another shape or dtype, or the frames do not fit.
+          InputError: as `encode`.
+        """
+        given = np.stack([first] if last is None else [first, last])
+        if frames < len(given):
+            raise ValueError(f"frames is {frames}; {len(given)} given pictures need as many")
+        self._check_frames(np.broadcast_to(given[:1], (frames, *given.shape[1:])))
+        import torch
+
+        pixels = self.pixels(given)
+        clip = torch.zeros((1, 3, frames, *pixels.shape[3:]), device=pixels.device)
+        clip[:, :, 0] = pixels[:, :, 0]
+        if last is not None:
+            clip[:, :, -1] = pixels[:, :, -1]
+        latents = self.encode_pixels(clip)
+        mask = np.zeros((*latents.shape[:3], self.stride[0]), np.float32)
+        mask[0] = 1
+        if last is not None:
+            mask[-1, ..., -1] = 1
+        return np.concatenate([mask, latents], axis=-1)
+
+    def _normalised(self, latents: "torch.Tensor") -> "torch.Tensor":
+        mean, inverse_std = self._statistics
+        return (latents - mean) * inverse_std
+
+    def _as_decoded(self, latents: "torch.Tensor") -> "torch.Tensor":
+        mean, inverse_std = self._statistics
+        return latents / inverse_std + mean
 
     @cached_property
-    def _model(self) -> Any:
-        require_packages(self.described)
-        weight_files(self.folder, "diffusion_pytorch_model")
-        return self._load()
+    def _statistics(self) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Mean and inverse standard deviation of the latents, [1, channels, 1, 1, 1] float32."""
+        import torch
 
-    def _read(self, kind: Any) -> Any:
-        """The model of that class of diffusers from the folder."""
-        return load_model(kind, self.folder, self._device, self._asked[1])
+        config = self._model.config
+        mean, std = (
+            torch.tensor(values, device=self._device).view(1, -1, 1, 1, 1)
+            for values in (config.latents_mean, config.latents_std)
+        )
+        return mean, 1.0 / std
+
+
+_PIXELS = 2**22
+"""Most pixels of a chunk of several latent frames."""
+
+
+class CausalChunks:
+    """The encoder or the decoder of diffusers' AutoencoderKLHunyuanVideo15, chunk by chunk.
+
+    Making one changes the network's `forward`. The first chunk is one frame, which the VAE never
+    joins with others.
+    """
+
+    def __init__(self, network: Any, frames: int, pixels: int):
+        """Changes how the network and its layers run.
+
+        Args:
+          network: encoder or decoder, an `nn.Module`.
+          frames: frames of its input that make one latent frame, 1 for a decoder.
+          pixels: pixels of the clip for each place of a frame of its input.
+        """
+        from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as layers
+
+        self._whole = network.forward
+        self._frames, self._pixels = frames, pixels
+        self._kept: dict[Any, Any] = {}
+        self._is_first = True
+        kinds = {
+            layers.HunyuanVideo15CausalConv3d: self._convolve,
+            layers.HunyuanVideo15AttnBlock: self._attend,
+            layers.HunyuanVideo15Downsample: self._downsample,
+            layers.HunyuanVideo15Upsample: self._upsample,
+        }
+        for module in network.modules():
+            if (forward := kinds.get(type(module))) is not None:
+                module.forward = partial(forward, module)
+        network.forward = self._run
+
+    def _run(self, x: "torch.Tensor") -> "torch.Tensor":
+        """[B, C, T, H, W] → [B, C', T', H', W'], as the network gives it for all frames."""
+        import torch
+
+        latent = self._frames * x.shape[3] * x.shape[4] * self._pixels
+        chunk = self._frames * max(1, _PIXELS // latent)
+        later = x.shape[2] - 1
+        sizes = [1, *[chunk] * (later // chunk), *([later % chunk] if later % chunk else [])]
+        found = []
+        try:
+            for part in x.split(sizes, dim=2):
+                found.append(self._whole(part))
+                self._is_first = False
+        finally:
+            self._kept.clear()
+            self._is_first = True
+        return torch.cat(found, dim=2)
+
+    def _convolve(self, layer: Any, x: "torch.Tensor") -> "torch.Tensor":
+        """A convolution with the last frames of the chunk before, or the first frame repeated."""
+        import torch
+        from torch.nn import functional
+
+        *sides, before, after = layer.time_causal_padding
+        if self._is_first:
+            x = functional.pad(x, (0, 0, 0, 0, before, after), mode=layer.pad_mode)
+        else:
+            x = torch.cat([self._kept[layer], x], dim=2)
+        self._kept[layer] = x[:, :, x.shape[2] - before :].clone()
+        return layer.conv(functional.pad(x, (*sides, 0, 0), mode=layer.pad_mode))
+
+    def _attend(self, layer: Any, x: "torch.Tensor") -> "torch.Tensor":
+        """Attention of each frame to itself and to those before it."""
+        import torch
+        from torch.nn.functional import scaled_dot_product_attention
+
+        normed = layer.norm(x)
+        query, key, value = (
+            projected(normed).flatten(3).permute(2, 0, 3, 1)[:, :, None]  # [T, B, 1, H·W, C]
+            for projected in (layer.to_q, layer.to_k, layer.to_v)
+        )
+        found = []
+        for frame in range(len(query)):
+            now = (key[frame], value[frame])
+            if layer in self._kept:
+                now = tuple(
+                    torch.cat(pair, dim=2) for pair in zip(self._kept[layer], now, strict=True)
+                )
+            self._kept[layer] = now
+            found.append(scaled_dot_product_attention(query[frame], *now))
+        attended = torch.stack(found)[:, :, 0].permute(1, 3, 0, 2).reshape(x.shape)
+        return layer.proj_out(attended) + x
+
+    def _downsample(self, layer: Any, x: "torch.Tensor") -> "torch.Tensor":
+        """Half as many frames, each of two; the first frame of a clip is one alone."""
+        if self._is_first or not layer.add_temporal_downsample:
+            return type(layer).forward(layer, x)
+        joined = layer._dcae_downsample_rearrange(layer.conv(x), r1=2)
+        shortcut = layer._dcae_downsample_rearrange(x, r1=2)
+        grouped = shortcut.unflatten(1, (joined.shape[1], layer.group_size))
+        return joined + grouped.mean(dim=2)
+
+    def _upsample(self, layer: Any, x: "torch.Tensor") -> "torch.Tensor":
+        """Twice as many frames, but for the first frame of a clip."""
+        if self._is_first or not layer.add_temporal_upsample:
+            return type(layer).forward(layer, x)
+        split = layer._dcae_upsample_rearrange(layer.conv(x), r1=2)
+        shortcut = layer._dcae_upsample_rearrange(x, r1=2)
+        return split + shortcut.repeat_interleave(repeats=layer.repeats, dim=1)
+
+
+class HunyuanVideoVae(Vae):
+    """The VAE of HunyuanVideo 1.5; see `Vae`. Long clips are taken a few frames at a time."""
+
+    name = "hunyuan_video"
+    class_name = "AutoencoderKLHunyuanVideo15"
+    described = "HunyuanVideo 1.5's VAE (AutoencoderKLHunyuanVideo15, as diffusers saves it)"
+    takes_last_frame = False
+    config_keys = (
+        ("temporal_compression_ratio", 4),
+        ("spatial_compression_ratio", 16),
+        ("latent_channels", 32),
+    )
+
+    def encode_given(self, first: np.ndarray, last: np.ndarray | None, frames: int) -> np.ndarray:
+        """See `Vae.encode_given`; as diffusers' HunyuanVideo15ImageToVideoPipeline makes it.
+
+        Args:
+          first: [H, W, 3] uint8.
+          last: None, because the models take no last frame.
+          frames: frames of the clip, stride·n + 1.
+
+        Returns:
+          [t, h, w, channels + 1] float32: the normalised latents of the first frame, zeros behind
+          them, and a mask that is 1 for the first frame.
+
+        Raises:
+          ValueError: as `Vae.encode_given`, or a last frame is given.
+          InputError: as `encode`.
+        """
+        if last is not None:
+            raise ValueError("last is given, but the models take a first frame only; give None")
+        self._check_frames(np.broadcast_to(first[None], (frames, *first.shape)))
+        latents = self.encode(first[None])
+        given = np.zeros(
+            ((frames - 1) // self.stride[0] + 1, *latents.shape[1:3], self.channels + 1), np.float32
+        )
+        given[:1, ..., :-1] = latents
+        given[:1, ..., -1] = 1
+        return given
+
+    @override
+    def _load(self) -> Any:
+        model = super()._load()
+        frames, height, width = self.stride
+        CausalChunks(model.encoder, frames, 1)
+        CausalChunks(model.decoder, 1, frames * height * width)
+        return model
+
+    def _normalised(self, latents: "torch.Tensor") -> "torch.Tensor":
+        return latents * self._model.config.scaling_factor
+
+    def _as_decoded(self, latents: "torch.Tensor") -> "torch.Tensor":
+        return latents / self._model.config.scaling_factor

@@ -1,10 +1,11 @@
 """Model families: the interface between models and the rest of the project, and a registry.
 
 No module outside a family's folder imports its config or its transformer. To add a family, write a
-folder with a `Family`, add its line to `FAMILIES` and its costs to `planning/architectures`.
+folder with a `Family`, add its line to `FAMILIES` and those of its costs to
+`planning/architecture.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
@@ -12,21 +13,30 @@ from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+from typing_extensions import override
 
 from alload_jax.errors import InputError
 from alload_jax.files import read_json
-from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.common.gradient_slots import narrow_kernels
+from alload_jax.models.common.attention import packing_unsupported_reason
+from alload_jax.models.common.config import ModelConfig, TransformerConfig
 from alload_jax.models.common.host_loop import COMPILER_OPTIONS
 from alload_jax.models.common.lora import DropoutKey, add_lora
-from alload_jax.models.common.named_tensors import Naming, Tensor
-from alload_jax.models.common.output import Output
+from alload_jax.models.common.parts import Auxiliary, Output
+from alload_jax.models.common.safetensor_files import Naming, Tensor
 from alload_jax.models.common.segments import PackedMetadata
-from alload_jax.planning.geometry import Triple
+from alload_jax.models.common.sparse_attention import (
+    forced_state,
+    switch_metrics,
+    switch_records,
+    update_switches,
+)
+from alload_jax.models.common.stored import narrow_linears
 from alload_jax.planning.remat import OFFLOADED
+from alload_jax.planning.samples import Triple
 from alload_jax.registry import Registry
-from alload_jax.sharding.rules import Rules
+from alload_jax.sharding.mesh import Rules
 
 
 class Model(Protocol):
@@ -35,13 +45,13 @@ class Model(Protocol):
     Arguments that may be None are given by name, and only to models that have a use for them.
     """
 
-    config: Any
+    config: ModelConfig
 
     def forward(
         self,
         latents: jax.Array,
         timestep: jax.Array,
-        condition: Any,
+        condition: PyTree,
         image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
         first_frame_timestep: jax.Array | None = None,
@@ -70,7 +80,7 @@ class Model(Protocol):
         positions: jax.Array,
         metadata: PackedMetadata,
         timestep: jax.Array,
-        condition: Any,
+        condition: PyTree,
         image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
         first_frame_timestep: jax.Array | None = None,
@@ -113,6 +123,10 @@ class SamplingDefaults(NamedTuple):
     fps: float | None = None
 
 
+FamilyConfig = Any
+"""The config of a family, of its own class: its methods are given no other."""
+
+
 class Family(Protocol):
     """Interface of a model family. Subclass it; methods with a body here are optional.
 
@@ -136,21 +150,23 @@ class Family(Protocol):
     has_first_frame_timestep: bool = False
     lora_targets: tuple[str, ...] = ("^blocks/",)
 
-    def build(self, config: Any, rngs: nnx.Rngs) -> Any:
+    def build(self, config: FamilyConfig, rngs: nnx.Rngs) -> nnx.Module:
         """Builds the model, a `Model`, with parameters drawn from `rngs` as float32 `nnx.Param`s.
 
         The training state also holds variables of other kinds, such as running statistics.
         """
         ...
 
-    def packing_unsupported_reason(self, config: Any) -> str:
+    def packing_unsupported_reason(self, config: FamilyConfig) -> str:
         """Returns why the model should not train on packed rows on this device; empty if it can.
 
         planning.policy auto packs rows only where a family says that it can.
         """
         return f"model.family {self.name} does not say that it can"
 
-    def update_variables(self, config: Any, variables: Any, auxiliary: dict[str, Any]) -> Any:
+    def update_variables(
+        self, config: FamilyConfig, variables: PyTree, auxiliary: Auxiliary
+    ) -> PyTree:
         """Returns the variables that are not trained after an optimizer step.
 
         The jitted update calls it, so that the result does not depend on how samples are grouped.
@@ -162,13 +178,13 @@ class Family(Protocol):
         """
         return variables
 
-    def resumed_variables(self, config: Any, variables: Any) -> Any:
+    def resumed_variables(self, config: FamilyConfig, variables: PyTree) -> PyTree:
         """Returns a checkpoint's variables as a run with this config continues from them."""
         return variables
 
     def step_metrics(
-        self, config: Any, variables: Any, auxiliary: dict[str, Any]
-    ) -> dict[str, jax.Array]:
+        self, config: FamilyConfig, variables: PyTree, auxiliary: Auxiliary
+    ) -> Auxiliary:
         """Returns the scalars to log of a step, by default the mean of each auxiliary value.
 
         Args:
@@ -178,15 +194,15 @@ class Family(Protocol):
         """
         return {name: jnp.mean(value) for name, value in auxiliary.items()}
 
-    def layer_records(self, config: Any, variables: Any) -> dict[str, jax.Array]:
+    def layer_records(self, config: FamilyConfig, variables: PyTree) -> Auxiliary:
         """Returns values [layers, ...] that a run records as they change; empty for none."""
         return {}
 
-    def sampling_defaults(self, config: Any) -> SamplingDefaults:
+    def sampling_defaults(self, config: FamilyConfig) -> SamplingDefaults:
         """Returns the default sampling settings; models of pixels have a stride of 1."""
         return SamplingDefaults(1.0, 1.0, (1, 1, 1))
 
-    def tensors(self, config: Any, naming: Naming) -> list[Tensor]:
+    def tensors(self, config: FamilyConfig, naming: Naming) -> list[Tensor]:
         """Lists the tensors of a released checkpoint and the parameters that they fill.
 
         Raises:
@@ -207,7 +223,7 @@ class Family(Protocol):
         """
         raise InputError(f"model.family {self.name} has no released checkpoints to read")
 
-    def export_fields(self, config: Any) -> dict[str, Any]:
+    def export_fields(self, config: FamilyConfig) -> dict[str, Any]:
         """Returns the fields of the config.json with which diffusers loads such a model.
 
         Raises:
@@ -216,6 +232,39 @@ class Family(Protocol):
         raise InputError(
             f"model.family {self.name} cannot be exported: diffusers does not support it"
         )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 < value < 1 << 31
+
+
+def _is_triple(value: object) -> bool:
+    return isinstance(value, list) and [type(part) for part in value] == [int] * 3
+
+
+_FIELD_KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "count": (_is_count, "a whole number above 0"),
+    "positive": (lambda v: isinstance(v, int | float) and v > 0, "a number above 0"),
+    "number": (lambda value: isinstance(value, int | float), "a number"),
+    "flag": (lambda value: isinstance(value, bool), "true or false"),
+    "triple": (_is_triple, "three whole numbers"),
+}
+"""Kinds of fields of a config.json: what they must be, as a function and in words."""
+
+
+def require_fields(fields: Mapping[str, object], names: Iterable[str], kind: str) -> None:
+    """Checks that fields of a config.json are of a kind of `_FIELD_KINDS`.
+
+    Raises:
+      InputError: one has the wrong type.
+      KeyError: one is missing.
+    """
+    is_good, wanted = _FIELD_KINDS[kind]
+    for name in names:
+        if not is_good(fields[name]):
+            raise InputError(
+                f"{name} is {fields[name]!r}; it must be {wanted}: download the file again"
+            )
 
 
 FAMILIES: Registry[Family] = Registry(
@@ -259,8 +308,8 @@ class ModelParts(NamedTuple):
     """
 
     graph: nnx.GraphDef
-    params: Any
-    variables: Any
+    params: PyTree
+    variables: PyTree
 
 
 def abstract_model(config: ModelConfig) -> ModelParts:
@@ -268,7 +317,7 @@ def abstract_model(config: ModelConfig) -> ModelParts:
     return split_model(nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0))))
 
 
-def training_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Any]:
+def training_graph(config: ModelConfig) -> tuple[nnx.GraphDef, PyTree]:
     """Returns the structure of a model in training, and the shapes of its `DropoutKey`s.
 
     Returns:
@@ -287,16 +336,19 @@ def compiler_options(config: ModelConfig) -> dict[str, Any] | None:
 
 def gradient_dtypes(config: ModelConfig) -> dict[str, jnp.dtype]:
     """The kernels whose gradient is computed in 16 bits, with its dtype; see `SlottedKernel`."""
-    return narrow_kernels(nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0))))
+    model = nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0)))
+    return {
+        "/".join(map(str, (*path, "kernel"))): dtype for path, _, dtype in narrow_linears(model)
+    }
 
 
-def split_model(model: Any) -> ModelParts:
+def split_model(model: nnx.Module) -> ModelParts:
     """Splits a model into its structure, its parameters and its other variables."""
     graph, params, *others = nnx.split(model, nnx.Param, ...)
     return ModelParts(graph, nnx.to_pure_dict(params), nnx.to_pure_dict(others[0]))
 
 
-def initial_variables(config: ModelConfig) -> Any:
+def initial_variables(config: ModelConfig) -> PyTree:
     """Returns a new model's variables that are not parameters, as a nested dict of arrays."""
     return jax.jit(lambda: split_model(build_model(config, nnx.Rngs(0))).variables)()
 
@@ -352,3 +404,72 @@ def read_model_config(path: Path) -> ModelConfig:
             raise InputError(f"{path}: {error}") from error
     known = " and ".join(each for family in families for each in family.folder_classes)
     raise InputError(f"{path}: _class_name is {name}; supported are {known}")
+
+
+_COLUMN_PARALLEL = r"blocks/.*(query|key|value|feed_forward/hidden)"
+
+
+class TransformerFamily(Family):
+    """A family whose config is a `TransformerConfig`; see `Family`.
+
+    The sparse attention of its blocks is their module `sparse_attention`. Blocks have a leading
+    layer axis. `tensor` splits heads and the hidden width as in Megatron-LM (arXiv 1909.08053).
+    """
+
+    partition_rules = (
+        (r"head/out/kernel$", PartitionSpec("fsdp", None)),
+        (rf"{_COLUMN_PARALLEL}/kernel$", PartitionSpec(None, None, ("tensor", "fsdp"))),
+        (r"blocks/.*/out/kernel$", PartitionSpec(None, "tensor", "fsdp")),
+        (rf"{_COLUMN_PARALLEL}/bias$", PartitionSpec(None, "tensor")),
+        (r"blocks/.*kernel$", PartitionSpec(None, None, "fsdp")),
+        (r"kernel$|embedding$", PartitionSpec(None, "fsdp")),
+        (r".", PartitionSpec()),
+    )
+
+    @override
+    def packing_unsupported_reason(self, config: TransformerConfig) -> str:
+        return packing_unsupported_reason(config.attention, config.head_dim, config.compute_dtype)
+
+    @override
+    def update_variables(
+        self, config: TransformerConfig, variables: PyTree, auxiliary: Auxiliary
+    ) -> PyTree:
+        """Layers switch between dense and sparse attention."""
+        if config.sparse_attention is None:
+            return variables
+        state = update_switches(config.sparse_attention, _switches(variables), auxiliary)
+        return _with_switches(variables, state)
+
+    @override
+    def resumed_variables(self, config: TransformerConfig, variables: PyTree) -> PyTree:
+        """Forced densities are those of the config."""
+        if config.sparse_attention is None:
+            return variables
+        state = forced_state(config.sparse_attention, _switches(variables))
+        return _with_switches(variables, state)
+
+    @override
+    def step_metrics(
+        self, config: TransformerConfig, variables: PyTree, auxiliary: Auxiliary
+    ) -> Auxiliary:
+        if config.sparse_attention is None:
+            return super().step_metrics(config, variables, auxiliary)
+        return switch_metrics(config.sparse_attention, _switches(variables), auxiliary)
+
+    @override
+    def layer_records(self, config: TransformerConfig, variables: PyTree) -> Auxiliary:
+        if config.sparse_attention is None:
+            return {}
+        return switch_records(config.sparse_attention, _switches(variables))
+
+
+def _switches(variables: PyTree) -> Auxiliary:
+    """The state of all layers' switches."""
+    return variables["blocks"]["sparse_attention"]["switch"]
+
+
+def _with_switches(variables: PyTree, state: Auxiliary) -> PyTree:
+    """Variables with another state of the layers' switches."""
+    blocks = variables["blocks"]
+    sparse = blocks["sparse_attention"] | {"switch": state}
+    return variables | {"blocks": blocks | {"sparse_attention": sparse}}

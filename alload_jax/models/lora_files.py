@@ -1,6 +1,6 @@
-"""Reads adapters from safetensors with the keys that other programs use.
+"""Files of adapters: reads and writes them, and adds adapters to the parameters that they adapt.
 
-These are the keys of diffusers and PEFT (`transformer.blocks.0.attn1.to_q.lora_A.weight`), of the
+Keys are those of diffusers and PEFT (`transformer.blocks.0.attn1.to_q.lora_A.weight`), of the
 model's original repository and ComfyUI (`diffusion_model.blocks.0.self_attn.q.lora_down.weight`,
 `.alpha`) and of musubi-tuner (`lora_unet_blocks_0_self_attn_q.lora_down.weight`). diffusers 0.42's
 `lora_conversion_utils` was read for facts about them.
@@ -9,23 +9,32 @@ model's original repository and ComfyUI (`diffusion_model.blocks.0.self_attn.q.l
 import math
 import re
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import safetensors
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import PyTree
 
 from alload_jax.errors import InputError
-from alload_jax.files import parse_json, read_text
+from alload_jax.files import parse_json, read_text, replacing
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.common.named_tensors import Tensor
+from alload_jax.models.common.lora import DOWN, UP, LoraConfig
 from alload_jax.models.common.safetensor_files import (
     FLOATS,
     TEXT_LENGTH,
+    Naming,
+    Tensor,
+    WeightsDtype,
     check_sum,
     open_safetensors,
+    write_safetensors,
 )
-from alload_jax.models.families import family_of
+from alload_jax.models.families import abstract_model, family_of
 
 _PREFIX = re.compile(
     r"^(base_model\.model\.)?(model\.diffusion_model\.|diffusion_model\.|transformer\.)?"
@@ -97,24 +106,21 @@ def read_lora(place: str | Path, config: ModelConfig) -> LoraFile:
     """
     file = _file(Path(place))
     check_sum(file)
+    parts: dict[str, dict[str, np.ndarray]] = {}
     with open_safetensors(file) as handle:
-        names = list(handle.keys())
-        content = {key: _read(file, handle, key) for key in names}
         metadata = handle.metadata() or {}
-        notes = _metadata(file, metadata)
-    table = _Table(config)
-    parts: dict[str, dict[str, Any]] = {}
-    for key, value in content.items():
-        module, what = _split(key)
-        if what in parts.setdefault(module, {}):
-            raise InputError(f"{file}: holds {module} twice; name another file")
-        parts[module][what] = value
-    adapters: dict[Target, Adapter] = {}
-    differences: dict[Target, np.ndarray] = {}
+        for key in list(handle.keys()):
+            module, what = _split(key)
+            if what in parts.setdefault(module, {}):
+                raise InputError(f"{file}: holds {module} twice; name another file")
+            parts[module][what] = _read(file, handle, key)
+    settings, tensors = _settings(file, metadata), _tensors_by_module(config)
+    length = metadata.get(TEXT_LENGTH, "")
+    lora = LoraFile(file, {}, {}, int(length) if length.isdecimal() else None)
     problems: list[str] = []
     for module, found in parts.items():
         try:
-            _add(module, found, table, notes, adapters, differences)
+            _add(lora, module, found, tensors, settings)
         except InputError as error:
             problems.append(str(error))
     if problems:
@@ -123,13 +129,12 @@ def read_lora(place: str | Path, config: ModelConfig) -> LoraFile:
             f"{file}: does not fit the model: {'; '.join(problems[:3])}{more}; name a LoRA file of "
             f"this model of family {config.family}"
         )
-    if not adapters and not differences:
+    if not lora.adapters and not lora.differences:
         raise InputError(f"{file}: holds no tensors; name a LoRA file")
-    length = metadata.get(TEXT_LENGTH, "")
-    return LoraFile(file, adapters, differences, int(length) if length.isdecimal() else None)
+    return lora
 
 
-def _read(file: Path, handle: Any, key: str) -> np.ndarray:
+def _read(file: Path, handle: safetensors.safe_open, key: str) -> np.ndarray:
     dtype = handle.get_slice(key).get_dtype()
     if dtype not in FLOATS:
         raise InputError(f"{file}: {key} is {dtype}, not float 16 to 64; name another file")
@@ -139,23 +144,17 @@ def _read(file: Path, handle: Any, key: str) -> np.ndarray:
     return value
 
 
-class _Table:
-    """The parameters of a model by the keys of all namings."""
-
-    def __init__(self, config: ModelConfig):
-        family = family_of(config)
-        self._tensors: dict[str, Tensor] = {}
-        if "original" in family.namings:
-            for tensor in family.tensors(config, "original"):
-                self._tensors[tensor.key] = tensor
-                self._tensors[_MUSUBI + tensor.key.replace(".", "_")] = tensor
-        for tensor in family.tensors(config, "diffusers"):
-            self._tensors[tensor.key] = tensor
-
-    def find(self, module: str, kind: str) -> Tensor | None:
-        """The tensor `weight` or `bias` of a module; norms have `weight` as well."""
-        joint = "_" if module.startswith(_MUSUBI) else "."
-        return self._tensors.get(f"{module}{joint}{kind}")
+def _tensors_by_module(config: ModelConfig) -> dict[tuple[str, str], Tensor]:
+    """The tensors of a model by module and kind, `weight` or `bias`, in the keys of all namings."""
+    family = family_of(config)
+    found: dict[tuple[str, str], Tensor] = {}
+    for naming in reversed(family.namings):
+        for tensor in family.tensors(config, naming):
+            module, _, kind = tensor.key.rpartition(".")
+            found[module, kind] = tensor
+            if naming == "original":
+                found[_MUSUBI + module.replace(".", "_"), kind] = tensor
+    return found
 
 
 def _file(place: Path) -> Path:
@@ -168,7 +167,7 @@ def _file(place: Path) -> Path:
     return found[0]
 
 
-def _metadata(file: Path, notes: dict[str, str]) -> dict[str, Any]:
+def _settings(file: Path, notes: dict[str, str]) -> dict[str, Any]:
     """The settings of PEFT in a file's metadata or beside it; empty if there are none."""
     beside = file.with_name("adapter_config.json")
     text = notes.get(_METADATA)
@@ -195,52 +194,36 @@ def _split(key: str) -> tuple[str, str]:
 
 
 def _add(
+    lora: LoraFile,
     module: str,
-    found: dict[str, Any],
-    table: _Table,
-    notes: dict[str, Any],
-    adapters: dict[Target, Adapter],
-    differences: dict[Target, np.ndarray],
+    found: dict[str, np.ndarray],
+    tensors: dict[tuple[str, str], Tensor],
+    settings: dict[str, Any],
 ) -> None:
+    """Adds what a file holds for a module to what was read of the file before."""
     if module.startswith(_TEXT):
         raise InputError(f"{module} is of a text encoder, and none is adapted here; leave it out")
     if "other" in found:
         raise InputError(f"{module} is of no known kind (LoRA pairs, alpha, diff and diff_b are)")
+
+    def require(kind: str, content: Container[Target]) -> tuple[Tensor, Target]:
+        if (tensor := tensors.get((module, kind))) is None:
+            raise InputError(f"{module} has no {kind} in the model")
+        target = Target(tensor.path, tensor.layer)
+        if target in content:
+            raise InputError(f"{module} names the same layer as another key, in another naming")
+        return tensor, target
+
     for what, kind in (("diff", "weight"), ("diff_b", "bias")):
         if what in found:
-            tensor = _require(table.find(module, kind), module, kind)
-            value = found[what].astype(np.float32)
-            _check_shape(f"{module}.{what}", value.shape, tensor.shape)
-            target = Target(tensor.path, tensor.layer)
-            _require_first(module, target, differences)
-            differences[target] = tensor.to_ours(value)
+            tensor, target = require(kind, lora.differences)
+            _check_shape(f"{module}.{what}", found[what].shape, tensor.shape)
+            lora.differences[target] = tensor.to_ours(found[what].astype(np.float32))
     if not found.keys() & {"down", "up"}:
         return
     if not {"down", "up"} <= found.keys():
         raise InputError(f"{module} has only one of the two matrices")
-    tensor = _require(table.find(module, "weight"), module, "weight")
-    target = Target(tensor.path, tensor.layer)
-    _require_first(module, target, adapters)
-    adapters[target] = _to_ours(module, tensor, found, notes)
-
-
-def _require_first(module: str, target: Target, found: Container[Target]) -> None:
-    if target in found:
-        raise InputError(f"{module} names the same layer as another key, in another naming")
-
-
-def _require(tensor: Tensor | None, module: str, kind: str) -> Tensor:
-    if tensor is None:
-        raise InputError(f"{module} has no {kind} in the model")
-    return tensor
-
-
-def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    if shape != wanted:
-        raise InputError(f"{name} has shape {shape}, not {wanted}")
-
-
-def _to_ours(module: str, tensor: Tensor, found: dict[str, Any], notes: dict[str, Any]) -> Adapter:
+    tensor, target = require("weight", lora.adapters)
     down, up = (found[part].astype(np.float32) for part in ("down", "up"))
     if down.ndim != len(tensor.shape) or tensor.kind not in ("matrix", "patch"):
         raise InputError(f"{module} has adapters of shape {down.shape}")
@@ -248,18 +231,251 @@ def _to_ours(module: str, tensor: Tensor, found: dict[str, Any], notes: dict[str
     _check_shape(f"{module}: down", down.shape, (rank, *tensor.shape[1:]))
     _check_shape(f"{module}: up", up.shape, (outputs, rank, *(1 for _ in tensor.shape[2:])))
     up = np.ascontiguousarray(up.reshape(outputs, rank).T)
-    return Adapter(tensor.to_ours(down), up, _scale(module, found.get("alpha"), rank, notes))
+    scale = _scale(module, found.get("alpha"), rank, settings)
+    lora.adapters[target] = Adapter(tensor.to_ours(down), up, scale)
 
 
-def _scale(module: str, alpha: Any, rank: int, notes: dict[str, Any]) -> float:
+def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if shape != wanted:
+        raise InputError(f"{name} has shape {shape}, not {wanted}")
+
+
+def _scale(module: str, alpha: np.ndarray | None, rank: int, settings: dict[str, Any]) -> float:
     """alpha / rank, where alpha is from the file, or from PEFT's settings, or the rank."""
     if alpha is None:
-        patterns = notes.get("alpha_pattern") or {}
+        patterns = settings.get("alpha_pattern") or {}
         named = (value for key, value in patterns.items() if re.search(rf"(^|\.){key}$", module))
-        alpha = next(named, notes.get("lora_alpha", rank))
-        if notes.get("use_rslora"):
+        alpha = next(named, settings.get("lora_alpha", rank))
+        if settings.get("use_rslora"):
             return float(alpha) / math.sqrt(rank)
     scale = float(np.asarray(alpha, np.float32).reshape(())) / rank
     if not math.isfinite(scale):
         raise InputError(f"{module} has an alpha of {alpha}")
     return scale
+
+
+BASE_NOTE = "alload_base"
+"""Metadata key of files of adapters: the weights that they belong to."""
+
+
+def lora_tensors(
+    adapters: dict[Target, Adapter], config: ModelConfig, naming: Naming
+) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file of adapters, float32.
+
+    With `original` keys, `.alpha` holds the scale; diffusers' keys have none, so that the scale is
+    part of `lora_B`.
+
+    Args:
+      adapters: by the kernel that they change.
+      config: config of the model.
+      naming: whose keys.
+
+    Raises:
+      InputError: the model has layers for which there are no keys.
+    """
+    table = {Target(t.path, t.layer): t for t in family_of(config).tensors(config, naming)}
+    found: dict[str, np.ndarray] = {}
+    for target, adapter in adapters.items():
+        if target not in table:
+            raise InputError(
+                f"{target.path.removesuffix('/kernel')} has an adapter, but released models of "
+                f"family {config.family} lack that layer; leave it out of model.lora.targets"
+            )
+        tensor = table[target]
+        key = tensor.key.removesuffix(".weight")
+        # Those of a convolution are convolutions.
+        narrow = replace(tensor, shape=(adapter.rank, *tensor.shape[1:]))
+        down, up = narrow.to_theirs(adapter.down), np.ascontiguousarray(adapter.up.T)
+        up = up.reshape(*up.shape, *(1 for _ in tensor.shape[2:]))
+        if naming == "diffusers":
+            found[f"transformer.{key}.lora_A.weight"] = down
+            found[f"transformer.{key}.lora_B.weight"] = up * np.float32(adapter.scale)
+        else:
+            found[f"diffusion_model.{key}.lora_down.weight"] = down
+            found[f"diffusion_model.{key}.lora_up.weight"] = up
+            alpha = np.asarray(adapter.scale * adapter.rank, np.float32)
+            found[f"diffusion_model.{key}.alpha"] = alpha
+    return found
+
+
+def write_lora(
+    file: Path,
+    adapters: dict[Target, Adapter],
+    config: ModelConfig,
+    naming: Naming,
+    dtype: WeightsDtype = "float32",
+    force: bool = False,
+    base: str = "",
+    text_length: int | None = None,
+) -> int:
+    """Writes adapters atomically as a safetensors file; see `lora_tensors`.
+
+    Args:
+      file: file to write.
+      adapters: by the kernel that they change.
+      config: config of the model.
+      naming: whose keys.
+      dtype: dtype of the tensors.
+      force: replace a file that exists.
+      base: the weights that the adapters belong to, for the file's metadata.
+      text_length: tokens to which training padded the texts, for the metadata; None if not known.
+
+    Returns:
+      The number of tensors.
+
+    Raises:
+      InputError: the file exists or cannot be written, or there are no keys for a layer.
+    """
+    tensors = lora_tensors(adapters, config, naming)
+    if file.suffix != ".safetensors" or file.is_dir():
+        raise InputError(f"{file}: name a file that ends in .safetensors")
+    if file.exists() and not force:
+        raise InputError(f"{file}: exists already; give --force to replace it, or name another")
+    content = {
+        key: value.astype(jnp.dtype(dtype)) if value.ndim else value  # alpha stays exact
+        for key, value in tensors.items()
+    }
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        notes = {BASE_NOTE: base} if base else {}
+        if text_length is not None:
+            notes[TEXT_LENGTH] = str(text_length)
+        with replacing(file) as unfinished:
+            write_safetensors(unfinished, content, notes)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise InputError(f"{file}: cannot be written ({error}); make room, or name another") from (
+            error
+        )
+    return len(content)
+
+
+# ---------------------------------------------------------------- adapters and parameters
+
+
+def merge_adapters(params: PyTree, config: LoraConfig) -> PyTree:
+    """Returns parameters without adapters: kernel + scale·lora_down·lora_up, in float32.
+
+    Args:
+      params: nested dict of a model's parameters; kernels may be stacked, [..., in, out].
+      config: the model's adapters.
+    """
+    flat = flatten_dict(params, sep="/")
+    merged = {name: value for name, value in flat.items() if not name.endswith((DOWN, UP))}
+    for name in flat:
+        if name.endswith(DOWN):
+            layer = name.removesuffix(DOWN)
+            kernel = merged[f"{layer}kernel"]
+            merged[f"{layer}kernel"] = _adapted(kernel, flat[name], flat[layer + UP], config.scale)
+    return unflatten_dict(merged, sep="/")
+
+
+def merge_file(params: PyTree, lora: LoraFile, scale: float = 1.0) -> PyTree:
+    """Returns parameters with the content of a file added, times `scale`, in float32.
+
+    Args:
+      params: nested dict of a model's parameters, with or without adapters of its own.
+      lora: the file.
+      scale: factor of everything that the file adds.
+    """
+    flat = flatten_dict(params, sep="/")
+    for path in {target.path for target in (*lora.adapters, *lora.differences)}:
+        flat[path] = jnp.asarray(flat[path][...], jnp.float32)
+    for target, adapter in lora.adapters.items():
+        factor = scale * adapter.scale
+        if target.layer is None:
+            flat[target.path] = _adapted(flat[target.path], adapter.down, adapter.up, factor)
+        else:
+            flat[target.path] = _adapted_layer(
+                flat[target.path], target.layer, adapter.down, adapter.up, factor
+            )
+    for target, difference in lora.differences.items():
+        place = ... if target.layer is None else target.layer
+        flat[target.path] = flat[target.path].at[place].add(scale * difference)
+    return unflatten_dict(flat, sep="/")
+
+
+def adapters_of(params: PyTree, config: LoraConfig) -> dict[Target, Adapter]:
+    """Returns a model's adapters, layer by layer, as files hold them."""
+    flat = flatten_dict(params, sep="/")
+    found: dict[Target, Adapter] = {}
+    for name, value in flat.items():
+        if not name.endswith(DOWN):
+            continue
+        path = name.removesuffix(DOWN) + "kernel"
+        down, up = np.asarray(value), np.asarray(flat[name.removesuffix(DOWN) + UP])
+        for layer in [None] if down.ndim == 2 else range(len(down)):
+            at = ... if layer is None else layer
+            found[Target(path, layer)] = Adapter(down[at], up[at], config.scale)
+    return found
+
+
+def given_adapters(lora: LoraFile, config: ModelConfig) -> PyTree:
+    """Returns a file's adapters as parameters of a model that has adapters.
+
+    Layers that the file does not adapt begin without effect; where all layers of a stack are
+    missing, the result lacks them.
+
+    Returns:
+      Nested dict of NumPy arrays, float32.
+
+    Raises:
+      InputError: the file adapts other layers than the model, or with another rank.
+    """
+    assert config.lora is not None
+    shapes = flatten_dict(abstract_model(config).params, sep="/")
+    _check_fits(lora, config.lora, shapes)
+    flat: dict[str, np.ndarray] = {}
+    for target, adapter in lora.adapters.items():
+        up = adapter.up * np.float32(adapter.scale / config.lora.scale)
+        for name, value in ((DOWN, adapter.down), (UP, up)):
+            path = target.path.removesuffix("kernel") + name
+            if target.layer is None:
+                flat[path] = value
+                continue
+            if path not in flat:
+                flat[path] = _without_effect(name, shapes[path].shape)
+            flat[path][target.layer] = value
+    return unflatten_dict(flat, sep="/")
+
+
+def _without_effect(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """lora_up is zero; lora_down is not, or nothing would ever be learnt."""
+    if name == UP:
+        return np.zeros(shape, np.float32)
+    bound = 1 / math.sqrt(shape[-2])
+    return np.random.default_rng(0).uniform(-bound, bound, shape).astype(np.float32)
+
+
+def _check_fits(
+    lora: LoraFile, config: LoraConfig, shapes: dict[str, jax.ShapeDtypeStruct]
+) -> None:
+    if lora.differences:
+        raise InputError(
+            f"{lora.place}: also changes weights and biases (diff, diff_b), which are no adapters; "
+            "merge it into a folder with `alload lora merge` and start from that"
+        )
+    for target, adapter in lora.adapters.items():
+        layer = target.path.removesuffix("/kernel")
+        if f"{layer}/{DOWN}" not in shapes:
+            raise InputError(
+                f"{lora.place}: adapts {layer}, which model.lora.targets leaves out; add it"
+            )
+        if adapter.rank != config.rank:
+            raise InputError(
+                f"{lora.place}: has adapters of rank {adapter.rank}, and model.lora.rank is "
+                f"{config.rank}; set it to {adapter.rank}"
+            )
+
+
+@jax.jit
+def _adapted(kernel: PyTree, down: jax.Array, up: jax.Array, scale: float) -> jax.Array:
+    product = jnp.matmul(down, up, precision=jax.lax.Precision.HIGHEST)
+    return kernel[...].astype(jnp.float32) + scale * product
+
+
+@jax.jit
+def _adapted_layer(
+    stack: jax.Array, layer: int, down: jax.Array, up: jax.Array, scale: float
+) -> jax.Array:
+    return stack.at[layer].set(_adapted(stack[layer], down, up, scale))

@@ -1,4 +1,4 @@
-"""Loads and saves weights as safetensors, one tensor at a time."""
+"""Loads and saves weights as safetensors, one tensor at a time, placed on devices."""
 
 import dataclasses
 import hashlib
@@ -6,44 +6,42 @@ import json
 import math
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig, TextConfig
-from alload_jax.models.common.named_tensors import Tensor
 from alload_jax.models.common.safetensor_files import (
     CONFIG_SHA256,
+    FLOATS,
     INDEX,
     STEM,
     TEXT_LENGTH,
     Checkpoint,
+    Tensor,
     WeightsDtype,
     write_safetensors,
 )
-from alload_jax.models.common.stored import DtypeOf, StoredDtype
-from alload_jax.models.families import family_of, read_model_config
-from alload_jax.models.placing import places_of, set_layer
-
-
-def _all_float32(_: str) -> StoredDtype:
-    return "float32"
+from alload_jax.models.common.stored import DtypeOf, StoredDtype, stored_as
+from alload_jax.models.families import abstract_model, family_of, read_model_config
+from alload_jax.sharding.mesh import replicated, tree_shardings
 
 
 def load_weights(
     place: str | Path,
     config: ModelConfig,
     mesh: Mesh,
-    dtype_of: DtypeOf = _all_float32,
+    dtype_of: DtypeOf = lambda _: "float32",
     only: Callable[[str], bool] = lambda _: True,
-) -> Any:
+) -> PyTree:
     """Reads parameters onto the mesh; host memory holds at most one tensor at a time.
 
     Args:
@@ -61,26 +59,69 @@ def load_weights(
       InputError: files are missing, damaged or pickled, or their tensors do not fit the model; the
         message names all tensors that are missing, unexpected or of the wrong shape.
     """
+    family, shapes = family_of(config), abstract_model(config).params
     with Checkpoint(place) as checkpoint:
-        family = family_of(config)
         wanted = family.tensors(config, family.naming_of(set(checkpoint.keys)))
         _check_keys(checkpoint, wanted, family.ignored_tensors)
         checkpoint.check_sums()
-        places = places_of(config, mesh, dtype_of)
-        params: dict[str, Any] = {}
+        shardings = flatten_dict(tree_shardings(shapes, mesh, family.partition_rules), sep="/")
+        shapes = flatten_dict(shapes, sep="/")
+        params: dict[str, PyTree] = {}
         for tensor in wanted:
-            if not only(tensor.path):
+            name = tensor.path
+            if not only(name):
                 continue
             value = tensor.to_ours(checkpoint.read(tensor.key))
-            place_of = places[tensor.path]
+            sharding, dtype = shardings[name], dtype_of(name)
             if tensor.layer is None:
-                params[tensor.path] = place_of.whole(value)
+                params[name] = _stored(_float32(value, sharding), name, dtype)
                 continue
-            if tensor.path not in params:
-                params[tensor.path] = place_of.zeros()
-            layer = place_of.layer(value)
-            params[tensor.path] = set_layer(params[tensor.path], layer, tensor.layer)
+            if name not in params:
+                params[name] = _zeros(name, shapes[name].shape, dtype, sharding)
+            layer = _float32(value, NamedSharding(mesh, PartitionSpec(*sharding.spec[1:])))
+            params[name] = _with_layer(params[name], layer, tensor.layer, name, dtype)
         return unflatten_dict(params, sep="/")
+
+
+def _float32(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Places values; each device receives only its shard."""
+    return jax.make_array_from_callback(
+        value.shape, sharding, lambda index: np.asarray(value[index], np.float32)
+    )
+
+
+def _zeros(
+    name: str, shape: tuple[int, ...], dtype: StoredDtype, sharding: NamedSharding
+) -> PyTree:
+    """All layers of a parameter as they are stored, to be filled."""
+
+    def make() -> PyTree:
+        stored = stored_as(name, jnp.zeros(shape, jnp.float32), dtype)
+        return jax.tree.map(jnp.zeros_like, stored)
+
+    shardings = jax.tree.map(
+        lambda part: sharding if part.shape == shape else replicated(sharding.mesh),
+        jax.eval_shape(make),
+    )
+    return jax.jit(make, out_shardings=shardings)()
+
+
+@partial(jax.jit, static_argnums=(1, 2), donate_argnums=0)
+def _stored(value: jax.Array, name: str, dtype: StoredDtype) -> PyTree:
+    return stored_as(name, value, dtype)
+
+
+@partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
+def _with_layer(
+    stack: PyTree, value: jax.Array, index: int, name: str, dtype: StoredDtype
+) -> PyTree:
+    """Writes a layer into what `_zeros` returned, which is donated."""
+    layer = stored_as(name, value[None], dtype)
+    return jax.tree.map(
+        lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0),
+        stack,
+        layer,
+    )
 
 
 def read_transformer(folder: Path) -> ModelConfig:
@@ -138,7 +179,7 @@ def require_free(folder: Path) -> None:
 
 def save_weights(
     folder: str | Path,
-    params: Any,
+    params: PyTree,
     config: ModelConfig,
     dtype: WeightsDtype = "float32",
     shard_bytes: int = 5_000_000_000,
@@ -159,52 +200,44 @@ def save_weights(
       InputError: the folder is not empty or cannot be written, or diffusers does not support such
         a model.
     """
-    folder = Path(folder)
-    fields = family_of(config).export_fields(config)
+    folder, family, target = Path(folder), family_of(config), jnp.dtype(dtype)
+    described = json.dumps(family.export_fields(config), indent=2) + "\n"
+    notes = {CONFIG_SHA256: hashlib.sha256(described.encode()).hexdigest()}
+    if config.text is not None:
+        notes[TEXT_LENGTH] = str(config.text.length)
     require_free(folder)
+    arrays = flatten_dict(params, sep="/")
+    groups = _groups(family.tensors(config, "diffusers"), target.itemsize, shard_bytes)
+    count = len(groups)
+    names = [f"{STEM}-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+    if count == 1:
+        names = [f"{STEM}.safetensors"]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
     ) as scratch:
         unfinished = Path(scratch) / "transformer"
         unfinished.mkdir()
+        (unfinished / "config.json").write_text(described)
         try:
-            described = json.dumps(fields, indent=2) + "\n"
-            (unfinished / "config.json").write_text(described)
-            notes = {CONFIG_SHA256: hashlib.sha256(described.encode()).hexdigest()}
-            names = _write_tensors(unfinished, params, config, dtype, shard_bytes, notes)
+            for name, group in zip(names, groups, strict=True):
+                content = {}
+                for tensor in group:
+                    at = ... if tensor.layer is None else tensor.layer
+                    value = tensor.to_theirs(np.asarray(arrays[tensor.path][at]))
+                    content[tensor.key] = value.astype(target)
+                write_safetensors(unfinished / name, content, notes)
         except safetensors.SafetensorError as error:
             raise InputError(
                 f"{folder}: cannot be written ({error}); free disk space there"
             ) from error
+        if count > 1:
+            weight_map = {t.key: name for name, g in zip(names, groups, strict=True) for t in g}
+            total = sum(math.prod(t.shape) for g in groups for t in g) * target.itemsize
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         unfinished.replace(folder)  # replaces an empty folder
     return [folder / name for name in names]
-
-
-def _write_tensors(
-    folder: Path,
-    params: Any,
-    config: ModelConfig,
-    dtype: WeightsDtype,
-    shard_bytes: int,
-    notes: dict[str, str],
-) -> list[str]:
-    """Writes the safetensors files and, if there are several, their index; returns their names."""
-    arrays = flatten_dict(params, sep="/")
-    target = np.dtype(np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
-    groups = _groups(family_of(config).tensors(config, "diffusers"), target.itemsize, shard_bytes)
-    names = [_file_name(n, len(groups)) for n in range(len(groups))]
-    if config.text is not None:
-        notes = notes | {TEXT_LENGTH: str(config.text.length)}
-    for name, group in zip(names, groups, strict=True):
-        content = {t.key: _to_checkpoint_layout(t, arrays[t.path]).astype(target) for t in group}
-        write_safetensors(folder / name, content, notes)
-    if len(groups) > 1:
-        weight_map = {t.key: name for name, g in zip(names, groups, strict=True) for t in g}
-        total = sum(math.prod(t.shape) for g in groups for t in g) * target.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return names
 
 
 def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor], ignored: tuple[str, ...]) -> None:
@@ -213,10 +246,13 @@ def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor], ignored: tuple[str
     problems = [f"missing {key}" for key in sorted(names - present)]
     problems += [f"unexpected {key}" for key in sorted(present - names)]
     for tensor in wanted:
-        if tensor.key in present and (shape := checkpoint.shape(tensor.key)) != tensor.shape:
+        if tensor.key not in present:
+            continue
+        shape, dtype = checkpoint.header_of(tensor.key)
+        if shape != tensor.shape:
             problems.append(f"{tensor.key} has shape {shape}, not {tensor.shape}")
-        if tensor.key in present and not checkpoint.is_float(tensor.key):
-            problems.append(f"{tensor.key} is {checkpoint.dtype(tensor.key)}, not float 16 to 64")
+        if dtype not in FLOATS:
+            problems.append(f"{tensor.key} is {dtype}, not float 16 to 64")
     if any(".lora_" in key for key in present):
         raise InputError(
             f"{checkpoint.place}: holds adapters (LoRA), not weights; give it as run.initial_lora, "
@@ -227,11 +263,6 @@ def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor], ignored: tuple[str
             f"{checkpoint.place}: does not fit the model: {'; '.join(problems)}; "
             "name a complete checkpoint of the model's architecture"
         )
-
-
-def _to_checkpoint_layout(tensor: Tensor, array: jax.Array) -> np.ndarray:
-    part = array if tensor.layer is None else array[tensor.layer]
-    return tensor.to_theirs(np.asarray(part))
 
 
 def _groups(wanted: list[Tensor], itemsize: int, max_bytes: int) -> list[list[Tensor]]:
@@ -246,9 +277,3 @@ def _groups(wanted: list[Tensor], itemsize: int, max_bytes: int) -> list[list[Te
         groups[-1].append(tensor)
         size += bytes_
     return groups
-
-
-def _file_name(number: int, count: int) -> str:
-    if count == 1:
-        return f"{STEM}.safetensors"
-    return f"{STEM}-{number + 1:05d}-of-{count:05d}.safetensors"

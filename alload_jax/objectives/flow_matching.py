@@ -1,24 +1,200 @@
-"""Flow matching (arXiv 2210.02747): weighted sums of sample losses, bucketed or packed."""
+"""Flow matching (arXiv 2210.02747): weighted sums of sample losses, bucketed or packed.
+
+Noise depends on the sample, not on its position in the batch: the key of a token's noise derives
+from the sample's epoch, the sample and the token's index in it. Both layouts therefore train on the
+same noise for a sample in an epoch.
+"""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jaxtyping import PyTree
 
 from alload_jax.data.batch import AnyBatch, Batch, PackedBatch
-from alload_jax.diffusion.flow import TIMESTEP_SCALE, squared_error
-from alload_jax.diffusion.loss_weighting import NoiseWeighting, loss_weight
-from alload_jax.diffusion.timesteps import TimestepConfig
+from alload_jax.diffusion.timesteps import (
+    TIMESTEP_SCALE,
+    NoiseWeighting,
+    TimestepConfig,
+    interpolate,
+    loss_weight,
+    sample_sigma,
+    squared_error,
+    velocity,
+)
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.common.output import Auxiliary
+from alload_jax.models.common.embedding import ConditionTokens
+from alload_jax.models.common.parts import Auxiliary, unpatchify
 from alload_jax.models.common.segments import PADDING
-from alload_jax.models.families import family_of
-from alload_jax.objectives.noising import Noised, noised, noised_at, noised_rows, to_tokens
+from alload_jax.models.families import Model, family_of
 from alload_jax.objectives.objective import LossSums
+
+_GIVEN = 3
+"""Part of the key of whether a first frame is given, apart from the three that a sample splits."""
+
+
+class _Draws(NamedTuple):
+    """Random values of a sample.
+
+    Attributes:
+      noise: key of the noise of the sample's tokens.
+      sigma: noise level.
+      dropped: whether the sample is trained with the null condition.
+      given: whether a video's first frame is given.
+    """
+
+    noise: jax.Array
+    sigma: jax.Array
+    dropped: jax.Array
+    given: jax.Array
+
+
+def _draw(
+    key: jax.Array,
+    epoch: jax.Array,
+    sample: jax.Array,
+    config: "FlowMatching",
+    seq_len: int | jax.Array,
+) -> _Draws:
+    of_sample = jax.random.fold_in(jax.random.fold_in(key, epoch), sample)
+    noise, sigma, drop = jax.random.split(of_sample, 3)
+    return _Draws(
+        noise,
+        sample_sigma(sigma, config.timesteps, seq_len),
+        jax.random.bernoulli(drop, config.condition_dropout),
+        jax.random.bernoulli(jax.random.fold_in(of_sample, _GIVEN), config.given_first_frame),
+    )
+
+
+class Noised(NamedTuple):
+    """A micro-batch with noise.
+
+    Attributes:
+      latents: [B, frames, height, width, C] noisy latents, or patches [R, T, patch_dim] of them.
+      target: the velocity, shaped like `latents`.
+      sigma: [B] or [R, M] noise levels.
+      condition: as the batch's; null where it is dropped.
+      given: [B] or [R, M] bool, whether a video's first frame is given. It is noisy all the same.
+    """
+
+    latents: jax.Array
+    target: jax.Array
+    sigma: jax.Array
+    condition: PyTree
+    given: jax.Array
+
+
+def _token_noise(key: jax.Array, place: jax.Array, size: int) -> jax.Array:
+    """Returns the noise [size] of one token from the sample's key and its index in the sample."""
+    return jax.random.normal(jax.random.fold_in(key, place), (size,))
+
+
+def noised(
+    batch: Batch,
+    key: jax.Array,
+    config: "FlowMatching",
+    model: ModelConfig,
+    level: jax.Array | None = None,
+) -> Noised:
+    """Adds noise to a bucketed micro-batch.
+
+    Args:
+      batch: a bucketed micro-batch.
+      key: the run's key.
+      config: distribution of noise levels and condition dropout.
+      model: the model's config.
+      level: float32 scalar, a noise level for all samples, which then keep their conditions; None
+        for what the config says.
+    """
+    volume = math.prod(model.patch_size)
+    seq_len = math.prod(batch.latents.shape[1:4]) // volume
+    draw = jax.vmap(lambda epoch, sample: _draw(key, epoch, sample, config, seq_len))
+    draws = draw(batch.epoch, batch.sample)
+    if level is not None:
+        sigma, kept = jnp.full_like(draws.sigma, level), jnp.zeros_like(draws.dropped)
+        draws = draws._replace(sigma=sigma, dropped=kept)
+    token_noise = jax.vmap(_token_noise, in_axes=(None, 0, None))
+    size = volume * batch.latents.shape[-1]
+    tokens = jax.vmap(token_noise, in_axes=(0, None, None))(draws.noise, jnp.arange(seq_len), size)
+    noise = unpatchify(tokens, batch.latents.shape, model.patch_size)
+    latents = interpolate(batch.latents, noise, draws.sigma)
+    if isinstance(batch.condition, dict):
+        condition = _without_dropped(batch.condition, draws.dropped[:, None], model)
+    else:
+        condition = _drop_conditions(batch.condition, draws.dropped, model)
+    target = velocity(batch.latents, noise)
+    return Noised(latents, target, draws.sigma, condition, draws.given)
+
+
+def noised_rows(
+    batch: PackedBatch, key: jax.Array, config: "FlowMatching", model: ModelConfig
+) -> Noised:
+    """Adds noise to a packed micro-batch; a sample gets the same noise as in `noised`."""
+    segments = batch.metadata.tokens
+    ids = segments.ids
+    draw = jax.vmap(
+        jax.vmap(lambda epoch, sample, seq_len: _draw(key, epoch, sample, config, seq_len))
+    )
+    draws = draw(batch.epoch, batch.sample, jnp.maximum(batch.seq_len, 1))
+    place = jnp.arange(ids.shape[1]) - to_tokens(segments.offset - batch.first, ids)
+    token_noise = jax.vmap(jax.vmap(_token_noise, in_axes=(0, 0, None)), in_axes=(0, 0, None))
+    noise = token_noise(to_tokens(draws.noise, ids), place, batch.tokens.shape[-1])
+    tokens = interpolate(batch.tokens, noise, to_tokens(draws.sigma, ids))
+    if isinstance(batch.condition, dict):
+        condition = _without_dropped(batch.condition, draws.dropped, model)
+    else:
+        dropped = to_tokens(draws.dropped, batch.metadata.condition.ids)
+        condition = _drop_conditions(batch.condition, dropped, model)
+    return Noised(tokens, velocity(batch.tokens, noise), draws.sigma, condition, draws.given)
+
+
+def _without_dropped(
+    condition: Mapping[str, ConditionTokens], dropped: jax.Array, model: ModelConfig
+) -> PyTree:
+    """Takes their tokens from samples whose condition is dropped, but for those they keep.
+
+    Args:
+      condition: tokens by name.
+      dropped: [R, M] bool.
+      model: the model's config.
+    """
+    kept = {part.name for part in model.condition_parts() if not part.dropped}
+    return {
+        name: tokens if name in kept else tokens.without(dropped)
+        for name, tokens in condition.items()
+    }
+
+
+def _drop_conditions(condition: jax.Array, dropped: jax.Array, model: ModelConfig) -> jax.Array:
+    """Replaces dropped conditions by the null condition.
+
+    Args:
+      condition: [B, ...] or [R, C, ...].
+      dropped: [B] or [R, C] bool.
+      model: the model's config.
+    """
+    dropped = dropped.reshape(*dropped.shape, *(1,) * (condition.ndim - dropped.ndim))
+    null = 0 if model.text else model.num_classes
+    return jnp.where(dropped, jnp.asarray(null, condition.dtype), condition)
+
+
+def to_tokens(values: jax.Array, ids: jax.Array) -> jax.Array:
+    """Expands values per segment to tokens; padding gets the value of the first segment.
+
+    Args:
+      values: [R, M, ...].
+      ids: [R, T] int32, slot of each token's segment.
+
+    Returns:
+      [R, T, ...].
+    """
+    return jax.vmap(lambda row, slot: row[jnp.maximum(slot, 0)])(values, ids)
+
 
 _MINIMISED = "_loss"
 """Suffix of the names of auxiliary values that are added to the minimised loss."""
@@ -74,7 +250,7 @@ class FlowMatching:
             )
 
     def __call__(
-        self, model: Any, batch: AnyBatch, key: jax.Array, sharding: NamedSharding
+        self, model: Model, batch: AnyBatch, key: jax.Array, sharding: NamedSharding
     ) -> LossSums:
         """See `Objective.__call__`.
 
@@ -104,14 +280,14 @@ class FlowMatching:
         return None if most is None else most * (1 + mean_square)
 
     def errors_at(
-        self, model: Any, batch: Batch, key: jax.Array, sigma: jax.Array, sharding: NamedSharding
+        self, model: Model, batch: Batch, key: jax.Array, sigma: jax.Array, sharding: NamedSharding
     ) -> jax.Array:
         """See `MeasuresLevels.errors_at`; first frames are given to as many videos as in training.
 
         Returns:
           [B] float32, the mean squared error of each sample's velocity.
         """
-        noisy = noised_at(batch, key, sigma, self, model.config)
+        noisy = noised(batch, key, self, model.config, sigma)
         return _errors(model, batch, noisy, self, sharding)[0]
 
 
@@ -148,7 +324,7 @@ def _weighted_sum(weight: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _bucketed(
-    model: Any, batch: Batch, key: jax.Array, config: FlowMatching, sharding: NamedSharding
+    model: Model, batch: Batch, key: jax.Array, config: FlowMatching, sharding: NamedSharding
 ) -> tuple[jax.Array, Auxiliary]:
     noisy = noised(batch, key, config, model.config)
     error, auxiliary = _errors(model, batch, noisy, config, sharding)
@@ -157,7 +333,7 @@ def _bucketed(
 
 
 def _errors(
-    model: Any, batch: Batch, noisy: Noised, config: FlowMatching, sharding: NamedSharding
+    model: Model, batch: Batch, noisy: Noised, config: FlowMatching, sharding: NamedSharding
 ) -> tuple[jax.Array, Auxiliary]:
     """The mean squared error of each sample, [B], and auxiliary values [B, ...]."""
     latents, first = noisy.latents, None
@@ -184,7 +360,7 @@ def _errors(
 
 
 def _packed(
-    model: Any, batch: PackedBatch, key: jax.Array, config: FlowMatching, sharding: NamedSharding
+    model: Model, batch: PackedBatch, key: jax.Array, config: FlowMatching, sharding: NamedSharding
 ) -> tuple[jax.Array, Auxiliary]:
     noisy = noised_rows(batch, key, config, model.config)
     segments = batch.metadata.tokens

@@ -1,13 +1,14 @@
 """The interface of training objectives, and a registry of objectives by name."""
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import NamedSharding
 
 from alload_jax.data.batch import AnyBatch, Batch
 from alload_jax.diffusion.timesteps import TimestepConfig
-from alload_jax.models.common.output import Auxiliary
+from alload_jax.models.common.parts import Auxiliary
+from alload_jax.models.families import Model
 from alload_jax.registry import Registry
 
 
@@ -41,12 +42,12 @@ class Objective(Protocol):
         ...
 
     def __call__(
-        self, model: Any, batch: AnyBatch, key: jax.Array, sharding: NamedSharding
+        self, model: Model, batch: AnyBatch, key: jax.Array, sharding: NamedSharding
     ) -> LossSums:
         """Computes weighted sums of loss and auxiliary values over a micro-batch.
 
         Args:
-          model: a `models.families.Model`.
+          model: the model.
           batch: a bucketed or packed micro-batch.
           key: the run's key; a sample's random values also depend on its epoch.
           sharding: sharding of rows over the mesh.
@@ -59,12 +60,12 @@ class MeasuresLevels(Protocol):
     """What an objective adds so that a run can be validated: its errors at a fixed noise level."""
 
     def errors_at(
-        self, model: Any, batch: Batch, key: jax.Array, sigma: jax.Array, sharding: NamedSharding
+        self, model: Model, batch: Batch, key: jax.Array, sigma: jax.Array, sharding: NamedSharding
     ) -> jax.Array:
         """Computes the error of each sample at a noise level, always with its condition.
 
         Args:
-          model: a `models.families.Model`.
+          model: the model.
           batch: a bucketed micro-batch. Random values depend on `key`, `epoch` and `sample` alone.
           key: of the noise.
           sigma: float32 scalar, the noise level after any shift, 0 (data) to 1 (noise).
@@ -76,7 +77,7 @@ class MeasuresLevels(Protocol):
         ...
 
 
-OBJECTIVES: Registry[type[Any]] = Registry(
+OBJECTIVES: Registry[type[Objective]] = Registry(
     "objective.name", {"flow_matching": "alload_jax.objectives.flow_matching:FlowMatching"}
 )
 """Classes of objectives, each an `Objective`."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alload_jax.errors import InputError
-from alload_jax.planning.architectures.architecture import Architecture
+from alload_jax.planning.architecture import Architecture
 from alload_jax.planning.cost import CostFile, MemoryModel, PowerCost, QuadraticCost, bucketed_cost
 from alload_jax.planning.devices import Device
 from alload_jax.planning.fit import Point, fit_power
@@ -20,6 +20,8 @@ from alload_jax.planning.sparse_cost import assumed_terms
 
 STATE_BYTES = 20
 """Per trained parameter: float32 weights, Adam's two moments, EMA, accumulated gradients."""
+WEIGHT_BYTES = 4
+"""Per trained parameter: its weights, which every replica holds."""
 GRADIENT_BYTES = 4
 """Per trained parameter: the gradient of a micro-batch, before it is accumulated."""
 FROZEN_BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
@@ -160,6 +162,8 @@ def analytic_costs(
     shards: int = 1,
     margin: float = 0.05,
     trained: Trained = ALL_TRAINED,
+    budget: float | None = None,
+    m_mem: int | None = None,
 ) -> CostFile:
     """The cost model of a training step: one micro-batch, forward and backward, and the update.
 
@@ -169,12 +173,14 @@ def analytic_costs(
       remat: rematerialisation policy, as in `model.remat`, or those that repeat over the layers.
       shards: devices that share one copy of weights and state (`mesh.fsdp`). Only memory is
         shared; their communication is not counted.
-      margin: share of the device's memory that `m_mem` leaves free.
+      margin: share of the budget that M_mem leaves free.
       trained: which parameters are trained.
+      budget: bytes of the device for a step; None for what it usually leaves a program.
+      m_mem: M_mem, if it is known; None for what fits in the budget.
 
     Raises:
       InputError: the rematerialisation policy is unknown, more parameters are trained than there
-        are, or the state alone does not fit the device.
+        are, or M_mem is to be found and the state alone does not fit the device.
     """
     for policy in policies_of(remat):
         if policy not in _RECOMPUTED:
@@ -183,6 +189,7 @@ def analytic_costs(
         raise InputError(f"shards is {shards}; give at least 1")
     quadratic = step_cost(architecture, device, remat, trained)
     memory = step_memory(architecture, device, remat, shards, trained)
+    budget = USABLE_SHARE * device.memory if budget is None else budget
     details = {"margin": margin, "shards": shards, "device": dataclasses.asdict(device)}
     if trained != ALL_TRAINED:
         details["trained"] = dataclasses.asdict(trained)
@@ -191,7 +198,7 @@ def analytic_costs(
         quadratic=quadratic,
         sparse=assumed_terms(quadratic),
         memory=memory,
-        m_mem=memory.max_tokens(USABLE_SHARE * device.memory, margin, SHORTEST),
+        m_mem=m_mem or memory.max_tokens(budget, margin, SHORTEST),
         bytes_per_split_token=bytes_per_split_token(architecture, remat, device.compute_bytes),
         model=architecture.fields() | ({"remat": remat} if isinstance(remat, str) else {}),
         device=device.name,
@@ -248,9 +255,15 @@ def step_memory(
     remat: Remat,
     shards: int = 1,
     trained: Trained = ALL_TRAINED,
+    replicas: int = 1,
 ) -> MemoryModel:
-    """Peak bytes in use during a step on one device; arguments as `analytic_costs`."""
-    fixed = state_bytes(architecture.parameters(), trained) / shards + WORKSPACE_BYTES
+    """Peak bytes in use during a step on one device.
+
+    Args:
+      architecture, device, remat, shards, trained: as `analytic_costs`.
+      replicas: of the weights, over which all else of the state is split too (ZeRO).
+    """
+    fixed = state_bytes(architecture.parameters(), trained, replicas) / shards + WORKSPACE_BYTES
     activations = architecture.activations()
     policies = policies_of(remat)
     copied = _copied_share(architecture, len(policies))
@@ -279,17 +292,19 @@ def _copied_share(architecture: Architecture, policies: int) -> float:
     return 2 * policies / layers if policies > 1 else 0.0
 
 
-def state_bytes(parameters: int, trained: Trained = ALL_TRAINED) -> int:
+def state_bytes(parameters: int, trained: Trained = ALL_TRAINED, replicas: int = 1) -> int:
     """Bytes of parameters, gradients, optimizer state and EMA, independent of the batch.
 
     Args:
       parameters: number of parameters of the model.
       trained: which of them are trained.
+      replicas: as in `step_memory`.
     """
     count = trained.of(parameters)
     frozen = (parameters - count) * FROZEN_BYTES[trained.frozen_dtype]
     gradient = GRADIENT_BYTES if trained.accumulates else 0
-    return round(count * (trained.bytes_each + gradient)) + frozen
+    split = trained.bytes_each + gradient - WEIGHT_BYTES
+    return round(count * (WEIGHT_BYTES + split / replicas)) + frozen
 
 
 def bytes_per_split_token(

@@ -1,18 +1,20 @@
-"""What a micro-batch costs: AdaptiveLoad's B·S^p, or a sum of linear and quadratic terms."""
+"""What micro-batches and steps cost: AdaptiveLoad's B·S^p, or linear and quadratic terms."""
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
+from typing_extensions import override
 
 from alload_jax.errors import InputError
 from alload_jax.files import read_json
-from alload_jax.planning.architectures.registry import DEFAULT_FAMILY
+from alload_jax.planning.architecture import DEFAULT_FAMILY
+from alload_jax.planning.epoch import EpochPlan
 
 FORMAT = "alload-cost-model-1"
 
@@ -32,12 +34,12 @@ class CostModel(Protocol):
     @property
     def fixed_cost(self) -> float:
         """Cost of a micro-batch that does not depend on its content."""
-        ...
+        return 0.0
 
     @property
     def slot_cost(self) -> float:
         """Cost of a slot for a sequence in a packed row, which is computed even if it is empty."""
-        ...
+        return 0.0
 
     def sequence_cost(self, seq_len: np.ndarray) -> np.ndarray:
         """Cost of each sequence within a micro-batch: [N] integers → [N] float64."""
@@ -79,7 +81,7 @@ def bucketed_cost(model: CostModel, rows: np.ndarray, seq_len: np.ndarray) -> np
 
 
 @dataclass(frozen=True)
-class PowerCost:
+class PowerCost(CostModel):
     """a·B·S^p; with a = 1 it is AdaptiveLoad's measure (arXiv 2605.17923) and has no unit.
 
     Padding tokens count as sequences of length 1.
@@ -88,27 +90,17 @@ class PowerCost:
     p: float = 2.0
     a: float = 1.0
 
-    @property
-    def fixed_cost(self) -> float:
-        """See `CostModel.fixed_cost`."""
-        return 0.0
-
-    @property
-    def slot_cost(self) -> float:
-        """See `CostModel.slot_cost`."""
-        return 0.0
-
+    @override
     def sequence_cost(self, seq_len: np.ndarray) -> np.ndarray:
-        """See `CostModel.sequence_cost`."""
         return self.a * np.asarray(seq_len, np.float64) ** self.p
 
+    @override
     def padding_cost(self, tokens: np.ndarray) -> np.ndarray:
-        """See `CostModel.padding_cost`."""
         return self.a * np.asarray(tokens, np.float64)
 
 
 @dataclass(frozen=True)
-class QuadraticCost:
+class QuadraticCost(CostModel):
     """c0 + c_sequence·B + c1·ΣS + c2·ΣS² seconds: fixed, conditions, per-token work, attention.
 
     Attributes:
@@ -124,22 +116,22 @@ class QuadraticCost:
     c_sequence: float = 0.0
 
     @property
+    @override
     def fixed_cost(self) -> float:
-        """See `CostModel.fixed_cost`."""
         return self.c0
 
     @property
+    @override
     def slot_cost(self) -> float:
-        """See `CostModel.slot_cost`."""
         return self.c_sequence
 
+    @override
     def sequence_cost(self, seq_len: np.ndarray) -> np.ndarray:
-        """See `CostModel.sequence_cost`."""
         seq_len = np.asarray(seq_len, np.float64)
         return self.c_sequence + self.c1 * seq_len + self.c2 * seq_len**2
 
+    @override
     def padding_cost(self, tokens: np.ndarray) -> np.ndarray:
-        """See `CostModel.padding_cost`."""
         return self.c1 * np.asarray(tokens, np.float64)
 
     @property
@@ -268,15 +260,16 @@ class CostFile:
         heads = int((self.model or {}).get("num_heads", 0))
         return heads if heads % context else 0
 
-    def unlike(self, model: dict[str, Any], device: str | None = None) -> str:
+    def unlike(self, model: Mapping[str, object], device: str | None = None) -> str:
         """The differences between the cost model's model and device and these; "" if none.
 
         Args:
           model: fields of the architecture in use; those that the file knows are compared.
           device: as JAX names it; None where it is not known.
         """
-        family = {"family": DEFAULT_FAMILY}
-        theirs, ours = (family | fields for fields in (self.model or model, model))
+        theirs, ours = (
+            {"family": DEFAULT_FAMILY, **fields} for fields in (self.model or model, model)
+        )
         differing = [k for k in theirs if k in ours and theirs[k] != ours[k]]
         found = [f"{k} {theirs[k]} (here {ours[k]})" for k in differing]
         if device and self.device and self.device != device:
@@ -327,7 +320,7 @@ def read_cost_file(path: str | Path) -> CostFile:
         ) from error
 
 
-def _check_numbers(content: dict[str, Any], path: Path) -> None:
+def _check_numbers(content: Mapping[str, Any], path: Path) -> None:
     """Refuses values that are not finite numbers in their range."""
     above_zero = {"p", "m_mem", "m_comp", "per_token"}
     seconds = ("program_seconds", "start_seconds")
@@ -350,3 +343,82 @@ def _check_numbers(content: dict[str, Any], path: Path) -> None:
             raise InputError(f"{path}: {name} is {value!r}; it must be a number, {least}")
         if name == "m_mem" and value != int(value):
             raise InputError(f"{path}: m_mem is {value}; it must be a whole number of tokens")
+
+
+def micro_batch_costs(
+    plan: EpochPlan, seq_len: np.ndarray, model: CostModel, seconds_per_split_token: float = 0.0
+) -> np.ndarray:
+    """Predicted cost of every micro-batch: [W] float64.
+
+    All tokens and slots of a packed row are computed, so its cost is that of an empty row plus the
+    marginal cost of every sample. The marginal cost of a split sample is shared equally by the
+    ranks of its group, which exchange heads for tokens.
+
+    Args:
+      plan: an epoch.
+      seq_len: [N] int64, tokens of every sample of the manifest.
+      model: the cost model.
+      seconds_per_split_token: cost of communication for each token of a rank that is split.
+    """
+    if plan.packing is None:
+        return bucketed_cost(model, plan.rows, plan.padded_len)
+    marginal = marginal_cost(model, seq_len[plan.sample])
+    owner = plan.micro_batch_of_part()
+    is_split, context = plan.packing.is_split, plan.packing.context
+    share = marginal * plan.packing.tokens / np.maximum(1, seq_len[plan.sample])
+    whole = np.bincount(owner, weights=np.where(is_split, 0, marginal), minlength=len(plan.rows))
+    split = np.bincount(owner, weights=np.where(is_split, share, 0), minlength=len(plan.rows))
+    by_group = split.reshape(-1, context).mean(axis=1).repeat(context)
+    row = empty_row_cost(model, plan.padded_len, plan.slots())
+    return row + whole + by_group + seconds_per_split_token * plan.packing.split_tokens
+
+
+SQUARES = QuadraticCost(0.0, 0.0, 1.0)
+"""The model by which a sequence costs S²."""
+
+
+def micro_batch_terms(
+    plan: EpochPlan, seq_len: np.ndarray, model: QuadraticCost = SQUARES
+) -> np.ndarray:
+    """What each micro-batch has of every term of a cost model.
+
+    Args:
+      plan: an epoch.
+      seq_len: [N] int64, tokens of every sample of the manifest.
+      model: the cost model; its coefficients are not read.
+
+    Returns:
+      [W, C] float64: micro-batches (1), sequences or slots for them, tokens with padding, and for
+      each term of attention the sum over the sequences, such as that of S² (that of a split sample
+      is shared equally by the ranks of its group). The product with the model's `coefficients` is
+      `micro_batch_costs` without communication.
+    """
+    units = np.eye(len(model.coefficients))[3:].tolist()
+    attention = [micro_batch_costs(plan, seq_len, model.with_coefficients(unit)) for unit in units]
+    sequences = plan.rows if plan.packing is None else plan.slots()
+    columns = [np.ones(len(plan.rows)), sequences, plan.rows * plan.padded_len, *attention]
+    return np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
+
+
+def rank_costs(plan: EpochPlan, cost: np.ndarray) -> np.ndarray:
+    """Sums of micro-batch costs by step and rank: [W] → [steps, ranks]."""
+    place = plan.step * plan.ranks + plan.rank
+    total = np.bincount(place, weights=cost, minlength=plan.steps * plan.ranks)
+    return total.reshape(plan.steps, plan.ranks)
+
+
+def largest_indivisible_cost(plan: EpochPlan, seq_len: np.ndarray, model: CostModel) -> np.ndarray:
+    """[steps] cost of each step's most expensive sample, alone in a micro-batch.
+
+    Split samples do not count because several ranks share them.
+    """
+    largest = np.zeros(plan.steps)
+    if plan.packing is None:
+        alone = model.fixed_cost + model.sequence_cost(plan.padded_len)
+        np.maximum.at(largest, plan.step, alone)
+        return largest
+    row = empty_row_cost(model, plan.padded_len, plan.slots())
+    marginal = np.where(plan.packing.is_split, 0, marginal_cost(model, seq_len[plan.sample]))
+    owner = plan.micro_batch_of_part()
+    np.maximum.at(largest, plan.step[owner], row[owner] + marginal)
+    return largest

@@ -1,6 +1,6 @@
 """Rates of accelerators for analytic predictions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alload_jax.errors import InputError
 
@@ -43,43 +43,32 @@ class Device:
     compute_bytes: int = 2
 
 
+# Peak, bandwidth: NVIDIA's data sheet; memory: nvidia-smi, 143771 MiB. Measured with jax
+# 0.11.2, cuDNN 9.19: 790 TFLOP/s of matrix products; attention of 12 heads × 128 over 32,768
+# tokens 613 forward, 575 forward + backward; all-to-all over NVLink 76 GB/s, copies of layout
+# included. The elementwise share is what the measured steps of Wan 1.3B leave over, those of
+# images and of clips alike (benchmarks/results/step_bars_h200.json). To the host, tensors of
+# 100 MB took 2.0 ms each in a step's profile. Assumed: the time of a kernel.
+_H200 = Device(
+    name="NVIDIA H200",
+    peak_flops=989e12,
+    bandwidth=4.8e12,
+    memory=143_771 * _MIB,
+    matmul_share=790 / 989,
+    attention_share=575 / 989,
+    attention_forward_share=613 / 989,
+    elementwise_share=0.45,
+    kernel_seconds=3e-6,
+    link_bandwidth=76e9,
+    host_bandwidth=50e9,
+    packs=True,
+)
+
 DEVICES = {
-    # Peak, bandwidth: NVIDIA's data sheet; memory: nvidia-smi, 143771 MiB. Measured with jax
-    # 0.11.2, cuDNN 9.19: 790 TFLOP/s of matrix products; attention of 12 heads × 128 over 32,768
-    # tokens 613 forward, 575 forward + backward; all-to-all over NVLink 76 GB/s, copies of layout
-    # included. The elementwise share is what the measured steps of Wan 1.3B leave over, those of
-    # images and of clips alike (benchmarks/results/step_bars_h200.json). To the host, tensors of
-    # 100 MB took 2.0 ms each in a step's profile. Assumed: the time of a kernel.
-    "h200": Device(
-        name="NVIDIA H200",
-        peak_flops=989e12,
-        bandwidth=4.8e12,
-        memory=143_771 * _MIB,
-        matmul_share=790 / 989,
-        attention_share=575 / 989,
-        attention_forward_share=613 / 989,
-        elementwise_share=0.45,
-        kernel_seconds=3e-6,
-        link_bandwidth=76e9,
-        host_bandwidth=50e9,
-        packs=True,
-    ),
+    "h200": _H200,
     # Data sheet (SXM, 80 GB); memory: nvidia-smi, 81559 MiB. Assumed: all shares and the link, as
     # measured on the H200, whose processor is the same.
-    "h100": Device(
-        name="NVIDIA H100 80GB HBM3",
-        peak_flops=989e12,
-        bandwidth=3.35e12,
-        memory=81_559 * _MIB,
-        matmul_share=790 / 989,
-        attention_share=575 / 989,
-        attention_forward_share=613 / 989,
-        elementwise_share=0.45,
-        kernel_seconds=3e-6,
-        link_bandwidth=76e9,
-        host_bandwidth=50e9,
-        packs=True,
-    ),
+    "h100": replace(_H200, name="NVIDIA H100 80GB HBM3", bandwidth=3.35e12, memory=81_559 * _MIB),
     # Data sheet (SXM, 80 GB). Assumed: 0.8 of the peak for matrix products; attention as published
     # for FlashAttention-2 (arXiv 2307.08691: up to 225 TFLOP/s forward and backward); the link
     # with 600 GB/s in place of 900; to the host, four fifths of PCIe 4.0.

@@ -1,4 +1,4 @@
-"""The metrics of plans and runs.
+"""The metrics of plans and runs, and of simulated steps.
 
 Costs are [steps, ranks] arrays; the cost of a rank without work is 0.
 """
@@ -8,19 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alload_jax.planning.cost import CostModel, QuadraticCost
-from alload_jax.planning.epoch import EpochPlan
-from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies.step_order import correlation
-from alload_jax.planning.repeats import times_placed
-from alload_jax.planning.step import Step
-from alload_jax.planning.step_costs import (
+from alload_jax.planning.cost import (
     SQUARES,
+    CostModel,
+    QuadraticCost,
     largest_indivisible_cost,
     micro_batch_costs,
     micro_batch_terms,
     rank_costs,
 )
+from alload_jax.planning.epoch import EpochPlan, Step, times_placed
+from alload_jax.planning.plan import Plan
+from alload_jax.planning.policies.packed import correlation
 
 
 def imbalance(cost: np.ndarray) -> np.ndarray:
@@ -329,3 +328,76 @@ def step_metrics(
 def _ratio(part: np.ndarray, whole: np.ndarray, when_zero: float = 1.0) -> np.ndarray:
     """part/whole, and `when_zero` where whole is 0 (a step without work is balanced)."""
     return np.where(whole == 0, when_zero, part / np.where(whole == 0, 1, whole))
+
+
+@dataclass(frozen=True)
+class SimulationSettings:
+    """Properties of a cluster that cost models do not include.
+
+    Attributes:
+      noise: standard deviation of the logarithm of a rank's time for the same work.
+      all_reduce: time added to every step after all ranks are done, in the cost model's unit.
+      seed: seed of the noise.
+    """
+
+    noise: float = 0.0
+    all_reduce: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Metrics of a simulated epoch.
+
+    Attributes:
+      seconds: time of the epoch, in the cost model's unit.
+      tokens_per_second, samples_per_second: over all ranks.
+      imbalance, imbalance_max: max/mean − 1 of the ranks' busy time; mean and largest over steps.
+      idle: share of the ranks' time in which they wait for each other or the all-reduce.
+      step_cv: variation of the steps' duration.
+    """
+
+    seconds: float
+    tokens_per_second: float
+    samples_per_second: float
+    imbalance: float
+    imbalance_max: float
+    idle: float
+    step_cv: float
+
+
+def simulate(
+    plan: EpochPlan,
+    seq_len: np.ndarray,
+    model: CostModel,
+    settings: SimulationSettings,
+    seconds_per_split_token: float = 0.0,
+) -> Simulation:
+    """Simulates an epoch: a step takes the time of its slowest rank plus the all-reduce.
+
+    Args:
+      plan: the epoch.
+      seq_len: [N] int64, tokens of every sample of the manifest.
+      model: predicts what a micro-batch costs.
+      settings: noise and the all-reduce.
+      seconds_per_split_token: cost of communication for each token of a rank that is split.
+    """
+    busy = rank_costs(plan, micro_batch_costs(plan, seq_len, model, seconds_per_split_token))
+    sigma = settings.noise
+    if sigma:
+        # Log-normal noise of mean 1: the work stays what it was on average.
+        normal = np.random.default_rng(settings.seed).standard_normal(busy.shape)
+        busy = busy * np.exp(sigma * normal - sigma**2 / 2)
+    step = busy.max(axis=1) + settings.all_reduce
+    total = float(step.sum())
+    tokens = int(plan.part_tokens(seq_len).sum())
+    waste = total * plan.ranks - float(busy.sum())
+    return Simulation(
+        seconds=total,
+        tokens_per_second=tokens / total if total else 0.0,
+        samples_per_second=len(np.unique(plan.sample)) / total if total else 0.0,
+        imbalance=float(imbalance(busy).mean()),
+        imbalance_max=float(imbalance(busy).max()),
+        idle=waste / (total * plan.ranks) if total else 0.0,
+        step_cv=float(coefficient_of_variation(step)),
+    )

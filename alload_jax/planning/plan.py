@@ -1,25 +1,33 @@
-"""A plan: step i of training as a pure function of data set, settings, seed and i."""
+"""A plan: step i as a pure function of data set, settings, seed and i; written to files."""
 
 import hashlib
 import json
+import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 
+from alload_jax.errors import InputError
+from alload_jax.files import replacing
 from alload_jax.planning.cost import CostModel
-from alload_jax.planning.digest import digest
-from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.epoch import (
+    EpochPlan,
+    Step,
+    micro_batch,
+    number_repetitions,
+    require_counts,
+)
 from alload_jax.planning.policies.bucketed import Bucketed
-from alload_jax.planning.policies.policy import Policy
-from alload_jax.planning.repeats import number_repetitions, require_counts
-from alload_jax.planning.samples import Samples
-from alload_jax.planning.step import Step, micro_batch
-from alload_jax.planning.topology import RankTopology
+from alload_jax.planning.policies.policy import Policy, RankTopology
+from alload_jax.planning.samples import Samples, digest
+from alload_jax.waits import waits
 
 _LATER = {"split_above": 1.0, "ranks_per_group": 1, "refitted": None}
 """Fields that identities in the first checkpoints lack → their values for those plans."""
@@ -44,6 +52,7 @@ _EPOCHS_KEPT = 2
 """Epochs whose plans stay in memory."""
 
 
+@waits("for the plan")
 class Plan:
     """An infinite sequence of steps with random access; every epoch holds all samples, anew.
 
@@ -91,7 +100,7 @@ class Plan:
             self.epoch(0)
         self.steps_per_epoch = self._starts[1]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type["Plan"], tuple[object, ...]]:
         """Pickles the plan's inputs and starts of epochs; the worker process plans again."""
         inputs = (self.samples, self.policy, self.topology, self.seed)
         return Plan, (*inputs, tuple(self._starts), self.recalibrations)
@@ -103,7 +112,10 @@ class Plan:
         """
         kept = (each for each in self.recalibrations if each.epoch < epoch)
         return Plan(
-            *(self.samples, self.policy, self.topology, self.seed),
+            self.samples,
+            self.policy,
+            self.topology,
+            self.seed,
             self._starts[: epoch + 1],
             (*kept, Recalibration(epoch, cost)),
         )
@@ -200,7 +212,7 @@ class Plan:
         """Number of groups of `group_ranks` consecutive ranks."""
         return self.topology.ranks // self.group_ranks
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Everything that determines the steps, as JSON values; equal identities mean equal plans.
 
         Recalibrations are no part of it, because they follow from the run.
@@ -224,6 +236,104 @@ class Plan:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def current_identity(identity: dict[str, Any]) -> dict[str, Any]:
+def current_identity(identity: Mapping[str, object]) -> dict[str, object]:
     """The identity of a plan with the present names of fields; old identities are converted."""
     return {_RENAMED.get(name, name): value for name, value in identity.items()}
+
+
+METADATA_KEY = b"alload-plan"
+
+
+def plan_table(
+    plans: Mapping[int, EpochPlan], seq_len: np.ndarray, settings: Mapping[str, object]
+) -> pa.Table:
+    """A row per placed sample, or per part of a split one, by epoch, step, micro_batch and rank.
+
+    Columns: `epoch, step, rank, micro_batch, sample, seq_len, padded_len, tokens, offset, region,
+    split_tokens, rows, slots, frames, height, width`.
+    Steps count from 0 in each epoch. `sample` is the row number in the manifest. `tokens` is the
+    number of its tokens on the rank and `offset` their position in the micro-batch, with rows laid
+    end to end. `region` is `split` if the sample is split over the ranks of a context-parallel
+    group, otherwise `whole`; the first `split_tokens` of a row are reserved for split samples.
+    `rows` is the number of rows of `padded_len` tokens in the micro-batch, including padding rows;
+    packed micro-batches have one, with room for `slots` samples. frames, height and width are zeros
+    if unknown, packed, or if rows of several shapes are padded to one length. Plans of weighted
+    samples have another column, `repetition`: which of the sample's times in the epoch it is, from
+    0. A rank without a sample has no line: it computes padding in synchronous and packed plans and
+    is idle in independent ones.
+
+    Args:
+      plans: the epochs by their numbers.
+      seq_len: [N] int64, tokens of every sample of the manifest.
+      settings: how the plan was made and measured (ranks, mode, m_mem, cost_model, samples, …),
+        JSON values; stored in the table's metadata.
+    """
+    table = pa.concat_tables(_epoch_table(n, plan, seq_len) for n, plan in plans.items())
+    return table.replace_schema_metadata({METADATA_KEY: json.dumps(settings).encode()})
+
+
+def _epoch_table(number: int, plan: EpochPlan, seq_len: np.ndarray) -> pa.Table:
+    counts = np.diff(plan.offsets)
+
+    def spread(column: np.ndarray) -> np.ndarray:
+        return np.repeat(column, counts)
+
+    table = pa.table(
+        {
+            "epoch": np.full(len(plan.sample), number),
+            "step": spread(plan.step),
+            "rank": spread(plan.rank),
+            "micro_batch": spread(plan.micro_batch),
+            "sample": plan.sample,
+            "seq_len": seq_len[plan.sample],
+            "padded_len": spread(plan.padded_len),
+            "tokens": plan.part_tokens(seq_len),
+            "offset": plan.part_offsets(),
+            "region": _regions(plan),
+            "split_tokens": spread(plan.packing.split_tokens if plan.packing else 0 * plan.rows),
+            "rows": spread(plan.rows),
+            "slots": spread(plan.slots()),
+            "frames": spread(plan.shape[:, 0]),
+            "height": spread(plan.shape[:, 1]),
+            "width": spread(plan.shape[:, 2]),
+        }
+    )
+    if plan.repetition is not None:
+        table = table.append_column("repetition", pa.array(plan.repetition))
+    return table
+
+
+def _regions(plan: EpochPlan) -> pa.DictionaryArray:
+    is_split = plan.packing.is_split if plan.packing else np.zeros(len(plan.sample), bool)
+    return pa.DictionaryArray.from_arrays(pa.array(is_split.astype(np.int8)), ["whole", "split"])
+
+
+def replaceable(path: str | Path) -> Path:
+    """The file to write for a path, with links resolved.
+
+    Raises:
+      InputError: the path is a folder or something else that is not a plain file.
+    """
+    if not str(path):
+        raise InputError("the path of a file to write is empty; name a file")
+    found = Path(os.path.realpath(path))
+    if found.is_dir():
+        raise InputError(f"{path}: is a folder; name a file")
+    if found.exists() and not found.is_file():
+        raise InputError(f"{path}: is not a plain file and would be replaced; name another")
+    return found
+
+
+def write_plan(path: str | Path, table: pa.Table) -> None:
+    """Writes the table of `plan_table` as Parquet, atomically.
+
+    Raises:
+      InputError: the path cannot be written.
+    """
+    path = replaceable(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as unfinished:
+            pyarrow.parquet.write_table(table, unfinished)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error}); name another file") from error

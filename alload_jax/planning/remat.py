@@ -13,7 +13,7 @@ import numpy as np
 
 from alload_jax.errors import InputError
 from alload_jax.planning.analytic import ALL_TRAINED, SHORTEST, Trained, step_cost, step_memory
-from alload_jax.planning.architectures.architecture import Architecture
+from alload_jax.planning.architecture import Architecture
 from alload_jax.planning.cost import bucketed_cost
 from alload_jax.planning.devices import Device
 
@@ -107,6 +107,7 @@ def choose_remat(
     budget: float,
     *,
     shards: int = 1,
+    replicas: int = 1,
     rows: float | None = None,
     work_space: float = 0.0,
     trained: Trained = ALL_TRAINED,
@@ -122,6 +123,7 @@ def choose_remat(
       tokens: of a micro-batch on one device, at most.
       budget: bytes of the device that a step may take.
       shards: devices that share one copy of weights and state.
+      replicas: as in `step_memory`.
       rows: sequences of the micro-batch, each with its condition; None for as many of `SHORTEST`
         tokens as there may be.
       work_space: bytes of libraries beyond `WORKSPACE_BYTES`, under any policy.
@@ -144,7 +146,7 @@ def choose_remat(
         return float(seconds) - num_layers * sum(gained) / len(gained)
 
     def predicted(policies: tuple[RematPolicy, ...]) -> Choice:
-        memory = step_memory(architecture, device, policies, shards, trained)
+        memory = step_memory(architecture, device, policies, shards, trained, replicas)
         samples = tokens / SHORTEST if rows is None else rows
         needed = memory.bytes_of(tokens, samples) + work_space
         seconds = seconds_of([_resident(each, tokens) for each in policies])

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
+from typing_extensions import override
 
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, QuadraticCost, SparseTerms
@@ -66,8 +67,8 @@ class SparseCost(QuadraticCost):
     c5: float = 0.0
     layers: SparseLayers = field(default_factory=SparseLayers)
 
+    @override
     def sequence_cost(self, seq_len: np.ndarray) -> np.ndarray:
-        """See `CostModel.sequence_cost`."""
         seq_len = np.asarray(seq_len, np.float64)
         share = np.where(seq_len >= self.layers.min_tokens, self.layers.share, 0.0)
         squares, pairs = seq_len**2, seq_len * self.layers.keys(seq_len)
@@ -75,12 +76,12 @@ class SparseCost(QuadraticCost):
         return dense + share * (self.c3 * pairs + self.c4 * seq_len + self.c5 * squares)
 
     @property
+    @override
     def coefficients(self) -> tuple[float, ...]:
-        """See `QuadraticCost.coefficients`."""
         return (*super().coefficients, self.c3, self.c4, self.c5)
 
+    @override
     def with_coefficients(self, values: Sequence[float]) -> Self:
-        """See `QuadraticCost.with_coefficients`."""
         *dense, c3, c4, c5 = values
         return replace(super().with_coefficients(dense), c3=c3, c4=c4, c5=c5)
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alload_jax.errors import InputError
-from alload_jax.planning.geometry import Geometry
-from alload_jax.planning.samples import Samples
+from alload_jax.planning.samples import Geometry, Samples
 
 AREAS: dict[str, int] = {
     "192p": 192 * 336,

@@ -1,75 +1,201 @@
-"""Charts as inline SVG with coordinates in percent, so that they fit any width at one text size.
+"""What the charts of a plan page share: SVG by matplotlib, legends, short numbers.
 
-Curves are in a nested, stretched SVG of 1000 × 1000 units whose strokes do not scale. Colours,
-strokes and heights are classes in `plan_page.css`: `policy_colour` gives those of policies, and
-`s0` to `s5` are those of lengths. Labels of class `minor` are hidden in narrow windows.
+matplotlib draws in the light colours of `plan_page.css`. `svg` replaces them by the names of the
+style sheet's variables, so that the window's colour scheme decides.
 """
 
+import io
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable
 from html import escape
+from importlib.resources import files
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-_NICE = (1, 2, 2.5, 5, 10)
+CSS = (files("alload_jax.report") / "plan_page.css").read_text(encoding="utf-8")
+COLOURS: dict[str, str] = dict(re.findall(r"--(\w+): (#\w{6});", CSS.partition("}")[0]))
+"""Light colours by the names of their variables: `p0` to `p4` and `best` of policies, `s0` to `s5`
+of lengths, and others."""
+STYLE: dict[Any, object] = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.labelcolor": COLOURS["soft"],
+    "axes.spines.bottom": False,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": COLOURS["soft"],
+    "axes.titlelocation": "left",
+    "axes.titlesize": "medium",
+    "font.family": "DejaVu Sans",
+    "font.size": 11.5,
+    "grid.color": COLOURS["grid"],
+    "hatch.linewidth": 1,
+    "lines.markeredgecolor": COLOURS["paper"],
+    "lines.markersize": 5,
+    "svg.fonttype": "none",
+    "text.color": COLOURS["ink"],
+    "text.parse_math": False,
+    "xtick.color": COLOURS["soft"],
+    "xtick.major.pad": 6,
+    "xtick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.color": COLOURS["soft"],
+    "ytick.major.pad": 6,
+    "ytick.major.size": 0,
+}
+"""Settings of matplotlib in which charts are drawn and written."""
+_TIP = "tip "
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_SECONDS = ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (180.0, 1.0, "s"), (10800.0, 1 / 60, "min"))
 
 
-@dataclass(frozen=True)
-class Tick:
-    """A labelled position on an axis; the label of a minor tick may be hidden."""
-
-    value: float
-    label: str
-    minor: bool = False
+# ---------------------------------------------------------------- drawing
 
 
-@dataclass(frozen=True)
-class Axis:
-    """Maps values to percent of the box, on a linear or a logarithmic scale."""
-
-    low: float
-    high: float
-    ticks: tuple[Tick, ...]
-    title: str
-    log: bool = False
-
-    def at(self, value: float) -> float:
-        """Position of a value on the axis, 0 to 100; values outside are clipped."""
-        if self.log:
-            low, high = math.log(self.low), math.log(self.high)
-            value = math.log(max(value, self.low))
-        else:
-            low, high = self.low, self.high
-        return 100 * min(max((value - low) / (high - low), 0), 1)
+def new_axes(width: float, height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure of this size in CSS pixels, with axes one below the other on the same scales."""
+    figure = Figure((width / 72, height / 72))
+    grid = figure.subplots(rows, sharex=True, sharey=True, squeeze=False)
+    figure.subplots_adjust(44 / width, 40 / height, 1 - 16 / width, 1 - 26 / height, hspace=0.5)
+    return figure, list(grid[:, 0])
 
 
-def linear_axis(high: float, title: str, label: str = "{:g}", factor: float = 1) -> Axis:
-    """An axis from 0 to a round number at or above `high`; labels show value × factor."""
-    high = high if math.isfinite(high) and high > 0 else 1.0
-    size = 10 ** math.floor(math.log10(high / 4))
-    step = next(size * nice for nice in _NICE if size * nice * 4.999 >= high)
-    count = math.ceil(high / step - 1e-9)
-    ticks = tuple(Tick(n * step, label.format(n * step * factor)) for n in range(count + 1))
-    return Axis(0.0, count * step, ticks, title)
+def scale_y(axes: Axes, high: float, title: str, *, percent: bool = False, parts: int = 5) -> None:
+    """Lets y reach from 0 to `high` in about so many parts, with the title above."""
+    axes.set_ylim(0, high * 1.04 if math.isfinite(high) and high > 0 else 1)
+    axes.yaxis.set_major_locator(MaxNLocator(parts, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(_formatter(percent_tick if percent else "{:,g}".format))
+    axes.set_title(title)
 
 
-def log_axis(low: float, high: float, title: str) -> Axis:
-    """A logarithmic axis from `low` to `high` with ticks at 1, 2 and 5 times powers of ten."""
+def scale_x_log(axes: Axes, low: float, high: float, title: str) -> None:
+    """Makes x logarithmic from `low` to `high`, with ticks at 1, 2 and 5 times powers of ten."""
     if high <= low:
         low, high = low / 2, high * 2
-    ticks = []
-    for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
-        for digit in (1, 2, 5) if high / low < 2e4 else (1,):
-            value = digit * 10.0**power
-            if low * 0.999 <= value <= high * 1.001:
-                ticks.append(Tick(value, compact(value), minor=digit != 1))
-    if sum(not tick.minor for tick in ticks) < 2:
-        ticks = [Tick(tick.value, tick.label) for tick in ticks]
-    if len(ticks) < 2:
-        ticks = [Tick(low, compact(low)), Tick(high, compact(high))]
-    return Axis(low, high, tuple(ticks), title, log=True)
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    located = LogLocator(subs=(1, 2, 5) if high / low < 2e4 else (1,)).tick_values(low, high)
+    ticks = [tick for tick in located if low <= tick <= high]
+    axes.set_xticks(ticks if len(ticks) > 1 else [low, high])
+    axes.xaxis.set_major_formatter(_formatter(compact))
+    axes.minorticks_off()
+    axes.set_xlabel(title)
+
+
+def add_note(axes: Axes, x: float, y: float, text: str) -> None:
+    """Marks `x` by a line, with a text at the height `y`, 0 to 1, on the side with more room."""
+    axes.axvline(x, color=COLOURS["ink"], lw=1, ls="dotted", clip_on=False)
+    is_right = axes.transAxes.inverted().transform(axes.transData.transform((x, 0)))[0] > 0.5
+    axes.annotate(
+        text,
+        (x, y),
+        (-5 if is_right else 5, 0),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        ha="right" if is_right else "left",
+        va="center",
+    )
+
+
+def add_tips(axes: Axes, edges: Iterable[float], tips: Iterable[str]) -> None:
+    """Gives each column between two of the edges a tooltip."""
+    for (left, right), tip in zip(pairwise(edges), tips, strict=True):
+        axes.axvspan(left, right, fc="none", ec="none", clip_on=False, gid=_TIP + tip)
+
+
+def svg(figure: Figure, name: str, label: str) -> str:
+    """The figure as an SVG element for HTML. Equal figures give equal text.
+
+    Args:
+      figure: drawn in `STYLE`, in `COLOURS`.
+      name: unique on the page, which ids derive from.
+      label: text alternative for screen readers.
+    """
+    file = io.StringIO()
+    with rc_context({"svg.hashsalt": name}):
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    # What stands before is a document's: a declaration, metadata with links, global styles.
+    text = text[text.index('<g id="figure_1">') :]
+    text = re.sub(rf'<g id="{_TIP}([^"]*)">', r'<g class="hit"><title>\1</title>', text)
+    text = re.sub(r' id="[\w.]+_\d+"', "", text)
+    text = re.sub(r' d="[^"]*"', lambda path: _rounded(path[0]), text)
+    text = re.sub(r">\s+<", "><", text)
+    for variable, colour in COLOURS.items():
+        text = text.replace(colour, f"var(--{variable})")
+    width, height = 72 * figure.get_size_inches()
+    return (
+        f'<svg class="chart" role="img" aria-label="{escape(label)}" '
+        f'viewBox="0 0 {width:g} {height:g}">{text}'
+    )
+
+
+def _rounded(path: str) -> str:
+    """The coordinates of a path with two decimals."""
+    return re.sub(r"\d+\.\d+", lambda value: f"{float(value[0]):.2f}", path)
+
+
+def _formatter(show: Callable[[float], str]) -> FuncFormatter:
+    return FuncFormatter(lambda value, _: show(value))
+
+
+def binned(values: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
+    """Splits values [N] into at most `bins` equal parts; returns their means and maxima [bins]."""
+    starts = np.linspace(0, len(values), min(bins, len(values)), endpoint=False).astype(np.int64)
+    counts = np.diff(np.append(starts, len(values)))
+    values = np.asarray(values, np.float64)
+    return np.add.reduceat(values, starts) / counts, np.maximum.reduceat(values, starts)
+
+
+# ---------------------------------------------------------------- HTML around charts
+
+
+def policy_colour(index: int, count: int) -> str:
+    """Name of the colour of policy `index` of `count`: the first is the baseline, the last best."""
+    if index == 0:
+        return "p0"
+    return "best" if index == count - 1 else f"p{1 + (index - 1) % 4}"
+
+
+def line_style(colour: str) -> str:
+    """How lines of a policy's colour are drawn, in the words of both matplotlib and CSS."""
+    return {"p1": "dashed", "p2": "dotted", "p3": "dashed", "p4": "dotted"}.get(colour, "solid")
+
+
+def legend(entries: Iterable[tuple[str, str]], title: str = "") -> str:
+    """A legend of (style of the key, name); see `box_key` and `line_key`."""
+    items = "".join(f"<li><i {key}></i>{escape(name)}</li>" for key, name in entries)
+    head = f'<li class="head">{escape(title)}</li>' if title else ""
+    return f'<ul class="legend">{head}{items}</ul>'
+
+
+def box_key(colour: str) -> str:
+    """Attributes of a legend's box."""
+    return f'class="key" style="background: var(--{colour})"'
+
+
+def line_key(colour: str, style: str) -> str:
+    """Attributes of a legend's line."""
+    return f'class="key line" style="border-top: 3px {style} var(--{colour})"'
+
+
+def section(title: str, sentence: str, content: str) -> str:
+    """A chart with a title and one sentence on how to read it; `sentence` may contain markup."""
+    return (
+        f"<figure><figcaption><h2>{escape(title)}</h2>"
+        f'<p>{sentence}</p></figcaption><div class="scroll">{content}</div></figure>'
+    )
+
+
+# ---------------------------------------------------------------- numbers
 
 
 def compact(value: float) -> str:
@@ -82,133 +208,43 @@ def compact(value: float) -> str:
         return f"{value:.2g}"
     digits, power = f"{value:.1e}".split("e")
     digits = digits.removesuffix(".0")
-    return ("" if digits == "1" else f"{digits}×") + power_of_ten(int(power))
+    return ("" if digits == "1" else f"{digits}×") + _power_of_ten(int(power))
 
 
-def power_of_ten(exponent: int) -> str:
-    """A power of ten with a superscript, such as 10⁹."""
+def _power_of_ten(exponent: int) -> str:
     return "10" + str(exponent).translate(_SUPERSCRIPTS)
 
 
-def policy_colour(index: int, count: int) -> str:
-    """CSS class of policy `index` of `count`: the first is the baseline, the last the best."""
-    if index == 0:
-        return "p0"
-    return "best" if index == count - 1 else f"p{1 + (index - 1) % 4}"
+def percent(value: float) -> str:
+    """The share in percent: 39.2%, 0.12%, 710%, <0.01%."""
+    value = 100 * value
+    if 0 < abs(value) < 0.005:
+        return "<0.01%"
+    digits = 0 if abs(value) >= 99.95 or value == 0 else 1 if abs(value) >= 0.995 else 2
+    return f"{value:,.{digits}f}%"
 
 
-def number(value: float) -> str:
-    """A coordinate with at most two decimals."""
-    return f"{value:.2f}".rstrip("0").rstrip(".") if value else "0"
+def percent_tick(value: float) -> str:
+    """A share as a short label: 0%, 7.5%, 50%."""
+    return f"{100 * value:,.3g}%" if abs(value) < 10 else f"{100 * value:,.0f}%"
 
 
-def plot(x: Axis, y: Axis, marks: str, label: str, kind: str = "", x_lines: bool = True) -> str:
-    """Draws axes around marks, with y's title above and x's title below.
-
-    Args:
-      x: horizontal axis.
-      y: vertical axis.
-      marks: SVG with coordinates in percent of the box.
-      label: text alternative for screen readers.
-      kind: additional CSS classes.
-      x_lines: whether the ticks of x have grid lines.
-    """
-    lines, labels = [], []
-    for tick in y.ticks:
-        place = number(100 - y.at(tick.value))
-        lines.append(f'<line class="grid" x1="0" x2="100%" y1="{place}%" y2="{place}%"/>')
-        labels.append(
-            f'<text class="ty" x="-8" y="{place}%" dy=".32em">{escape(tick.label)}</text>'
-        )
-    for tick in x.ticks:
-        place, minor = number(x.at(tick.value)), " minor" if tick.minor else ""
-        if x_lines:
-            lines.append(f'<line class="grid" x1="{place}%" x2="{place}%" y1="0" y2="100%"/>')
-        text = escape(tick.label)
-        labels.append(f'<text class="tx{minor}" x="{place}%" y="100%" dy="1.5em">{text}</text>')
-    return (
-        f'<div class="plot {kind}"><p class="axis" aria-hidden="true">{escape(y.title)}</p>'
-        f'<svg class="box" role="img" aria-label="{escape(label)}">'
-        f"{''.join(lines)}{marks}{''.join(labels)}</svg>"
-        f'<p class="axis x" aria-hidden="true">{escape(x.title)}</p></div>'
-    )
+def cost_scale(high: float, unit: str) -> tuple[float, str]:
+    """(factor, name) of a readable unit for costs up to `high`."""
+    if not math.isfinite(high) or high <= 0:
+        return 1.0, unit
+    if unit == "s":
+        below = (scale[1:] for scale in _SECONDS if high < scale[0])
+        return next(below, (1 / 3600, "h"))
+    exponent = 3 * math.floor(math.log10(high) / 3)
+    if exponent in (0, 3):
+        return 1.0, unit
+    return 10.0**-exponent, f"{_power_of_ten(exponent)} {unit}".strip()
 
 
-def rectangle(left: float, top: float, width: float, height: float, css: str, tip: str = "") -> str:
-    """A rectangle with coordinates in percent of the box; `tip` is its tooltip."""
-    place = (
-        f'x="{number(left)}%" y="{number(top)}%" '
-        f'width="{number(width)}%" height="{number(height)}%"'
-    )
-    if not tip:
-        return f'<rect class="{css}" {place}/>'
-    return f'<rect class="{css}" {place}><title>{escape(tip)}</title></rect>'
-
-
-def stretched(content: str) -> str:
-    """A nested box of 1000 × 1000 units for paths, which cannot use percent."""
-    return (
-        '<svg class="stretched" viewBox="0 0 1000 1000" preserveAspectRatio="none" '
-        f'width="100%" height="100%">{content}</svg>'
-    )
-
-
-def line(x: Axis, y: Axis, xs: Iterable[float], ys: Iterable[float], css: str) -> str:
-    """A curve for use within `stretched`."""
-    return f'<polyline class="line {css}" points="{_points(x, y, xs, ys)}"/>'
-
-
-def band(
-    x: Axis, y: Axis, xs: Sequence[float], low: Sequence[float], high: Sequence[float], css: str
-) -> str:
-    """The area between two curves for use within `stretched`."""
-    there, back = _points(x, y, xs, high), _points(x, y, xs[::-1], low[::-1])
-    return f'<polygon class="band {css}" points="{there} {back}"/>'
-
-
-def dots(x: Axis, y: Axis, points: Iterable[tuple[float, float]], css: str, tip: str) -> str:
-    """A dot for each point; `tip` names the quantity in the tooltips."""
-    return "".join(
-        f'<circle class="dot {css}" cx="{number(x.at(a))}%" cy="{number(100 - y.at(b))}%" r="3.5">'
-        f"<title>{escape(tip)}: {escape(compact(b))} at {escape(compact(a))}</title></circle>"
-        for a, b in points
-    )
-
-
-def legend(entries: Iterable[tuple[str, str]], title: str = "") -> str:
-    """A legend of (CSS class, name); a class `line …` is drawn as a line, others as a box."""
-    items = "".join(
-        f'<li><svg class="key" aria-hidden="true">{_swatch(css)}</svg>{escape(name)}</li>'
-        for css, name in entries
-    )
-    head = f'<li class="head">{escape(title)}</li>' if title else ""
-    return f'<ul class="legend">{head}{items}</ul>'
-
-
-def figure(title: str, sentence: str, content: str, kind: str = "") -> str:
-    """A chart with a title and one sentence on how to read it; `sentence` may contain markup."""
-    return (
-        f'<figure class="{kind}"><figcaption><h2>{escape(title)}</h2>'
-        f"<p>{sentence}</p></figcaption>{content}</figure>"
-    )
-
-
-def binned(values: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """Splits values [N] into at most `bins` equal parts; returns their means and maxima [bins]."""
-    starts = np.linspace(0, len(values), min(bins, len(values)), endpoint=False).astype(np.int64)
-    counts = np.diff(np.append(starts, len(values)))
-    values = np.asarray(values, np.float64)
-    return np.add.reduceat(values, starts) / counts, np.maximum.reduceat(values, starts)
-
-
-def _points(x: Axis, y: Axis, xs: Iterable[float], ys: Iterable[float]) -> str:
-    return " ".join(
-        f"{round(10 * x.at(a), 1):g},{round(1000 - 10 * y.at(b), 1):g}"
-        for a, b in zip(xs, ys, strict=True)
-    )
-
-
-def _swatch(css: str) -> str:
-    if css.startswith("line "):
-        return f'<line class="{css}" x1="0" x2="100%" y1="50%" y2="50%"/>'
-    return f'<rect class="{css}" x="1" y="1" width="100%" height="100%"/>'
+def show_cost(value: float, unit: str) -> str:
+    """The cost with a readable unit: 12.3 s, 5.72×10⁹."""
+    factor, name = cost_scale(value, unit)
+    digits = value * factor
+    text = f"{digits:,.0f}" if digits >= 1000 else f"{digits:.3g}"
+    return f"{text}×{name}" if name.startswith("10") else f"{text} {name}".strip()

@@ -1,12 +1,48 @@
-"""Metrics of a plan page: labels, formats and meanings; headline tiles and the table."""
+"""Metrics of a plan page: labels, formats, meanings; tiles and a table of them."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Literal, NamedTuple
 
-from alload_jax.report.charts import policy_colour, power_of_ten
-from alload_jax.report.plan_page_data import PolicyPart
+import numpy as np
+
+from alload_jax.report.charts import box_key, percent, policy_colour, show_cost
+
+
+@dataclass(frozen=True)
+class StepBars:
+    """One optimizer step of one policy.
+
+    Attributes:
+      step: index of the step within the epoch.
+      ranks: number of ranks, including those that are not drawn.
+      parts: (rank, cost, seq_len, kind) of every sample and padding on every rank; the kind is
+        "whole", "split" or "padding".
+    """
+
+    step: int
+    ranks: int
+    parts: list[tuple[int, float, int, str]]
+
+
+@dataclass(frozen=True)
+class PolicyPart:
+    """An epoch as one policy plans it.
+
+    Attributes:
+      name: displayed name, such as `equal_tokens (independent)`.
+      metrics: values by their names in `METRICS`; None is shown as a dash.
+      steps: the steps to draw, about three.
+      imbalance: [steps] max/mean − 1 of cost over ranks.
+    """
+
+    name: str
+    metrics: dict[str, float | int | None]
+    steps: tuple[StepBars, ...]
+    imbalance: np.ndarray
+
 
 Value = float | int | None
 
@@ -15,7 +51,7 @@ class Metric(NamedTuple):
     """How a metric is shown; `better` is "" if neither lower nor higher values are better."""
 
     label: str
-    form: Literal["percent", "count", "number", "seconds", "times", "cost"]
+    form: Literal["percent", "count", "seconds", "times", "cost"]
     meaning: str
     better: Literal["lower", "higher", ""] = "lower"
 
@@ -31,7 +67,6 @@ METRICS: dict[str, Metric] = {
     "excess": Metric(
         "Above the bound", "percent", "Makespan relative to a lower bound for any placement."
     ),
-    "cost_cv": Metric("Cost CV", "percent", "Standard deviation of cost over ranks / mean."),
     "compute_cv": Metric("Compute CV", "percent", "Standard deviation of B·S² over ranks / mean."),
     "step_cv": Metric("Step CV", "percent", "Standard deviation of step time / mean."),
     "padding": Metric("Padding", "percent", "Share of computed tokens that belong to no sample."),
@@ -58,11 +93,8 @@ METRICS: dict[str, Metric] = {
     ),
     "seconds_per_epoch": Metric("Time per epoch", "seconds", "Predicted, with all ranks."),
     "tokens_per_second": Metric("Tokens per second", "count", "Over all ranks.", "higher"),
-    "throughput": Metric("Throughput", "times", "Relative to the baseline.", "higher"),
     "cost": Metric("Cost of the epoch", "cost", "Sum of the steps' makespans."),
     "steps": Metric("Steps", "count", "Optimizer steps of one epoch.", ""),
-    "samples": Metric("Samples", "count", "Samples placed.", ""),
-    "tokens": Metric("Tokens", "count", "Tokens of the samples placed.", ""),
     "buckets": Metric("Programs", "count", "Distinct micro-batch shapes to compile."),
     "first_step_seconds": Metric(
         "Time to the first step", "seconds", "Predicted, from the start of a run."
@@ -72,73 +104,57 @@ METRICS: dict[str, Metric] = {
 }
 """Name of a metric → how it is shown, in the order of the table."""
 
-_SECONDS = ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (180.0, 1.0, "s"), (10800.0, 1 / 60, "min"))
-_HEADLINES = ("idle", "imbalance")
 
-
-def metric(name: str) -> Metric:
-    """How to show a metric; metrics that `METRICS` lacks are shown with their names."""
-    return METRICS.get(name) or Metric(name.replace("_", " "), "number", "", "")
-
-
-def show(name: str, value: Value, cost_unit: str = "") -> str:
+def show(name: str, value: Value) -> str:
     """A metric's value as text; a dash if it is None or not finite."""
     if value is None or not math.isfinite(value):
         return "–"
-    form = metric(name).form
+    form = METRICS[name].form
     if form == "percent":
         return percent(value)
     if form == "count":
         return f"{value:,.0f}"
     if form == "times":
         return f"{value:.2f}×"
-    if form in ("seconds", "cost"):
-        return show_cost(value, "s" if form == "seconds" else cost_unit)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    return show_cost(value, "s" if form == "seconds" else "")
 
 
-def percent(value: float) -> str:
-    """The share in percent: 39.2%, 0.12%, 710%, <0.01%."""
-    value = 100 * value
-    if 0 < abs(value) < 0.005:
-        return "<0.01%"
-    digits = 0 if abs(value) >= 99.95 or value == 0 else 1 if abs(value) >= 0.995 else 2
-    return f"{value:,.{digits}f}%"
-
-
-def cost_scale(high: float, unit: str) -> tuple[float, str]:
-    """(factor, name) of a readable unit for costs up to `high`."""
-    if not math.isfinite(high) or high <= 0:
-        return 1.0, unit
-    if unit == "s":
-        below = (scale[1:] for scale in _SECONDS if high < scale[0])
-        return next(below, (1 / 3600, "h"))
-    exponent = 3 * math.floor(math.log10(high) / 3)
-    if exponent in (0, 3):
-        return 1.0, unit
-    return 10.0**-exponent, f"{power_of_ten(exponent)} {unit}".strip()
-
-
-def show_cost(value: float, unit: str) -> str:
-    """The cost with a readable unit: 12.3 s, 5.72×10⁹."""
-    factor, name = cost_scale(value, unit)
-    digits = value * factor
-    text = f"{digits:,.0f}" if digits >= 1000 else f"{digits:.3g}"
-    return f"{text}×{name}" if name.startswith("10") else f"{text} {name}".strip()
-
-
-def headline(policies: Sequence[PolicyPart], cost_unit: str) -> str:
+def headline(policies: Sequence[PolicyPart]) -> str:
     """Tiles that compare the baseline with the best policy."""
     before, after = policies[0], policies[-1]
-    tiles = [
-        _tile(name, before.metrics[name], after.metrics.get(name), cost_unit, len(policies) > 1)
-        for name in _HEADLINES
-        if before.metrics.get(name) is not None
-    ]
+    tiles = []
+    for name in ("idle", "imbalance"):
+        old, new = before.metrics.get(name), after.metrics.get(name)
+        if old is None:
+            continue
+        text, bars = f'<span class="from">{show(name, old)}</span>', ""
+        if len(policies) > 1:
+            text += f'<span class="arrow" aria-label="to">→</span><b>{show(name, new)}</b>'
+            bars = _bars(old, new)
+        tiles.append(_tile(METRICS[name].label, text, bars, METRICS[name].meaning))
     gain = speedup(before, after)
     if gain is not None and len(policies) > 1:
-        tiles.append(_gain_tile(gain, before.name))
+        meaning = f"Samples in the same time, relative to {before.name}; predicted."
+        tiles.append(_tile("Throughput", f"<b>{gain:.2f}×</b>", _bars(1.0, gain), meaning))
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
+
+
+def _tile(title: str, value: str, bars: str, meaning: str) -> str:
+    return (
+        f'<div class="tile"><h2>{title}</h2><p class="value">{value}</p>{bars}'
+        f'<p class="meaning">{escape(meaning)}</p></div>'
+    )
+
+
+def _bars(before: Value, after: Value) -> str:
+    """Two thin bars on one scale: the baseline above the best policy."""
+    pair = [v if v is not None and math.isfinite(v) and v > 0 else 0.0 for v in (before, after)]
+    high = max(pair) or 1.0
+    bars = "".join(
+        f'<i style="background: var(--{colour}); width: {100 * value / high:.1f}%"></i>'
+        for value, colour in zip(pair, ("p0", "best"), strict=True)
+    )
+    return f'<div class="pair" aria-hidden="true">{bars}</div>'
 
 
 def lede(policies: Sequence[PolicyPart]) -> str:
@@ -162,17 +178,15 @@ def speedup(before: PolicyPart, after: PolicyPart) -> float | None:
     return None
 
 
-def metrics_table(policies: Sequence[PolicyPart], cost_unit: str) -> str:
+def metrics_table(policies: Sequence[PolicyPart]) -> str:
     """A table of metrics (rows) and policies (columns); the best value of a row is bold."""
-    present = {name for policy in policies for name in policy.metrics}
-    names = [name for name in METRICS if name in present]
-    names += [n for policy in policies for n in policy.metrics if n not in METRICS]
     head = "".join(
-        f'<th scope="col"><i class="chip {policy_colour(n, len(policies))}"></i>'
+        f'<th scope="col"><i {box_key(policy_colour(n, len(policies)))}></i>'
         f"{escape(policy.name)}</th>"
         for n, policy in enumerate(policies)
     )
-    rows = "".join(_row(name, policies, cost_unit) for name in dict.fromkeys(names))
+    present = {name for policy in policies for name in policy.metrics}
+    rows = "".join(_row(name, policies) for name in METRICS if name in present)
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Metrics of every policy">'
         f'<table><thead><tr><th scope="col">Metric</th>{head}</tr></thead>'
@@ -180,57 +194,18 @@ def metrics_table(policies: Sequence[PolicyPart], cost_unit: str) -> str:
     )
 
 
-def _row(name: str, policies: Sequence[PolicyPart], cost_unit: str) -> str:
-    shown = metric(name)
+def _row(name: str, policies: Sequence[PolicyPart]) -> str:
+    shown = METRICS[name]
     values = [policy.metrics.get(name) for policy in policies]
-    texts = [show(name, value, cost_unit) for value in values]
-    best = _best(values, shown.better) if len(set(texts)) > 1 else None
-    cells = "".join(
-        f'<td class="best">{escape(text)}</td>'
-        if best is not None and text == show(name, best, cost_unit)
-        else f"<td>{escape(text)}</td>"
-        for text in texts
-    )
-    meaning = f"<small>{escape(shown.meaning)}</small>" if shown.meaning else ""
-    title = f' title="{escape(shown.meaning)}"' if shown.meaning else ""
-    return f'<tr><th scope="row"{title}>{escape(shown.label)}{meaning}</th>{cells}</tr>'
-
-
-def _best(values: Sequence[Value], better: str) -> Value:
+    texts = [show(name, value) for value in values]
     known = [value for value in values if value is not None and math.isfinite(value)]
-    if not known or not better:
-        return None
-    return min(known) if better == "lower" else max(known)
-
-
-def _tile(name: str, before: Value, after: Value, cost_unit: str, compare: bool) -> str:
-    shown = metric(name)
-    value = f'<span class="from">{escape(show(name, before, cost_unit))}</span>'
-    bars = ""
-    if compare:
-        best = escape(show(name, after, cost_unit))
-        value += f'<span class="arrow" aria-label="to">→</span><b>{best}</b>'
-        bars = _bars(before, after)
+    best = None
+    if known and shown.better and len(set(texts)) > 1:
+        best = show(name, min(known) if shown.better == "lower" else max(known))
+    cells = "".join(
+        f'<td class="best">{text}</td>' if text == best else f"<td>{text}</td>" for text in texts
+    )
     return (
-        f'<div class="tile"><h2>{escape(shown.label)}</h2><p class="value">{value}</p>{bars}'
-        f'<p class="meaning">{escape(shown.meaning)}</p></div>'
+        f'<tr><th scope="row" title="{escape(shown.meaning)}">{shown.label}'
+        f"<small>{escape(shown.meaning)}</small></th>{cells}</tr>"
     )
-
-
-def _gain_tile(gain: float, baseline: str) -> str:
-    return (
-        f'<div class="tile"><h2>Throughput</h2><p class="value"><b>{gain:.2f}×</b></p>'
-        f'{_bars(1.0, gain)}<p class="meaning">Samples in the same time, '
-        f"relative to {escape(baseline)}; predicted.</p></div>"
-    )
-
-
-def _bars(before: Value, after: Value) -> str:
-    """Two thin bars on one scale: the baseline above the best policy."""
-    pair = [v if v is not None and math.isfinite(v) and v > 0 else 0.0 for v in (before, after)]
-    high = max(pair) or 1.0
-    rects = "".join(
-        f'<rect class="{css}" x="0" y="{y}" width="{100 * v / high:.1f}%" height="5" rx="2.5"/>'
-        for v, css, y in zip(pair, ("p0", "best"), (0, 9), strict=True)
-    )
-    return f'<svg class="pair" aria-hidden="true">{rects}</svg>'

@@ -1,19 +1,44 @@
-"""Renders a self-contained HTML page that compares how policies plan a data set."""
+"""The self-contained HTML page that compares how policies plan a data set."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 from pathlib import Path
+
+import numpy as np
+from matplotlib import rc_context
 
 from alload_jax.errors import InputError
 from alload_jax.files import replacing
-from alload_jax.planning.files import replaceable
-from alload_jax.report.plan_bars import bars_figure
-from alload_jax.report.plan_curves import curve_figure, epoch_figure, ranks_figure
-from alload_jax.report.plan_figures import headline, lede, metrics_table
-from alload_jax.report.plan_lengths import LengthClasses, lengths_figure
-from alload_jax.report.plan_page_data import PlanPage, PolicyPart, StepBars
-
-__all__ = ["PlanPage", "PolicyPart", "StepBars", "render", "write_page"]
+from alload_jax.planning.cost import (
+    CostModel,
+    in_seconds,
+    marginal_cost,
+    micro_batch_costs,
+    rank_costs,
+)
+from alload_jax.planning.epoch import EpochPlan
+from alload_jax.planning.factory import m_comp_curve
+from alload_jax.planning.metrics import imbalance
+from alload_jax.planning.plan import replaceable
+from alload_jax.planning.study import Case, Study, advice
+from alload_jax.report.charts import CSS, STYLE
+from alload_jax.report.plan_charts import (
+    LengthClasses,
+    bars_figure,
+    curve_figure,
+    epoch_figure,
+    lengths_figure,
+    ranks_figure,
+)
+from alload_jax.report.plan_figures import (
+    METRICS,
+    PolicyPart,
+    StepBars,
+    headline,
+    lede,
+    metrics_table,
+)
 
 _TEMPLATE = """<!DOCTYPE html>
 <html lang="en">
@@ -27,7 +52,6 @@ _TEMPLATE = """<!DOCTYPE html>
 {css}</style>
 </head>
 <body>
-{patterns}
 <header>
 <p class="eyebrow">How a data set is planned</p>
 <h1>{title}</h1>
@@ -46,14 +70,6 @@ Costs and times are predictions of the cost model, before any run.</footer>
 </body>
 </html>
 """
-
-# Patterns are defined in pixels, so that they do not scale with the chart that they fill.
-_PATTERNS = (
-    '<svg class="patterns" width="0" height="0" aria-hidden="true"><defs>'
-    '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><rect class="hatch-paper" width="6" height="6"/>'
-    '<line class="hatch-line" x1="0" x2="0" y1="0" y2="6"/></pattern></defs></svg>'
-)
 
 # Without this script browsers show the same texts as titles, after a delay.
 _SCRIPT = """(function () {
@@ -80,16 +96,44 @@ _SCRIPT = """(function () {
 """
 
 
+@dataclass(frozen=True)
+class PlanPage:
+    """A data set and how policies plan it.
+
+    Attributes:
+      title: title of the page.
+      facts: settings of the plans: `data`, `ranks`, `M_mem`, `cost model`, …
+      seq_len: [N] int64, tokens of every sample of the manifest.
+      sequence_cost: [N], cost of each sample alone.
+      cost_unit: `s`, or "" if costs have no unit.
+      policies: at least one; the first is the baseline, the last the best.
+      curve: ([n] values of M_comp, [n] predicted seconds per epoch, chosen M_comp), or None.
+      over_ranks: policy → [(ranks, imbalance)], or None.
+      notes: sentences at the end of the page.
+    """
+
+    title: str
+    facts: dict[str, str]
+    seq_len: np.ndarray
+    sequence_cost: np.ndarray
+    cost_unit: str
+    policies: tuple[PolicyPart, ...]
+    curve: tuple[np.ndarray, np.ndarray, float] | None = None
+    over_ranks: dict[str, list[tuple[int, float]]] | None = None
+    notes: tuple[str, ...] = ()
+
+
 def render(page: PlanPage) -> str:
     """The page as HTML. It loads nothing, and equal pages give equal text."""
+    with rc_context(STYLE):
+        sections = "\n".join(_sections(page))
     return _TEMPLATE.format(
         title=escape(page.title),
-        css=(files("alload_jax.report") / "plan_page.css").read_text(encoding="utf-8"),
-        patterns=_PATTERNS,
+        css=CSS,
         lede=lede(page.policies),
-        headline=headline(page.policies, page.cost_unit),
+        headline=headline(page.policies),
         facts=_facts(page.facts),
-        sections="\n".join(_sections(page)),
+        sections=sections,
         script=_SCRIPT,
     )
 
@@ -121,7 +165,7 @@ def _sections(page: PlanPage) -> list[str]:
     if page.curve is not None:
         parts.append(curve_figure(*page.curve))
     if page.over_ranks:
-        parts.append(ranks_figure(page.over_ranks, page.over_ranks_metric, page.policies))
+        parts.append(ranks_figure(page.over_ranks, page.policies))
     parts.append(_notes(page.notes))
     return [part for part in parts if part]
 
@@ -138,10 +182,137 @@ def _table(page: PlanPage) -> str:
     return (
         '<section class="figures"><h2>All figures</h2>'
         "<p>Means over the steps of an epoch; the best value of each row is bold.</p>"
-        f"{metrics_table(page.policies, page.cost_unit)}</section>"
+        f"{metrics_table(page.policies)}</section>"
     )
 
 
 def _notes(notes: tuple[str, ...]) -> str:
     items = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return f'<section class="notes"><h2>Notes</h2><ul>{items}</ul></section>' if items else ""
+
+
+_DRAWN_AT = (0.25, 0.5, 0.75)
+"""Positions of the drawn steps in the epoch, as shares of its steps."""
+
+
+def write_report(
+    path: str | Path, study: Study, cases: Sequence[Case], data: str, cost_model: str
+) -> None:
+    """Writes the page: cases with the first number of ranks in full, the others as curves.
+
+    Args:
+      path: the HTML file to write.
+      study: the study of the cases.
+      cases: the planned cases; the first is the baseline.
+      data: description of the data set.
+      cost_model: description of the cost model's source.
+
+    Raises:
+      InputError: the path cannot be written.
+    """
+    ranks = cases[0].ranks
+    main = [case for case in cases if case.ranks == ranks]
+    typical = study.samples.typical()
+    page = PlanPage(
+        title=f"How to feed {ranks} GPUs",
+        facts={"data": data, "ranks": f"{ranks:,}"}
+        | ({"M_mem": f"{main[0].plan_m_mem:,} tokens"} if main[0].plan_m_mem else {})
+        | {"cost model": cost_model},
+        seq_len=typical.seq_len,
+        sequence_cost=study.predictor.sequence_cost(typical.seq_len),
+        cost_unit="s" if in_seconds(study.predictor) else "",
+        policies=tuple(_policy_part(case, study) for case in main),
+        curve=_curve(main, study),
+        over_ranks=_over_ranks(cases),
+        notes=(*advice(study, main), *_notes_of(study, cost_model)),
+    )
+    write_page(path, page)
+
+
+def _policy_part(case: Case, study: Study) -> PolicyPart:
+    samples = study.samples_of(case.config.policy)
+    epoch, seq_len = case.epoch, samples.seq_len
+    seconds = case.config.seconds_per_split_token(study.costs)
+    cost = rank_costs(epoch, micro_batch_costs(epoch, seq_len, study.predictor, seconds))
+    metrics = {k: v for k, v in case.figures()["metrics"].items() if k in METRICS}
+    if case.in_seconds:
+        metrics["seconds_per_epoch"] = metrics.pop("cost")
+    else:
+        del metrics["tokens_per_second"]
+    drawn = sorted({int(share * (epoch.steps - 1)) for share in _DRAWN_AT})
+    bars = tuple(_bars(epoch, step, seq_len, study.predictor, seconds) for step in drawn)
+    return PolicyPart(case.name, metrics, bars, imbalance(cost))
+
+
+def _bars(
+    epoch: EpochPlan,
+    step: int,
+    seq_len: np.ndarray,
+    model: CostModel,
+    seconds_per_split_token: float,
+) -> StepBars:
+    """The samples and padding that each rank of a step computes, with their costs."""
+    part = epoch.only(step)
+    total = micro_batch_costs(part, seq_len, model, seconds_per_split_token)
+    owner, lengths = part.micro_batch_of_part(), seq_len[part.sample]
+    if part.packing is None:
+        cost, is_split = model.sequence_cost(lengths), np.zeros(len(lengths), bool)
+    else:
+        cost, is_split = _packed_costs(part, lengths, model)
+    rest = total - np.bincount(owner, weights=cost, minlength=len(total))
+    columns = (part.rank[owner], cost, lengths, np.where(is_split, "split", "whole"))
+    parts = list(zip(*(column.tolist() for column in columns), strict=True))
+    parts += [
+        (int(rank), float(value), 0, "padding")
+        for rank, value in zip(part.rank, rest, strict=True)
+        if value > 0
+    ]
+    return StepBars(step, part.ranks, parts)
+
+
+def _packed_costs(
+    part: EpochPlan, lengths: np.ndarray, model: CostModel
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cost of every part, and whether it is split.
+
+    The cost of a part is that of its tokens as padding plus its share of its sample's marginal
+    cost.
+    """
+    assert part.packing is not None
+    tokens, is_split = part.packing.tokens, part.packing.is_split
+    marginal = marginal_cost(model, lengths)
+    share = np.where(is_split, tokens / np.maximum(1, lengths), 1.0)
+    return model.padding_cost(tokens) + marginal * share, is_split
+
+
+def _curve(cases: Sequence[Case], study: Study) -> tuple[np.ndarray, np.ndarray, float] | None:
+    """Predicted time over M_comp of the first policy that has an M_comp by default."""
+    for case in cases:
+        if case.config.traits.m_comp_by_default:
+            samples = study.samples_of(case.config.policy)
+            curve = m_comp_curve(case.config, samples, case.plan.topology, study.costs)
+            return curve.m_comp, curve.cost, curve.chosen
+    return None
+
+
+def _over_ranks(cases: Sequence[Case]) -> dict[str, list[tuple[int, float]]] | None:
+    if len({case.ranks for case in cases}) == 1:
+        return None
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for case in cases:
+        curves.setdefault(case.name, []).append((case.ranks, case.metrics.imbalance))
+    return curves
+
+
+def _notes_of(study: Study, cost_model: str) -> tuple[str, ...]:
+    notes = ["A cost model predicts every figure on this page; none is measured."]
+    if study.costs.origin == "analytic":
+        notes.append(
+            "The cost model counts FLOPs and bytes; `alload calibrate` measures one on your device."
+        )
+    if study.replay:
+        notes.append(
+            f"The simulation adds noise of {study.replay.noise:.0%} and "
+            f"{study.replay.all_reduce:g} s of all-reduce to every step."
+        )
+    return (*notes, f"Cost model: {cost_model}.")

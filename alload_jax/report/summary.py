@@ -1,26 +1,185 @@
-"""The summary of a finished run."""
+"""What a run prints of its plan at the start, and its summary at the end."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from alload_jax.errors import InputError
+from alload_jax.distributed.cluster import first_process
+from alload_jax.errors import InputError, one_line
 from alload_jax.files import read_json
+from alload_jax.planning.cost import CostModel, in_seconds
+from alload_jax.planning.metrics import PlanMetrics, plan_metrics
+from alload_jax.planning.plan import Plan
+
+_POOR_FILL = 0.6
+"""Share of M_mem that micro-batches fill on average, below which the plan is poor."""
+_FEW_SAMPLES = 20
+"""Samples for each program to compile, below which programs are too many."""
+_ONLY_AT_START = ("run.initial_weights", "run.initial_lora")
+"""Settings that only a run without a checkpoint reads."""
+_NAMED = 6
+"""Most changed settings that are named."""
+_LEAST_SQUARE, _MOST_SQUARE = 0.05, 4.0
+"""Mean squares beyond which latents were hardly made for such models. Pixels from −1 to 1 and
+normalised latents have 0.3 to 2."""
+
+
+class Opening(NamedTuple):
+    """What there is to say.
+
+    Attributes:
+      plan: of the run.
+      policy: name of its policy.
+      m_mem: most tokens of a micro-batch; None if not bounded.
+      cost_model: that the plan is balanced by.
+      timed: whether its seconds are those of these devices.
+      steps: optimizer steps of the run.
+      start: steps done already.
+      weights: where the weights come from.
+      excluded: number of samples that are left out.
+      validation: what is validated and when; "" for nothing.
+      policy_reason: why auto took the policy; "" if the config names it.
+      doubts: what may surprise of the data, such as what the model does not take.
+    """
+
+    plan: Plan
+    policy: str
+    m_mem: int | None
+    cost_model: CostModel
+    timed: bool
+    steps: int
+    start: int
+    weights: str
+    excluded: int = 0
+    validation: str = ""
+    policy_reason: str = ""
+    doubts: Sequence[str] = ()
+
+
+def show_opening(opening: Opening, changed: str) -> None:
+    """Prints what the run will do; warnings go to stderr. Only the first process prints."""
+    if not first_process():
+        return
+    lines, warnings = opening_lines(opening)
+    print("\n".join(map(one_line, [*lines, *([changed] if changed else [])])), flush=True)
+    for warning in warnings:
+        print(one_line(f"warning: {warning}"), file=sys.stderr, flush=True)
+
+
+def opening_lines(opening: Opening) -> tuple[list[str], list[str]]:
+    """Lines on what the run will do, and warnings about its plan."""
+    plan, seq_len = opening.plan, opening.plan.samples.seq_len
+    found = plan_metrics(plan.epoch(0), seq_len, opening.cost_model, opening.m_mem)
+    epochs = opening.steps / found.steps
+    lengths = f"{seq_len.min():,} to {seq_len.max():,} tokens"
+    left_out = f" ({opening.excluded:,} left out)" if opening.excluded else ""
+    counts, ranks = plan.epoch(0).counts, plan.topology.ranks
+    weighted = "" if counts is None else f", {counts.sum():,} an epoch by data.weights,"
+    lines = [
+        f"data: {len(seq_len):,} samples{left_out}{weighted} of {lengths}; an epoch has "
+        f"{found.steps:,} steps, the run {opening.steps:,} ({epochs:,.1f} epochs)",
+        f"steps: {found.samples / found.steps:,.1f} samples on {ranks:,} rank{'s' * (ranks > 1)} "
+        f"by {opening.policy}, {_fill(found, opening.m_mem)}; programs to compile: {found.buckets}",
+        *([opening.policy_reason] if opening.policy_reason else []),
+        *_predicted(found, opening),
+        f"weights: {opening.weights}",
+        *([f"validation: {opening.validation}"] if opening.validation else []),
+    ]
+    return lines, _warnings(found, opening)
+
+
+def changed_settings(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """A line on the settings that differ from a run's last start; "" if none does.
+
+    Args:
+      before: values of the last start by dotted key; missing ones were not known then.
+      now: values of this start.
+    """
+    other = [key for key, value in now.items() if key in before and before[key] != value]
+    if not other:
+        return ""
+    named = [f"{key} {before[key]} → {now[key]}" for key in other[:_NAMED]]
+    more = f" and {len(other) - _NAMED} more" if len(other) > _NAMED else ""
+    return f"changed since the last start: {', '.join(named)}{more}"
+
+
+def unused_settings(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """What a run that goes on from a checkpoint does not read, though it changed; "" for nothing.
+
+    Args:
+      before, now: as in `changed_settings`.
+    """
+    other = [key for key in _ONLY_AT_START if key in before and before[key] != now[key]]
+    if not other:
+        return ""
+    named = " and ".join(f"{key} {now[key]}" for key in other)
+    return (
+        f"{named}: not used, as the run goes on with the weights of its checkpoint; name another "
+        "run.folder to begin with it"
+    )
+
+
+def scale_warning(found: float | None) -> str:
+    """What is to be said of a mean square; empty if it is usual."""
+    if found is None or _LEAST_SQUARE <= found <= _MOST_SQUARE:
+        return ""
+    return (
+        f"the latents have a mean square of {found:.3g}, and models are trained on about 1; "
+        "normalise them by the mean and deviation of their VAE, and prepare the data again"
+    )
+
+
+def _fill(found: PlanMetrics, m_mem: int | None) -> str:
+    padding = f"{found.padding:.1%} padding"
+    if found.utilisation is None:
+        return padding
+    return f"{found.utilisation:.0%} of m_mem ({m_mem:,} tokens) filled, {padding}"
+
+
+def _predicted(found: PlanMetrics, opening: Opening) -> list[str]:
+    """The predicted time, if the cost model predicts these devices' seconds."""
+    if not opening.timed or not in_seconds(opening.cost_model):
+        return []
+    each = found.cost / found.steps
+    left = each * max(0, opening.steps - opening.start)
+    return [
+        f"predicted: {each:,.2f} s a step, {left / 3600:,.1f} h for what is left, without "
+        f"compilation; ranks wait {found.idle:.1%} of the time"
+    ]
+
+
+def _warnings(found: PlanMetrics, opening: Opening) -> list[str]:
+    samples = len(opening.plan.samples.seq_len)
+    warnings = list(opening.doubts)
+    if found.utilisation is not None and found.utilisation < _POOR_FILL:
+        warnings.append(
+            f"micro-batches fill {found.utilisation:.0%} of planning.m_mem on average; lower "
+            "planning.m_mem, raise planning.m_comp, or compare policies with `alload plan`"
+        )
+    if found.buckets > 1 and samples < _FEW_SAMPLES * found.buckets:
+        warnings.append(
+            f"{found.buckets} programs are compiled for {samples:,} samples; prepare fewer sizes, "
+            "lower planning.max_programs, or choose a packed planning.policy where the device has "
+            "one"
+        )
+    return warnings
+
 
 _LOSS_WINDOW = 50
 
 
 def summarise(
-    rows: list[dict[str, Any]],
+    rows: Sequence[Mapping[str, float]],
     steps: int,
     figures: Mapping[str, float],
     peak_memory: int | None,
     seconds: float,
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """Summarises a run.
 
     Args:
@@ -45,6 +204,7 @@ def summarise(
     train_seconds = column["step_seconds"].sum()
     memory = {} if peak_memory is None else {"peak_memory_bytes": peak_memory}
     window = max(1, min(_LOSS_WINDOW, len(rows) // 2))
+    skipped = [int(row["update_skipped"]) for row in rows if "update_skipped" in row]
     return {
         **figures,
         **memory,
@@ -59,18 +219,13 @@ def summarise(
         "padding": float(column["padding"].mean()),
         "input_wait_share": float(column["input_wait_seconds"].sum() / train_seconds),
         "records_skipped": int(column["skipped"].sum()),
-        **_updates_skipped(rows),
+        **({"updates_skipped": sum(skipped)} if skipped else {}),
         "train_seconds": float(train_seconds),
         "seconds": seconds,
     }
 
 
-def _updates_skipped(rows: list[dict[str, Any]]) -> dict[str, int]:
-    counts = [int(row["update_skipped"]) for row in rows if "update_skipped" in row]
-    return {"updates_skipped": sum(counts)} if counts else {}
-
-
-def read_summary(folder: Path, steps: int) -> dict[str, Any] | None:
+def read_summary(folder: Path, steps: int) -> dict[str, float] | None:
     """The summary of a run that finished after `steps` steps; None if there is none.
 
     Raises:
@@ -82,7 +237,7 @@ def read_summary(folder: Path, steps: int) -> dict[str, Any] | None:
     return summary if summary and summary.get("steps") == steps else None
 
 
-def print_summary(summary: dict[str, Any], folder: Path) -> None:
+def print_summary(summary: Mapping[str, float], folder: Path) -> None:
     """Prints the summary as a table."""
     table = Table(title=f"{folder}: finished at step {summary['steps']}", title_justify="left")
     table.add_column("figure")

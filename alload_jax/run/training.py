@@ -1,285 +1,441 @@
-"""Trains: from the state, new or restored, over the loop to the summary."""
+"""The training program, read from top to bottom: data, plan, model, state, loop, summary."""
 
-import sys
+import dataclasses
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from alload_jax.config import Config, run_steps, values_in, values_of
-from alload_jax.data.batch import describe
+import jax
+from jax.sharding import Mesh
+
+from alload_jax.config import (
+    Config,
+    run_steps,
+    use_compilation_cache,
+    values_in,
+    values_of,
+    with_context,
+    write_config,
+)
+from alload_jax.data.batch import AnyBatch, describe
 from alload_jax.data.condition import unread
+from alload_jax.data.manifest import Manifest
 from alload_jax.data.placement import place_ahead
 from alload_jax.data.store import mean_square
-from alload_jax.distributed.cluster import Cluster, first_process
-from alload_jax.distributed.consensus import Consensus
-from alload_jax.errors import InputError
-from alload_jax.planning.repeats import times_placed
-from alload_jax.report.opening import (
+from alload_jax.data.weights import weights_identity
+from alload_jax.distributed.cluster import Cluster, Consensus, first_process
+from alload_jax.distributed.initialize import initialize
+from alload_jax.encoders.loading import share_memory
+from alload_jax.errors import InputError, print_stderr
+from alload_jax.objectives.objective import Objective
+from alload_jax.planning.epoch import times_placed
+from alload_jax.planning.plan import Plan
+from alload_jax.report.summary import (
     Opening,
     changed_settings,
+    print_summary,
+    read_summary,
     scale_warning,
     show_opening,
+    summarise,
     unused_settings,
 )
-from alload_jax.report.summary import print_summary, read_summary, summarise
-from alload_jax.run.callbacks import Callbacks, make_callbacks
-from alload_jax.run.folder import write_folder
-from alload_jax.run.kernel_choice import share_comparisons
-from alload_jax.run.remat import require_memory, resolved_model
-from alload_jax.run.work import Work
-from alload_jax.training.bad_samples import BadSamples
+from alload_jax.run.prepare import make_collator, plan_run, read_data
+from alload_jax.sampling.samples import SampleWriter
+from alload_jax.sharding.mesh import group_meshes, make_mesh
+from alload_jax.training.callbacks.callback import Callback, CallbackContext
+from alload_jax.training.callbacks.telemetry import LayerLog, Telemetry
+from alload_jax.training.callbacks.validating import Checkpointing, Drawing, Evaluation, Validating
 from alload_jax.training.callbacks.watchdog import Watchdog
-from alload_jax.training.checkpoint import Checkpoints
-from alload_jax.training.device_memory import memory_named, run_memory
-from alload_jax.training.loop import Loop
-from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
+from alload_jax.training.checkpoint import BestCheckpoints, Checkpoints
+from alload_jax.training.device_memory import STATE_REMEDY, memory_named, run_memory
+from alload_jax.training.divergence import MOST_FOLLOWED, Divergence, DivergenceGuard
+from alload_jax.training.loop import BadSamples, Loop
+from alload_jax.training.optimizer import OptimizerConfig, learning_rate_schedule
 from alload_jax.training.parameters import describe_trained
 from alload_jax.training.progress import ProgressBar
-from alload_jax.training.restore import CHECKPOINTS
-from alload_jax.training.resume import continue_with
-from alload_jax.training.run_files import peak_memory, process_seconds, write_json
-from alload_jax.training.shape_groups import GroupTrainer, make_trainer
-from alload_jax.training.signals import StopRequest, stop_name
-from alload_jax.training.start import Origin, new_state, state_of_checkpoint
-from alload_jax.training.state import TrainingSpec, TrainState, Weights
+from alload_jax.training.remat_choice import require_memory, resolved_model
+from alload_jax.training.restore import CHECKPOINTS, new_state, state_of_checkpoint
+from alload_jax.training.run_files import (
+    BadRecords,
+    MetricsLog,
+    after_loss,
+    append_environment,
+    continue_with,
+    locked,
+    peak_memory,
+    process_seconds,
+    write_json,
+)
+from alload_jax.training.settings import RunConfig
+from alload_jax.training.signals import (
+    StopRequest,
+    leave,
+    stop_name,
+    termination_as_interrupt,
+)
+from alload_jax.training.state import TrainingSpec, TrainState, training_spec
 from alload_jax.training.step import auxiliary_shapes
-from alload_jax.training.trainer import Trainer, largest, on_mesh
+from alload_jax.training.trackers.tracker import TrackerContext, Trackers
+from alload_jax.training.trainer import Trainer, largest, make_trainer, on_mesh
 from alload_jax.training.validation.validator import Validator
+from alload_jax.waits import waits
+from pallas_kernels.first_use import COMPARISONS
+
+
+def run(config: Config, argv: Sequence[str]) -> int:
+    """Runs the training of a config; returns the exit status.
+
+    Args:
+      config: the config as it was read.
+      argv: the command line, for the advice to continue.
+    """
+    if config.sampling.encoders.vae:  # it decodes samples beside the model
+        share_memory()
+    status = config.run.status_when_stopped or 128 + signal.SIGTERM
+    with (
+        initialize(config.cluster, config.run.folder) as cluster,
+        termination_as_interrupt(status, leave),
+    ):
+        stop, folder = StopRequest(), Path(config.run.folder)
+        remedy = partial(continue_with, folder, config.cluster)
+        with Watchdog(config.watchdog, folder, cluster, stop, remedy) as watchdog:
+            return train(with_context(config), argv, cluster, stop, watchdog)
 
 
 def train(
-    work: Work, cluster: Cluster, argv: Sequence[str], stop: StopRequest, watchdog: Watchdog
+    config: Config, argv: Sequence[str], cluster: Cluster, stop: StopRequest, watchdog: Watchdog
 ) -> int:
-    """Trains, from the start or from where the run folder stands; returns the exit status."""
-    config = work.config
-    folder, mesh = Path(config.run.folder), work.mesh
-    total = run_steps(config.run, work.run_plan.plan)
-    shapes = partial(work.collator.collation.shapes, work.run_plan.plan)
-    spec = training_spec(config, total)._replace(
-        model=resolved_model(config, cluster, shapes), step_weight=_step_weight(config, work)
+    """Trains, from the start or from where the run folder stands; returns the exit status.
+
+    The config is known here alone: what is called takes the parts that it uses.
+    """
+    began, folder = time.monotonic(), Path(config.run.folder)
+    use_compilation_cache(config.run)
+    cluster.set_remedy(partial(after_loss, folder, config.cluster))
+    cluster.require_same(values_of(config), "start all processes with the same config")
+
+    # ---------------------------------------------------------------- data
+    data = read_data(config.data, config.validation, config.model, cluster)
+
+    # ---------------------------------------------------------------- devices, plan, loader
+    mesh = make_mesh(config.mesh)
+    config.planning.refuse_foreign_costs(
+        config.model.step_fields() | {"parameters": config.parameters.identity()},
+        mesh.devices.flat[0].device_kind,
     )
-    require_memory(config, cluster, spec.model, work.run_plan.plan)
-    validator = make_validator(config, spec, work)
-    watchdog.progress()
-    with (
-        Checkpoints(
-            folder / CHECKPOINTS,
-            config.checkpoint,
-            work.identity,
-            config.model.later_fields | OptimizerConfig.usual_identity,
-        ) as checkpoints,
-        stop,
-        cluster.report_failures(),
-        memory_named(),
-    ):
-        # ------------------------------------------------------------ state, new or restored
-        start = checkpoints.continue_from(cluster)
-        if start:
-            checkpoints.check(start)
-        summary = cluster.broadcast(partial(read_summary, folder, start))
-        if summary and start >= total:
-            print_summary(summary, folder)
-            return 0
-        state, source = _begin(config, spec, work, checkpoints, start)
-        single = config.planning.single_gradient
-        trainer = make_trainer(spec, mesh, state, work.groups, single=single)
-
-        # ------------------------------------------------------------ run folder, compilation
-        square = cluster.broadcast(lambda: mean_square(work.collator.reader))
-        before = values_in(folder / "config.yaml") if start else {}
-        unused = unused_settings(before, values_of(config)) if checkpoints.base is None else ""
-        doubts = [text for text in (scale_warning(square), unused) if text]
-        _open(config, work, validator, total, start, source, before, doubts)
-        write_folder(config, folder, work.manifest, argv, start)
-        if start < total:
-            share_comparisons(cluster, partial(_trace, spec, work, state.weights))
-        compiled_in = _compile(trainer, work, validator, start < total, stop, watchdog.progress)
-
-        # ------------------------------------------------------------ training
-        callbacks = make_callbacks(
-            *(config, cluster, work, total, start, stop, watchdog, checkpoints, validator),
-            _loss_of_nothing(config, square),
-        )
-        wants_save = callbacks.checkpointing.wants_save
-        consensus = Consensus(cluster, mesh, lambda: stop.number, wants_save)
-        place = partial(place_ahead, mesh=mesh, groups=work.groups, consensus=consensus)
-        repair = BadSamples(
-            *(trainer, work.run_plan, work.collator, lambda step: next(place(iter([step])))),
-            *(folder, config.data.loader.max_bad_records, watchdog.progress),
-        )
-        loop = Loop(trainer, start, total, callbacks.all, repair)
-        ready = process_seconds()
-        stop_at = start if consensus.signal() else total
-        steps = work.run_plan.steps(start, stop_at, work.collator, config.data.loader)
-        with closing(steps):
-            loop.run(place(steps))
-        stopped_by = consensus.signal()
-    if loop.refusal:
-        raise InputError(f"{loop.refusal} (saved at step {loop.done})")
-    if stopped_by:
-        done = f"saved step {loop.done} of {total}"
-        print(f"{stop_name(stopped_by)}: {done}; {continue_with(folder, config.cluster)}")
-        return config.run.status_when_stopped
-    times: dict[str, float] = {}
-    if first_process() and (steps_done := callbacks.log.rows[start:]):
-        times = {
-            "programs": len(trainer.programs),
-            "compile_seconds": compiled_in,
-            "first_step_seconds": ready + steps_done[0]["step_seconds"],
-        }
-    _finish(folder, loop, callbacks, times, work.began)
-    return 0
-
-
-def training_spec(config: Config, total: int) -> TrainingSpec:
-    """What a run of `total` steps computes."""
-    return TrainingSpec(
+    run_plan, policy_reason = plan_run(
+        config.planning, config.model, data, config.run, mesh, cluster
+    )
+    plan, planning, costs = run_plan.plan, run_plan.planning, run_plan.costs
+    config = dataclasses.replace(config, planning=planning)
+    values, total = values_of(config), run_steps(config.run, plan)
+    identity = {
+        "validation": config.validation.identity(),
+        "model": config.model.architecture(),
+        "mixture": weights_identity(config.data.weights),
+        "plan": plan.identity(),
+        "parameters": config.parameters.identity(),
+        "optimizer": config.optimizer.identity(),
+        "planning": planning.identity(),
+        "data": data.manifest.identity(),
+    }
+    held_out = data.held_out.identity() if data.held_out else {}
+    cluster.require_same(
+        identity["plan"] | identity["data"] | held_out,
+        "give all processes the same data folder, code and packages",
+    )
+    cluster.require_shared("run.folder", folder)
+    collator = make_collator(run_plan, data, config.model, mesh, config.run.seed)
+    groups, tokens = group_meshes(mesh, plan), planning.tokens_bound(costs)
+    writer = SampleWriter(
+        folder / "samples",
         config.model,
-        config.objective,
-        make_optimizer(config.optimizer, total),
-        config.optimizer.ema_decay,
-        config.parameters,
-        config.optimizer.accumulate_dtype,
+        config.objective.timesteps,
+        config.sampling,
+        data.manifest,
+        trained_null=getattr(config.objective, "condition_dropout", 0.0) > 0,
     )
+    for evaluator in config.evaluators:
+        evaluator.check(config.model, data.manifest)
+    for tracker_config in config.trackers:
+        tracker_config.check()
+
+    with locked(folder, cluster):
+        # ------------------------------------------------------------ what a step computes
+        model = resolved_model(
+            model=config.model,
+            parameters=config.parameters,
+            optimizer=config.optimizer,
+            mesh=config.mesh,
+            planning=planning,
+            tokens=tokens,
+            shapes=partial(collator.collation.shapes, plan),
+            cluster=cluster,
+            folder=folder,
+        )
+        require_memory(
+            model, config.parameters, config.optimizer, config.mesh, planning, plan, cluster
+        )
+        spec = training_spec(
+            model=model,
+            optimizer=config.optimizer,
+            objective=config.objective,
+            parameters=config.parameters,
+            steps=total,
+            step_weight=_step_weight(config.optimizer, config.objective, plan),
+        )
+        validator = None
+        if data.held_out:
+            validator = Validator(config.validation, spec, mesh, data.held_out, tokens)
+        watchdog.progress()
+        with (
+            Checkpoints(
+                folder / CHECKPOINTS,
+                config.checkpoint,
+                identity,
+                config.model.later_fields | OptimizerConfig.usual_identity,
+            ) as checkpoints,
+            stop,
+            cluster.report_failures(),
+            memory_named(),
+        ):
+            # -------------------------------------------------------- state, new or restored
+            start = checkpoints.continue_from(cluster)
+            if start:
+                checkpoints.check(start)
+            summary = cluster.broadcast(partial(read_summary, folder, start))
+            if summary and start >= total:
+                print_summary(summary, folder)
+                return 0
+            state, state_to_train, source = _begin(spec, mesh, config.run, checkpoints, start)
+            if start:
+                run_plan.restore(checkpoints.restore_recalibration(start))
+            trainer = make_trainer(spec, mesh, state, groups, single=planning.single_gradient)
+
+            # -------------------------------------------------------- run folder, compilation
+            square = cluster.broadcast(lambda: mean_square(collator.reader))
+            before = values_in(folder / "config.yaml") if start else {}
+            unused = unused_settings(before, values) if checkpoints.base is None else ""
+            doubts = (unread(config.model, data.manifest), scale_warning(square), unused)
+            opening = Opening(
+                plan=run_plan.plan,
+                policy=planning.policy,
+                m_mem=tokens,
+                cost_model=planning.predictor(costs),
+                timed=planning.cost_model is not None,
+                steps=total,
+                start=start,
+                weights=source,
+                excluded=len(data.excluded),
+                validation=validator.told() if validator else "",
+                policy_reason=policy_reason,
+                doubts=[text for text in doubts if text],
+            )
+            show_opening(opening, changed_settings(before, values))
+            write_config(config, folder / "config.yaml")
+            _write_facts(folder, data.manifest, argv, start)
+            missing: Sequence[AnyBatch] = ()
+            if start < total:
+                missing = collator.collation.shapes(run_plan.plan)
+                of_group = groups[0] if groups else mesh
+                batch = on_mesh(largest(missing), of_group)
+                trace = partial(auxiliary_shapes, spec, of_group, state.weights, batch)
+                share_comparisons(cluster, trace)
+            compile_began = time.monotonic()
+            # What compiles in parallel ends where nothing holds the iterator any more.
+            _compile(
+                "compiling",
+                len(missing),
+                map(describe, trainer.compile(missing)),
+                stop,
+                watchdog.progress,
+            )
+            compile_seconds = time.monotonic() - compile_began
+            with memory_named("the state", STATE_REMEDY):
+                trainer.begin(jax.block_until_ready(state_to_train()))
+            if trainer.programs and not stop:
+                _show_memory(trainer)
+                if validator:
+                    _compile(
+                        "compiling validation",
+                        len(validator.classes),
+                        validator.compile(trainer.state),
+                        stop,
+                        watchdog.progress,
+                    )
+
+            # -------------------------------------------------------- callbacks
+            log, bar = MetricsLog(folder, resumed_at=start), ProgressBar("training", total, start)
+            tracker = Trackers(config.trackers, TrackerContext(folder, start, values))
+            checkpointing = Checkpointing(checkpoints, config.checkpoint, run_plan)
+            evaluation = Evaluation(config.evaluators, writer, config.sampling.seed)
+            validating = None
+            if validator:
+                best = BestCheckpoints(folder, config.checkpoint.keep_best, checkpoints, cluster)
+                every, save = config.validation.every, checkpointing.save
+                validating = Validating(validator, every, log, tracker, bar.say, best, save)
+            of_nothing = getattr(config.objective, "loss_of_nothing", None)
+            nothing = of_nothing(square) if of_nothing and square is not None else None
+            divergence = Divergence(config.divergence.stop_above, nothing)
+            guard = DivergenceGuard(divergence, checkpoints, run_plan, folder)
+            guard.follow(cluster.broadcast(lambda: log.losses(MOST_FOLLOWED) if start else []))
+            bad_records = BadRecords(folder / "bad_records.txt", cluster)
+            most_bad = config.data.loader.max_bad_records
+            schedule = learning_rate_schedule(config.optimizer, total)
+            every, progress = config.sampling.every, writer.progress(start)
+            callbacks: list[Callback] = [
+                watchdog,
+                Telemetry(run_plan, schedule, log, tracker, bad_records, most_bad, bar, guard),
+                LayerLog(folder, config.model, start),
+                checkpointing,
+                *([validating] if validating else []),
+                Drawing(writer, every, tracker, progress),
+                *(each.make(CallbackContext(folder, stop)) for each in config.callbacks),
+                evaluation,
+            ]
+
+            # -------------------------------------------------------- training
+            consensus = Consensus(cluster, mesh, lambda: stop.number, checkpointing.wants_save)
+            place = partial(place_ahead, mesh=mesh, groups=groups, consensus=consensus)
+            repair = BadSamples(
+                trainer=trainer,
+                plan=run_plan,
+                collator=collator,
+                place=lambda step: next(place(iter([step]))),
+                folder=folder,
+                most=most_bad,
+                progress=watchdog.progress,
+            )
+            loop = Loop(trainer, start, total, callbacks, repair)
+            ready = process_seconds()
+            stop_at = start if consensus.signal() else total
+            with closing(run_plan.steps(start, stop_at, collator, config.data.loader)) as steps:
+                loop.run(place(steps))
+            stopped_by = consensus.signal()
+
+        # ------------------------------------------------------------ end
+        if loop.refusal:
+            raise InputError(f"{loop.refusal} (saved at step {loop.done})")
+        if stopped_by:
+            done = f"saved step {loop.done} of {total}"
+            print(f"{stop_name(stopped_by)}: {done}; {continue_with(folder, config.cluster)}")
+            return config.run.status_when_stopped
+        figures: dict[str, float] = {}
+        if first_process() and (steps_done := log.rows[start:]):
+            figures = {
+                "programs": len(trainer.programs),
+                "compile_seconds": compile_seconds,
+                "first_step_seconds": ready + steps_done[0]["step_seconds"],
+            }
+        _finish(folder, loop, log, evaluation, validating, figures, began)
+        return 0
 
 
-def _loss_of_nothing(config: Config, square: float | None) -> float | None:
-    """What a model loses that predicts nothing, if the objective knows."""
-    known = getattr(config.objective, "loss_of_nothing", None)
-    return None if known is None or square is None else known(square)
-
-
-def _step_weight(config: Config, work: Work) -> float | None:
+def _step_weight(optimizer: OptimizerConfig, objective: Objective, plan: Plan) -> float | None:
     """The mean number of samples of a step; None where each step is divided by its own weight.
 
     Of the plan's: one that is left out counts like one that is found to be damaged.
     """
-    by_token = getattr(config.objective, "weighting", "sample") == "token"
-    if config.optimizer.gradient_mean == "step" or by_token:
+    by_token = getattr(objective, "weighting", "sample") == "token"
+    if optimizer.gradient_mean == "step" or by_token:
         return None
-    plan = work.run_plan.plan
     times = times_placed(plan.epoch(0), plan.samples.seq_len)
     return float(times.sum()) / plan.steps_per_epoch
 
 
-def make_validator(config: Config, spec: TrainingSpec, work: Work) -> Validator | None:
-    """The validation on the held-out samples; None without any.
-
-    Raises:
-      InputError: the objective has no errors at fixed noise levels.
-    """
-    if not work.held_out:
-        return None
-    tokens = config.planning.tokens_bound(work.costs)
-    return Validator(config.validation, spec, work.mesh, work.held_out, tokens)
-
-
 def _begin(
-    config: Config, spec: TrainingSpec, work: Work, checkpoints: Checkpoints, start: int
-) -> tuple[TrainState, str]:
-    """The state to train from, and in words where it comes from."""
-    origin = Origin(config.run.seed, config.run.initial_weights, config.run.initial_lora)
+    spec: TrainingSpec, mesh: Mesh, run: RunConfig, checkpoints: Checkpoints, start: int
+) -> tuple[TrainState, Callable[[], TrainState], str]:
+    """The state to train from, as `new_state` returns it, and in words where it comes from."""
     if start:
-        source = f"checkpoint of step {start} in {config.run.folder}"
-        state = state_of_checkpoint(spec, work.mesh, origin, checkpoints, start)
-        work.run_plan.restore(checkpoints.restore_recalibration(start))
+        source = f"checkpoint of step {start} in {run.folder}"
+        restored = state_of_checkpoint(spec, mesh, run, checkpoints, start)
+        state, state_to_train = restored, lambda: restored
     else:
-        source = config.run.initial_weights or f"new, drawn with run.seed {config.run.seed}"
-        state, lacking = new_state(spec, work.mesh, origin, checkpoints)
+        source = run.initial_weights or f"new, drawn with run.seed {run.seed}"
+        state, state_to_train, lacking = new_state(spec, mesh, run, checkpoints)
         source += f"; {lacking}" if lacking else ""
-    trained = describe_trained(state.params, state.frozen, config.parameters)
-    return state, f"{source}; {trained}" if trained else source
+    trained = describe_trained(state.params, state.frozen, spec.parameters)
+    return state, state_to_train, f"{source}; {trained}" if trained else source
 
 
-def _open(
-    config: Config,
-    work: Work,
-    validator: Validator | None,
-    total: int,
-    start: int,
-    source: str,
-    before: Mapping[str, Any],
-    doubts: Sequence[str],
-) -> None:
-    """Prints what the run will do, the settings that changed, and warnings."""
-    opening = Opening(
-        work.run_plan.plan,
-        config.planning.policy,
-        config.planning.tokens_bound(work.costs),
-        config.planning.predictor(work.costs),
-        config.planning.cost_model is not None,
-        total,
-        start,
-        source,
-        len(work.collator.excluded),
-        validator.told() if validator else "",
-        work.policy_reason,
-        [*([text] if (text := unread(config.model, work.manifest)) else []), *doubts],
-    )
-    show_opening(opening, changed_settings(before, values_of(config)))
+def _write_facts(folder: Path, manifest: Manifest, argv: Sequence[str], start: int) -> None:
+    """Writes what `alload sample` needs of the data, wherever they go, and the environment."""
+    known = {
+        "vae_stride": list(manifest.vae_stride),
+        "text_length": manifest.longest_text(),
+        "origin": manifest.origin,
+    }
+    write_json(folder / "data.json", known)
+    append_environment(folder / "environment.json", list(argv), start)
 
 
-def _trace(spec: TrainingSpec, work: Work, weights: Weights) -> None:
-    """Traces the largest micro-batch."""
-    mesh = work.groups[0] if work.groups else work.mesh
-    shapes = work.collator.collation.shapes(work.run_plan.plan)
-    auxiliary_shapes(spec, mesh, weights, on_mesh(largest(shapes), mesh))
+def share_comparisons(cluster: Cluster, trace: Callable[[], object]) -> None:
+    """Measures in process 0 what a program asks for, and takes its results in all processes.
+
+    In a run of one process the kernels measure by themselves.
+
+    Args:
+      cluster: the processes.
+      trace: traces a program, which asks for the comparisons that it needs.
+    """
+    if cluster.num_processes == 1:
+        return
+
+    def measured() -> dict[str, float]:
+        COMPARISONS.use(None)
+        trace()
+        return COMPARISONS.known()
+
+    COMPARISONS.use(cluster.broadcast(measured))
 
 
+@waits("for programs to be compiled")
 def _compile(
-    trainer: Trainer | GroupTrainer,
-    work: Work,
-    validator: Validator | None,
-    trains: bool,
+    title: str,
+    count: int,
+    compiled: Iterable[str],
     stop: StopRequest,
     progress: Callable[[], None],
-) -> float:
-    """Compiles all programs, until the run is asked to stop; returns seconds for the gradients.
-
-    `progress` is called after each.
-    """
-    missing = work.collator.collation.shapes(work.run_plan.plan) if trains else []
-    begin = time.monotonic()
-    with ProgressBar("compiling", len(missing)) as bar:
-        for shape in trainer.compile(missing):
-            bar.advance(describe(shape))
+) -> None:
+    """Compiles programs until the run is asked to stop; `progress` is called after each."""
+    with ProgressBar(title, count) as bar:
+        for name in compiled:
+            bar.advance(name)
             progress()
             if stop:
-                return 0.0
-    seconds = time.monotonic() - begin
-    _show_memory(trainer)
-    if validator and missing:
-        with ProgressBar("compiling validation", len(validator.classes)) as bar:
-            for name in validator.compile(trainer.state):
-                bar.advance(name)
-                progress()
-                if stop:
-                    break
-    return seconds
+                break
 
 
-def _show_memory(trainer: Trainer | GroupTrainer) -> None:
+def _show_memory(trainer: Trainer) -> None:
     """Prints what a step needs of a device's memory."""
-    found = run_memory(trainer.state, trainer.programs.values())
-    if found is None or not first_process():
+    memory = run_memory(trainer.state, trainer.programs.values())
+    if memory is None or not first_process():
         return
-    print(found.line(), flush=True)
-    if warning := found.warning():
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    print(memory.line(), flush=True)
+    if warning := memory.warning():
+        print_stderr(f"warning: {warning}")
 
 
 def _finish(
-    folder: Path, loop: Loop, callbacks: Callbacks, times: dict[str, float], began: float
+    folder: Path,
+    loop: Loop,
+    log: MetricsLog,
+    evaluation: Evaluation,
+    validating: Validating | None,
+    figures: dict[str, float],
+    began: float,
 ) -> None:
     """Draws the last samples, measures them and writes the summary."""
     loop.finish()
     seconds = time.monotonic() - began
     if not first_process():  # another host may not see the last lines of metrics.jsonl
         return
-    figures = callbacks.figures() | times
-    summary = summarise(callbacks.log.rows, loop.done, figures, peak_memory(), seconds)
+    measured = evaluation.figures | (validating.figures() if validating else {}) | figures
+    summary = summarise(log.rows, loop.done, measured, peak_memory(), seconds)
     write_json(folder / "summary.json", summary)
     print_summary(summary, folder)

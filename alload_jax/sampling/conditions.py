@@ -1,27 +1,59 @@
-"""Builds the condition arrays of requests."""
+"""Builds the condition arrays of requests, and decodes what is drawn."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from alload_jax.data.pixel_latents import unfold_frames
 from alload_jax.data.record import GIVEN, IMAGE, TEXT
+from alload_jax.encoders.vae import Vae
 from alload_jax.errors import InputError
-from alload_jax.models.common.condition_tokens import ConditionTokens
 from alload_jax.models.common.config import ConditionPart, ModelConfig
+from alload_jax.models.common.embedding import ConditionTokens
 from alload_jax.models.common.segments import PADDING, Segments
-from alload_jax.sampling.embeddings import (
+from alload_jax.models.families import family_of
+from alload_jax.planning.samples import Triple
+from alload_jax.sampling.encoders import (
+    Encoders,
+    as_latent,
     read_embeddings,
     read_optional,
     read_part,
+    read_picture,
     refuse_others,
 )
-from alload_jax.sampling.encoders import Encoders
 from alload_jax.sampling.flow import Condition
-from alload_jax.sampling.given import as_latent, read_picture
 from alload_jax.sampling.requests import Request
+
+
+def decoded(latents: np.ndarray, request: Request, vae: Vae | None) -> np.ndarray:
+    """The picture of a sample: decoded by the VAE, or the pixels that the latents are.
+
+    Args:
+      latents: [frames, height, width, channels] of the request's grid.
+      request: what was asked for.
+      vae: the VAE; None if the latents are pixels.
+    """
+    if vae is not None:
+        return vae.decode(latents)
+    return unfold_frames(latents, request.frames_per_latent)
+
+
+def family_fps(model: ModelConfig, vae_stride: Triple | None) -> float | None:
+    """Frames per second of the videos of a model's family.
+
+    Args:
+      model: config of the model.
+      vae_stride: pixels per latent, (frames, height, width); None if it is not known.
+
+    Returns:
+      None if the family names none, or if its latents have another stride.
+    """
+    defaults = family_of(model).sampling_defaults(model)
+    return defaults.fps if vae_stride in (None, defaults.vae_stride) else None
 
 
 class RequestArrays(NamedTuple):
@@ -47,8 +79,9 @@ def arrays_of(request: Request, model: ModelConfig, encoders: Encoders) -> Reque
         tokens = np.array(request.classes, np.int32)
         null = np.full_like(tokens, model.num_classes)
         return RequestArrays(Condition(tokens, image, *given), Condition(null, image, *given))
+    part = ConditionPart(TEXT, model.text.dim, model.text.length)
     text, negative = (
-        _padded(_text(source, model, encoders), model.text.length)
+        _padded(_tokens(_encoded(source, encoders), part), part.length)
         for source in (request.prompt, request.negative)
     )
     return RequestArrays(Condition(text, image, *given), Condition(negative, image, *given))
@@ -63,16 +96,6 @@ def _stack(conditions: Sequence[Condition]) -> Condition:
     return jax.tree.map(lambda *parts: np.stack(parts), *conditions)
 
 
-def _text(source: Path | str | None, model: ModelConfig, encoders: Encoders) -> np.ndarray:
-    """Embeddings of a prompt or of a file, [L, width] float32; none for None."""
-    assert model.text is not None
-    if source is None:
-        return np.zeros((0, model.text.dim), np.float32)
-    if isinstance(source, Path):
-        return read_embeddings(source, TEXT)[: model.text.length]
-    return encoders.encoded(source)[TEXT][: model.text.length]
-
-
 def _padded(tokens: np.ndarray, length: int) -> np.ndarray:
     """Tokens [L, width] with zeros behind them, [length, width]."""
     padded = np.zeros((length, tokens.shape[1]), np.float32)
@@ -84,16 +107,14 @@ def _parts(
     source: Path | str | None, image: np.ndarray | None, model: ModelConfig, encoders: Encoders
 ) -> dict[str, ConditionTokens]:
     """The parts of a condition, without the batch's axis; a file of text may hold others too."""
-    found, words = {}, encoders.encoded(source) if isinstance(source, str) else {}
+    found, tokens_by_kind = {}, _encoded(source, encoders)
     if isinstance(source, Path):
         refuse_others(source, [p.name for p in model.condition_parts() if p.name != IMAGE])
     for part in model.condition_parts():
         if part.name == IMAGE:
             tokens = np.zeros((0, part.width), np.float32) if image is None else image
-        elif isinstance(source, Path):
-            tokens = _part_in_file(source, part)
         else:
-            tokens = _part_of_words(words, part)
+            tokens = _tokens(tokens_by_kind, part)
         # Requests of a batch have equally many tokens of their images alone.
         room = len(tokens) if part.name == IMAGE else part.length
         ids = np.full(room, PADDING, np.int32)
@@ -104,15 +125,20 @@ def _parts(
     return found
 
 
-def _part_in_file(path: Path, part: ConditionPart) -> np.ndarray:
-    if part.name == TEXT:
-        return read_embeddings(path, TEXT)[: part.length]
-    return read_part(path, part)
+def _encoded(source: Path | str | None, encoders: Encoders) -> Path | Mapping[str, np.ndarray]:
+    """The tokens of words by kind; a file of embeddings stays one."""
+    if isinstance(source, Path):
+        return source
+    return {} if source is None else encoders.encoded(source)
 
 
-def _part_of_words(words: Mapping[str, np.ndarray], part: ConditionPart) -> np.ndarray:
-    """The tokens of a kind that an encoder gives, [L, width]; none if it gives none."""
-    tokens = words.get(part.name, np.zeros((0, part.width), np.float32))[: part.length]
+def _tokens(source: Path | Mapping[str, np.ndarray], part: ConditionPart) -> np.ndarray:
+    """The tokens of a kind, [L, width] float32; none where the source has none."""
+    if isinstance(source, Path):
+        if part.name == TEXT:
+            return read_embeddings(source, TEXT)[: part.length]
+        return read_part(source, part)
+    tokens = source.get(part.name, np.zeros((0, part.width), np.float32))[: part.length]
     if tokens.shape[1] != part.width:
         raise InputError(
             f"--text-encoder: gives {part.name} of width {tokens.shape[1]}, but the model takes "
@@ -121,7 +147,9 @@ def _part_of_words(words: Mapping[str, np.ndarray], part: ConditionPart) -> np.n
     return tokens
 
 
-def _given(request: Request, model: ModelConfig, encoders: Encoders) -> tuple[Any, Any, Any]:
+def _given(
+    request: Request, model: ModelConfig, encoders: Encoders
+) -> tuple[np.ndarray | None, ...]:
     """Image embeddings, given channels and first latent frame; None where there are none."""
     embeddings = None
     if request.image_embeds is not None:

@@ -1,7 +1,8 @@
-"""The encoders of `alload sample`: words and pictures in, pictures out."""
+"""What turns prompts and pictures into conditions: encoders, files of embeddings."""
 
+import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,111 @@ from typing import Any
 import numpy as np
 
 from alload_jax.data.manifest import VAE
-from alload_jax.data.prepare.byte_text import ByteText
+from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.prepare.captions import clean
+from alload_jax.data.prepare.encoders import ByteText
+from alload_jax.data.prepare.images import decode_image
+from alload_jax.data.prepare.sources import Bucket, Fit, Source, UnusableError, covering
 from alload_jax.data.record import TEXT
-from alload_jax.encoders.devices import release_memory
 from alload_jax.encoders.image import ImageEncoder
 from alload_jax.encoders.known import open_image, open_text, open_vae
-from alload_jax.encoders.text_model import TextModel
+from alload_jax.encoders.loading import release_memory
+from alload_jax.encoders.text import TextModel
 from alload_jax.encoders.vae import Vae
 from alload_jax.errors import InputError
-from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.config import ConditionPart, ModelConfig
+from alload_jax.models.common.safetensor_files import open_safetensors
+
+
+def read_embeddings(path: Path, name: str) -> np.ndarray:
+    """Reads the tensor of that name, or the only tensor, from a safetensors file as float32.
+
+    Raises:
+      InputError: the file or tensor is missing, or a value is not finite.
+    """
+    with open_safetensors(path) as file:
+        tensor = file.get_tensor(_key(path, file, name))
+    with np.errstate(over="ignore"):
+        values = np.asarray(tensor, np.float32)
+    if not np.isfinite(values).all():
+        raise InputError(f"{path}: holds values that are not finite in float32; create it again")
+    return values
+
+
+def read_optional(path: Path, name: str) -> np.ndarray | None:
+    """Reads the tensor of that name as float32; None if the file has none.
+
+    Raises:
+      InputError: a value is not finite.
+    """
+    with open_safetensors(path) as file:
+        if name not in file.keys():  # noqa: SIM118  a handle, not a dict
+            return None
+    return read_embeddings(path, name)
+
+
+def read_part(path: Path, part: ConditionPart) -> np.ndarray:
+    """Reads the tokens of a kind beside the text in a file; none if the file has none.
+
+    Returns:
+      [L, width] float32.
+
+    Raises:
+      InputError: the tokens do not fit the model, or a value is not finite.
+    """
+    found = read_optional(path, part.name)
+    if found is None:
+        return np.zeros((0, part.width), np.float32)
+    if found.ndim != 2 or found.shape[1] != part.width or len(found) > part.length:
+        raise InputError(
+            f"{path}: {part.name} has shape {list(found.shape)}, but the model takes up to "
+            f"[{part.length}, {part.width}]; write embeddings of its own encoder"
+        )
+    return found
+
+
+def refuse_others(path: Path, names: Collection[str]) -> None:
+    """Refuses tensors of other names, but for a file's only tensor, whose name does not matter.
+
+    Raises:
+      InputError: there are some.
+    """
+    with open_safetensors(path) as file:
+        keys = set(file.keys())
+    if len(keys) > 1 and (others := sorted(keys - set(names))):
+        raise InputError(
+            f"{path}: holds {', '.join(others)}, but the model takes {', '.join(names)} from it; "
+            "remove or rename them"
+        )
+
+
+def embeddings_shape(path: Path, name: str) -> tuple[int, ...]:
+    """Returns the shape of the tensor that `read_embeddings` reads.
+
+    The file is read and checked only once, because many lines of a list may name it.
+
+    Raises:
+      InputError: the file or tensor is missing, or a value is not finite.
+    """
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return read_embeddings(path, name).shape
+    return _checked_shape(path, name, (found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=4096)
+def _checked_shape(path: Path, name: str, version: tuple[int, ...]) -> tuple[int, ...]:
+    return read_embeddings(path, name).shape
+
+
+def _key(path: Path, file: Any, name: str) -> str:
+    keys = sorted(file.keys())
+    if name not in keys and len(keys) != 1:
+        raise InputError(
+            f"{path}: holds {', '.join(keys) or 'nothing'}; rename one of them to {name}"
+        )
+    return name if name in keys else keys[0]
 
 
 @dataclass(frozen=True)
@@ -80,67 +176,118 @@ def find_encoders(
             "from a picture is as good as the run's initial weights are at it",
             file=sys.stderr,
         )
+    given = _mapping(origin, "image_to_video")
     return Encoders(
-        _text(model, origin.get("text"), text),
-        None if vae is None else _vae(model, origin.get(VAE), vae),
-        None if image is None else _image(model, origin.get("image_to_video"), image),
+        _text(model, _mapping(origin, "text"), text),
+        None if vae is None else _vae(model, _mapping(origin, VAE), vae),
+        None if image is None else _image(model, _mapping(given, "image"), image),
     )
 
 
-def _text(model: ModelConfig, known: Any, folder: Path | None) -> TextModel | ByteText | None:
-    known = known if isinstance(known, dict) else {}
+def _mapping(origin: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What the origin says of an encoder; empty if that is nothing, or no mapping."""
+    found = origin.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _text(
+    model: ModelConfig, known: dict[str, Any], folder: Path | None
+) -> TextModel | ByteText | None:
     if folder is None:
         if known.get("name") != "bytes" or model.text is None:
             return None
         return ByteText(known["width"], known["length"])
-    if str(folder) == "bytes" and not folder.exists():
-        if model.text is None:
-            raise InputError("--text-encoder bytes: the model's condition is classes; leave it out")
-        return ByteText(model.text.dim, model.text.length)
     if model.text is None:
         raise InputError(f"--text-encoder {folder}: the model's condition is classes; leave it out")
+    if str(folder) == "bytes" and not folder.exists():
+        return ByteText(model.text.dim, model.text.length)
     encoder = open_text(folder, model.text.length)
-    if encoder.width != model.text.dim:
-        raise InputError(
-            f"--text-encoder {folder}: gives embeddings of width {encoder.width}, but the model "
-            f"takes {model.text.dim}; name the encoder that the model was trained with"
-        )
-    _require_same("--text-encoder", folder, encoder.origin(), known)
+    _require_same(f"--text-encoder {folder}", encoder, model.text.dim, known)
     return encoder
 
 
-def _vae(model: ModelConfig, known: Any, folder: Path) -> Vae:
+def _vae(model: ModelConfig, known: dict[str, Any], folder: Path) -> Vae:
     vae = open_vae(folder)
     if vae.channels != model.latent_channels:
         raise InputError(
             f"--vae {folder}: has latents of {vae.channels} channels, but the model generates "
             f"{model.latent_channels}; name the VAE that the model was trained with"
         )
-    _require_same("--vae", folder, vae.origin(), known if isinstance(known, dict) else {})
+    _require_same(f"--vae {folder}", vae, None, known)
     return vae
 
 
-def _image(model: ModelConfig, known: Any, folder: Path) -> ImageEncoder:
+def _image(model: ModelConfig, known: dict[str, Any], folder: Path) -> ImageEncoder:
     if model.image is None:
         raise InputError(f"--image-encoder {folder}: the model takes no image embeddings")
     encoder = open_image(folder)
-    if encoder.width != model.image.dim:
-        raise InputError(
-            f"--image-encoder {folder}: gives embeddings of width {encoder.width}, but the model "
-            f"takes {model.image.dim}; name the encoder that the model was trained with"
-        )
-    if isinstance(known, dict) and isinstance(known.get("image"), dict):
-        _require_same("--image-encoder", folder, encoder.origin(), known["image"])
+    _require_same(f"--image-encoder {folder}", encoder, model.image.dim, known)
     return encoder
 
 
 def _require_same(
-    flag: str, folder: Path, found: Mapping[str, Any], known: Mapping[str, Any]
+    place: str,
+    encoder: TextModel | ImageEncoder | Vae,
+    width: int | None,
+    known: dict[str, Any],
 ) -> None:
-    """Refuses an encoder with other weights than that of the training data."""
+    """Refuses an encoder of another width, or with other weights than that of the training data.
+
+    Args:
+      place: flag and folder, for messages.
+      encoder: the encoder.
+      width: of embeddings that the model takes; None for a VAE.
+      known: origin of the encoder of the training data; empty if it is not known.
+    """
+    if not isinstance(encoder, Vae) and encoder.width != width:
+        raise InputError(
+            f"{place}: gives embeddings of width {encoder.width}, but the model takes {width}; "
+            "name the encoder that the model was trained with"
+        )
+    found = encoder.origin()
     for name in ("name", "weights"):
         if name in known and known[name] != found[name]:
             raise InputError(
-                f"{flag} {folder}: its {name} is {found[name]}, but the training data were "
-                f"prepared with {known[name]}; name that encoder's folder"
+                f"{place}: its {name} is {found[name]}, but the training data were prepared with "
+                f"{known[name]}; name that encoder's folder"
             )
+
+
+def read_picture(path: Path, height: int, width: int) -> np.ndarray:
+    """Reads an image, turned, resized and cut around its centre to a size, as preparation does.
+
+    Returns:
+      [height, width, 3] uint8.
+
+    Raises:
+      InputError: the file is missing or no image.
+    """
+    bucket = Bucket(height, width)
+
+    def fit(rows: int, columns: int) -> Fit:
+        return Fit(bucket, covering(bucket, rows, columns))
+
+    try:
+        size = path.stat().st_size
+        (picture,) = decode_image(Source(path, 0, size), fit)
+    except (OSError, UnusableError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"{path}: cannot be read as an image ({reason}); name another") from error
+    return picture
+
+
+def as_latent(picture: np.ndarray, channels: int, frames_per_latent: int) -> np.ndarray:
+    """A picture as the first latent frame of a model of pixels.
+
+    Args:
+      picture: [height, width, 3] uint8.
+      channels: of a latent, those of as many pixels as it has frames.
+      frames_per_latent: frames of a latent.
+
+    Returns:
+      [1, height, width, channels] float32 from −1 to 1.
+    """
+    values = picture.astype(np.float32) / 127.5 - 1
+    if channels == frames_per_latent:
+        values = values.mean(axis=-1, keepdims=True)
+    return fold_frames(values[None], frames_per_latent)

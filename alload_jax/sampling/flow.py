@@ -2,18 +2,21 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 
-from alload_jax.diffusion.flow import TIMESTEP_SCALE
 from alload_jax.diffusion.samplers import Velocity, guided, sample
 from alload_jax.diffusion.schedules import Sampler
+from alload_jax.diffusion.timesteps import TIMESTEP_SCALE
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import abstract_model
+
+Array = jax.Array | np.ndarray
 
 
 class Condition(NamedTuple):
@@ -28,13 +31,13 @@ class Condition(NamedTuple):
       first_frame: [B, 1, height, width, C] float32, the first latent frame; None to draw it.
     """
 
-    tokens: Any
-    image: Any = None
-    given: Any = None
-    first_frame: Any = None
+    tokens: PyTree
+    image: Array | None = None
+    given: Array | None = None
+    first_frame: Array | None = None
 
 
-Flow = Callable[[Any, Any, Condition, Condition], jax.Array]
+Flow = Callable[[PyTree, jax.Array, Condition, Condition], jax.Array]
 """(values of a model, noise [B, frames, height, width, channels], condition, null condition) →
 data of the noise's shape."""
 
@@ -79,7 +82,9 @@ def make_flow(
         step = jnp.argmin(jnp.abs(jnp.asarray(sigmas[:-1]) - sigma[..., None]), axis=-1)
         return jnp.asarray(timesteps)[step]
 
-    def predict(values: Any, latents: jax.Array, sigma: jax.Array, given: Condition) -> jax.Array:
+    def predict(
+        values: PyTree, latents: jax.Array, sigma: jax.Array, given: Condition
+    ) -> jax.Array:
         timestep, first = timestep_of(sigma), None
         if given.first_frame is not None:
             latents, first = _with_first(latents, given), jnp.zeros_like(timestep)
@@ -90,8 +95,8 @@ def make_flow(
         present = {name: value for name, value in options.items() if value is not None}
         return model.forward(latents, timestep, given.tokens, **present).velocity
 
-    def draw(values: Any, noise: Any, condition: Condition, null: Condition) -> jax.Array:
-        def expert(values: Any, guidance: float) -> Velocity:
+    def draw(values: PyTree, noise: jax.Array, condition: Condition, null: Condition) -> jax.Array:
+        def expert(values: PyTree, guidance: float) -> Velocity:
             return guided(partial(predict, values), null, guidance)
 
         if low_noise is None:
@@ -112,4 +117,5 @@ def make_flow(
 
 def _with_first(latents: jax.Array, condition: Condition) -> jax.Array:
     """Latents with the given first frame in the place of theirs."""
+    assert condition.first_frame is not None
     return jnp.concatenate([condition.first_frame, latents[:, 1:]], axis=1)

@@ -1,13 +1,226 @@
-"""Writes grids of stills and clips as PNG, GIF or MP4."""
+"""Writes grids of stills and clips as PNG, GIF or MP4.
 
-from collections.abc import Callable
+Equal samples produce equal bytes. Files are written atomically.
+"""
+
+import importlib.util
+import io
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import safetensors.numpy
 from PIL import Image, ImageDraw, ImageFont
 
-from alload_jax.sampling.frames import to_bytes, write_frames
+from alload_jax.errors import InputError
+from alload_jax.files import replacing
+
+DEFAULT_FPS = 9.0
+"""Frames per second where nothing says another number."""
+
+
+def has_mp4() -> bool:
+    """Returns whether the extra `media` is installed."""
+    return importlib.util.find_spec("av") is not None
+
+
+def to_bytes(values: np.ndarray) -> np.ndarray:
+    """Converts values from −1 (black) to 1 (white) to uint8 of the same shape."""
+    return np.rint(np.clip((values + 1) * 127.5, 0, 255)).astype(np.uint8)
+
+
+def read_frames(path: Path) -> tuple[list[Image.Image], float]:
+    """Reads the frames of an .mp4 (extra `media`), and its frames per second."""
+    import av  # of the extra `media`
+
+    with av.open(str(path)) as container:
+        (stream,) = container.streams.video
+        frames = [frame.to_image() for frame in container.decode(stream)]
+        return frames, float(stream.average_rate or DEFAULT_FPS)
+
+
+def middle_frame(path: Path) -> Image.Image:
+    """Reads a picture, or the frame in the middle of a clip (.mp4 needs the extra `media`).
+
+    Raises:
+      OSError: the file is missing or damaged.
+    """
+    if path.suffix.lower() == ".mp4":
+        import av  # of the extra `media`
+
+        try:
+            frames, _ = read_frames(path)
+        except (av.FFmpegError, ValueError) as error:
+            raise OSError(f"{path}: cannot be read ({error})") from error
+        return frames[len(frames) // 2].convert("RGB")
+    with Image.open(path) as picture:
+        # A GIF stores equal frames as one that lasts longer.
+        count = getattr(picture, "n_frames", 1)
+        ends = list(accumulate(_duration(picture, number) for number in range(count)))
+        picture.seek(bisect_right(ends, ends[-1] / 2) if count > 1 else 0)
+        return picture.convert("RGB")
+
+
+def _duration(picture: Image.Image, frame: int) -> float:
+    picture.seek(frame)
+    return float(picture.info.get("duration") or 1)
+
+
+def write_frames(
+    path: Path, frames: Sequence[Image.Image], suffix: str, fps: float = DEFAULT_FPS
+) -> None:
+    """Writes frames in the format of `suffix`: .png (first frame), .gif (loops) or .mp4 (`media`).
+
+    Raises:
+      ValueError: the format is unknown.
+    """
+    if suffix == ".png":
+        frames[0].save(path, format="PNG")
+    elif suffix == ".gif":
+        path.write_bytes(encode_gif(frames, fps))
+    elif suffix == ".mp4":
+        _write_mp4(path, frames, fps)
+    else:
+        raise ValueError(f"{path}: {suffix} is no format of pictures; see `check_format`")
+
+
+def encode_gif(frames: Sequence[Image.Image], fps: float = DEFAULT_FPS) -> bytes:
+    """Returns the bytes of a GIF that loops."""
+    content = io.BytesIO()
+    frames[0].save(
+        content,
+        format="GIF",
+        save_all=True,
+        append_images=frames[1:],
+        duration=10 * max(1, round(100 / fps)),  # GIF counts hundredths of a second
+        loop=0,
+    )
+    return content.getvalue()
+
+
+def _write_mp4(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
+    import av  # of the extra `media`
+
+    # The bytes must not depend on versions, dates or the machine's number of threads.
+    with av.open(str(path), "w", format="mp4", options={"fflags": "+bitexact"}) as container:
+        rate = Fraction(fps).limit_denominator(1001)
+        stream = container.add_stream("libx264", rate=rate, options={"threads": "1"})
+        # The codec supports only even sizes.
+        stream.width, stream.height = (size - size % 2 for size in frames[0].size)
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            cut = frame.crop((0, 0, stream.width, stream.height))
+            container.mux(stream.encode(av.VideoFrame.from_image(cut)))
+        container.mux(stream.encode())
+
+
+PICTURES = (".png", ".gif", ".mp4")
+LATENTS = ".safetensors"
+
+_GIF_SIDE = 2**16 - 1
+
+
+def check_format(place: str, path: Path, size: tuple[int, int, int], channels: int | None) -> None:
+    """Checks that a sample can be written in the format of a path.
+
+    Args:
+      place: source of the path, for the message.
+      path: path of the file; its suffix selects the format.
+      size: (frames, height, width) of the picture, in pixels.
+      channels: number of channels of the picture; None if the sample is latents that need a
+        decoder.
+
+    Raises:
+        InputError: the format does not support the sample.
+    """
+    frames, height, width = size
+    suffix = path.suffix.lower()
+    if suffix == LATENTS:
+        return
+    if suffix not in PICTURES:
+        known = ", ".join((*PICTURES, LATENTS))
+        raise InputError(f"{place}: {path} has none of the suffixes {known}; give it one")
+    if channels not in (1, 3):
+        raise InputError(
+            f"{place}: {path} is a picture, but this model generates latents that need a decoder; "
+            f"give --vae, a local folder of its VAE, or the suffix {LATENTS}"
+        )
+    if suffix == ".png" and frames > 1:
+        raise InputError(
+            f"{place}: {path} holds one frame, but the sample has {frames}; choose .gif or .mp4"
+        )
+    if suffix == ".gif" and max(height, width) > _GIF_SIDE:
+        raise InputError(
+            f"{place}: {path} would have {height}×{width} pixels, but GIF supports sides up to "
+            f"{_GIF_SIDE}; choose .mp4 or a smaller size"
+        )
+    if suffix == ".mp4" and not has_mp4():
+        raise InputError(
+            f"{place}: {path} needs the package av; install alload-jax[media], or choose .gif"
+        )
+    if suffix == ".mp4" and (height % 2 or width % 2):
+        raise InputError(
+            f"{place}: {path} would have {height}×{width} pixels, but MP4 needs even sizes; "
+            "choose .gif, or --zoom 2"
+        )
+
+
+def write_clip(
+    path: Path,
+    clip: np.ndarray,
+    notes: Mapping[str, object],
+    zoom: int = 1,
+    fps: float | None = None,
+) -> None:
+    """Writes a sample in the format of the suffix and creates missing folders.
+
+    Args:
+      path: .png (one frame), .gif (loops), .mp4, or .safetensors.
+      clip: [frames, height, width, channels] float32. Pictures have 1 or 3 channels, −1 (black)
+        to 1 (white), or are uint8.
+      notes: how the sample was generated, JSON values; only .safetensors stores them, in its
+        metadata as `sampling`.
+      zoom: scale factor of pictures, in pixels per pixel of the sample.
+      fps: frames per second of .gif and .mp4; None for 9.
+
+    Raises:
+      InputError: a value is not finite, or the file cannot be written.
+      ValueError: the format is unknown; see `check_format`.
+    """
+    if not np.isfinite(clip).all():
+        raise InputError(
+            f"{path}: the generated sample is not finite; choose another checkpoint, or a guidance "
+            "closer to 1"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as unfinished:
+            if (suffix := path.suffix.lower()) == LATENTS:
+                # A single note, because the library writes several notes in random order.
+                note = {"sampling": json.dumps(notes, sort_keys=True, ensure_ascii=False)}
+                content = {"latents": np.ascontiguousarray(clip, np.float32)}
+                unfinished.write_bytes(safetensors.numpy.save(content, note))
+            else:
+                write_frames(unfinished, _images(clip, zoom), suffix, fps or DEFAULT_FPS)
+    except OSError as error:  # often lacks the file name, for example if the disk is full
+        reason = error.strerror or str(error) or type(error).__name__
+        raise InputError(
+            f"{path}: cannot be written ({reason}); free disk space or name another path"
+        ) from error
+
+
+def _images(clip: np.ndarray, zoom: int) -> list[Image.Image]:
+    """Converts [frames, height, width, 1 or 3], −1 to 1 or uint8, to images, enlarged sharply."""
+    values = clip if clip.dtype == np.uint8 else to_bytes(clip)
+    values = values.repeat(zoom, axis=1).repeat(zoom, axis=2)
+    values = values[..., 0] if values.shape[-1] == 1 else values
+    return [Image.fromarray(np.ascontiguousarray(frame)) for frame in values]
+
 
 ClipFormat = Literal["gif", "mp4"]
 

@@ -1,18 +1,33 @@
 """Pictures of the same samples over the steps of a run: a row for each, a column for each step."""
 
+import functools
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import matplotlib
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from alload_jax.files import read_json, replacing
-from alload_jax.sampling.fonts import label_font
-from alload_jax.sampling.frames import middle_frame
-from alload_jax.sampling.pictures import Box
+from alload_jax.sampling.pictures import Box, middle_frame
+
+
+@functools.cache
+def label_font(size: int) -> ImageFont.FreeTypeFont:
+    """A font of this size in pixels, with Latin, Greek and Cyrillic letters and accents."""
+    # Pillow's own font lacks × and accents.
+    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    return ImageFont.truetype(path, size)
+
+
+def lines_of(text: str, letters: int, lines: int) -> list[str]:
+    """A text in a few lines of so many letters, without characters that cannot be drawn."""
+    seen = "".join(letter if letter.isprintable() else " " for letter in text[:2000])
+    return textwrap.wrap(seen, letters, max_lines=lines, placeholder=" …") or [""]
+
 
 MOST_ROWS, MOST_COLUMNS = 16, 12
 DRAWN_NAME = "drawn.json"
@@ -50,44 +65,38 @@ class ProgressGrid(NamedTuple):
     rows: tuple[Row, ...]
 
 
-class DrawnSteps:
-    """The steps at which samples were drawn, over all starts of a run.
+class Progress:
+    """Draws progress grids from the files of the steps; each file is read once.
 
     Steps after `resumed_at` belong to an earlier start that was interrupted. They do not count
-    until they are drawn again; nor do those at which other samples were drawn.
+    until they are drawn again; nor do those at which other samples were drawn. All processes note
+    the steps, and only the first one writes.
     """
 
-    def __init__(self, folder: Path, drawn: str, resumed_at: int):
-        """Reads what earlier starts have drawn, in runs of old versions from the folders.
+    def __init__(self, folder: Path, grids: Sequence[ProgressGrid], drawn: str, resumed_at: int):
+        """Reads which steps earlier starts have drawn, in runs of old versions from the folders.
 
         Args:
-          folder: folder of the samples.
-          drawn: digest of what is drawn.
+          folder: folder of the samples, which holds a folder for each of the steps.
+          grids: what to draw.
+          drawn: digest of the samples.
           resumed_at: number of steps that are done.
         """
-        self._path, self._drawn = folder / DRAWN_NAME, drawn
-        known = _read(self._path)
+        self._folder, self._grids, self._drawn = folder, grids, drawn
+        known = _read(folder / DRAWN_NAME)
         if known is None:
             # The last one may be incomplete.
             known = {step: drawn for step in _folders(folder) if step < resumed_at}
         self._known = {step: what for step, what in known.items() if step <= resumed_at}
+        self._cells: dict[tuple[int, Row], Image.Image | None] = {}
 
     def __contains__(self, step: int) -> bool:
         return self._known.get(step) == self._drawn
 
     def add(self, step: int) -> None:
-        """Adds a step."""
+        """Adds a step whose files are written."""
         self._known[step] = self._drawn
-
-    def write(self) -> None:
-        """Writes the steps to disk, atomically.
-
-        Raises:
-          OSError: they cannot be written.
-        """
-        content = [{"step": step, "drawn": what} for step, what in sorted(self._known.items())]
-        with replacing(self._path) as unfinished:
-            unfinished.write_text(json.dumps(content) + "\n")
+        self._cells = {key: cell for key, cell in self._cells.items() if key[0] != step}
 
     def columns(self) -> list[int]:
         """The steps to show: the first, the last, and others evenly between them."""
@@ -95,34 +104,16 @@ class DrawnSteps:
         places = np.linspace(0, len(steps) - 1, min(len(steps), MOST_COLUMNS))
         return [steps[place] for place in places.round().astype(int).tolist()]
 
-
-class Progress:
-    """Draws progress grids from the files of the steps; each file is read once.
-
-    All processes note the steps, and only the first one writes.
-    """
-
-    def __init__(self, folder: Path, grids: Sequence[ProgressGrid], steps: DrawnSteps):
-        """Draws into `folder`, which holds a folder for each of the steps."""
-        self._folder, self._grids, self._steps = folder, grids, steps
-        self._cells: dict[tuple[int, Row], Image.Image | None] = {}
-
-    def __contains__(self, step: int) -> bool:
-        return step in self._steps
-
-    def add(self, step: int) -> None:
-        """Adds a step whose files are written."""
-        self._steps.add(step)
-        self._cells = {key: cell for key, cell in self._cells.items() if key[0] != step}
-
     def write(self) -> Iterator[Path]:
         """Writes the steps and all grids; yields the file of each grid.
 
         Raises:
           OSError: a file cannot be written.
         """
-        self._steps.write()
-        columns = self._steps.columns()
+        content = [{"step": step, "drawn": what} for step, what in sorted(self._known.items())]
+        with replacing(self._folder / DRAWN_NAME) as unfinished:
+            unfinished.write_text(json.dumps(content) + "\n")
+        columns = self.columns()
         for grid in self._grids:
             rows, path = grid.rows[:MOST_ROWS], self._folder / f"{grid.name}.png"
             cells = [[self._cell(step, row) for step in columns] for row in rows]
@@ -172,7 +163,7 @@ def _fitted(picture: Image.Image) -> Image.Image:
 def _page(
     labels: Sequence[str], steps: Sequence[int], cells: Sequence[Sequence[Image.Image | None]]
 ) -> Image.Image:
-    texts = [_lines(label) for label in labels]
+    texts = [lines_of(label, _LETTERS, _LINES) for label in labels]
     font = label_font(_SIZE)
     margin = 2 * _MARGIN + round(max(font.getlength(line) for text in texts for line in text))
     width = max((cell.width for row in cells for cell in row if cell), default=_CELL)
@@ -203,9 +194,3 @@ def _page(
                 page.paste(cell, (left + inset[0], top + inset[1]))
         top += height + _GAP
     return page
-
-
-def _lines(label: str) -> list[str]:
-    """A label in a few lines, without characters that cannot be drawn."""
-    seen = "".join(letter if letter.isprintable() else " " for letter in label[:500])
-    return textwrap.wrap(seen, _LETTERS, max_lines=_LINES, placeholder=" …") or [""]

@@ -1,104 +1,51 @@
-"""Generates samples and writes them as pictures."""
+"""Generates samples of classes or prompts, and writes them as pictures."""
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
+from jaxtyping import PyTree
 
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.pixel_latents import pixel_channels, unfold_frames
-from alload_jax.diffusion.schedules import Sampler, noise_levels
+from alload_jax.diffusion.schedules import noise_levels
 from alload_jax.diffusion.timesteps import TimestepConfig, shift_of
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.planning.geometry import Geometry, Triple, divisible
-from alload_jax.sampling.flow import Condition, make_flow
-from alload_jax.sampling.frames import has_mp4
-from alload_jax.sampling.pictures import ClipFormat, Picture, cell_box, clip_suffix, write_grid
+from alload_jax.planning.samples import Geometry, Triple, divisible
+from alload_jax.sampling.conditions import RequestArrays, arrays_of, decoded, family_fps, stacked
+from alload_jax.sampling.config import (
+    Draw,
+    GridConfig,
+    PromptConfig,
+    SamplingConfig,
+)
+from alload_jax.sampling.encoders import Encoders, find_encoders
+from alload_jax.sampling.flow import Condition, Flow, make_flow
+from alload_jax.sampling.pictures import (
+    LATENTS,
+    Picture,
+    cell_box,
+    clip_suffix,
+    write_clip,
+    write_grid,
+)
 from alload_jax.sampling.progress_grid import (
-    DrawnSteps,
     Progress,
     ProgressGrid,
     Row,
     step_folder,
 )
-from alload_jax.sampling.prompts import EncoderFolders, PromptConfig, PromptWriter
-
-
-@dataclass(frozen=True)
-class GridConfig:
-    """A picture of samples with a column per class.
-
-    Attributes:
-      frames, height, width: size of each sample; one frame gives a PNG, more frames a GIF.
-      rows: number of samples per class.
-      labels: number of classes in the condition of each sample: the column's class and the next
-        ones.
-    """
-
-    frames: int
-    height: int
-    width: int
-    rows: int = 6
-    labels: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("frames", "height", "width", "rows", "labels"):
-            if getattr(self, name) < 1:
-                value = getattr(self, name)
-                raise InputError(f"sampling.grids: {name} is {value}; it must be at least 1")
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """Which samples are generated, during training and at the end.
-
-    Attributes:
-      every: number of optimizer steps between samples; null for only at the end.
-      sampler: `euler`, or `unipc`, which needs fewer steps.
-      steps: number of evaluations of the model.
-      guidance: scale of classifier-free guidance; 1 is none.
-      seed: seed of the initial noise.
-      grids: pictures of classes.
-      prompts: samples of models of text.
-      encoders: folders of encoders for the prompts.
-      clip_format: file format of clips; `mp4` needs the extra `media`.
-    """
-
-    every: int | None = None
-    sampler: Sampler = "euler"
-    steps: int = 30
-    guidance: float = 2.0
-    seed: int = 0
-    grids: tuple[GridConfig, ...] = ()
-    prompts: tuple[PromptConfig, ...] = ()
-    encoders: EncoderFolders = field(default_factory=EncoderFolders)
-    clip_format: ClipFormat = "gif"
-
-    def __post_init__(self) -> None:
-        if self.clip_format == "mp4" and not has_mp4():
-            raise InputError(
-                "sampling.clip_format is mp4, which needs the package av; "
-                "install alload-jax[media], or choose gif"
-            )
-        for name in ("every", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"sampling.{name} is {value}; it must be at least 1")
-
-
-Draw = Callable[[Any, jax.Array, np.ndarray, tuple[int, int, int]], np.ndarray]
-"""(values of a model, key, labels [B, L], (frames, height, width) in pixels) → samples
-[B, frames, height, width, 1 or 3]."""
+from alload_jax.sampling.requests import RawRequest, Request, Target, check_request, require_memory
 
 
 def make_draw(
@@ -117,7 +64,7 @@ def make_draw(
 
     @partial(jax.jit, static_argnums=3)
     def draw(
-        values: Any, key: jax.Array, labels: jax.Array, grid: tuple[int, int, int]
+        values: PyTree, key: jax.Array, labels: jax.Array, grid: tuple[int, int, int]
     ) -> jax.Array:
         noise = jax.random.normal(key, (len(labels), *grid, model.in_channels))
         seq_len = math.prod(grid) // math.prod(model.patch_size)
@@ -127,7 +74,7 @@ def make_draw(
         return flow(values, noise, Condition(labels), Condition(null))
 
     def draw_on_host(
-        values: Any, key: jax.Array, labels: np.ndarray, size: tuple[int, int, int]
+        values: PyTree, key: jax.Array, labels: np.ndarray, size: tuple[int, int, int]
     ) -> np.ndarray:
         grid = Geometry(vae_stride).latent_grid(*np.asarray(size)[:, None])[0].tolist()
         drawn = draw(values, key, jnp.asarray(labels), tuple(grid))
@@ -173,7 +120,7 @@ class SampleWriter:
         manifest: Manifest,
         trained_null: bool = True,
     ):
-        """Checks that the grids can be generated.
+        """Checks that the samples can be generated, and encodes the prompts.
 
         Args:
           folder: for the files of all steps.
@@ -184,7 +131,8 @@ class SampleWriter:
           trained_null: whether the model is trained with the null condition, which guidance needs.
 
         Raises:
-          InputError: a grid has labels or sizes that the model or the data do not support.
+          InputError: a grid has labels or sizes that the model or the data do not support, or a
+            prompt cannot be encoded or drawn.
         """
         self.draw = make_draw(model, timesteps, config, manifest.vae_stride)
         self._folder, self._model, self._config = folder, model, config
@@ -193,12 +141,14 @@ class SampleWriter:
             grid_labels(g, model.num_classes, self.condition_tokens) for g in config.grids
         ]
         _check_grids(config.grids, model, manifest)
-        method = (config.sampler, config.steps, config.guidance)
-        self._prompts = PromptWriter(
-            *(config.prompts, config.encoders, model, timesteps, method, manifest),
-            suffix=f".{config.clip_format}",
-            trained_null=trained_null,
+        self._fps = manifest.fps or family_fps(model, manifest.vae_stride)
+        encoders = _encoders(config, model, manifest)
+        target = Target(
+            model, manifest.vae_stride, self.condition_tokens, 1, encoders, trained_null
         )
+        self._prompts = _prompts(config, timesteps, target)
+        self._vae = encoders.vae
+        encoders.unload()
 
     @property
     def count(self) -> int:
@@ -208,12 +158,14 @@ class SampleWriter:
     def progress(self, resumed_at: int) -> Progress:
         """What shows the samples over the steps of a run, of which `resumed_at` are done."""
         grids = [self._classes_over_steps(*each) for each in enumerate(self._config.grids)]
-        if rows := self._prompts.rows():
+        outs = [(each.words, each.request.out) for each in self._prompts]
+        rows = tuple(Row(words, str(out)) for words, out in outs if out.suffix != LATENTS)
+        if rows:
             grids.append(ProgressGrid("progress_prompts", rows))
         config = self._config
         drawn = [config.seed, *map(asdict, config.grids), *map(asdict, config.prompts)]
         digest = hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:16]
-        return Progress(self._folder, grids, DrawnSteps(self._folder, digest, resumed_at))
+        return Progress(self._folder, grids, digest, resumed_at)
 
     def _classes_over_steps(self, number: int, grid: GridConfig) -> ProgressGrid:
         """A row for each class, with the first sample of its column."""
@@ -226,7 +178,7 @@ class SampleWriter:
             rows.append(Row(" ".join(map(str, labels)), f"{name}{suffix}", box))
         return ProgressGrid(f"progress_{name}", tuple(rows))
 
-    def pictures(self, step: int, values: Any) -> Iterator[Picture]:
+    def pictures(self, step: int, values: PyTree) -> Iterator[Picture]:
         """Generates every grid and prompt, usually with the EMA's values of the model.
 
         A collective operation, because each process may hold a part of the weights: go on to the
@@ -247,7 +199,65 @@ class SampleWriter:
             name = "x".join(map(str, size))
             path = folder / f"{name}{clip_suffix(grid.frames, self._config.clip_format)}"
             yield Picture(path, partial(write_grid, path, clips, headers))
-        yield from self._prompts.pictures(folder, values)
+        for _, request, arrays, flow in self._prompts:
+            shape = (1, *request.grid, self._model.latent_channels)
+            noise = jax.random.normal(jax.random.key(request.seed), shape)
+            batch = flow(values, noise, *jax.tree.map(jnp.asarray, stacked([arrays])))
+            (clip,) = np.asarray(process_allgather(batch, tiled=True))
+            path = folder / request.out
+            yield Picture(path, partial(self._write_prompt, path, clip, request))
+
+    def _write_prompt(self, path: Path, clip: np.ndarray, request: Request) -> None:
+        if path.suffix != LATENTS:
+            clip = decoded(clip, request, self._vae)
+        config = self._config
+        notes = {"steps": config.steps, "sampler": config.sampler, "guidance": config.guidance}
+        write_clip(path, clip, notes, fps=self._fps)
+
+
+class _Prompt(NamedTuple):
+    """A prompt, ready to be drawn."""
+
+    words: str
+    request: Request
+    arrays: RequestArrays
+    flow: Flow
+
+
+def _encoders(config: SamplingConfig, model: ModelConfig, manifest: Manifest) -> Encoders:
+    """The encoders of the prompts; none without prompts."""
+    if not config.prompts:
+        return Encoders()
+    folders = asdict(config.encoders).items()
+    found = {name: Path(folder) if folder else None for name, folder in folders}
+    return find_encoders(model, manifest.origin, **found)
+
+
+def _prompts(config: SamplingConfig, timesteps: TimestepConfig, target: Target) -> list[_Prompt]:
+    """Checks and encodes the prompts."""
+    model, prompts = target.model, []
+    for number, prompt in enumerate(config.prompts):
+        request = _request(number, prompt, target, f".{config.clip_format}")
+        seq_len = math.prod(request.grid) // math.prod(model.patch_size)
+        sigmas = noise_levels(config.sampler, config.steps, shift_of(timesteps, seq_len))
+        flow = jax.jit(make_flow(model, config.sampler, sigmas, config.guidance))
+        arrays = arrays_of(request, model, target.encoders)
+        prompts.append(_Prompt(prompt.prompt, request, arrays, flow))
+    return prompts
+
+
+def _request(number: int, prompt: PromptConfig, target: Target, suffix: str) -> Request:
+    values = {name: value for name, value in asdict(prompt).items() if value is not None}
+    for name in ("image", "last_image"):
+        if name in values:
+            values[name] = Path(values[name])
+    if target.picture_channels is None:
+        suffix = LATENTS
+    elif prompt.frames == 1:
+        suffix = ".png"
+    values["out"] = Path(f"prompt_{number}{suffix}")
+    place = f"sampling.prompts[{number}]"
+    return check_request(RawRequest(values, place, frozenset(values)), target)
 
 
 def _size(grid: GridConfig) -> tuple[int, int, int]:
@@ -273,6 +283,9 @@ def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Mani
                 f"sampling.grids: {size} is not a multiple of model.patch_size "
                 f"{model.patch_size}{_in_latents(stride)}; choose a size that is"
             )
+        tokens = Geometry(stride, model.patch_size).token_grid(*np.asarray(size)[:, None])[0]
+        count = grid.rows * model.num_classes
+        require_memory(f"sampling.grids: {size}", model, math.prod(tokens.tolist()), count)
 
 
 def _in_latents(stride: Triple) -> str:

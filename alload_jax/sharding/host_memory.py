@@ -1,6 +1,7 @@
-"""The host's memory, of which devices may use a part."""
+"""The host's memory, of which devices may use a part, and flags of XLA that depend on it."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from alload_jax.errors import InputError
@@ -48,10 +49,15 @@ def bytes_of_one(own: int, *, on_gpus: bool) -> float:
     return min(budget, pool_bytes() / own) if on_gpus else budget
 
 
-def _usable_bytes() -> float:
+def host_bytes() -> float:
+    """Bytes of this host's memory, or of its container's."""
     memory = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     given = [each.read_text().strip() for each in _LIMITS if each.exists()]
-    return _SHARE * min([memory, *(float(limit) for limit in given if limit != "max")])
+    return min([memory, *(float(limit) for limit in given if limit != "max")])
+
+
+def _usable_bytes() -> float:
+    return _SHARE * host_bytes()
 
 
 def pool_bytes() -> float:
@@ -65,3 +71,43 @@ def pool_bytes() -> float:
         return float(given) * _GIB
     except ValueError as error:
         raise InputError(f"{POOL} is {given!r}; give a number of GiB") from error
+
+
+OVERLAP_FLAGS = {
+    # Starts collectives as early, and waits for them as late, as data dependencies allow.
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
+}
+"""They overlap collectives with computation."""
+DEFAULT_FLAGS = OVERLAP_FLAGS | {
+    # The scan over layers writes all of the stacks that it keeps for the backward pass; without
+    # this, XLA fills them with zeros before.
+    "xla_gpu_enable_dus_accumulator_zero_init_elimination": "true",
+    # cuBLAS adds the bias of a linear layer as it writes the product. XLA's own Triton products
+    # take the bias with them when they are compared with cuBLAS; when they lose, a pass over the
+    # product adds it. XLA may apply a constant factor of such a sum to the product alone
+    # (openxla/xla issue 46110): models must not scale a layer's output by a constant number.
+    "xla_gpu_enable_triton_gemm": "false",
+}
+"""XLA_FLAGS in the environment takes precedence."""
+
+
+def with_defaults(flags: str, defaults: Mapping[str, str] = DEFAULT_FLAGS) -> str:
+    """Adds to XLA_FLAGS the defaults that it does not set itself.
+
+    XLA takes a value that does not begin with "-" for the path of a file of flags. It stays as it
+    is.
+    """
+    if flags.strip() and not flags.lstrip().startswith("-"):
+        return flags
+    given = {flag.removeprefix("--").split("=")[0] for flag in flags.split()}
+    added = (f"--{name}={value}" for name, value in defaults.items() if name not in given)
+    return " ".join([*flags.split(), *added])
+
+
+def set_xla_flags() -> None:
+    """Sets XLA_FLAGS for this process, and what its GPUs may use of the host's memory.
+
+    Call it before JAX initializes its devices.
+    """
+    os.environ["XLA_FLAGS"] = with_defaults(os.environ.get("XLA_FLAGS", ""))
+    set_pool()

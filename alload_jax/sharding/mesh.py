@@ -1,14 +1,21 @@
-"""The device mesh of a run."""
+"""The device mesh of a run, rules by which arrays are split over it, and its shape groups.
+
+Shape groups are slices of the mesh that each run their own programs between global updates.
+"""
 
 import math
+import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, require_positive
+from alload_jax.planning.plan import Plan
 
 AXES = ("data", "fsdp", "context", "tensor")
 """The axes of every mesh, from those over the slowest links to those over the fastest."""
@@ -40,10 +47,7 @@ class MeshConfig:
     def __post_init__(self) -> None:
         if self.data < 1 and self.data != -1:
             raise InputError(f"mesh.data is {self.data}; it must be at least 1, or -1 for the rest")
-        for part in fields(self)[1:]:
-            value = getattr(self, part.name)
-            if value < 1:
-                raise InputError(f"mesh.{part.name} is {value}; it must be at least 1")
+        require_positive("mesh.", self, *(part.name for part in fields(self)[1:]))
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
@@ -80,11 +84,7 @@ def ranks_of(mesh: Mesh) -> int:
 
 def row_shards(sharding: NamedSharding | None) -> int:
     """Number of shards that the rows of an array are split into; 1 without a sharding."""
-    if sharding is None or not sharding.spec or sharding.spec[0] is None:
-        return 1
-    axes = sharding.spec[0]
-    names = axes if isinstance(axes, tuple) else (axes,)
-    return math.prod(sharding.mesh.shape[name] for name in names)
+    return _size(sharding.mesh, sharding.spec[0]) if sharding and sharding.spec else 1
 
 
 def with_tensor_axis(sharding: NamedSharding | None) -> NamedSharding | None:
@@ -118,13 +118,9 @@ def local_plan_ranks(mesh: Mesh, ranks: int, context: int = 1) -> frozenset[int]
             f"planning.ranks is {ranks}, but with samples split over mesh.context {context} it "
             f"must be the number of the mesh's ranks, {ranks_of(mesh)}; leave it out"
         )
-    process = jax.process_index()
-    devices_by_rank = mesh.devices.reshape(ranks_of(mesh), -1)
-    is_own = np.vectorize(lambda device: device.process_index == process)
-    local = is_own(devices_by_rank).any(axis=1)
-    return frozenset(
-        rank * each + n for rank in np.flatnonzero(local).tolist() for n in range(each)
-    )
+    is_own = np.array(processes_of(mesh)) == jax.process_index()
+    local = np.flatnonzero(is_own.reshape(ranks_of(mesh), -1).any(axis=1)).tolist()
+    return frozenset(rank * each + n for rank in local for n in range(each))
 
 
 def batch_sharding(mesh: AnyMesh) -> NamedSharding:
@@ -135,3 +131,202 @@ def batch_sharding(mesh: AnyMesh) -> NamedSharding:
 def replicated(mesh: AnyMesh) -> NamedSharding:
     """Puts the same values on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+Rules = tuple[tuple[str, PartitionSpec], ...]
+"""(pattern, rule) pairs of a model family; the first pattern found in a path decides. Paths of
+optimizer state and EMA end as those of their parameters."""
+
+ZERO_AXES = ("context", "data")
+"""Over which optimizer state and EMA are split beyond their parameters, from the fastest links."""
+
+
+def path_name(path: tuple[object, ...]) -> str:
+    """`blocks/self_attention/query/kernel` from a key path of `jax.tree_util`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def tree_shardings(tree: PyTree, mesh: AnyMesh, rules: Rules) -> PyTree:
+    """A NamedSharding for every leaf of a tree of arrays (or of their shapes).
+
+    Raises:
+      InputError: an axis to be split is not a multiple of the mesh axis.
+    """
+
+    def sharding(path: tuple[object, ...], leaf: jax.Array) -> NamedSharding:
+        name = path_name(path)
+        spec = _first_match(name, rules) if leaf.ndim else PartitionSpec()
+        for size, axes in zip(leaf.shape, spec, strict=False):
+            if size % (parts := _size(mesh, axes)):
+                wide = (axis for axis in _names(axes) if mesh.shape[axis] > 1)
+                what = "·".join(f"mesh.{axis}" for axis in wide)
+                raise InputError(
+                    f"{what} is {parts}, which does not divide {size} of {name} {leaf.shape}; "
+                    f"choose {what} or the model's widths so that it does"
+                )
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def zero_shardings(
+    tree: PyTree, mesh: AnyMesh, rules: Rules, over: tuple[str, ...] = ZERO_AXES
+) -> PyTree:
+    """`tree_shardings`, split over replicas too where that goes (ZeRO, arXiv 1910.02054).
+
+    For what only the update needs: gradients, optimizer state, EMA. Each replica updates its own
+    part of the parameters: the axis that `fsdp` splits is split over more mesh axes, as far as they
+    divide. Some optimizers keep arrays of other shapes for a parameter, such as means over an axis
+    or scales of blocks: these are split where its rule fits, else replicated.
+    """
+
+    def sharding(path: tuple[object, ...], leaf: jax.Array) -> NamedSharding:
+        spec = _first_match(path_name(path), rules)
+        if len(spec) > leaf.ndim:
+            return replicated(mesh)
+        split: list[str | tuple[str, ...] | None] = []
+        for size, axes in zip(leaf.shape, spec, strict=False):
+            names = _names(axes) if size % _size(mesh, axes) == 0 else ()
+            for more in over if "fsdp" in names else ():
+                if size % _size(mesh, (*names, more)) == 0:
+                    names += (more,)
+            split.append(names[0] if len(names) == 1 else names or None)
+        return NamedSharding(mesh, PartitionSpec(*split))
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def _first_match(name: str, rules: Rules) -> PartitionSpec:
+    array = name.removesuffix("/values")  # of a kernel with values and scale
+    for pattern, spec in rules:
+        if re.search(pattern, array):
+            return spec
+    raise ValueError(f"no partition rule matches {name}; end the rules with one for '.'")
+
+
+def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return axes if isinstance(axes, tuple) else (axes,) if axes else ()
+
+
+def _size(mesh: AnyMesh, axes: str | tuple[str, ...] | None) -> int:
+    """Number of parts into which mesh axes split an axis of an array."""
+    return math.prod(mesh.shape[axis] for axis in _names(axes))
+
+
+# ---------------------------------------------------------------- shape groups
+
+GROUP_AXIS = "data"
+"""The mesh axis whose indices number the shape groups."""
+
+
+def ranks_per_group(mesh: Mesh) -> int:
+    """Number of ranks in a shape group of the mesh."""
+    return ranks_of(mesh) // mesh.shape[GROUP_AXIS]
+
+
+def split_mesh(mesh: Mesh) -> tuple[Mesh, ...]:
+    """The mesh of each shape group: it has the same axes, and `data` has size 1."""
+    return tuple(
+        Mesh(mesh.devices[n : n + 1], mesh.axis_names, axis_types=mesh.axis_types)
+        for n in range(mesh.shape[GROUP_AXIS])
+    )
+
+
+def group_meshes(mesh: Mesh, plan: Plan) -> tuple[Mesh, ...]:
+    """The mesh that runs each of a plan's shape groups; empty if all ranks form one group.
+
+    If the plan has more groups than the mesh, consecutive groups of the plan share a mesh.
+
+    Raises:
+      InputError: the plan's groups do not fit those of the mesh, or a group of the mesh spans
+        several processes.
+    """
+    if plan.shape_groups == 1:
+        return ()
+    if plan.group_ranks % ranks_per_group(mesh):
+        raise InputError(
+            f"planning.ranks_per_group is {plan.group_ranks}, not a multiple of the "
+            f"{ranks_per_group(mesh)} ranks (fsdp·context) of a shape group of the mesh; make it "
+            "a multiple, or leave it out"
+        )
+    meshes = split_mesh(mesh)
+    for number, group in enumerate(meshes):
+        refuse_spanning(number, processes_of(group))
+    if plan.shape_groups % len(meshes):
+        raise InputError(
+            f"planning.ranks_per_group is {plan.group_ranks}, so the plan has "
+            f"{plan.shape_groups} shape groups, which mesh.data = {len(meshes)} does not divide; "
+            "choose a smaller value, or leave it out"
+        )
+    each = plan.shape_groups // len(meshes)
+    return tuple(group for group in meshes for _ in range(each))
+
+
+def can_group(mesh: Mesh) -> bool:
+    """Whether ranks may have shapes of their own: no shape group spans several processes."""
+    return all(len(set(processes_of(group))) == 1 for group in split_mesh(mesh))
+
+
+def refuse_spanning(group: int, processes: Sequence[int]) -> None:
+    """Refuses a shape group whose devices belong to several processes.
+
+    Args:
+      group: number of the group.
+      processes: the process of each of its devices.
+
+    Raises:
+      InputError: they differ.
+    """
+    if len(set(processes)) > 1:
+        raise InputError(
+            f"mesh.data makes shape group {group} span processes {sorted(set(processes))}, and "
+            "planning.ranks_mode independent needs every group to lie within one process; make "
+            "fsdp·context·tensor divide the devices of a process, or set ranks_mode synchronous"
+        )
+
+
+def processes_of(mesh: Mesh) -> list[int]:
+    """The process of each device of a mesh."""
+    return [device.process_index for device in mesh.devices.flat]
+
+
+def is_local(mesh: Mesh) -> bool:
+    """Whether this process has devices of the mesh."""
+    return jax.process_index() in processes_of(mesh)
+
+
+def part_of_group(tree: PyTree, shardings: PyTree) -> PyTree:
+    """The part of a tree of global arrays that lies on a group's devices. Copies nothing.
+
+    Args:
+      tree: arrays that are replicated over the groups, or whose first axis numbers the groups; or
+        their shapes.
+      shardings: of the result, over the group's mesh; a first axis of groups is split over `data`.
+    """
+
+    def part(array: PyTree, sharding: NamedSharding) -> jax.Array | jax.ShapeDtypeStruct:
+        stacked = len(sharding.spec) > 0 and sharding.spec[0] == GROUP_AXIS
+        shape = (1, *array.shape[1:]) if stacked else array.shape
+        if isinstance(array, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
+        own = [s.data for s in array.addressable_shards if s.device in sharding.device_set]
+        return jax.make_array_from_single_device_arrays(shape, sharding, own)
+
+    return jax.tree.map(part, tree, shardings)
+
+
+def join_groups(parts: Sequence[PyTree], shardings: PyTree) -> PyTree:
+    """The inverse of `part_of_group` for arrays with a first axis of groups. Copies nothing.
+
+    Args:
+      parts: a tree of arrays [1, ...] for each group with devices of this process.
+      shardings: of the result [groups, ...], over the whole mesh; the first axis is split over
+        `data`.
+    """
+
+    def join(sharding: NamedSharding, *arrays: jax.Array) -> jax.Array:
+        shape = (sharding.mesh.shape[GROUP_AXIS], *arrays[0].shape[1:])
+        shards = [shard.data for array in arrays for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+    return jax.tree.map(join, shardings, *parts)

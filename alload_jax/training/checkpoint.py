@@ -1,62 +1,43 @@
-"""Checkpoints with Orbax, written atomically in the background."""
+"""Checkpoints with Orbax, written atomically in the background; the best ones are kept."""
 
 import itertools
-import math
 import shutil
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import NamedTuple, Self
 
 import jax
 import orbax.checkpoint as ocp
 
 from alload_jax.distributed.cluster import Cluster, first_process
-from alload_jax.errors import InputError, one_line
-from alload_jax.training.base import BASE, Base
-from alload_jax.training.checkpoint_errors import as_input_error, raise_if_lost, reason_of_storage
-from alload_jax.training.checkpoint_identity import check_identity
-from alload_jax.training.checksums import CHECKSUMS_NOTE, damage, write_checksums
-from alload_jax.training.commit_barrier import commit_barrier
+from alload_jax.errors import InputError, one_line, print_stderr
+from alload_jax.files import Json, read_json
+from alload_jax.training.checkpoint_files import (
+    BASE,
+    CHECKSUMS_NOTE,
+    Base,
+    as_input_error,
+    check_identity,
+    commit_barrier,
+    damage,
+    raise_if_lost,
+    read_part,
+    reason_of_storage,
+    write_checksums,
+)
+from alload_jax.training.run_files import write_json
+from alload_jax.training.settings import CheckpointConfig
 from alload_jax.training.state import TrainState
+from alload_jax.waits import waits
 
 _RECALIBRATION = "recalibration"
 """The checkpoint's part that only recalibrated plans have."""
+_REMEDY = "move it away to continue from the previous one"
 
 
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """When checkpoints are saved and which are kept.
-
-    Attributes:
-      every: number of optimizer steps between checkpoints; the last step is always saved. Null for
-        no such interval.
-      minutes: also save when this many minutes have passed since the last checkpoint; null for no
-        such interval.
-      keep: number of newest checkpoints to keep.
-      keep_every: also keep checkpoints whose step is a multiple of this; null for none.
-      keep_best: also save and keep this many checkpoints with the lowest validation loss; null for
-        none.
-    """
-
-    every: int | None = 500
-    minutes: float | None = None
-    keep: int = 2
-    keep_every: int | None = None
-    keep_best: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("every", "keep", "keep_every", "keep_best"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"checkpoint.{name} is {value}; it must be at least 1")
-        if self.minutes is not None and not 0 < self.minutes < math.inf:
-            raise InputError(f"checkpoint.minutes is {self.minutes}; it must be a number above 0")
-
-
+@waits("for a checkpoint to be written")
 class Checkpoints:
     """The checkpoints of a run folder; a crash during writing keeps the earlier checkpoints.
 
@@ -71,8 +52,8 @@ class Checkpoints:
         self,
         folder: str | Path,
         config: CheckpointConfig,
-        identity: dict[str, Any],
-        defaults: Mapping[str, Any] | None = None,
+        identity: Json,
+        defaults: Mapping[str, object] | None = None,
     ):
         """Opens the folder and creates it if necessary.
 
@@ -90,9 +71,9 @@ class Checkpoints:
         self._last_begun = 0
         self._chosen: frozenset[int] = frozenset()
         self._held: frozenset[int] = frozenset()
-        self._kept = _Kept(config.keep, config.keep_every, lambda: self._chosen | self._held)
+        self._config = config
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._kept,
+            preservation_policy=self,
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(
                 post_finalization_callback=self._add_checksums, barrier_sync_fn=commit_barrier()
@@ -160,10 +141,22 @@ class Checkpoints:
           InputError: a checkpoint could not be written.
         """
         self.wait()
-        steps = sorted(self.steps())
-        for step, stays in zip(steps, self._kept.stay(steps), strict=True):
-            if not stays:
-                self._manager.delete(step)
+        for step in self.steps() - self._staying(sorted(self.steps())):
+            self._manager.delete(step)
+
+    def should_preserve(
+        self, checkpoints: Sequence[ocp.checkpoint_manager.CheckpointInfo], **_: object
+    ) -> list[bool]:
+        """As Orbax's preservation policy, whether each checkpoint stays, by ascending step."""
+        steps = [each.step for each in checkpoints]
+        staying = self._staying(steps)
+        return [step in staying for step in steps]
+
+    def _staying(self, steps: Sequence[int]) -> set[int]:
+        """The newest ones, every so many steps, and chosen ones."""
+        every = self._config.keep_every
+        periodic = {step for step in steps if every and step % every == 0}
+        return periodic | set(steps[-self._config.keep :]) | self._chosen | self._held
 
     def latest(self) -> int | None:
         """Returns the step of the newest complete checkpoint; None if there is none."""
@@ -198,7 +191,7 @@ class Checkpoints:
             found = found or f"{place}: {what}"
             aside = self._move(step, "damaged")
             warning = f"warning: {place}: {what}; it is moved to {aside}"
-            print(one_line(warning), file=sys.stderr)
+            print_stderr(one_line(warning))
         if found:
             raise InputError(
                 f"{found}, and no other checkpoint is left; restore one from a backup, or begin "
@@ -222,9 +215,7 @@ class Checkpoints:
           InputError: the checkpoint is damaged or its identity differs; the message names the
             difference.
         """
-        with self._errors_of_step(step):
-            part = ocp.args.Composite(identity=ocp.args.JsonRestore())
-            found = dict(self._manager.restore(step, args=part).identity)
+        found = read_part(self.folder / str(step), "identity", _REMEDY)
         # Old versions noted no checksums; `damage` warns of them.
         found, identity = CHECKSUMS_NOTE | found, self._identity | CHECKSUMS_NOTE
         check_identity(self.folder / str(step), found, identity, self._defaults)
@@ -236,16 +227,12 @@ class Checkpoints:
           InputError: the checkpoint is damaged or belongs to another model or plan.
         """
         self.check(step)
-        with self._errors_of_step(step):
+        with as_input_error(self.folder / str(step), _REMEDY):
             part = ocp.args.Composite(state=ocp.args.StandardRestore(_stored(like)))
             found = self._manager.restore(step, args=part).state
             return like._replace(**found)
 
-    def _errors_of_step(self, step: int) -> AbstractContextManager[None]:
-        remedy = "move it away to continue from the previous one"
-        return as_input_error(self.folder / str(step), remedy)
-
-    def restore_recalibration(self, step: int) -> dict[str, Any] | None:
+    def restore_recalibration(self, step: int) -> Json | None:
         """Reads what `save` was given; None if it was given nothing.
 
         Raises:
@@ -253,13 +240,9 @@ class Checkpoints:
         """
         if not (self.folder / str(step) / _RECALIBRATION).exists():
             return None
-        with self._errors_of_step(step):
-            part = ocp.args.Composite(**{_RECALIBRATION: ocp.args.JsonRestore()})
-            return dict(self._manager.restore(step, args=part)[_RECALIBRATION])
+        return read_part(self.folder / str(step), _RECALIBRATION, _REMEDY)
 
-    def save(
-        self, step: int, state: TrainState, recalibration: dict[str, Any] | None = None
-    ) -> None:
+    def save(self, step: int, state: TrainState, recalibration: Json | None = None) -> None:
         """Starts writing a checkpoint; returns when `state` may be changed.
 
         Args:
@@ -270,7 +253,7 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         self._last_begun = step
-        items: dict[str, Any] = {
+        items: Json = {
             "state": ocp.args.StandardSave(_stored(state if self.base is None else bare(state))),
             "identity": ocp.args.JsonSave(self._identity | CHECKSUMS_NOTE),
         }
@@ -325,26 +308,6 @@ class Checkpoints:
             ) from error
 
 
-class _Kept:
-    """Orbax's preservation policy: the newest checkpoints, every so many steps, and chosen ones."""
-
-    def __init__(self, newest: int, every: int | None, chosen: Callable[[], frozenset[int]]):
-        self._newest, self._every, self._chosen = newest, every, chosen
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """See `stay`."""
-        del context
-        return self.stay([each.step for each in checkpoints])
-
-    def stay(self, steps: Sequence[int]) -> list[bool]:
-        """Says of the checkpoint of each step, in ascending order, whether it stays."""
-        chosen, newest = self._chosen(), set(steps[-self._newest :])
-        return [
-            step in newest or step in chosen or bool(self._every and step % self._every == 0)
-            for step in steps
-        ]
-
-
 def _free(path: Path) -> Path:
     """The path, or with the first number behind it that no file has."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
@@ -356,6 +319,100 @@ def bare(state: TrainState) -> TrainState:
     return state._replace(frozen={})
 
 
-def _stored(state: TrainState) -> dict[str, Any]:
+def _stored(state: TrainState) -> Json:
     """Returns the fields of a state that a checkpoint stores, those that are not empty."""
     return {name: part for name, part in state._asdict().items() if jax.tree.leaves(part)}
+
+
+BEST_NAME = "best.json"
+"""File in a run folder with the step and the loss of the best checkpoints, the best first."""
+
+
+class Measured(NamedTuple):
+    """The validation loss of a step; of equal losses, that of the earlier step is the lower."""
+
+    loss: float
+    step: int
+
+
+class BestCheckpoints:
+    """Saves and keeps the best checkpoints, which follow from the validations so far.
+
+    Attributes:
+      best: the best, the lowest loss first; empty where none are kept.
+    """
+
+    def __init__(self, folder: Path, count: int | None, checkpoints: Checkpoints, cluster: Cluster):
+        """Keeps none before `begin`.
+
+        Args:
+          folder: of the run.
+          count: number of checkpoints to keep; None for none.
+          checkpoints: of the run.
+          cluster: the processes of the run.
+        """
+        self.best: list[Measured] = []
+        self._path, self._count = folder / BEST_NAME, count or 0
+        self._checkpoints, self._cluster = checkpoints, cluster
+
+    def begin(self, validations: Iterable[Measured]) -> None:
+        """Goes on from the validations of earlier starts. A collective operation.
+
+        Those without a checkpoint do not count: it was damaged, or not kept by an earlier start.
+        """
+        if not self._count:
+            return
+        saved = self._cluster.broadcast(lambda: sorted(self._checkpoints.steps()))
+        self._set(each for each in validations if each.step in saved)
+
+    def add(self, measured: Measured) -> bool:
+        """Adds a validation; returns whether its checkpoint is one of the best and is to be saved.
+
+        Of the best so far, the worst is removed when the next checkpoint is complete.
+        """
+        if not self._count:
+            return False
+        self._set([*self.best, measured])
+        return measured in self.best
+
+    def finish(self) -> None:
+        """Removes what is no longer one of the best, where no further checkpoint follows.
+
+        Raises:
+          InputError: a checkpoint could not be written.
+        """
+        if self._count:
+            self._checkpoints.remove_others()
+
+    def _set(self, validations: Iterable[Measured]) -> None:
+        self.best = sorted(validations)[: self._count]
+        self._checkpoints.keep([each.step for each in self.best])
+        content = [{"step": each.step, "loss": each.loss} for each in self.best]
+        write_json(self._path, {"best": content})
+
+
+def best_step(run_folder: Path, steps: Iterable[int]) -> int:
+    """Finds the best of a run's checkpoints.
+
+    Args:
+      run_folder: folder of the run.
+      steps: steps of its complete checkpoints.
+
+    Raises:
+      InputError: the run keeps no best checkpoint, or the file that names it is damaged.
+    """
+    path = run_folder / BEST_NAME
+    content = read_json(path)
+    if content is None:
+        raise InputError(
+            f"{path}: no such file; the run keeps no best checkpoint, which validation and "
+            "checkpoint.keep_best do. Name a step"
+        )
+    try:
+        named = [int(entry["step"]) for entry in content["best"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: is not a list of steps and losses; name a step") from error
+    available = set(steps)
+    if not (found := [step for step in named if step in available]):
+        raise InputError(f"{path}: names no checkpoint that is complete; name a step")
+    return found[0]

@@ -2,15 +2,18 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+from jax.stages import Compiled
+from jaxtyping import PyTree
 
 from alload_jax.errors import InputError
 from alload_jax.sharding.host_memory import POOL, pool_bytes
 from alload_jax.training.state import TrainState
 
 REMEDY = "lower planning.m_mem, set model.remat to full or offload, or raise mesh.fsdp"
+STATE_REMEDY = "raise mesh.fsdp, or choose a smaller model or optimizer"
 HOST_REMEDY = f"lower planning.m_mem, set model.remat to offload or full, or raise {POOL}"
 _OF_HOST = "host_bfc"
 """In the name of XLA's allocator of the host's memory."""
@@ -63,8 +66,12 @@ def out_of_memory(error: Exception) -> bool:
 
 
 @contextmanager
-def memory_named() -> Iterator[None]:
+def memory_named(what: str = "a step", remedy: str = REMEDY) -> Iterator[None]:
     """Tells that a training run is out of a device's or the host's memory, in place of JAX's error.
+
+    Args:
+      what: takes a device's memory.
+      remedy: for it.
 
     Raises:
       InputError: it is.
@@ -78,8 +85,8 @@ def memory_named() -> Iterator[None]:
         reason = said.partition(" with allocator")[0][:200].rstrip(". ")
         of_host = _OF_HOST in str(error)
         place = "the host's memory" if of_host else "a device's memory"
-        remedy = HOST_REMEDY if of_host else REMEDY
-        raise InputError(f"a step does not fit {place} ({reason}); {remedy}") from error
+        helps = HOST_REMEDY if of_host else remedy
+        raise InputError(f"{what} does not fit {place} ({reason}); {helps}") from error
 
 
 def in_words(size: int) -> str:
@@ -87,7 +94,7 @@ def in_words(size: int) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
-def run_memory(state: TrainState, programs: Iterable[Any]) -> RunMemory | None:
+def run_memory(state: TrainState, programs: Iterable[Compiled]) -> RunMemory | None:
     """Reads the memory of compiled gradient programs; None where XLA does not say.
 
     Args:
@@ -112,7 +119,7 @@ def run_memory(state: TrainState, programs: Iterable[Any]) -> RunMemory | None:
     return RunMemory(_bytes_of(state), max(0, *steps), limit, max(on_host), host_limit)
 
 
-def _bytes_of(tree: Any) -> int:
+def _bytes_of(tree: PyTree) -> int:
     """Bytes of the shards of a tree's arrays on one device of this process."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.addressable_shards]
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)

@@ -10,18 +10,17 @@ too.
 
 import math
 import statistics
-import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from alload_jax.distributed.cluster import first_process
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, print_stderr
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.run_files import write_json
 from alload_jax.training.run_plan import RunPlan
+from alload_jax.training.settings import RISEN
 
 _LOSS = 0
 """Place of the loss beside the gradient norm."""
@@ -31,33 +30,14 @@ _WINDOW = 200
 """Number of the steps before them, whose largest loss and norm they are compared with."""
 _FIRST_LOSSES, _FIRST_NORMS = 20, 50
 """Steps before them that there must be. Gradients of new weights grow over their first steps."""
-_RISEN, _RISEN_NORM = 2.0, 10.0
-"""Factors of the largest loss and norm beyond which the last ones are worth a warning."""
+_RISEN_NORM = 10.0
+"""Factor of the largest norm beyond which the last ones are worth a warning."""
 _SPIKE, _EARLY_SPIKE = 2.0, 4.0
 """Factors of what is usual beyond which a single loss is; the second without steps before."""
 
 
 MOST_FOLLOWED = 1000
 """Number of the last steps of earlier starts that a run goes on from."""
-
-
-@dataclass(frozen=True)
-class DivergenceConfig:
-    """When a run counts as diverged.
-
-    Attributes:
-      stop_above: a run ends without saving if 7 of its last 10 losses are above this many times the
-        largest of the 200 before, or above this many times the loss of a model that predicts
-        nothing; null for only warnings.
-    """
-
-    stop_above: float | None = 10.0
-
-    def __post_init__(self) -> None:
-        if self.stop_above is not None and not self.stop_above > _RISEN:
-            raise InputError(
-                f"divergence.stop_above is {self.stop_above}; it must be above {_RISEN:g}, or null"
-            )
 
 
 class Finding(NamedTuple):
@@ -121,7 +101,7 @@ class Divergence:
 
     def _rise(self) -> Finding | None:
         """A level that has risen; that of a loss that stays up is told once."""
-        bounds = (self._loss_bound(_RISEN), self._norm_bound())
+        bounds = (self._loss_bound(RISEN), self._norm_bound())
         found = [(part, ago) for part in (0, 1) if (ago := self._above(part, bounds[part]))]
         above = [
             any(value > bound for value, bound in zip(values, bounds, strict=True))
@@ -149,7 +129,7 @@ class Divergence:
 
     def _keep(self, loss: float, norm: float) -> None:
         """Takes a step into the window, unless it is one of those that are compared with it."""
-        risen = loss > self._loss_bound(_RISEN) or norm > self._norm_bound()
+        risen = loss > self._loss_bound(RISEN) or norm > self._norm_bound()
         if risen and self._rejected < _WINDOW:
             self._rejected += 1
             return
@@ -260,4 +240,4 @@ class DivergenceGuard:
 
 def _say(line: str) -> None:
     if first_process():
-        print(line, file=sys.stderr, flush=True)
+        print_stderr(line)

@@ -1,19 +1,87 @@
-"""Optimizers with a schedule and clipping, and the moving average of the weights."""
+"""Optimizers with a schedule, clipping and the guard against spikes; the average of the weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 
-from alload_jax.errors import InputError
-from alload_jax.sharding.rules import path_name
+from alload_jax.errors import InputError, require_fields, require_positive
+from alload_jax.sharding.mesh import path_name
 from alload_jax.training.parameters import check_patterns, matches, require_match
-from alload_jax.training.schedules import Curve, DecayShape, ScheduleName
-from alload_jax.training.spikes import skip_spikes
-from alload_jax.training.update_rules import WITHOUT_MU_DTYPE, OptimizerName, UpdateRule
+from alload_jax.training.update_rules import WITHOUT_MU_DTYPE, OptimizerName, update_rule
+
+ScheduleName = Literal["cosine", "constant", "linear", "wsd"]
+DecayShape = Literal["linear", "sqrt"]
+
+
+_DECAY = 0.99
+"""Decay of the running mean of gradient norms, about 100 steps."""
+_FIRST = 20
+"""Number of steps before the first that can be skipped."""
+
+
+class SpikeState(NamedTuple):
+    """State of `skip_spikes`.
+
+    Attributes:
+      mean: running mean of the gradient norms, each counted up to the bound; not corrected for its
+        start at 0.
+      steps: number of steps.
+      skipped: number of steps that were skipped.
+      inner: state of the optimizer.
+    """
+
+    mean: jax.Array
+    steps: jax.Array
+    skipped: jax.Array
+    inner: optax.OptState
+
+
+def skip_spikes(
+    optimizer: optax.GradientTransformation, times: float
+) -> optax.GradientTransformation:
+    """Wraps an optimizer so that it skips updates of large gradients.
+
+    Updates are zero, and the optimizer's state is unchanged, where the gradient's global norm is
+    more than `times` its running mean. A skipped norm counts in the mean with the bound's value, so
+    that the bound follows gradients that stay large.
+    """
+
+    def init(params: optax.Params) -> SpikeState:
+        zero = jnp.zeros((), jnp.int32)
+        return SpikeState(jnp.zeros((), jnp.float32), zero, zero, optimizer.init(params))
+
+    def update(
+        updates: optax.Updates, state: SpikeState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, SpikeState]:
+        norm = optax.tree.norm(updates).astype(jnp.float32)
+        mean = state.mean / (1 - _DECAY ** jnp.maximum(state.steps, 1).astype(jnp.float32))
+        bound = jnp.where(state.steps < _FIRST, jnp.inf, times * mean)
+        skip = norm > bound
+        found, inner = optimizer.update(updates, state.inner, params)
+        found = jax.tree.map(lambda value: jnp.where(skip, jnp.zeros_like(value), value), found)
+        inner = jax.tree.map(lambda new, old: jnp.where(skip, old, new), inner, state.inner)
+        counted = jnp.minimum(norm, bound)
+        after = SpikeState(
+            _DECAY * state.mean + (1 - _DECAY) * counted,
+            state.steps + 1,
+            state.skipped + skip,
+            inner,
+        )
+        return found, after
+
+    return optax.GradientTransformation(init, update)
+
+
+def skipped_updates(opt_state: optax.OptState) -> jax.Array | None:
+    """Returns the number of updates that were skipped; None if none can be."""
+    return opt_state.skipped if isinstance(opt_state, SpikeState) else None
+
 
 NO_AVERAGE = "without_ema"
 """Part of the identity of an optimizer that keeps no moving average."""
@@ -117,32 +185,27 @@ class OptimizerConfig:
     ema_decay: float | None = 0.999
     groups: tuple[OptimizerGroup, ...] = ()
 
-    usual_identity: ClassVar[dict[str, Any]] = {"name": "adamw", "mu_dtype": "float32"}
+    usual_identity: ClassVar[dict[str, object]] = {"name": "adamw", "mu_dtype": "float32"}
     """What `identity` leaves out, by the names of fields."""
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "clip_norm", "clip_value", "eps"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InputError(f"optimizer.{name} is {value}; it must be above 0")
-        for name in ("beta1", "beta2", "ema_decay"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 1:
-                raise InputError(f"optimizer.{name} is {value}; it must be from 0 to below 1")
-        for name in ("weight_decay", "final_fraction"):
-            if not getattr(self, name) >= 0:
-                raise InputError(f"optimizer.{name} is {getattr(self, name)}; it must be 0 or more")
-        if self.skip_above is not None and not self.skip_above > 1:
-            raise InputError(
-                f"optimizer.skip_above is {self.skip_above}; it must be above 1, such as 5, or null"
-            )
+        for names, holds, bound in (
+            ("learning_rate clip_norm clip_value eps", lambda value: value > 0, "above 0"),
+            ("beta1 beta2 ema_decay", lambda value: 0 <= value < 1, "from 0 to below 1"),
+            (
+                "weight_decay final_fraction warmup_steps",
+                lambda value: value >= 0,
+                "0 or more",
+            ),
+            ("skip_above", lambda value: value > 1, "above 1, such as 5, or null"),
+            ("decay_fraction", lambda value: 0 < value <= 1, "above 0 and at most 1"),
+        ):
+            require_fields("optimizer.", self, names, holds, bound)
+        require_positive("optimizer.", self, "schedule_steps", "decay_steps", otherwise=", or null")
         if self.gradient_mean not in get_args(GradientMean):
             raise InputError(
                 f"optimizer.gradient_mean is {self.gradient_mean!r}; choose plan or step"
             )
-        if self.warmup_steps < 0:
-            raise InputError(f"optimizer.warmup_steps is {self.warmup_steps}; it must be 0 or more")
-        self._check_schedule()
         if self.mu_dtype != "float32" and self.name in WITHOUT_MU_DTYPE:
             raise InputError(
                 f"optimizer.mu_dtype is {self.mu_dtype}, but {self.name} has no first moment of "
@@ -151,52 +214,61 @@ class OptimizerConfig:
         for group in self.groups:
             group.filled(self)  # checks its values
 
-    def _check_schedule(self) -> None:
-        for name in ("schedule_steps", "decay_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"optimizer.{name} is {value}; it must be at least 1, or null")
-        if not 0 < self.decay_fraction <= 1:
-            raise InputError(
-                f"optimizer.decay_fraction is {self.decay_fraction}; it must be above 0 and at "
-                "most 1"
-            )
-
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """What a checkpoint's arrays depend on, as JSON values; empty where all is usual."""
-        found: dict[str, Any] = {} if self.skip_above is None else {"skip_above": "set"}
+        parts: dict[str, object] = {}
+        if self.groups:
+            parts["groups"] = [list(group.parameters) for group in self.groups]
+        if any(names := [group.name for group in self.groups]):
+            parts["group_names"] = names
+        if self.skip_above is not None:
+            parts["skip_above"] = "set"
         for name, usual in self.usual_identity.items():
             if getattr(self, name) != usual:
-                found[name] = getattr(self, name)
-        if self.ema_decay is None:
-            found[NO_AVERAGE] = True
-        return _group_identity(self.groups) | found
-
-
-def _group_identity(groups: Sequence[OptimizerGroup]) -> dict[str, Any]:
-    if not groups:
-        return {}
-    names = [group.name for group in groups]
-    own = {"group_names": names} if any(names) else {}
-    return {"groups": [list(group.parameters) for group in groups]} | own
+                parts[name] = getattr(self, name)
+        return parts if self.ema_decay is not None else parts | {NO_AVERAGE: True}
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns the schedule of the learning rate of a run of `steps` optimizer steps.
+    """Returns the schedule of a run of `steps` optimizer steps; later steps have its last value.
 
     Raises:
       InputError: warm-up and decay of `wsd` are longer than the schedule.
     """
-    curve = Curve(
-        config.schedule,
-        config.learning_rate,
-        config.warmup_steps,
-        config.final_fraction,
-        config.decay_steps,
-        config.decay_fraction,
-        config.decay_shape,
-    )
-    return curve.schedule(config.schedule_steps or steps)
+    steps, peak, warmup = config.schedule_steps or steps, config.learning_rate, config.warmup_steps
+    first, end = peak / max(1, warmup), peak * config.final_fraction
+    if config.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(
+            init_value=first,
+            peak_value=peak,
+            warmup_steps=warmup,
+            decay_steps=max(steps, warmup + 1),
+            end_value=end,
+        )
+    after = optax.constant_schedule(peak)
+    if config.schedule == "linear":
+        after = optax.linear_schedule(peak, end, max(1, steps - warmup))
+    elif config.schedule == "wsd":
+        decay = config.decay_steps or max(1, round(config.decay_fraction * steps))
+        if warmup + decay > steps:
+            raise InputError(
+                f"optimizer.warmup_steps is {warmup} and the decay of optimizer.schedule wsd takes "
+                f"{decay} steps, more than the {steps} of the schedule; lower "
+                "optimizer.warmup_steps, optimizer.decay_steps or optimizer.decay_fraction"
+            )
+        falling = _one_minus_sqrt if config.decay_shape == "sqrt" else optax.linear_schedule
+        after = optax.join_schedules([after, falling(peak, end, decay)], [steps - decay - warmup])
+    return optax.join_schedules([optax.linear_schedule(first, peak, warmup), after], [warmup])
+
+
+def _one_minus_sqrt(peak: float, end: float, steps: int) -> optax.Schedule:
+    """Falls from `peak` to `end` over `steps` as 1 − √progress."""
+
+    def schedule(count: jax.Array) -> jax.Array:
+        progress = jnp.clip(jnp.asarray(count, jnp.float32) / steps, 0.0, 1.0)
+        return end + (peak - end) * (1 - jnp.sqrt(progress))
+
+    return schedule
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
@@ -206,46 +278,38 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
     The optimizer's `init` raises InputError if a group's pattern matches no parameter.
     """
-    optimizer = _grouped(config, steps) if config.groups else _clipped(config, steps)
+    optimizer = _clipped(config, steps)
+    if config.groups:
+        transforms = {_MAIN: optimizer}
+        for number, group in enumerate(config.groups):
+            transforms[str(number)] = _clipped(group.filled(config), steps)
+        optimizer = optax.partition(transforms, partial(_labels, groups=config.groups))
     return optimizer if config.skip_above is None else skip_spikes(optimizer, config.skip_above)
 
 
-def _grouped(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    transforms = {_MAIN: _clipped(config, steps)}
-    for number, group in enumerate(config.groups):
-        transforms[str(number)] = _clipped(group.filled(config), steps)
-
-    def labels(params: Any) -> Any:
-        return _labels(params, config.groups)
-
-    return optax.partition(transforms, labels)
-
-
 def _clipped(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    rule = UpdateRule(
-        learning_rate_schedule(config, steps),
-        config.beta1,
-        config.beta2,
-        config.eps,
-        config.weight_decay,
-        None if config.mu_dtype == "float32" else config.mu_dtype,
-    )
-    return optax.chain(_clip(config), rule.transform(config.name))
-
-
-def _clip(config: OptimizerConfig) -> optax.GradientTransformation:
     """Clips the gradient; its state is the same with and without `clip_value`."""
     by_norm = optax.clip_by_global_norm(config.clip_norm)
-    if config.clip_value is None:
-        return by_norm
-    by_value = optax.clip(config.clip_value)
+    clip = by_norm
+    if config.clip_value is not None:
+        by_value = optax.clip(config.clip_value)
 
-    def clip(updates: Any, params: Any) -> Any:
-        for each in (by_value, by_norm):
-            updates, _ = each.update(updates, optax.EmptyState(), params)
-        return updates
+        def clip_both(updates: optax.Updates, params: optax.Params) -> optax.Updates:
+            for each in (by_value, by_norm):
+                updates, _ = each.update(updates, optax.EmptyState(), params)
+            return updates
 
-    return optax.stateless(clip)
+        clip = optax.stateless(clip_both)
+    rule = update_rule(
+        config.name,
+        learning_rate_schedule(config, steps),
+        beta1=config.beta1,
+        beta2=config.beta2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mu_dtype=None if config.mu_dtype == "float32" else config.mu_dtype,
+    )
+    return optax.chain(clip, rule)
 
 
 def group_of(name: str, groups: Sequence[OptimizerGroup]) -> int | None:
@@ -254,7 +318,7 @@ def group_of(name: str, groups: Sequence[OptimizerGroup]) -> int | None:
     return next(found, None)
 
 
-def _labels(params: Any, groups: tuple[OptimizerGroup, ...]) -> Any:
+def _labels(params: optax.Params, groups: tuple[OptimizerGroup, ...]) -> optax.Params:
     """Returns the label of each parameter: the number of its group, or `_MAIN`."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     names = [path_name(path) for path, _ in leaves]
@@ -262,14 +326,16 @@ def _labels(params: Any, groups: tuple[OptimizerGroup, ...]) -> Any:
         for pattern in group.parameters:
             require_match("optimizer.groups: parameters", pattern, names, "trained parameter")
 
-    def label(path: Any, _: Any) -> str:
+    def label(path: KeyPath, _: jax.Array) -> str:
         group = group_of(path_name(path), groups)
         return _MAIN if group is None else str(group)
 
     return jax.tree_util.tree_map_with_path(label, params)
 
 
-def update_ema(ema: Any, params: Any, step: jax.Array, decay: float | None) -> Any:
+def update_ema(
+    ema: optax.Params, params: optax.Params, step: jax.Array, decay: float | None
+) -> optax.Params:
     """Updates the moving average with the parameters; `step` counts updates from 0.
 
     Without a decay there is no average, an empty dict.

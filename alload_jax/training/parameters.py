@@ -1,11 +1,12 @@
 """Selects trained and frozen parameters by patterns over their names."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax
+import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from alload_jax.errors import InputError
@@ -53,7 +54,7 @@ class ParametersConfig:
         """Returns whether a parameter of this name is trained."""
         return matches(name, self.trained) and not matches(name, self.frozen)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Returns the fields that determine a checkpoint's arrays; empty if all are trained."""
         if self.trained == (".",) and not self.frozen:
             return {}
@@ -91,7 +92,9 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 ALL_TRAINED = ParametersConfig()
 
 
-def split_parameters(params: Any, config: ParametersConfig) -> tuple[Any, Any]:
+def split_parameters(
+    params: optax.Params, config: ParametersConfig
+) -> tuple[optax.Params, optax.Params]:
     """Splits parameters into trained and frozen ones, both as nested dicts with the same dtypes.
 
     Args:
@@ -122,7 +125,7 @@ def split_parameters(params: Any, config: ParametersConfig) -> tuple[Any, Any]:
     return unflatten_dict(trained, sep="/"), unflatten_dict(frozen, sep="/")
 
 
-def require_match(place: str, pattern: str, names: Any, what: str = "parameter") -> None:
+def require_match(place: str, pattern: str, names: Iterable[str], what: str = "parameter") -> None:
     """Raises InputError if a pattern matches none of the parameters' names."""
     if not any(re.search(pattern, name) for name in names):
         examples = ", ".join(sorted(names)[:3])
@@ -132,19 +135,19 @@ def require_match(place: str, pattern: str, names: Any, what: str = "parameter")
         )
 
 
-def merge_parameters(trained: Any, frozen: Any) -> Any:
+def merge_parameters(trained: optax.Params, frozen: optax.Params) -> optax.Params:
     """Merges trained and frozen parameters, or other values by name, into one nested dict."""
     if not jax.tree.leaves(frozen):
         return trained
     return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen))
 
 
-def cast_frozen(frozen: Any, config: ParametersConfig) -> Any:
+def cast_frozen(frozen: optax.Params, config: ParametersConfig) -> optax.Params:
     """Casts frozen parameters to the dtype of the config."""
     return stored_tree(frozen, lambda _: config.stored_dtype)
 
 
-def describe_trained(trained: Any, frozen: Any, config: ParametersConfig) -> str:
+def describe_trained(trained: optax.Params, frozen: optax.Params, config: ParametersConfig) -> str:
     """Says how many parameters are trained; empty if all are."""
     if not jax.tree.leaves(frozen):
         return ""

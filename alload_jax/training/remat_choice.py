@@ -1,40 +1,107 @@
-"""What the layers of a model keep, chosen for the memory of this process's devices."""
+"""What layers keep, chosen for the memory of this process's devices and the size of the state."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
 
+from alload_jax.data.batch import AnyBatch, PackedBatch
+from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.errors import InputError
+from alload_jax.files import Json, read_json
 from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.cudnn import launched_tokens
 from alload_jax.models.families import abstract_model, gradient_dtypes
-from alload_jax.planning.analytic import SHORTEST, Remat, Trained, state_bytes, step_memory
-from alload_jax.planning.architectures.registry import from_fields
+from alload_jax.planning.analytic import (
+    ALL_TRAINED,
+    SHORTEST,
+    STATE_BYTES,
+    Remat,
+    Trained,
+    step_memory,
+)
+from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.cost import MemoryModel
 from alload_jax.planning.devices import DEVICES, Device, device_named
+from alload_jax.planning.plan import Plan
 from alload_jax.planning.remat import (
+    AUTO_REMAT,
     LADDER,
     MARGIN,
     OFFLOADED,
+    UNRESOLVED,
     Choice,
     RematPolicy,
     choose_remat,
+    in_words,
 )
+from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.host_memory import bytes_of_one
-from alload_jax.sharding.mesh import MeshConfig
-from alload_jax.training.optimizer import OptimizerConfig
-from alload_jax.training.parameters import ParametersConfig
-from alload_jax.training.state_size import trained_of
+from alload_jax.sharding.mesh import MeshConfig, path_name
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
+from alload_jax.training.parameters import ParametersConfig, split_parameters
+from alload_jax.training.run_files import write_json
+from alload_jax.training.trial_step import (
+    CONDITION_TOKENS,
+    layer_seconds,
+    measurable,
+    square_latents,
+    tokens_beside,
+)
 from alload_jax.training.update_rules import OptimizerName
+
+_WEIGHT_BYTES = 4
+
+
+def trained_of(
+    params: PyTree,
+    parameters: ParametersConfig,
+    optimizer: OptimizerConfig,
+    *,
+    accumulates: bool = True,
+    narrow: Mapping[str, jnp.dtype] | None = None,
+) -> Trained:
+    """Counts the trained parameters and the bytes of each, for memory models.
+
+    Args:
+      params: nested dict of a model's parameters or of their shapes.
+      parameters: which of them are trained.
+      optimizer: the optimizer, whose state is counted without being made.
+      accumulates: as in `Trained`.
+      narrow: dtypes of gradients, by names of parameters, that are not the optimizer's
+        `accumulate_dtype`.
+    """
+    trained, _ = split_parameters(params, parameters)
+    count = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "float32"), trained)
+    state = jax.eval_shape(make_optimizer(optimizer, 1).init, shapes)
+    moments = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.ndim
+    )
+    average = 0 if optimizer.ema_decay is None else _WEIGHT_BYTES
+    gradients = sum(
+        leaf.size
+        * jnp.dtype((narrow or {}).get(path_name(path), optimizer.accumulate_dtype)).itemsize
+        for path, leaf in jax.tree_util.tree_flatten_with_path(trained)[0]
+    )
+    each = _WEIGHT_BYTES + average + (gradients + moments) / count
+    if parameters.identity():
+        return Trained(count, parameters.stored_dtype, each, accumulates)
+    if each == STATE_BYTES and accumulates:
+        return ALL_TRAINED
+    return Trained(bytes_each=each, accumulates=accumulates)
+
 
 _ASSUMED_DEVICE = "h200"
 """Whose rates say what recomputation costs on devices of which none are known."""
 _ERROR = 0.05
 """Share by which predicted memory may be too much."""
-_WEIGHT_BYTES = 4
-"""Of a trained parameter."""
 _NAMED = 4
 """Most remedies that are named."""
 
@@ -55,6 +122,7 @@ def choose_for(
     optimizer: OptimizerConfig,
     *,
     shards: int = 1,
+    replicas: int = 1,
     rows: float | None = None,
     work_space: float = 0.0,
     single: bool = True,
@@ -69,6 +137,7 @@ def choose_for(
       parameters: which parameters are trained.
       optimizer: the optimizer, whose state takes memory.
       shards: devices that share one copy of weights and state.
+      replicas: as in `step_memory`.
       rows: sequences of a micro-batch; None for as many short ones as M_mem is made for.
       work_space: as in `choose_remat`.
       single: whether steps have one micro-batch, so that no sum is kept beside its gradient.
@@ -85,6 +154,7 @@ def choose_for(
         tokens,
         budget,
         shards=shards,
+        replicas=replicas,
         rows=rows,
         work_space=work_space,
         trained=trained_of(
@@ -118,7 +188,7 @@ def require_fit(
       model, tokens, budget, parameters, optimizer, single: as in `choose_for`; conditions do not
         count.
       mesh: how weights and state are sharded.
-      replicas: of the weights, over which the optimizer's state and gradients are split too (ZeRO).
+      replicas: as in `step_memory`.
 
     Raises:
       InputError: it does not fit; the message says what would.
@@ -133,7 +203,7 @@ def require_fit(
 
     @cache
     def trained(name: OptimizerName) -> Trained:
-        others: dict[str, Any] = {} if name == optimizer.name else {"mu_dtype": "float32"}
+        others: Json = {} if name == optimizer.name else {"mu_dtype": "float32"}
         own = dataclasses.replace(optimizer, name=name, **others)
         return trained_of(params, parameters, own, accumulates=not single, narrow=narrow)
 
@@ -141,11 +211,8 @@ def require_fit(
         remat: Remat = model.policies, times: int = 1, name: OptimizerName = optimizer.name
     ) -> MemoryModel:
         shards, copies = mesh.fsdp * mesh.tensor * times, max(1, replicas // times)
-        found = step_memory(architecture, device, remat, shards, trained(name))
-        state = state_bytes(architecture.parameters(), trained(name))
-        weights = min(state, _WEIGHT_BYTES * architecture.parameters())
-        split = (state - weights) * (1 - 1 / copies) / shards
-        return MemoryModel(found.base - split, found.per_token / mesh.tensor)
+        found = step_memory(architecture, device, remat, shards, trained(name), copies)
+        return MemoryModel(found.base, found.per_token / mesh.tensor)
 
     def needed(**changes: Any) -> float:
         return memory(**changes).bytes_of(tokens)
@@ -154,7 +221,7 @@ def require_fit(
         return
     free = budget * (1 - MARGIN)
     more = [(mesh.fsdp * times, {"times": times}) for times in (2, 4, 8, 16, 32)]
-    choices: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+    choices: dict[str, list[tuple[Any, Json]]] = {
         "model.remat": [(each, {"remat": each}) for each in (*LADDER[::-1], *OFFLOADED)],
         "mesh.fsdp": more,
         "optimizer.name": [(each, {"name": each}) for each in ("adamw8bit", "adafactor")],
@@ -184,3 +251,174 @@ def _device(model: ModelConfig) -> Device:
     except InputError:
         device = DEVICES[_ASSUMED_DEVICE]
     return dataclasses.replace(device, compute_bytes=model.compute_dtype.itemsize)
+
+
+# ---------------------------------------------------------------- of a run
+
+CHOICE = "remat.json"
+"""In the run folder: what was chosen, and for which memory and micro-batches."""
+
+
+def resolved_model(
+    model: ModelConfig,
+    parameters: ParametersConfig,
+    optimizer: OptimizerConfig,
+    mesh: MeshConfig,
+    planning: PlanningConfig,
+    tokens: int | None,
+    shapes: Callable[[], Sequence[AnyBatch]],
+    cluster: Cluster,
+    folder: Path,
+) -> ModelConfig:
+    """The model with policies that fit this run's devices in place of `remat: auto`; prints them.
+
+    A run that goes on with the same memory and micro-batches keeps what it began with.
+
+    Args:
+      model, parameters, optimizer, mesh, planning: the run's settings.
+      tokens: of a micro-batch on one device, at most; None if not known.
+      shapes: gives those of its micro-batches.
+      cluster: its processes.
+      folder: of the run.
+
+    Raises:
+      InputError: nothing fits, or the tokens of a micro-batch are not known.
+    """
+    if model.remat != AUTO_REMAT:
+        return model
+    budget = _budget(model, cluster)
+
+    def choose() -> tuple[Sequence[str], str]:
+        """The policies, and what is said of them."""
+        if budget is None:
+            return [UNRESOLVED], f"model.remat: {UNRESOLVED}, as auto knows no limit of memory here"
+        if tokens is None:
+            raise InputError(
+                "model.remat is auto, and how many tokens a micro-batch holds is not known; give "
+                "planning.m_mem, or a policy such as attention"
+            )
+        batches, independent = shapes(), planning.ranks_mode == "independent"
+        conditions: Json = {
+            "tokens": tokens,
+            "samples": max(math.prod(each.sample.shape) for each in batches),
+            "work_space": _work_space(model, mesh, batches),
+            "budget": budget,
+            "shards": mesh.fsdp * mesh.tensor,
+            # Shape groups have sums of gradients of their own, not split over the others.
+            "replicas": 1 if independent else _replicas(mesh),
+            "device": jax.local_devices()[0].device_kind,
+        }
+        path = folder / CHOICE
+        before, changed = _read_choice(path), []
+        if before is not None:
+            changed = [  # an older version wrote fewer conditions
+                f"{name} was {before['for'][name]} and is {value}"
+                for name, value in conditions.items()
+                if before["for"].get(name, value) != value
+            ]
+            if not changed:
+                policies = before["policies"]
+                return policies, f"model.remat: {in_words(policies)}, as this run began"
+        seconds = None
+        if measurable(model):
+            print("model.remat: auto times two layers under each policy", flush=True)
+            # As one row, whose condition a joint model counts among the tokens.
+            latents = max(1, tokens - tokens_beside(model, CONDITION_TOKENS))
+            shape = square_latents(model, latents)
+            seconds = layer_seconds(model, shape, optimizer=optimizer, parameters=parameters)
+        choice = choose_for(
+            model,
+            tokens,
+            budget,
+            parameters,
+            optimizer,
+            shards=conditions["shards"],
+            replicas=conditions["replicas"],
+            rows=conditions["samples"],
+            work_space=conditions["work_space"],
+            single=planning.single_gradient,
+            layer_seconds=seconds,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"policies": choice.policies, "for": conditions, "layer_seconds": seconds}
+        write_json(path, content)
+        return choice.policies, "; ".join([choice.line(), *changed])
+
+    # Of process 0, since all must compile the same programs.
+    policies, line = cluster.broadcast(choose)
+    if first_process():
+        print(line, flush=True)
+    chosen: Json = {"remat": "none", "remat_layers": tuple(policies)}
+    return dataclasses.replace(model, **chosen)
+
+
+def require_memory(
+    model: ModelConfig,
+    parameters: ParametersConfig,
+    optimizer: OptimizerConfig,
+    mesh: MeshConfig,
+    planning: PlanningConfig,
+    plan: Plan,
+    cluster: Cluster,
+) -> None:
+    """Checks before anything is compiled that a step can fit a device; see `require_fit`.
+
+    Raises:
+      InputError: it cannot.
+    """
+    if (budget := _budget(model, cluster)) is None:
+        return
+    epoch = plan.epoch(0)
+    require_fit(
+        model=model,
+        tokens=int((epoch.rows * epoch.padded_len).max()),
+        budget=budget,
+        parameters=parameters,
+        optimizer=optimizer,
+        mesh=mesh,
+        replicas=_replicas(mesh),
+        single=planning.single_gradient,
+    )
+
+
+def _replicas(mesh: MeshConfig) -> int:
+    """Of the weights, over which the rest of the state is split."""
+    return max(1, jax.device_count() // (mesh.fsdp * mesh.tensor))
+
+
+def _budget(model: ModelConfig, cluster: Cluster) -> float | None:
+    """The least that a device of any process has, in bytes; None if unknown."""
+    budgets = cluster.all_gather(memory_budget(model))
+    return min((each for each in budgets if each is not None), default=None)
+
+
+def _read_choice(path: Path) -> Json | None:
+    """What an earlier start of the run chose; None if there is none.
+
+    Raises:
+      InputError: the file holds something else.
+    """
+    content = read_json(path)
+    if content is None:
+        return None
+    known = isinstance(content, dict) and isinstance(content.get("for"), dict) and content["for"]
+    policies = content.get("policies") if known else None
+    chosen = set(policies) if isinstance(policies, list) else set()
+    if not chosen or not chosen <= set(get_args(RematPolicy)):
+        raise InputError(f"{path}: is not a choice of model.remat auto; remove it")
+    return content
+
+
+def _work_space(model: ModelConfig, mesh: MeshConfig, shapes: Sequence[AnyBatch]) -> int:
+    """Bytes that attention within packed rows takes beyond that of as many tokens in one row.
+
+    cuDNN's backward pass takes float32 gradients of queries for the longest segment in each slot.
+    """
+    width = model.architecture().get("dim", 0) // mesh.tensor
+    most = 0
+    for each in shapes:
+        if isinstance(each, PackedBatch):
+            rows, tokens = each.tokens.shape[:2]
+            beyond = launched_tokens(rows, tokens, each.metadata.lengths) - rows * tokens
+            most = max(most, beyond)
+    return 4 * width * most

@@ -1,4 +1,4 @@
-"""Reads a model's values from a checkpoint, without the rest of the training state.
+"""Begins from weights or a checkpoint, and reads a model's values without the rest of the state.
 
 The values are placed on one device, because one sample has no rows to split. Trained parameters are
 float32, as in training, so a model of N parameters needs 4·N bytes on the device.
@@ -7,30 +7,39 @@ float32, as in training, so a model of N parameters needs 4·N bytes on the devi
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from alload_jax.errors import InputError
+from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.common.stored import readable, stored_as
+from alload_jax.models.common.lora import DOWN
+from alload_jax.models.common.stored import VALUES, readable, stored_as
 from alload_jax.models.families import (
     abstract_model,
     config_from_fields,
     family_of,
     read_model_config,
 )
-from alload_jax.models.lora_merge import merge_adapters
+from alload_jax.models.lora_files import given_adapters, merge_adapters, read_lora
 from alload_jax.models.weights import load_weights, require_same_architecture
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.base import BASE, Base
-from alload_jax.training.best import best_step
-from alload_jax.training.checkpoint_errors import as_input_error
-from alload_jax.training.checkpoint_identity import difference
-from alload_jax.training.checksums import damage, not_regular
+from alload_jax.training.checkpoint import Checkpoints, bare, best_step
+from alload_jax.training.checkpoint_files import (
+    BASE,
+    Base,
+    as_input_error,
+    checksum,
+    damage,
+    difference,
+    not_regular,
+    read_part,
+)
 from alload_jax.training.optimizer import NO_AVERAGE
 from alload_jax.training.parameters import (
     ParametersConfig,
@@ -38,7 +47,19 @@ from alload_jax.training.parameters import (
     merge_parameters,
     split_parameters,
 )
-from alload_jax.training.state import Weights, initial_frozen, weights_shardings
+from alload_jax.training.settings import RunConfig
+from alload_jax.training.state import (
+    TrainingSpec,
+    TrainState,
+    Weights,
+    abstract_state,
+    continued_state,
+    init_state,
+    initial_frozen,
+    state_to_draw,
+    weights_shardings,
+)
+from alload_jax.waits import waits
 
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run folder."""
@@ -85,6 +106,7 @@ def find_step(folder: Path, step: StepChoice = None) -> int:
     return steps[-1] if step is None else step
 
 
+@waits("for the weights to be read or drawn")
 def restore_weights(
     folder: Path,
     step: int,
@@ -123,6 +145,7 @@ def restore_weights(
     return Weights(found[_FIELDS[weights]], found.get("frozen", {}), found.get("variables", {}))
 
 
+@waits("for the weights to be read or drawn")
 def restore_trained(
     folder: Path,
     step: int,
@@ -130,7 +153,7 @@ def restore_trained(
     parameters: ParametersConfig,
     mesh: Mesh,
     weights: WeightsKind = "ema",
-) -> Any:
+) -> PyTree:
     """Reads the trained parameters alone; arguments as `restore_weights`.
 
     Raises:
@@ -158,7 +181,7 @@ def _checked(folder: Path, step: int, config: ModelConfig) -> Path:
     return place
 
 
-def _read_state(place: Path, like: dict[str, Any]) -> dict[str, Any]:
+def _read_state(place: Path, like: Json) -> Json:
     """Reads the fields of a checkpoint's state that `like` has and that are not empty."""
     stored = {name: part for name, part in like.items() if jax.tree.leaves(part)}
     part = ocp.args.PyTreeRestore(
@@ -171,9 +194,10 @@ def _read_state(place: Path, like: dict[str, Any]) -> dict[str, Any]:
         return dict(reader.restore(place / "state", args=part))
 
 
+@waits("for the weights to be read or drawn")
 def restore_frozen(
     base: Base, config: ModelConfig, parameters: ParametersConfig, mesh: Mesh
-) -> Any:
+) -> PyTree:
     """Reads the frozen parameters that a checkpoint leaves out.
 
     Raises:
@@ -190,6 +214,7 @@ def restore_frozen(
     return frozen
 
 
+@waits("for the weights to be read or drawn")
 def given_parameters(
     place: str | Path,
     config: ModelConfig,
@@ -197,7 +222,7 @@ def given_parameters(
     mesh: Mesh,
     *,
     frozen_only: bool = False,
-) -> Any:
+) -> PyTree:
     """Reads the parameters that weights in a folder or file, or another run, give a model.
 
     Args:
@@ -237,7 +262,7 @@ def _of_run(
     parameters: ParametersConfig,
     mesh: Mesh,
     wanted: Callable[[str], bool],
-) -> Any:
+) -> PyTree:
     """Reads the averaged weights, or else the latest, of the newest checkpoint of another run.
 
     Its adapters are kept where this run has the same, else merged. The embedding of classes begins
@@ -270,7 +295,7 @@ def same_adapters(one: ModelConfig, other: ModelConfig) -> bool:
     return one.lora.identity() == other.lora.identity()
 
 
-def read_identity(place: Path) -> dict[str, Any]:
+def read_identity(place: Path) -> Json:
     """Reads what the checkpoint in a folder belongs to.
 
     Raises:
@@ -278,12 +303,11 @@ def read_identity(place: Path) -> dict[str, Any]:
     """
     with as_input_error(place, _REMEDY):
         what = not_regular(place)
-        reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
-        found = {} if what else dict(reader.restore(place / "identity"))
-    if not isinstance(found.get("model"), dict):
+    identity = {} if what else read_part(place, "identity", _REMEDY)
+    if not isinstance(identity.get("model"), dict):
         what = what or "its identity names no model"
         raise InputError(f"{place}: this checkpoint cannot be read ({what}); {_REMEDY}")
-    return found
+    return identity
 
 
 def read_base(place: Path) -> Base | None:
@@ -294,12 +318,12 @@ def read_base(place: Path) -> Base | None:
     """
     if not (place / BASE).exists():
         return None
+    fields = read_part(place, BASE, _REMEDY)
     with as_input_error(place, _REMEDY):
-        reader = ocp.Checkpointer(ocp.JsonCheckpointHandler())
-        return Base(**reader.restore(place / BASE))
+        return Base(**fields)
 
 
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+def _tuples(fields: Json) -> Json:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
 
 
@@ -314,3 +338,80 @@ def _abstract_weights(config: ModelConfig, parameters: ParametersConfig, mesh: M
         shapes,
         weights_shardings(shapes, mesh, family_of(config).partition_rules),
     )
+
+
+@waits("for the weights to be read or drawn")
+def new_state(
+    spec: TrainingSpec, mesh: Mesh, run: RunConfig, checkpoints: Checkpoints
+) -> tuple[TrainState, Callable[[], TrainState], str]:
+    """Creates the state of a new run, and tells `checkpoints` what they can leave out.
+
+    Returns:
+      The state, or the shapes of one that is all random, see `state_to_draw`; a function that
+      returns the state; and in words which parameters the initial weights lack, empty for none.
+
+    Raises:
+      InputError: the weights cannot be read or do not fit the model.
+    """
+    place = run.initial_weights
+    given, lacking = None, ""
+    if place is not None:
+        given = given_parameters(place, spec.model, spec.parameters, mesh)
+        lacking = _lacking(place, given, spec)
+    if run.initial_lora is not None:
+        adapters = given_adapters(read_lora(run.initial_lora, spec.model), spec.model)
+        given = merge_parameters(given or {}, adapters)
+    if given is None:
+        return *state_to_draw(spec, mesh, run.seed), ""
+    state = init_state(spec, mesh, run.seed, given)
+    # A run goes on and removes the checkpoint that this one began from.
+    if place is not None and not is_run(place) and jax.tree.leaves(state.frozen):
+        checkpoints.base = Base(place, run.seed, checksum(state.frozen))
+    return state, lambda: state, lacking
+
+
+def _lacking(place: str, given: PyTree, spec: TrainingSpec) -> str:
+    """Names the layers that begin anew, but for adapters and predictors, which always do.
+
+    Raises:
+      InputError: one of them is frozen, so that it would stay random.
+    """
+    names = flatten_dict(abstract_model(spec.model).params, sep="/")
+    found = {name.removesuffix(f"/{VALUES}") for name in flatten_dict(given, sep="/")}
+    layers = sorted({name.rpartition("/")[0] for name in names if name not in found})
+    new = [name for name in layers if name + "/" + DOWN not in names]
+    new = [name for name in new if "sparse_attention" not in name]
+    for layer in new:
+        if not any(spec.parameters.trains(name) for name in names if name.startswith(f"{layer}/")):
+            raise InputError(
+                f"{place}: has no {layer} that fits the model, and parameters freezes it, so that "
+                f"it would stay random; add ^{layer}/ to parameters.trained"
+            )
+    return f"{', '.join(new)} begins anew" if new else ""
+
+
+@waits("for the weights to be read or drawn")
+def state_of_checkpoint(
+    spec: TrainingSpec, mesh: Mesh, run: RunConfig, checkpoints: Checkpoints, step: int
+) -> TrainState:
+    """Reads the state of a checkpoint; frozen parameters that it leaves out are read again.
+
+    Raises:
+      InputError: the checkpoint is damaged or belongs to another run, or the frozen parameters are
+        not those that the run was trained on.
+    """
+    checkpoints.check(step)
+    base = read_base(checkpoints.folder / str(step))
+    like = abstract_state(spec, mesh, run.seed)
+    if base is None:
+        return continued_state(spec, checkpoints.restore(step, like))
+    if run.initial_weights is None:
+        raise InputError(
+            f"run.initial_weights is null, but the run was trained on {base.weights}, which its "
+            "checkpoints leave out; name that folder"
+        )
+    base = base._replace(weights=run.initial_weights)
+    state = checkpoints.restore(step, bare(like))
+    frozen = restore_frozen(base, spec.model, spec.parameters, mesh)
+    checkpoints.base = base
+    return continued_state(spec, state._replace(frozen=frozen))

@@ -1,25 +1,73 @@
-"""The files of a run folder: metrics by step, the environment, JSON written atomically.
+"""The files of a run folder: metrics by step, the environment, the lock; how to continue.
 
 In a cluster all processes call these functions, and only the first process writes.
 """
 
+import fcntl
 import json
 import os
 import platform
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import jax
 
 from alload_jax.distributed.cluster import Cluster, first_process
+from alload_jax.distributed.initialize import ClusterConfig
 from alload_jax.errors import InputError
-from alload_jax.files import open_regular, parse_json, read_json, replacing, require_regular
-from alload_jax.training.resume import program
+from alload_jax.files import (
+    Json,
+    open_regular,
+    parse_json,
+    read_json,
+    remove_unfinished,
+    replacing,
+    require_regular,
+)
+
+
+def program() -> str:
+    """Returns how the training program was started, such as `python train.py`."""
+    script = Path(sys.argv[0])
+    if script.suffix == ".py" and script.parent.name != "alload_jax":
+        return f"python {script.name if script.name == 'train.py' else script}"
+    return "alload train" if sys.argv[1:2] == ["train"] else "python train.py"
+
+
+def resume_command(folder: Path, cluster: ClusterConfig) -> str:
+    """Returns the command that resumes a run; in a cluster, the command of each process."""
+    command = f"{program()} --config {folder / 'config.yaml'}"
+    if cluster.processes is None:
+        return command
+    return (
+        f"{command} --cluster.coordinator {cluster.coordinator} --cluster.processes "
+        f"{cluster.processes} --cluster.process <0 to {cluster.processes - 1}>"
+    )
+
+
+def continue_with(folder: Path, cluster: ClusterConfig) -> str:
+    """Returns how to resume a run that has stopped, or that had not begun."""
+    if not (folder / "config.yaml").exists():
+        return "start it again with the same command"
+    return f"continue with: {resume_command(folder, cluster)}"
+
+
+def after_loss(folder: Path, cluster: ClusterConfig) -> str:
+    """Returns what to do after a process is lost, and the step that the run resumes from."""
+    if not (folder / "config.yaml").exists():
+        return "start all processes again"
+    names = [path.name for path in (folder / "checkpoints").glob("*")]
+    saved = max((int(name) for name in names if name.isdigit()), default=0)
+    command = resume_command(folder, cluster)
+    return f"start all processes again with: {command} (continues from step {saved})"
+
 
 PACKAGES = ("alload-jax", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
 _IMPORTED = time.monotonic()
@@ -28,7 +76,7 @@ VALIDATION = "validation/"
 """Names of the figures of a validation begin with it."""
 
 
-def is_validation(row: dict[str, Any]) -> bool:
+def is_validation(row: Json) -> bool:
     """Whether a line of metrics.jsonl is that of a validation, not of a step."""
     return any(name.startswith(VALIDATION) for name in row)
 
@@ -50,15 +98,19 @@ class MetricsLog:
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.folder = folder
         self._file = open_own(path, buffering=1)
-        self.validations: list[dict[str, Any]] = [row for row in kept if is_validation(row)]
+        self.validations: list[Json] = [row for row in kept if is_validation(row)]
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Json]:
         """Lines of the steps, read from the file: memory must not grow with the steps."""
         found = read_metrics(self.folder / "metrics.jsonl")
         return [row for row in found if not is_validation(row)]
 
-    def write(self, row: dict[str, Any]) -> None:
+    def losses(self, last: int) -> list[tuple[float, float]]:
+        """Losses and gradient norms of the last steps."""
+        return [(row["loss"], row["grad_norm"]) for row in self.rows[-last:]]
+
+    def write(self, row: Json) -> None:
         """Appends the metrics of a step or of a validation; `row["step"]` counts from 1.
 
         Raises:
@@ -113,7 +165,7 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Json]:
     """Reads the lines of a metrics.jsonl without an incomplete last line.
 
     Raises:
@@ -141,7 +193,7 @@ def append_environment(path: Path, argv: list[str], step: int) -> None:
     write_json(path, [*starts, {"step": step} | _environment(argv)])
 
 
-def _environment(argv: list[str]) -> dict[str, Any]:
+def _environment(argv: list[str]) -> Json:
     return {
         "command": " ".join([program(), *argv]),
         "python": sys.version.split()[0],
@@ -172,7 +224,7 @@ def process_seconds() -> float:
     return up - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     """Writes JSON atomically."""
     write_atomically(path, json.dumps(content, indent=2) + "\n")
 
@@ -201,3 +253,75 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+LOCK_NAME = "lock.json"
+"""File in a run folder that its run holds, with who that is. It stays when the run ends."""
+
+
+@contextmanager
+def locked(folder: Path, cluster: Cluster) -> Iterator[None]:
+    """Holds a run folder's lock, in the first process; the system frees it when that ends.
+
+    Args:
+      folder: the run folder.
+      cluster: the other processes, which learn that the folder is refused.
+
+    Raises:
+      InputError: another run holds it, or a link in it leads out of it, so that the run would write
+        to another place.
+    """
+    if not first_process():
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with cluster.report_failures():
+        _refuse_links(folder)
+    with open_own(folder / LOCK_NAME, "a+") as file:
+        with cluster.report_failures():
+            _take(file, folder)
+        remove_unfinished(folder)
+        file.seek(0)
+        file.truncate()
+        json.dump(_self(), file)
+        file.flush()
+        yield
+
+
+def _refuse_links(folder: Path) -> None:
+    root = folder.resolve()
+    for parent, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            path = Path(parent) / name
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+                raise InputError(
+                    f"{path}: is a link out of the run folder; remove it (run.folder itself may be "
+                    "a link)"
+                )
+
+
+def _take(file: IO[str], folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(
+            f"{folder}: another run trains here{_holder(file)}; stop it, wait for its end, or "
+            "choose another run.folder"
+        ) from error
+    except OSError as error:  # some network file systems have no locks
+        print(f"note: {folder}: cannot be locked ({error.strerror}); start no other run there")
+
+
+def _holder(file: IO[str]) -> str:
+    """Who holds the lock, as far as it says so."""
+    file.seek(0)
+    try:
+        known = parse_json(file.read(), LOCK_NAME, "remove it")
+        return f" (process {known['process']} on {known['host']} since {known['since']})"
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _self() -> dict[str, object]:
+    since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return {"host": platform.node(), "process": os.getpid(), "since": since}

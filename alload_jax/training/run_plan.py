@@ -3,24 +3,88 @@
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict
-from typing import Any
 
 from alload_jax.data.collate import HostStep
-from alload_jax.data.exclusion import count_excluded
-from alload_jax.data.source import LoaderConfig, PlanSource, StepLoader
+from alload_jax.data.held_out import count_excluded
+from alload_jax.data.loader import LoaderConfig, StepLoader
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
+from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.common.sparse_attention.switching import DENSITY, SPARSE_LAYERS
-from alload_jax.planning.cost import CostFile, CostModel, QuadraticCost
+from alload_jax.models.common.sparse_attention import SparseAttentionConfig
+from alload_jax.models.common.sparse_attention.config import DENSITY, SPARSE_LAYERS
+from alload_jax.planning.analytic import bytes_per_split_token, step_cost
+from alload_jax.planning.architecture import from_fields
+from alload_jax.planning.cost import SQUARES, CostFile, CostModel, QuadraticCost
+from alload_jax.planning.devices import DEVICES
+from alload_jax.planning.epoch import Step
+from alload_jax.planning.fit import CostFilter
 from alload_jax.planning.metrics import StepMetrics, step_metrics
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.refit import CostFilter
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.sparse_cost import SparseCost, SparseLayers, cost_of_fields
-from alload_jax.planning.step import Step
-from alload_jax.planning.step_costs import SQUARES
-from alload_jax.training.plan_costs import first_layers, sparse_layers
+from alload_jax.planning.sparse_cost import SparseCost, SparseLayers, cost_of_fields, with_layers
+from alload_jax.waits import waits
+
+_ASSUMED_DEVICE = "h200"
+"""Whose rates stand for those of any device, so that the plan does not depend on the device."""
+
+_LEAST_DENSITY = 1e-6
+
+
+def first_layers(model: ModelConfig) -> SparseLayers | None:
+    """The layers as training begins; None for a model whose layers are always dense."""
+    sparse = model.sparse_attention
+    if sparse is None:
+        return None
+    densities = sparse.forced or (1.0,)
+    share = sum(density < 1 for density in densities) / len(densities)
+    return sparse_layers(sparse, share, sum(densities) / len(densities))
+
+
+def sparse_layers(config: SparseAttentionConfig, share: float, density: float) -> SparseLayers:
+    """The layers of a model as its steps log them.
+
+    Args:
+      config: of the model's sparse attention.
+      share: share of the layers that are sparse.
+      density: mean over all layers; 1 for dense ones.
+    """
+    if not share or config.selector == "all":  # which attends to all blocks
+        density = 1.0
+    else:
+        density = min(1.0, max(_LEAST_DENSITY, round(1 - (1 - density) / share, 6)))
+    return SparseLayers(share, density, config.min_tokens, config.block)
+
+
+def run_costs(model: ModelConfig, planning: PlanningConfig) -> CostFile:
+    """The cost model by which a run is planned from its first step on.
+
+    Without `planning.cost_model` and `planning.p`, a run is planned by arithmetic, with the rates
+    of an H200: B·S^p knows neither what padding costs nor which layers are sparse.
+
+    Raises:
+      InputError: the file of the cost model cannot be read.
+    """
+    costs, layers = planning.costs(), first_layers(model)
+    if not planning.cost_model and planning.p is None:
+        costs = _analytic(model)
+    return costs if layers is None else with_layers(costs, layers)
+
+
+def _analytic(model: ModelConfig) -> CostFile:
+    """Time by arithmetic; an empty file for models of which no costs are known."""
+    try:
+        architecture = from_fields(model.architecture())
+    except InputError:
+        return CostFile()
+    device = DEVICES[_ASSUMED_DEVICE]
+    return CostFile(
+        quadratic=step_cost(architecture, device, model.policies),
+        bytes_per_split_token=bytes_per_split_token(
+            architecture, model.policies, device.compute_bytes
+        ),
+    )
+
 
 _LEAST_STEPS = 20
 """Steps of known time that a first recalibration needs."""
@@ -38,6 +102,8 @@ class RunPlan:
 
     Attributes:
       plan: up to the epoch that is being read; where it was recalibrated, earlier epochs stay.
+      planning: its settings.
+      costs: the cost model by which the first step is planned.
     """
 
     def __init__(
@@ -64,7 +130,8 @@ class RunPlan:
         Raises:
           InputError: the plan is to be recalibrated, but its cost model predicts no seconds.
         """
-        self.plan = plan
+        self.plan, self.planning = plan, planning
+        self.costs = planning.costs() if costs is None else costs
         self._every_epoch = planning.recalibrate == "epoch"
         self._predictor = planning.predictor(costs)
         self._seconds_per_split_token = planning.seconds_per_split_token(costs)
@@ -88,6 +155,7 @@ class RunPlan:
                 "the JSON of `alload calibrate`, or leave recalibrate out"
             )
 
+    @waits("for the loader to read its samples")
     def steps(
         self, first: int, stop: int, collate: Callable[[Step], HostStep], config: LoaderConfig
     ) -> Generator[HostStep, None, None]:
@@ -100,7 +168,7 @@ class RunPlan:
             if self._every_epoch and not within and epoch > self._decided:
                 self._recalibrate(epoch, first)
             upto = min(stop, self.plan.end_of_epoch(first)) if self._every_epoch else stop
-            with StepLoader(PlanSource(self.plan, first, upto), collate, config) as loader:
+            with StepLoader(self.plan, range(first, upto), collate, config) as loader:
                 yield from loader
             first = upto
 
@@ -115,7 +183,7 @@ class RunPlan:
         found = step_metrics(step, self.plan, model, split, terms_of)
         return found._replace(samples=found.samples - count_excluded(step, self._excluded))
 
-    def content(self, number: int) -> list[dict[str, Any]]:
+    def content(self, number: int) -> list[Json]:
         """The micro-batches of a step as JSON values, with the samples' numbers in the folder."""
         parts = [asdict(part) for part in self.plan.step(number).micro_batches]
         for part in parts:
@@ -146,9 +214,9 @@ class RunPlan:
         layers = sparse_layers(self._sparse, metrics[SPARSE_LAYERS], metrics[DENSITY])
         self._layers.append((number + 1, layers))
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> Json | None:
         """What a checkpoint keeps, as JSON values; None if plan and metrics need nothing."""
-        found: dict[str, Any] = {}
+        found: Json = {}
         if self._layers:
             found["layers"] = [[number, asdict(layers)] for number, layers in self._layers]
         if self._every_epoch and self._times is not None:
@@ -157,7 +225,7 @@ class RunPlan:
             found["pending"] = list(self._pending)
         return found or None
 
-    def restore(self, state: dict[str, Any] | None) -> None:
+    def restore(self, state: Json | None) -> None:
         """Continues from what a checkpoint keeps."""
         if state is None:
             return
@@ -195,7 +263,7 @@ class RunPlan:
         while self._times and self._pending and self._pending[0][0] < next_step - _LAG:
             self._times.add(*self._pending.popleft()[1:])
 
-    def _next_model(self, first: int) -> dict[str, Any] | None:
+    def _next_model(self, first: int) -> Json | None:
         """The fitted model if enough steps are timed, for the layers shortly before step `first`.
 
         None if neither is known.

@@ -1,13 +1,22 @@
-"""Ctrl-C, SIGTERM and other reasons to stop: the run finishes the step, saves and exits."""
+"""Ctrl-C, SIGTERM and other reasons to stop; how the program ends, and what it keeps quiet.
 
+Orbax and TensorBoard write in threads of their own. What fails there fails in the main thread as
+well, which says it in one line.
+"""
+
+import logging
+import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
-from alload_jax.distributed.wakeup import on_signals
+from alload_jax.distributed.initialize import on_signals
+from alload_jax.errors import Terminated, print_stderr
 
 TIME_LIMIT = 255
 """Number of the reason to stop that is not a signal; signals have smaller numbers."""
@@ -22,23 +31,20 @@ PATIENCE_SECONDS = 5.0
 """Time for the main thread to act on SIGTERM before the process is ended."""
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM came where a run has nothing to save, such as before its first step."""
-
-
 @contextmanager
-def termination_as_interrupt(end: Callable[[], None]) -> Iterator[None]:
+def termination_as_interrupt(status: int, leave: Callable[[int], None]) -> Iterator[None]:
     """Raises Terminated where SIGTERM comes, except while a `StopRequest` is open.
 
     So threads, processes and temporary folders are cleaned up as after Ctrl-C.
 
     Args:
-      end: ends the process; called where the main thread does not leave C++ code in time.
+      status: exit status of the command.
+      leave: ends the process with it; called where the main thread does not leave C++ code in time.
     """
 
     def interrupt(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        raise Terminated
+        raise Terminated(status)
 
     def insist(numbers: bytes) -> None:
         if signal.SIGTERM not in numbers:
@@ -46,7 +52,8 @@ def termination_as_interrupt(end: Callable[[], None]) -> Iterator[None]:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while signal.getsignal(signal.SIGTERM) is interrupt:
             if time.monotonic() > deadline:
-                end()
+                print_stderr(Terminated(status))
+                leave(status)
             time.sleep(0.05)
 
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -106,3 +113,54 @@ class StopRequest:
 
 def _ignored_interrupt(number: int) -> bool:
     return number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN
+
+
+_LIBRARIES = ("/orbax/", "/asyncio/", "/tensorstore/", "/tensorboardX/", "/humanize/")
+
+
+def silence_threads() -> None:
+    """Drops what these libraries log, and their threads print; for programs, not for libraries.
+
+    A storage that is slow is told by the watchdog, and a checkpoint that a kill has cut by the run.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_worth_saying)
+    main, of_threads, of_destructors = sys.excepthook, threading.excepthook, sys.unraisablehook
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if threading.current_thread() is threading.main_thread() or not _of_library(traceback):
+            main(kind, error, traceback)
+
+    def of_thread(given: threading.ExceptHookArgs) -> None:
+        if not _of_library(given.exc_traceback):
+            of_threads(given)
+
+    def of_destructor(given: "sys.UnraisableHookArgs") -> None:
+        if not _of_library(given.exc_traceback):
+            of_destructors(given)
+
+    sys.excepthook, threading.excepthook = excepthook, of_thread
+    sys.unraisablehook = of_destructor
+
+
+def leave(status: int) -> None:
+    """Ends the program; after a failure without waiting for threads that may never end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        os._exit(status)
+    sys.exit(status)
+
+
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    return not any(part in record.pathname for part in _LIBRARIES)
+
+
+def _of_library(traceback: TracebackType | None) -> bool:
+    while traceback is not None:
+        if any(part in traceback.tb_frame.f_code.co_filename for part in _LIBRARIES):
+            return True
+        traceback = traceback.tb_next
+    return False

@@ -1,7 +1,8 @@
 """The training state: everything that training changes, and the frozen parameters."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,14 @@ import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.stored import readable
 from alload_jax.models.families import build_model, family_of, split_model
-from alload_jax.objectives.objective import Objective
-from alload_jax.sharding.mesh import replicated
-from alload_jax.sharding.rules import Rules, tree_shardings, zero_shardings
+from alload_jax.objectives.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
+from alload_jax.sharding.mesh import Rules, replicated, tree_shardings, zero_shardings
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import (
     ALL_TRAINED,
     ParametersConfig,
@@ -23,6 +25,7 @@ from alload_jax.training.parameters import (
     merge_parameters,
     split_parameters,
 )
+from alload_jax.waits import waits
 
 
 class TrainingSpec(NamedTuple):
@@ -53,6 +56,27 @@ class TrainingSpec(NamedTuple):
         return family_of(self.model).partition_rules
 
 
+def training_spec(
+    model: ModelConfig,
+    optimizer: OptimizerConfig | None = None,
+    objective: Objective | None = None,
+    parameters: ParametersConfig = ALL_TRAINED,
+    steps: int = 1000,
+    step_weight: float | None = None,
+) -> TrainingSpec:
+    """What a run of `steps` steps computes; the defaults are those of a config."""
+    optimizer = optimizer or OptimizerConfig()
+    return TrainingSpec(
+        model=model,
+        objective=objective or OBJECTIVES.get(DEFAULT_OBJECTIVE)(),
+        optimizer=make_optimizer(optimizer, steps),
+        ema_decay=optimizer.ema_decay,
+        parameters=parameters,
+        accumulate_dtype=optimizer.accumulate_dtype,
+        step_weight=step_weight,
+    )
+
+
 class Weights(NamedTuple):
     """The values of a model.
 
@@ -62,11 +86,11 @@ class Weights(NamedTuple):
       variables: the model's other variables, such as running statistics; often empty.
     """
 
-    params: Any
-    frozen: Any
-    variables: Any
+    params: PyTree
+    frozen: PyTree
+    variables: PyTree
 
-    def merged(self) -> Any:
+    def merged(self) -> PyTree:
         """Returns all values as one nested dict for `nnx.merge`."""
         frozen = readable(self.frozen)
         return merge_parameters(merge_parameters(self.params, frozen), self.variables)
@@ -85,13 +109,13 @@ class TrainState(NamedTuple):
       variables: the model's other variables, updated in every step; often empty.
     """
 
-    step: Any
-    key: Any
-    params: Any
-    ema: Any
-    opt_state: Any
-    frozen: Any
-    variables: Any
+    step: PyTree
+    key: PyTree
+    params: PyTree
+    ema: PyTree
+    opt_state: PyTree
+    frozen: PyTree
+    variables: PyTree
 
     @property
     def weights(self) -> Weights:
@@ -107,7 +131,8 @@ class TrainState(NamedTuple):
         return self.weights._replace(params=self.ema) if self.ema else self.weights
 
 
-def init_state(spec: TrainingSpec, mesh: Mesh, seed: int, params: Any = None) -> TrainState:
+@waits("for the weights to be read or drawn")
+def init_state(spec: TrainingSpec, mesh: Mesh, seed: int, params: PyTree = None) -> TrainState:
     """Creates a new state; each device creates only its own shards.
 
     Args:
@@ -125,12 +150,33 @@ def init_state(spec: TrainingSpec, mesh: Mesh, seed: int, params: Any = None) ->
     return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
 
 
+@waits("for the weights to be read or drawn")
+def state_to_draw(
+    spec: TrainingSpec, mesh: Mesh, seed: int
+) -> tuple[TrainState, Callable[[], TrainState]]:
+    """Returns the shapes of a random state, as `abstract_state`, and what draws it.
+
+    XLA compiles the drawing meanwhile, in a thread: it takes as long as a step does.
+
+    Raises:
+      InputError: as `init_state`.
+    """
+    shapes = abstract_state(spec, mesh, seed)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    draw = jax.jit(_make_state(spec, seed), out_shardings=shardings)
+    pool = ThreadPoolExecutor(1)
+    compiled = pool.submit(lambda: draw.lower().compile())
+    pool.shutdown(wait=False)
+    return shapes, lambda: compiled.result()()
+
+
+@waits("for the weights to be read or drawn")
 def initial_frozen(
-    model: ModelConfig, parameters: ParametersConfig, mesh: Mesh, seed: int, params: Any
-) -> Any:
+    model: ModelConfig, parameters: ParametersConfig, mesh: Mesh, seed: int, params: PyTree
+) -> PyTree:
     """Creates the frozen parameters alone of `init_state`, with the same arguments."""
 
-    def make(given: Any = None) -> Any:
+    def make(given: PyTree = None) -> PyTree:
         return _initial_weights(model, parameters, seed, given).frozen
 
     shardings = tree_shardings(jax.eval_shape(make), mesh, family_of(model).partition_rules)
@@ -174,7 +220,7 @@ def weights_shardings(weights: Weights, mesh: Mesh, rules: Rules) -> Weights:
 
 
 def _make_state(spec: TrainingSpec, seed: int) -> Callable[..., TrainState]:
-    def make(params: Any = None) -> TrainState:
+    def make(params: PyTree = None) -> TrainState:
         weights = _initial_weights(spec.model, spec.parameters, seed, params)
         _, noise = jax.random.split(jax.random.key(seed))
         return TrainState(
@@ -191,7 +237,7 @@ def _make_state(spec: TrainingSpec, seed: int) -> Callable[..., TrainState]:
 
 
 def _initial_weights(
-    model: ModelConfig, parameters: ParametersConfig, seed: int, given: Any
+    model: ModelConfig, parameters: ParametersConfig, seed: int, given: PyTree
 ) -> Weights:
     """Draws the values of a new model, but for those given."""
     key, _ = jax.random.split(jax.random.key(seed))
@@ -202,13 +248,14 @@ def _initial_weights(
     return Weights(_replaced(trained, given), frozen, drawn.variables)
 
 
-def _replaced(drawn: Any, given: Any) -> Any:
+def _replaced(drawn: PyTree, given: PyTree) -> PyTree:
     """Takes from `given`, a nested dict or None, what it has of `drawn`."""
     flat = flatten_dict(drawn)
     found = flatten_dict(given or {})
     return unflatten_dict({path: found.get(path, value) for path, value in flat.items()})
 
 
+@waits("for the weights to be read or drawn")
 def continued_state(spec: TrainingSpec, state: TrainState) -> TrainState:
     """A checkpoint's state as a run with this config continues from it, placed like it."""
     family = family_of(spec.model)

@@ -6,7 +6,7 @@ plan's steps, so that each sample counts the same over the run, or by the step's
 auxiliary values are means over the step.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,24 +14,31 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
+from jaxtyping import Array, Bool, Float, PyTree
 
 from alload_jax.data.batch import AnyBatch
-from alload_jax.models.common.gradient_slots import with_slots
 from alload_jax.models.common.lora import dropout_keys
-from alload_jax.models.common.output import Auxiliary
-from alload_jax.models.common.parts import ACCUMULATION, OBJECTIVE, OPTIMIZER
+from alload_jax.models.common.parts import ACCUMULATION, OBJECTIVE, OPTIMIZER, Auxiliary
+from alload_jax.models.common.stored import with_slots
 from alload_jax.models.families import (
     compiler_options,
     family_of,
     gradient_dtypes,
     training_graph,
 )
-from alload_jax.sharding.mesh import AnyMesh, batch_sharding, replicated
-from alload_jax.sharding.rules import path_name, zero_shardings
-from alload_jax.training.optimizer import update_ema
+from alload_jax.objectives.objective import LossSums
+from alload_jax.sharding.mesh import (
+    GROUP_AXIS,
+    AnyMesh,
+    batch_sharding,
+    path_name,
+    replicated,
+    zero_shardings,
+)
+from alload_jax.training.optimizer import skipped_updates, update_ema
 from alload_jax.training.parameters import merge_parameters
-from alload_jax.training.spikes import skipped_updates
 from alload_jax.training.state import TrainingSpec, TrainState, Weights, state_shardings
 
 
@@ -44,23 +51,21 @@ class GradientAccumulator(NamedTuple):
       loss: weighted sum of losses, float32 scalar.
       weight: sum of weights, float32 scalar.
       auxiliary: weighted sum of each auxiliary value; often empty.
+
+    Shape groups have sums of their own, which then are the first axis of each array: [groups, ...].
     """
 
-    grads: Any
-    loss: Any
-    weight: Any
+    grads: PyTree
+    loss: Float[Array, ""]
+    weight: Float[Array, ""]
     auxiliary: Auxiliary
 
 
 Accumulate = Callable[[Weights, GradientAccumulator, AnyBatch, jax.Array], GradientAccumulator]
 Metrics = dict[str, jax.Array]
-IsFinite = Callable[[GradientAccumulator], tuple[jax.Array, GradientAccumulator]]
-Update = Callable[
-    [TrainState, GradientAccumulator], tuple[TrainState, GradientAccumulator, Metrics]
-]
 
 
-def make_accumulate(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> Accumulate:
+def make_accumulate(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> Wrapped:
     """Builds a jitted function (weights, accumulator, batch, key) → accumulator.
 
     It is compiled for each shape of batch. `accumulator` is donated. Arguments are those of
@@ -89,7 +94,7 @@ def accumulation(spec: TrainingSpec, mesh: AnyMesh, *, single: bool = False) -> 
     sums_of = _make_sums(spec, mesh)
     narrow = gradient_dtypes(spec.model) if single else {}
 
-    def sums_at(inputs: Any, weights: Weights, *others: Any) -> Any:
+    def sums_at(inputs: PyTree, weights: Weights, *others: PyTree) -> tuple[jax.Array, LossSums]:
         params = with_slots(weights.params, inputs, narrow) if narrow else inputs
         return sums_of(params, weights, *others)
 
@@ -101,39 +106,32 @@ def accumulation(spec: TrainingSpec, mesh: AnyMesh, *, single: bool = False) -> 
     ) -> GradientAccumulator:
         gradient = jax.value_and_grad(sums_at, has_aux=True)
         run_key = jax.random.wrap_key_data(key)
-        inputs = _chosen_by_name(narrow, accumulator.grads, weights.params)
+        inputs = jax.tree_util.tree_map_with_path(
+            lambda path, grad, value: grad if path_name(path) in narrow else value,
+            accumulator.grads,
+            weights.params,
+        )
         (_, sums), grads = gradient(inputs, weights, batch, run_key)
         added = GradientAccumulator(grads, sums.loss, sums.weight, sums.auxiliary)
         with jax.named_scope(ACCUMULATION):
-            total = jax.tree.map(_add, accumulator, added)
+            # With the precision of the more precise one, stored in the total's dtype.
+            total = jax.tree.map(
+                lambda sum, part: (sum + part).astype(sum.dtype), accumulator, added
+            )
             if single:
-                total = total._replace(grads=_like(grads, accumulator.grads))
+                kept = jax.tree.map(
+                    lambda new, old: new.astype(old.dtype), grads, accumulator.grads
+                )
+                total = total._replace(grads=kept)
         shardings = accumulator_shardings(accumulator, spec, mesh)
         return jax.lax.with_sharding_constraint(total, shardings)
 
     return accumulate
 
 
-def _chosen_by_name(names: Container[str], these: Any, others: Any) -> Any:
-    """Leaves of the first of two nested dicts where their name is given, else of the other."""
-
-    def choose(path: Any, this: Any, other: Any) -> Any:
-        return this if path_name(path) in names else other
-
-    return jax.tree_util.tree_map_with_path(choose, these, others)
-
-
-def _like(grads: Any, others: Any) -> Any:
-    """Gradients in the dtypes of others."""
-    return jax.tree.map(lambda grad, other: grad.astype(other.dtype), grads, others)
-
-
-def _add(total: jax.Array, part: jax.Array) -> jax.Array:
-    """Adds with the precision of the more precise one, and stores the total's dtype."""
-    return (total + part).astype(total.dtype)
-
-
-def make_update(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> Update:
+def make_update(
+    spec: TrainingSpec, mesh: Mesh, *, single: bool = False, grouped: bool = False
+) -> Wrapped:
     """Builds a jitted function (state, accumulator) → (next state, emptied accumulator, metrics).
 
     Both arguments are donated. The metrics are `loss`, `grad_norm` (before clipping) and what the
@@ -144,43 +142,50 @@ def make_update(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> Upda
       spec: what training computes.
       mesh: mesh of the devices.
       single: as in `make_accumulate`; the gradient is then left as it is.
+      grouped: whether the sums are those of shape groups, which XLA reduces and scatters.
     """
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def update(
         state: TrainState, accumulator: GradientAccumulator
     ) -> tuple[TrainState, GradientAccumulator, Metrics]:
-        after, metrics = apply_gradients(spec, mesh, state, accumulator)
+        total = _total(spec, mesh, accumulator) if grouped else accumulator
+        after, metrics = apply_gradients(spec, mesh, state, total)
         with jax.named_scope(ACCUMULATION):
-            emptied = emptied_after(accumulator, metrics)
+            emptied = _emptied_after(accumulator, metrics)
             if single:
                 emptied = emptied._replace(grads=accumulator.grads)
-        shardings = accumulator_shardings(accumulator, spec, mesh)
+        shardings = accumulator_shardings(accumulator, spec, mesh, grouped=grouped)
         return after, jax.lax.with_sharding_constraint(emptied, shardings), metrics
 
     return update
 
 
-def make_is_finite(spec: TrainingSpec, mesh: Mesh) -> IsFinite:
+def make_is_finite(spec: TrainingSpec, mesh: Mesh, *, grouped: bool = False) -> Wrapped:
     """Builds a jitted function accumulator → (whether its means are finite, zeroed accumulator).
 
-    The accumulator is donated.
+    The accumulator is donated; `grouped` as in `make_update`.
     """
 
     @partial(jax.jit, donate_argnums=0)
     def is_finite(accumulator: GradientAccumulator) -> tuple[jax.Array, GradientAccumulator]:
+        finite = _means_are_finite(_total(spec, mesh, accumulator) if grouped else accumulator)
         zeroed = jax.lax.with_sharding_constraint(
             jax.tree.map(jnp.zeros_like, accumulator),
-            accumulator_shardings(accumulator, spec, mesh),
+            accumulator_shardings(accumulator, spec, mesh, grouped=grouped),
         )
-        return jax.lax.with_sharding_constraint(
-            means_are_finite(accumulator), replicated(mesh)
-        ), zeroed
+        return jax.lax.with_sharding_constraint(finite, replicated(mesh)), zeroed
 
     return is_finite
 
 
-def means_are_finite(accumulator: GradientAccumulator) -> jax.Array:
+def _total(spec: TrainingSpec, mesh: Mesh, accumulator: GradientAccumulator) -> GradientAccumulator:
+    """The sums over all groups."""
+    summed = jax.tree.map(lambda part: jnp.sum(part, 0, jnp.float32), accumulator)
+    return jax.lax.with_sharding_constraint(summed, accumulator_shardings(summed, spec, mesh))
+
+
+def _means_are_finite(accumulator: GradientAccumulator) -> Bool[Array, ""]:
     """Whether the means of loss, gradient and auxiliary values are finite; called in jit."""
     mean = 1 / jnp.maximum(accumulator.weight, 1e-20)
     norm = optax.tree.norm(jax.tree.map(lambda g: g * mean, accumulator.grads))
@@ -188,7 +193,7 @@ def means_are_finite(accumulator: GradientAccumulator) -> jax.Array:
     return _all_finite((accumulator.loss * mean, norm, auxiliary))
 
 
-def emptied_after(accumulator: GradientAccumulator, metrics: Metrics) -> GradientAccumulator:
+def _emptied_after(accumulator: GradientAccumulator, metrics: Metrics) -> GradientAccumulator:
     """Zeros for the next step; called in jit.
 
     After a step whose metrics are not finite the loss is not a number, so that a step that is
@@ -199,7 +204,7 @@ def emptied_after(accumulator: GradientAccumulator, metrics: Metrics) -> Gradien
     return zeroed._replace(loss=zeroed.loss + mark)
 
 
-def _all_finite(values: Any) -> jax.Array:
+def _all_finite(values: PyTree) -> Bool[Array, ""]:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(each)) for each in jax.tree.leaves(values)]))
 
 
@@ -243,12 +248,18 @@ def apply_gradients(
     return jax.lax.with_sharding_constraint(after, shardings), metrics
 
 
-def _chosen(condition: jax.Array, new: Any, old: Any) -> Any:
+def _chosen(condition: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda one, other: jnp.where(condition, one, other), new, old)
 
 
 def zero_accumulator(
-    spec: TrainingSpec, mesh: Mesh, weights: Weights, batch: AnyBatch, *, single: bool = False
+    spec: TrainingSpec,
+    mesh: Mesh,
+    weights: Weights,
+    batch: AnyBatch[Any],
+    *,
+    single: bool = False,
+    group: Mesh | None = None,
 ) -> GradientAccumulator:
     """Builds an accumulator of zeros.
 
@@ -258,23 +269,27 @@ def zero_accumulator(
       weights: values of the model, or their shapes.
       batch: any micro-batch, or its shapes; auxiliary values have the same shapes for all.
       single: as in `make_accumulate`.
+      group: mesh of one of the shape groups, to which the batch belongs; None for no groups.
     """
     narrow = gradient_dtypes(spec.model) if single else {}
-    auxiliary = auxiliary_shapes(spec, mesh, weights, batch)
-
-    def of_parameter(path: Any, value: Any) -> jax.Array:
-        return jnp.zeros(value.shape, narrow.get(path_name(path), spec.accumulate_dtype))
+    auxiliary = auxiliary_shapes(spec, group or mesh, weights, batch)
+    lead = (mesh.shape[GROUP_AXIS],) if group else ()
 
     def make() -> GradientAccumulator:
-        zero = jnp.zeros(())
+        zero = jnp.zeros(lead)
         return GradientAccumulator(
-            jax.tree_util.tree_map_with_path(of_parameter, weights.params),
+            jax.tree_util.tree_map_with_path(
+                lambda path, value: jnp.zeros(
+                    (*lead, *value.shape), narrow.get(path_name(path), spec.accumulate_dtype)
+                ),
+                weights.params,
+            ),
             zero,
             zero,
-            jax.tree.map(lambda value: jnp.zeros(value.shape, jnp.float32), auxiliary),
+            jax.tree.map(lambda value: jnp.zeros((*lead, *value.shape), jnp.float32), auxiliary),
         )
 
-    shardings = accumulator_shardings(jax.eval_shape(make), spec, mesh)
+    shardings = accumulator_shardings(jax.eval_shape(make), spec, mesh, grouped=bool(lead))
     return jax.jit(make, out_shardings=shardings)()
 
 
@@ -289,22 +304,41 @@ def auxiliary_shapes(
 
 
 def accumulator_shardings(
-    accumulator: GradientAccumulator, spec: TrainingSpec, mesh: AnyMesh
+    accumulator: GradientAccumulator, spec: TrainingSpec, mesh: AnyMesh, *, grouped: bool = False
 ) -> GradientAccumulator:
-    """Gradients are sharded like the optimizer's state; other sums are replicated."""
-    return GradientAccumulator(
-        zero_shardings(accumulator.grads, mesh, spec.rules),
-        replicated(mesh),
-        replicated(mesh),
-        jax.tree.map(lambda _: replicated(mesh), accumulator.auxiliary),
+    """Gradients are sharded like the optimizer's state; other sums are replicated.
+
+    Sums of shape groups, [groups, ...], are split along `data`, each as on the mesh of its group.
+    """
+
+    def stacked(sharding: NamedSharding) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(GROUP_AXIS, *sharding.spec))
+
+    others = replicated(mesh)
+    if grouped:
+        one = jax.tree.map(
+            lambda part: jax.ShapeDtypeStruct(part.shape[1:], part.dtype), accumulator.grads
+        )
+        grads = jax.tree.map(stacked, zero_shardings(one, mesh, spec.rules, over=("context",)))
+        others = stacked(others)
+    else:
+        grads = zero_shardings(accumulator.grads, mesh, spec.rules)
+    shardings: PyTree = (
+        grads,
+        others,
+        others,
+        jax.tree.map(lambda _: others, accumulator.auxiliary),
     )
+    return GradientAccumulator(*shardings)
 
 
-def _make_sums(spec: TrainingSpec, mesh: AnyMesh) -> Callable[..., Any]:
+def _make_sums(spec: TrainingSpec, mesh: AnyMesh) -> Callable[..., tuple[jax.Array, LossSums]]:
     """Builds (trained parameters, weights, batch, key) → minimised sum, all sums."""
     graph, dropout = training_graph(spec.model)
 
-    def sums_of(params: Any, weights: Weights, batch: AnyBatch, key: jax.Array) -> Any:
+    def sums_of(
+        params: PyTree, weights: Weights, batch: AnyBatch, key: jax.Array
+    ) -> tuple[jax.Array, LossSums]:
         values = weights._replace(params=params).merged()
         if dropout:
             values = merge_parameters(values, dropout_keys(dropout, _key_of_batch(key, batch)))

@@ -1,42 +1,76 @@
-"""The state of a run and the compiled programs that update it."""
+"""The state of a run and the compiled programs that update it.
+
+Independent ranks: between two updates each shape group trains on its slice of the mesh. It
+accumulates weighted sums of loss and gradient over micro-batches of its own shapes. The update runs
+on all devices; it adds the sums of the groups and divides by the sum of weights. A group without a
+micro-batch, at the end of an epoch, contributes its current sums. In AdaptiveLoad (arXiv
+2605.17923) every rank draws its own bucket: it is such a group of one rank.
+"""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AbstractMesh, Mesh
+from jax.stages import Compiled, Wrapped
+from typing_extensions import override
 
-from alload_jax.data.batch import AnyBatch, Signature, signature
+from alload_jax.data.batch import AnyBatch, signature
 from alload_jax.data.placement import PlacedStep
-from alload_jax.sharding.mesh import batch_sharding
-from alload_jax.training.state import TrainingSpec, TrainState
+from alload_jax.models.families import compiler_options
+from alload_jax.sharding.mesh import (
+    batch_sharding,
+    is_local,
+    join_groups,
+    part_of_group,
+    replicated,
+)
+from alload_jax.training.state import TrainingSpec, TrainState, Weights, weights_shardings
 from alload_jax.training.step import (
+    GradientAccumulator,
+    Metrics,
+    accumulation,
+    accumulator_shardings,
     make_accumulate,
     make_is_finite,
     make_update,
     zero_accumulator,
 )
+from alload_jax.waits import waits
+
+T = TypeVar("T")
 
 
+@waits("for the devices to take a step")
 class Trainer:
     """Runs planned steps.
 
     Attributes:
-      state: the current training state.
+      state: the current training state, or its shapes before `begin`.
       programs: compiled gradient programs by shape of micro-batch.
     """
+
+    _accumulator: GradientAccumulator
 
     def __init__(self, spec: TrainingSpec, mesh: Mesh, state: TrainState, *, single: bool = False):
         """Takes `state`, whose buffers each step donates; `single` as in `make_accumulate`."""
         self.state = state
-        self.programs: dict[Signature, Any] = {}
+        self.programs: dict[Hashable, Compiled] = {}
         self._spec, self._mesh, self._single = spec, mesh, single
-        self._accumulate: Any = make_accumulate(spec, mesh, single=single)
-        self._update = make_update(spec, mesh, single=single)
+        self._accumulate = make_accumulate(spec, mesh, single=single)
+        self._update: Wrapped | Compiled = make_update(spec, mesh, single=single)
         self._empty = make_is_finite(spec, mesh)
-        self._accumulator: Any = None
+
+    def begin(self, state: TrainState) -> None:
+        """Takes the state whose shapes it has compiled for."""
+        self.state = state
 
     def compile(self, shapes: Sequence[AnyBatch]) -> Iterator[AnyBatch]:
         """Compiles the gradients of all micro-batches in parallel and yields each shape when done.
@@ -50,27 +84,25 @@ class Trainer:
             return
         # Traced here, the largest one measures kernels of which nothing is known while the GPU is
         # idle; below, compilers use it.
+        example, weights = on_mesh(largest(shapes), self._mesh), self.state.weights
         self._accumulator = zero_accumulator(
-            *(self._spec, self._mesh, self.state.weights),
-            on_mesh(largest(shapes), self._mesh),
-            single=self._single,
+            self._spec, self._mesh, weights, example, single=self._single
         )
 
-        def compile_one(shape: AnyBatch) -> Any:
-            batch = on_mesh(shape, self._mesh)
-            return self._accumulate.lower(
-                self.state.weights, self._accumulator, batch, self.state.key
-            ).compile()
+        def compile_one(shape: AnyBatch) -> Compiled:
+            batch, state = on_mesh(shape, self._mesh), self.state
+            lowered = self._accumulate.lower(state.weights, self._accumulator, batch, state.key)
+            return lowered.compile()
 
-        def compile_update() -> None:
-            update: Any = self._update
-            self._update = update.lower(self.state, self._accumulator).compile()
-
-        for shape, program in in_parallel(compile_one, shapes, compile_update):
+        for shape, program in in_parallel(compile_one, shapes, self._compile_update):
             self.programs[signature(shape)] = program
             yield shape
 
-    def step(self, step: PlacedStep) -> dict[str, jax.Array]:
+    def _compile_update(self) -> None:
+        assert isinstance(self._update, Wrapped)
+        self._update = self._update.lower(self.state, self._accumulator).compile()
+
+    def step(self, step: PlacedStep) -> Metrics:
         """Dispatches a step and returns its metrics before they are computed.
 
         Returns:
@@ -107,10 +139,10 @@ def largest(shapes: Sequence[AnyBatch]) -> AnyBatch:
 
 
 def in_parallel(
-    compile_one: Callable[[AnyBatch], Any],
+    compile_one: Callable[[AnyBatch], T],
     shapes: Sequence[AnyBatch],
     beside: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[AnyBatch, Any]]:
+) -> Iterator[tuple[AnyBatch, T]]:
     """Yields each shape with the result of `compile_one`; several run at once, and `beside` too."""
     # XLA already uses several cores to compile one program.
     pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 2))
@@ -128,3 +160,192 @@ def on_mesh(batch: AnyBatch, mesh: Mesh) -> AnyBatch:
     return jax.tree.map(
         lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=sharding), batch
     )
+
+
+# ---------------------------------------------------------------- shape groups
+
+
+@contextmanager
+def shared_programs() -> Iterator[None]:
+    """Keeps compiled programs on disk meanwhile, so that one compilation serves several devices.
+
+    A program is bound to its devices, but on GPUs the key of JAX's compilation cache is not: a
+    second group that compiles the same program loads it from there. Does nothing if the run has a
+    cache of its own, or on other platforms, whose keys name the devices.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] or jax.default_backend() != "gpu":
+        yield
+        return
+    least = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    # While it is removed, another thread may still write what it has compiled.
+    kept = tempfile.TemporaryDirectory(prefix="alload-programs-", ignore_cleanup_errors=True)
+    with kept as folder:
+        _use(folder, 0.0)
+        try:
+            yield
+        finally:
+            _use(None, least)
+
+
+def _use(folder: str | None, least_seconds: float) -> None:
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
+    compilation_cache.reset_cache()
+
+
+def make_trainer(
+    spec: TrainingSpec,
+    mesh: Mesh,
+    state: TrainState,
+    groups: Sequence[Mesh] = (),
+    *,
+    single: bool = False,
+) -> Trainer:
+    """Builds the trainer that runs a plan's steps on a mesh.
+
+    Args:
+      spec: what training computes.
+      mesh: mesh of all devices.
+      state: initial state, or its shapes with shardings until `begin`; the trainer donates its
+        buffers.
+      groups: mesh of each of the plan's shape groups; empty if all ranks are one group.
+      single: whether steps have one micro-batch, which takes less memory where all ranks are one
+        group; see `make_accumulate`.
+    """
+    if groups:
+        return GroupTrainer(spec, mesh, state, groups)
+    return Trainer(spec, mesh, state, single=single)
+
+
+@waits("for the devices to take a step")
+class GroupTrainer(Trainer):
+    """Runs planned steps of independent ranks.
+
+    A process compiles, feeds and dispatches the groups whose devices it has.
+
+    Attributes:
+      state: the current training state, or its shapes before `begin`.
+      programs: compiled gradient programs by mesh of a group of this process and by shape of
+        micro-batch.
+    """
+
+    def __init__(self, spec: TrainingSpec, mesh: Mesh, state: TrainState, groups: Sequence[Mesh]):
+        """Takes `state`, whose buffers each step donates; `groups` as in `make_trainer`."""
+        self.state = state
+        self.programs = {}
+        self._spec, self._mesh, self._groups = spec, mesh, tuple(groups)
+        self._update = make_update(spec, mesh, grouped=True)
+        self._empty = make_is_finite(spec, mesh, grouped=True)
+        self._shardings: GradientAccumulator | None = None
+        accumulate = make_group_accumulate(spec, groups[0].abstract_mesh)
+        self._local = {
+            group: _Group(spec, group, accumulate)
+            for group in dict.fromkeys(groups)
+            if is_local(group)
+        }
+
+    @property
+    def _accumulator(self) -> GradientAccumulator:
+        """The sums of all groups, each array [groups, ...]."""
+        return join_groups([group.accumulator for group in self._local.values()], self._shardings)
+
+    @_accumulator.setter
+    def _accumulator(self, accumulator: GradientAccumulator) -> None:
+        """Gives every group its part of the state and of the sums, after every update."""
+        self._shardings = accumulator_shardings(accumulator, self._spec, self._mesh, grouped=True)
+        for group in self._local.values():
+            group.take(self.state, accumulator)
+
+    @override
+    def begin(self, state: TrainState) -> None:
+        self.state = state
+        if self._shardings is not None:
+            self._accumulator = self._accumulator
+
+    @override
+    def compile(self, shapes: Sequence[AnyBatch]) -> Iterator[AnyBatch]:
+        """Compiles the gradient of every micro-batch for every group; see `Trainer.compile`.
+
+        Each epoch assigns shapes to groups differently, so every group needs all shapes. A shape is
+        traced and lowered once, on the groups' abstract mesh. One group compiles it, and the others
+        load its program (`shared_programs`). The groups take turns, so that XLA's timings of
+        algorithms, one at a time on a device, run on all devices at once.
+        """
+        if not shapes:
+            return
+        group, weights = self._groups[0], self.state.weights
+        example = on_mesh(largest(shapes), group)
+        self._accumulator = zero_accumulator(self._spec, self._mesh, weights, example, group=group)
+        groups = list(self._local.values())
+        turns = {signature(shape): number % len(groups) for number, shape in enumerate(shapes)}
+        loading = ThreadPoolExecutor(max_workers=os.cpu_count())
+
+        def compile_one(shape: AnyBatch) -> dict[Mesh, Compiled]:
+            turn = turns[signature(shape)]
+            first, *others = [*groups[turn:], *groups[:turn]]
+            programs = [first.compile(shape)]
+            programs += loading.map(lambda group: group.compile(shape), others)
+            return dict(zip((group.mesh for group in (first, *others)), programs, strict=True))
+
+        with shared_programs(), loading:
+            for shape, programs in in_parallel(compile_one, shapes, self._compile_update):
+                for mesh, program in programs.items():
+                    self.programs[mesh, signature(shape)] = program
+                yield shape
+
+    @override
+    def _accumulate_all(self, step: PlacedStep) -> None:
+        for number, batch in zip(step.groups, step.batches, strict=True):
+            mesh = self._groups[number]
+            self._local[mesh].add(self.programs[mesh, signature(batch)], batch)
+
+
+class _Group:
+    """The weights and sums of a shape group on the mesh of the group.
+
+    Attributes:
+      mesh: the mesh of the group.
+      accumulator: sums over the micro-batches since the last update, each array [1, ...].
+    """
+
+    accumulator: GradientAccumulator
+    _weights: Weights
+
+    def __init__(self, spec: TrainingSpec, mesh: Mesh, accumulate: Wrapped):
+        self.mesh, self._spec, self._accumulate = mesh, spec, accumulate
+
+    def take(self, state: TrainState, accumulator: GradientAccumulator) -> None:
+        spec, mesh = self._spec, self.mesh
+        placed = weights_shardings(state.weights, mesh, spec.rules)
+        self._weights = part_of_group(state.weights, placed)
+        self._key = part_of_group(state.key, replicated(mesh))
+        sums = accumulator_shardings(accumulator, spec, mesh, grouped=True)
+        self.accumulator = part_of_group(accumulator, sums)
+
+    def compile(self, shape: AnyBatch) -> Compiled:
+        batch = on_mesh(shape, self.mesh)
+        lowered = self._accumulate.lower(self._weights, self.accumulator, batch, self._key)
+        return lowered.compile()
+
+    def add(self, program: Compiled, batch: AnyBatch) -> None:
+        self.accumulator = program(self._weights, self.accumulator, batch, self._key)
+
+
+def make_group_accumulate(spec: TrainingSpec, group: AbstractMesh) -> Wrapped:
+    """`make_accumulate` on any group's mesh, with sums [1, ...], the group's part of all sums."""
+    accumulate = accumulation(spec, group)
+
+    @partial(jax.jit, donate_argnums=1, compiler_options=compiler_options(spec.model))
+    def add(
+        weights: Weights,
+        accumulator: GradientAccumulator,
+        batch: AnyBatch,
+        key: jax.Array,
+    ) -> GradientAccumulator:
+        squeezed = jax.tree.map(lambda part: jnp.squeeze(part, 0), accumulator)
+        added = accumulate(weights, squeezed, batch, key)
+        stacked = jax.tree.map(lambda part: part[None], added)
+        shardings = accumulator_shardings(accumulator, spec, group, grouped=True)
+        return jax.lax.with_sharding_constraint(stacked, shardings)
+
+    return add

@@ -2,20 +2,171 @@
 
 Each decays matrices only, decoupled from the gradient and times the learning rate, as AdamW (arXiv
 1711.05101), so that `learning_rate` and `weight_decay` mean the same for all.
+
+8-bit moments: a block of up to 256 values shares a float32 scale, its largest magnitude. A value is
+stored as the number of the nearest code of a fixed table whose codes lie closer together near zero
+("dynamic quantisation"). Blocks run along the inputs of a matrix, the axis that the partition rules
+leave whole, so that quantisation needs no communication under FSDP.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.tree_util import KeyPath
 from optax.contrib import MuonDimensionNumbers, muon
 
 from alload_jax.models.common.lora import DOWN, UP
-from alload_jax.sharding.rules import path_name
-from alload_jax.training.adamw8bit import SMALLEST, scale_by_adam8bit
+from alload_jax.sharding.mesh import path_name
+
+BLOCK = 256
+"""The most values that share a scale, as in bitsandbytes."""
+SMALLEST = 4096
+"""Parameters of fewer values keep float32 moments, as in bitsandbytes."""
+_DECADES = 7
+"""Powers of ten that the codes cover below a block's largest magnitude."""
+
+
+def dynamic_codes(signed: bool) -> np.ndarray:
+    """The 256 codes of dynamic quantisation in rising order, [256] float32 within −1 to 1.
+
+    The decade up to 10⁻ᵏ is divided into half as many intervals as the one above it, and a code is
+    the middle of an interval; 0 and 1 are codes too. Unsigned codes spend the sign's bit on twice
+    as many intervals.
+    """
+    positive: list[np.ndarray] = []
+    for place in range(_DECADES):
+        intervals = 2**place if signed else 2 ** (place + 1)
+        ends = np.linspace(0.1, 1.0, intervals + 1)
+        positive.append((ends[:-1] + ends[1:]) / 2 * 10.0 ** (place - _DECADES + 1))
+    values = np.concatenate(positive)
+    sides = [-values, values] if signed else [values]
+    return np.sort(np.concatenate([*sides, [0.0, 1.0]])).astype(np.float32)
+
+
+_SIGNED, _UNSIGNED = dynamic_codes(True), dynamic_codes(False)
+
+
+class Quantised(NamedTuple):
+    """An array in eight bits.
+
+    Attributes:
+      codes: [..., N, M] uint8, shaped like the array.
+      scale: [..., ceil(N / 256), M] float32, the largest magnitude of each block along N.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+
+
+def quantise(values: jax.Array, signed: bool) -> Quantised:
+    """Quantises an array [..., N, M] in blocks along N.
+
+    Unsigned values above zero never become zero: a second moment of zero would let the update grow
+    without bound.
+    """
+    table = _SIGNED if signed else _UNSIGNED
+    blocks = _to_blocks(values)
+    scale = jnp.max(jnp.abs(blocks), axis=-2, keepdims=True)
+    relative = blocks / jnp.where(scale > 0, scale, 1.0)
+    middles = jnp.asarray((table[:-1] + table[1:]) / 2)
+    codes = jnp.searchsorted(middles, relative, method="scan_unrolled")
+    if not signed:
+        codes = jnp.where((blocks > 0) & (codes == 0), 1, codes)
+    codes = _from_blocks(codes.astype(jnp.uint8), values.shape[-2])
+    return Quantised(codes, jnp.squeeze(scale, -2))
+
+
+def dequantise(found: Quantised, signed: bool) -> jax.Array:
+    """The float32 values of a quantised array."""
+    table = jnp.asarray(_SIGNED if signed else _UNSIGNED)
+    blocks = table[_to_blocks(found.codes)] * found.scale[..., None, :]
+    return _from_blocks(blocks, found.codes.shape[-2])
+
+
+def _to_blocks(values: jax.Array) -> jax.Array:
+    """[..., N, M] → [..., blocks, values of a block, M], with zeros at the end."""
+    *lead, rows, columns = values.shape
+    size = min(BLOCK, rows)
+    missing = -rows % size
+    padded = jnp.pad(values, [(0, 0)] * len(lead) + [(0, missing), (0, 0)])
+    return padded.reshape(*lead, (rows + missing) // size, size, columns)
+
+
+def _from_blocks(blocks: jax.Array, rows: int) -> jax.Array:
+    """The inverse of `_to_blocks` for arrays [..., rows, M]."""
+    *lead, count, size, columns = blocks.shape
+    return blocks.reshape(*lead, count * size, columns)[..., :rows, :]
+
+
+class Adam8bitState(NamedTuple):
+    """State of `scale_by_adam8bit`; trees are like the parameters.
+
+    Attributes:
+      steps: int32 scalar, number of updates.
+      mu, mu_scale: codes and scales of the first moment.
+      nu, nu_scale: codes and scales of the second moment.
+    """
+
+    steps: jax.Array
+    mu: optax.Updates
+    mu_scale: optax.Updates
+    nu: optax.Updates
+    nu_scale: optax.Updates
+
+
+def scale_by_adam8bit(beta1: float, beta2: float, eps: float) -> optax.GradientTransformation:
+    """`optax.scale_by_adam` with quantised moments, for matrices and stacks of them.
+
+    An update is computed from float32 moments, which are quantised for the next one.
+    """
+
+    def init(params: optax.Params) -> Adam8bitState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return _stored(jnp.zeros((), jnp.int32), zeros, zeros)
+
+    def update(
+        updates: optax.Updates, state: Adam8bitState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, Adam8bitState]:
+        del params
+        count = optax.safe_increment(state.steps)
+        mu = jax.tree.map(
+            lambda g, *stored: (
+                beta1 * dequantise(Quantised(*stored), signed=True) + (1 - beta1) * g
+            ),
+            updates,
+            state.mu,
+            state.mu_scale,
+        )
+        nu = jax.tree.map(
+            lambda g, *stored: (
+                beta2 * dequantise(Quantised(*stored), signed=False) + (1 - beta2) * g * g
+            ),
+            updates,
+            state.nu,
+            state.nu_scale,
+        )
+        mu_hat = optax.tree.bias_correction(mu, beta1, count)
+        nu_hat = optax.tree.bias_correction(nu, beta2, count)
+        found = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
+        return found, _stored(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _stored(count: jax.Array, mu: optax.Params, nu: optax.Params) -> Adam8bitState:
+    first = jax.tree.map(lambda value: quantise(value, signed=True), mu)
+    second = jax.tree.map(lambda value: quantise(value, signed=False), nu)
+
+    def part(tree: optax.Params, number: int) -> optax.Params:
+        return jax.tree.map(
+            lambda one: one[number], tree, is_leaf=lambda one: isinstance(one, Quantised)
+        )
+
+    return Adam8bitState(count, part(first, 0), part(first, 1), part(second, 0), part(second, 1))
+
 
 OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "lion", "muon"]
 WITHOUT_MU_DTYPE = ("adamw8bit", "adafactor")
@@ -26,102 +177,70 @@ _ADAMW_RMS = 0.2
 """Root mean square of Muon's updates, about that of AdamW's (arXiv 2502.16982)."""
 
 
-@dataclass(frozen=True)
-class UpdateRule:
-    """The hyperparameters of an optimizer; see `OptimizerConfig`.
+def update_rule(
+    name: OptimizerName,
+    learning_rate: optax.Schedule,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    mu_dtype: str | None,
+) -> optax.GradientTransformation:
+    """The optimizer of a name, without clipping.
 
-    Attributes:
-      learning_rate: schedule of the learning rate.
-      beta1, beta2, eps, weight_decay: AdamW's parameters, also for the other optimizers where they
-        have them.
+    Muon takes the matrices of stacked layers, and AdamW the rest. Adafactor has neither momentum
+    nor relative steps, as fine-tuning uses it.
+
+    Args:
+      name, beta1, beta2, eps, weight_decay: see `OptimizerConfig`.
+      learning_rate: its schedule.
       mu_dtype: dtype of the first moment; None for that of the parameters.
     """
-
-    learning_rate: optax.Schedule
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    mu_dtype: Any = None
-
-    def transform(self, name: OptimizerName) -> optax.GradientTransformation:
-        """Builds the optimizer of that name."""
-        makers: dict[OptimizerName, Callable[[], optax.GradientTransformation]] = {
-            "adamw": self._adamw,
-            "adamw8bit": self._adamw8bit,
-            "adafactor": self._adafactor,
-            "lion": self._lion,
-            "muon": self._muon,
-        }
-        return makers[name]()
-
-    def _adamw(self) -> optax.GradientTransformation:
-        return optax.adamw(
-            self.learning_rate,
-            b1=self.beta1,
-            b2=self.beta2,
-            eps=self.eps,
-            mu_dtype=self.mu_dtype,
-            weight_decay=self.weight_decay,
-            mask=decays,
+    moments = {"b1": beta1, "b2": beta2, "mu_dtype": mu_dtype}
+    decay = {"weight_decay": weight_decay, "mask": decays}
+    adamw = optax.adamw(learning_rate, eps=eps, **moments, **decay)
+    if name == "adamw":
+        return adamw
+    if name == "lion":
+        return optax.lion(learning_rate, **moments, **decay)
+    if name == "muon":
+        of_layers = muon(
+            learning_rate,
+            eps=eps,
+            weight_decay=weight_decay,
+            mu_dtype=mu_dtype,
+            muon_weight_dimension_numbers=_all_matrices,
+            consistent_rms=_ADAMW_RMS,
         )
-
-    def _adamw8bit(self) -> optax.GradientTransformation:
-        scaling = {
-            "eight_bits": scale_by_adam8bit(self.beta1, self.beta2, self.eps),
-            "float32": optax.scale_by_adam(self.beta1, self.beta2, self.eps),
-        }
-        return self._decayed(optax.partition(scaling, _bits))
-
-    def _adafactor(self) -> optax.GradientTransformation:
-        """Without momentum and relative steps, as fine-tuning uses it (arXiv 1804.04235)."""
-        return self._decayed(
-            optax.chain(_scale_by_factored_rms(), optax.stateless(_clip_matrix_rms))
+        return optax.partition({"muon": of_layers, "adamw": adamw}, _muon_labels)
+    if name == "adamw8bit":
+        scaling = optax.partition(
+            {
+                "eight_bits": scale_by_adam8bit(beta1, beta2, eps),
+                "float32": optax.scale_by_adam(beta1, beta2, eps),
+            },
+            _bits,
         )
-
-    def _lion(self) -> optax.GradientTransformation:
-        return optax.lion(
-            self.learning_rate,
-            b1=self.beta1,
-            b2=self.beta2,
-            mu_dtype=self.mu_dtype,
-            weight_decay=self.weight_decay,
-            mask=decays,
-        )
-
-    def _muon(self) -> optax.GradientTransformation:
-        """Muon for the matrices of stacked layers, AdamW for the rest."""
-        others = {
-            "muon": muon(
-                self.learning_rate,
-                eps=self.eps,
-                weight_decay=self.weight_decay,
-                mu_dtype=self.mu_dtype,
-                muon_weight_dimension_numbers=_all_matrices,
-                consistent_rms=_ADAMW_RMS,
-            ),
-            "adamw": self._adamw(),
-        }
-        return optax.partition(others, _muon_labels)
-
-    def _decayed(self, scaling: optax.GradientTransformation) -> optax.GradientTransformation:
-        return optax.chain(
-            scaling,
-            optax.add_decayed_weights(self.weight_decay, decays),
-            optax.scale_by_learning_rate(self.learning_rate),
-        )
+    else:
+        scaling = optax.chain(_scale_by_factored_rms(), optax.stateless(_clip_matrix_rms))
+    return optax.chain(
+        scaling,
+        optax.add_decayed_weights(weight_decay, decays),
+        optax.scale_by_learning_rate(learning_rate),
+    )
 
 
-def decays(params: Any) -> Any:
+def decays(params: optax.Params) -> optax.Params:
     """Marks the matrices, which decay; biases, norms, embeddings and modulation do not."""
     return jax.tree_util.tree_map_with_path(lambda path, _: _is_matrix(path), params)
 
 
-def _is_matrix(path: Any) -> bool:
+def _is_matrix(path: KeyPath) -> bool:
     return path_name(path).endswith(("kernel", DOWN, UP))
 
 
-def _bits(params: Any) -> Any:
+def _bits(params: optax.Params) -> optax.Params:
     """Embeddings, vectors and small matrices keep float32 moments (arXiv 2110.02861, §2.3)."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: (
@@ -131,14 +250,14 @@ def _bits(params: Any) -> Any:
     )
 
 
-def _muon_labels(params: Any) -> Any:
+def _muon_labels(params: optax.Params) -> optax.Params:
     """The first and the last matrices of a model, which are not stacked, train with AdamW."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: "muon" if _is_matrix(path) and leaf.ndim >= 3 else "adamw", params
     )
 
 
-def _all_matrices(params: Any) -> Any:
+def _all_matrices(params: optax.Params) -> optax.Params:
     """The last two axes are a matrix [inputs, outputs]; the axis of layers is a batch axis."""
     return jax.tree.map(lambda _: MuonDimensionNumbers(-2, -1), params)
 
@@ -150,8 +269,8 @@ def _scale_by_factored_rms() -> optax.GradientTransformation:
     which one counts layers in a stack of many; here they are the last two, of matrices alone.
     """
 
-    def init(params: Any) -> optax.FactoredState:
-        def moments(path: Any, leaf: jax.Array) -> tuple[jax.Array, ...]:
+    def init(params: optax.Params) -> optax.FactoredState:
+        def moments(path: KeyPath, leaf: jax.Array) -> tuple[jax.Array, ...]:
             axes, none = _factored_axes(path, leaf), jnp.zeros(1, leaf.dtype)
             if axes is None:
                 return none, none, jnp.zeros_like(leaf)
@@ -162,11 +281,13 @@ def _scale_by_factored_rms() -> optax.GradientTransformation:
             *_apart(params, jax.tree_util.tree_map_with_path(moments, params)),
         )
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, optax.FactoredState]:
+    def update(
+        grads: optax.Updates, state: optax.FactoredState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.FactoredState]:
         del params
         keep = 1 - (state.count + 1.0) ** -0.8
 
-        def moved(path: Any, grad: jax.Array, *moments: jax.Array) -> tuple[jax.Array, ...]:
+        def moved(path: KeyPath, grad: jax.Array, *moments: jax.Array) -> tuple[jax.Array, ...]:
             square = jnp.square(grad) + 1e-30
             axes = _factored_axes(path, grad)
             if axes is None:
@@ -188,7 +309,7 @@ def _scale_by_factored_rms() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _factored_axes(path: Any, leaf: jax.Array) -> tuple[int, int] | None:
+def _factored_axes(path: KeyPath, leaf: jax.Array) -> tuple[int, int] | None:
     """The longer and the shorter axis of a matrix or a table of embeddings; None if too short."""
     is_table = _is_matrix(path) or path_name(path).endswith("embedding")
     if not is_table or leaf.ndim < 2 or min(leaf.shape[-2:]) < _FACTORED_FROM:
@@ -196,19 +317,19 @@ def _factored_axes(path: Any, leaf: jax.Array) -> tuple[int, int] | None:
     return (-1, -2) if leaf.shape[-1] >= leaf.shape[-2] else (-2, -1)
 
 
-def _apart(like: Any, found: Any) -> list[Any]:
+def _apart(like: optax.Params, found: optax.Params) -> list[optax.Params]:
     """A tree of tuples as a list of trees."""
     return [*jax.tree.transpose(jax.tree.structure(like), None, found)]
 
 
-def _clip_matrix_rms(updates: Any, params: Any) -> Any:
+def _clip_matrix_rms(updates: optax.Updates, params: optax.Params) -> optax.Params:
     """Scales updates to a root mean square of at most 1 (arXiv 1804.04235, §6).
 
     Of stacked layers, each layer's matrix is scaled by itself; other arrays are scaled as a whole.
     """
     del params
 
-    def clip(path: Any, update: jax.Array) -> jax.Array:
+    def clip(path: KeyPath, update: jax.Array) -> jax.Array:
         axes = tuple(range(-2, 0)) if _is_matrix(path) and update.ndim > 2 else None
         rms = jnp.sqrt(jnp.mean(jnp.square(update), axis=axes, keepdims=True))
         return update / jnp.maximum(1.0, rms)

@@ -5,11 +5,12 @@ from pallas_kernels.block_sparse_attention.block_lists import BlockLists, full_l
 from pallas_kernels.block_sparse_attention.selection import (
     BlockSegments,
     PooledScores,
+    TileOrder,
     pool_blocks,
     scores_of,
+    tile_order,
     top_k_blocks,
 )
-from pallas_kernels.block_sparse_attention.tile_order import TileOrder, tile_order
 
 __all__ = [
     "BlockLists",

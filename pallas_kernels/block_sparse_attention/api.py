@@ -1,16 +1,21 @@
 """Block-sparse attention, the public function: checks the arguments, picks the implementation."""
 
+from functools import partial
 from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from pallas_kernels import devices
 from pallas_kernels.block_sparse_attention.block_lists import BlockLists, check_values
 from pallas_kernels.block_sparse_attention.implementations import REGISTRY
-from pallas_kernels.block_sparse_attention.operands import NAME, CallConfig, Operands, checked
-from pallas_kernels.block_sparse_attention.shards import on_mesh
+from pallas_kernels.block_sparse_attention.operands import (
+    NAME,
+    AttentionOperands,
+    checked,
+    operand_specs,
+)
+from pallas_kernels.op import call_of, placed
 
 
 @overload
@@ -90,18 +95,15 @@ def block_sparse_attention(
         number is out of range. A compiled program then ends with an error of JAX that quotes it.
       NotImplementedError: this device or this sharding cannot run the kernels.
     """
-    operands = Operands(q, k, v, blocks)
+    operands = AttentionOperands(q, k, v, blocks)
     options = checked(operands, scale, interpret)
     if debug:
-        check_values(NAME, blocks)
-    if sharding is None:
-        sharding = devices.visible_sharding(q)
-    elif sharding.mesh.size == 1:
-        sharding = None
-    config = CallConfig(options, sharding)
-    chosen = REGISTRY.choose(NAME, implementation, operands, config, interpret=interpret)
+        jax.debug.callback(partial(check_values, NAME), blocks)
+    call = call_of(q, options, sharding)
+    chosen = REGISTRY.choose(NAME, implementation, operands, call, interpret=interpret)
     if not (q.size and k.size and blocks.indices.size):
         out, lse = jnp.zeros_like(q), jnp.full((q.shape[0], *q.shape[2:0:-1]), -jnp.inf)
     else:
-        out, lse = chosen.run(on_mesh(operands, sharding), config)
+        specs = operand_specs(call, blocks)
+        out, lse = chosen.run(placed(operands, specs, call.sharding), call)
     return (out, lse) if return_lse else out

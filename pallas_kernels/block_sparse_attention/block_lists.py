@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.op import Ref
 
 BLOCK_SIZES = (64, 128)
 
@@ -43,9 +45,7 @@ class BlockLists:
     key_block: int = 64
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("queries", "offsets"), meta_fields=())
-@dataclass(frozen=True)
-class InvertedLists:
+class InvertedLists(NamedTuple):
     """For each row, head and block of keys, the blocks of queries whose lists name it.
 
     Attributes:
@@ -76,34 +76,30 @@ def clamped(blocks: BlockLists, queries: int, keys: int) -> BlockLists:
 
 
 def check_values(name: str, blocks: BlockLists) -> None:
-    """Checks what the lists hold; where they are traced, when the program runs.
+    """Checks what the lists hold, which must not be traced.
 
     Args:
       name: of the function that takes them, for messages.
       blocks: the lists, whose shapes fit.
 
     Raises:
-      ValueError: a list names a block twice, or a number is out of range. A compiled program ends
-        with an error of JAX that quotes this one.
+      ValueError: a list names a block twice, or a number is out of range.
     """
-    jax.debug.callback(partial(_check_values, name), blocks)
-
-
-def _check_values(name: str, blocks: BlockLists) -> None:
     most, n_key = blocks.indices.shape[-1], blocks.key_tokens.shape[1]
     named = np.arange(most) < np.asarray(blocks.counts)[..., None]
     indices = np.where(named, blocks.indices, 0)
     ordered = np.sort(np.where(named, indices, n_key + np.arange(most)), axis=-1)
-    limits: dict[str, tuple[Any, int]] = {
+    limits: dict[str, tuple[jax.typing.ArrayLike, int]] = {
         "counts": (blocks.counts, most),
         "indices": (indices, n_key - 1),
         "query_tokens": (blocks.query_tokens, blocks.query_block),
         "key_tokens": (blocks.key_tokens, blocks.key_block),
     }
-    for field, (values, highest) in limits.items():
-        for place in np.argwhere((np.asarray(values) < 0) | (np.asarray(values) > highest))[:1]:
+    for field, (array, highest) in limits.items():
+        values = np.asarray(array)
+        for index in np.argwhere((values < 0) | (values > highest))[:1]:
             raise ValueError(
-                f"{name}: blocks.{field}{place.tolist()} is {values[tuple(place)]}; it must be "
+                f"{name}: blocks.{field}{index.tolist()} is {values[tuple(index)]}; it must be "
                 f"from 0 to {highest}"
             )
     for *place, number in np.argwhere(ordered[..., 1:] == ordered[..., :-1])[:1].tolist():
@@ -182,3 +178,63 @@ def longest_first(counts: jax.Array) -> jax.Array:
       [..., N] int32, a permutation of each row's numbers.
     """
     return jnp.argsort(-counts, axis=-1, stable=True).astype(jnp.int32)
+
+
+ENTRY_BITS = 8
+"""Bits of an entry for the valid tokens of a block, which are 128 at most."""
+
+
+class ProgramLists(NamedTuple):
+    """The lists that a kernel's programs take: arrays, or references to them within the kernel.
+
+    Attributes:
+      entry: int32, the blocks of all lists with their valid tokens (`pack_entries`): of keys
+        [R, H, nQ, k_max], or of queries, the lists in turn, [R, H, nQ·k_max].
+      extent: int32, the length of each list of keys, [R, H, nQ], or where each list of queries
+        begins, and the end of the last, [R, H, nK + 1].
+      order: [R, H, N] int32, the programs' own blocks in their order.
+      own_tokens: [R, N] int32, valid tokens of the programs' own blocks.
+    """
+
+    entry: Ref
+    extent: Ref
+    order: Ref
+    own_tokens: Ref
+
+
+def query_lists(blocks: BlockLists) -> ProgramLists:
+    """For kernels whose programs take blocks of queries."""
+    entries = pack_entries(blocks.indices, blocks.key_tokens)
+    return ProgramLists(entries, blocks.counts, longest_first(blocks.counts), blocks.query_tokens)
+
+
+def key_lists(blocks: BlockLists, inverted: InvertedLists) -> ProgramLists:
+    """For kernels whose programs take blocks of keys."""
+    entries, offsets = pack_entries(inverted.queries, blocks.query_tokens), inverted.offsets
+    return ProgramLists(entries, offsets, longest_first(jnp.diff(offsets)), blocks.key_tokens)
+
+
+def pack_entries(index: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Blocks and their valid tokens in one number, so that a program waits for one load only.
+
+    Args:
+      index: [R, ...] int32, numbers of blocks.
+      tokens: [R, N] int32, valid tokens of each block.
+
+    Returns:
+      [R, ...] int32.
+    """
+    valid = jax.vmap(lambda each, of_row: of_row.at[each].get(mode="clip"))(index, tokens)
+    return (index << ENTRY_BITS) + valid
+
+
+def unpack_entry(entry: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A block and its valid tokens."""
+    return entry >> ENTRY_BITS, entry & ((1 << ENTRY_BITS) - 1)
+
+
+def divide(number: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder of a number >= 0, within a kernel."""
+    if by == 1:
+        return number, jnp.int32(0)
+    return jax.lax.div(number, jnp.int32(by)), jax.lax.rem(number, jnp.int32(by))

@@ -1,24 +1,32 @@
-"""The arguments of a call, checked."""
+"""The arguments of a call, checked, and how a mesh splits them."""
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import devices
 from pallas_kernels.block_sparse_attention.block_lists import BLOCK_SIZES, BlockLists
+from pallas_kernels.op import DTYPES, Call, Ref
 
 NAME = "block_sparse_attention"
+Pass = Literal["forward", "dq", "dkv"]
+"""A kernel, by what it computes."""
 OUTPUT_NAME = "attention_output"
 """Of what `jax.checkpoint` may keep; dense attention in alload_jax has the same."""
-_LOW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_LOW = (jnp.bfloat16, jnp.float16)
 _WIDTHS = (64, 128)
+_WHOLE = {1: "tokens are", 3: "width is"}
+"""Dimensions of q that nothing may split."""
+_MOST_ELEMENTS = 2**31
+"""Offsets within an array are 32-bit counts of elements."""
 
 
-class Operands(NamedTuple):
+class AttentionOperands(NamedTuple):
     """The arrays of a call.
 
     Attributes:
@@ -35,8 +43,8 @@ class Operands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
-    """What a call asks for beside its arrays.
+class AttentionOptions:
+    """What a call asks for besides its arrays.
 
     Attributes:
       scale: factor of the scores.
@@ -47,38 +55,26 @@ class Options:
     interpret: bool
 
 
-@dataclass(frozen=True)
-class CallConfig:
-    """Options, and how q is split over a mesh.
+class AttentionInputs(NamedTuple):
+    """What the kernels of the backward read: arrays, or references to them within a kernel.
 
     Attributes:
-      options: the options.
-      sharding: of q [R, S, H, D]; None for one device, or inside `shard_map`.
+      q, k, v: as in `AttentionOperands`.
+      dout: [R, S, H, D] in q's dtype, cotangent of the output.
+      lse: [R, H, S] float32, the logarithm of the sum of exponentials of a query's scores; 0 where
+        there are none.
+      delta: [R, H, S] float32, Σ dout·out − dlse; 0 for queries that are not valid.
     """
 
-    options: Options
-    sharding: NamedSharding | None
+    q: Ref
+    k: Ref
+    v: Ref
+    dout: Ref
+    lse: Ref
+    delta: Ref
 
 
-class Residuals(NamedTuple):
-    """What the backward takes from the forward.
-
-    Attributes:
-      q, k, v, blocks: as in `Operands`.
-      out: [R, S, H, D], the output.
-      lse: [R, H, S] float32, the logarithm of the sum of exponentials of a query's scores; −inf
-        where there are none.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    blocks: BlockLists
-    out: jax.Array
-    lse: jax.Array
-
-
-def checked(operands: Operands, scale: float | None, interpret: bool) -> Options:
+def checked(operands: AttentionOperands, scale: float | None, interpret: bool) -> AttentionOptions:
     """The options of a call whose arguments fit together.
 
     Raises:
@@ -93,7 +89,7 @@ def checked(operands: Operands, scale: float | None, interpret: bool) -> Options
             )
         if array.dtype != q.dtype:
             raise ValueError(f"{NAME}: {name} is {array.dtype} and q is {q.dtype}; cast them alike")
-    if q.dtype not in (*_LOW, jnp.dtype(jnp.float32)):
+    if q.dtype not in DTYPES:
         raise ValueError(f"{NAME}: q is {q.dtype}; it must be bfloat16, float16 or float32")
     rows, tokens, heads, width = q.shape
     if k.shape != v.shape or (k.shape[0], *k.shape[2:]) != (rows, heads, width):
@@ -108,7 +104,7 @@ def checked(operands: Operands, scale: float | None, interpret: bool) -> Options
     scale = float(scale)
     if not (math.isfinite(scale) and scale):
         raise ValueError(f"{NAME}: scale is {scale}; it must be finite and not 0")
-    return Options(scale, interpret)
+    return AttentionOptions(scale, interpret)
 
 
 def _check_lists(blocks: BlockLists, rows: int, heads: int, queries: int, keys: int) -> None:
@@ -139,10 +135,33 @@ def _check_lists(blocks: BlockLists, rows: int, heads: int, queries: int, keys: 
             raise ValueError(f"{NAME}: blocks.{name} is {array.dtype}; it must be int32")
 
 
-def unsupported_by_kernels(operands: Operands) -> ValueError | None:
+def unsupported_by_kernels(
+    operands: AttentionOperands, call: Call[AttentionOptions]
+) -> Exception | None:
     """Why the kernels cannot take a call that the reference can; None if they can."""
-    if operands.q.dtype not in _LOW:
-        return ValueError(f"q is {operands.q.dtype}; give bfloat16 or float16, or use 'xla'")
-    if operands.q.shape[-1] not in _WIDTHS:
-        return ValueError(f"D is {operands.q.shape[-1]}; give 64 or 128, or use 'xla'")
+    q, k, _, blocks = operands
+    if q.dtype not in _LOW:
+        return ValueError(f"q is {q.dtype}; give bfloat16 or float16, or use 'xla'")
+    if q.shape[-1] not in _WIDTHS:
+        return ValueError(f"D is {q.shape[-1]}; give 64 or 128, or use 'xla'")
+    whole = {n: (f"{what} split", "; split rows or heads") for n, what in _WHOLE.items()}
+    axes = "row axes, None, head axes, None"
+    if reason := devices.unsupported_sharding(q, call.sharding, name="q", axes=axes, whole=whole):
+        return reason
+    shards = devices.shards_of(call.sharding, 0) * devices.shards_of(call.sharding, 2)
+    for name, array in {"q": q, "k": k, "blocks.indices": blocks.indices}.items():
+        if array.size // shards >= _MOST_ELEMENTS:
+            return NotImplementedError(
+                f"{name} {array.shape} has 2³¹ elements or more on a device; split it over "
+                "more devices or calls"
+            )
     return None
+
+
+def operand_specs(call: Call[AttentionOptions], blocks: BlockLists) -> AttentionOperands:
+    """How each operand is split: rows and heads as those of q."""
+    spec = () if call.sharding is None else tuple(call.sharding.spec)
+    row, _, head, *_ = (*spec, None, None, None)
+    tokens, by_head, by_row = P(row, None, head, None), P(row, head), P(row)
+    lists = jax.tree.unflatten(jax.tree.structure(blocks), (by_head, by_head, by_row, by_row))
+    return AttentionOperands._make((tokens, tokens, tokens, lists))

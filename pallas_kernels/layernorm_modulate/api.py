@@ -1,15 +1,56 @@
-"""LayerNorm-Modulate, the public functions: check the arguments and pick the implementation."""
+"""LayerNorm-Modulate, the public functions: segments prepared once, checks, implementations."""
 
 import dataclasses
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jaxtyping import PyTree
 
 from pallas_kernels import devices
 from pallas_kernels.layernorm_modulate.implementations import REGISTRY
-from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, normalise
-from pallas_kernels.layernorm_modulate.segmentation import Segmentation
+from pallas_kernels.layernorm_modulate.operands import NormOperands, normalise
+from pallas_kernels.op import call_of, is_explicit
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("ids", "prepared"), meta_fields=("table_rows",)
+)
+@dataclass(frozen=True)
+class Segmentation:
+    """`segment_ids` together with what implementations derive from them for one width.
+
+    Attributes:
+      ids: [B, S] int32.
+      prepared: by name of the implementation, its `prepare_segments`.
+      table_rows: M.
+    """
+
+    ids: jax.Array
+    prepared: dict[str, PyTree]
+    table_rows: int
+
+
+def segmentation(
+    segment_ids: jax.Array, table_rows: int, width: int, sharding: NamedSharding | None = None
+) -> Segmentation:
+    """Prepares segment ids for many calls, such as those of a transformer's layers.
+
+    Finding where segments end takes a dozen small kernels, which every call would otherwise start.
+
+    Args:
+      segment_ids: [B, S] signed integers, as `layernorm_modulate` takes them.
+      table_rows: M, rows of the tables of scale, shift and gate.
+      width: D.
+      sharding: of x, if rows are split over a mesh of Auto axes.
+    """
+    ids = segment_ids.astype(jnp.int32)
+    prepared = {
+        each.name: each.prepare_segments(ids, table_rows, width, sharding) for each in REGISTRY
+    }
+    return Segmentation(ids, prepared, table_rows)
 
 
 def layernorm_modulate(
@@ -60,17 +101,18 @@ def layernorm_modulate(
       ValueError: a shape or dtype does not fit, or the kernels cannot know how x is split.
       NotImplementedError: this device or this sharding cannot run the kernels.
     """
-    name = "layernorm_modulate"
-    operands, options = normalise(
-        name,
-        _with_segments(name, Operands(x, scale, shift), segment_ids, segment_block),
+    _, out = _run(
+        "layernorm_modulate",
+        NormOperands(x, scale, shift),
+        segment_ids,
+        implementation,
+        sharding,
         eps=eps,
         residual_dtype=None,
         segment_block=segment_block,
         interpret=interpret,
     )
-    _, out = _run(name, implementation, operands, CallConfig(options, _three_axes(x, sharding)))
-    return out.reshape(x.shape)
+    return out
 
 
 def residual_layernorm_modulate(
@@ -115,67 +157,60 @@ def residual_layernorm_modulate(
       ValueError: a shape or dtype does not fit, or the kernels cannot know how x is split.
       NotImplementedError: this device or this sharding cannot run the kernels.
     """
-    name = "residual_layernorm_modulate"
-    operands, options = normalise(
-        name,
-        _with_segments(name, Operands(x, scale, shift, y=y, gate=gate), segment_ids, segment_block),
+    h, out = _run(
+        "residual_layernorm_modulate",
+        NormOperands(x, scale, shift, y=y, gate=gate),
+        segment_ids,
+        implementation,
+        sharding,
         eps=eps,
         residual_dtype=residual_dtype,
         segment_block=segment_block,
         returns_x=True,
         interpret=interpret,
     )
-    h, out = _run(name, implementation, operands, CallConfig(options, _three_axes(x, sharding)))
     assert h is not None
-    return h.reshape(x.shape), out.reshape(x.shape)
-
-
-def _with_segments(
-    name: str,
-    operands: Operands,
-    segments: jax.Array | Segmentation | None,
-    segment_block: int | None,
-) -> Operands:
-    """Operands with ids, and what all implementations prepared of them."""
-    if not isinstance(segments, Segmentation):
-        return operands._replace(segment_ids=segments)
-    if segments.table_rows != operands.scale.shape[-2]:
-        raise ValueError(
-            f"{name}: segment_ids were prepared for tables of {segments.table_rows} rows, and "
-            f"scale has {operands.scale.shape[-2]}; prepare them for these"
-        )
-    if segment_block is not None:
-        raise ValueError(f"{name}: prepared segment_ids take no segment_block; leave it out")
-    return operands._replace(segment_ids=segments.ids, prepared=segments.prepared)
+    return h, out
 
 
 def _run(
-    function: str, implementation: str, operands: Operands, config: CallConfig
+    function: str,
+    operands: NormOperands,
+    segments: jax.Array | Segmentation | None,
+    implementation: str,
+    sharding: NamedSharding | None,
+    *,
+    segment_block: int | None,
+    **static: PyTree,
 ) -> tuple[jax.Array | None, jax.Array]:
-    options = config.options
-    chosen = REGISTRY.choose(
-        function, implementation, operands, config, interpret=options.interpret
-    )
-    if not operands.x.size:
-        chosen = REGISTRY.reference
-    if devices.mesh_axes(config.sharding, 1):
-        # A shard may begin where no segment block does.
-        options = dataclasses.replace(options, segment_block=None)
-        operands = operands._replace(prepared=None)
-    prepared = operands.prepared and operands.prepared.get(chosen.name)
-    return chosen.run(
-        operands._replace(prepared=prepared), dataclasses.replace(config, options=options)
-    )
-
-
-def _three_axes(x: jax.Array, sharding: NamedSharding | None) -> NamedSharding | None:
-    """The sharding of x as [B, S, D]: as given, or as an Explicit mesh shows it."""
+    """h and the modulated value of x's shape; the static arguments are those of `normalise`."""
+    if not isinstance(segments, Segmentation):
+        operands = operands._replace(segment_ids=segments)
+    elif segments.table_rows != operands.scale.shape[-2]:
+        raise ValueError(
+            f"{function}: segment_ids were prepared for tables of {segments.table_rows} rows, and "
+            f"scale has {operands.scale.shape[-2]}; prepare them for these"
+        )
+    elif segment_block is not None:
+        raise ValueError(f"{function}: prepared segment_ids take no segment_block; leave it out")
+    else:
+        operands = operands._replace(segment_ids=segments.ids, prepared=segments.prepared)
+    shape = jnp.shape(operands.x)
+    operands, options = normalise(function, operands, segment_block=segment_block, **static)
     if sharding is not None and not isinstance(sharding, NamedSharding):
         raise ValueError(f"sharding is {sharding!r}; it must be a jax.sharding.NamedSharding")
-    if sharding is None:
-        sharding = devices.visible_sharding(x)
-    elif sharding.mesh.size == 1:
-        return None
-    if sharding is None or x.ndim == 3:
-        return sharding
-    return NamedSharding(sharding.mesh, jax.P(None, *sharding.spec))
+    if sharding is not None and len(shape) == 2:
+        sharding = NamedSharding(sharding.mesh, jax.P(None, *sharding.spec))
+    call = call_of(operands.x, options, sharding)
+    chosen = REGISTRY.choose(function, implementation, operands, call, interpret=options.interpret)
+    if not operands.x.size:
+        chosen = REGISTRY.reference
+    if devices.mesh_axes(call.sharding, 1):
+        # A shard may begin where no segment block does.
+        call = dataclasses.replace(call, options=dataclasses.replace(options, segment_block=None))
+    prepared = operands.prepared and operands.prepared.get(chosen.name)
+    if devices.mesh_axes(call.sharding, 1) or is_explicit(call.sharding):
+        # Segments are prepared anew: what tracing sees of an Explicit mesh says how ids lie.
+        prepared = None
+    h, out = chosen.run(operands._replace(prepared=prepared), call)
+    return None if h is None else h.reshape(shape), out.reshape(shape)

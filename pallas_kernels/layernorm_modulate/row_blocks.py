@@ -1,13 +1,24 @@
-"""Row blocks: consecutive rows that share scale, shift and gate; one program works on each."""
+"""Row blocks, which share scale, shift and gate: where they are; arrays of the backward for them.
 
+What a backward kernel reads and writes, and the gradients from it, are the same however the kernel
+is lowered.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.layernorm_modulate.operands import Operands, Options, Residuals
+from pallas_kernels.layernorm_modulate.operands import (
+    Gradients,
+    NormOperands,
+    NormOptions,
+    NormResiduals,
+)
 
 PADDING, IMPOSSIBLE = -1, -2
 """Table rows of row blocks that hold padding, and of segments that no table row can serve: more
@@ -34,7 +45,7 @@ class EvenRowBlocks:
         """Of all batch rows."""
         return self.batch * self.per_row
 
-    def place(self, number: Any) -> tuple[Any, Any, Any]:
+    def place(self, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """First row, last row + 1 and batch row of a row block, in the flattened [B·S, D]."""
         base, longer = divmod(self.seq_len, self.per_row)
         row, place = number // self.per_row, number % self.per_row
@@ -77,20 +88,21 @@ class RowBlocks(NamedTuple):
 
 
 def row_blocks_of(
-    given: Operands | Residuals, options: Options, programs: int
+    given: NormOperands | NormResiduals, options: NormOptions, programs: int
 ) -> EvenRowBlocks | RowBlocks:
     """How the rows of a call are divided among about `programs` programs."""
-    stream = given.x if isinstance(given, Operands) else given.h
+    stream = given.x if isinstance(given, NormOperands) else given.h
     if options.layout != "segment":
         return even_row_blocks(stream.shape, options, programs)
-    table_rows, found = given.scale.shape[1], given.prepared
-    if found is None:
+    table_rows, prepared = given.scale.shape[1], given.prepared
+    if prepared is None:
         assert given.segment_ids is not None
-        found = segment_row_blocks(given.segment_ids, table_rows, options.segment_block, programs)
-    return found.flattened(stream.shape[1], table_rows)
+        ids, block = given.segment_ids, options.segment_block
+        prepared = segment_row_blocks(ids, table_rows, block, programs)
+    return prepared.flattened(stream.shape[1], table_rows)
 
 
-def even_row_blocks(shape: tuple[int, ...], options: Options, programs: int) -> EvenRowBlocks:
+def even_row_blocks(shape: tuple[int, ...], options: NormOptions, programs: int) -> EvenRowBlocks:
     """About `programs` blocks of [B, S, D], none across batch rows unless each token is alone."""
     batch, seq_len, _ = shape
     if options.layout == "token":
@@ -137,3 +149,115 @@ def _halved(segment_block: int, block: int) -> int:
     while segment_block % 2 == 0 and segment_block // 2 >= block:
         segment_block //= 2
     return segment_block
+
+
+class Walks(NamedTuple):
+    """Row blocks that follow segments, and which of them each program walks through.
+
+    A program's row blocks follow each other within a batch row.
+
+    Attributes:
+      row_blocks: see there.
+      first: [B, Q] int32, the first row block of each program: of its batch row's, or
+        (`flattened`) of all.
+      end: [B, Q] int32, its last row block + 1.
+    """
+
+    row_blocks: RowBlocks
+    first: jax.Array
+    end: jax.Array
+
+    def flattened(self, seq_len: int, table_rows: int) -> "Walks":
+        """With batch rows laid end to end, and their tables."""
+        skipped = jnp.arange(len(self.first), dtype=jnp.int32)[:, None] * self.row_blocks.per_row
+        row_blocks = self.row_blocks.flattened(seq_len, table_rows)
+        return Walks(row_blocks, self.first + skipped, self.end + skipped)
+
+
+def walks_of(
+    segment_ids: jax.Array, table_rows: int, segment_block: int | None, programs: int
+) -> Walks:
+    """Gives each of about `programs` programs the row blocks that begin in its equal share."""
+    row_blocks = segment_row_blocks(segment_ids, table_rows, segment_block, programs)
+    batch, seq_len = segment_ids.shape
+    each = max(1, min(seq_len, programs // batch))
+    cuts = jnp.arange(each + 1, dtype=jnp.int32) * pl.cdiv(seq_len, each)
+    place = jax.vmap(partial(jnp.searchsorted, v=jnp.minimum(cuts, seq_len)))(row_blocks.start)
+    place = place.astype(jnp.int32)
+    return Walks(row_blocks, place[:, :-1], place[:, 1:])
+
+
+# ---------------------------------------------------------------- arrays of the backward
+
+
+def backward_arrays(
+    residuals: NormResiduals,
+    dh: jax.Array | None,
+    dout: jax.Array,
+    options: NormOptions,
+    row_blocks: EvenRowBlocks | RowBlocks,
+) -> tuple[dict[str, jax.Array | None], dict[str, jax.ShapeDtypeStruct]]:
+    """What a backward kernel reads and writes, by name, in a call with these arguments.
+
+    Returns:
+      inputs: h, dout, saved_statistics and scale, and dh, y and gate where there are any.
+      outputs: [rows, D] each: dx; dy unless it is none or equal to dx; the gradients dscale,
+        dshift and dgate of the layout "token", or else `partial`, the sums of each row block:
+        those of scale, then of shift, then of gate.
+    """
+    h, tables = residuals.h, _tables(residuals)
+    inputs = residuals._asdict() | {"dout": dout, "dh": dh, "shift": None}
+    del inputs["prepared"], inputs["segment_ids"]
+    inputs["saved_statistics"] = inputs.pop("statistics")
+    shape = (h.size // h.shape[-1], h.shape[-1])
+    outputs = {"dx": jax.ShapeDtypeStruct(shape, options.x_dtype)}
+    # Without a gate both gradients are dh, and alike unless they are rounded differently.
+    alike = residuals.gate is None and options.x_dtype == options.out_dtype
+    if dh is not None and not alike:
+        outputs["dy"] = jax.ShapeDtypeStruct(shape, options.out_dtype)
+    if options.layout == "token":
+        for name, value in tables.items():
+            outputs[f"d{name}"] = jax.ShapeDtypeStruct(shape, value.dtype)
+    else:
+        rows = len(tables) * h.shape[0] * row_blocks.per_row
+        outputs["partial"] = jax.ShapeDtypeStruct((rows, shape[1]), jnp.float32)
+    return inputs, outputs
+
+
+def gradients(
+    result: Mapping[str, jax.Array],
+    residuals: NormResiduals,
+    dh: jax.Array | None,
+    options: NormOptions,
+    row_blocks: EvenRowBlocks | RowBlocks,
+    name: str,
+) -> Gradients:
+    """What `FusedImplementation.backward` returns, from the outputs; `name` as in `table_sums`."""
+    shape, tables = residuals.h.shape, _tables(residuals)
+    dx = result["dx"].reshape(shape)
+    dy = result["dy"].reshape(shape) if "dy" in result else None if dh is None else dx
+    if options.layout == "token":
+        return dx, dy, [result[f"d{table}"].reshape(shape) for table in tables]
+    sums = table_sums(result["partial"], row_blocks, residuals.scale.shape, options, name)
+    return dx, dy, sums.reshape(len(tables), *residuals.scale.shape)
+
+
+def table_sums(
+    partial_sums: jax.Array,
+    row_blocks: EvenRowBlocks | RowBlocks,
+    table: tuple[int, ...],
+    options: NormOptions,
+    name: str,
+) -> jax.Array:
+    """`reduce_partials`, by a kernel of this name, of what row blocks were summed up to."""
+    from pallas_kernels.triton_tiles import reduce_partials
+
+    table_row = row_blocks.table_row.reshape(-1) if isinstance(row_blocks, RowBlocks) else None
+    per_row = row_blocks.per_row
+    return reduce_partials(partial_sums, table_row, per_row, table, options.interpret, name)
+
+
+def _tables(residuals: NormResiduals) -> dict[str, jax.Array]:
+    """The tables that have gradients; `shift` for its dtype."""
+    tables = {"scale": residuals.scale, "shift": residuals.shift}
+    return tables | ({} if residuals.gate is None else {"gate": residuals.gate})

@@ -1,11 +1,203 @@
-"""RMSNorm with rotary embedding, the public function: checks arguments, picks an implementation."""
+"""RMSNorm with rotary embedding: what it means, its implementations, and the public function."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from typing_extensions import override
 
 from pallas_kernels import devices
-from pallas_kernels.rms_norm_rotary.implementations import REGISTRY
-from pallas_kernels.rms_norm_rotary.operands import CallConfig, normalise
+from pallas_kernels.first_use import ELEMENTS, compared
+from pallas_kernels.op import (
+    Call,
+    Implementation,
+    Kernels,
+    Reference,
+    Registry,
+    call_of,
+    check_floats,
+    check_tokens,
+)
+
+_NAME = "rms_norm_rotary"
+
+
+class RmsNormOperands(NamedTuple):
+    """Arrays of one call.
+
+    Attributes:
+      x: [B, S, D] bfloat16, float16 or float32.
+      weight: [D], or [head_dim] where each head has statistics of its own.
+      bias: [D], which x holds already and which gets the sum of x's gradients; None for none.
+      cos: [S, head_dim // 2] or [B, S, head_dim // 2] float32; None for no rotation.
+      sin: like `cos`.
+    """
+
+    x: jax.Array
+    weight: jax.Array
+    bias: jax.Array | None = None
+    cos: jax.Array | None = None
+    sin: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class RmsNormOptions:
+    """What is static in a call on one device.
+
+    Attributes:
+      head_dim: channels of a head.
+      per_head: whether each head has statistics of its own, rather than the whole width.
+      eps: added to the mean square.
+      interpret: run kernels in an interpreter, which needs no GPU.
+    """
+
+    head_dim: int
+    per_head: bool
+    eps: float
+    interpret: bool = False
+
+
+def heads_shape(x: jax.Array, options: RmsNormOptions) -> tuple[int, ...]:
+    """[B, S, D // head_dim, head_dim]."""
+    return (*x.shape[:-1], x.shape[-1] // options.head_dim, options.head_dim)
+
+
+def reference(operands: RmsNormOperands, options: RmsNormOptions) -> jax.Array:
+    """RMSNorm of x, then its rotation, float32 inside: [B, S, H, head_dim] in x's dtype."""
+    wide = operands.x.astype(jnp.float32)
+    # Of the float32 gradients, before these are rounded to x's dtype.
+    wide = wide if operands.bias is None else _holding(wide, operands.bias)
+    heads = heads_shape(wide, options)
+    wide = wide.reshape(heads) if options.per_head else wide
+    mean = jnp.square(wide).mean(axis=-1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(mean + options.eps) * operands.weight.astype(jnp.float32)
+    normed = normed.reshape(heads)
+    if operands.cos is not None and operands.sin is not None:
+        normed = _rotated(normed, operands.cos[..., None, :], operands.sin[..., None, :])
+    return normed.astype(operands.x.dtype)
+
+
+@jax.custom_vjp
+def _holding(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x, float32, whose gradients the bias gets as well."""
+    return x
+
+
+def _forward(x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, jnp.zeros((0,), bias.dtype)
+
+
+def _backward(like: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    summed = gradient.sum(axis=tuple(range(gradient.ndim - 1)))
+    return gradient, summed.astype(like.dtype)
+
+
+_holding.defvjp(_forward, _backward)
+
+
+def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Channel pairs (2i, 2i + 1) turned by angle i."""
+    pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+    return turned.reshape(x.shape)
+
+
+_LEAST_ELEMENTS = 256 * 1536
+_WIDTHS, _HEADS, _ITEMSIZE = (1024, 8192), (64, 128), 2
+"""Where kernels were measured on an NVIDIA H200: benchmarks/results/rms_norm_rotary_h200.json."""
+
+
+def measured_as_faster(
+    device_kind: str, elements: int, dim: int, head_dim: int, itemsize: int
+) -> bool | None:
+    """Whether the kernels were measured as faster on a device; None if unknown.
+
+    Args:
+      device_kind: of the device to run on.
+      elements, dim: of x on one device.
+      head_dim: channels of a head.
+      itemsize: bytes of an element of x.
+    """
+    if elements < _LEAST_ELEMENTS:
+        return False
+    measured = _WIDTHS[0] <= dim <= _WIDTHS[1] and head_dim in _HEADS and itemsize == _ITEMSIZE
+    return True if measured and device_kind.startswith(devices.HOPPER) else None
+
+
+class RmsNormKernels(Kernels[RmsNormOperands, RmsNormOptions]):
+    """The Triton kernels, on NVIDIA GPUs."""
+
+    function = _NAME
+    module = "pallas_kernels.rms_norm_rotary.triton"
+    vectors = 2
+
+    @override
+    def specs(
+        self, operands: RmsNormOperands, call: Call[RmsNormOptions]
+    ) -> tuple[RmsNormOperands, P]:
+        spec = () if call.sharding is None else tuple(call.sharding.spec)
+        batch, sequence, width, *_ = (*spec, None, None, None)
+        shared = operands.cos is not None and operands.cos.ndim == 2
+        table = P(sequence, None) if shared else P(batch, sequence, None)
+        specs = (P(batch, sequence, width), P(None), P(width), table, table)
+        return RmsNormOperands._make(specs), P(batch, sequence, width, None)
+
+    @override
+    def unsupported_call(
+        self, operands: RmsNormOperands, call: Call[RmsNormOptions]
+    ) -> Exception | None:
+        """An odd head, or a split other than between heads that have statistics each."""
+        x, head_dim = operands.x, call.options.head_dim
+        if head_dim & (head_dim - 1) or head_dim < 2:
+            return NotImplementedError(
+                f"head_dim={head_dim} is not a power of two from 2 on; use 'xla' or 'auto'"
+            )
+        advice = ", and a token's statistics need all of it; split batch or sequence, or use 'xla'"
+        whole = {} if call.options.per_head else {2: ("width is", advice)}
+        sizes = (*x.shape[:2], x.shape[2] // head_dim)
+        return devices.unsupported_sharding(x, call.sharding, whole=whole, sizes=sizes)
+
+    @override
+    def measured(self, operands: RmsNormOperands, call: Call[RmsNormOptions]) -> bool | None:
+        x, head_dim = operands.x, call.options.head_dim
+        elements, width = devices.elements_of_shard(x, call.sharding)
+        kind = devices.device_kind()
+        return measured_as_faster(kind, elements, width, head_dim, x.dtype.itemsize)
+
+    @override
+    def case(self, operands: RmsNormOperands, call: Call[RmsNormOptions]) -> str:
+        width = devices.elements_of_shard(operands.x, call.sharding)[1]
+        case = f"{width} {call.options.head_dim} {operands.x.dtype}"
+        return case + " per head" * call.options.per_head + " rotated" * (operands.cos is not None)
+
+    @override
+    def seconds(self, operands: RmsNormOperands, call: Call[RmsNormOptions]) -> tuple[float, float]:
+        width, options = devices.elements_of_shard(operands.x, call.sharding)[1], call.options
+        tokens = max(1, ELEMENTS // width)
+        angle = jnp.arange(tokens * (options.head_dim // 2), dtype=jnp.float32).reshape(tokens, -1)
+        rotates = operands.cos is not None
+        cos, sin = (jnp.cos(angle), jnp.sin(angle)) if rotates else (None, None)
+        arguments = (
+            jax.ShapeDtypeStruct((1, tokens, width), operands.x.dtype),
+            jax.ShapeDtypeStruct((options.head_dim if options.per_head else width,), jnp.float32),
+        )
+
+        def with_table(x: jax.Array, weight: jax.Array) -> RmsNormOperands:
+            return RmsNormOperands(x, weight, None, cos, sin)
+
+        runs = (REGISTRY.reference.run, self.run)
+        return compared(runs, with_table, Call(options, None), arguments)
+
+
+REGISTRY: Registry[Implementation[RmsNormOperands, RmsNormOptions]] = Registry(
+    reference=Reference(reference)
+)
+REGISTRY.register(RmsNormKernels())
 
 
 def rms_norm_rotary(
@@ -53,12 +245,38 @@ def rms_norm_rotary(
       ValueError: a shape, a dtype or eps does not fit, or the kernels cannot know how x is split.
       NotImplementedError: this device or this sharding cannot run the kernels.
     """
-    operands, options = normalise(x, weight, bias, rotary, head_dim, eps, interpret)
-    if sharding is None:
-        sharding = devices.visible_sharding(x)
-    elif sharding.mesh.size == 1:
-        sharding = None
-    config = CallConfig(options, sharding)
-    name = "rms_norm_rotary"
-    chosen = REGISTRY.choose(name, implementation, operands, config, interpret=interpret)
-    return (chosen if x.size else REGISTRY.reference).run(operands, config)
+    check_tokens(_NAME, x)
+    dim = x.shape[-1]
+    if type(head_dim) is not int or type(eps) is not float:
+        raise TypeError(
+            f"{_NAME}: head_dim is {head_dim!r} and eps {eps!r}; they must be an int and a float"
+        )
+    if not np.float32(eps) > 0:
+        raise ValueError(f"{_NAME}: eps={eps} is not above 0 in float32")
+    if head_dim < 1 or dim % head_dim:
+        raise ValueError(f"{_NAME}: head_dim={head_dim} does not divide D={dim}, the width of x")
+    if weight.shape not in ((dim,), (head_dim,)) or not jnp.issubdtype(weight.dtype, jnp.floating):
+        raise ValueError(
+            f"{_NAME}: weight is {weight.dtype}{list(weight.shape)}; it must be floats [{dim}], or "
+            f"[{head_dim}] for statistics of each head"
+        )
+    if bias is not None:
+        check_floats(_NAME, "bias", bias, (dim,))
+    cos = sin = None
+    if rotary is not None:
+        if head_dim % 2:
+            raise ValueError(f"{_NAME}: head_dim={head_dim} is odd; channels rotate in pairs")
+        one, own = (x.shape[1], head_dim // 2), (len(x), x.shape[1], head_dim // 2)
+        shapes = [jnp.shape(part) for part in rotary]
+        if len(shapes) != 2 or shapes[0] != shapes[1] or shapes[0] not in (one, own):
+            raise ValueError(
+                f"{_NAME}: rotary has the shapes {[list(shape) for shape in shapes]}; it must be "
+                f"cos and sin of {list(one)}, or of {list(own)}"
+            )
+        # No implementation has a gradient for them, so that none depends on the choice.
+        cos, sin = (jax.lax.stop_gradient(jnp.asarray(part, jnp.float32)) for part in rotary)
+    operands = RmsNormOperands(x, weight, bias, cos, sin)
+    options = RmsNormOptions(head_dim, weight.shape != (dim,), eps, interpret)
+    call = call_of(x, options, sharding)
+    chosen = REGISTRY.choose(_NAME, implementation, operands, call, interpret=interpret)
+    return (chosen if x.size else REGISTRY.reference).run(operands, call)

@@ -1,13 +1,71 @@
-"""Rows taken from one of several arrays, the public function."""
+"""Rows taken from one of several arrays, in the memory of the last."""
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
-from pallas_kernels.row_choice.implementations import REGISTRY
-from pallas_kernels.row_choice.operands import Operands
+from pallas_kernels import devices
+from pallas_kernels.op import Call, Implementation, Plain, Reference, Registry
+
+NAME = "choose_rows"
+"""Of the kernel too, as profilers and lowered modules show it."""
+_LEAST_BYTES = 2**20
+"""Of a part, below which a launch takes longer than XLA's selects."""
+
+
+class RowOperands(NamedTuple):
+    """Rows and which of them are chosen.
+
+    Attributes:
+      parts: [T, D] arrays of one dtype.
+      choice: [T] int32, a part's number for each row; −1 for zeros.
+    """
+
+    parts: tuple[jax.Array, ...]
+    choice: jax.Array
+
+
+def reference(operands: RowOperands, options: Plain) -> jax.Array:
+    """A chain of selects."""
+    del options
+    parts, choice = operands
+    chosen = jnp.zeros_like(parts[0])
+    for number, part in enumerate(parts):
+        chosen = jnp.where((choice == number)[:, None], part, chosen)
+    return chosen
+
+
+class RowKernel(Implementation[RowOperands, Plain]):
+    """The Triton kernel, on NVIDIA GPUs."""
+
+    name = "triton"
+    interpretable = True
+
+    @override
+    def unsupported_reason(self, operands: RowOperands, call: Call[Plain]) -> Exception | None:
+        """Another device or JAX, a checking shard_map."""
+        return devices.unsupported_triton(operands.parts[0], interpret=call.options.interpret)
+
+    @override
+    def faster_than_reference(self, operands: RowOperands, call: Call[Plain]) -> bool:
+        """It moves a part of what XLA's selects move."""
+        return operands.parts[0].nbytes >= _LEAST_BYTES
+
+    @override
+    def run(self, operands: RowOperands, call: Call[Plain]) -> jax.Array:
+        """The result takes the memory of the last part."""
+        # Imported where it runs: a JAX without Pallas's Triton lowering must run the other one.
+        kernel = import_module("pallas_kernels.row_choice.triton")
+        return kernel.choose(operands, call.options.interpret)
+
+
+REGISTRY: Registry[Implementation[RowOperands, Plain]] = Registry(reference=Reference(reference))
+REGISTRY.register(RowKernel())
 
 
 def choose_rows(
@@ -56,8 +114,7 @@ def choose_rows(
         )
     width = math.prod(parts[0].shape[1:])
     rows = tuple(jax.lax.stop_gradient(each).reshape(len(choice), width) for each in parts)
-    operands = Operands(rows, choice)
-    chosen = REGISTRY.choose(
-        "choose_rows", implementation, operands, interpret, interpret=interpret
-    )
-    return chosen.run(operands, interpret).reshape(parts[0].shape)
+    operands = RowOperands(rows, choice)
+    call = Call(Plain(interpret), None)
+    chosen = REGISTRY.choose(NAME, implementation, operands, call, interpret=interpret)
+    return chosen.run(operands, call).reshape(parts[0].shape)

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from alload_jax.bench import device_time, kernel
-from alload_jax.bench.picture import write_picture
-from alload_jax.bench.provenance import provenance
+from alload_jax.bench import device, kernel
+from alload_jax.bench.harness import provenance
+from alload_jax.bench.pictures import draw_kernels
 from alload_jax.cli import main
 from alload_jax.errors import InputError
-from pallas_kernels import mosaic_support
-from pallas_kernels.layernorm_modulate.triton.tuning import measured_as_faster
-from pallas_kernels.layernorm_modulate.workloads import Workload
+from pallas_kernels import devices
+from pallas_kernels.layernorm_modulate.tuning import Workload, measured_as_faster
 
 COPY = 2e12
 SMALL = Workload(2, 6, 32, "made up")
@@ -47,7 +46,7 @@ def test_ratios_and_shares_of_copy():
 
 
 def test_the_picture_is_a_picture(tmp_path):
-    write_picture(tmp_path / "a.png", ENTRIES, COPY, "some GPU")
+    draw_kernels(tmp_path / "a.png", ENTRIES, COPY, "some GPU")
     pixels = np.asarray(Image.open(tmp_path / "a.png").convert("RGB"))
     assert pixels.shape[1] > 500
     assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
@@ -60,7 +59,7 @@ def test_calls_run_and_rotate_over_all_sets(function, monkeypatch):
     assert len(sets) == 2
     forward, inputs, cotangent = kernel._FUNCTIONS[function]("xla")
     calls = [inputs(arguments) for arguments in sets]
-    for result, call in zip(device_time.rotating(forward, calls)(calls), calls, strict=True):
+    for result, call in zip(device.rotating(forward, calls)(calls), calls, strict=True):
         jax.tree.map(np.testing.assert_array_equal, result, jax.jit(forward)(*call))
     gradients = jax.vjp(forward, *calls[0])[1](cotangent(sets[0]))
     assert [g.shape for g in gradients] == [value.shape for value in calls[0]]
@@ -69,10 +68,10 @@ def test_calls_run_and_rotate_over_all_sets(function, monkeypatch):
 @pytest.fixture
 def without_gpu(monkeypatch):
     """Where time is measured on a GPU, one microsecond for each call."""
-    one = device_time.DeviceTime(1.0, 1.0, 1.0, ())
+    one = device.DeviceTime(1.0, 1.0, 1.0, ())
     monkeypatch.setattr(kernel, "_time", lambda *_: one)
-    monkeypatch.setattr(device_time, "require_gpu", lambda: None)
-    monkeypatch.setattr(device_time, "copy_bandwidth", lambda: COPY)
+    monkeypatch.setattr(device, "require_gpu", lambda: None)
+    monkeypatch.setattr(device, "copy_bandwidth", lambda: COPY)
     return one
 
 
@@ -90,7 +89,7 @@ def test_kernels_are_compared_with_xla(without_gpu, tmp_path, capsys):
 
 
 def test_the_backward_through_mosaic_is_measured_where_it_runs(without_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(mosaic_support, "unsupported_device", lambda: None)
+    monkeypatch.setattr(devices, "unsupported_mosaic_device", lambda: None)
     out, functions = tmp_path / "found", sorted({name for name, _ in kernel.TENSORS})
     shapes = ["--shape", "2,6,128", "--shape", "2,6,130"]
     flags = [*shapes, "--functions", *functions, "--out", str(out)]
@@ -107,10 +106,9 @@ def test_the_backward_through_mosaic_is_measured_where_it_runs(without_gpu, tmp_
 
 def test_the_benchmark_adds_rivals_to_the_same_json(without_gpu, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    rivals = importlib.import_module("layernorm_rivals")
     program = importlib.import_module("layernorm_modulate")
-    monkeypatch.setattr(rivals, "_importable", lambda name: name != "tokamax")
-    monkeypatch.setattr(rivals, "_torch", lambda *_: iter([("torch", without_gpu)]))
+    monkeypatch.setattr(program, "_importable", lambda name: name != "tokamax")
+    monkeypatch.setattr(program, "_torch", lambda *_: iter([("torch", without_gpu)]))
     out = tmp_path / "found"
     assert program.main([*SMALL_FLAGS, str(out)]) == 0
     stored = json.loads(out.with_suffix(".json").read_text())

@@ -15,7 +15,7 @@ from alload_jax.cli import main
 from alload_jax.commands import bench_step
 from alload_jax.errors import InputError
 from alload_jax.models.families import parameter_count
-from alload_jax.planning.architectures.wan import WanArchitecture
+from alload_jax.models.wan.costs import WanArchitecture
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.remat import RematPolicy
 from alload_jax.planning.settings import PlanningConfig
@@ -137,8 +137,8 @@ def test_flops_are_those_of_the_compiled_forward():
     [
         (["--remat", "most"], "invalid choice: 'most'"),
         (["--out", "/no/such/step.json"], "not a file in an existing folder"),
-        (["--steps", "0"], "--steps 0: it must be at least 1"),
-        (["--layers", "0"], "--layers 0: it must be at least 1"),
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--layers", "0"], "--layers is 0; it must be at least 1"),
         (["--remat", "auto", "--memory-budget", "0"], "--memory-budget 0.0: it must be above 0"),
         (["--memory-budget", "40"], "--memory-budget is for --remat auto"),
         (["--latentz", "1", "1", "1"], "--latentz is unknown; did you mean --latents"),

@@ -1,14 +1,15 @@
 """`alload calibrate`: a run of a tiny model on this host, and refusals."""
 
 import math
+import time
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 from alload_jax.bench import calibration
-from alload_jax.bench.calibration_cases import Case, grid, sparse_cases
+from alload_jax.bench.calibration import Case, check_memory, grid, sparse_cases
 from alload_jax.bench.calibration_fit import fit_points, fit_sparse_outcomes
-from alload_jax.bench.memory_check import check_memory
 from alload_jax.cli import main
 from alload_jax.commands import calibrate
 from alload_jax.errors import InputError
@@ -30,14 +31,14 @@ data: {folder: data/none}
 planning: {m_mem: 64}
 model: {dim: 16, ffn_dim: 32, num_heads: 2, num_layers: 1, patch_size: [1, 1, 1]}
 """
-SHORT = ["--seconds", "300", "--shortest", "4", "--longest", "16"]
+SHORT = ["--seconds", str(PATIENCE), "--shortest", "4", "--longest", "16"]
 
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Few compilations: the sizes for memory are points of the grid too.
-    monkeypatch.setattr("alload_jax.bench.calibration_cases._TARGETS", (8, 16))
+    monkeypatch.setattr("alload_jax.bench.calibration._TARGETS", (8, 16))
     monkeypatch.setattr(calibration, "_MEMORY_SIZES", (1, 2))
     monkeypatch.setattr(calibration, "_MEMORY_LENGTH", 4)
     monkeypatch.setattr("alload_jax.bench.calibration_fit._HOLD_OUT_FROM", 6)
@@ -57,7 +58,9 @@ def test_a_tiny_model_is_calibrated(config, tmp_path, capsys):
     out, picture = tmp_path / "cost.json", tmp_path / "fit.png"
     flags = ["--config", str(config), "--out", str(out), "--picture", str(picture), *SHORT]
     flags += ["--memory-gb", "0.5", "--set", "model.remat", "full"]
+    began = time.perf_counter()
     assert main(["calibrate", *flags]) == 0
+    seconds = time.perf_counter() - began
     costs = read_cost_file(out)
     assert all(math.isfinite(value) for value in vars(costs.quadratic).values())
     assert costs.power.p > 0
@@ -66,7 +69,7 @@ def test_a_tiny_model_is_calibrated(config, tmp_path, capsys):
     assert costs.model["remat"] == "full"
     assert costs.memory.bytes_of(costs.m_mem) <= 0.95 * 0.5e9
     assert costs.bytes_per_split_token == 12 * 4 * 16
-    assert 0 < costs.program_seconds < 60
+    assert 0 < costs.program_seconds < seconds
     points, fits = costs.details["points"], costs.details["fits"]
     assert any(point["held_out"] for point in points)
     assert all(math.isfinite(form["held_out_mape"]) for form in fits.values())
@@ -205,11 +208,13 @@ def test_held_out_points_do_not_affect_the_fit():
 def test_the_memory_check_runs_steps_at_m_mem_and_beyond(monkeypatch):
     calls = []
 
-    def measured(settings):
+    def measured(_, settings, variables):
+        assert variables == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.75"}
         calls.append(settings)
         return {"seconds": 1.0, "peak_bytes": 5e8} if len(calls) == 1 else {"error": "no memory"}
 
-    monkeypatch.setattr("alload_jax.bench.memory_check._measured", measured)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setattr("alload_jax.bench.calibration.measured", measured)
     costs = CostFile(
         memory=MemoryModel(1e8, 4e3, 1e5),
         m_mem=100_000,

@@ -1,20 +1,21 @@
 """What nvidia-smi says of a busy device, with a program in its place."""
 
+import contextlib
 import os
 import signal
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE, wait_until
 
-from alload_jax.bench import device_load
-from alload_jax.bench.device_load import load_of, sampling
+from alload_jax.bench import device as device_load
+from alload_jax.bench.device import load_of, sampling
 
 values = st.integers(0, 5000)
 samples = st.tuples(values, values, values, values)
@@ -37,7 +38,7 @@ def program(tmp_path, monkeypatch):
     """Puts a shell script in nvidia-smi's place, on a machine that seems to have a GPU."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(device_load, "_PATIENCE", 0.2)
+    monkeypatch.setattr(device_load, "_PATIENCE", PATIENCE)
 
     def write(script):
         path = tmp_path / "nvidia-smi"
@@ -45,11 +46,6 @@ def program(tmp_path, monkeypatch):
         path.chmod(0o755)
 
     return write
-
-
-def wait_for(path):
-    while not path.exists():
-        time.sleep(0.01)
 
 
 def runs(pid):
@@ -65,7 +61,7 @@ def test_samples_what_the_program_says_until_the_end(program, tmp_path):
         f"echo '1600, 1980, 690.5, 700'; printf '\\377\\n17'; : > {tmp_path}/told; exec sleep 60"
     )
     with sampling() as sampled:
-        wait_for(tmp_path / "told")
+        wait_until((tmp_path / "told").exists)
     assert sampled.load == (1600, 1980, 690.5, 700, 1)
 
 
@@ -78,32 +74,33 @@ def test_asks_for_the_first_visible_device(program, tmp_path, monkeypatch, visib
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     program(f'echo "$*" > {tmp_path}/told; mv {tmp_path}/told {tmp_path}/asked; exec sleep 60')
     with sampling():
-        wait_for(tmp_path / "asked")
+        wait_until((tmp_path / "asked").exists)
     assert f"-i {device} " in (tmp_path / "asked").read_text()
 
 
-def test_a_program_that_does_not_end_is_killed(program, tmp_path):
+def test_a_program_that_does_not_end_is_killed(program, tmp_path, monkeypatch):
+    monkeypatch.setattr(device_load, "_PATIENCE", 0.2)
     program(f'trap "" TERM; echo $$ > {tmp_path}/pid; : > {tmp_path}/told; while :; do :; done')
     with sampling() as sampled:
-        wait_for(tmp_path / "told")
+        wait_until((tmp_path / "told").exists)
     assert sampled.load is None
-    assert not runs((tmp_path / "pid").read_text().strip())
+    wait_until(lambda: not runs((tmp_path / "pid").read_text().strip()))
 
 
 def test_it_ends_where_its_process_is_killed(program, tmp_path):
     program(f"echo $$ > {tmp_path}/pid; : > {tmp_path}/told; while echo 1; do sleep 0.05; done")
-    script = "import jax, time; from alload_jax.bench.device_load import sampling\n"
-    script += "jax.default_backend = lambda: 'gpu'\nwith sampling(): time.sleep(60)"
+    script = "import jax, signal; from alload_jax.bench.device import sampling\n"
+    script += "jax.default_backend = lambda: 'gpu'\nwith sampling(): signal.pause()"
     process = subprocess.Popen([sys.executable, "-c", script])
-    wait_for(tmp_path / "told")
+    wait_until((tmp_path / "told").exists, process)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    sampler, end = int((tmp_path / "pid").read_text()), time.monotonic() + 10
-    while runs(sampler) and time.monotonic() < end:
-        time.sleep(0.05)
-    if runs(sampler):
-        os.kill(sampler, signal.SIGKILL)
-        pytest.fail("it runs on")
+    sampler = int((tmp_path / "pid").read_text())
+    try:
+        wait_until(lambda: not runs(sampler))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(sampler, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("reason", ["no program", "no GPU", "no visible GPU"])
@@ -115,9 +112,17 @@ def test_none_without_a_gpu_or_the_program(program, monkeypatch, tmp_path, reaso
         monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",1")
+    start, started = subprocess.Popen, []
+
+    def noted(*arguments, **options):
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
     with sampling() as sampled:
-        time.sleep(0.1)
+        pass
     assert sampled.load is None
+    assert not started
 
 
 def test_an_error_within_is_the_only_one(monkeypatch, tmp_path):

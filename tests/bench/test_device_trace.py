@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from jax.profiler import ProfileData
 
-from alload_jax.bench.device_trace import device_seconds, seconds_by_kernel, traced
+from alload_jax.bench.trace import device_seconds, timeline, traced
 
 MS = 1_000_000_000
 """Picoseconds, in which a profile counts."""
@@ -70,5 +70,6 @@ def test_every_step_runs_once_in_order():
 
 def test_calls_of_a_kernel_are_added():
     calls = {"Stream #1(Compute)": [("gemm", 1, 5), ("sort", 6, 7), ("gemm", 8, 9)]}
-    found = seconds_by_kernel(profile(HOST, plane("/device:GPU:0", calls)))
-    assert found == {("gemm", ""): pytest.approx(5e-3), ("sort", ""): pytest.approx(1e-3)}
+    found = timeline(profile(HOST, plane("/device:GPU:0", calls))).spent
+    seconds = {operation.kernel: 2 * spent.seconds for operation, spent in found.items()}
+    assert seconds == {"gemm": pytest.approx(5e-3), "sort": pytest.approx(1e-3)}

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import get_args
@@ -14,15 +15,15 @@ from typing import get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE, wait_until
 
 from alload_jax.bench import kernel_tuning
 from alload_jax.bench.kernel_tuning import Best, Timed, candidates, tuned, variants
 from alload_jax.cli import main
 from alload_jax.errors import InputError
-from pallas_kernels.layernorm_modulate.triton import tuned_files, tuning
-from pallas_kernels.layernorm_modulate.triton.division import Division, Pass
-from pallas_kernels.layernorm_modulate.triton.tuned_files import Tuned
-from pallas_kernels.triton.tiles import split_width
+from pallas_kernels.layernorm_modulate import tuning
+from pallas_kernels.layernorm_modulate.tuning import Division, Pass, Tuned
+from pallas_kernels.triton_tiles import split_width
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 DEVICE = "NVIDIA A100-SXM4-80GB"
@@ -48,20 +49,20 @@ TUNED = st.builds(
 def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        tuned_files.read.cache_clear()
+        tuning.read.cache_clear()
         yield
-    tuned_files.read.cache_clear()
+    tuning.read.cache_clear()
 
 
 @given(TUNED)
 def test_a_file_holds_what_was_measured(measured):
-    tuned_files.write(DEVICE, measured, {"command": "alload bench tune"})
-    assert tuned_files.read(DEVICE) == measured
+    tuning.write(DEVICE, measured, {"command": "alload bench tune"})
+    assert tuning.read(DEVICE) == measured
 
 
 @given(TUNED, st.sampled_from(PASSES), st.integers(1, 8192))
 def test_a_measured_width_goes_before_the_table(measured, kernel, dim):
-    tuned_files.write(DEVICE, measured, {})
+    tuning.write(DEVICE, measured, {})
     known = tuning.divisions(kernel, DEVICE)
     for width in known:
         expected = measured.divisions[kernel].get(width) or tuning.MEASURED[kernel][width]
@@ -88,9 +89,9 @@ def test_auto_follows_what_was_measured_near_a_width_and_else_the_table(measured
     big, built_in = 1 << 31, None
     if device == "NVIDIA H200" and dim <= 8192:
         built_in = dim >= 256
-    tuned_files.write(device, Tuned(measured.divisions, {}), {})
+    tuning.write(device, Tuned(measured.divisions, {}), {})
     assert tuning.measured_as_faster(device, "row", big, dim) == built_in
-    tuned_files.write(device, measured, {})
+    tuning.write(device, measured, {})
     found = tuning.measured_as_faster(device, "row", big, dim)
     near = [width for width in measured.times_xla if 1 / 1.14 < width / dim < 1.14]
     if not near and not any(1 / 1.16 < width / dim < 1.16 for width in measured.times_xla):
@@ -98,7 +99,7 @@ def test_auto_follows_what_was_measured_near_a_width_and_else_the_table(measured
     if len(near) == 1 and len(measured.times_xla) == 1:
         assert found == (min(measured.times_xla[near[0]]) > 1)
     assert not tuning.measured_as_faster(device, "row", 1000, dim)
-    tuned_files.path_of(device).unlink()
+    tuning.path_of(device).unlink()
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"])
@@ -133,11 +134,11 @@ def with_fields(**changes):
     ],
 )
 def test_a_damaged_file_is_passed_over_with_a_warning(text):
-    path = tuned_files.write(DEVICE, Tuned({}, {}), {})
+    path = tuning.write(DEVICE, Tuned({}, {}), {})
     path.write_bytes(text.encode(errors="surrogateescape"))
-    tuned_files.read.cache_clear()
+    tuning.read.cache_clear()
     with pytest.warns(UserWarning, match=r"a100.*\.json is passed over: .*; delete it"):
-        assert tuned_files.read(DEVICE) is None
+        assert tuning.read(DEVICE) is None
     path.unlink()
 
 
@@ -148,8 +149,18 @@ def in_another_process(group):
     return [Timed(kernel, dim, division, float(os.getpid()), 1.0)]
 
 
-def slowly(group):
-    time.sleep(600)
+def for_ever(group):
+    """Leaves a file in the folder AT_WORK where it begins."""
+    (Path(os.environ["AT_WORK"]) / str(group[1])).touch()
+    threading.Event().wait()
+
+
+@pytest.fixture
+def two_at_work(tmp_path, monkeypatch):
+    """Waits until two groups of `for_ever` have begun."""
+    (folder := tmp_path / "at work").mkdir()
+    monkeypatch.setenv("AT_WORK", str(folder))
+    return lambda *process: wait_until(lambda: len(list(folder.iterdir())) == 2, *process)
 
 
 def groups_of(*dims):
@@ -169,49 +180,42 @@ def test_processes_share_the_work_and_begin_none_after_the_deadline():
 
 
 @pytest.mark.slow
-def test_a_search_that_is_interrupted_leaves_no_process():
-    def interrupt(*_):
-        raise KeyboardInterrupt
+def test_a_search_that_is_interrupted_leaves_no_process(two_at_work, default_signals):
+    def interrupt():
+        two_at_work()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 3)
-        with pytest.raises(KeyboardInterrupt):
-            list(kernel_tuning._in_processes(slowly, groups_of(1, 2), 2, math.inf))
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    deadline = time.monotonic() + 30
-    while multiprocessing.active_children() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert multiprocessing.active_children() == []
+    interrupts = threading.Thread(target=interrupt)
+    interrupts.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(kernel_tuning._in_processes(for_ever, groups_of(1, 2), 2, math.inf))
+    interrupts.join()
+    wait_until(lambda: not multiprocessing.active_children())
 
 
 @pytest.mark.slow
-def test_a_search_that_is_killed_leaves_no_process(tmp_path):
+def test_a_search_that_is_killed_leaves_no_process(tmp_path, two_at_work):
     script = (
-        "import sys, math; sys.path.insert(0, sys.argv[1])\n"
-        "from test_kernel_tuning import groups_of, kernel_tuning, slowly\n"
+        "import sys, math; sys.path[:0] = sys.argv[1:]\n"
+        "from test_kernel_tuning import for_ever, groups_of, kernel_tuning\n"
         "if __name__ == '__main__':\n"
-        "    list(kernel_tuning._in_processes(slowly, groups_of(1, 2), 2, math.inf))\n"
+        "    list(kernel_tuning._in_processes(for_ever, groups_of(1, 2), 2, math.inf))\n"
     )
     (tmp_path / "search.py").write_text(script)
-    command = [sys.executable, str(tmp_path / "search.py"), str(Path(__file__).parent)]
+    # The root first: tests/ has a folder of each package's name.
+    folders = reversed(Path(__file__).parents[:3])
+    command = [sys.executable, str(tmp_path / "search.py"), *map(str, folders)]
     search = subprocess.Popen(command, start_new_session=True)
 
     def running():
         found = subprocess.run(["pgrep", "-s", str(search.pid)], capture_output=True, text=True)
         return found.stdout.split()
 
-    deadline = time.monotonic() + 60
-    while len(running()) < 3 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    time.sleep(8)  # until they are at work
+    two_at_work(search)
+    assert len(running()) >= 3
     search.terminate()
-    search.wait(30)
-    deadline = time.monotonic() + 30
-    while running() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert running() == []
+    search.wait(PATIENCE)
+    wait_until(lambda: not running())
 
 
 @given(st.sampled_from(PASSES), st.integers(65, 8192))
@@ -263,9 +267,9 @@ def test_widths_from_1024_on_are_near_a_searched_one(kernel, dim):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--dims", "0"], "--dims 0: it must be at least 1"),
-        (["--check", "0"], "--check 0: it must be at least 1"),
-        (["--processes", "0"], "--processes 0: it must be at least 1"),
+        (["--dims", "0"], "--dims is 0; it must be at least 1"),
+        (["--check", "0"], "--check is 0; it must be at least 1"),
+        (["--processes", "0"], "--processes is 0; it must be at least 1"),
         (["--seconds", "0"], "--seconds 0.0: it must be above 0"),
         (["--out", "/no/such/tune.json"], "not a file in an existing folder"),
         ([], "the backend is 'cpu'; kernels are measured on a GPU"),

@@ -24,7 +24,7 @@ def program():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
         yield importlib.import_module("planning_peers")
-        for name in ("planning_peers", "row_planners", "peers"):
+        for name in ("planning_peers", "peers"):
             del sys.modules[name]
 
 

@@ -1,4 +1,4 @@
-"""`benchmarks/row_planners.py`: rows within their limits, in steps of neighbouring cost."""
+"""`benchmarks/peers.py`: rows within their limits, in steps of neighbouring cost."""
 
 import importlib
 import itertools
@@ -19,13 +19,13 @@ M_MEM = 100
 
 
 @pytest.fixture(scope="module")
-def modules():
+def planners():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
-        planners, peers = (importlib.import_module(name) for name in ("row_planners", "peers"))
+        peers = importlib.import_module("peers")
         patch.setitem(peers.M_MEM, "tiny", M_MEM)
-        yield planners, peers
-        del sys.modules["row_planners"], sys.modules["peers"]
+        yield peers
+        del sys.modules["peers"]
 
 
 def planner_of(planners, kind: str, **fields):
@@ -52,14 +52,13 @@ KINDS = ("lpt", "lpt per step", "ffd", "kk", "kk, many")
     row_share=st.sampled_from((0.5, 1.0)),
     by_total=st.booleans(),
 )
-def test_plans_are_valid(modules, kind, lengths, ranks, **fields):
-    planners, peers = modules
+def test_plans_are_valid(planners, kind, lengths, ranks, **fields):
     seq_len = np.asarray(lengths)
     with pytest.MonkeyPatch.context() as patch:
         samples = Samples(np.zeros((len(seq_len), 3), np.int64), seq_len)
-        patch.setattr(peers, "_samples", lambda workload, size: samples)
+        patch.setattr(planners, "_samples", lambda workload, size: samples)
         planner = planner_of(planners, kind, **fields)
-        epoch = planner.epoch(peers.Case("tiny", len(seq_len), ranks))
+        epoch = planner.epoch(planners.Case("tiny", len(seq_len), ranks))
     assert sorted(epoch.sample.tolist()) == list(range(len(seq_len)))
     row = np.repeat(np.arange(len(epoch.rows)), np.diff(epoch.offsets))
     capacity = epoch.packing.capacity
@@ -75,9 +74,8 @@ def test_plans_are_valid(modules, kind, lengths, ranks, **fields):
         assert not epoch.micro_batch.any()
 
 
-def test_karmarkar_karp_follows_the_known_example(modules):
+def test_karmarkar_karp_follows_the_known_example(planners):
     # 8, 7, 6, 5, 4 in two parts: the method's difference is 2, the least is 0.
-    planners, _ = modules
     weight = np.asarray([8.0, 7.0, 6.0, 5.0, 4.0])
     parts = planners.karmarkar_karp(weight, 2)
     assert sorted(np.concatenate(parts).tolist()) == [0, 1, 2, 3, 4]
@@ -86,8 +84,7 @@ def test_karmarkar_karp_follows_the_known_example(modules):
 
 @settings(max_examples=40, deadline=None)
 @given(weights=st.lists(st.floats(0, 100), min_size=1, max_size=40), parts=st.integers(1, 6))
-def test_karmarkar_karp_divides_all_items_evenly(modules, weights, parts):
-    planners, _ = modules
+def test_karmarkar_karp_divides_all_items_evenly(planners, weights, parts):
     weight = np.asarray(weights)
     found = planners.karmarkar_karp(weight, parts)
     assert len(found) == parts
@@ -97,15 +94,13 @@ def test_karmarkar_karp_divides_all_items_evenly(modules, weights, parts):
     assert sums.max() - sums.min() <= weight.max() * (1 + 1e-9) + 1e-9
 
 
-def test_longest_first_keeps_rows_even_and_below_their_limits(modules):
-    planners, _ = modules
+def test_longest_first_keeps_rows_even_and_below_their_limits(planners):
     limits = planners.Limits(ranks=2, capacity=10, slots=2)
     row = planners.longest_first(np.asarray([6, 5, 4, 3, 2]), np.arange(5.0, 0, -1), 2, limits)
     assert row.tolist() == [0, 1, 1, 0, planners.UNPLACED]
 
 
-def test_rows_of_neighbouring_cost_form_a_step(modules):
-    planners, _ = modules
+def test_rows_of_neighbouring_cost_form_a_step(planners):
     row = np.asarray([0, 1, 2, 3, planners.UNPLACED])
     steps = planners.group_by_cost(row, np.asarray([1.0, 9.0, 2.0, 8.0, 5.0]), 4, 2)
     assert [[rows[0].tolist() for rows in step] for step in steps] == [[[1], [3]], [[2], [0]]]

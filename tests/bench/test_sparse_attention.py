@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from alload_jax.bench import device
 from alload_jax.bench import sparse_attention as bench
-from alload_jax.bench.device_time import DeviceTime
-from alload_jax.bench.sparse_attention_picture import write_picture
+from alload_jax.bench.device import DeviceTime
+from alload_jax.bench.pictures import draw_sparse_attention
 from alload_jax.cli import main
 from alload_jax.errors import InputError
 
@@ -66,8 +67,8 @@ def test_the_sparsity_at_which_dense_attention_is_as_fast():
 def on_a_pretended_gpu(monkeypatch):
     """The command's every part but the device's times and what needs a GPU."""
     time = DeviceTime(100.0, 90.0, 110.0, (("kernel", 100.0),))
-    monkeypatch.setattr(bench, "_run", lambda function, sets: time)
-    monkeypatch.setattr("alload_jax.bench.device_time.require_gpu", lambda: None)
+    monkeypatch.setattr(device, "device_time", lambda program, sets: time)
+    monkeypatch.setattr("alload_jax.bench.device.require_gpu", lambda: None)
     attend = bench.block_sparse_attention
 
     def reference(*arrays, implementation):
@@ -100,7 +101,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(
 
 def test_selection_runs(monkeypatch):
     ran = []
-    monkeypatch.setattr(bench, "_run", lambda function, sets: ran.append(function(*sets[0])))
+    monkeypatch.setattr(bench, "call_time", lambda function, sets: ran.append(function(*sets[0])))
     bench._selection(SHAPE, bench.make_arguments(SHAPE), 0.5)
     lists, inverted = ran[0]
     assert lists.indices.shape == (1, 2, 16, 8)
@@ -111,7 +112,7 @@ def test_the_picture_has_a_line_for_each_length(tmp_path):
     speed = bench.Speed(SHAPE, "triton", "random", 0.5, 2.0, 2.0, 2.0, 0.1)
     others = [speed._replace(sparsity=s, both=1 / (1 - s)) for s in (0.7, 0.9)]
     longer = [s._replace(shape=bench.Shape(2000)) for s in (speed, *others)]
-    write_picture(tmp_path / "a.png", [speed, *others, *longer], "some GPU")
+    draw_sparse_attention(tmp_path / "a.png", [speed, *others, *longer], "some GPU")
     pixels = np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).reshape(-1, 3)
     for colour in ((0x1F, 0x6F, 0xEB), (0xF0, 0x88, 0x3E)):
         assert (pixels == colour).all(axis=1).any()
@@ -121,7 +122,7 @@ def test_the_picture_has_a_line_for_each_length(tmp_path):
     ("flags", "reason"),
     [
         (("--sparsities", "1"), "--sparsities 1.0: it must be at least 0 and below 1"),
-        (("--tokens", "0"), "--tokens 0: it must be at least 1"),
+        (("--tokens", "0"), "--tokens is 0; it must be at least 1"),
         (("--out", "/nowhere/x"), "--out /nowhere/x.json: not a file in an existing folder"),
     ],
 )

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alload_jax.bench.step import random_batch
-from alload_jax.commands import bench_models
+from alload_jax.bench import harness
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.state import TrainState, abstract_state
 from alload_jax.training.step import make_accumulate, zero_accumulator
+from alload_jax.training.trial_step import random_batch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 KERNEL = "block_sparse_attention_"
@@ -54,10 +54,10 @@ def test_switches_are_set_beside_what_else_there_is(sparse_step):
 )
 def test_only_full_recomputation_attends_twice(sparse_step, monkeypatch, remat, forwards):
     shape = {"num_heads": 2, "dim": 128, "ffn_dim": 64, "num_layers": 2}
-    model = bench_models.MODELS["tiny"] | shape
-    monkeypatch.setitem(bench_models.MODELS, "kernels", model)
+    model = harness.MODELS["tiny"] | shape
+    monkeypatch.setitem(harness.MODELS, "kernels", model)
     options = Namespace(model="kernels", layers=None, remat=remat, selector="predictor")
-    monkeypatch.setattr("pallas_kernels.triton_support.unsupported_device", lambda: None)
+    monkeypatch.setattr("pallas_kernels.devices.unsupported_triton_device", lambda: None)
     spec = sparse_step.make_spec("sparse", options)
     mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
     state = jax.tree.map(

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from jax.profiler import ProfileData
 
-from alload_jax.bench.step_profile import attribution, copies
+from alload_jax.bench.step_profile import attribution, hlo
 from alload_jax.bench.step_profile.attribution import COPIES, ELSE, PRODUCTS
 from alload_jax.bench.step_profile.hlo import read_program
 from alload_jax.bench.step_profile.measure import attributed
 from alload_jax.models.common import parts
-from alload_jax.planning.architectures.registry import from_fields
+from alload_jax.planning.architecture import from_fields
 
 TOKENS = 32760
 MODEL = {
@@ -87,7 +87,7 @@ def test_asynchronous_copies_have_the_bytes_that_the_profiler_saw(trace, profile
                     sizes[stats.get("hlo_module"), stats.get("hlo_op")] = int(size[1])
     checked = Counter()
     for each in profile["operations"]:
-        kind = copies.kind_by_name(each["instruction"])
+        kind = hlo.kind_by_name(each["instruction"])
         if kind and each["kernel"] == "MemcpyD2D":
             number = 4  # bytes of the number of the layer, which the kernel reads as well
             copied = 2 * sizes[each["program"], each["instruction"]]
@@ -114,7 +114,7 @@ def test_tensors_that_are_kept_are_named(profile):
 
 def test_copies_whose_numbers_do_not_fit_keep_their_kind_only():
     program = read_program(read("accumulate.hlo.txt.xz"))
-    assert copies.wrapping_starts(program, ["loop_dynamic_slice_fusion.7"]) == {}
+    assert hlo.wrapping_starts(program, ["loop_dynamic_slice_fusion.7"]) == {}
     found = attribution.unknown("loop_dynamic_update_slice_fusion.99")
     assert (found.part, found.detail) == (COPIES, "into the scan's stacks")
     assert attribution.unknown("loop_add_fusion.99") == attribution.UNKNOWN

@@ -4,12 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from alload_jax.bench.step import training_spec
-from alload_jax.bench.weights import without_zeros
-from alload_jax.commands.bench_models import MODELS, training_fields
+from alload_jax.bench.harness import MODELS, training_fields
 from alload_jax.models.families import config_from_fields
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.state import init_state
+from alload_jax.training.trial_step import training_spec, without_zeros
 
 
 @pytest.mark.slow

@@ -10,12 +10,12 @@ import pyarrow.parquet
 import pytest
 
 from alload_jax import cli
-from alload_jax.commands import prepare_dataset
+from alload_jax.commands import prepare
 from alload_jax.commands.plan_tables import LABELS
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.metrics import PlanMetrics
-from alload_jax.training.resume import program
+from alload_jax.training.run_files import program
 
 BOUNDS = ["--policy", "equal_tokens", "--m-mem", "100", "--ranks", "2"]
 
@@ -234,6 +234,8 @@ OUT = ["--out", "plan.parquet"]
         (["--policy", "dual_constraint", "--p", 2], ["planning.m_mem", "planning.cost_model"]),
         (["--policy", "fixed"], ["planning.rows"]),
         (["--policy", "fixed", "--rows", 0], ["0 rows", "at least 1"]),
+        (["--policy", "fixed", "--rows", 2**63], ["9223372036854775808 rows", "at most 1,048,576"]),
+        (["--policy", "fixed", "--rows", 2**62, "--m-mem", 99], ["rows", "at most 1,048,576"]),
         (["--policy", "fixed", "--rows", 3, "--m-mem", 100], ["bucket 40", "3 rows", "100"]),
         (["--policy", "fixed", "--rows", 1, "--m-mem", 30], ["(40 tokens)", "30", "at least 40"]),
         (["--policy", "equal_tokens", "--m-mem", 30], ["(40 tokens)", "30", "at least 40"]),
@@ -244,6 +246,7 @@ OUT = ["--out", "plan.parquet"]
         (["--m-mem", 100, "--m-comp", -1], ["m_comp is -1.0", "above 0"]),
         (["--m-mem", 100, "--micro-batches-per-step", 0], ["micro_batches_per_step is 0"]),
         (["--m-mem", 100, "--ranks", -1], ["ranks is -1", "at least 1"]),
+        (["--m-mem", 100, "--ranks", 2**63 - 2], ["ranks is 9223372036854775806", "at most 1,0"]),
         (["--m-mem", 100, "--cost-model", "none.json"], ["none.json", "no such cost model"]),
         (["--m-mem", 100, "--cost-model", "m.csv"], ["m.csv", "not valid JSON"]),
         (["--m-mem", 100, "--seed", -1], ["seed", "-1"]),
@@ -395,7 +398,7 @@ def test_prepare_refuses_a_folder_that_exists_and_leaves_it(refused, folder, con
 
 def test_prepare_writes_a_folder_that_can_be_planned(alload, monkeypatch):
     small = Digits(mix=((1, 8, 8, 5), (5, 16, 16, 2)))
-    monkeypatch.setattr(prepare_dataset.DATASETS, "get", lambda _: lambda: small)
+    monkeypatch.setattr(prepare.DATASETS, "get", lambda _: lambda: small)
     assert alload("prepare", "digits", "--out", "data") == (0, "data/manifest.parquet\n", "")
     flags = ["--policy", "fixed", "--rows", 2, "--ranks", 1, "--patch-size", "1,4,4", "--json"]
     status, out, _ = alload(*plan(*flags, manifest="data/manifest.parquet"))

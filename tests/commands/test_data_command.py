@@ -7,12 +7,11 @@ import pytest
 from PIL import Image
 
 from alload_jax import cli
-from alload_jax.data.manifest import read_manifest
-from alload_jax.data.manifest_columns import read_paths
+from alload_jax.data.manifest import read_manifest, read_paths
 from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import run_command
-from alload_jax.report.contact_sheet import latent_colours
+from alload_jax.report.pictures import latent_colours
 
 SIZES = [(1, 16, 16), (5, 16, 32), (5, 16, 32), (9, 16, 16)]
 

@@ -175,6 +175,14 @@ def test_policies_are_compared_over_ranks(figures, alload):
         assert sum(f"  {name} " in line for line in out.splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    "compared", [("auto", "balanced", "sorted"), ("sorted", "balanced", "auto")]
+)
+def test_the_policy_that_auto_takes_is_compared_once(figures, compared):
+    names = [case["name"] for case in figures(*SMALL, "--compare", *compared)["cases"]]
+    assert names == ["balanced", "sorted (synchronous)"]
+
+
 def test_a_comparison_accepts_settings_of_a_single_policy(figures):
     policies = ["equal_tokens", "dual_constraint", "balanced"]
     found = figures(*SMALL, "--compare", *policies, "--context", 2, "--m-comp", "auto")["cases"]
@@ -224,6 +232,23 @@ def test_m_mem_is_computed_from_device_memory(figures, cost_file):
     assert found == int((80e9 * 0.9 - 30e9) // 5e5)
 
 
+def test_a_model_that_one_device_does_not_hold_is_planned_where_m_mem_is_known(figures, alload):
+    flags = ["--workload", "wan-480p", "--size", 500, "--ranks", 8]
+    large = [*flags, "--model", "wan2.1-14b"]
+    for given in (large, [*flags, "--config", ROOT / "configs" / "wan2_1_t2v_14b.yaml"]):
+        assert figures(*given, "--m-mem", 40_000)["plan"]["m_mem"] == 40_000
+    assert figures(*large, "--memory-gb", 800)["plan"]["m_mem"] > 100_000
+    status, _, err = alload(*large, "--memory-gb", 200)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "the device has 200.0 GB" in err
+
+
+def test_the_margin_stays_free_on_a_known_device_too(figures):
+    flags = ["--workload", "wan-480p", "--size", 500, "--ranks", 2, "--device", "h200"]
+    half, most = (figures(*flags, "--margin", each)["plan"]["m_mem"] for each in (0.5, 0.05))
+    assert half < 0.6 * most
+
+
 def test_a_measured_cost_model_is_named(alload, cost_file):
     out = alload(*SMALL, "--policy", "balanced", "--cost-model", cost_file)[1]
     assert "cost model: cost.json, measured for NVIDIA H200" in out
@@ -264,6 +289,8 @@ def test_a_cost_model_of_another_model_is_refused_unless_accepted(alload, cost_f
         ([*SMALL, "--m-comp", "much"], ["much", "auto"]),
         ([*SMALL, "--noise", -1], ["--noise is -1"]),
         ([*SMALL, "--margin", 1], ["--margin is 1"]),
+        ([*SMALL, "--epochs", 10**9], ["--epochs is 1000000000", "at most 10,000"]),
+        ([*SMALL, "--out", "plan.csv"], ["--out is plan.csv", ".parquet"]),
         ([*SMALL, "--noise", "nan"], ["--noise is nan"]),
         ([*SMALL, "--p", "inf"], ["planning.p is inf"]),
         ([*SMALL, "--policy", "balanced", "--m-mem", 10**23], ["at most 1,000,000,000,000"]),
@@ -455,6 +482,14 @@ def test_memory_is_what_the_cost_model_says(figures, alload):
     assert status == 0
     assert "predicted by arithmetic, not measured" in out
     assert not err
+
+
+def test_replicas_share_all_of_the_state_but_the_weights(figures):
+    flags = ("--memory", "--model", "wan2.1-14b", "--device", "h200")
+    alone, shared = (figures(*flags, *ranks)["cases"] for ranks in ((), ("--ranks", 8)))
+    assert [case["m_mem"] for case in alone] == [0] * len(alone)
+    assert all(case["m_mem"] for case in shared)
+    assert max(case["m_mem"] for case in shared) > 75_600
 
 
 def test_memory_takes_no_data(alload):

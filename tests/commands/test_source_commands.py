@@ -112,3 +112,7 @@ def test_only_the_section_of_the_source_is_read(alload, tmp_path):
     status, _, err = alload("data", "fastvideo", "--config", "source.yaml")
     assert status == 2
     assert "source.yaml: data.source: parquet: key normal is unknown" in err
+    path.write_text("data: .nan")
+    status, _, err = alload("data", "fastvideo", "--config", "source.yaml")
+    assert (status, err) == (2, "error: alload data: source.yaml: data is nan; write its keys "
+                             "below it\n")  # fmt: skip

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import DIGEST_KEY, MANIFEST_NAME, Manifest
-from alload_jax.data.sample_form import SampleForm
+from alload_jax.data.record import SampleForm
 from alload_jax.data.store import BadRecordError, StoreWriter
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.plan import Plan

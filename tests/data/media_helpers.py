@@ -1,17 +1,20 @@
 """Writes tiny images and videos, and reads what was prepared from them."""
 
+import os
 import struct
 import time
 from fractions import Fraction
+from pathlib import Path
 
 import av
 import numpy as np
 import pyarrow.parquet
+from patience import wait_until
 
 from alload_jax.data.manifest import read_manifest
+from alload_jax.data.prepare.encoders import Pixels
 from alload_jax.data.prepare.inputs import find_items
 from alload_jax.data.prepare.pipeline import prepare_media
-from alload_jax.data.prepare.pixels import Pixels
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.store import StoreReader
 
@@ -19,11 +22,19 @@ SMALL = {"area": ("32x32",), "frames": 9, "files_per_shard": 3}
 """Settings for tiny clips."""
 
 
-class SlowPixels(Pixels):
-    """Pixels that take their time; processes that are spawned find it in this module."""
+class ToldPixels(Pixels):
+    """Pixels of one file, until which it waits for the progress of all files before.
+
+    The variable TOLD names a file that has a byte for each. Processes that are spawned find the
+    class in this module.
+    """
+
+    encoded = 0
 
     def encode(self, frames):
-        time.sleep(0.3)
+        wait_until(lambda: Path(os.environ["TOLD"]).stat().st_size >= self.encoded)
+        self.encoded += 1
+        time.sleep(0.3)  # notes of progress are at least 0.2 s apart
         return super().encode(frames)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from alload_jax.data.prepare.captions import CaptionFiles
 from alload_jax.data.prepare.inputs import find_items
-from alload_jax.data.prepare.unusable import UnusableError
+from alload_jax.data.prepare.sources import UnusableError
 from alload_jax.errors import InputError
 
 COMPOSED, DECOMPOSED = "é", "e\u0301"

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.data.batch import PackedBatch
-from alload_jax.data.bucketed import BucketedCollation
-from alload_jax.data.collate import Collator
+from alload_jax.data.collate import BucketedCollation, Collator
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader
-from alload_jax.models.common.patches import patchify
+from alload_jax.models.common.parts import patchify
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig

@@ -6,8 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from alload_jax.data.bucketed import BucketedCollation
-from alload_jax.data.collate import Collator
+from alload_jax.data.collate import BucketedCollation, Collator
 from alload_jax.data.condition import conditions_for, unread
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader, StoreWriter

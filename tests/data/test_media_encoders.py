@@ -9,7 +9,7 @@ from weighed_encoders import WeighedBytes
 
 from alload_jax import cli
 from alload_jax.data.manifest import read_manifest
-from alload_jax.data.prepare import remote
+from alload_jax.data.prepare import unit
 from alload_jax.errors import InputError, run_command
 
 
@@ -56,7 +56,7 @@ def test_one_process_encodes_for_all_workers(media, weights, tmp_path):
 
 
 def test_each_gpu_has_a_process(media, weights, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "device_count", lambda: 2)
+    monkeypatch.setattr(unit, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,1")
     weighed(media, tmp_path / "two", weights, workers=2)
     assert sorted(processes(weights).values()) == ["3", "5"]
@@ -69,11 +69,11 @@ def test_each_gpu_has_a_process(media, weights, tmp_path, monkeypatch):
     [(0, None, [None]), (1, "3", [None]), (2, None, ["0", "1"]), (2, "5,3", ["5", "3"])],
 )
 def test_processes_see_one_gpu_each(monkeypatch, count, visible, expected):
-    monkeypatch.setattr(remote, "device_count", lambda: count)
+    monkeypatch.setattr(unit, "device_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert remote._devices() == expected
+    assert unit._devices() == expected
 
 
 def test_what_the_encoder_raises_reaches_the_report_and_the_user(media, weights, tmp_path):

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import tarfile
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -12,14 +13,13 @@ import pytest
 from media_helpers import SMALL, contents, moving_frames, prepare, rows, skipped, write_video
 from PIL import Image
 
-from alload_jax.data.manifest import read_manifest
-from alload_jax.data.manifest_columns import caption_counts, read_paths
-from alload_jax.data.prepare.byte_text import ByteText, uniform_vectors
+from alload_jax.data.manifest import caption_counts, read_manifest, read_paths
 from alload_jax.data.prepare.captions import clean
+from alload_jax.data.prepare.encoders import ByteText, uniform_vectors
 from alload_jax.data.prepare.inputs import count_ignored, find_items
 from alload_jax.data.prepare.pipeline import prepare_media
 from alload_jax.data.prepare.settings import MediaSettings
-from alload_jax.data.sample_texts import texts_of
+from alload_jax.data.record import texts_of
 from alload_jax.data.store import StoreReader, is_finished
 from alload_jax.errors import InputError
 
@@ -334,6 +334,22 @@ def test_a_damaged_tar_is_listed(media, tmp_path, keep):
     items = find_items(media)
     assert any("x.tar" in name for name in reasons(items))
     assert captions(items)["y.tar/0.png"] is None
+
+
+@pytest.mark.parametrize("size", [2**33 - 1, 2**40, 2**62])
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.REGTYPE])
+def test_sizes_that_a_tar_only_claims_take_no_memory(media, kind, size):
+    member = tarfile.TarInfo("a.png")
+    member.type, member.size = kind, size
+    (media / "x.tar").write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(2048))
+    tracemalloc.start()
+    try:
+        found = reasons(find_items(media))
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+    assert found
+    assert all("tar" in reason for reason in found.values())
 
 
 # ---------------------------------------------------------------- captions

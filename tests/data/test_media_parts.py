@@ -11,13 +11,18 @@ from PIL import Image
 
 from alload_jax import cli
 from alload_jax.data.manifest import read_manifest
-from alload_jax.data.prepare.encoders import GIVEN_ENCODERS, TEXT_ENCODERS, VAE_ENCODERS, Given
+from alload_jax.data.prepare.encoders import (
+    GIVEN_ENCODERS,
+    TEXT_ENCODERS,
+    VAE_ENCODERS,
+    Given,
+    Pixels,
+)
 from alload_jax.data.prepare.inputs import find_items
+from alload_jax.data.prepare.model_encoders import TextEmbeddings
 from alload_jax.data.prepare.pipeline import prepare_media
-from alload_jax.data.prepare.pixels import Pixels
 from alload_jax.data.prepare.settings import MediaSettings
-from alload_jax.data.prepare.text_embeddings import TextEmbeddings
-from alload_jax.data.sample_texts import with_text_of_epoch
+from alload_jax.data.record import with_text_of_epoch
 from alload_jax.data.store import StoreReader, damaged_records
 from alload_jax.errors import InputError, run_command
 

@@ -5,14 +5,14 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from media_helpers import (
-    SlowPixels,
+    ToldPixels,
     contents,
     grey_frames,
     moving_frames,
@@ -20,15 +20,15 @@ from media_helpers import (
     rows,
     write_video,
 )
+from patience import PATIENCE, wait_until
 from PIL import Image
 
 from alload_jax import cli
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.prepare import unit
-from alload_jax.data.prepare.buckets import AREA_CLASSES, buckets_of, parse_area
-from alload_jax.data.prepare.clips import clip_lengths
-from alload_jax.data.prepare.encoders import VAE_ENCODERS
-from alload_jax.data.prepare.pixels import Pixels
+from alload_jax.data.prepare.encoders import VAE_ENCODERS, Pixels
+from alload_jax.data.prepare.sources import AREA_CLASSES, buckets_of, parse_area
+from alload_jax.data.prepare.videos import clip_lengths
 from alload_jax.data.prepare.work_folder import claimed, join_workers
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.workloads import AREAS
@@ -57,9 +57,31 @@ def whole(media, tmp_path_factory):
     return contents(out)
 
 
-def command(media, out, *flags):
-    return [sys.executable, "-m", "alload_jax.cli", "prepare", "media", str(media), "--out",
-            str(out), *FLAGS, *flags]  # fmt: skip
+def command(media, out, *flags, program=("-m", "alload_jax.cli")):
+    return [sys.executable, *program, "prepare", "media", str(media), "--out", str(out),
+            *FLAGS, *flags]  # fmt: skip
+
+
+@pytest.fixture
+def start_held(media, tmp_path, tmp_path_factory):
+    """Starts a preparation that waits where so many shards are finished, until `held` is gone."""
+    held = tmp_path_factory.mktemp("held") / "held"
+    held.touch()
+
+    def start(shards, *flags, **options):
+        program = [str(Path(__file__).with_name("held_prepare.py"))]
+        own = {"PYTHONPATH": str(Path(cli.__file__).parents[1]), "HELD": f"{shards} {held}"}
+        begun = subprocess.Popen(
+            command(media, tmp_path / "out", *flags, program=program),
+            env=os.environ | own,
+            stdout=subprocess.DEVNULL,
+            **options,
+        )
+        partial = tmp_path / "out.partial"
+        wait_until(lambda: len(list(partial.glob("shard-*.parquet"))) >= shards, begun)
+        return begun
+
+    return SimpleNamespace(start=start, held=held)
 
 
 @pytest.fixture
@@ -82,37 +104,16 @@ def test_two_workers_write_the_same_bytes_as_one(media, whole, tmp_path):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_killed_run_goes_on_to_the_same_bytes(media, whole, tmp_path, workers):
-    slow = tmp_path / "slow.py"
-    # Finished shards are seen before the kill comes, and others are not begun.
-    slow.write_text(
-        "import sys, time\n"
-        "from alload_jax.data.prepare.pixels import Pixels\n"
-        "encode = Pixels.encode\n"
-        "def slowly(self, frames):\n"
-        "    time.sleep(0.15)\n"
-        "    return encode(self, frames)\n"
-        "Pixels.encode = slowly\n"
-        "if __name__ == '__main__':\n"
-        "    from alload_jax import cli\n"
-        "    cli.main(sys.argv[1:])\n"
-    )
+def test_a_killed_run_goes_on_to_the_same_bytes(media, whole, tmp_path, start_held, workers):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
-    argv = [sys.executable, str(slow), *command(media, out, "--workers", workers)[3:]]
-    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
-    started = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL)
-    end = time.monotonic() + 60
-    while len(list(partial.glob("shard-*.parquet"))) < 3 and time.monotonic() < end:
-        time.sleep(0.01)
+    started = start_held.start(3, "--workers", workers)
     started.send_signal(signal.SIGKILL)
     started.wait()
     assert not out.exists()
-    assert len(list(partial.glob("shard-*.parquet"))) >= 3
-    before = {path: path.stat().st_mtime_ns for path in partial.glob("shard-*.parquet")}
-    del before[max(before, key=lambda path: before[path])]
+    assert 3 <= len(list(partial.glob("shard-*.parquet"))) < 10
     prepare(media, out, files_per_shard=1)
     assert contents(out) == whole
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "slow.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 @pytest.mark.parametrize("number", [0, 3, 7])
@@ -230,33 +231,43 @@ def test_a_new_run_waits_for_the_workers_of_a_killed_one(tmp_path, monkeypatch):
     out = tmp_path / "out"
     with claimed(out, {}):
         old = join_workers(out)
-    ends = threading.Timer(1.0, old.close)
-    began = time.monotonic()
-    ends.start()
+    clock = SimpleNamespace(now=0.0, ends_at=30.0, monotonic=lambda: clock.now)
+
+    def sleep(seconds):
+        clock.now += seconds
+        if clock.now >= clock.ends_at:
+            old.close()
+
+    clock.sleep = sleep
+    monkeypatch.setattr("alload_jax.data.prepare.work_folder.time", clock)
     with claimed(out, {}):
-        assert time.monotonic() - began > 0.9
-    monkeypatch.setattr("alload_jax.data.prepare.work_folder._SECONDS_FOR_WORKERS", 0.2)
+        assert clock.now >= 30
+    clock.now, clock.ends_at = 0.0, 1e9
     with join_workers(out), pytest.raises(InputError, match="an earlier command still write"):
         claimed(out, {}).__enter__()
+    assert clock.now >= 60
 
 
 # ---------------------------------------------------------------- progress
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_progress_advances_by_file(media, whole, tmp_path, workers):
-    if "slow" not in VAE_ENCODERS.names():
-        VAE_ENCODERS.register("slow", SlowPixels)
-    told = []
+def test_progress_advances_by_file(media, whole, tmp_path, workers, monkeypatch):
+    if "told" not in VAE_ENCODERS.names():
+        VAE_ENCODERS.register("told", ToldPixels)
+    told, counted = [], tmp_path / "told"
+    counted.touch()
+    monkeypatch.setenv("TOLD", str(counted))
+
+    def tell(items, before):
+        told.append([before, *(item.name for item in items)])
+        with counted.open("a") as file:
+            file.write("." * len(items))
+
     prepare(
-        media,
-        tmp_path / "out",
-        workers=workers,
-        files_per_shard=100,
-        vae="slow",
-        on_files=lambda items, before: told.append([before, *(item.name for item in items)]),
+        media, tmp_path / "out", workers=workers, files_per_shard=100, vae="told", on_files=tell
     )
-    assert len(told) >= 3  # one shard of ten files, eight of which take 0.3 s each
+    assert len(told) >= 4  # one shard of ten files, of which few are finished between two looks
     assert not any(before for before, *_ in told)
     names = sorted(name for _, *some in told for name in some)
     assert names == sorted(path.name for path in media.iterdir() if path.suffix != ".txt")
@@ -372,24 +383,15 @@ def test_places_that_make_no_sense_are_refused(media, tmp_path, alload):
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("times", [1, 3])
-def test_ctrl_c_gives_one_line(media, whole, tmp_path, workers, times, default_signals):
-    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
-    out, partial = tmp_path / "out", tmp_path / "out.partial"
-    begun = subprocess.Popen(
-        command(media, out, "--workers", workers, "--area", "512x512", "--max-enlarge", "99"),
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+def test_ctrl_c_gives_one_line(start_held, workers, times, default_signals):
+    begun = start_held.start(
+        1, "--workers", workers, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    end = time.monotonic() + 60
-    while not list(partial.glob("shard-*.parquet")) and time.monotonic() < end:
-        time.sleep(0.01)
     for _ in range(times):
         os.killpg(begun.pid, signal.SIGINT)
-        time.sleep(0.05)
-    _, err = begun.communicate(timeout=60)
+        time.sleep(0.05)  # the next one comes at any moment of the end
+    start_held.held.unlink()
+    _, err = begun.communicate(timeout=PATIENCE)
     assert begun.returncode in (130, -signal.SIGINT)
     assert err.startswith("interrupted; run the same command again")
     assert err.count("\n") == 1

@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from media_helpers import contents, moving_frames, prepare, rows, write_video
+from patience import PATIENCE, wait_until
 from PIL import Image
 
 from alload_jax import cli
@@ -31,15 +31,6 @@ def media(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def long_media(tmp_path_factory):
-    """Videos that take a while."""
-    folder = tmp_path_factory.mktemp("long")
-    for number in range(4):
-        write_video(folder / f"{number}.mkv", moving_frames(60, 480, 640))
-    return folder
-
-
 @pytest.fixture(scope="module", autouse=True)
 def environment():
     """Ray's workers import this checkout."""
@@ -52,19 +43,11 @@ def environment():
         os.environ["PYTHONPATH"] = before
 
 
-def start(media, out, *flags):
-    argv = [sys.executable, "-m", "alload_jax.cli", "prepare", "media", str(media), "--out",
-            str(out), *FLAGS, *flags]  # fmt: skip
+def start(media, out, *flags, program=("-m", "alload_jax.cli")):
+    argv = [sys.executable, *program, "prepare", "media", str(media), "--out", str(out)]
+    argv += [*FLAGS, *flags]
     pipe = subprocess.PIPE
     return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-
-
-def wait_for(condition):
-    end = time.monotonic() + 60
-    while not (found := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return found
 
 
 def ray_processes(pid):
@@ -76,7 +59,7 @@ def ray_processes(pid):
 def test_ray_writes_the_same_bytes_as_one_process(media, tmp_path):
     prepare(media, tmp_path / "one", files_per_shard=1)
     begun = start(media, tmp_path / "ray")
-    out, err = begun.communicate(timeout=120)
+    out, err = begun.communicate(timeout=PATIENCE)
     assert (begun.returncode, err) == (0, "")
     assert "6 files" in out
     assert out.endswith("ray/manifest.parquet\n")
@@ -86,32 +69,40 @@ def test_ray_writes_the_same_bytes_as_one_process(media, tmp_path):
 
 
 @pytest.mark.parametrize("ends", ["worker lost", "interrupted", "killed"])
-def test_whatever_is_lost_the_bytes_are_the_same(long_media, tmp_path, ends, default_signals):
-    flags = ("--workers", "1")
-    begun = start(long_media, tmp_path / "ray", *flags)
+def test_whatever_is_lost_the_bytes_are_the_same(
+    media, tmp_path, tmp_path_factory, monkeypatch, ends, default_signals
+):
+    held = tmp_path_factory.mktemp("held") / "held"
+    held.touch()
+    monkeypatch.setenv("HELD", f"2 {held}")
+    program = [str(Path(__file__).with_name("held_prepare.py"))]
+    begun = start(media, tmp_path / "ray", "--workers", "1", program=program)
     partial = tmp_path / "ray.partial"
-    wait_for(lambda: list(partial.glob("shard-*.parquet")) if partial.is_dir() else [])
+    wait_until(lambda: len(list(partial.glob("shard-*.parquet"))) == 2, begun)
     if ends == "worker lost":
-        wait_for(lambda: ray_processes(begun.pid))[0].kill()
+        lost = wait_until(lambda: ray_processes(begun.pid), begun)[0]
+        lost.kill()
+        psutil.wait_procs([lost])
+        held.unlink()
     else:
         os.killpg(begun.pid, signal.SIGINT if ends == "interrupted" else signal.SIGKILL)
-    _, err = begun.communicate(timeout=120)
+    _, err = begun.communicate(timeout=PATIENCE)
     if ends == "worker lost":
         assert (begun.returncode, err) == (0, "")
     else:
         assert begun.returncode == (130 if ends == "interrupted" else -signal.SIGKILL)
         assert err.count("\n") == (ends == "interrupted")
-        assert len(list(partial.glob("shard-*.parquet"))) in (1, 2, 3)
-        done = start(long_media, tmp_path / "ray", *flags)
-        assert done.communicate(timeout=120)[1] == ""
-    prepare(long_media, tmp_path / "one", files_per_shard=1)
+        assert len(list(partial.glob("shard-*.parquet"))) == 2
+        done = start(media, tmp_path / "ray", "--workers", "1")
+        assert done.communicate(timeout=PATIENCE)[1] == ""
+    prepare(media, tmp_path / "one", files_per_shard=1)
     assert contents(tmp_path / "ray") == contents(tmp_path / "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "ray"]
 
 
 def test_an_address_without_a_ray_is_one_line(media, tmp_path):
     begun = start(media, tmp_path / "out", "--ray-address", "127.0.0.1:9")
-    _, err = begun.communicate(timeout=60)
+    _, err = begun.communicate(timeout=PATIENCE)
     assert begun.returncode == 2
     assert err.startswith("error: --ray-address 127.0.0.1:9: no Ray can be reached there")
     assert err.count("\n") == 1

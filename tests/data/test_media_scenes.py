@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import sys
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,8 @@ from media_helpers import contents, prepare, skipped, stored, write_video
 from scenedetect import AdaptiveDetector, detect
 
 from alload_jax.data.manifest import read_manifest
-from alload_jax.data.prepare.scenes import numbered_scenes
 from alload_jax.data.prepare.sources import Source
-from alload_jax.data.prepare.videos import frames_at, opened_video
+from alload_jax.data.prepare.videos import frames_at, numbered_scenes, opened_video
 from alload_jax.errors import InputError
 
 LENGTHS = (20, 11, 3, 26)
@@ -95,7 +95,7 @@ def test_real_footage_is_cut_as_pyscenedetect_cuts_it(tmp_path):
     path = Path(package) / "datasets/data/bikes.mp4"
     expected = detect(str(path), AdaptiveDetector(min_scene_len=0), start_in_scene=True)
     with opened_video(Source(path, 0, path.stat().st_size)) as container:
-        frames = list(frames_at(container, Fraction(25), numbered_scenes(3.0)))
+        frames = list(frames_at(container, Fraction(25), partial(numbered_scenes, 3.0)))
     begins = [b.place for a, b in itertools.pairwise(frames) if a.scene != b.scene]
     assert begins == [begin.frame_num for begin, _ in expected][1:]
     assert len(begins) == 5

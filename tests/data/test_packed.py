@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from alload_jax.data.batch import signature
 from alload_jax.data.collate import Collator
-from alload_jax.data.packed import PackedCollation
-from alload_jax.data.row_sizes import THINNED
-from alload_jax.models.common.patches import patchify
+from alload_jax.data.packed import THINNED, PackedCollation
+from alload_jax.models.common.parts import patchify
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig

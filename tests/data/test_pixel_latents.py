@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.data.pixel_latents import fold_frames, pixel_channels, unfold_frames
-from alload_jax.planning.geometry import Geometry
+from alload_jax.planning.samples import Geometry
 
 PER_LATENT = st.integers(1, 8)
 DTYPES = st.sampled_from([np.float16, np.float32])

@@ -1,6 +1,5 @@
 """Samples with several texts: stored, merged, and one of them taken in each epoch."""
 
-import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -9,12 +8,17 @@ from data_helpers import change_manifest, classes, plan_over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alload_jax.data.bucketed import BucketedCollation
-from alload_jax.data.collate import Collator
-from alload_jax.data.manifest import ROW_SCHEMA, read_captions, read_manifest, read_rows
-from alload_jax.data.manifest_columns import caption_counts, read_paths
+from alload_jax.data.collate import BucketedCollation, Collator
+from alload_jax.data.manifest import (
+    ROW_SCHEMA,
+    caption_counts,
+    read_captions,
+    read_manifest,
+    read_paths,
+    read_rows,
+)
 from alload_jax.data.packed import PackedCollation
-from alload_jax.data.sample_texts import texts_of, with_alternatives, with_text_of_epoch
+from alload_jax.data.record import texts_of, with_alternatives, with_text_of_epoch
 from alload_jax.data.store import (
     BadRecordError,
     StoreReader,
@@ -62,7 +66,7 @@ def test_all_texts_come_back(tmp_path, kind):
     assert manifest.text_length.tolist() == [1, 3, 2]
     assert caption_counts(manifest).tolist() == [1, 3, 2]
     assert read_paths(manifest).tolist() == ["a/1", "a/2", ""]
-    some = dataclasses.replace(manifest, shard=manifest.shard[1:], index=manifest.index[1:])
+    some = manifest.subset(np.array([1, 2]))
     assert read_paths(some).tolist() == ["a/2", ""]
     reader = StoreReader(manifest)
     for number, texts in enumerate(MANY):

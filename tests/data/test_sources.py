@@ -18,15 +18,14 @@ from source_files import (
     write_tensor_files,
 )
 
-from alload_jax.data.collate import Collator
-from alload_jax.data.collation import collation_for
+from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.sources.arrays import channels_last, latent_shape
+from alload_jax.data.sources.files import normalized
 from alload_jax.data.sources.grain_samples import GrainSamples
 from alload_jax.data.sources.opening import find_source_name, open_source
 from alload_jax.data.sources.parquet import Parquet
 from alload_jax.data.sources.safetensors_folder import SafetensorsFolder
-from alload_jax.data.sources.vae_statistics import normalized
 from alload_jax.data.store import BadRecordError, StoreReader, StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig

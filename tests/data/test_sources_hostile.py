@@ -24,8 +24,7 @@ from source_files import (
 
 from alload_jax.data.sources.opening import open_source
 from alload_jax.data.sources.parquet import Parquet
-from alload_jax.data.sources.safetensors_folder import SafetensorsFolder
-from alload_jax.data.sources.tensor_file import read_header, read_tensors
+from alload_jax.data.sources.safetensors_folder import SafetensorsFolder, read_header, read_tensors
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 
@@ -97,7 +96,7 @@ def test_a_pipe_in_place_of_a_file_is_refused(written):
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
 def test_pickles_are_refused_and_not_read(tmp_path, suffix):
     (tmp_path / f"latents-0-0{suffix}").write_bytes(b"\x80\x04cposix\nsystem\n(S'touch ran'\ntR.")
-    refused(tmp_path, tmp_path, suffix, "pickle", "weights_only=True", "docs/data.md")
+    refused(tmp_path, tmp_path, suffix, "pickle", "weights_only=True", "docs/other-caches.md")
     refused(tmp_path / f"latents-0-0{suffix}", suffix, "pickle")
 
 

@@ -408,7 +408,7 @@ def test_a_record_in_another_format_is_a_bad_record(store):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_values_that_are_not_finite_are_damage(tmp_path, monkeypatch, value):
-    monkeypatch.setattr("alload_jax.data.store.checks._require_finite", lambda *_: None)
+    monkeypatch.setattr("alload_jax.data.store.shard._require_finite", lambda *_: None)
     latents = np.zeros((1, 4, 4, 3), np.float32)
     with StoreWriter(tmp_path, vae_stride=(1, 1, 1)) as writer:
         writer.add(latents, np.zeros(1, np.int32), (1, 4, 4))

@@ -5,7 +5,7 @@ import pytest
 from data_helpers import assert_says, change_manifest
 
 from alload_jax.data.manifest import PART_LENGTHS, read_manifest
-from alload_jax.data.sample_texts import with_text_of_epoch
+from alload_jax.data.record import with_text_of_epoch
 from alload_jax.data.store import BadRecordError, StoreReader, StoreWriter, merge_stores
 from alload_jax.errors import InputError
 

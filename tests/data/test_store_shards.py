@@ -41,7 +41,7 @@ from alload_jax.data.store import (
     is_finished,
     merge_stores,
 )
-from alload_jax.data.store import merge as merging
+from alload_jax.data.store import writer as merging
 from alload_jax.errors import InputError
 
 PIXELS = {"vae_stride": (1, 1, 1)}

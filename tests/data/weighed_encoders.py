@@ -5,10 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from alload_jax.data.prepare.byte_text import ByteText
-from alload_jax.data.prepare.encoders import TEXT_ENCODERS, VAE_ENCODERS
-from alload_jax.data.prepare.pixels import Pixels
-from alload_jax.data.prepare.unusable import UnusableError
+from alload_jax.data.prepare.encoders import TEXT_ENCODERS, VAE_ENCODERS, ByteText, Pixels
+from alload_jax.data.prepare.sources import UnusableError
 from alload_jax.errors import InputError
 
 

@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alload_jax.diffusion.flow import interpolate, squared_error, velocity
 from alload_jax.diffusion.samplers import guided, sample
 from alload_jax.diffusion.schedules import noise_levels
+from alload_jax.diffusion.timesteps import interpolate, squared_error, velocity
 
 
 def clips(seed, shape=(3, 2, 4, 4, 1)):

@@ -6,18 +6,15 @@ import numpy as np
 import pytest
 
 from alload_jax.data.batch import PackedBatch
-from alload_jax.data.collate import Collator
-from alload_jax.data.collation import collation_for
+from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader, StoreWriter
-from alload_jax.diffusion.loss_weighting import loss_weight
-from alload_jax.diffusion.timesteps import TimestepConfig
+from alload_jax.diffusion.timesteps import TimestepConfig, loss_weight
 from alload_jax.errors import InputError
-from alload_jax.models.common.output import Output
+from alload_jax.models.common.parts import Output
 from alload_jax.models.wan.config import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching
-from alload_jax.objectives.noising import noised
+from alload_jax.objectives.flow_matching import FlowMatching, noised
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
 

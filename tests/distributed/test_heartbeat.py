@@ -1,6 +1,7 @@
 """Which processes a process takes for lost or failed; the test sets the clock."""
 
 import json
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -200,6 +201,26 @@ def test_a_process_that_another_ends_says_so_before_it_exits(cluster, monkeypatc
     own = parse_message(cluster.store.texts["1"])
     assert (own.state, "disk full" in own.reason) == ("exited", True)
     assert capsys.readouterr().err.startswith("error: process 0 of 3 (h0) ended")
+
+
+def test_an_error_that_follows_once_the_cause_is_told_is_not_told_too(cluster):
+    """As of a collective, while the process announces that it ends."""
+    cluster.heartbeat._message.state = "exited"
+    report = cluster.heartbeat.report_failure
+    following = threading.Thread(target=report, args=[RuntimeError("reset")], daemon=True)
+    following.start()
+    following.join(0.2)
+    assert following.is_alive()
+
+
+def test_an_error_of_jax_s_service_ends_a_process_that_has_none_of_its_own(cluster, monkeypatch):
+    noted = threading.Event()
+    monkeypatch.setattr(heartbeat_module, "SERVICE_FAILED", noted)
+    assert cluster.failure() == ""
+    noted.set()
+    assert cluster.failure().startswith("JAX's coordination service ended the run, as it does ")
+    cluster.heartbeat.report_failure(InputError("data: no such folder"))
+    assert cluster.failure() == ""
 
 
 def test_process_0_exits_last(monkeypatch):

@@ -6,13 +6,15 @@ import threading
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from patience import PATIENCE, wait_until
 
 from alload_jax.distributed import key_value_store
-from alload_jax.distributed.key_value_store import KeyValueStore, agree_on_seal
-from alload_jax.distributed.secret import (
+from alload_jax.distributed.key_value_store import (
     LONGEST_TEXT,
     SECRET_NAME,
+    KeyValueStore,
     Seal,
+    agree_on_seal,
     create_secret,
     digest_of,
     read_secret,
@@ -25,6 +27,7 @@ class Client:
 
     def __init__(self):
         self.values, self._changed = {}, threading.Condition()
+        self.answers = 0
 
     def key_value_set(self, key, text, allow_overwrite=False):
         with self._changed:
@@ -34,7 +37,8 @@ class Client:
 
     def blocking_key_value_get(self, key, milliseconds):
         with self._changed:
-            assert self._changed.wait_for(lambda: key in self.values, milliseconds / 1000)
+            assert self._changed.wait_for(lambda: key in self.values, PATIENCE)
+            self.answers += 1
             return self.values[key]
 
     def key_value_dir_get(self, prefix):
@@ -82,10 +86,10 @@ def test_a_wait_goes_on_until_a_process_of_the_run_writes(monkeypatch):
         target=lambda: found.append(KeyValueStore(seal, client).wait_for("broadcast/1"))
     )
     waiting.start()
-    waiting.join(0.1)
-    assert waiting.is_alive()
+    wait_until(lambda: found or client.answers > 2)
+    assert not found
     KeyValueStore(seal, client).put("broadcast/1", "true")
-    waiting.join(10)
+    waiting.join(PATIENCE)
     assert found == ["true"]
 
 
@@ -116,7 +120,7 @@ def agree(folders):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     return [found[process] for process in range(len(folders))], client
 
 

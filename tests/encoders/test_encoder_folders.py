@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 
 from alload_jax.encoders import known
-from alload_jax.encoders.clip_image import ClipImage
-from alload_jax.encoders.hunyuan_video_text import HunyuanVideoText, glyph_prompt
-from alload_jax.encoders.hunyuan_video_vae import HunyuanVideoVae
-from alload_jax.encoders.siglip_image import SiglipImage
-from alload_jax.encoders.vae import Vae
-from alload_jax.encoders.wan_vae import WanVae
+from alload_jax.encoders.image import ClipImage, SiglipImage
+from alload_jax.encoders.text import HunyuanVideoText, glyph_prompt
+from alload_jax.encoders.vae import HunyuanVideoVae, Vae, WanVae
 from alload_jax.errors import InputError
 
 CONFIGS = {

@@ -3,13 +3,14 @@ import dataclasses
 import jax
 import pytest
 
-from pallas_kernels.layernorm_modulate.triton import tuning
+from pallas_kernels import devices
+from pallas_kernels.layernorm_modulate import tuning
 
 MEASURED = tuning.blocks_for
 
 
-def seven(kernel, dim):
-    return dataclasses.replace(MEASURED(kernel, dim), programs=7)
+def one_each(kernel, dim):
+    return dataclasses.replace(MEASURED(kernel, dim), per_core=1)
 
 
 @pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
@@ -24,7 +25,8 @@ def interpret(request):
 def few_programs(monkeypatch, interpret):
     """Seven programs in place of thousands, which the interpreter would run one by one."""
     if interpret:
-        monkeypatch.setattr(tuning, "blocks_for", seven)
+        monkeypatch.setattr(tuning, "blocks_for", one_each)
+        monkeypatch.setattr(devices, "core_count", lambda: 7)
 
 
 @pytest.fixture

@@ -11,8 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
-from pallas_kernels.layernorm_modulate.operands import CallConfig, Operands, normalise
-from pallas_kernels.layernorm_modulate.triton import TritonImplementation, tuning
+from pallas_kernels.layernorm_modulate import tuning
+from pallas_kernels.layernorm_modulate.implementations import TritonNorm
+from pallas_kernels.layernorm_modulate.operands import NormOperands, normalise
+from pallas_kernels.op import Call
 
 EPS = 1e-6
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -88,7 +90,7 @@ def with_gradients(run):
         ids = operands.segment_ids
 
         def floats(*arrays):
-            return run(Operands(*arrays, segment_ids=ids))
+            return run(NormOperands(*arrays, segment_ids=ids))
 
         outputs, pullback = jax.vjp(floats, *operands[:5])
         return outputs, pullback(cotangents)
@@ -127,7 +129,7 @@ def make(
     def draw(dtype, size, centre=0.0, width=1.0):
         return jnp.asarray(centre + width * rng.normal(size=size).astype(np.float32), dtype)
 
-    return Operands(
+    return NormOperands(
         x=draw(x_dtype, shape, mean, spread),
         scale=draw(modulation, table, 0.0, 0.5),
         shift=draw(modulation, table),
@@ -304,14 +306,14 @@ def layouts(draw, rows, length, segments):
 # Lowering ----------------------------------------------------------------------------------------
 
 
-def kernels_for_cuda(kernels=TritonImplementation, *, residual_dtype=None, segment_block=None):
+def kernels_for_cuda(kernels=TritonNorm, *, residual_dtype=None, segment_block=None):
     """`implementation` for a GPU that need not be there."""
 
     def run(operands):
         normal, options = normalise(
             "test", operands, eps=EPS, residual_dtype=residual_dtype, segment_block=segment_block
         )
-        return kernels().run(normal, CallConfig(options, None))
+        return kernels().run(normal, Call(options, None))
 
     return run
 
@@ -323,10 +325,10 @@ def shapes_of(shape, layout="row", residual=True, dtype=BF16):
     x, modulation = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(table, F32)
     ids = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32) if layout == "segment" else None
     branch = (x, modulation) if residual else (None, None)
-    return Operands(x, modulation, modulation, *branch, segment_ids=ids)
+    return NormOperands(x, modulation, modulation, *branch, segment_ids=ids)
 
 
-def both_lowered_for_cuda(operands, kernels=TritonImplementation, **static):
+def both_lowered_for_cuda(operands, kernels=TritonNorm, **static):
     """The text of forward and backward for shapes of operands."""
     run = kernels_for_cuda(kernels, **static)
 
@@ -341,7 +343,7 @@ def both_lowered_for_cuda(operands, kernels=TritonImplementation, **static):
 
 
 def _named(floats):
-    return dict(zip(Operands._fields, floats, strict=False))
+    return dict(zip(NormOperands._fields, floats, strict=False))
 
 
 def lowered_for_cuda(function, *arguments):

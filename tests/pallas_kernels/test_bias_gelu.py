@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from kernel_cases import BF16, F16, F32, numpy64, tolerance
 
-from pallas_kernels import bias_gelu, triton_support
-from pallas_kernels.bias_gelu.triton import tuning
+from pallas_kernels import bias_gelu, devices
+from pallas_kernels.bias_gelu import triton
+from pallas_kernels.bias_gelu.api import measured_as_faster
+from pallas_kernels.triton_tiles import Blocks
 
-SMALL = tuning.Blocks(128, 4, 4, 4)
+SMALL = Blocks(128, 4, 4, 4)
 
 
 def arrays(shape, dtype=F32, seed=0, spread=2.0):
@@ -62,8 +64,8 @@ def kernels(interpret):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Few programs, so that each has several steps and the last one fewer."""
-    monkeypatch.setattr(tuning.devices, "core_count", lambda: 1)
-    monkeypatch.setattr(tuning, "BACKWARD", SMALL)
+    monkeypatch.setattr(devices, "core_count", lambda: 1)
+    monkeypatch.setattr(triton, "BACKWARD_BLOCKS", SMALL)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -169,7 +171,7 @@ def test_kernels_gather_nothing_of_what_is_split(kind, split, interpret):
 @pytest.mark.parametrize("shape", [(1, 32760, 8960), (42, 1560, 8960), (1, 300_000, 13824)])
 def test_kernels_lower_for_cuda(shape):
     shapes = jax.eval_shape(partial(arrays, shape, BF16))
-    with mock.patch.object(triton_support, "unsupported_device", return_value=None):
+    with mock.patch.object(devices, "unsupported_triton_device", return_value=None):
         step = jax.jit(partial(run, implementation="triton"))
         lowered = step.trace(*shapes).lower(lowering_platforms=("cuda",))
     names = re.findall(r"bias_gelu_(\w+)", lowered.as_text())
@@ -210,7 +212,7 @@ def test_a_width_that_shards_do_not_divide_is_named():
     ],
 )
 def test_auto_knows_what_was_measured(call, faster):
-    assert tuning.measured_as_faster(*call) is faster
+    assert measured_as_faster(*call) is faster
 
 
 def test_second_derivatives_of_kernels_are_refused_in_words(interpret):

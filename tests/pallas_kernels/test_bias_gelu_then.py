@@ -14,9 +14,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernel_cases import BF16, F16, F32, numpy64
 
-from pallas_kernels import bias_gelu, bias_gelu_then, triton_support
-from pallas_kernels.bias_gelu.operands import CallConfig, Operands, Options
-from pallas_kernels.bias_gelu.triton import TritonImplementation, tuning
+from pallas_kernels import bias_gelu, bias_gelu_then, devices
+from pallas_kernels.bias_gelu import triton
+from pallas_kernels.bias_gelu.api import GeluKernels, GeluOperands
+from pallas_kernels.op import Call, Plain
+from pallas_kernels.triton_tiles import Blocks
 
 
 def linear(hidden, parameters):
@@ -63,8 +65,8 @@ def kernels(interpret):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Few programs, so that each has several steps and the last one fewer."""
-    monkeypatch.setattr(tuning.devices, "core_count", lambda: 1)
-    monkeypatch.setattr(tuning, "BACKWARD", tuning.Blocks(128, 4, 4, 4))
+    monkeypatch.setattr(devices, "core_count", lambda: 1)
+    monkeypatch.setattr(triton, "BACKWARD_BLOCKS", Blocks(128, 4, 4, 4))
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -98,8 +100,8 @@ def test_kernels_are_so_at_models_widths(dim, tokens):
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_the_output_again_has_the_bits_of_the_first(dtype, interpret):
     x, bias, _, _ = arrays((2, 30, 300), 8, dtype)
-    config, operands = CallConfig(Options(interpret), None), Operands(x, bias)
-    kernels = TritonImplementation()
+    config, operands = Call(Plain(interpret), None), GeluOperands(x, bias)
+    kernels = GeluKernels()
     first = jax.jit(kernels.run, static_argnums=1)(operands, config)
     again = jax.jit(kernels.backward_with_output, static_argnums=2)(operands, x, config)
     # In the interpreter XLA may fuse float32 otherwise in each program.
@@ -171,7 +173,7 @@ def test_kernels_gather_nothing_of_what_is_split(kind, spec, interpret):
 @pytest.mark.parametrize("shape", [(1, 32760, 8960), (42, 1560, 8960), (1, 300_000, 13824)])
 def test_the_backward_launches_one_kernel_and_its_sum(shape):
     shapes = jax.eval_shape(partial(arrays, shape, 1536, BF16))
-    with mock.patch.object(triton_support, "unsupported_device", return_value=None):
+    with mock.patch.object(devices, "unsupported_triton_device", return_value=None):
         step = jax.jit(lambda *given: run(partial(bias_gelu_then, implementation="triton"), *given))
         lowered = step.trace(*shapes).lower(lowering_platforms=("cuda",))
     launches = re.findall(r'\bname = "bias_gelu_(\w+)"', lowered.as_text())

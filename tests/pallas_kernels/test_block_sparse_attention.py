@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernel_cases import lowered_for_cuda
 
-from pallas_kernels import mosaic_support
+from pallas_kernels import devices
 from pallas_kernels.block_sparse_attention import (
     BlockLists,
     BlockSegments,
@@ -20,12 +20,12 @@ from pallas_kernels.block_sparse_attention import (
     full_lists,
     pool_blocks,
     top_k_blocks,
+    triton,
 )
+from pallas_kernels.block_sparse_attention import mosaic as mosaic_calls
 from pallas_kernels.block_sparse_attention.block_lists import invert, longest_first
-from pallas_kernels.block_sparse_attention.mosaic import calls as mosaic_calls
-from pallas_kernels.block_sparse_attention.mosaic.tuning import Tiles as MosaicTiles
-from pallas_kernels.block_sparse_attention.triton import calls
-from pallas_kernels.block_sparse_attention.triton.tuning import Tiles
+from pallas_kernels.block_sparse_attention.mosaic_tiles import MosaicTiles
+from pallas_kernels.block_sparse_attention.triton import TritonTiles
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 KERNELS = ("triton", "mosaic")
@@ -41,15 +41,14 @@ def run_here(way):
     on_gpu = jax.default_backend() == "gpu"
     if implementation != "xla" and interpret == on_gpu:
         pytest.skip("runs in the interpreter" if interpret else "needs a GPU")
-    if implementation == "mosaic" and (reason := mosaic_support.unsupported_device()):
+    if implementation == "mosaic" and (reason := devices.unsupported_mosaic_device()):
         pytest.skip(str(reason))
     return way
 
 
 def allow(implementation, monkeypatch):
     """Lets kernels be lowered on a host without their device."""
-    support = f"pallas_kernels.{implementation}_support"
-    monkeypatch.setattr(f"{support}.unsupported_device", lambda: None)
+    monkeypatch.setattr(devices, f"unsupported_{implementation}_device", lambda: None)
 
 
 @pytest.fixture(params=WAYS)
@@ -111,9 +110,9 @@ def test_triton_tiles_of_parts_of_blocks_and_of_several_blocks(own, listed, inte
     def tiles(kernel, *_):
         used.add(kernel)
         query, key = (listed, own) if kernel == "dkv" else (own, listed)
-        return Tiles(query, key, 4, 2)
+        return TritonTiles(query, key, 4, 2)
 
-    monkeypatch.setattr(calls, "tiles_for", tiles)
+    monkeypatch.setattr(triton, "tiles_for", tiles)
     check(inputs, lists, way)
     assert used == {"forward", "dq", "dkv"}
 

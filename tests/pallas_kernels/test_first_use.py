@@ -11,14 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels import (
-    bias_gelu,
-    devices,
-    first_use,
-    rms_norm_rotary,
-    triton_support,
-)
-from pallas_kernels.first_use import COMPARISONS, Comparisons, path_of, seconds_of
+from pallas_kernels import bias_gelu, devices, first_use, rms_norm_rotary
+from pallas_kernels.first_use import COMPARISONS, Comparisons, comparisons_path, seconds_of
 from pallas_kernels.layernorm_modulate import layernorm_modulate, residual_layernorm_modulate
 
 pytestmark = pytest.mark.usefixtures("own_comparisons")
@@ -30,7 +24,7 @@ CASE = "bias_gelu 64 bfloat16"
 @pytest.fixture
 def unknown_gpu(monkeypatch):
     """Triton's kernels are supported, on a GPU that no table knows; what is measured counts."""
-    monkeypatch.setattr(triton_support, "unsupported_device", lambda: None)
+    monkeypatch.setattr(devices, "unsupported_triton_device", lambda: None)
     monkeypatch.setattr(devices, "device_kind", lambda: KIND)
     monkeypatch.setattr(first_use.devices, "device_kind", lambda: KIND)
 
@@ -50,7 +44,7 @@ def test_a_case_is_measured_once_and_kept_for_later_processes():
     times, calls = once(3.0, 2.0)
     assert [Comparisons().ratio(CASE, times) for _ in range(3)] == [1.5] * 3
     assert len(calls) == 1
-    content = json.loads(path_of(devices.device_kind()).read_text())
+    content = json.loads(comparisons_path(devices.device_kind()).read_text())
     assert content["times_xla"] == {CASE: 1.5}
     assert Comparisons().known() == {CASE: 1.5}
 
@@ -110,7 +104,7 @@ def test_what_cannot_be_measured_is_told_and_leaves_xla(error):
     with pytest.warns(UserWarning, match="bias_gelu 64 bfloat16 could not be measured"):
         assert comparisons.ratio(CASE, fail) == 1.0
     assert comparisons.ratio(CASE, fail) == 1.0  # and is not tried again
-    assert not path_of(devices.device_kind()).exists()
+    assert not comparisons_path(devices.device_kind()).exists()
 
 
 @pytest.mark.parametrize(("kernel", "faster"), [(1.0, False), (0.99, False), (0.9, True)])
@@ -128,7 +122,7 @@ def test_what_two_processes_measure_is_kept_by_both():
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "device": 2}', "\x00"])
 def test_a_damaged_file_is_told_and_measured_again(content):
-    path = path_of(devices.device_kind())
+    path = comparisons_path(devices.device_kind())
     path.parent.mkdir(parents=True)
     path.write_text(content)
     with pytest.warns(UserWarning, match="is passed over: it holds no comparisons"):
@@ -164,7 +158,7 @@ def test_a_variable_turns_it_off(monkeypatch):
 
 @given(st.dictionaries(st.text(max_size=20), st.floats(0.01, 100), max_size=5))
 def test_a_file_holds_what_was_measured(ratios):
-    path_of(devices.device_kind()).unlink(missing_ok=True)
+    comparisons_path(devices.device_kind()).unlink(missing_ok=True)
     for case, ratio in ratios.items():
         Comparisons().ratio(case, partial(tuple, (ratio, 1.0)))
     # What is neither slower nor faster may not have been measured, and is measured again.

@@ -18,8 +18,7 @@ from kernel_cases import (
 )
 
 from pallas_kernels import devices
-from pallas_kernels.layernorm_modulate.operands import Operands
-from pallas_kernels.layernorm_modulate.shards import unsupported_sharding
+from pallas_kernels.layernorm_modulate.operands import NormOperands, unsupported_sharding
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 SHAPE = (4, 16, 48)
@@ -49,7 +48,7 @@ def placed(operands, mesh, spec):
     specs |= {"shift": specs["scale"], "gate": specs["scale"]}
     if operands.scale.shape == operands.x.shape:
         specs |= dict.fromkeys(("scale", "shift", "gate"), P(*spec))
-    return Operands(
+    return NormOperands(
         **{
             name: None if v is None else jax.device_put(v, NamedSharding(mesh, specs[name]))
             for name, v in operands._asdict().items()

@@ -16,7 +16,7 @@ from kernel_cases import (
 )
 
 from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
-from pallas_kernels.layernorm_modulate.operands import Operands
+from pallas_kernels.layernorm_modulate.operands import NormOperands
 
 SHAPE = (2, 16, 40)
 IDS = np.repeat([[0, 1, -1, 3], [2, -1, -1, 0]], 4, axis=1)
@@ -58,7 +58,7 @@ def test_one_result_that_is_not_used(layout, used, interpret):
 
     def gradients(how):
         def loss(*arrays):
-            each = Operands(*arrays, segment_ids=operands.segment_ids)
+            each = NormOperands(*arrays, segment_ids=operands.segment_ids)
             return (implementation(how, returns_x=True)(each)[used] * wave).sum()
 
         return jax.jit(jax.grad(loss, (0, 1, 2)))(*operands[:3])

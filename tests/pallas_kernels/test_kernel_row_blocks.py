@@ -8,21 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import examples
 
-from pallas_kernels.layernorm_modulate.operands import Options
+from pallas_kernels.layernorm_modulate.operands import NormOptions
 from pallas_kernels.layernorm_modulate.row_blocks import (
     IMPOSSIBLE,
     PADDING,
     even_row_blocks,
     segment_row_blocks,
 )
-from pallas_kernels.triton.tiles import split_width
+from pallas_kernels.triton_tiles import split_width
 
 SIZES = st.integers(1, 3000)
 
 
 def options(layout):
     dtype = jnp.dtype(jnp.float32)
-    return Options(layout, 1e-6, dtype, dtype, dtype)
+    return NormOptions(layout, 1e-6, dtype, dtype, dtype)
 
 
 @examples(30)

@@ -15,7 +15,7 @@ from kernel_cases import (
     run_and_check,
 )
 
-from pallas_kernels.layernorm_modulate.triton import tuning
+from pallas_kernels.layernorm_modulate import tuning
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -99,7 +99,7 @@ def test_eps_is_added_to_the_variance(interpret):
     "change",
     [
         {"prefetch": False, "max_tile": 64},
-        {"keep_in_registers": False, "programs": 1},
+        {"keep_in_registers": False, "per_core": 3},
         {"prefetch": False, "keep_in_registers": False, "max_tile": 2048},
     ],
     ids=str,

@@ -9,15 +9,19 @@ from kernel_cases import (
     F16,
     F32,
     assert_same_bits,
+    both_lowered_for_cuda,
     check,
     cotangents_for,
     gradients_of,
     implementation,
+    kernels_launched,
     make,
     run_and_check,
+    shapes_of,
 )
 
-from pallas_kernels.layernorm_modulate.operands import Operands
+from pallas_kernels.layernorm_modulate.operands import NormOperands
+from pallas_kernels.layernorm_modulate.tuning import WORKLOADS
 
 WIDTHS = (1, 31, 64, 96, 128, 256, 1152, 1536, 3072, 5120, 8192)
 LENGTHS = (1, 37, 1000)
@@ -126,7 +130,7 @@ def test_any_subset_of_arguments_has_the_same_gradients(gated, sizes, interpret)
     present = [n for n, value in enumerate(operands[:5]) if value is not None]
 
     def loss(*arrays):
-        outputs = zip(run(Operands(*arrays)), cotangents, strict=True)
+        outputs = zip(run(NormOperands(*arrays)), cotangents, strict=True)
         return sum(jnp.vdot(value, ct) for value, ct in outputs if ct is not None)
 
     for subset in itertools.chain(*(itertools.combinations(present, n) for n in sizes)):
@@ -172,10 +176,39 @@ def assert_close_on_rows(operands, outputs, gradients, cotangents, rows):
 def test_on_sampled_rows_of_a_large_tensor(seq_len, dim, on_gpu):
     shape = (1, seq_len, dim)
     x = jax.random.normal(jax.random.key(0), shape, BF16)
-    operands = Operands(x, *(jax.random.normal(jax.random.key(n), (1, dim)) for n in (1, 2)))
+    operands = NormOperands(x, *(jax.random.normal(jax.random.key(n), (1, dim)) for n in (1, 2)))
     cotangents = (None, jax.random.normal(jax.random.key(3), shape, BF16))
     outputs, gradients = gradients_of(False)(operands, cotangents)
     rows = np.r_[0:3, np.random.default_rng(0).integers(0, seq_len, 50), seq_len - 3 : seq_len]
     assert_close_on_rows(operands, outputs, gradients, cotangents, rows)
     summed = jax.jit(lambda d: d.astype(F32).sum(1))(cotangents[1])
     np.testing.assert_allclose(gradients[2], summed, rtol=1e-4, atol=1e-5 * np.sqrt(seq_len) * 50)
+
+
+# ---------------------------------------------------------------- lowering
+
+HUGE = {"over 2**31 elements": (1, 500_000, 5120), "many rows": (5, 100_000, 8192)}
+SHAPES = {name: workload.shape for name, workload in WORKLOADS.items()} | HUGE
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("residual", [False, True])
+def test_workloads_lower_for_cuda(name, residual):
+    module = both_lowered_for_cuda(shapes_of(SHAPES[name], "row", residual))
+    assert kernels_launched(module) == ["forward", "backward", "reduce"]
+
+
+@pytest.mark.parametrize("layout", ["token", "segment"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_layouts_lower_for_cuda(layout, residual):
+    names = kernels_launched(both_lowered_for_cuda(shapes_of((2, 4096, 1536), layout, residual)))
+    assert names == ["forward", "backward"] + (["reduce"] if layout == "segment" else [])
+
+
+def test_aligned_segments_lower_for_cuda():
+    both_lowered_for_cuda(shapes_of((2, 4096, 1536), "segment", True), segment_block=128)
+
+
+@pytest.mark.parametrize("dim", [1, 31, 96, 8192, 10_000])
+def test_odd_widths_lower_for_cuda(dim):
+    both_lowered_for_cuda(shapes_of((2, 37, dim), "row", True))

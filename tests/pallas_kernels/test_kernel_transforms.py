@@ -16,7 +16,7 @@ from kernel_cases import (
     make,
 )
 
-from pallas_kernels.layernorm_modulate.operands import Operands
+from pallas_kernels.layernorm_modulate.operands import NormOperands
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -46,7 +46,7 @@ def test_vmap(mapped, interpret):
 
     def wrap(run):
         def loss(*arrays):
-            return jnp.sum(jnp.sin(run(Operands(*arrays))[1]))
+            return jnp.sum(jnp.sin(run(NormOperands(*arrays))[1]))
 
         return jax.vmap(jax.value_and_grad(loss, argnums=(0, 1, 2)), in_axes=axes)
 
@@ -84,7 +84,7 @@ def test_scan_over_layers(remat, interpret):
 
     def wrap(run):
         def layer(x, table):
-            return x + run(Operands(x, *table))[1], None
+            return x + run(NormOperands(x, *table))[1], None
 
         def loss(x, tables):
             body = jax.checkpoint(layer) if remat else layer
@@ -189,7 +189,7 @@ def test_where_the_sum_alone_is_used_the_norm_has_no_part(layout, gated, x_dtype
 
     def gradients(how):
         def loss(*arrays):
-            each = Operands(*arrays, segment_ids=operands.segment_ids)
+            each = NormOperands(*arrays, segment_ids=operands.segment_ids)
             return (implementation(how)(each)[0].astype(F32) * wave).sum()
 
         places = tuple(n for n in range(5) if operands[n] is not None)

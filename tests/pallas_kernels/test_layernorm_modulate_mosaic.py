@@ -27,13 +27,14 @@ from kernel_cases import (
     with_gradients,
 )
 
-from pallas_kernels import devices, layernorm_modulate, mosaic_support, segmentation
+from pallas_kernels import devices, layernorm_modulate, segmentation
 from pallas_kernels.layernorm_modulate import implementations
-from pallas_kernels.layernorm_modulate.mosaic import MosaicImplementation
-from pallas_kernels.layernorm_modulate.mosaic.columns import columns_of
-from pallas_kernels.layernorm_modulate.mosaic.tuning import LANES, faster_than_triton
-from pallas_kernels.layernorm_modulate.mosaic.walks import walks_of
-from pallas_kernels.layernorm_modulate.operands import CallConfig, Options
+from pallas_kernels.layernorm_modulate.implementations import MosaicNorm
+from pallas_kernels.layernorm_modulate.mosaic import columns_of
+from pallas_kernels.layernorm_modulate.operands import NormOptions
+from pallas_kernels.layernorm_modulate.row_blocks import walks_of
+from pallas_kernels.layernorm_modulate.tuning import LANES, faster_than_triton
+from pallas_kernels.op import Call
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CASE = ("function", "rows", "dim", "implementation")
@@ -41,7 +42,7 @@ CASE = ("function", "rows", "dim", "implementation")
 
 @pytest.fixture
 def on_hopper():
-    if reason := mosaic_support.unsupported_device():
+    if reason := devices.unsupported_mosaic_device():
         pytest.skip(str(reason))
 
 
@@ -175,7 +176,7 @@ def test_equal_inputs_give_equal_bits(segment):
 def taken(operands, monkeypatch, **static):
     """Whether the lowered forward and backward hold the kernel."""
     monkeypatch.setattr(devices, "core_count", lambda: 132)
-    return "mosaic_gpu" in both_lowered_for_cuda(operands, MosaicImplementation, **static)
+    return "mosaic_gpu" in both_lowered_for_cuda(operands, MosaicNorm, **static)
 
 
 @pytest.mark.parametrize("layout", ["row", "segment"])
@@ -188,7 +189,7 @@ def test_wide_rows_lower_for_cuda(layout, residual, monkeypatch):
 def test_segments_prepared_for_another_width_lower_for_cuda(width, monkeypatch):
     monkeypatch.setattr(devices, "core_count", lambda: 132)
     shapes = shapes_of((2, 512, 1536), "segment", residual=False)
-    prepare = MosaicImplementation().prepare_segments
+    prepare = MosaicNorm().prepare_segments
     prepared = jax.eval_shape(lambda ids: prepare(ids, 64, width, None), shapes.segment_ids)
     assert taken(shapes._replace(prepared=prepared), monkeypatch)
 
@@ -259,15 +260,15 @@ HOPPER = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 
 def chosen(kind, layout, norm, dim, dtype, monkeypatch):
     """The implementation that "auto" takes."""
-    monkeypatch.setattr(mosaic_support, "unsupported_device", lambda: None)
-    monkeypatch.setattr("pallas_kernels.triton_support.unsupported_device", lambda: None)
+    monkeypatch.setattr(devices, "unsupported_mosaic_device", lambda: None)
+    monkeypatch.setattr(devices, "unsupported_triton_device", lambda: None)
     monkeypatch.setattr(devices, "device_kind", lambda: kind)
     shapes = shapes_of((1, 65_536, dim), layout, norm == "gated", dtype)
     if norm == "sum":
         shapes = shapes._replace(y=shapes.x)
     h = {"plain": None, "returned": "x"}.get(norm, "sum")
     dtype = jnp.dtype(dtype)
-    config = CallConfig(Options(layout, EPS, dtype, dtype, dtype, h), None)
+    config = Call(NormOptions(layout, EPS, dtype, dtype, dtype, h), None)
     return implementations.REGISTRY.choose("test", "auto", shapes, config).name
 
 

@@ -10,8 +10,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernel_cases import BF16, F16, F32, numpy64, tolerance
 
-from pallas_kernels import rms_norm_rotary, triton_support
-from pallas_kernels.rms_norm_rotary.triton import tuning
+from pallas_kernels import devices, rms_norm_rotary
+from pallas_kernels.rms_norm_rotary import triton
+from pallas_kernels.rms_norm_rotary.api import measured_as_faster
 
 EPS = 1e-6
 
@@ -109,7 +110,7 @@ def test_xla_equals_the_oracle(name):
 def test_kernels_equal_the_oracle(name, interpret, monkeypatch):
     shape, head_dim, per_head, table, dtype = CASES[name]
     # Few programs, so that each has several tokens and the last one fewer.
-    monkeypatch.setattr(tuning.devices, "core_count", lambda: 1)
+    monkeypatch.setattr(devices, "core_count", lambda: 1)
     given_arrays = arrays(shape, head_dim, per_head=per_head, table=table, dtype=dtype)
     found = run(*given_arrays, head_dim=head_dim, **kernels(interpret))
     check(found, oracle(*given_arrays, head_dim), dtype)
@@ -119,8 +120,8 @@ def test_kernels_equal_the_oracle(name, interpret, monkeypatch):
 @pytest.mark.parametrize("summed", [False, True, "xla"], ids=["by XLA", "by the kernel", "xla"])
 def test_a_bias_in_x_gets_the_sum_of_its_gradient(name, summed, interpret, monkeypatch):
     shape, head_dim, per_head, table, dtype = CASES[name]
-    monkeypatch.setattr(tuning.devices, "core_count", lambda: 1)
-    monkeypatch.setattr(tuning, "sums_bias", lambda *_: summed)
+    monkeypatch.setattr(devices, "core_count", lambda: 1)
+    monkeypatch.setattr(triton, "sums_bias", lambda *_: summed)
     options = {"implementation": "xla"} if summed == "xla" else kernels(interpret)
     x, weight, rotary, cotangent = arrays(
         shape, head_dim, per_head=per_head, table=table, dtype=dtype
@@ -145,9 +146,9 @@ def test_a_bias_in_x_gets_the_sum_of_its_gradient(name, summed, interpret, monke
 
 
 def test_a_bias_is_summed_where_registers_are_left_for_it():
-    assert tuning.sums_bias(1536, False)
-    assert not tuning.sums_bias(2048, False)
-    assert not tuning.sums_bias(1024, True)
+    assert triton.sums_bias(1536, False)
+    assert not triton.sums_bias(2048, False)
+    assert not triton.sums_bias(1024, True)
 
 
 @pytest.mark.gpu
@@ -238,7 +239,7 @@ def test_kernels_lower_for_cuda(shape, per_head, table):
         partial(arrays, shape, head_dim, per_head=per_head, table=table, dtype=BF16)
     )
     step = partial(run, head_dim=head_dim, implementation="triton")
-    with mock.patch.object(triton_support, "unsupported_device", return_value=None):
+    with mock.patch.object(devices, "unsupported_triton_device", return_value=None):
         lowered = jax.jit(step).trace(*shapes).lower(lowering_platforms=("cuda",))
     names = re.findall(r"rms_norm_rotary_(\w+)", lowered.as_text())
     assert sorted(set(names)) == ["backward", "forward", "reduce"]
@@ -295,7 +296,7 @@ def test_a_split_width_needs_statistics_of_each_head():
     ],
 )
 def test_auto_knows_what_was_measured(call, faster):
-    assert tuning.measured_as_faster(*call) is faster
+    assert measured_as_faster(*call) is faster
 
 
 @pytest.mark.parametrize("implementation", [{"implementation": "xla"}, {"interpret": True}])

@@ -20,9 +20,9 @@ from diffusers import (  # noqa: E402
 from encoder_folders import random_vae, write_pipeline  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from alload_jax.encoders.clip_image import ClipImage  # noqa: E402
-from alload_jax.encoders.umt5 import Umt5Text, clean_prompt  # noqa: E402
-from alload_jax.encoders.wan_vae import WanVae  # noqa: E402
+from alload_jax.encoders.image import ClipImage  # noqa: E402
+from alload_jax.encoders.text import Umt5Text, clean_prompt  # noqa: E402
+from alload_jax.encoders.vae import WanVae  # noqa: E402
 from alload_jax.errors import InputError  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -227,7 +227,7 @@ def test_text_embeddings_are_those_of_the_pipeline(folder, text_pipeline):
     with torch.no_grad():
         expected = embed(TEXTS, max_sequence_length=16).numpy()
         alone = [embed(text, max_sequence_length=16)[0] for text in TEXTS]
-    found = ours.encode(TEXTS)
+    found = [ours.tokens(text)["text"] for text in TEXTS]
     lengths = [len(one) for one in found]
     assert lengths[1] == 1  # the end alone
     assert lengths[3] == 16
@@ -251,12 +251,12 @@ def test_a_tokenizer_can_be_a_sentencepiece_model_alone(folder, parts, tmp_path)
     for name, source in (("spiece.model", "spiece"), ("tokenizer_config.json", "tokenizer")):
         data = (folder / source / name).read_bytes()
         (tmp_path / "tokenizer" / name).write_bytes(data)
-    found = Umt5Text(tmp_path, length=16).encode(TEXTS)
-    for one, other in zip(found, Umt5Text(folder, length=16).encode(TEXTS), strict=True):
-        np.testing.assert_array_equal(one, other)
+    ours, theirs = Umt5Text(tmp_path, length=16), Umt5Text(folder, length=16)
+    for text in TEXTS:
+        np.testing.assert_array_equal(ours.tokens(text)["text"], theirs.tokens(text)["text"])
     (tmp_path / "tokenizer" / "spiece.model").write_bytes(b"nothing")
     with pytest.raises(InputError, match="tokenizer: the tokenizer cannot be read"):
-        Umt5Text(tmp_path, length=16).encode(TEXTS)
+        Umt5Text(tmp_path, length=16).tokens("a cat")
 
 
 # ---------------------------------------------------------------- pictures
@@ -279,9 +279,9 @@ def test_image_embeddings_are_those_of_the_pipeline(folder, pipeline):
 def test_configs_are_read_without_pytorch(folder, parts):
     code = (
         "import sys\n"
-        "from alload_jax.encoders.clip_image import ClipImage\n"
-        "from alload_jax.encoders.umt5 import Umt5Text\n"
-        "from alload_jax.encoders.wan_vae import WanVae\n"
+        "from alload_jax.encoders.image import ClipImage\n"
+        "from alload_jax.encoders.text import Umt5Text\n"
+        "from alload_jax.encoders.vae import WanVae\n"
         "vae = WanVae(sys.argv[1])\n"
         "print(vae.stride, vae.channels, Umt5Text(sys.argv[1]).width)\n"
         "print([one.origin() for one in (vae, ClipImage(sys.argv[1]))])\n"
@@ -357,16 +357,16 @@ def test_missing_parts_of_a_folder_are_named(folder, parts, tmp_path):
 
 @pytest.mark.parametrize("missing", ["torch", "diffusers", "transformers"])
 def test_a_missing_package_gives_one_line(folder, parts, monkeypatch, missing):
-    from alload_jax.encoders import devices
+    from alload_jax.encoders import loading
 
-    find = devices.importlib.util.find_spec
+    find = loading.importlib.util.find_spec
     monkeypatch.setattr(
-        devices.importlib.util, "find_spec", lambda name: None if name == missing else find(name)
+        loading.importlib.util, "find_spec", lambda name: None if name == missing else find(name)
     )
-    for encoder, argument in (
-        (WanVae(folder), random_clip("2.1")),
-        (Umt5Text(folder), ["a"]),
-        (ClipImage(folder), random_clip("2.1")[0]),
+    for encode, argument in (
+        (WanVae(folder).encode, random_clip("2.1")),
+        (Umt5Text(folder).tokens, "a"),
+        (ClipImage(folder).encode, random_clip("2.1")[0]),
     ):
         with pytest.raises(InputError, match=r"install alload-jax\[prepare\]"):
-            encoder.encode(argument)
+            encode(argument)

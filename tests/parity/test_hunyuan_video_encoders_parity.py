@@ -21,11 +21,11 @@ from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from alload_jax.encoders import causal_chunks, known  # noqa: E402
-from alload_jax.encoders.clip_image import ClipImage  # noqa: E402
-from alload_jax.encoders.hunyuan_video_text import HunyuanVideoText, glyph_prompt  # noqa: E402
-from alload_jax.encoders.hunyuan_video_vae import HunyuanVideoVae  # noqa: E402
-from alload_jax.encoders.siglip_image import SiglipImage  # noqa: E402
+from alload_jax.encoders import known  # noqa: E402
+from alload_jax.encoders import vae as causal_chunks  # noqa: E402
+from alload_jax.encoders.image import ClipImage, SiglipImage  # noqa: E402
+from alload_jax.encoders.text import HunyuanVideoText, glyph_prompt  # noqa: E402
+from alload_jax.encoders.vae import HunyuanVideoVae  # noqa: E402
 from alload_jax.errors import InputError  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -229,7 +229,7 @@ def test_text_embeddings_are_those_of_the_pipeline(folder, parts, text, tokens):
 
 
 def test_the_instruction_is_that_of_the_pipeline():
-    from alload_jax.encoders import hunyuan_video_text as ours
+    from alload_jax.encoders import text as ours
 
     found = inspect.signature(Pipeline._get_mllm_prompt_embeds).parameters
     assert found["system_message"].default == ours._SYSTEM

@@ -16,8 +16,8 @@ diffusers = pytest.importorskip("diffusers", reason="needs diffusers: install al
 
 from draw_hunyuan_video import call_model  # noqa: E402
 
-from alload_jax.models.common.condition_tokens import ConditionTokens  # noqa: E402
 from alload_jax.models.common.config import ImageConfig, TextConfig  # noqa: E402
+from alload_jax.models.common.embedding import ConditionTokens  # noqa: E402
 from alload_jax.models.common.lora import LoraConfig  # noqa: E402
 from alload_jax.models.common.segments import segments_of  # noqa: E402
 from alload_jax.models.families import (  # noqa: E402
@@ -26,10 +26,8 @@ from alload_jax.models.families import (  # noqa: E402
     read_model_config,
 )
 from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig  # noqa: E402
-from alload_jax.models.hunyuan_video.conversion import export_fields, read_fields  # noqa: E402
-from alload_jax.models.hunyuan_video.weight_table import tensors  # noqa: E402
-from alload_jax.models.lora_export import write_lora  # noqa: E402
-from alload_jax.models.lora_merge import adapters_of  # noqa: E402
+from alload_jax.models.hunyuan_video.family import FAMILY  # noqa: E402
+from alload_jax.models.lora_files import adapters_of, write_lora  # noqa: E402
 from alload_jax.models.weights import load_weights, save_weights  # noqa: E402
 from alload_jax.sharding.mesh import MeshConfig, make_mesh  # noqa: E402
 
@@ -131,7 +129,7 @@ def test_an_export_loads_without_a_warning_and_has_equal_outputs_and_gradients(
     flat, named = flatten_dict(grads, sep="/"), dict(theirs.named_parameters())
     # Biases of the refiner's keys have no gradient but rounding.
     rounding = 1e-4 * max(np.linalg.norm(grad) for grad in flat.values())
-    for tensor in tensors(config):
+    for tensor in FAMILY.tensors(config, "diffusers"):
         grad = named[tensor.key].grad
         wanted = np.zeros(tensor.shape, np.float32) if grad is None else grad.numpy()
         part = flat[tensor.path] if tensor.layer is None else flat[tensor.path][tensor.layer]
@@ -159,11 +157,11 @@ def test_the_published_model_has_diffusers_parameters():
     with torch.device("meta"):
         theirs = diffusers.HunyuanVideo15Transformer3DModel()
     fields = {k: list(v) if isinstance(v, tuple) else v for k, v in theirs.config.items()}
-    config = read_fields(fields)
+    config = FAMILY.read_fields(fields)
     assert parameter_count(config) == sum(p.numel() for p in theirs.parameters()) == 8_326_608_160
-    ours = {tensor.key: tensor.shape for tensor in tensors(config)}
+    ours = {tensor.key: tensor.shape for tensor in FAMILY.tensors(config, "diffusers")}
     assert ours == {key: tuple(value.shape) for key, value in theirs.state_dict().items()}
-    exported = {k: v for k, v in export_fields(config).items() if not k.startswith("_")}
+    exported = {k: v for k, v in FAMILY.export_fields(config).items() if not k.startswith("_")}
     assert exported == {k: v for k, v in fields.items() if not k.startswith("_")}
 
 

@@ -16,8 +16,8 @@ import diffusers  # noqa: E402
 import torch  # noqa: E402
 from hunyuan_video_folders import random_transformer, write_pipeline  # noqa: E402
 
-from alload_jax.encoders.hunyuan_video_text import HunyuanVideoText  # noqa: E402
-from alload_jax.encoders.siglip_image import SiglipImage  # noqa: E402
+from alload_jax.encoders.image import SiglipImage  # noqa: E402
+from alload_jax.encoders.text import HunyuanVideoText  # noqa: E402
 
 pytestmark = pytest.mark.parity
 

@@ -17,9 +17,12 @@ peft = pytest.importorskip("peft", reason="needs PEFT: install alload-jax[parity
 from alload_jax.models.common.config import ImageConfig, TextConfig  # noqa: E402
 from alload_jax.models.common.lora import LoraConfig  # noqa: E402
 from alload_jax.models.families import abstract_model  # noqa: E402
-from alload_jax.models.lora_export import write_lora  # noqa: E402
-from alload_jax.models.lora_files import read_lora  # noqa: E402
-from alload_jax.models.lora_merge import adapters_of, merge_file  # noqa: E402
+from alload_jax.models.lora_files import (  # noqa: E402
+    adapters_of,
+    merge_file,
+    read_lora,
+    write_lora,
+)
 from alload_jax.models.wan.config import WanConfig  # noqa: E402
 from alload_jax.models.weights import save_weights  # noqa: E402
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from alload_jax.diffusion.loss_weighting import loss_weight
-from alload_jax.diffusion.timesteps import TimestepConfig, sample_sigma
+from alload_jax.diffusion.timesteps import TimestepConfig, loss_weight, sample_sigma
 
 pytestmark = pytest.mark.parity
 

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +19,13 @@ from diffusers import (  # noqa: E402
     WanPipeline,
 )
 from encoder_folders import random_vae, write_pipeline  # noqa: E402
+from patience import wait_until  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from alload_jax import cli  # noqa: E402
 from alload_jax.data.manifest import read_manifest  # noqa: E402
 from alload_jax.data.store import StoreReader  # noqa: E402
-from alload_jax.encoders import devices  # noqa: E402
+from alload_jax.encoders import loading  # noqa: E402
 from alload_jax.errors import run_command  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -175,14 +175,14 @@ def test_the_origin_names_the_encoders(parts, whole):
 def test_a_killed_run_with_workers_goes_on_to_the_same_bytes(parts, media, whole, tmp_path, capfd):
     out = tmp_path / "out"
     workers = (*flags(parts[0], *ALL), "--workers", "2")
-    argv = [sys.executable, "-m", "alload_jax.cli", "prepare", "media", str(media), "--out"]
+    (held := tmp_path / "held").touch()
+    program = Path(__file__).parents[1] / "data" / "held_prepare.py"
+    argv = [sys.executable, str(program), "prepare", "media", str(media), "--out"]
     argv += [str(out), *TINY, *workers]
-    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    own = {"PYTHONPATH": str(Path(cli.__file__).parents[1]), "HELD": f"1 {held}"}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    started = subprocess.Popen(argv, env=environment, **quiet)
-    end = time.monotonic() + 120
-    while not list(tmp_path.glob("out.partial/*.parquet")) and time.monotonic() < end:
-        time.sleep(0.01)
+    started = subprocess.Popen(argv, env=os.environ | own, **quiet)
+    wait_until(lambda: list(tmp_path.glob("out.partial/shard-*.parquet")), started)
     started.send_signal(signal.SIGKILL)
     started.wait()
     assert not out.exists()
@@ -235,9 +235,9 @@ def test_the_vae_of_the_5b_model_needs_no_given_frames(media, tmp_path, capsys):
 
 @pytest.mark.parametrize("missing", ["torch", "diffusers", "transformers"])
 def test_a_missing_package_gives_one_line(parts, media, tmp_path, capsys, monkeypatch, missing):
-    find = devices.importlib.util.find_spec
+    find = loading.importlib.util.find_spec
     monkeypatch.setattr(
-        devices.importlib.util,
+        loading.importlib.util,
         "find_spec",
         lambda name, *rest: None if name == missing else find(name, *rest),
     )

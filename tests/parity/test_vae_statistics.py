@@ -5,7 +5,7 @@ import inspect
 import numpy as np
 import pytest
 
-from alload_jax.data.sources.vae_statistics import normalized
+from alload_jax.data.sources.files import normalized
 
 pytestmark = pytest.mark.parity
 

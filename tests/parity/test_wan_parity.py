@@ -20,8 +20,7 @@ from alload_jax.models.families import (  # noqa: E402
     read_model_config,
 )
 from alload_jax.models.wan.config import WanConfig  # noqa: E402
-from alload_jax.models.wan.conversion import export_fields  # noqa: E402
-from alload_jax.models.wan.weight_table import tensors  # noqa: E402
+from alload_jax.models.wan.family import FAMILY  # noqa: E402
 from alload_jax.models.weights import load_weights, save_weights  # noqa: E402
 from alload_jax.sharding.mesh import MeshConfig, make_mesh  # noqa: E402
 
@@ -113,9 +112,9 @@ def test_there_and_back_is_bit_exact(name, tmp_path, caplog):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_original_names_are_those_that_diffusers_converts(name):
     config = CONFIGS[name]
-    ours = [(t.key, np.asarray(n)) for n, t in enumerate(tensors(config, "original"))]
+    ours = [(t.key, np.asarray(n)) for n, t in enumerate(FAMILY.tensors(config, "original"))]
     converted = CONVERTED.convert_wan_transformer_to_diffusers(dict(ours))
-    expected = {t.key: n for n, t in enumerate(tensors(config, "diffusers"))}
+    expected = {t.key: n for n, t in enumerate(FAMILY.tensors(config, "diffusers"))}
     assert {key: int(value) for key, value in converted.items()} == expected
 
 
@@ -124,7 +123,7 @@ def test_original_names_are_those_that_diffusers_converts(name):
 )
 def test_wan_configs_have_diffusers_parameter_count(name):
     model = read_config(["--config", f"configs/{name}.yaml"]).model
-    fields = {k: v for k, v in export_fields(model).items() if not k.startswith("_")}
+    fields = {k: v for k, v in FAMILY.export_fields(model).items() if not k.startswith("_")}
     with torch.device("meta"):
         theirs = diffusers.WanTransformer3DModel(**fields)
     assert parameter_count(model) == sum(p.numel() for p in theirs.parameters())

@@ -11,8 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from alload_jax.errors import InputError
-from alload_jax.planning.geometry import Geometry
-from alload_jax.planning.samples import Samples, samples_from_columns
+from alload_jax.planning.samples import Geometry, Samples, samples_from_columns
 from alload_jax.planning.settings import PlanningConfig
 
 POLICIES = ("fixed", "equal_tokens", "sorted", "dual_constraint")

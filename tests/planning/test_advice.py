@@ -3,12 +3,11 @@
 import numpy as np
 from planning_cases import of_lengths
 
-from alload_jax.planning.advice import advice
 from alload_jax.planning.cost import CostFile, QuadraticCost
 from alload_jax.planning.factory import with_best_context
+from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.study import Study
-from alload_jax.planning.topology import RankTopology
+from alload_jax.planning.study import Study, advice
 from alload_jax.planning.workloads import make_workload
 
 WAN = CostFile(quadratic=QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4))

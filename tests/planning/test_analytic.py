@@ -12,9 +12,12 @@ import pytest
 from planning_cases import refusal
 
 from alload_jax.models.common.config import ImageConfig, TextConfig
-from alload_jax.models.common.length_classes import launched_tokens
+from alload_jax.models.common.cudnn import launched_tokens
 from alload_jax.models.families import parameter_count
+from alload_jax.models.hunyuan_video.costs import HUNYUAN_VIDEO_1_5
 from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.costs import WAN_1_3B as WAN
+from alload_jax.models.wan.costs import WAN_14B, WanArchitecture
 from alload_jax.planning.analytic import (
     ALL_TRAINED,
     STATE_BYTES,
@@ -26,10 +29,7 @@ from alload_jax.planning.analytic import (
     step_cost,
     step_memory,
 )
-from alload_jax.planning.architectures.hunyuan_video import HUNYUAN_VIDEO_1_5
-from alload_jax.planning.architectures.registry import architecture_named, from_fields
-from alload_jax.planning.architectures.wan import WAN_1_3B as WAN
-from alload_jax.planning.architectures.wan import WAN_14B, WanArchitecture
+from alload_jax.planning.architecture import architecture_named, from_fields
 from alload_jax.planning.cost import bucketed_cost, read_cost_file, write_cost_file
 from alload_jax.planning.devices import DEVICES, device_named
 
@@ -294,6 +294,20 @@ def test_shards_share_the_state():
     whole, shared = (step_memory(WAN, H200, "full", shards) for shards in (1, 8))
     assert shared.base - WORKSPACE_BYTES == (whole.base - WORKSPACE_BYTES) / 8
     assert shared.per_token == whole.per_token
+
+
+def test_replicas_share_all_of_the_state_but_the_weights():
+    """As arrays of ZeRO: each replica holds float32 weights, and frozen ones, whole."""
+    lora = Trained(1_000_000, "bfloat16")
+    total = WAN.parameters()
+    for trained, count, whole in (
+        (ALL_TRAINED, total, 4 * total),
+        (lora, 1_000_000, 4 * 1_000_000 + 2 * (total - 1_000_000)),
+    ):
+        given = step_memory(WAN, H200, "full", 2, trained, replicas=8)
+        expected = (whole + 20 * count / 8) / 2
+        assert given.base - WORKSPACE_BYTES == pytest.approx(expected, abs=1)
+        assert given.per_token == step_memory(WAN, H200, "full", 2, trained).per_token
 
 
 @pytest.mark.parametrize(("dtype", "bytes_"), [("float32", 4), ("bfloat16", 2)])

@@ -10,24 +10,22 @@ from planning_cases import refusal, write_json
 
 from alload_jax import cli
 from alload_jax.errors import run_command
+from alload_jax.models.wan.costs import WAN_1_3B, WanArchitecture
 from alload_jax.planning.analytic import (
     WORKSPACE_BYTES,
     analytic_costs,
     bytes_per_split_token,
     step_cost,
 )
-from alload_jax.planning.architectures.architecture import (
+from alload_jax.planning.architecture import (
     ActivationCounts,
     Architecture,
     ForwardFlops,
-)
-from alload_jax.planning.architectures.registry import (
     architecture_named,
     from_fields,
     model_names,
     register_architecture,
 )
-from alload_jax.planning.architectures.wan import WAN_1_3B, WanArchitecture
 from alload_jax.planning.cost import FORMAT, read_cost_file
 from alload_jax.planning.devices import DEVICES
 

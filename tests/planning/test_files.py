@@ -15,7 +15,7 @@ from alload_jax import cli
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.cost import FORMAT
 from alload_jax.planning.factory import make_plan
-from alload_jax.planning.files import METADATA_KEY, plan_table, write_plan
+from alload_jax.planning.plan import METADATA_KEY, plan_table, write_plan
 
 COLUMNS = [
     "epoch",

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import SHAPES, examples, refusal, tokens
 
-from alload_jax.planning.geometry import Geometry, divisible
+from alload_jax.planning.samples import Geometry, divisible
 
 TRIPLES = st.tuples(*[st.integers(1, 9)] * 3)
 

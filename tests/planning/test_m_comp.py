@@ -6,14 +6,12 @@ from planning_cases import of_lengths, refusal
 
 from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost
 from alload_jax.planning.factory import m_comp_curve, make_plan
-from alload_jax.planning.m_comp import longest_alone, search_m_comp
 from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.policies.balanced import Balanced
-from alload_jax.planning.policies.dual_constraint import DualConstraint
-from alload_jax.planning.policies.equal_tokens import EqualTokens
-from alload_jax.planning.predicted_time import makespan
+from alload_jax.planning.policies.bucketed import DualConstraint, EqualTokens
+from alload_jax.planning.policies.policy import RankTopology
+from alload_jax.planning.policies.search import longest_alone, makespan, search_m_comp
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.topology import RankTopology
 from alload_jax.planning.workloads import make_workload
 
 LENGTHS = [100] * 400 + [400] * 100 + [2000] * 20

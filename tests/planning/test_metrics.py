@@ -20,8 +20,8 @@ from alload_jax.planning.metrics import (
     step_metrics,
 )
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.topology import RankTopology
+from alload_jax.planning.policies.bucketed import Fixed
+from alload_jax.planning.policies.policy import RankTopology
 
 COSTS = st.integers(1, 9).flatmap(
     lambda ranks: st.lists(

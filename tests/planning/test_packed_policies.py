@@ -1,5 +1,8 @@
 """Properties of every packed plan on random data, and the balance of `balanced` on workloads."""
 
+import cProfile
+import pstats
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,27 +15,21 @@ from alload_jax.planning.cost import (
     QuadraticCost,
     empty_row_cost,
     marginal_cost,
+    micro_batch_costs,
 )
 from alload_jax.planning.epoch import RowShape
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics, repeated_neighbours, step_metrics
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies import row_filling
+from alload_jax.planning.policies import filling, grouping
 from alload_jax.planning.policies.balanced import Balanced
-from alload_jax.planning.policies.first_fit import FirstFit, first_fit_decreasing
-from alload_jax.planning.policies.greedy import UNPLACED, Bins, assign_greedily, target_load
-from alload_jax.planning.policies.grouping import (
-    EMPTY,
-    SampleBounds,
-    Units,
-    group_into_steps,
-)
-from alload_jax.planning.policies.row_filling import STRATEGIES
-from alload_jax.planning.policies.step_order import MOST_CORRELATION
-from alload_jax.planning.predicted_time import makespan
+from alload_jax.planning.policies.filling import STRATEGIES
+from alload_jax.planning.policies.grouping import EMPTY, SampleBounds, Units, group_into_steps
+from alload_jax.planning.policies.packed import MOST_CORRELATION, FirstFit, first_fit_decreasing
+from alload_jax.planning.policies.policy import RankTopology
+from alload_jax.planning.policies.search import makespan
+from alload_jax.planning.policies.splitting import UNPLACED, Bins, assign_greedily, target_load
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.step_costs import micro_batch_costs
-from alload_jax.planning.topology import RankTopology
 from alload_jax.planning.workloads import make_workload
 
 WAN = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
@@ -411,7 +408,7 @@ def test_the_window_takes_the_fastest_of_its_ways_to_fill_rows(name, m_mem, spre
     policy = Balanced(m_mem, WAN, sample_spread=spread)
     together = efficiency(Plan(samples, policy, topology, seed=0))
     for strategy in STRATEGIES:
-        monkeypatch.setattr(row_filling, "STRATEGIES", (strategy,))
+        monkeypatch.setattr(filling, "STRATEGIES", (strategy,))
         assert together >= 0.998 * efficiency(Plan(samples, policy, topology, seed=0))
 
 
@@ -561,8 +558,25 @@ def test_a_giant_is_split_by_context_auto():
     assert plan.policy.context > 4
 
 
-@pytest.mark.timeout(60)
-def test_few_ranks_with_samples_that_fill_rows_alone_are_planned_in_seconds():
+def test_few_ranks_with_samples_that_fill_rows_alone_are_planned_in_seconds(monkeypatch):
+    """Counted in calls of functions, 5 million; steps under the bound on samples are made once."""
+    by_cost, enriched, made = grouping._by_cost, grouping._enriched_steps, []
+
+    def counted(*given):
+        found = by_cost(*given)
+        made.append(len(found[0]))
+        return found
+
+    def made_once(*given):
+        made.clear()
+        steps, rest = enriched(*given)
+        assert sum(made) <= len(steps)
+        return steps, rest
+
+    monkeypatch.setattr(grouping, "_by_cost", counted)
+    monkeypatch.setattr(grouping, "_enriched_steps", made_once)
     lengths = np.random.default_rng(0).permutation([333] * 6452 + [33_390] * 6452)
-    plan = planned(lengths.tolist(), 2, 33_408)
+    profile = cProfile.Profile()
+    plan = profile.runcall(planned, lengths.tolist(), 2, 33_408)
     assert plan.epoch(0).steps > 1000
+    assert pstats.Stats(profile).total_calls < 15e6

@@ -10,10 +10,10 @@ from planning_cases import MODES, POLICIES, cases, examples, manifests, of_lengt
 
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.plan import Plan, current_identity
-from alload_jax.planning.policies.fixed import Fixed
+from alload_jax.planning.policies.bucketed import Fixed
+from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.topology import RankTopology
 from alload_jax.planning.workloads import make_workload
 
 

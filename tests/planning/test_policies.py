@@ -12,9 +12,7 @@ from planning_cases import cases, examples, of_lengths, of_shapes, refusal
 from alload_jax.planning.cost import CostFile, QuadraticCost
 from alload_jax.planning.factory import make_plan, make_policy
 from alload_jax.planning.metrics import plan_metrics
-from alload_jax.planning.policies.dual_constraint import DualConstraint
-from alload_jax.planning.policies.equal_tokens import EqualTokens
-from alload_jax.planning.policies.fixed import Fixed
+from alload_jax.planning.policies.bucketed import DualConstraint, EqualTokens, Fixed
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import make_workload
 

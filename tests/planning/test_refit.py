@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import examples, refusal
 
-from alload_jax.planning.cost import CostFile, QuadraticCost
+from alload_jax.planning.cost import CostFile, QuadraticCost, micro_batch_costs, micro_batch_terms
 from alload_jax.planning.factory import make_plan
+from alload_jax.planning.fit import LEAST, MOST, CostFilter, fit_run
 from alload_jax.planning.metrics import step_metrics
-from alload_jax.planning.refit import LEAST, MOST, CostFilter, fit_run
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.step_costs import micro_batch_costs, micro_batch_terms
 from alload_jax.planning.workloads import make_workload
 
 PLANNED = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)

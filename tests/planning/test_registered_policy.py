@@ -9,6 +9,7 @@ import pytest
 from planning_cases import of_lengths, refusal
 
 from alload_jax import cli
+from alload_jax.config import read_config
 from alload_jax.errors import run_command
 from alload_jax.planning.cost import CostFile, QuadraticCost
 from alload_jax.planning.epoch import RowShape
@@ -24,12 +25,24 @@ COST = QuadraticCost(1.0, 1e-3, 1e-6)
 LENGTHS = [50] * 40 + [200] * 20 + [900] * 5
 
 
+@dataclass(frozen=True)
+class HalfFullConfig(PlanningConfig):
+    """The settings of `HalfFull`.
+
+    Attributes:
+      share: of memory.
+    """
+
+    share: float = 0.5
+
+
 @register_policy
 @dataclass(frozen=True)
 class HalfFull(Bucketed):
     """As many rows as fill a share of memory, or as M_comp allows."""
 
     name: ClassVar[str] = "half_full"
+    config: ClassVar[type] = HalfFullConfig
     has_m_comp: ClassVar[bool] = True
     has_options: ClassVar[bool] = True
 
@@ -38,8 +51,8 @@ class HalfFull(Bucketed):
     m_comp: float | None = None
 
     @classmethod
-    def from_config(cls, config, costs):
-        share = (config.options or {}).get("share", 0.5)
+    def from_config(cls, config: HalfFullConfig, costs):
+        share = (config.options or {}).get("share", config.share)
         return cls(config.required_m_mem(costs), share, config.m_comp_value)
 
     def rows_per_bucket(self, buckets):
@@ -104,6 +117,26 @@ def test_options_and_m_comp_reach_the_policy():
     assert plan_of("half_full", options={"share": 1.0}).policy.share == 1.0
     assert plan_of("half_full", m_comp="longest").policy.m_comp == 900
     assert plan_of("half_full", m_comp="auto").policy.m_comp >= 50
+
+
+def test_settings_of_its_own_are_keys_and_flags(capsys, tmp_path):
+    file = tmp_path / "config.yaml"
+    text = (
+        "run: {{folder: r}}\ndata: {{folder: d}}\nplanning: {{policy: half_full, m_mem: 66816{}}}\n"
+    )
+    file.write_text(text.format(", share: 0.25"))
+    planning = read_config(["--config", str(file)]).planning
+    assert planning == HalfFullConfig("half_full", m_mem=66816, share=0.25)
+    command = ["plan", "--workload", "wan-480p", "--size", "300", "--ranks", "4", "--json"]
+    command += ["--config", str(file)]
+    for flags, share in ([], 0.25), (["--share", "0.75"], 0.75):
+        assert run_command(cli.main, [*command, *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["plan"]["share"] == share
+    assert run_command(cli.main, [*command, "--policy", "equal_tokens"]) == 0
+    assert "share" not in json.loads(capsys.readouterr().out)["plan"]
+    for wrong, named in ((", share: half", "planning.share"), (", chare: 1", "planning.share?")):
+        file.write_text(text.format(wrong))
+        assert named in refusal(read_config, ["--config", str(file)])
 
 
 def test_unsupported_settings_of_a_policy_are_refused():

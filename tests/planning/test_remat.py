@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import refusal
 
+from alload_jax.models.hunyuan_video.costs import HUNYUAN_VIDEO_1_5
+from alload_jax.models.wan.costs import WAN_1_3B, WAN_14B, WanArchitecture
 from alload_jax.planning.analytic import SHORTEST, Trained, step_cost, step_memory
-from alload_jax.planning.architectures.hunyuan_video import HUNYUAN_VIDEO_1_5
-from alload_jax.planning.architectures.wan import WAN_1_3B, WAN_14B, WanArchitecture
 from alload_jax.planning.cost import bucketed_cost
 from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.remat import LADDER, OFFLOADED, choose_remat, host_bytes
@@ -117,6 +117,11 @@ def test_shards_and_adapters_leave_room_to_keep_more():
     assert choose(WAN_14B, tokens, 140, trained=lora).policies != ("offload",)
     alone, more = (choose(WAN_14B, tokens, 110, shards=n, host_budget=0) for n in (8, 16))
     assert more.seconds < alone.seconds
+
+
+def test_replicas_leave_room_to_keep_more():
+    alone, many = (choose(WAN_1_3B, 32_760, 52, replicas=n, host_budget=0) for n in (1, 8))
+    assert many.seconds < alone.seconds
 
 
 def test_one_gradient_and_few_rows_leave_room_to_keep_more():

@@ -13,18 +13,16 @@ from hypothesis import strategies as st
 from planning_cases import MODES, examples, of_lengths, refusal
 
 from alload_jax.planning.cost import PowerCost, QuadraticCost
+from alload_jax.planning.epoch import Repeats, noise_epoch
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.balanced import Balanced
-from alload_jax.planning.policies.dual_constraint import DualConstraint
-from alload_jax.planning.policies.equal_tokens import EqualTokens
-from alload_jax.planning.policies.first_fit import FirstFit
-from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.policies.sorted import Sorted
-from alload_jax.planning.repeats import Repeats, noise_epoch
+from alload_jax.planning.policies.bucketed import DualConstraint, EqualTokens, Fixed, Sorted
+from alload_jax.planning.policies.packed import FirstFit
+from alload_jax.planning.policies.policy import RankTopology
+from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.topology import RankTopology
 
 EPOCHS = 4
 WEIGHTS = st.sampled_from([0.3, 0.5, 1.0, 1.5, 2.0, 3.0, 2.75]) | st.integers(1, 4000).map(
@@ -236,7 +234,7 @@ class Once(EqualTokens):
     """A policy that does not know of weights."""
 
     def plan_epoch(self, samples, topology, rng):
-        return super().plan_epoch(samples.once(), topology, rng)
+        return super().plan_epoch(Samples(samples.shape, samples.seq_len), topology, rng)
 
 
 def test_a_policy_that_places_every_sample_once_is_refused():

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 from planning_cases import of_lengths, refusal
 
-from alload_jax.planning.advice import advice
 from alload_jax.planning.cost import CostFile, QuadraticCost
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.predicted_time import makespan
+from alload_jax.planning.policies.policy import RankTopology
+from alload_jax.planning.policies.search import makespan
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.study import Study
-from alload_jax.planning.topology import RankTopology
+from alload_jax.planning.study import Study, advice
 
 COSTS = CostFile(quadratic=QuadraticCost(0.044, 2.0e-5, 1.2e-9, 1.1e-3))
 """About seconds of Wan 2.1's 1.3B model on an H200."""

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import examples, manifests, of_lengths, of_shapes, refusal
 
-from alload_jax.planning.geometry import Geometry
-from alload_jax.planning.samples import Samples, read_samples, samples_from_columns
+from alload_jax.planning.samples import Geometry, Samples, read_samples, samples_from_columns
 
 WRONG_VALUES = [0, -3, 2.5, float("nan"), float("inf"), -0.0]
 

@@ -12,14 +12,11 @@ from planning_cases import examples, of_lengths, refusal, write_json
 
 import alload_jax.planning
 from alload_jax.planning.cost import FORMAT, CostFile, PowerCost, QuadraticCost, bucketed_cost
-from alload_jax.planning.factory import make_plan, make_policy
+from alload_jax.planning.factory import RunLength, choose_policy, make_plan, make_policy
 from alload_jax.planning.metrics import programs_of
-from alload_jax.planning.policies.dual_constraint import DualConstraint
-from alload_jax.planning.policies.equal_tokens import EqualTokens
-from alload_jax.planning.policies.fixed import Fixed
+from alload_jax.planning.policies.bucketed import DualConstraint, EqualTokens, Fixed
 from alload_jax.planning.policies.registry import PORTFOLIO, find_policy
-from alload_jax.planning.portfolio import RunLength, choose_policy
-from alload_jax.planning.predicted_time import makespan
+from alload_jax.planning.policies.search import makespan
 from alload_jax.planning.settings import PlanningConfig, case_name, policy_config
 
 QUADRATIC = {"c0": 1e-3, "c1": 1e-6, "c2": 1e-11}
@@ -160,7 +157,7 @@ def test_planning_needs_no_jax():
             alload_jax.planning.__path__, prefix="alload_jax.planning."
         )
     ]
-    assert "alload_jax.planning.policies.dual_constraint" in modules
+    assert "alload_jax.planning.policies.bucketed" in modules
     code = f"import sys, {', '.join(modules)}; print([m for m in sys.modules if m[:3] == 'jax'])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

@@ -3,11 +3,10 @@ import pytest
 from planning_cases import of_lengths
 
 from alload_jax.planning.cost import PowerCost, QuadraticCost
-from alload_jax.planning.metrics import plan_metrics
+from alload_jax.planning.metrics import SimulationSettings, plan_metrics, simulate
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies.fixed import Fixed
-from alload_jax.planning.simulation import SimulationSettings, simulate
-from alload_jax.planning.topology import RankTopology
+from alload_jax.planning.policies.bucketed import Fixed
+from alload_jax.planning.policies.policy import RankTopology
 
 LINEAR = PowerCost(1.0)
 

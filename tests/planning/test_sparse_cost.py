@@ -10,24 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import examples, of_lengths, refusal
 
+from alload_jax.models.wan.costs import WAN_1_3B
 from alload_jax.planning.analytic import analytic_costs
-from alload_jax.planning.architectures.wan import WAN_1_3B
 from alload_jax.planning.cost import (
     CostFile,
     QuadraticCost,
     SparseTerms,
     bucketed_cost,
     marginal_cost,
+    micro_batch_costs,
+    micro_batch_terms,
     read_cost_file,
     write_cost_file,
 )
 from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.factory import make_plan
-from alload_jax.planning.fit import Point, SparsePoint, fit_sparse, predicted_sparse
-from alload_jax.planning.metrics import plan_metrics
-from alload_jax.planning.refit import CostFilter, fit_run
+from alload_jax.planning.fit import (
+    CostFilter,
+    Point,
+    SparsePoint,
+    fit_run,
+    fit_sparse,
+    predicted_sparse,
+)
+from alload_jax.planning.metrics import SimulationSettings, plan_metrics, simulate
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.simulation import SimulationSettings, simulate
 from alload_jax.planning.sparse_cost import (
     SparseCost,
     SparseLayers,
@@ -36,7 +43,6 @@ from alload_jax.planning.sparse_cost import (
     with_layers,
     without_layers,
 )
-from alload_jax.planning.step_costs import micro_batch_costs, micro_batch_terms
 
 WAN = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
 TERMS = SparseTerms(1.4e-9, 1.5e-6, 6e-12)

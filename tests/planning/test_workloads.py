@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from planning_cases import refusal
 
-from alload_jax.planning.geometry import Geometry
+from alload_jax.planning.samples import Geometry
 from alload_jax.planning.workloads import AREAS, ASPECT_RATIOS, make_workload, names
 
 MANY = 200_000

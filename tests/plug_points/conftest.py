@@ -12,7 +12,7 @@ from counting import CountConfig, HalfVelocity, MeanBrightness, Ramps
 from alload_jax.data.datasets.dataset import DATASETS
 from alload_jax.models.families import FAMILIES
 from alload_jax.objectives.objective import OBJECTIVES
-from alload_jax.planning.architectures.registry import register_architecture
+from alload_jax.planning.architecture import register_architecture
 from alload_jax.sampling.evaluators.evaluator import EVALUATORS
 from alload_jax.sharding.mesh import make_mesh
 from alload_jax.training.callbacks.callback import CALLBACKS
@@ -41,11 +41,11 @@ def train(tmp_path, data, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     from alload_jax.run import main as program
-    from alload_jax.run import work
+    from alload_jax.run import training
 
     def run(*flags, folder="run", devices=1, **changes):
         some = jax.devices()[:devices]
-        monkeypatch.setattr(work, "make_mesh", lambda config: make_mesh(config, some))
+        monkeypatch.setattr(training, "make_mesh", lambda config: make_mesh(config, some))
         config = {
             "run": {"folder": str(tmp_path / folder), "steps": 6},
             "data": {"folder": str(data)},

@@ -15,15 +15,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.common.named_tensors import Tensor
-from alload_jax.models.common.output import Output, by_sample
-from alload_jax.models.common.patches import patchify, unpatchify
+from alload_jax.models.common.parts import Output, by_sample, patchify, unpatchify
+from alload_jax.models.common.safetensor_files import Tensor
 from alload_jax.models.families import Family
-from alload_jax.planning.architectures.architecture import (
-    ActivationCounts,
-    Architecture,
-    ForwardFlops,
-)
+from alload_jax.planning.architecture import ActivationCounts, Architecture, ForwardFlops
 
 STATISTIC, LOSS = "mean_square", "predictor_loss"
 

@@ -1,11 +1,21 @@
-"""Parts of charts: axes, bins, classes of lengths, and short numbers."""
+"""Parts of charts: colours, axes, bins, classes of lengths, and short numbers."""
 
 import numpy as np
 import pytest
 
-from alload_jax.report.charts import binned, compact, linear_axis, log_axis
-from alload_jax.report.plan_figures import percent, show, show_cost
-from alload_jax.report.plan_lengths import LengthClasses
+from alload_jax.report.charts import (
+    COLOURS,
+    binned,
+    compact,
+    new_axes,
+    percent,
+    scale_x_log,
+    scale_y,
+    show_cost,
+    svg,
+)
+from alload_jax.report.plan_charts import LengthClasses
+from alload_jax.report.plan_figures import show
 
 
 @pytest.mark.parametrize(("low", "high", "count"), [(5, 5, 1), (4, 272, 6), (100, 199, 1)])
@@ -28,11 +38,23 @@ def test_binned_keeps_mean_and_maximum():
 
 @pytest.mark.parametrize("high", [1e-9, 0.013, 0.5, 1.0, 3.0, 4.9, 37, 9.99e11])
 def test_axes_reach_beyond_the_values(high):
-    axis = linear_axis(high, "t")
-    assert high <= axis.high * 1.0001 <= 2.01 * high
-    assert 3 <= len(axis.ticks) <= 7
-    assert len({tick.value for tick in axis.ticks}) == len(axis.ticks)
-    assert len(log_axis(1, 1 + high, "t").ticks) >= 2
+    _, (axes,) = new_axes(300, 200)
+    scale_y(axes, high, "t")
+    scale_x_log(axes, 1, 1 + high, "t")
+    assert high <= axes.get_ylim()[1] <= 1.1 * high
+    for axis, (low, top) in ((axes.yaxis, axes.get_ylim()), (axes.xaxis, axes.get_xlim())):
+        ticks = [tick for tick in axis.get_majorticklocs() if low <= tick <= top]
+        assert len(ticks) >= 2
+
+
+def test_colours_are_those_of_the_style_sheet():
+    assert len(set(COLOURS.values())) == len(COLOURS) >= 15
+    figure, (axes,) = new_axes(300, 200)
+    axes.axhspan(0, 1, facecolor=COLOURS["s3"])
+    text = svg(figure, "name", 'a "label"')
+    assert "fill: var(--s3)" in text
+    assert COLOURS["s3"] not in text
+    assert 'aria-label="a &quot;label&quot;"' in text
 
 
 def test_numbers_are_short():
@@ -51,5 +73,4 @@ def test_numbers_are_short():
         *("20 µs", "20 ms", "90 s", "15 min", "25 h"),
     ]
     assert show_cost(5.72e9, "") == "5.72×10⁹"
-    assert show("unheard_of", 1.23456) == "1.235"
     assert show("idle", None) == "–"

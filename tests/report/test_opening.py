@@ -7,7 +7,7 @@ from alload_jax.planning.cost import PowerCost, QuadraticCost
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.report.opening import Opening, changed_settings, opening_lines, unused_settings
+from alload_jax.report.summary import Opening, changed_settings, opening_lines, unused_settings
 
 
 def samples_of(lengths):

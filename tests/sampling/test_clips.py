@@ -7,9 +7,8 @@ import safetensors
 from PIL import Image
 
 from alload_jax.errors import InputError
-from alload_jax.sampling import clips
-from alload_jax.sampling.clips import check_format, write_clip
-from alload_jax.sampling.frames import to_bytes
+from alload_jax.sampling import pictures
+from alload_jax.sampling.pictures import check_format, to_bytes, write_clip
 
 
 def clip(frames=3, height=4, width=6, channels=1):
@@ -77,7 +76,7 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
         path.write_text("half")
         raise OSError("no space")
 
-    monkeypatch.setattr(clips, "write_frames", fail)
+    monkeypatch.setattr(pictures, "write_frames", fail)
     (tmp_path / "x.gif").write_text("old")
     with pytest.raises(InputError, match=r"x.gif: cannot be written \(no space\); free disk space"):
         write_clip(tmp_path / "x.gif", clip(), {})
@@ -109,7 +108,7 @@ def test_what_cannot_be_written_so_is_refused(tmp_path, name, size, channels, me
 
 def test_mp4_without_its_package_is_refused(monkeypatch, tmp_path):
     check_format("--out", tmp_path / "x.mp4", (2, 8, 8), 1)
-    monkeypatch.setattr(clips, "has_mp4", lambda: False)
+    monkeypatch.setattr(pictures, "has_mp4", lambda: False)
     with pytest.raises(InputError, match=r"install alload-jax\[media\], or choose .gif"):
         check_format("--out", tmp_path / "x.mp4", (2, 8, 8), 1)
 

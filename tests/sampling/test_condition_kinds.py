@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from alload_jax.data.prepare.byte_text import ByteText
+from alload_jax.data.prepare.encoders import ByteText
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
 from alload_jax.sampling.conditions import arrays_of
 from alload_jax.sampling.encoders import Encoders
-from alload_jax.sampling.request_checks import check_request
-from alload_jax.sampling.requests import RawRequest, Target
+from alload_jax.sampling.requests import RawRequest, Target, check_request
 
 MODEL = HunyuanVideoConfig(
     dim=16,

@@ -9,9 +9,8 @@ import pytest
 
 from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.models.wan.config import WanConfig
-from alload_jax.sampling.decoding import decoded, family_fps
-from alload_jax.sampling.encoders import Encoders
-from alload_jax.sampling.given import as_latent
+from alload_jax.sampling.conditions import decoded, family_fps
+from alload_jax.sampling.encoders import Encoders, as_latent
 from alload_jax.sampling.requests import Request, Target
 
 VAE = SimpleNamespace(decode=lambda latents: np.zeros((len(latents), 8, 8, 3), np.uint8))

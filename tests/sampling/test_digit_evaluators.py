@@ -9,8 +9,7 @@ import pytest
 from alload_jax.data.datasets.digits import DIGIT, load_digits
 from alload_jax.errors import InputError
 from alload_jax.models.wan.config import WanConfig
-from alload_jax.sampling.evaluators.digit_accuracy import DigitAccuracy
-from alload_jax.sampling.evaluators.digit_motion import DigitMotion, jerk_over_travel
+from alload_jax.sampling.evaluators.digits import DigitAccuracy, DigitMotion, jerk_over_travel
 from alload_jax.sampling.evaluators.evaluator import Drawing
 
 IMAGES, LABELS = load_digits()

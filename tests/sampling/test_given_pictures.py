@@ -7,7 +7,7 @@ from PIL import Image
 from alload_jax.data.prepare.images import decode_image
 from alload_jax.data.prepare.sources import Source
 from alload_jax.errors import InputError
-from alload_jax.sampling.given import read_picture
+from alload_jax.sampling.encoders import read_picture
 
 TURNED = 6
 """EXIF: the picture is shown a quarter turn clockwise, as phones write it."""

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from alload_jax.errors import InputError
-from alload_jax.sampling import samples
+from alload_jax.sampling import config
 from alload_jax.sampling.pictures import write_grid
 
 
@@ -19,6 +19,6 @@ def test_a_clip_becomes_an_mp4_with_its_frames(tmp_path):
 
 
 def test_mp4_without_its_package_is_refused(monkeypatch):
-    monkeypatch.setattr(samples, "has_mp4", lambda: False)
+    monkeypatch.setattr(config, "has_mp4", lambda: False)
     with pytest.raises(InputError, match=r"install alload-jax\[media\]"):
-        samples.SamplingConfig(clip_format="mp4")
+        config.SamplingConfig(clip_format="mp4")

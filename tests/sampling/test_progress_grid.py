@@ -8,13 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from alload_jax.sampling.frames import has_mp4, middle_frame, write_frames
-from alload_jax.sampling.pictures import cell_box, clip_suffix, write_grid
+from alload_jax.sampling.pictures import (
+    cell_box,
+    clip_suffix,
+    has_mp4,
+    middle_frame,
+    write_frames,
+    write_grid,
+)
 from alload_jax.sampling.progress_grid import (
     DRAWN_NAME,
     MOST_COLUMNS,
     MOST_ROWS,
-    DrawnSteps,
     Progress,
     ProgressGrid,
     Row,
@@ -48,7 +53,7 @@ def grid_of(frames=1):
 
 
 def progress_of(folder, resumed_at=0, grid=None, drawn="same"):
-    return Progress(folder, [grid or grid_of()], DrawnSteps(folder, drawn, resumed_at))
+    return Progress(folder, [grid or grid_of()], drawn, resumed_at)
 
 
 def draw(progress, folder, *steps, frames=1):
@@ -101,13 +106,13 @@ def test_runs_of_old_versions_go_on_from_their_folders(tmp_path):
     for step in (2, 4, 6, 8):
         write_step(tmp_path, step)
     (tmp_path / "step_x").mkdir()
-    known = DrawnSteps(tmp_path, "same", resumed_at=6)
+    known = progress_of(tmp_path, resumed_at=6)
     assert known.columns() == [2, 4]
 
 
 @given(st.sets(st.integers(1, 10**6), min_size=1, max_size=40))
 def test_columns_are_few_and_even_with_the_first_and_the_last(tmp_path_factory, steps):
-    known = DrawnSteps(tmp_path_factory.mktemp("few"), "same", 0)
+    known = progress_of(tmp_path_factory.mktemp("few"))
     for step in steps:
         known.add(step)
     found, ordered = known.columns(), sorted(steps)

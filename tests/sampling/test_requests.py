@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from alload_jax.data.prepare.byte_text import ByteText
+from alload_jax.data.prepare.encoders import ByteText
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.sampling.encoders import Encoders
-from alload_jax.sampling.request_checks import check_request
-from alload_jax.sampling.requests import RawRequest, Target, read_list
+from alload_jax.sampling.requests import RawRequest, Target, check_request, read_list
 
 MODEL = WanConfig(in_channels=3, text=TextConfig(64, 16), patch_size=(1, 4, 4))
 SIZE = {"frames": 1, "height": 8, "width": 8, "out": Path("x.png")}
@@ -58,3 +57,22 @@ def test_image_embeddings_beside_a_picture_to_encode_are_refused(tmp_path):
     encoders = Encoders(image=object())
     with pytest.raises(InputError, match=r"--image-embeds is given beside --image"):
         check_request(RawRequest(values), target(model, encoders=encoders))
+
+
+@pytest.mark.parametrize(
+    ("size", "batch"),
+    [
+        ({"height": 2**25}, 1),
+        ({"width": 2**25}, 1),
+        ({"frames": 2**23, "out": Path("x.gif")}, 1),
+        ({"height": 8192, "width": 8192}, 1),
+        ({"height": 1024, "width": 1024}, 1000),
+    ],
+)
+def test_what_no_device_holds_is_refused_before_it_is_compiled(size, batch):
+    """The number of values is within bounds."""
+    model = WanConfig(in_channels=3, num_classes=10, patch_size=(1, 4, 4))
+    raw = RawRequest(SIZE | {"class": (1,)} | size)
+    with pytest.raises(InputError, match=r"GB for \d+ at a time, and .* choose a smaller size"):
+        check_request(raw, target(model, batch=batch))
+    check_request(RawRequest(SIZE | {"class": (1,)}), target(model, batch=batch))

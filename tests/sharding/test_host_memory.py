@@ -1,4 +1,4 @@
-"""How much of the host's memory a device may use."""
+"""How much of the host's memory a device may use, and flags of XLA."""
 
 import os
 
@@ -6,6 +6,9 @@ import pytest
 
 from alload_jax.errors import InputError
 from alload_jax.sharding import host_memory
+from alload_jax.sharding.host_memory import DEFAULT_FLAGS, with_defaults
+
+# ---------------------------------------------------------------- host memory
 
 
 @pytest.fixture
@@ -49,3 +52,24 @@ def test_the_pool_grows_with_the_host(monkeypatch, gibibytes, pool):
     monkeypatch.delenv(host_memory.POOL, raising=False)
     host_memory.set_pool()
     assert os.environ.pop(host_memory.POOL, None) == pool
+
+
+# ---------------------------------------------------------------- xla flags
+
+
+def test_defaults_are_added_to_the_flags_given():
+    (name, value), *_ = DEFAULT_FLAGS.items()
+    assert with_defaults("") == " ".join(f"--{n}={v}" for n, v in DEFAULT_FLAGS.items())
+    assert with_defaults("--xla_dump_to=there").split()[0] == "--xla_dump_to=there"
+    assert f"--{name}={value}" in with_defaults("--xla_dump_to=there").split()
+
+
+def test_the_path_of_a_file_of_flags_stays_as_it_is():
+    assert with_defaults("my/flags.txt") == "my/flags.txt"
+
+
+def test_flags_given_take_precedence():
+    (name, _), *_ = DEFAULT_FLAGS.items()
+    assert with_defaults(f"--{name}=false").split().count(f"--{name}=false") == 1
+    assert f"--{name}=true" not in with_defaults(f"--{name}=false")
+    assert with_defaults(with_defaults("")) == with_defaults("")

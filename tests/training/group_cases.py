@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alload_jax.data.collate import Collator
-from alload_jax.data.collation import collation_for
+from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.placement import place_ahead
 from alload_jax.data.store import StoreReader, StoreWriter
@@ -13,12 +12,11 @@ from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.sharding.groups import group_meshes
-from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, make_mesh
+from alload_jax.sharding.mesh import MeshConfig, group_meshes, local_plan_ranks, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
-from alload_jax.training.shape_groups import make_trainer
-from alload_jax.training.state import TrainingSpec, init_state
+from alload_jax.training.state import TrainingSpec, init_state, state_to_draw
 from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
+from alload_jax.training.trainer import make_trainer
 
 MODEL = WanConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=1, freq_dim=8, dtype="float32")
 OPTIMIZER = OptimizerConfig(learning_rate=0.03, warmup_steps=0, eps=1e-2)
@@ -68,9 +66,11 @@ def steps_on(manifest, plan, mesh, steps, change=lambda step: step):
 
 
 def trainer_on(manifest, plan, mesh):
-    """With every program compiled."""
-    trainer = make_trainer(SPEC, mesh, init_state(SPEC, mesh, seed=0), group_meshes(mesh, plan))
+    """With every program compiled, while the state is not drawn yet."""
+    shapes, draw = state_to_draw(SPEC, mesh, seed=0)
+    trainer = make_trainer(SPEC, mesh, shapes, group_meshes(mesh, plan))
     assert len(list(trainer.compile(collation_of(manifest, plan).shapes(plan)))) == len(SIZES)
+    trainer.begin(draw())
     return trainer
 
 

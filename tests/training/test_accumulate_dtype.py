@@ -8,11 +8,10 @@ from group_cases import MODEL, SIZES, SPEC, collation_of, plan_for, steps_on, wr
 
 from alload_jax.data.batch import Batch
 from alload_jax.data.manifest import read_manifest
-from alload_jax.sharding.groups import group_meshes
-from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.shape_groups import make_trainer
+from alload_jax.sharding.mesh import MeshConfig, group_meshes, make_mesh
 from alload_jax.training.state import init_state
 from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
+from alload_jax.training.trainer import make_trainer
 
 HALF = SPEC._replace(accumulate_dtype="bfloat16")
 ROUNDING = 2.0**-8  # of bfloat16, relative to the value

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alload_jax.training.adamw8bit import (
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
+from alload_jax.training.update_rules import (
     BLOCK,
     Quantised,
     dequantise,
@@ -16,7 +17,6 @@ from alload_jax.training.adamw8bit import (
     quantise,
     scale_by_adam8bit,
 )
-from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 
 
 def spread(seed, shape, signed):

@@ -14,10 +14,16 @@ from alload_jax.errors import InputError
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.best import BEST_NAME, BestCheckpoints, Measured, best_step
-from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
+from alload_jax.training.checkpoint import (
+    BEST_NAME,
+    BestCheckpoints,
+    Checkpoints,
+    Measured,
+    best_step,
+)
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.restore import find_step
+from alload_jax.training.settings import CheckpointConfig
 from alload_jax.training.state import TrainingSpec, init_state
 
 LOSSES = {2: 0.9, 4: 0.5, 6: 0.7, 8: 0.5, 10: 0.8, 12: 0.6}

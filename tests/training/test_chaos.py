@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from patience import PATIENCE
 from safetensors.numpy import save_file
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ def interrupted(tmp_path, monkeypatch):
 
     def time_is_up():
         up.set()
-        assert arrived.wait(60)
+        assert arrived.wait(PATIENCE)
 
     def marked():
         return chaos_phases.read_marker(tmp_path / "x.phases")
@@ -285,7 +286,7 @@ def test_processes_that_are_left_are_seen(tmp_path):
     parent.wait()
     started = Started(SimpleNamespace(pid=parent.pid, exitcode=-9), tmp_path / "1.out")
     assert started.wait_for_children(0) == 1
-    assert started.wait_for_children(60) == 0
+    assert started.wait_for_children(PATIENCE) == 0
     parent.stdout.close()
 
 

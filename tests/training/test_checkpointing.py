@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alload_jax.data.placement import PlacedStep
-from alload_jax.training.callbacks import checkpointing
+from alload_jax.training.callbacks import validating
 from alload_jax.training.callbacks.callback import Callback
-from alload_jax.training.callbacks.checkpointing import Checkpointing
-from alload_jax.training.checkpoint import CheckpointConfig
+from alload_jax.training.callbacks.validating import Checkpointing
 from alload_jax.training.loop import Loop
+from alload_jax.training.settings import CheckpointConfig
 
 
 class Saved:
@@ -40,7 +40,7 @@ class Processes:
     def __init__(self, monkeypatch, config, count=2, total=40):
         self.now, self.current = [0.0] * count, 0
         clock = SimpleNamespace(monotonic=lambda: self.now[self.current])
-        monkeypatch.setattr(checkpointing, "time", clock)
+        monkeypatch.setattr(validating, "time", clock)
         self.saved = [Saved() for _ in range(count)]
         plan = SimpleNamespace(state=lambda: None)
         self.callbacks = [Checkpointing(each, config, plan) for each in self.saved]

@@ -10,7 +10,8 @@ import socket
 
 import numpy as np
 import pytest
-from training_runs import PATIENCE, Runs, errors, lines_of, wait_until
+from patience import PATIENCE, wait_until
+from training_runs import Runs, errors, lines_of
 
 KEPT = ("--model.remat", "auto", "--model.memory_budget", "2")
 """What layers keep is chosen by process 0 for all."""
@@ -110,7 +111,8 @@ def test_two_processes_and_then_one_go_on_where_four_were(runs, stopped, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_lost_process_is_named_and_the_others_end(runs, alone, victim):
+def test_a_lost_process_is_named_and_the_others_end(runs, alone, victim, monkeypatch):
+    start_clocks = runs.hold_clocks(monkeypatch)
     shutil.copytree(runs.folder / "alone", runs.folder / f"lost{victim}")
     before = len(alone)
     flags = ("--run.folder", f"lost{victim}", "--run.steps", "4000", "--cluster.lost_after", "15")
@@ -118,6 +120,7 @@ def test_a_lost_process_is_named_and_the_others_end(runs, alone, victim):
     metrics = runs.folder / f"lost{victim}" / "metrics.jsonl"
     wait_until(lambda: lines_of(metrics) >= before + 2, processes[0])
     processes[victim].kill()
+    start_clocks()
     (status, _, err) = finished(processes)[1 - victim]
     assert status == 1
     assert len(errors(err)) == 1, err

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from alload_jax.training import commit_barrier
+from alload_jax.training import checkpoint_files
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def waited(monkeypatch):
     def wait(*, key, timeout_ms):
         keys.append((key, timeout_ms))
 
-    monkeypatch.setattr(commit_barrier.multihost, "get_barrier_sync_fn", lambda: wait)
+    monkeypatch.setattr(checkpoint_files.multihost, "get_barrier_sync_fn", lambda: wait)
     return keys
 
 
@@ -43,20 +43,20 @@ def write_and_tell(barrier, failure):
 
 
 def test_a_thread_that_has_failed_does_not_wait(waited):
-    barrier, failure = commit_barrier.commit_barrier(), OSError("no space left")
+    barrier, failure = checkpoint_files.commit_barrier(), OSError("no space left")
     assert in_thread(lambda: write_and_tell(barrier, failure)) == [failure]
     assert waited == []
 
 
 def test_others_wait(waited):
-    barrier = commit_barrier.commit_barrier()
+    barrier = checkpoint_files.commit_barrier()
     assert in_thread(lambda: write_and_tell(barrier, None)) == []
     assert waited == [("told", 9)]
 
 
 def test_the_main_thread_waits_while_it_handles_an_error(waited):
     """A run that is stopped by a signal or a failure still saves."""
-    barrier = commit_barrier.commit_barrier()
+    barrier = checkpoint_files.commit_barrier()
     with pytest.raises(OSError, match="stopped"):
         write_and_tell(barrier, OSError("stopped"))
     assert waited == [("told", 9)]

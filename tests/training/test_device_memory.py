@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from alload_jax.errors import InputError
-from alload_jax.training.device_memory import RunMemory, in_words, memory_named, run_memory
+from alload_jax.training.device_memory import (
+    STATE_REMEDY,
+    RunMemory,
+    in_words,
+    memory_named,
+    run_memory,
+)
 from alload_jax.training.state import TrainState
 
 
@@ -59,6 +65,13 @@ def test_a_device_that_is_out_of_memory_is_one_line_with_a_remedy(said):
     assert "memory (Out of memory while trying to allocate 19.72GiB" in line
     assert "executable_name" not in line
     assert "lower planning.m_mem" in line
+
+
+def test_a_state_that_does_not_fit_has_a_remedy_of_its_own():
+    with pytest.raises(InputError) as error, memory_named("the state", STATE_REMEDY):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    assert str(error.value).startswith("the state does not fit a device's memory (Out of memory)")
+    assert "planning.m_mem" not in str(error.value)
 
 
 def test_the_host_s_memory_has_a_remedy_of_its_own():

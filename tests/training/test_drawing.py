@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from alload_jax.errors import InputError
 from alload_jax.sampling.pictures import Picture
-from alload_jax.training.callbacks.drawing import Drawing
+from alload_jax.training.callbacks.validating import Drawing
 
 RUN = SimpleNamespace(
     done=4, state=SimpleNamespace(averaged_weights=SimpleNamespace(merged=lambda: "values"))

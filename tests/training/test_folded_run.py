@@ -16,7 +16,7 @@ from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.pixel_latents import unfold_frames
 from alload_jax.errors import InputError, run_command
 from alload_jax.run.main import main
-from alload_jax.sampling.frames import to_bytes
+from alload_jax.sampling.pictures import to_bytes
 
 CONFIG = Path(__file__).parents[2] / "configs" / "digits.yaml"
 GRIDS = [
@@ -120,6 +120,10 @@ def test_frames_between_latents_are_refused(sample, frames, nearest):
         (
             ("--sampling.grids", "[{frames: 5, height: 8, width: 10}]"),
             "sampling.grids: (5, 8, 10) is not a multiple",
+        ),
+        (
+            ("--sampling.grids", "[{frames: 1, height: 2147483648, width: 8}]"),
+            "sampling.grids: (1, 2147483648, 8) takes more than",
         ),
         (
             ("--evaluators", json.dumps([MOTION | {"frames": 6}])),

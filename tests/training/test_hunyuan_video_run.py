@@ -61,11 +61,11 @@ def train(tmp_path, data, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     monkeypatch.chdir(tmp_path)
     import alload_jax.run.main as program
-    from alload_jax.run import work
+    from alload_jax.run import training
 
     def run(*flags, folder="run", devices=1, **changes):
         some = jax.devices()[:devices]
-        monkeypatch.setattr(work, "make_mesh", lambda config: make_mesh(config, some))
+        monkeypatch.setattr(training, "make_mesh", lambda config: make_mesh(config, some))
         config = {
             "run": {"folder": folder, "steps": 4},
             "data": {"folder": str(data)},

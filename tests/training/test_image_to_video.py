@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 from test_packed_step import CLASSES, SIZES, assert_same, batches_of, disturbed, mean_gradient
 
-from alload_jax.bench.step import random_batch
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
@@ -18,6 +17,7 @@ from alload_jax.models.families import abstract_model, build_model
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching, noised
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.trial_step import random_batch
 
 GIVEN, IMAGES = 3, (5, 4)
 MODEL: WanConfig = dataclasses.replace(

@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 from alload_jax.data.batch import signature
-from alload_jax.data.collate import Collator
-from alload_jax.data.collation import collation_for
+from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for, samples_for
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader, StoreWriter

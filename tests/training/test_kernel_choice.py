@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from alload_jax.run.kernel_choice import share_comparisons
+from alload_jax.run.training import share_comparisons
 from pallas_kernels.first_use import COMPARISONS
 
 pytestmark = pytest.mark.usefixtures("own_comparisons")

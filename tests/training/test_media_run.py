@@ -9,7 +9,7 @@ from training_runs import ROOT, Runs
 
 from alload_jax import cli
 from alload_jax.data.manifest import read_manifest
-from alload_jax.data.prepare.byte_text import ByteText
+from alload_jax.data.prepare.encoders import ByteText
 
 
 def write_media(folder):

@@ -1,7 +1,7 @@
 """Whole runs with each optimizer: killed and continued, they are the run never stopped."""
 
 import pytest
-from training_runs import wait_until
+from patience import wait_until
 
 WIDE = ("--model.dim", "64", "--model.ffn_dim", "64", "--model.num_heads", "4")
 """Matrices large enough for moments in eight bits."""

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from alload_jax.data.collate import Collator
-from alload_jax.data.collation import collation_for
+from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.placement import PlacedStep, place_ahead
@@ -198,7 +197,7 @@ def test_the_same_sample_gets_the_same_noise_in_either_layout(tmp_path):
     (rows, *_) = batches_of(manifest, CLASSES, "balanced")
     tokens, target, sigma, condition, _ = noised_rows(rows, key, OBJECTIVE, CLASSES)
     alone = {int(batch.sample[0]): batch for batch in batches_of(manifest, CLASSES, "fixed")}
-    from alload_jax.models.common.patches import patchify
+    from alload_jax.models.common.parts import patchify
 
     for slot in np.flatnonzero(rows.weight[0]):
         segments = rows.metadata.tokens

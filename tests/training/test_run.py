@@ -4,12 +4,12 @@ import json
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
-from training_runs import PATIENCE, Runs, errors, lines_of, wait_until
+from patience import PATIENCE, wait_until
+from training_runs import Runs, errors, lines_of
 
 from alload_jax.config import read_config
 from alload_jax.data.manifest import read_manifest
@@ -17,7 +17,8 @@ from alload_jax.distributed.cluster import Cluster
 from alload_jax.planning.cost import CostFile, QuadraticCost, write_cost_file
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import step_metrics
-from alload_jax.run.work import prepare
+from alload_jax.run.prepare import plan_run, read_data
+from alload_jax.sharding.mesh import make_mesh
 
 COMPUTED = ("loss", "grad_norm", "learning_rate", "tokens", "samples", "imbalance", "padding")
 
@@ -92,9 +93,12 @@ def test_a_run_that_is_continued_keeps_the_policy_that_auto_took(unbroken, tmp_p
     saved["planning"]["policy"] = "sorted"
     (folder / "config.yaml").write_text(yaml.safe_dump(saved))
     flags = ["--config", str(runs.config), "--run.folder", str(folder)]
-    work = prepare(read_config([*flags, "--data.folder", str(runs.data)]), Cluster())
-    assert work.config.planning.policy == "sorted"
-    assert work.policy_reason == ""
+    config, cluster = read_config([*flags, "--data.folder", str(runs.data)]), Cluster()
+    data = read_data(config.data, config.validation, config.model, cluster)
+    mesh = make_mesh(config.mesh)
+    plan, reason = plan_run(config.planning, config.model, data, config.run, mesh, cluster)
+    assert plan.planning.policy == "sorted"
+    assert reason == ""
 
 
 def test_the_same_command_after_the_end_shows_the_summary_again(unbroken):
@@ -353,10 +357,7 @@ def test_a_killed_run_leaves_no_process_behind(runs):
     assert len(left) >= 2
     run.kill()
     run.communicate()
-    end = time.monotonic() + 60
-    while any(map(alive, left)):
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(alive, left)))
 
 
 @pytest.mark.slow

@@ -10,16 +10,16 @@ import pytest
 
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
-from alload_jax.training.run_lock import LOCK_NAME, locked
+from alload_jax.training.run_files import LOCK_NAME, locked
 
 HOLD = """
-import sys, time
+import signal, sys
 from pathlib import Path
 from alload_jax.distributed.cluster import Cluster
-from alload_jax.training.run_lock import locked
+from alload_jax.training.run_files import locked
 with locked(Path(sys.argv[1]), Cluster()):
     print("held", flush=True)
-    time.sleep(600)
+    signal.pause()
 """
 
 
@@ -66,7 +66,7 @@ def test_file_systems_without_locks_are_noted(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("alload_jax.training.run_lock.fcntl.flock", refuse)
+    monkeypatch.setattr("alload_jax.training.run_files.fcntl.flock", refuse)
     with locked(tmp_path, Cluster()):
         pass
     assert "cannot be locked (Operation not supported); start no other" in capsys.readouterr().out

@@ -23,9 +23,8 @@ from alload_jax import cli
 from alload_jax.commands import sample as sample_command
 from alload_jax.config import Config, DataConfig, RunConfig, write_config
 from alload_jax.data.manifest import read_manifest
-from alload_jax.diffusion.flow import TIMESTEP_SCALE
 from alload_jax.diffusion.schedules import noise_levels
-from alload_jax.diffusion.timesteps import TimestepConfig
+from alload_jax.diffusion.timesteps import TIMESTEP_SCALE, TimestepConfig
 from alload_jax.errors import InputError, run_command
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.families import abstract_model, family_of, read_model_config
@@ -34,11 +33,12 @@ from alload_jax.models.weights import load_weights, save_weights
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling import flow
-from alload_jax.sampling.embeddings import read_embeddings
-from alload_jax.sampling.samples import SamplingConfig
-from alload_jax.training.checkpoint import CheckpointConfig, Checkpoints
+from alload_jax.sampling.config import SamplingConfig
+from alload_jax.sampling.encoders import read_embeddings
+from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.restore import one_device_mesh
+from alload_jax.training.settings import CheckpointConfig
 from alload_jax.training.state import TrainingSpec, init_state
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "wan"

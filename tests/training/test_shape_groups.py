@@ -10,16 +10,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from group_cases import SIZES, OneDevice, figures, plan_for, steps_on, trainer_on, write_data
-from training_runs import PATIENCE
+from group_cases import SIZES, SPEC, OneDevice, figures, plan_for, steps_on, trainer_on, write_data
+from patience import PATIENCE
 
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError
 from alload_jax.planning.factory import make_plan
+from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.topology import RankTopology
-from alload_jax.sharding.groups import group_meshes, refuse_spanning
-from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.sharding.mesh import MeshConfig, group_meshes, make_mesh, refuse_spanning
+from alload_jax.training.state import init_state, state_to_draw
 
 ROOT = Path(__file__).parents[2]
 STEPS = 5  # of two in an epoch
@@ -90,6 +90,16 @@ def assert_close(ours, theirs):
     for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         our, their = np.asarray(our, np.float64), np.asarray(their, np.float64)
         assert np.linalg.norm(our - their) <= 1e-5 * np.linalg.norm(their)
+
+
+def test_a_state_that_is_drawn_later_is_the_state_that_is_drawn_now():
+    mesh = mesh_of(4, fsdp=2)
+    _, draw = state_to_draw(SPEC, mesh, 0)
+    found, expected = draw(), init_state(SPEC, mesh, 0)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert [x.sharding for x in jax.tree.leaves(found)] == [
+        x.sharding for x in jax.tree.leaves(expected)
+    ]
 
 
 @pytest.mark.slow

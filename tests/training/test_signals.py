@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
-import alload_jax.run.main as program
-from alload_jax.quiet_imports import quiet_imports
-from alload_jax.training.quiet_threads import _is_worth_saying
-from alload_jax.training.signals import StopRequest, Terminated, termination_as_interrupt
+import alload_jax.run.training as program
+from alload_jax.errors import Terminated, run_command
+from alload_jax.processes import quiet_imports
+from alload_jax.run.main import main
+from alload_jax.training.signals import StopRequest, _is_worth_saying, termination_as_interrupt
 
 
 @pytest.fixture
@@ -37,17 +39,16 @@ def test_a_signal_is_noted_and_the_next_one_is_left_to_the_handler_before(handle
             signal.raise_signal(number)
 
 
-@pytest.mark.parametrize("phase", ["prepare", "train"])
+@pytest.mark.parametrize("phase", ["read_data", "train"])
 @pytest.mark.parametrize(("flags", "status"), [((), 143), (("75",), 75)])
 def test_sigterm_where_nothing_is_to_save_gives_the_status(
     handlers, monkeypatch, tmp_path, capsys, phase, flags, status
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(program, "prepare", lambda *_: None)
     monkeypatch.setattr(program, phase, lambda *_: signal.raise_signal(signal.SIGTERM))
     config = ["--config", str(Path(__file__).parents[2] / "configs" / "digits.yaml")]
     given = [part for flag in flags for part in ("--run.status_when_stopped", flag)]
-    assert program.main([*config, *given]) == status
+    assert run_command(main, [*config, *given]) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "SIGTERM: nothing was left to save; the same command goes on"
 
@@ -63,7 +64,7 @@ def test_ctrl_c_while_imports_run_is_left_to_the_system(handlers):
 
 
 def test_a_run_that_saves_has_sigterm_for_itself(handlers):
-    with termination_as_interrupt(pytest.fail):
+    with termination_as_interrupt(143, pytest.fail):
         with StopRequest() as stop:
             signal.raise_signal(signal.SIGTERM)
             assert stop.number == signal.SIGTERM
@@ -76,47 +77,57 @@ import ctypes, os, signal, threading
 from alload_jax.training import signals
 from alload_jax.training.signals import termination_as_interrupt
 
+def terminate():
+    c.pthread_mutex_lock(mutex)  # free once the main thread waits in C
+    os.kill(os.getpid(), signal.SIGTERM)
+
 signals.PATIENCE_SECONDS = 0.2
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-with termination_as_interrupt(lambda: os._exit(75)):
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    mutex = ctypes.create_string_buffer(64)
-    for _ in range(2):  # the second one never returns, and no signal wakes it up
-        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+c, mutex, condition = ctypes.CDLL(None), *map(ctypes.create_string_buffer, (64, 64))
+with termination_as_interrupt(75, os._exit):
+    c.pthread_mutex_lock(mutex)
+    threading.Thread(target=terminate, daemon=True).start()
+    c.pthread_cond_wait(condition, mutex)  # never returns, and no signal wakes it up
 """
 
 
 DROPPED = """
-import signal, sys, time, weakref
+import os, signal, sys, time, weakref
 from alload_jax.errors import run_command
+from alload_jax.training.signals import termination_as_interrupt
 
 class Kept:
     pass
 
 class Destroyed:
     def __del__(self):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
 
 def main(argv):
     kept = Kept()
-    if argv == ["callback"]:
-        of = weakref.ref(kept, lambda _: signal.raise_signal(signal.SIGINT))
-        del kept
-    else:
-        Destroyed()
-    time.sleep(60)
+    with termination_as_interrupt(75, os._exit):
+        if argv == ["callback"]:
+            of = weakref.ref(kept, lambda _: signal.raise_signal(number))
+            del kept
+        else:
+            Destroyed()
+        time.sleep(600)
 
+place, number = sys.argv[1], int(sys.argv[2])
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(run_command(main, sys.argv[1:]))
+sys.exit(run_command(main, [place]))
 """
 
 
 @pytest.mark.parametrize("place", ["callback", "destructor"])
-def test_ctrl_c_ends_a_command_where_python_drops_it(place):
-    done = subprocess.run(
-        [sys.executable, "-c", DROPPED, place], capture_output=True, text=True, timeout=30
-    )
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, -signal.SIGTERM, "")],
+)
+def test_a_signal_ends_a_command_where_python_drops_it(place, number, status, said):
+    command = [sys.executable, "-c", DROPPED, place, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (status, said)
 
 
 def test_a_main_thread_that_does_not_return_from_c_is_ended():

@@ -18,7 +18,7 @@ from test_packed_step import (
 )
 
 from alload_jax.data.batch import signature
-from alload_jax.models.common.sparse_attention import SparseAttentionConfig, switching
+from alload_jax.models.common.sparse_attention import SparseAttentionConfig, config
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
 from alload_jax.training.state import Weights, init_state
 from alload_jax.training.step import make_accumulate, zero_accumulator
@@ -121,8 +121,8 @@ def test_the_profile_of_rows_is_about_that_of_their_samples(axes, manifest, meas
     batches = batches_of(manifest, model, "balanced", ranks_of(mesh), **options)
     loss, grads, found = sums_of(model, mesh, batches)
     np.testing.assert_allclose(loss, measured[0], rtol=1e-5)
-    np.testing.assert_allclose(found[switching.PROFILED], 7 / 12, rtol=1e-5)
-    for name in (switching.SPARSITY, switching.RECALL, switching.PREDICTOR_LOSS):
+    np.testing.assert_allclose(found[config.PROFILED], 7 / 12, rtol=1e-5)
+    for name in (config.SPARSITY, config.RECALL, config.PREDICTOR_LOSS):
         np.testing.assert_allclose(found[name], measured[2][name], rtol=0.02)
     predictor = grads["blocks"]["sparse_attention"]["selector"]
     wanted = measured[1]["blocks"]["sparse_attention"]["selector"]

@@ -11,8 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from alload_jax.errors import InputError
-from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
-from alload_jax.training.spikes import skip_spikes, skipped_updates
+from alload_jax.training.optimizer import (
+    OptimizerConfig,
+    make_optimizer,
+    skip_spikes,
+    skipped_updates,
+)
 
 
 def follow(norms, times):

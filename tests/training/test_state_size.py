@@ -14,8 +14,8 @@ from alload_jax.planning.analytic import ALL_TRAINED, GRADIENT_BYTES, state_byte
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ParametersConfig
+from alload_jax.training.remat_choice import trained_of
 from alload_jax.training.state import TrainingSpec, abstract_state
-from alload_jax.training.state_size import trained_of
 
 PLAIN = WanConfig(dim=128, ffn_dim=256, num_heads=2, num_layers=2, freq_dim=8, dtype="float32")
 LORA = WanConfig(**{**vars(PLAIN), "lora": LoraConfig(rank=8)})

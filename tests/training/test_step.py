@@ -14,8 +14,7 @@ from alload_jax.errors import InputError
 from alload_jax.models.families import gradient_dtypes
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching, noised
-from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.sharding.rules import path_name
+from alload_jax.sharding.mesh import MeshConfig, make_mesh, path_name
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, Weights, init_state
 from alload_jax.training.step import (

@@ -4,7 +4,8 @@ import signal
 import subprocess
 
 import pytest
-from training_runs import PATIENCE, Runs, errors, wait_until
+from patience import PATIENCE, wait_until
+from training_runs import Runs, errors
 
 NO_PICTURES = ("--sampling.grids", "[]")
 

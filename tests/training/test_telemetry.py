@@ -5,7 +5,7 @@ from alload_jax.distributed.cluster import Cluster
 from alload_jax.training.callbacks.telemetry import Telemetry
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import BadRecords, MetricsLog
-from alload_jax.training.trackers.tensorboard import TensorBoard
+from alload_jax.training.trackers.tracker import TensorBoard
 
 
 class Run:

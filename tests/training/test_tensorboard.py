@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
-from alload_jax.sampling.clips import write_clip
-from alload_jax.training.trackers.tensorboard import TensorBoard
+from alload_jax.sampling.pictures import write_clip
+from alload_jax.training.trackers.tracker import TensorBoard
 
 
 def events(folder):

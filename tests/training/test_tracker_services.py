@@ -5,14 +5,12 @@ import shutil
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 from PIL import Image
-from training_runs import PATIENCE
 
-from alload_jax.sampling.clips import write_clip
-from alload_jax.training.trackers.mlflow import MlflowConfig
+from alload_jax.sampling.pictures import write_clip
+from alload_jax.training.trackers.services import MlflowConfig, TrackioConfig, WandbConfig
 from alload_jax.training.trackers.tracker import TrackerContext
-from alload_jax.training.trackers.trackio import TrackioConfig
-from alload_jax.training.trackers.wandb import WandbConfig
 
 pytestmark = pytest.mark.slow
 VALUES = {"run.steps": 14, "optimizer.name": "adamw", "data.source": None}

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from training_runs import PATIENCE
+from patience import PATIENCE
 
 from alload_jax.config import read_config
 from alload_jax.data.datasets.digits import Digits
@@ -39,11 +39,11 @@ def train(tmp_path, digits_folder, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     import alload_jax.run.main as program
-    from alload_jax.run import work
+    from alload_jax.run import training
 
     def run(*flags, folder="run", devices=1):
         some = jax.devices()[:devices]
-        monkeypatch.setattr(work, "make_mesh", lambda config: make_mesh(config, some))
+        monkeypatch.setattr(training, "make_mesh", lambda config: make_mesh(config, some))
         config = {
             "run": {"folder": str(tmp_path / folder), "steps": 8},
             "data": {"folder": str(digits_folder)},
@@ -160,6 +160,17 @@ def test_validation_on_other_data_changes_no_step(train, tmp_path, capsys):
     with_folder = train("--validation.folder", str(tmp_path / "held"), *EVERY)
     assert steps_of(with_folder) == steps_of(plain)
     assert {row["validation/samples"] for row in validations(with_folder)} == {6}
+
+
+def test_a_destroyed_shard_of_the_validation_is_named_before_anything_is_compiled(
+    train, tmp_path, capsys
+):
+    Digits(mix=((1, 8, 8, 4),), frames_per_latent=1).write(tmp_path / "held")
+    (shard,) = (tmp_path / "held").glob("*.arrayrecord")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(InputError, match=r"held/shard.*arrayrecord: this shard is destroyed"):
+        train("--validation.folder", str(tmp_path / "held"))
+    assert "compiling" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

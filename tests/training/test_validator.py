@@ -14,7 +14,7 @@ from test_packed_step import batches_of
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.manifest import read_manifest
-from alload_jax.data.sources.subset import Subset
+from alload_jax.data.sources.source import Subset
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
@@ -183,7 +183,7 @@ def test_the_average_is_measured_if_there_is_one(source, state, reference):
 
 
 def test_a_damaged_sample_is_left_out_with_a_warning(source, state, reference, capsys, monkeypatch):
-    monkeypatch.setattr("alload_jax.data.patient_reading.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("alload_jax.data.loader.time.sleep", lambda seconds: None)
     sums = source.manifest.checksum.copy()
     sums[3] ^= 1
     damaged = StoreReader(replace(source.manifest, checksum=sums))

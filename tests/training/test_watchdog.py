@@ -1,26 +1,25 @@
 """A run that makes no progress says what it waits for, and ends."""
 
-import ast
 import contextlib
 import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from training_runs import PATIENCE, errors, lines_of, wait_until
+from patience import PATIENCE, wait_until
+from training_runs import errors, lines_of
 
 from alload_jax.data.manifest import read_manifest
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
-from alload_jax.training import waiting
-from alload_jax.training.callbacks.watchdog import Watchdog, WatchdogConfig, stacks_name
+from alload_jax.training.callbacks.watchdog import Watchdog, stacks_name
+from alload_jax.training.settings import WatchdogConfig
 from alload_jax.training.signals import StopRequest
-from alload_jax.training.waiting import waiting_for
+from alload_jax.waits import waiting_for, waits
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,26 +135,25 @@ def test_a_run_that_is_asked_to_stop_and_cannot_ends_sooner(watched, capsys):
     assert "error: SIGTERM: the run cannot save: no progress for 61 s" in capsys.readouterr().err
 
 
-def test_a_suspended_process_does_not_count_the_time(tmp_path):
+def test_a_suspended_process_does_not_count_the_time(watched):
     """Ctrl-Z and fg, or a laptop that slept."""
-    clock, ended = Clock(), []
-    config = WatchdogConfig(step_seconds=3.0, step_factor=1.0)
-    dog = Watchdog(config, tmp_path, Cluster(), StopRequest(), str, clock, ended.append)
-    dog.__enter__()
-    dog.on_start(Loop())
-    try:
-        time.sleep(0.2)
-        clock.now += 1000.0
-        time.sleep(0.3)
-        assert not ended
-        for _ in range(200):
-            clock.now += 0.05
-            time.sleep(0.01)
-            if ended:
-                break
-        assert ended
-    finally:
-        dog.__exit__(None, None, None)
+    dog, clock, ended = watched(step_seconds=3.0, step_factor=1.0)
+    began = clock.now
+
+    class Waits:
+        """Of the watchdog between looks: time passes, once as in a process that was suspended."""
+
+        looks = 0
+
+        def wait(self, seconds):
+            self.looks += 1
+            clock.now += 1000.0 if self.looks == 5 else seconds
+            return bool(ended) or self.looks > 200
+
+    dog._closed = Waits()
+    dog._loop()
+    assert ended
+    assert clock.now - began == pytest.approx(1003.0, abs=0.2)
 
 
 @pytest.mark.parametrize("name", ["step_factor", "step_seconds", "pause_seconds"])
@@ -202,13 +200,29 @@ def test_a_manifest_that_never_comes_is_named(digits_folder, monkeypatch):
     assert named == ["for the manifest to be read"]
 
 
-def test_the_places_that_are_named_exist():
-    for file, function, _ in waiting._WAITS:
-        if (ROOT / "alload_jax" / file).is_dir():
-            continue
-        tree = ast.parse((ROOT / "alload_jax" / file).read_text())
-        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        assert function in names | {""}
+def test_functions_of_every_kind_are_marked():
+    @waits("for a class")
+    class Marked:
+        def method(self):
+            return waiting_for(sys._getframe())
+
+        @property
+        def value(self):
+            return waiting_for(sys._getframe())
+
+        @classmethod
+        def of_class(cls):
+            return waiting_for(sys._getframe())
+
+    @contextlib.contextmanager
+    @waits("for a function")
+    def opened():
+        yield waiting_for(sys._getframe())
+
+    marked = Marked()
+    assert {marked.method(), marked.value, Marked.of_class()} == {"for a class"}
+    with opened() as words:
+        assert words == "for a function"
 
 
 def test_waiting_is_named_by_the_innermost_place_that_is_known():
@@ -236,16 +250,18 @@ def test_waiting_is_named_by_the_innermost_place_that_is_known():
 
 
 @pytest.mark.slow
-def test_a_stopped_loader_worker_is_found(runs):
+def test_a_stopped_loader_worker_is_found(runs, monkeypatch):
     """So is a read that never returns, as on a dead mount."""
+    start_clocks = runs.hold_clocks(monkeypatch)
     process = runs.start(
         *("--data.loader.processes", "1", "--watchdog.step_seconds", "8", "--run.steps", "100000")
     )
-    wait_until(lambda: lines_of(runs.folder / "run" / "metrics.jsonl") > 2, process)
+    wait_until(lambda: lines_of(runs.folder / "run" / "metrics.jsonl") > 14, process)
     workers = workers_of(process.pid)
     assert workers
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
+    start_clocks()
     (err,) = ends_of([process], workers)
     assert process.returncode == 1
     (line,) = [line for line in errors(err) if line.startswith("error: ")]
@@ -253,20 +269,23 @@ def test_a_stopped_loader_worker_is_found(runs):
     assert "continue with: python " in line
     assert "Thread" in (runs.folder / "run" / stacks_name(0)).read_text()
     # The run's folder is free, and its newest checkpoint whole.
+    monkeypatch.undo()
     again = runs.run("--run.steps", str(lines_of(runs.folder / "run" / "metrics.jsonl") + 1))
     assert again.returncode == 0, again.stderr
 
 
 @pytest.mark.slow
-def test_processes_that_wait_for_a_stalled_one_name_it(runs):
+def test_processes_that_wait_for_a_stalled_one_name_it(runs, monkeypatch):
     """The loader of one of two processes stops; the other waits in a collective."""
+    start_clocks = runs.hold_clocks(monkeypatch)
     flags = ("--data.loader.processes", "1", "--watchdog.step_seconds", "10")
     both = runs.start_together(2, *flags, "--run.steps", "100000")
     metrics = runs.folder / "run" / "metrics.jsonl"
-    wait_until(lambda: lines_of(metrics) > 2, both[0])
+    wait_until(lambda: lines_of(metrics) > 14, both[0])
     workers = workers_of(both[1].pid)
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
+    start_clocks()
     texts = ends_of(both, workers)
     assert [process.returncode for process in both] == [1, 1]
     assert "it waits for the loader to read its samples" in texts[1]

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 import yaml
-from training_runs import PATIENCE, Runs, wait_until
+from patience import PATIENCE, wait_until
+from training_runs import Runs
 
 from alload_jax.data.store import StoreWriter
 

@@ -4,16 +4,14 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
 import yaml
+from patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 3600
-"""Seconds after which a whole run hangs, on the busiest machine."""
 
 
 class Runs:
@@ -24,6 +22,7 @@ class Runs:
 
     def __init__(self, folder, data):
         self.folder, self.data = folder, data
+        self.program = ROOT / "train.py"
         self.compiled = data.parent / "compiled"
         self.config = folder / "tiny.yaml"
         self.config.write_text(yaml.safe_dump(self.tiny()))
@@ -51,7 +50,7 @@ class Runs:
         }
 
     def command(self, *flags):
-        return [sys.executable, str(ROOT / "train.py"), "--config", str(self.config), *flags]
+        return [sys.executable, str(self.program), "--config", str(self.config), *flags]
 
     def start(self, *flags, devices=1):
         xla_flags = os.environ["XLA_FLAGS"].replace("count=8", f"count={devices}")
@@ -79,6 +78,14 @@ class Runs:
             for number in range(processes)
         ]
 
+    def hold_clocks(self, monkeypatch):
+        """Holds the clocks of runs that start from now on; returns what starts them."""
+        begins = self.folder / "time begins"
+        begins.unlink(missing_ok=True)
+        monkeypatch.setattr(self, "program", Path(__file__).with_name("held_clock.py"))
+        monkeypatch.setenv("TIME_BEGINS", str(begins))
+        return begins.touch
+
     def run(self, *flags, devices=1):
         process = self.start(*flags, devices=devices)
         out, err = process.communicate(timeout=PATIENCE)
@@ -99,14 +106,6 @@ class Runs:
     def metrics(self, name="run"):
         lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
-
-
-def wait_until(condition, process, seconds=PATIENCE, ended=False):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert ended or process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.002)
 
 
 def lines_of(path):

@@ -1,4 +1,4 @@
-"""Says which part of a training step an instruction of a compiled program belongs to.
+"""Says which part of a step an instruction of a compiled program belongs to, and its work.
 
 Matrix products, copies and collectives are found by what an instruction does, the other parts by
 the scope (alload_jax/models/common/parts.py) in its name. A fusion belongs to the part that does
@@ -6,22 +6,158 @@ most of its arithmetic, counted in elements: a kernel's time cannot be divided b
 other parts that it holds are named with it.
 """
 
+import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from alload_jax.bench.step_profile import copies
-from alload_jax.bench.step_profile.hlo import Computation, Instruction, Program
-from alload_jax.bench.step_profile.work import (
-    FUSED_ATTENTION,
-    AttentionCall,
-    attention_call,
-    flops_of,
-    is_product,
-    moved_bytes,
-)
+from alload_jax.bench.step_profile import hlo
+from alload_jax.bench.step_profile.hlo import Array, Computation, Instruction, Program
+from alload_jax.files import Json
 from alload_jax.models.common import parts as scopes
+
+_LHS_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_BACKEND_CONFIG = re.compile(r"backend_config=(?=\{)")
+_SLICES = ("dynamic-slice", "slice", "gather")
+_VIEWS = ("bitcast", "get-tuple-element", "reshape")
+FUSED_ATTENTION = "__cudnn$fmha"
+"""Begins the targets of custom calls of cuDNN's fused attention."""
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
+"""Products of [S, head_dim] by [head_dim, T], or of that size, that attention needs."""
+
+
+class AttentionCall(NamedTuple):
+    """Shape of a call of fused attention: rows, queries, keys, heads, width of a head."""
+
+    rows: int
+    queries: int
+    keys: int
+    heads: int
+    head_dim: int
+    backward: bool
+
+    @property
+    def flops(self) -> float:
+        """Of the products that it needs; a multiply-add counts as two."""
+        products = _BACKWARD_PRODUCTS if self.backward else _FORWARD_PRODUCTS
+        pairs = self.rows * self.heads * self.queries * self.keys
+        return 2.0 * products * pairs * self.head_dim
+
+
+def is_product(instruction: Instruction) -> bool:
+    """Whether it is a matrix product by itself."""
+    return instruction.opcode == "dot" or instruction.target.startswith("__cublas")
+
+
+def attention_call(
+    program: Program, instruction: Instruction, computation: Computation
+) -> AttentionCall | None:
+    """The shape of its call of cuDNN's fused attention; None if it has none.
+
+    JAX's layouts: operands [B, S, N, H]; the output, or the first gradient, [B, N, S, H].
+    """
+    for each, place in (*program.within(instruction), (instruction, computation)):
+        if not each.target.startswith(FUSED_ATTENTION):
+            continue
+        query, key = (_result(name, place) for name in each.operands[:2])
+        if query is not None and key is not None and len(each.arrays[0].shape) == 4:
+            rows, heads, queries, head_dim = each.arrays[0].shape
+            keys = key.size // (rows * heads * head_dim)
+            backward = "Backward" in each.target
+            return AttentionCall(rows, queries, keys, heads, head_dim, backward)
+    return None
+
+
+def _product_flops(instruction: Instruction, computation: Computation) -> float:
+    if not is_product(instruction):
+        return 0.0
+    left = _result(instruction.operands[0], computation) if instruction.operands else None
+    if left is None:
+        return 0.0
+    inner = math.prod(left.shape[axis] for axis in _contracted(instruction))
+    return 2.0 * instruction.arrays[0].size * inner
+
+
+def _contracted(instruction: Instruction) -> list[int]:
+    """Axes of the left operand that a product sums over."""
+    if instruction.opcode == "dot":
+        found = _LHS_CONTRACTED.search(instruction.attributes)
+        return [int(axis) for axis in found[1].split(",") if axis] if found else []
+    config = _BACKEND_CONFIG.search(instruction.attributes)
+    content: Json = {}
+    if config:
+        content, _ = json.JSONDecoder().raw_decode(instruction.attributes, config.end())
+    numbers = content.get("gemm_backend_config", content).get("dot_dimension_numbers", {})
+    return [int(axis) for axis in numbers.get("lhs_contracting_dimensions", [])]
+
+
+def moved_bytes(program: Program, instruction: Instruction, computation: Computation) -> float:
+    """Bytes that it must read and write at least: operands and results once each.
+
+    Of an array that is only sliced, the slices count; of one that is updated in place, the updates.
+    """
+    if instruction.opcode in ("dynamic-slice", "gather", "slice"):
+        return 2 * instruction.bytes
+    if instruction.opcode == "dynamic-update-slice":
+        update = _result(instruction.operands[1], computation)
+        return 2 * update.bytes if update else instruction.bytes
+    fusion = instruction.opcode in ("fusion", "fusion-start")
+    if not fusion or instruction.called not in program.computations:
+        read = (computation[name].bytes for name in instruction.operands if name in computation)
+        return instruction.bytes + sum(read)
+    fused = program.computations[instruction.called]
+    return sum(_read(fused)) + sum(_written(fused))
+
+
+def _read(fused: Computation) -> Iterator[float]:
+    """Bytes that a fusion reads of each of its parameters."""
+    users: dict[str, list[tuple[Instruction, int]]] = {}
+    for each in fused.values():
+        for place, name in enumerate(each.operands):
+            users.setdefault(name, []).append((each, place))
+
+    def through_views(name: str) -> Iterator[tuple[Instruction, int]]:
+        for each, place in users.get(name, ()):
+            if each.opcode in _VIEWS:
+                yield from through_views(each.name)
+            else:
+                yield each, place
+
+    for each in fused.values():
+        if each.opcode != "parameter":
+            continue
+        whole, parts = False, 0.0
+        for user, place in through_views(each.name):
+            if place == 0 and user.opcode in _SLICES:
+                parts += user.bytes
+            elif place != 0 or user.opcode != "dynamic-update-slice":
+                whole = True
+        yield each.bytes if whole else min(parts, each.bytes)
+
+
+def _written(fused: Computation) -> Iterator[float]:
+    """Bytes that a fusion writes of each of its results."""
+    root = next((each for each in fused.values() if each.is_root), None)
+    if root is None:
+        return
+    names = root.operands if root.opcode == "tuple" else (root.name,)
+    for name in names:
+        each = fused.get(name)
+        while each is not None and each.opcode in _VIEWS and each.operands:
+            each = fused.get(each.operands[0])
+        if each is None:
+            continue
+        update = _result(each.operands[1], fused) if each.opcode == "dynamic-update-slice" else None
+        yield update.bytes if update else each.bytes
+
+
+def _result(name: str, computation: Computation) -> Array | None:
+    """The first result of an instruction."""
+    found = computation.get(name)
+    return found.arrays[0] if found and found.arrays else None
+
 
 Pass = Literal["forward", "recomputed", "backward", ""]
 
@@ -111,7 +247,7 @@ UNKNOWN = Attribution(ELSE)
 
 def unknown(instruction: str) -> Attribution:
     """The attribution of a kernel that no program has, by the name of its instruction."""
-    detail = copies.kind_by_name(instruction)
+    detail = hlo.kind_by_name(instruction)
     return Attribution(COPIES, detail) if detail else UNKNOWN
 
 
@@ -171,18 +307,19 @@ def _attribution(
         leader = leader._replace(op_name=name, scope=scope_of(name))
     attention = attention_call(program, instruction, computation)
     part, detail = _place(instruction, members, leader, attention)
+    products = sum(_product_flops(*each) for each in (*inner, (instruction, computation)))
     scoped = {_scoped_part(each) for each in members if each.computes and each.scope}
-    if any(each.opcode == copies.UPDATE and each.size > _SMALL for each in members):
+    if any(each.opcode == hlo.UPDATE and each.size > _SMALL for each in members):
         scoped.add(COPIES)
     return Attribution(
         part,
         detail,
         leader.op_name,
         tuple(sorted(scoped - {part, ELSE})),
-        flops_of(program, instruction, computation),
+        attention.flops if attention else products,
         moved_bytes(program, instruction, computation),
         attention,
-        copies.tensor(program, instruction, computation) if part == COPIES else "",
+        hlo.tensor(program, instruction, computation) if part == COPIES else "",
     )
 
 
@@ -297,4 +434,4 @@ def _moved(members: Sequence[_Member], leader: _Member) -> tuple[str, str]:
         scoped = _scoped_part(leader)
         return (ELSE, "bookkeeping") if scoped == ELSE else (scoped, pass_of(leader.op_name))
     opcodes = {each.opcode for each in members if each.size > _SMALL} - _NOTHING
-    return COPIES, copies.kind(opcodes, pass_of(leader.op_name))
+    return COPIES, hlo.kind(opcodes, pass_of(leader.op_name))

@@ -1,13 +1,9 @@
 """Traces training steps in a separate process and says which part each kernel belongs to.
 
-`python -m alload_jax.bench.step_profile.measure '{"model": {...}, ...}'` prints one line of JSON.
 Kernels in CUDA graphs are not shown, so the process wants `NO_GRAPHS` in XLA_FLAGS.
 """
 
-import dataclasses
 import gzip
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,9 +12,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
-from alload_jax.bench.device_trace import recorded
-from alload_jax.bench.provenance import provenance
-from alload_jax.bench.step import Step, training_spec
+from alload_jax.bench.harness import provenance
 from alload_jax.bench.step_process import Settings, resolved
 from alload_jax.bench.step_profile.attribution import (
     COMMUNICATION,
@@ -28,29 +22,25 @@ from alload_jax.bench.step_profile.attribution import (
     containers,
     unknown,
 )
-from alload_jax.bench.step_profile.copies import wrapping_starts
-from alload_jax.bench.step_profile.hlo import read_program
-from alload_jax.bench.step_profile.timeline import Operation, Timeline, is_collective, timeline
+from alload_jax.bench.step_profile.hlo import read_program, wrapping_starts
+from alload_jax.bench.trace import Operation, Timeline, is_collective, recorded, timeline
+from alload_jax.files import Json
 from alload_jax.training.device_memory import out_of_memory
+from alload_jax.training.trial_step import Step, training_spec
 
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 """Flag of XLA with which it runs kernels one by one rather than as CUDA graphs."""
 _TRACED = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class ProfileSettings(Settings):
-    """Settings of one profile.
+def measure(*, keep: str | None = None, **fields: Any) -> Json:
+    """Seconds of a step by operation, each with its part; or the error that ended it.
 
-    Attributes:
+    Args:
       keep: folder for the raw trace and the programs; None for none.
+      fields: of `Settings`.
     """
-
-    keep: str | None = None
-
-
-def measure(settings: ProfileSettings) -> dict[str, Any]:
-    """Seconds of a step by operation, each with its part; or the error that ended it."""
+    settings = Settings(**fields)
     result = provenance(["jax", "jaxlib", "flax"])
     try:
         model, _ = resolved(settings)
@@ -60,7 +50,7 @@ def measure(settings: ProfileSettings) -> dict[str, Any]:
         batch = step.batch((settings.batch, *settings.latents))
         for _ in range(settings.warmup):
             step.run(gradient, batch)
-        trace = _file(settings.keep, "trace.xplane.pb.gz")
+        trace = _file(keep, "trace.xplane.pb.gz")
         _, profile = recorded([partial(step.run, gradient, batch)] * _TRACED, trace)
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
@@ -68,7 +58,7 @@ def measure(settings: ProfileSettings) -> dict[str, Any]:
         return result | {"error": "out of memory"}
     texts = {"accumulate": gradient.as_text(), "update": step.update.as_text()}
     for name, text in texts.items():
-        if (place := _file(settings.keep, f"{name}.hlo.txt.gz")) is not None:
+        if (place := _file(keep, f"{name}.hlo.txt.gz")) is not None:
             place.write_bytes(gzip.compress(text.encode()))
     return result | {
         "backend": jax.default_backend(),
@@ -77,11 +67,11 @@ def measure(settings: ProfileSettings) -> dict[str, Any]:
     }
 
 
-def attributed(profile: ProfileData, accumulate: str, update: str) -> dict[str, Any]:
+def attributed(profile: ProfileData, accumulate: str, update: str) -> Json:
     """Seconds of a traced step by operation, each with its part.
 
     Args:
-      profile: of `device_trace.recorded`.
+      profile: of `recorded`.
       accumulate: text of the compiled program of gradients.
       update: that of the optimizer's.
     """
@@ -117,9 +107,7 @@ def _optimizer_bytes(step: Step) -> int:
     return 2 * sum(leaf.nbytes for leaf in kept) + sum(g.nbytes for g in jax.tree.leaves(grads))
 
 
-def _operations(
-    found: Timeline, parts: Mapping[str, Mapping[str, Attribution]]
-) -> Iterator[dict[str, Any]]:
+def _operations(found: Timeline, parts: Mapping[str, Mapping[str, Attribution]]) -> Iterator[Json]:
     """What is known of each operation; FLOPs and bytes are those of one run."""
     for operation, spent in found.spent.items():
         attribution = attribution_of(operation, parts)
@@ -141,14 +129,3 @@ def attribution_of(
     if is_collective(operation):
         return found._replace(part=COMMUNICATION, detail="")
     return found
-
-
-def main() -> None:
-    """Measures with the settings in the first argument, a JSON object."""
-    fields = json.loads(sys.argv[1])
-    fields["latents"] = tuple(fields["latents"])
-    print(json.dumps(measure(ProfileSettings(**fields))))
-
-
-if __name__ == "__main__":
-    main()

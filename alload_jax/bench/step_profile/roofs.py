@@ -1,30 +1,25 @@
-"""Measures in a separate process how fast this device can do what a step consists of.
+"""Measures in a separate process how fast this device can do what a step consists of."""
 
-`python -m alload_jax.bench.step_profile.roofs '{"attention": [...]}'` prints one line of JSON.
-"""
-
-import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from alload_jax.bench.device_time import (
+from alload_jax.bench.device import (
     copy_bandwidth,
-    device_time,
+    pass_times,
     repeated_seconds,
     require_gpu,
-    rotating,
 )
+from alload_jax.files import Json
 
 _WIDTH = 8192
 _SETS = 2
 """Sets of arguments in turn, so that the cache does not hold those of the next call."""
 
 
-def measure(attention: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+def measure(attention: Sequence[Mapping[str, int]]) -> Json:
     """Rates of matrix products and copies, and the seconds of calls of attention alone.
 
     Args:
@@ -48,45 +43,21 @@ def matmul_rate(width: int) -> float:
     return 2.0 * width**3 / repeated_seconds(jax.jit(jnp.matmul), *arrays)
 
 
-def _attention(shapes: Sequence[Mapping[str, int]]) -> Iterator[dict[str, Any]]:
+def _attention(shapes: Sequence[Mapping[str, int]]) -> Iterator[Json]:
     """The shapes with `forward_seconds` and `backward_seconds`, without what stands around it."""
+    attend = partial(jax.nn.dot_product_attention, implementation="cudnn")
     for shape in shapes:
-        forward, backward = _passes(shape)
-        yield {**shape, "forward_seconds": forward, "backward_seconds": backward}
+        sets = [_arguments(shape, jax.random.key(seed)) for seed in range(_SETS)]
+        times = pass_times(attend, [each[:3] for each in sets], [each[3] for each in sets])
+        yield {**shape} | {f"{part}_seconds": time.median / 1e6 for part, time in times}
 
 
-def _passes(shape: Mapping[str, int]) -> tuple[float, float]:
-    """Seconds of cuDNN's kernels in the forward and in the backward of one call."""
-
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(query, key, value, implementation="cudnn")
-
-    @jax.jit
-    def make(seed: jax.Array) -> list[jax.Array]:
-        lengths = (shape["queries"], shape["keys"], shape["keys"], shape["queries"])
-        keys = jax.random.split(jax.random.key(seed), len(lengths))
-        sizes = ((shape["rows"], each, shape["heads"], shape["head_dim"]) for each in lengths)
-        pairs = zip(keys, sizes, strict=True)
-        return [jax.random.normal(key, size, jnp.bfloat16) for key, size in pairs]
-
-    @jax.jit
-    def linearise(*inputs: jax.Array) -> Any:
-        return jax.vjp(attend, *inputs)[1]
-
-    sets = [make(jnp.int32(seed)) for seed in range(_SETS)]
-    inputs = [(*each[:3],) for each in sets]
-    kept = [(linearise(*each[:3]), each[3]) for each in sets]
-    return _seconds(attend, inputs), _seconds(lambda pull, dout: pull(dout), kept)
-
-
-def _seconds(function: Any, sets: Sequence[tuple[Any, ...]]) -> float:
-    return device_time(rotating(function, sets), sets).median / 1e6
-
-
-def main() -> None:
-    """Measures with the settings in the first argument, a JSON object."""
-    print(json.dumps(measure(**json.loads(sys.argv[1]))))
-
-
-if __name__ == "__main__":
-    main()
+def _arguments(shape: Mapping[str, int], key: jax.Array) -> tuple[jax.Array, ...]:
+    """Random queries, keys, values, and the output's cotangent: [B, S, N, H] bfloat16."""
+    lengths = (shape["queries"], shape["keys"], shape["keys"], shape["queries"])
+    return tuple(
+        jax.random.normal(
+            each, (shape["rows"], length, shape["heads"], shape["head_dim"]), "bfloat16"
+        )
+        for each, length in zip(jax.random.split(key, 4), lengths, strict=True)
+    )

@@ -1,4 +1,4 @@
-"""Adds the operations of a traced step up to rows by part, with the roof beside each.
+"""Adds the operations of a traced step up to rows by part, beside their roofs.
 
 An operation's roof is the least time that it could take: a matrix product at the rate of large
 products or, where that takes longer, its bytes at the rate of copies; fused attention in the time
@@ -8,7 +8,7 @@ What has no name has no roof.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from alload_jax.bench.step_profile.attribution import (
     COMMUNICATION,
@@ -17,8 +17,9 @@ from alload_jax.bench.step_profile.attribution import (
     ORDER,
     PRODUCTS,
 )
+from alload_jax.files import Json
 
-Operation = Mapping[str, Any]
+Operation = Json
 """As `measure` gives them: the fields of `Operation`, `Attribution` and `Spent`."""
 SHORTEST = 5e-5
 """Seconds of a step from which an operation is worth a record of its own."""
@@ -83,7 +84,7 @@ def attention_shapes(operations: Sequence[Operation]) -> list[dict[str, int]]:
     return list(shapes.values())
 
 
-def rows(profile: Mapping[str, Any], roofs: Mapping[str, Any] | None) -> list[Row]:
+def rows(profile: Json, roofs: Json | None) -> list[Row]:
     """The rows of a profile of `measure`, in the order of parts; `idle` last.
 
     Their seconds add up to the profile's `traced_seconds`.
@@ -153,7 +154,7 @@ def _row(
     members: Sequence[Operation],
     whole: float,
     runs: Runs,
-    roofs: Mapping[str, Any] | None,
+    roofs: Json | None,
 ) -> Row:
     seconds = sum(each["seconds"] for each in members)
     instructions = {(each["program"], each["instruction"]): each for each in members}
@@ -166,7 +167,7 @@ def _row(
         least = _roof(each, roofs)
         if least is not None:
             known.add(place)
-            bounds[least.bound] += runs[place] * least.seconds
+            bounds[least[1]] += runs[place] * least[0]
     roof = sum(bounds.values())
     running = sum(e["running"] for e in members if (e["program"], e["instruction"]) in known)
     return Row(
@@ -182,29 +183,25 @@ def _row(
     )
 
 
-class _Least(NamedTuple):
-    """The least seconds of an operation, and what they are for: "flops" or "bytes"."""
+def _roof(operation: Operation, roofs: Json | None) -> tuple[float, str] | None:
+    """The least seconds of one run, and whether "flops" or "bytes" take them.
 
-    seconds: float
-    bound: str
-
-
-def _roof(operation: Operation, roofs: Mapping[str, Any] | None) -> _Least | None:
-    """The roof of one run; None if its work or the device's rates are unknown."""
+    None if its work or the device's rates are unknown.
+    """
     if roofs is None or operation["part"] in (COMMUNICATION, ELSE):
         return None
     if operation["attention"]:
         found = _alone(operation["attention"], roofs)
-        return _Least(found[operation["attention"]["backward"]], "flops") if found else None
+        return (found[operation["attention"]["backward"]], "flops") if found else None
     if not operation["flops"] and not operation["bytes"]:
         return None
     return max(
-        _Least(operation["flops"] / roofs["matmul_flops_per_second"], "flops"),
-        _Least(operation["bytes"] / roofs["copy_bytes_per_second"], "bytes"),
+        (operation["flops"] / roofs["matmul_flops_per_second"], "flops"),
+        (operation["bytes"] / roofs["copy_bytes_per_second"], "bytes"),
     )
 
 
-def _alone(call: Mapping[str, int], roofs: Mapping[str, Any]) -> tuple[float, float] | None:
+def _alone(call: Mapping[str, int], roofs: Json) -> tuple[float, float] | None:
     """Seconds of the forward and of the backward of a call of attention by itself."""
     for each in roofs["attention"]:
         if all(each[name] == call[name] for name in call if name != "backward"):
@@ -212,7 +209,7 @@ def _alone(call: Mapping[str, int], roofs: Mapping[str, Any]) -> tuple[float, fl
     return None
 
 
-def step_roof(profile: Mapping[str, Any], roofs: Mapping[str, Any]) -> StepRoof:
+def step_roof(profile: Json, roofs: Json) -> StepRoof:
     """The roof of the whole step, of the measured rates.
 
     Recomputation does not count. Every forward of fused attention has one backward, so that the
@@ -220,12 +217,9 @@ def step_roof(profile: Mapping[str, Any], roofs: Mapping[str, Any]) -> StepRoof:
     """
     operations = profile["operations"]
     runs, products, attention = executions(operations), 0.0, 0.0
-    seen = set()
-    for each in operations:
-        place = each["program"], each["instruction"]
-        if place in seen:
-            continue
-        seen.add(place)
+    # One kernel of each instruction, the first.
+    first = {(each["program"], each["instruction"]): each for each in reversed(operations)}
+    for place, each in first.items():
         if each["attention"]:
             both = _alone(each["attention"], roofs)
             if both and each["attention"]["backward"]:
@@ -240,13 +234,12 @@ def step_roof(profile: Mapping[str, Any], roofs: Mapping[str, Any]) -> StepRoof:
     return StepRoof(products, attention, optimizer)
 
 
-def records(operations: Sequence[Operation]) -> dict[str, list[dict[str, Any]]]:
+def records(operations: Sequence[Operation]) -> dict[str, list[Json]]:
     """The operations as they are kept: the long ones each, the others added up by part.
 
     Returns:
       `operations` of at least `SHORTEST` seconds, the longest first, without fields that are empty
-      or 0; `shorter`, with `part`,
-      `detail`, their number `operations`, `calls` and `seconds`.
+      or 0; `shorter`, with `part`, `detail`, their number `operations`, `calls` and `seconds`.
     """
     groups: dict[tuple[str, str], list[Operation]] = defaultdict(list)
     for each in operations:

@@ -5,14 +5,14 @@ from typing import Any, Protocol
 
 from alload_jax.data.manifest import MANIFEST_NAME, manifest_metadata
 from alload_jax.errors import InputError
-from alload_jax.files import require_regular
+from alload_jax.files import Json, require_regular
 from alload_jax.registry import Registry
 
 
 class Dataset(Protocol):
     """A frozen dataclass whose fields are its config; `name` is its name in the config."""
 
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> Json:
         """Returns the provenance that the manifest stores, as JSON values; equal for equal data."""
         ...
 

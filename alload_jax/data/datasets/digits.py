@@ -9,14 +9,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+from typing_extensions import override
 
+from alload_jax.data.datasets.dataset import Dataset
 from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
-from alload_jax.planning.geometry import Triple
+from alload_jax.files import Json
+from alload_jax.planning.samples import Triple
+from alload_jax.waits import waits
 
 DIGIT = 8
 """Height and width of a digit, in pixels."""
@@ -37,7 +41,7 @@ _REACH = 0.75
 
 
 @dataclass(frozen=True)
-class Digits:
+class Digits(Dataset):
     """Still and moving digits; see `Dataset`.
 
     Attributes:
@@ -89,14 +93,15 @@ class Digits:
                     f"at least {DIGIT}, the count at least 1"
                 )
 
-    def origin(self) -> dict[str, Any]:
-        """See `Dataset.origin`."""
-        content: dict[str, Any] = {"mix": [list(row) for row in self.mix], "seed": self.seed}
+    @override
+    def origin(self) -> Json:
+        content: Json = {"mix": [list(row) for row in self.mix], "seed": self.seed}
         # Older folders name neither; theirs are these.
         if (self.motion, self.frames_per_latent) != ("drift", 1):
             content |= {"motion": self.motion, "frames_per_latent": self.frames_per_latent}
         return {"digits": content}
 
+    @waits("for the data set to be written")
     def write(self, folder: str | Path) -> None:
         """See `Dataset.write`.
 
@@ -105,8 +110,8 @@ class Digits:
         """
         images, labels = load_digits()
         stride = (self.frames_per_latent, 1, 1)
-        options: dict[str, Any] = {"vae_stride": stride, "origin": self.origin()}
-        with StoreWriter(folder, mode="resume", **options) as writer:
+        origin = self.origin()
+        with StoreWriter(folder, vae_stride=stride, origin=origin, mode="resume") as writer:
             # The first ones are there if an earlier call was interrupted.
             for clip, classes, size in islice(self._samples(images, labels), writer.written, None):
                 writer.add(fold_frames(clip, self.frames_per_latent), classes, size)

@@ -8,10 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from alload_jax.data.prepare.sources import MEDIA, readable_name, suffix_of
-from alload_jax.data.prepare.unusable import UnusableError
+from alload_jax.data.prepare.sources import MEDIA, UnusableError, readable_name, suffix_of
 from alload_jax.errors import InputError
 from alload_jax.files import parse_json
 
@@ -38,7 +37,7 @@ def find_column(names: Iterable[str], known: tuple[str, ...], asked: str | None)
     return next((by_name[name] for name in wanted if name in by_name), None)
 
 
-def as_caption(value: Any) -> str | None:
+def as_caption(value: object) -> str | None:
     """A table's or JSON file's value as a caption: of a list, the first; None for nothing."""
     if isinstance(value, list | tuple):
         value = value[0] if value else None
@@ -78,7 +77,7 @@ class CaptionRule:
                 return [*([] if found is None else [found]), *numbered]
         return []
 
-    def of_values(self, values: Iterable[Any]) -> list[str]:
+    def of_values(self, values: Iterable[object]) -> list[str]:
         """The captions in the values of a file's columns; empty if there are none."""
         if not self.every:
             return [caption for value in values if (caption := as_caption(value)) is not None][:1]
@@ -157,7 +156,9 @@ class CaptionFiles:
         return None
 
     def _stems_of_media(self, name: str) -> list[_Stem]:
-        return sorted({*self._stems(_base(name)), *self._stems(name)}, key=_closeness)
+        stems = {*self._stems(_base(name)), *self._stems(name)}
+        # clip, of clip.mp4, before clip.mp4 itself
+        return sorted(stems, key=lambda stem: (stem.level, len(stem.name)))
 
     def _stems(self, base: str) -> list[_Stem]:
         composed = unicodedata.normalize("NFC", base)
@@ -172,11 +173,6 @@ def _base(name: str) -> str:
     return name.removesuffix(PurePosixPath(name).suffix)
 
 
-def _closeness(stem: _Stem) -> tuple[int, int]:
-    """Sorts clip, of clip.mp4, before clip.mp4 itself."""
-    return stem.level, len(stem.name)
-
-
 def _numbered(names: Iterable[str], base: str) -> list[str]:
     """The names that are the base with a number, such as caption_1, by their numbers."""
     pattern = re.compile(rf"{re.escape(base.removesuffix('s'))}s?[ _-]?(\d{{1,4}})")
@@ -184,7 +180,7 @@ def _numbered(names: Iterable[str], base: str) -> list[str]:
     return [name for _, name in sorted((int(match[1]), name) for match, name in matches if match)]
 
 
-def _entries(value: Any) -> list[Any]:
+def _entries(value: object) -> list[object]:
     """The entries of a list, also of one that a CSV file holds as JSON; or the value alone."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:

@@ -1,14 +1,27 @@
-"""What turns frames into latents and captions into conditions, selected by name."""
+"""Encoders by name, of frames to latents and captions to conditions; those without weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
+from typing_extensions import override
 
-from alload_jax.planning.geometry import Triple
+from alload_jax.data.prepare.sources import UnusableError
+from alload_jax.data.record import unit_interval
+from alload_jax.errors import InputError
+from alload_jax.files import Json
+from alload_jax.planning.samples import PIXEL_PATCH, Triple
 from alload_jax.registry import Registry
+
+
+def as_float16(values: np.ndarray) -> np.ndarray:
+    """Rounds to float16, without a warning about what is too large for it."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16)
+
 
 Encoded = np.ndarray | dict[str, np.ndarray]
 """What a `TextEncoder` makes of a caption."""
@@ -61,7 +74,7 @@ class VaeEncoder(Protocol):
         """
         ...
 
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> Json:
         """Its name and what else determines the latents (a digest of weights), as JSON values."""
         ...
 
@@ -97,7 +110,7 @@ class TextEncoder(Protocol):
         """
         ...
 
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> Json:
         """Its name and what else determines the conditions, as JSON values."""
         ...
 
@@ -118,12 +131,12 @@ class Given(NamedTuple):
     """What a model is given for a clip.
 
     Attributes:
-      channels: [t, h, w, G] float16, as `Vae.encode_given`.
+      channels: [t, h, w, G] float16, as `Vae.encode_given`; None without given frames.
       image: [L, width] float16, embeddings of the given frames one after the other; None without
         an image encoder.
     """
 
-    channels: np.ndarray
+    channels: np.ndarray | None
     image: np.ndarray | None
 
 
@@ -144,7 +157,7 @@ class GivenEncoder(Protocol):
         """
         ...
 
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> Json:
         """What determines the given arrays beside the VAE, as JSON values."""
         ...
 
@@ -158,37 +171,174 @@ class GivenEncoder(Protocol):
         ...
 
 
-VAE_ENCODERS: Registry[type[Any]] = Registry(
+VAE_ENCODERS: Registry[type[VaeEncoder]] = Registry(
     "--vae",
     {
-        "none": "alload_jax.data.prepare.pixels:Pixels",
-        "wan": "alload_jax.data.prepare.wan_latents:WanLatents",
-        "hunyuan_video": "alload_jax.data.prepare.hunyuan_video_latents:HunyuanVideoLatents",
+        "none": "alload_jax.data.prepare.encoders:Pixels",
+        "wan": "alload_jax.data.prepare.model_encoders:WanLatents",
+        "hunyuan_video": "alload_jax.data.prepare.model_encoders:HunyuanVideoLatents",
     },
 )
 """Classes of `VaeEncoder`s."""
-TEXT_ENCODERS: Registry[type[Any]] = Registry(
+TEXT_ENCODERS: Registry[type[TextEncoder]] = Registry(
     "--text",
     {
-        "bytes": "alload_jax.data.prepare.byte_text:ByteText",
-        "class": "alload_jax.data.prepare.class_text:ClassText",
-        "umt5": "alload_jax.data.prepare.umt5_embeddings:Umt5Embeddings",
-        "hunyuan_video": "alload_jax.data.prepare.hunyuan_video_embeddings:HunyuanVideoEmbeddings",
+        "bytes": "alload_jax.data.prepare.encoders:ByteText",
+        "class": "alload_jax.data.prepare.encoders:ClassText",
+        "umt5": "alload_jax.data.prepare.model_encoders:Umt5Embeddings",
+        "hunyuan_video": "alload_jax.data.prepare.model_encoders:HunyuanVideoEmbeddings",
     },
 )
 """Classes of `TextEncoder`s."""
 
-GIVEN_ENCODERS: Registry[type[Any]] = Registry(
+GIVEN_ENCODERS: Registry[type[GivenEncoder]] = Registry(
     "--vae",
     {
-        "wan": "alload_jax.data.prepare.wan_latents:WanGivenFrames",
-        "hunyuan_video": "alload_jax.data.prepare.hunyuan_video_latents:HunyuanVideoGivenFrames",
+        "wan": "alload_jax.data.prepare.model_encoders:WanGivenFrames",
+        "hunyuan_video": "alload_jax.data.prepare.model_encoders:HunyuanVideoGivenFrames",
     },
 )
 """Classes of `GivenEncoder`s by the name of the VAE: its models determine what they are given."""
 
 
-def sides_multiple(vae: VaeEncoder) -> int:
-    """The number that divides the sides of buckets, so that whole tokens cover them."""
-    sides = [vae.stride[axis] * vae.patch_size[axis] for axis in (1, 2)]
-    return max(16, *sides)
+@dataclass(frozen=True)
+class Pixels:
+    """Stores pixels as float16 from −1 (black) to 1 (white); see `VaeEncoder`."""
+
+    has_weights: ClassVar[bool] = False
+    stride: Triple = (1, 1, 1)
+    patch_size: Triple = PIXEL_PATCH
+
+    @classmethod
+    def make(cls, _: EncoderOptions) -> Self:
+        """See `VaeEncoder.make`."""
+        return cls()
+
+    def origin(self) -> Json:
+        """See `VaeEncoder.origin`."""
+        return {"name": "none"}
+
+    def encode(self, frames: np.ndarray) -> np.ndarray:
+        """See `VaeEncoder.encode`."""
+        levels = (np.arange(256) / 127.5 - 1).astype(np.float16)
+        return levels[frames]
+
+
+_LONGEST = 2**16
+
+
+def require_text_length(length: int) -> None:
+    """Checks the most tokens of a condition.
+
+    Raises:
+      InputError: there cannot be so few or so many.
+    """
+    if not 1 <= length <= _LONGEST:
+        raise InputError(f"--text-length is {length}; it must be from 1 to {_LONGEST}")
+
+
+@dataclass(frozen=True)
+class ByteText(TextEncoder):
+    """Gives each UTF-8 byte of a caption a row: its own vector plus that of its place.
+
+    Both vectors are fixed and random: component j of vector v is number v·width + j of the
+    SplitMix64 sequence (Steele, Lea and Flood, 2014) from the seed 0 (bytes) or 1 (places), taken
+    as uniform with unit variance. The rows have unit variance too. Nothing depends on a library's
+    random generator, so that the same caption has the same embedding everywhere.
+
+    Attributes:
+      width: components of a row.
+      length: most bytes of a caption; the rest is cut off between characters.
+    """
+
+    has_weights: ClassVar[bool] = False
+    default_length: ClassVar[int] = 256
+
+    width: int = 64
+    length: int = 256
+
+    @classmethod
+    @override
+    def make(cls, options: EncoderOptions) -> Self:
+        require_text_length(options.text_length)
+        return cls(length=options.text_length)
+
+    @override
+    def origin(self) -> Json:
+        return {"name": "bytes", "width": self.width, "length": self.length, "version": 1}
+
+    @override
+    def encode(self, caption: str | None) -> np.ndarray:
+        """[L, width] float16, L = 0 without a caption."""
+        data = (caption or "").encode("utf-8", "replace")[: self.length]
+        data = data.decode("utf-8", "ignore").encode()  # without half a character at the end
+        values = np.frombuffer(data, np.uint8)
+        rows = self._bytes[values] + self._places[: len(values)]
+        return (rows / np.sqrt(2.0)).astype(np.float16)
+
+    @cached_property
+    def _bytes(self) -> np.ndarray:
+        return uniform_vectors(0, 256, self.width)
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        return uniform_vectors(1, self.length, self.width)
+
+
+def uniform_vectors(seed: int, count: int, width: int) -> np.ndarray:
+    """[count, width] float64 from −√3 to √3: the first outputs of SplitMix64 from a seed."""
+    number = np.arange(1, count * width + 1, dtype=np.uint64)
+    unit = unit_interval(number * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed))
+    return ((2 * unit - 1) * np.sqrt(3.0)).reshape(count, width)
+
+
+_MOST_CLASSES = 10_000
+
+
+@dataclass(frozen=True)
+class ClassText(TextEncoder):
+    """Gives each distinct caption a class number; see `TextEncoder`.
+
+    Attributes:
+      classes: names of the classes, by number. Captions that are all whole numbers are the class
+        numbers themselves; other captions are numbered in sorted order.
+    """
+
+    has_weights: ClassVar[bool] = False
+    default_length: ClassVar[int] = 256
+
+    classes: tuple[str, ...]
+
+    @classmethod
+    @override
+    def make(cls, options: EncoderOptions) -> Self:
+        names = sorted({caption for caption in options.captions if caption})
+        if not names:
+            raise InputError("--text class: no file has a caption; choose --text bytes")
+        numbers = all(name.isascii() and name.isdecimal() and len(name) < 8 for name in names)
+        count = max(map(int, names)) + 1 if numbers else len(names)
+        if count > _MOST_CLASSES:
+            raise InputError(
+                f"--text class: the captions are {count:,} classes, more than {_MOST_CLASSES:,}; "
+                "choose --text bytes, or name the column of classes with --caption-column"
+            )
+        return cls(tuple(str(number) for number in range(count)) if numbers else tuple(names))
+
+    @override
+    def origin(self) -> Json:
+        return {"name": "class", "classes": list(self.classes)}
+
+    @override
+    def encode(self, caption: str | None) -> np.ndarray:
+        """[1] int32."""
+        if not caption:
+            raise UnusableError("no caption, which --text class needs")
+        name = str(int(caption)) if caption.isascii() and caption.isdecimal() else caption
+        number = self._numbers.get(caption, self._numbers.get(name))
+        if number is None:
+            raise UnusableError(f"caption {caption[:40]!r} is no class")
+        return np.array([number], np.int32)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.classes)}

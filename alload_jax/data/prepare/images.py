@@ -1,4 +1,4 @@
-"""Decodes an image to RGB in a bucket's size."""
+"""Decodes images: upright, without transparency, cut to a bucket."""
 
 import struct
 import warnings
@@ -8,15 +8,12 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from alload_jax.data.prepare.buckets import Fit
-from alload_jax.data.prepare.sources import Source, opened
-from alload_jax.data.prepare.unusable import UnusableError, short
+from alload_jax.data.prepare.sources import Fit, Source, UnusableError, opened, short
 
 BACKGROUND = 255
 """Grey level that transparent pixels get: white."""
 MOST_PIXELS = 2**27
 """Most pixels of a picture; more is taken for a decompression bomb."""
-
 _DAMAGE = (
     *(OSError, SyntaxError, ValueError, EOFError, KeyError, IndexError, TypeError),
     *(OverflowError, MemoryError, NotImplementedError, struct.error, zlib.error),

@@ -1,14 +1,281 @@
-"""Finds the images and videos of an input, in an order that depends only on their names."""
+"""Finds the inputs of a folder, a table or tar files, in an order that depends on names alone."""
 
-from collections.abc import Sequence
-from pathlib import Path
+import csv
+import io
+import os
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
 
-from alload_jax.data.prepare.captions import CaptionRule
-from alload_jax.data.prepare.folder_inputs import folder_items
-from alload_jax.data.prepare.sources import Item
-from alload_jax.data.prepare.table_inputs import TABLES, table_items
-from alload_jax.data.prepare.tar_inputs import tar_items
+import pyarrow as pa
+import pyarrow.parquet
+
+from alload_jax.data.prepare.captions import (
+    CAPTION_COLUMNS,
+    LONGEST_FILE,
+    PATH_COLUMNS,
+    SIDECARS,
+    CaptionFiles,
+    CaptionRule,
+    as_caption,
+    require_column,
+)
+from alload_jax.data.prepare.sources import (
+    MEDIA,
+    Item,
+    Source,
+    UnusableError,
+    checked_source,
+    read_bytes,
+    readable_name,
+    short,
+    suffix_of,
+)
 from alload_jax.errors import InputError
+from alload_jax.files import Json, parse_json, require_regular
+
+_SILENT = frozenset(
+    {*SIDECARS, ".jsonl", ".csv", ".tsv", ".parquet", ".md", ".srt", ".vtt", ".ini", ".db", ".npy"}
+    | {".html", ".yaml", ".yml", ".safetensors", ".part", ".log"}
+)
+"""Suffixes of files that belong beside media, which no report lists."""
+
+
+def folder_items(folder: Path, rule: CaptionRule) -> list[Item]:
+    """The media of a folder and of the folders in it, by name.
+
+    Args:
+      folder: the folder.
+      rule: which captions are taken.
+    """
+    root = folder.resolve()
+    names, items = [], []
+    for parent, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in (*files, *(one for one in folders if (Path(parent) / one).is_symlink())):
+            if not name.startswith("."):
+                names.append((Path(parent) / name).relative_to(root).as_posix())
+    texts = CaptionFiles(names)
+    for name in sorted(names, key=os.fsencode):
+        if suffix_of(name) in MEDIA or suffix_of(name) not in _SILENT:
+            items.append(_file_item(root, name, texts, rule))
+    return items
+
+
+def _file_item(root: Path, name: str, texts: CaptionFiles, rule: CaptionRule) -> Item:
+    def find() -> tuple[Source, list[str]]:
+        if suffix_of(name) not in MEDIA and (root / name).is_dir():
+            raise UnusableError("link to a folder, which is not followed")
+        _require_media(name)
+        source = checked_source(root, name)
+        return source, _captions(root, texts.of(name), rule)
+
+    return _item(readable_name(name), find)
+
+
+def _item(name: str, find: Callable[[], tuple[Source, list[str]]]) -> Item:
+    """The item of a source and its captions, or of the reason why there is none."""
+    try:
+        source, captions = find()
+    except UnusableError as error:
+        return Item(name, None, reason=str(error))
+    first = captions[0] if captions else None
+    return Item(name, source, first, alternatives=tuple(captions[1:]))
+
+
+def _require_media(name: str) -> None:
+    if (suffix := suffix_of(name)) not in MEDIA:
+        raise UnusableError(f"suffix {suffix or 'missing'}: not an image or video")
+
+
+def _captions(root: Path, text: str | None, rule: CaptionRule) -> list[str]:
+    """The captions in the file of that name; none if there is no file."""
+    if text is None:
+        return []
+    if (root / text).is_file() and not (root / text).stat().st_size:
+        return [""]
+    try:
+        data = read_bytes(checked_source(root, text), LONGEST_FILE)
+    except UnusableError as error:
+        raise UnusableError(f"its caption {readable_name(text)}: {error}") from error
+    return rule.of_sidecar(data, suffix_of(text))
+
+
+TABLES = (".csv", ".jsonl", ".parquet")
+"""Suffixes of tables."""
+
+_LONGEST_FIELD = 2**24
+
+
+def table_items(table: Path, path_column: str | None, rule: CaptionRule) -> list[Item]:
+    """The media of a table in the order of its rows; paths are relative to the table's folder.
+
+    Raises:
+      InputError: the table cannot be read, or has no column of paths, or lacks a column asked for.
+    """
+    read = {".csv": _csv_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+    require_regular(table)
+    try:
+        rows = list(read[table.suffix.lower()](table, path_column, rule))
+    except (OSError, ValueError, csv.Error, pa.ArrowException, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        kind = table.suffix[1:].upper()
+        raise InputError(f"{table}: cannot be read as {kind} ({short(error)}); fix it") from error
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    place = str(table)
+    path = require_column(place, names, PATH_COLUMNS, path_column, "--path-column")
+    captions = rule.columns(name for name in names if name != path)
+    if rule.column is not None and not captions:
+        require_column(place, names, CAPTION_COLUMNS, rule.column, "--caption-column")
+    _require_once(table, names, (path, *captions))
+    root = table.parent.resolve()
+    return [
+        _row_item(root, row.get(path), rule.of_values(row.get(name) for name in captions))
+        for row in rows
+    ]
+
+
+def _require_once(table: Path, names: Iterable[str], used: Iterable[str]) -> None:
+    """Refuses a table in which a column that is used has the name of another in other letters."""
+    names = list(names)
+    for column in used:
+        same = [name for name in names if name.strip().lower() == column.strip().lower()]
+        if len(same) > 1:
+            raise InputError(
+                f"{table}: has the columns {same[0]!r} and {same[1]!r}, whose names are the same "
+                "but for case and spaces; rename or remove one"
+            )
+
+
+def _row_item(root: Path, path: object, captions: list[str]) -> Item:
+    name = readable_name(as_caption(path) or "")
+
+    def find() -> tuple[Source, list[str]]:
+        if not name:
+            raise UnusableError("row without a path")
+        _require_media(name)
+        return checked_source(root, name), captions
+
+    return _item(name, find)
+
+
+def _csv_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
+    before = csv.field_size_limit(_LONGEST_FIELD)
+    try:
+        with table.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            fields = [name for name in reader.fieldnames or () if name]
+            _require_once(table, fields, fields)
+            for row in reader:
+                if None in row:
+                    raise InputError(
+                        f"{table}: line {reader.line_num} has more fields than the header; put "
+                        'values with commas in quotes, such as "a red flower, close up"'
+                    )
+                yield {name: value for name, value in row.items() if name}
+    finally:
+        csv.field_size_limit(before)
+
+
+def _jsonl_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
+    with table.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            row = parse_json(line, f"{table}: line {number}", "fix it", finite=False)
+            if not isinstance(row, dict):
+                raise InputError(f"{table}: line {number} is not a JSON object; fix it")
+            yield row
+
+
+def _parquet_rows(table: Path, path_column: str | None, rule: CaptionRule) -> Iterator[Json]:
+    with pyarrow.parquet.ParquetFile(table) as file:
+        # Tables of datasets often hold the media's bytes as well, which nobody wants in memory.
+        asked = (name.lower() for name in (path_column, rule.column) if name)
+        known = {*PATH_COLUMNS, *CAPTION_COLUMNS, *asked}
+        held = file.schema_arrow.names
+        _require_once(table, held, held)
+        captions = rule.columns(held)
+        names = [name for name in held if name.lower() in known or name in captions]
+        if not names:
+            require_column(str(table), held, PATH_COLUMNS, None, "--path-column")
+        for batch in file.iter_batches(columns=names):
+            yield from batch.to_pylist()
+
+
+_LONGEST_HEADER = 2**20
+
+
+def tar_items(tars: Sequence[Path], rule: CaptionRule) -> list[Item]:
+    """The media of uncompressed .tar files, in the order of their members.
+
+    Nothing is unpacked: members are read where they lie.
+
+    Args:
+      tars: the files, in order.
+      rule: which captions are taken.
+
+    A file that is damaged, or no uncompressed .tar, gives an item with the reason, after the items
+    of the members before the damage.
+    """
+    return [item for path in tars for item in _items(path, rule)]
+
+
+def _items(path: Path, rule: CaptionRule) -> list[Item]:
+    members, damage = _members(path)
+    # A member has the same name whether it is clip.mp4 or ./clip.mp4.
+    named = [(str(PurePosixPath(each.name)), each) for each in members if not each.isdir()]
+    texts, by_name = CaptionFiles([name for name, _ in named], by_first_dot=True), dict(named)
+
+    def find(name: str, member: tarfile.TarInfo) -> tuple[Source, list[str]]:
+        source = _source(path, member)
+        if not source.size:
+            raise UnusableError("empty file (0 bytes)")
+        if (text := texts.of(name)) is None:
+            return source, []
+        data = read_bytes(_source(path, by_name[text]), LONGEST_FILE)
+        return source, rule.of_sidecar(data, suffix_of(text))
+
+    items = [
+        _item(readable_name(f"{path.name}/{member.name}"), partial(find, name, member))
+        for name, member in named
+        if suffix_of(name) in MEDIA
+    ]
+    return [*items, Item(readable_name(path.name), None, reason=damage)] if damage else items
+
+
+def _members(path: Path) -> tuple[list[tarfile.TarInfo], str]:
+    """The members of a .tar file up to its end or its damage, and what the damage is."""
+    members: list[tarfile.TarInfo] = []
+    try:
+        with _Headers(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            members.extend(archive)
+    except (tarfile.TarError, OSError, ValueError) as error:
+        return members, f"cannot be read as an uncompressed .tar ({short(error)})"
+    return members, ""
+
+
+class _Headers(io.FileIO):
+    """A .tar file of which only headers are read, which may claim to be of any size."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(min(size or 0, _LONGEST_HEADER))
+
+
+def _source(path: Path, member: tarfile.TarInfo) -> Source:
+    name = PurePosixPath(member.name)
+    if name.is_absolute() or ".." in name.parts:
+        raise UnusableError("tar member with an absolute path or '..'")
+    if member.issym() or member.islnk():
+        raise UnusableError("tar member that is a link")
+    if not member.isreg() or member.issparse():
+        raise UnusableError("tar member that is not a plain file")
+    if member.offset_data + member.size > path.stat().st_size:
+        raise UnusableError("truncated tar member")
+    return Source(Path(os.path.realpath(path)), member.offset_data, member.size)
+
 
 TABLE_NAMES = (
     *("metadata.csv", "metadata.jsonl", "metadata.parquet"),

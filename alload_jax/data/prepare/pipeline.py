@@ -1,33 +1,31 @@
-"""Prepares a data folder from media, shard by shard, in one process or several."""
+"""Prepares a data folder from media, shard by shard, in one process or in several."""
 
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from multiprocessing.context import SpawnContext
+from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import IO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet
 
-from alload_jax.data.prepare.interrupts import deferred_interrupts
-from alload_jax.data.prepare.remote import encoding_processes
-from alload_jax.data.prepare.scenes import require_detector
 from alload_jax.data.prepare.settings import MediaSettings, items_digest
 from alload_jax.data.prepare.sources import Item
-from alload_jax.data.prepare.unit import Job, prepare_unit
+from alload_jax.data.prepare.unit import Job, deferred_interrupts, encoding_processes, prepare_unit
+from alload_jax.data.prepare.videos import require_detector
 from alload_jax.data.prepare.work_folder import (
-    ProgressNote,
     Skipped,
     UnitReport,
     claimed,
     join_workers,
+    progress_note,
     read_progress,
     read_report,
     remove_all,
@@ -92,38 +90,67 @@ def prepare_media(
     job.areas()
     flags = settings.flags() | job.encoder_origins()
     with claimed(out, flags | {"files": items_digest(items)}):
-        units = _units(items, settings.files_per_shard)
+        size = settings.files_per_shard
+        units = [items[begin : begin + size] for begin in range(0, len(items), size)]
         todo = []
         for number, unit in enumerate(units):
             if is_finished(out, number) and read_report(out, number) is not None:
                 on_files(unit, True)
             else:
                 todo.append(number)
+        reported = [0] * len(units)
+
+        def finished(number: int, files: int) -> None:
+            """Reports each file once, however often its shard is begun."""
+            if new := units[number][reported[number] : files]:
+                reported[number] = files
+                on_files(new, False)
+
         run = engine or (_here if workers == 1 else partial(_in_processes, workers))
-        run(job, units, todo, _Once(units, on_files))
+        run(job, units, todo, finished)
         return _finish(out, len(units), report)
-
-
-def _units(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
-    return [items[begin : begin + size] for begin in range(0, len(items), size)]
-
-
-class _Once:
-    """Calls `OnFiles` with each file once, however often its shard is begun; see `Finished`."""
-
-    def __init__(self, units: Units, on_files: OnFiles):
-        self._units, self._on_files = units, on_files
-        self._told = [0] * len(units)
-
-    def __call__(self, number: int, files: int) -> None:
-        if items := self._units[number][self._told[number] : files]:
-            self._told[number] = files
-            self._on_files(items, False)
 
 
 def _here(job: Job, units: Units, todo: Sequence[int], finished: Finished) -> None:
     for number in todo:
         prepare_unit(job, number, units[number], finished=partial(finished, number))
+
+
+def run_shards(
+    out: Path,
+    units: Units,
+    todo: Sequence[int],
+    finished: Finished,
+    submit: Callable[[int], "Future[str | None]"],
+    most: Callable[[], int],
+    running: "dict[Future[str | None], int]",
+) -> None:
+    """Prepares shards by other processes.
+
+    Args:
+      out: data folder.
+      units: the files of each shard.
+      todo: numbers of the shards to prepare.
+      finished: as that of an `Engine`.
+      submit: hands over a shard; its result is the reason if the shard is refused.
+      most: gives the number of shards to hand over at a time.
+      running: takes the numbers of shards that are handed over and not finished.
+
+    Raises:
+      InputError: a shard was refused.
+    """
+    left = list(reversed(todo))
+    while left or running:
+        while left and len(running) < most():
+            number = left.pop()
+            running[submit(number)] = number
+        for future in wait(running, _SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED).done:
+            if refusal := future.result():
+                raise InputError(refusal)
+            number = running.pop(future)
+            finished(number, len(units[number]))
+        for number in running.values():
+            finished(number, read_progress(out, number))
 
 
 def _in_processes(
@@ -132,67 +159,51 @@ def _in_processes(
     """An `Engine` of that many processes of this machine."""
     # Forked processes would share locks of decoders and of JAX's threads.
     context = multiprocessing.get_context("spawn")
-    with _remote_jobs(job, context) as jobs:
-        _in_pool(workers, jobs, context, units, todo, finished)
+    with ExitStack() as stack:
+        jobs = [job]
+        if job.vae.has_weights or job.text.has_weights:
+            processes = encoding_processes(job.vae, job.text, job.given, context)
+            jobs = [replace(job, remote=each) for each in stack.enter_context(processes)]
+        stop = context.Event()
+        pool = ProcessPoolExecutor(workers, context, _start_worker, (jobs, stop))
+        running: dict[Future[str | None], int] = {}
+
+        def submit(number: int) -> Future[str | None]:
+            with deferred_interrupts():  # the first calls start processes
+                return pool.submit(_work, number, units[number])
+
+        try:
+            run_shards(job.out, units, todo, finished, submit, lambda: 2 * workers, running)
+        except BrokenProcessPool as error:
+            shards = ", ".join(map(str, sorted(running.values())))
+            raise InputError(
+                f"{job.out}: a worker process ended at one of the shards {shards}, perhaps for "
+                "lack of memory; run the same command again, with fewer --workers"
+            ) from error
+        finally:
+            with deferred_interrupts():
+                stop.set()
+                pool.shutdown(wait=True, cancel_futures=True)
 
 
-@contextmanager
-def _remote_jobs(job: Job, context: SpawnContext) -> Iterator[list[Job]]:
-    """The job, or one for each process that encodes, where encoders have weights."""
-    if not (job.vae.has_weights or job.text.has_weights):
-        yield [job]
-        return
-    with encoding_processes(job.vae, job.text, job.given, context) as found:
-        yield [replace(job, remote=remote) for remote in found]
+class _Worker(NamedTuple):
+    """What a worker process keeps between units; the mark is open as long as it lives."""
+
+    jobs: list[Job]
+    stop: Event
+    mark: IO[str]
 
 
-def _in_pool(
-    workers: int,
-    jobs: list[Job],
-    context: SpawnContext,
-    units: Units,
-    todo: Sequence[int],
-    finished: Finished,
-) -> None:
-    out = jobs[0].out
-    stop = context.Event()
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (jobs, stop))
-    left, running = list(reversed(todo)), dict[Future[None], int]()
-    try:
-        while left or running:
-            while left and len(running) < 2 * workers:
-                number = left.pop()
-                with deferred_interrupts():  # the first calls start processes
-                    running[pool.submit(_work, number, units[number])] = number
-            done, _ = wait(running, _SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
-            for future in done:
-                future.result()
-                number = running.pop(future)
-                finished(number, len(units[number]))
-            for number in running.values():
-                finished(number, read_progress(out, number))
-    except BrokenProcessPool as error:
-        shards = ", ".join(map(str, sorted(running.values())))
-        raise InputError(
-            f"{out}: a worker process ended at one of the shards {shards}, perhaps for lack of "
-            "memory; run the same command again, with fewer --workers"
-        ) from error
-    finally:
-        with deferred_interrupts():
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
+_workers: list[_Worker] = []
+"""That of this process, if it is a worker."""
 
 
-_state: dict[str, Any] = {}
-"""What a worker process keeps between units."""
-
-
-def _start_worker(jobs: list[Job], stop: Any) -> None:
-    _state.update(jobs=jobs, stop=stop, mark=join_workers(jobs[0].out))
+def _start_worker(jobs: list[Job], stop: Event) -> None:
+    _workers.append(_Worker(jobs, stop, join_workers(jobs[0].out)))
     threading.Thread(target=_end_in_time, args=(stop,), daemon=True).start()
 
 
-def _end_in_time(stop: Any) -> None:
+def _end_in_time(stop: Event) -> None:
     """Ends this process when the first one is killed, or soon after it says stop.
 
     It would wait for work forever, or an encoder would go on for minutes.
@@ -206,12 +217,12 @@ def _end_in_time(stop: Any) -> None:
 
 
 def _work(number: int, items: Sequence[Item]) -> None:
-    jobs: list[Job] = _state["jobs"]
+    jobs, stop, _ = _workers[0]
     job = jobs[number % len(jobs)]
     try:
-        prepare_unit(job, number, items, _state["stop"].is_set, ProgressNote(job.out, number))
+        prepare_unit(job, number, items, stop.is_set, progress_note(job.out, number))
     except KeyboardInterrupt:
-        if not _state["stop"].is_set():
+        if not stop.is_set():
             raise
 
 

@@ -4,23 +4,22 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import ray
 
-from alload_jax.data.prepare.interrupts import deferred_interrupts
-from alload_jax.data.prepare.pipeline import Finished, Units
-from alload_jax.data.prepare.sources import Item
-from alload_jax.data.prepare.unit import Job, prepare_unit
-from alload_jax.data.prepare.unusable import short
-from alload_jax.data.prepare.work_folder import ProgressNote, read_progress, work_folder
+from alload_jax.data.prepare.pipeline import Finished, Units, run_shards
+from alload_jax.data.prepare.sources import Item, short
+from alload_jax.data.prepare.unit import Job, deferred_interrupts, prepare_unit
+from alload_jax.data.prepare.work_folder import progress_note, work_folder
 from alload_jax.errors import InputError
+from alload_jax.files import Json
 
-_SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_TO_CONNECT = 10.0
 _OBJECT_STORE_BYTES = 10**8  # tasks hand over names, not media
 _TOKEN = "token"
@@ -55,12 +54,14 @@ class RayEngine:
             (work_folder(job.out) / _TOKEN).write_text(token, encoding="ascii")
             shared = ray.put(job)
 
-            def start(number: int) -> Any:
-                seen = _first_file(units[number])
-                return _prepare.remote([shared], token, number, units[number], seen)
+            def submit(number: int) -> Future[str | None]:
+                paths = (item.source.path for item in units[number] if item.source)
+                seen = next((path for path in paths if path.exists()), None)
+                task = _prepare.remote([shared], token, number, units[number], seen)
+                return cast(Future[str | None], task.future())
 
             try:
-                self._run(job.out, units, todo, finished, start)
+                run_shards(job.out, units, todo, finished, submit, self._most, {})
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
             except ray.exceptions.RayError as error:
@@ -69,31 +70,8 @@ class RayEngine:
                     "again, which goes on from here"
                 ) from error
 
-    def _run(
-        self,
-        out: Path,
-        units: Units,
-        todo: Sequence[int],
-        finished: Finished,
-        start: Callable[[int], Any],
-    ) -> None:
-        left, running = list(reversed(todo)), dict[Any, int]()
-        while left or running:
-            while left and len(running) < (self.workers or 2 * _cpus()):
-                number = left.pop()
-                running[start(number)] = number
-            done, _ = ray.wait(list(running), timeout=_SECONDS_BETWEEN_LOOKS)
-            for task in done:
-                if refusal := ray.get(task):
-                    raise InputError(refusal)
-                number = running.pop(task)
-                finished(number, len(units[number]))
-            for number in running.values():
-                finished(number, read_progress(out, number))
-
-
-def _cpus() -> int:
-    return max(1, int(ray.cluster_resources().get("CPU", 1)))
+    def _most(self) -> int:
+        return self.workers or 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
 
 
 @contextmanager
@@ -113,7 +91,7 @@ def _started(address: str | None, workers: int | None) -> Iterator[None]:
 
 
 def _connect(address: str, workers: int | None) -> None:
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+    options: Json = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     if address == "local":
         options |= {"num_cpus": workers, "object_store_memory": _OBJECT_STORE_BYTES}
         options |= {"include_dashboard": False}
@@ -135,19 +113,13 @@ def _require_open(address: str) -> None:
         socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT).close()
 
 
-def _first_file(items: Sequence[Item]) -> Path | None:
-    """A file of a shard that this process sees."""
-    paths = (item.source.path for item in items if item.source)
-    return next((path for path in paths if path.exists()), None)
-
-
 _jobs: dict[str, Job] = {}
 """The job of a worker process by its token, because encoders keep what they have loaded."""
 
 
 @ray.remote(num_cpus=1, max_retries=3)
 def _prepare(
-    shared: list[Any], token: str, number: int, items: Sequence[Item], seen: Path | None
+    shared: "list[ray.ObjectRef]", token: str, number: int, items: Sequence[Item], seen: Path | None
 ) -> str:
     """Prepares a shard; returns the reason if that is refused, else nothing."""
     if token not in _jobs:
@@ -156,7 +128,7 @@ def _prepare(
     job = _jobs[token]
     try:
         _require_shared(job.out, token, seen)
-        prepare_unit(job, number, items, finished=ProgressNote(job.out, number))
+        prepare_unit(job, number, items, finished=progress_note(job.out, number))
     except InputError as error:
         return str(error)
     return ""

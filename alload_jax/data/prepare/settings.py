@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from alload_jax.data.prepare.captions import clean
 from alload_jax.data.prepare.encoders import (
@@ -20,6 +19,7 @@ from alload_jax.data.prepare.encoders import (
 )
 from alload_jax.data.prepare.sources import Item
 from alload_jax.errors import InputError
+from alload_jax.files import Json
 
 DEFAULT_SCENE_THRESHOLD = 3.0
 """How many times as much as around it a picture must change at a scene change."""
@@ -73,39 +73,35 @@ class MediaSettings:
     files_per_shard: int = 32
 
     def __post_init__(self) -> None:
-        if self.frames < 1 or self.frames % 4 != 1:
-            near = max(1, round((self.frames - 1) / 4) * 4 + 1)
-            raise InputError(f"--frames is {self.frames}; it must be 4n + 1, such as {near}")
-        if not 1 <= self.min_frames <= self.frames:
-            raise InputError(
-                f"--min-frames is {self.min_frames}; it must be from 1 to --frames {self.frames}"
-            )
-        for name in ("max_clips", "files_per_shard"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                flag = name.replace("_", "-")
-                raise InputError(f"--{flag} is {value}; it must be at least 1")
-        if not (math.isfinite(self.max_enlarge) and self.max_enlarge > 0):
-            raise InputError(f"--max-enlarge is {self.max_enlarge}; it must be above 0 and finite")
-        if self.stride_seconds is not None and not 0 < self.stride_seconds < math.inf:
-            raise InputError(
-                f"--stride-seconds is {self.stride_seconds}; it must be above 0 and finite"
-            )
-        if self.scene_threshold is not None:
-            self._check_threshold(self.scene_threshold)
+        near = max(1, round((self.frames - 1) / 4) * 4 + 1)
+        stride, threshold = self.stride_seconds, self.scene_threshold
+        if threshold is not None and not self.scenes:
+            raise InputError(f"--scene-threshold is {threshold}, but --scenes is missing; add it")
+        for flag, fits, wanted in (
+            ("frames", self.frames > 0 and self.frames % 4 == 1, f"4n + 1, such as {near}"),
+            (
+                "min-frames",
+                1 <= self.min_frames <= self.frames,
+                f"from 1 to --frames {self.frames}",
+            ),
+            ("max-clips", self.max_clips is None or self.max_clips > 0, "at least 1"),
+            ("files-per-shard", self.files_per_shard > 0, "at least 1"),
+            ("max-enlarge", 0 < self.max_enlarge < math.inf, "above 0 and finite"),
+            ("stride-seconds", stride is None or 0 < stride < math.inf, "above 0 and finite"),
+            (
+                "scene-threshold",
+                threshold is None or 1 <= threshold < math.inf,
+                f"at least 1 and finite, such as {DEFAULT_SCENE_THRESHOLD}",
+            ),
+        ):
+            if not fits:
+                value = getattr(self, flag.replace("-", "_"))
+                raise InputError(f"--{flag} is {value}; it must be {wanted}")
         if self.captions not in ("one", "all"):
             raise InputError(f"--captions is {self.captions!r}; choose one or all")
         if not self.area:
             raise InputError("--area is empty; name an area class such as 480p")
         _ = self.rate
-
-    def _check_threshold(self, threshold: float) -> None:
-        if not self.scenes:
-            raise InputError(f"--scene-threshold is {threshold}, but --scenes is missing; add it")
-        if not 1 <= threshold < math.inf:
-            raise InputError(
-                f"--scene-threshold is {threshold}; it must be at least 1 and finite, such as "
-                f"{DEFAULT_SCENE_THRESHOLD}"
-            )
 
     @property
     def rate(self) -> Fraction:
@@ -173,16 +169,15 @@ class MediaSettings:
             )
         vae = Path(self.vae_folder).absolute()
         image = Path(self.image_folder).absolute() if self.image_folder else None
-        found: GivenEncoder = GIVEN_ENCODERS.get(self.vae).make(self.image_to_video, vae, image)
-        return found
+        return GIVEN_ENCODERS.get(self.vae).make(self.image_to_video, vae, image)
 
     @property
     def _text_length(self) -> int:
         if self.text_length is not None:
             return self.text_length
-        return int(TEXT_ENCODERS.get(self.text).default_length)
+        return TEXT_ENCODERS.get(self.text).default_length
 
-    def flags(self) -> dict[str, Any]:
+    def flags(self) -> Json:
         """The settings as JSON values, by flag; folders of weights may move."""
         names = (name for name in self.__dataclass_fields__ if not name.endswith("_folder"))
         values = {name: getattr(self, name) for name in names}
@@ -193,14 +188,16 @@ class MediaSettings:
             del values["captions"]
         return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
 
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> Json:
         """The provenance that the manifest stores, without the encoders'."""
         left_out = ("--vae", "--text", "--text-length", "--image-to-video")
         media = {flag[2:]: value for flag, value in self.flags().items() if flag not in left_out}
         return {"media": media, "fps": str(self.rate)}
 
 
-def _folder(flag: str, name: str, encoder: type[Any], folder: str | None) -> Path | None:
+def _folder(
+    flag: str, name: str, encoder: type[VaeEncoder | TextEncoder], folder: str | None
+) -> Path | None:
     """The folder of an encoder's weights, which must be given where there are some."""
     if encoder.has_weights and not folder:
         raise InputError(f"{flag} {name} needs the folder of its weights; give {flag}-folder DIR")

@@ -1,26 +1,144 @@
-"""One unit of work: some input files become one shard."""
+"""One unit of work: some input files become one shard, encoded here or by another process."""
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing.context import SpawnContext
+from multiprocessing.managers import BaseManager, BaseProxy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from alload_jax.data.prepare.buckets import Bucket, Fit, buckets_of, fit
 from alload_jax.data.prepare.captions import clean
-from alload_jax.data.prepare.clips import video_clips
-from alload_jax.data.prepare.encoders import GivenEncoder, TextEncoder, VaeEncoder, sides_multiple
+from alload_jax.data.prepare.encoders import (
+    Encoded,
+    Given,
+    GivenEncoder,
+    TextEncoder,
+    VaeEncoder,
+)
 from alload_jax.data.prepare.images import decode_image
-from alload_jax.data.prepare.remote import RemoteEncoders
 from alload_jax.data.prepare.settings import MediaSettings
-from alload_jax.data.prepare.sources import Item
-from alload_jax.data.prepare.unusable import UnusableError, short
+from alload_jax.data.prepare.sources import Bucket, Fit, Item, UnusableError, buckets_of, fit, short
+from alload_jax.data.prepare.videos import video_clips
 from alload_jax.data.prepare.work_folder import Skipped, UnitReport, write_report
 from alload_jax.data.record import TEXT
 from alload_jax.data.store import ShardWriter
-from alload_jax.data.store.checks import Alternative
+from alload_jax.data.store.shard import Alternative
+from alload_jax.encoders.loading import device_count
 from alload_jax.errors import InputError
+from alload_jax.files import Json
+from alload_jax.processes import follow_parent
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Defers Ctrl-C to the end, where it raises KeyboardInterrupt.
+
+    For starting and stopping other processes, which leaves them or this one in disorder if it is
+    interrupted. Processes that are started do not hear Ctrl-C: this process ends them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pending.append(number))
+    # Handlers of Python are not inherited, but the mask is.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)
+    if pending:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def encoding_processes(
+    vae: VaeEncoder, text: TextEncoder, given: GivenEncoder | None, context: SpawnContext
+) -> Iterator[list["RemoteEncoders"]]:
+    """Starts a process for each GPU, or one where there is none; ends them at the end."""
+    with ExitStack() as stack:
+        managers = [stack.enter_context(_started(context, device)) for device in _devices()]
+        yield [manager.Encoders(vae=vae, text=text, given=given) for manager in managers]
+
+
+def _devices() -> list[str | None]:
+    """The value of CUDA_VISIBLE_DEVICES for each process."""
+    count = device_count()
+    if count < 2:
+        return [None]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return list(visible.split(",")[:count]) if visible else [str(number) for number in range(count)]
+
+
+@contextmanager
+def _started(context: SpawnContext, device: str | None) -> "Iterator[_Manager]":
+    manager = _Manager(ctx=context)
+    with deferred_interrupts():
+        manager.start(_begin, (device,))
+    try:
+        yield manager
+    finally:
+        with deferred_interrupts():
+            manager.shutdown()
+
+
+def _begin(device: str | None) -> None:
+    """Begins an encoding process; PyTorch is imported later and sees this GPU alone."""
+    if device is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
+    follow_parent()
+
+
+class _Encoders:
+    """The encoders of an encoding process; a thread for each worker calls them."""
+
+    def __init__(self, **encoders: VaeEncoder | TextEncoder | GivenEncoder | None):
+        self._encoders = encoders
+        self._lock = threading.Lock()
+
+    def encode(self, name: str, *arguments: Any) -> Any:
+        encoder = self._encoders[name]
+        assert encoder is not None
+        with self._lock:
+            return encoder.encode(*arguments)
+
+
+class RemoteEncoders(BaseProxy):
+    """Encodes in another process; may be pickled and sent to workers.
+
+    The calls of several workers are answered one by one. Their frames are sent while others are
+    encoded.
+    """
+
+    _exposed_ = ("encode",)
+
+    def encode(self, name: str, *arguments: Any) -> Any:
+        """Encodes by the encoder of that name in a `Job`.
+
+        Raises:
+          InputError: the process has ended; what the encoder raises is raised here too.
+        """
+        try:
+            return self._callmethod("encode", (name, *arguments))
+        except (EOFError, ConnectionError, FileNotFoundError) as error:
+            raise InputError(
+                "the process that encodes ended, perhaps for lack of memory; run the same command "
+                "again, which goes on from here"
+            ) from error
+
+
+class _Manager(BaseManager):
+    Encoders: Callable[..., RemoteEncoders]
+
+
+_Manager.register("Encoders", _Encoders, RemoteEncoders)
 
 
 @dataclass(frozen=True)
@@ -45,7 +163,7 @@ class Job:
     def encode_frames(self, frames: np.ndarray) -> np.ndarray:
         """Encodes a clip, here or remotely; see `VaeEncoder.encode`."""
         if self.remote is not None and self.vae.has_weights:
-            return self.remote.encode_frames(frames)
+            return np.asarray(self.remote.encode("vae", frames))
         return self.vae.encode(frames)
 
     def encode_caption(self, caption: str | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -54,22 +172,21 @@ class Job:
         See `TextEncoder.encode`.
         """
         if self.remote is not None and self.text.has_weights:
-            found = self.remote.encode_caption(caption)
+            found: Encoded = self.remote.encode("text", caption)
         else:
             found = self.text.encode(caption)
         if not isinstance(found, dict):
             return found, {}
         return found[TEXT], {name: array for name, array in found.items() if name != TEXT}
 
-    def encode_given(self, clip: np.ndarray) -> dict[str, np.ndarray | None]:
-        """What image-to-video models are given for a clip, by the names of `ShardWriter.add`."""
+    def encode_given(self, clip: np.ndarray) -> Given:
+        """What image-to-video models are given for a clip; nothing without their encoder."""
         if self.given is None:
-            return {}
-        encode = self.given.encode if self.remote is None else self.remote.encode_given
-        found = encode(clip[0], clip[-1], len(clip))
-        return {"given": found.channels, "image": found.image}
+            return Given(None, None)
+        ends = (clip[0], clip[-1], len(clip))
+        return self.remote.encode("given", *ends) if self.remote else self.given.encode(*ends)
 
-    def encoder_origins(self) -> dict[str, Any]:
+    def encoder_origins(self) -> Json:
         """What the encoders' outputs depend on, by encoder, as JSON values."""
         found = {"vae": self.vae.origin(), "text": self.text.origin()}
         return found if self.given is None else found | {"image_to_video": self.given.origin()}
@@ -80,8 +197,9 @@ class Job:
         Raises:
           InputError: an area class is unknown or does not fit the encoder.
         """
-        multiple = sides_multiple(self.vae)
-        return [buckets_of(area, multiple) for area in self.settings.area]
+        # Whole tokens cover the sides.
+        sides = [self.vae.stride[axis] * self.vae.patch_size[axis] for axis in (1, 2)]
+        return [buckets_of(area, max(16, *sides)) for area in self.settings.area]
 
 
 def prepare_unit(
@@ -127,40 +245,33 @@ def _add_item(
     caption = None if item.caption is None else clean(item.caption)
     try:
         condition, parts = job.encode_caption(caption)
-        alternatives = [_alternative(job, clean(other)) for other in item.alternatives]
+        alternatives: list[Alternative] = []
+        for words in map(clean, item.alternatives):
+            other, other_parts = job.encode_caption(words)
+            alternatives.append((other, words, other_parts))
         for clip in _clips(job, item):
             if stopped():
                 raise KeyboardInterrupt
-            latents, given = _encoded(job, clip)
+            latents, given = job.encode_frames(clip), job.encode_given(clip)
+            values = [array for array in (latents, *given) if array is not None]
+            if not all(np.isfinite(array).all() for array in values):
+                raise UnusableError("the encoder gives values that are not finite")
             shard.add(
                 latents,
                 condition,
-                clip.shape[:3],
+                (len(clip), clip.shape[1], clip.shape[2]),
                 caption or "",
+                given=given.channels,
+                image=given.image,
                 alternatives=alternatives,
                 parts=parts,
                 path=item.name,
-                **given,
             )
     except UnusableError as error:
         report.skipped.append(Skipped(item.name, str(error), shard.written - before))
     if shard.written > before:
         report.used += 1
         report.without_caption += not caption
-
-
-def _alternative(job: Job, caption: str) -> Alternative:
-    condition, parts = job.encode_caption(caption)
-    return condition, caption, parts
-
-
-def _encoded(job: Job, clip: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-    latents, given = job.encode_frames(clip), job.encode_given(clip)
-    if not all(
-        np.isfinite(array).all() for array in (latents, *given.values()) if array is not None
-    ):
-        raise UnusableError("the encoder gives values that are not finite")
-    return latents, given
 
 
 def _clips(job: Job, item: Item) -> Iterator[np.ndarray]:
@@ -174,7 +285,13 @@ def _clips(job: Job, item: Item) -> Iterator[np.ndarray]:
     if item.is_image:
         yield decode_image(item.source, choose)
         return
-    options: dict[str, Any] = {"min_frames": settings.min_frames, "max_clips": settings.max_clips}
-    options |= {"fps": settings.rate, "frames": settings.frames, "stride": settings.stride}
-    options |= {"scene_threshold": settings.cut_threshold}
-    yield from video_clips(item.source, choose, **options)
+    yield from video_clips(
+        item.source,
+        choose,
+        fps=settings.rate,
+        frames=settings.frames,
+        min_frames=settings.min_frames,
+        stride=settings.stride,
+        max_clips=settings.max_clips,
+        scene_threshold=settings.cut_threshold,
+    )

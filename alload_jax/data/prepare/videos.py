@@ -1,18 +1,23 @@
-"""Decodes a video by its time stamps: frames at a fixed rate, upright, progressive."""
+"""Decodes videos upright, progressive and at a fixed rate, and cuts them into clips."""
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple, cast
 
 import av
 import numpy as np
+from av.container import InputContainer
+from av.filter import Graph
+from av.video.reformatter import Interpolation
 
-from alload_jax.data.prepare.buckets import Fit, covering
 from alload_jax.data.prepare.images import BACKGROUND, check_pixels, cut
-from alload_jax.data.prepare.sources import Source, opened
-from alload_jax.data.prepare.unusable import UnusableError, short
+from alload_jax.data.prepare.sources import Fit, Source, UnusableError, covering, opened, short
+from alload_jax.errors import InputError
 
 # Playlists and scripts that open other files or addresses must not pass for a video.
 _FORMATS = (
@@ -37,7 +42,7 @@ class TimedFrame(NamedTuple):
     """
 
     place: int
-    frame: Any
+    frame: av.VideoFrame
     scene: int = 0
 
 
@@ -50,14 +55,14 @@ class Decoded(NamedTuple):
       scene: number of its scene.
     """
 
-    frame: Any
+    frame: av.VideoFrame
     begin: Fraction
     end: Fraction
     scene: int = 0
 
 
 @contextmanager
-def opened_video(source: Source) -> Iterator[Any]:
+def opened_video(source: Source) -> Iterator[InputContainer]:
     """Opens a container that has a video stream.
 
     Raises:
@@ -70,7 +75,7 @@ def opened_video(source: Source) -> Iterator[Any]:
         if kind and (kind != "WebP" or start[8:] == b"WEBP"):
             raise UnusableError(f"{kind} image with the suffix of a video; rename it")
         with damage_named("not a video, or damaged"):
-            container = av.open(file, container_options=_OPTIONS)
+            container = av.open(file, "r", container_options=_OPTIONS)
         with container:
             if not container.streams.video:
                 what = "audio only" if container.streams.audio else "no video stream"
@@ -94,7 +99,7 @@ def damage_named(what: str) -> Iterator[None]:
 
 
 def frames_at(
-    container: Any,
+    container: InputContainer,
     fps: Fraction,
     scenes: Callable[[Iterator[Decoded]], Iterator[Decoded]] = iter,
 ) -> Iterator[TimedFrame]:
@@ -132,7 +137,7 @@ def frames_at(
     yield from (TimedFrame(at, held.frame, held.scene) for at in range(last, until))
 
 
-def _require_end(stream: Any, seconds: float) -> None:
+def _require_end(stream: av.VideoStream, seconds: float) -> None:
     """Refuses a video whose frames end long before its header says."""
     if not stream.duration or not stream.time_base:
         return
@@ -141,7 +146,7 @@ def _require_end(stream: Any, seconds: float) -> None:
         raise UnusableError(f"truncated: {seconds:.1f} of {expected:.1f} s can be decoded")
 
 
-def _timed(container: Any) -> Iterator[Decoded]:
+def _timed(container: InputContainer) -> Iterator[Decoded]:
     """Frames in order of time."""
     stream = container.streams.video[0]
     each = 1 / Fraction(stream.average_rate or stream.guessed_rate or 25)
@@ -149,17 +154,17 @@ def _timed(container: Any) -> Iterator[Decoded]:
     begun: Fraction | None = None
     for frame in _progressive(_decoded(container, stream), stream):
         base = frame.time_base or stream.time_base
-        known = frame.pts is not None and base
-        begin = frame.pts * Fraction(base) if known else after
+        begin, duration = after, each
+        if frame.pts is not None and base:
+            begin, duration = frame.pts * base, frame.duration * base or each
         if begun is not None and begin <= begun:
             continue  # a time stamp that goes back
         check_pixels(frame.height, frame.width)
-        duration = frame.duration * Fraction(base) if known and frame.duration else each
         begun, after = begin, begin + duration
         yield Decoded(frame, begin, after)
 
 
-def _decoded(container: Any, stream: Any) -> Iterator[Any]:
+def _decoded(container: InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
     # Threads of the codec would change nothing but the number of busy cores; workers fill those.
     stream.codec_context.thread_count = 1
     with damage_named("damaged video"):
@@ -169,9 +174,11 @@ def _decoded(container: Any, stream: Any) -> Iterator[Any]:
             yield frame
 
 
-def _progressive(frames: Iterator[Any], stream: Any) -> Iterator[Any]:
+def _progressive(
+    frames: Iterator[av.VideoFrame], stream: av.VideoStream
+) -> Iterator[av.VideoFrame]:
     """Passes all frames from the first interlaced one on through yadif, which alters only those."""
-    graph: Any = None
+    graph: Graph | None = None
     size: tuple[int, int, str] | None = None
     for frame in frames:
         if graph is None and not frame.interlaced_frame:
@@ -186,8 +193,8 @@ def _progressive(frames: Iterator[Any], stream: Any) -> Iterator[Any]:
     yield from _drained(graph)
 
 
-def _deinterlacer(frame: Any, stream: Any) -> Any:
-    graph = av.filter.Graph()
+def _deinterlacer(frame: av.VideoFrame, stream: av.VideoStream) -> Graph:
+    graph = Graph()
     source = graph.add_buffer(
         width=frame.width,
         height=frame.height,
@@ -202,15 +209,15 @@ def _deinterlacer(frame: Any, stream: Any) -> Any:
     return graph
 
 
-def _pulled(graph: Any) -> Iterator[Any]:
+def _pulled(graph: Graph) -> Iterator[av.VideoFrame]:
     while True:
         try:
-            yield graph.pull()
+            yield graph.vpull()
         except (av.BlockingIOError, av.EOFError):
             return
 
 
-def _drained(graph: Any) -> Iterator[Any]:
+def _drained(graph: Graph | None) -> Iterator[av.VideoFrame]:
     if graph is not None:
         graph.push(None)
         yield from _pulled(graph)
@@ -224,25 +231,26 @@ class Turn(NamedTuple):
     flip_y: bool = False
 
 
-def turn_of(frame: Any) -> Turn:
+def turn_of(frame: av.VideoFrame) -> Turn:
     """Reads the rotation that the frame's display matrix asks for, to quarter turns."""
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return Turn()
-    a, b, _, c, d = (int(value) for value in np.frombuffer(bytes(matrix), np.int32)[:5])
+    values = np.frombuffer(bytes(cast(bytes, matrix)), np.int32)
+    a, b, _, c, d = (int(value) for value in values[:5])
     # FFmpeg's matrix takes a point (x, y) to (a·x + c·y, b·x + d·y).
     if abs(b) > abs(a):
         return Turn(True, flip_x=c < 0, flip_y=b < 0)
     return Turn(False, flip_x=a < 0, flip_y=d < 0)
 
 
-def shown_size(frame: Any, aspect: Fraction | None) -> tuple[float, float]:
+def shown_size(frame: av.VideoFrame, aspect: Fraction | None) -> tuple[float, float]:
     """(height, width) of a frame as shown: with square pixels and upright."""
     width = float(frame.width * (aspect or 1))
     return (width, frame.height) if turn_of(frame).transpose else (frame.height, width)
 
 
-def to_picture(frame: Any, aspect: Fraction | None, wanted: Fit) -> np.ndarray:
+def to_picture(frame: av.VideoFrame, aspect: Fraction | None, wanted: Fit) -> np.ndarray:
     """Resizes a decoded frame, turns it upright and cuts it: [height, width, 3] uint8.
 
     Raises:
@@ -258,7 +266,7 @@ def to_picture(frame: Any, aspect: Fraction | None, wanted: Fit) -> np.ndarray:
             width=width,
             height=height,
             format="rgba" if with_alpha else "rgb24",
-            interpolation=av.video.reformatter.Interpolation.LANCZOS,
+            interpolation=Interpolation.LANCZOS,
         ).to_ndarray()
     if with_alpha:
         alpha = picture[..., 3:].astype(np.uint16)
@@ -270,14 +278,185 @@ def to_picture(frame: Any, aspect: Fraction | None, wanted: Fit) -> np.ndarray:
     return cut(picture, wanted)
 
 
-def decoder(container: Any, choose: Callable[[int, int], Fit]) -> Callable[[Any], np.ndarray]:
+def decoder(
+    container: InputContainer, choose: Callable[[int, int], Fit]
+) -> Callable[[av.VideoFrame], np.ndarray]:
     """A function from a frame of the container to a picture in the bucket of its first frame."""
     aspect = container.streams.video[0].sample_aspect_ratio
     chosen: list[Fit] = []
 
-    def picture(frame: Any) -> np.ndarray:
+    def picture(frame: av.VideoFrame) -> np.ndarray:
         if not chosen:
             chosen.append(choose(*(round(side) for side in shown_size(frame, aspect))))
         return to_picture(frame, aspect, chosen[0])
 
     return picture
+
+
+_LONGEST_SIDE = 256
+"""Pixels to which frames are reduced, about as PySceneDetect reduces them."""
+_RATE = 25.0
+"""Frames are numbered, not timed: the detector only compares numbers."""
+
+
+def require_detector() -> None:
+    """Checks that PySceneDetect can be imported.
+
+    Raises:
+      InputError: it cannot.
+    """
+    try:
+        import scenedetect  # noqa: F401
+    except ImportError as error:  # or OpenCV's libraries
+        raise InputError(
+            f"--scenes needs the package scenedetect ({short(error)}); install alload-jax[scenes]"
+        ) from error
+
+
+def numbered_scenes(threshold: float, frames: Iterator[Decoded]) -> Iterator[Decoded]:
+    """Numbers the scenes of decoded frames.
+
+    It passes all frames on, two later than they come. PySceneDetect's AdaptiveDetector compares
+    the change at each frame with the changes at two frames before and two after it, so that
+    moving cameras are no cuts.
+
+    Args:
+      threshold: ratio of these changes from which there is a cut.
+      frames: in order of time.
+    """
+    from scenedetect import FrameTimecode
+    from scenedetect.detectors import AdaptiveDetector
+
+    detector = AdaptiveDetector(adaptive_threshold=threshold, min_scene_len=0)
+    delay = detector.event_buffer_length  # frames after which it is known whether one is the first
+    fed, decided = itertools.count(), itertools.count()
+    cuts: set[int] = set()
+    waiting: deque[Decoded] = deque()
+    picture: np.ndarray | None = None
+    scene = 0
+
+    def feed(picture: np.ndarray, times: int) -> None:
+        for _ in range(times):
+            found = detector.process_frame(FrameTimecode(next(fed), _RATE), picture)
+            cuts.update(cut.frame_num - delay for cut in found)
+
+    # The first and the last frame are repeated, without which cuts beside them were not found.
+    for decoded in frames:
+        before, picture = picture, _small(decoded.frame, picture)
+        feed(picture, 1 if before is not None else 1 + delay)
+        waiting.append(decoded)
+        if len(waiting) > delay:
+            scene += next(decided) in cuts
+            yield waiting.popleft()._replace(scene=scene)
+    if picture is not None:
+        feed(picture, delay)
+    for decoded in waiting:
+        scene += next(decided) in cuts
+        yield decoded._replace(scene=scene)
+
+
+def _small(frame: av.VideoFrame, like: np.ndarray | None) -> np.ndarray:
+    """A frame as [height, width, 3] uint8 in OpenCV's order of colours, in the size of another."""
+    scale = min(1.0, _LONGEST_SIDE / max(frame.height, frame.width))
+    size = [max(1, round(side * scale)) for side in (frame.height, frame.width)]
+    height, width = size if like is None else like.shape[:2]
+    with damage_named("pixel format that cannot be converted"):
+        return frame.reformat(
+            width=width,
+            height=height,
+            format="bgr24",
+            interpolation=Interpolation.AREA,
+        ).to_ndarray()
+
+
+def clip_lengths(frames: int) -> tuple[int, ...]:
+    """Lengths that clips may have, longest first: `frames`, then …, 49, 33, 17, 9, 5, 1."""
+    steps = {1, 5, 9, *range(17, frames, 16), frames}
+    return tuple(sorted((length for length in steps if length <= frames), reverse=True))
+
+
+def video_clips(
+    source: Source,
+    choose: Callable[[int, int], Fit],
+    *,
+    fps: Fraction,
+    frames: int,
+    min_frames: int = 1,
+    stride: int | None = None,
+    max_clips: int | None = None,
+    scene_threshold: float | None = None,
+) -> Iterator[np.ndarray]:
+    """Decodes a video and cuts it into clips; a shorter scene gives one, of the length that fits.
+
+    Without a threshold the video is one scene. What is left after the last whole clip of a scene is
+    dropped.
+
+    Args:
+      source: the file.
+      choose: gives the fit for (height, width) in pixels.
+      fps: frames per second of the clips.
+      frames: length of a clip, 4n + 1.
+      min_frames: scenes in which no clip of this length fits are left out.
+      stride: frames from the start of a clip to that of the next; None for no gap or overlap.
+      max_clips: most clips of a video; None for all.
+      scene_threshold: cuts the video into scenes, see `numbered_scenes`; None does not.
+
+    Yields:
+      [frames, height, width, 3] uint8.
+
+    Raises:
+      UnusableError: the video cannot be used, or not on from here; or all scenes are too short.
+    """
+    scenes = iter if scene_threshold is None else partial(numbered_scenes, scene_threshold)
+    with opened_video(source) as container:
+        picture = decoder(container, choose)
+        longest = clips = 0
+        shown = frames_at(container, fps, scenes)
+        for _, scene in itertools.groupby(shown, key=lambda one: one.scene):
+            for window in _windows(scene, picture, stride or frames, frames):
+                longest = max(longest, len(window))
+                length = next(n for n in clip_lengths(frames) if n <= len(window))
+                if length >= min_frames:
+                    yield np.stack(window[:length])
+                    clips += 1
+                if clips == max_clips:
+                    return
+        if clips == 0:
+            raise UnusableError(f"too short: {longest} frames at the asked rate")
+
+
+def _windows(
+    scene: Iterator[TimedFrame],
+    picture: Callable[[av.VideoFrame], np.ndarray],
+    stride: int,
+    frames: int,
+) -> Iterator[list[np.ndarray]]:
+    """The pictures of each whole clip of a scene; if there is none, all of its pictures."""
+    window: list[np.ndarray] = []
+    start, whole = 0, False
+    for place, array in _pictures(scene, picture, stride, frames):
+        if place == start + len(window):
+            window.append(array)
+        if len(window) == frames:
+            yield window
+            start, whole = start + stride, True
+            window = window[stride:]
+    if not whole:
+        yield window
+
+
+def _pictures(
+    scene: Iterator[TimedFrame],
+    picture: Callable[[av.VideoFrame], np.ndarray],
+    stride: int,
+    frames: int,
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Converts the frames that a clip needs, each once, and counts from the scene's start."""
+    last: av.VideoFrame | None = None
+    array = np.empty(0, np.uint8)
+    for place, one in enumerate(scene):
+        if place % stride >= frames:
+            continue  # between clips
+        if one.frame is not last:
+            last, array = one.frame, picture(one.frame)
+        yield place, array

@@ -1,18 +1,25 @@
-"""STORE.prepare: the settings of a preparation in work, and the reports of its shards."""
+"""STORE.prepare: settings and reports of a preparation in work, and their summary."""
 
 import contextlib
 import fcntl
 import json
+import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from alload_jax.data.store.shard_files import partial_folder
+import numpy as np
+
+from alload_jax.data.manifest import Manifest
+from alload_jax.data.store.files import partial_folder
 from alload_jax.errors import InputError
-from alload_jax.files import read_json, replacing
+from alload_jax.files import Json, read_json, replacing
+from alload_jax.planning.samples import Triple
 
 _SETTINGS = "settings.json"
 _FILES = "files"
@@ -59,7 +66,7 @@ def work_folder(out: Path) -> Path:
 
 
 @contextlib.contextmanager
-def claimed(out: Path, flags: dict[str, Any]) -> Iterator[None]:
+def claimed(out: Path, flags: Json) -> Iterator[None]:
     """Holds the work folder of a data folder for this process.
 
     Args:
@@ -73,17 +80,23 @@ def claimed(out: Path, flags: dict[str, Any]) -> Iterator[None]:
     folder = work_folder(out)
     if out.exists() and not folder.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"{out}: exists already; name another folder or remove it")
-    _require_no_other(out, folder)
+    partial = partial_folder(out)
+    if not (folder / _SETTINGS).exists() and partial.is_dir() and any(partial.iterdir()):
+        raise InputError(f"{partial}: holds shards of another command; remove it")
     shutil.rmtree(_removed(out), ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"{out}: another process is preparing it; wait for it, or name another folder"
-            ) from error
-        _await_workers(out)
+    with (folder / "lock").open("w") as lock, (folder / _WORKERS).open("w") as workers:
+        _lock(
+            lock, 0, f"{out}: another process is preparing it; wait for it, or name another folder"
+        )
+        # The workers of a process that was killed end a little later.
+        _lock(
+            workers,
+            _SECONDS_FOR_WORKERS,
+            f"{out}: processes of an earlier command still write to it; end them, or name another "
+            "folder",
+        )
+        workers.close()
         _compare(out, folder / _SETTINGS, json.loads(json.dumps(flags)))
         yield
 
@@ -95,35 +108,24 @@ def join_workers(out: Path) -> IO[str]:
     return mark
 
 
-def _await_workers(out: Path) -> None:
-    """Waits until the workers of a process that was killed have ended."""
-    end = time.monotonic() + _SECONDS_FOR_WORKERS
-    with (work_folder(out) / _WORKERS).open("w") as mark:
-        while True:
-            try:
-                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                if time.monotonic() > end:
-                    raise InputError(
-                        f"{out}: processes of an earlier command still write to it; end them, or "
-                        "name another folder"
-                    ) from error
-            time.sleep(0.1)
-
-
-def _require_no_other(out: Path, folder: Path) -> None:
-    """Refuses shards whose settings are not known."""
-    partial = partial_folder(out)
-    if not (folder / _SETTINGS).exists() and partial.is_dir() and any(partial.iterdir()):
-        raise InputError(f"{partial}: holds shards of another command; remove it")
+def _lock(file: IO[str], seconds: float, refusal: str) -> None:
+    """Locks a file as soon as nobody else holds it; raises an InputError after some seconds."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= end:
+                raise InputError(refusal) from error
+        time.sleep(0.1)
 
 
 def _removed(out: Path) -> Path:
     return out.with_name(f"{out.name}.prepare.removed")
 
 
-def _compare(out: Path, path: Path, flags: dict[str, Any]) -> None:
+def _compare(out: Path, path: Path, flags: Json) -> None:
     begun = out.exists() or any(partial_folder(out).glob("shard-*.parquet"))
     if not path.exists() or not begun:  # other settings than those of no shard do no harm
         _write(path, flags)
@@ -143,7 +145,7 @@ def _compare(out: Path, path: Path, flags: dict[str, Any]) -> None:
             )
 
 
-def _words(value: Any) -> str:
+def _words(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "unset", True: "on", False: "off"}[value]
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -166,20 +168,21 @@ def read_report(out: Path, number: int) -> UnitReport | None:
     return UnitReport(**found, skipped=skipped)
 
 
-class ProgressNote:
-    """Notes in the work folder how many files of a shard are finished, for another process."""
+def progress_note(out: Path, number: int) -> Callable[[int], None]:
+    """A function that notes in the work folder how many files of a shard are finished.
 
-    def __init__(self, out: Path, number: int):
-        """Removes what an earlier process noted of that shard."""
-        self._path = _progress_path(out, number)
-        self._path.unlink(missing_ok=True)
-        self._written = time.monotonic()
+    It writes only where the last time is a while ago. What an earlier process noted is removed.
+    """
+    path, written = _progress_path(out, number), time.monotonic()
+    path.unlink(missing_ok=True)
 
-    def __call__(self, files: int) -> None:
-        """Writes the number of finished files, if the last time is a while ago."""
-        if time.monotonic() - self._written >= _SECONDS_BETWEEN_NOTES:
-            self._path.write_text(str(files), encoding="ascii")
-            self._written = time.monotonic()
+    def note(files: int) -> None:
+        nonlocal written
+        if time.monotonic() - written >= _SECONDS_BETWEEN_NOTES:
+            path.write_text(str(files), encoding="ascii")
+            written = time.monotonic()
+
+    return note
 
 
 def read_progress(out: Path, number: int) -> int:
@@ -210,6 +213,32 @@ def _report_path(out: Path, number: int) -> Path:
     return work_folder(out) / f"report-{number:05d}.json"
 
 
-def _write(path: Path, value: Any) -> None:
+def _write(path: Path, value: Json) -> None:
     with replacing(path) as unfinished:
         unfinished.write_text(json.dumps(value), encoding="utf-8")
+
+
+def bucket_rows(manifest: Manifest, patch_size: Triple) -> list[tuple[list[int], int, int]]:
+    """(frames, height, width) in pixels of each size in a data folder, its samples and tokens.
+
+    Args:
+      manifest: of the data folder.
+      patch_size: of the models whose tokens are counted.
+    """
+    sizes, counts = np.unique(manifest.shape, axis=0, return_counts=True)
+    tokens = manifest.geometry(patch_size).seq_len(*sizes.T) * counts
+    return list(zip(sizes.tolist(), counts.tolist(), tokens.tolist(), strict=True))
+
+
+def video_hours(manifest: Manifest, fps: Fraction) -> float:
+    """Hours that all clips take together; images take none."""
+    frames = manifest.shape[:, 0]
+    return float(frames[frames > 1].sum() / fps) / 3600
+
+
+def reasons(skipped: Sequence[Skipped]) -> list[tuple[str, int, str]]:
+    """(reason, number of files, one of them), the most frequent first; numbers count as alike."""
+    kinds = [re.sub(r"\d[\d.,]*", "N", row.reason.split(" (")[0]) for row in skipped]
+    example = {kind: row.path for kind, row in zip(reversed(kinds), reversed(skipped), strict=True)}
+    counts = sorted(Counter(kinds).items(), key=lambda one: (-one[1], one[0]))
+    return [(kind, count, example[kind]) for kind, count in counts]

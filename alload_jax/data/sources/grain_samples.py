@@ -1,19 +1,22 @@
 """Samples of any data source of Grain."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from alload_jax.data.manifest import Manifest
-from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
-from alload_jax.data.sample_form import SampleForm
+from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT, SampleForm
 from alload_jax.data.sources.arrays import checked_given, checked_sample
+from alload_jax.data.sources.source import SampleSource
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
-from alload_jax.planning.geometry import Triple
+from alload_jax.files import Json
+from alload_jax.planning.samples import Triple
+from alload_jax.waits import waits
 
 _AXES = {LATENTS: 4, TEXT: 2, LABELS: 1, GIVEN: 4, IMAGE: 2}
 """Number of axes of each array."""
@@ -24,11 +27,12 @@ class RandomAccess(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Any: ...
+    def __getitem__(self, index: int, /) -> Any: ...  # a record
 
 
-class GrainSamples:
-    """Random access to the records of a `grain.sources.RandomAccessDataSource`; a `SampleSource`.
+@waits("for the data folder to be read")
+class GrainSamples(SampleSource):
+    """Random access to the records of a `grain.sources.RandomAccessDataSource`.
 
     Attributes:
       manifest: the manifest.
@@ -42,7 +46,7 @@ class GrainSamples:
         arrays: Callable[[Any], dict[str, np.ndarray]] | None = None,
         text_length: int | None = None,
         identity: str = "",
-        origin: dict[str, Any] | None = None,
+        origin: Json | None = None,
     ):
         """Asks for the geometry of every sample, and reads the first one.
 
@@ -76,10 +80,27 @@ class GrainSamples:
             first = self._read(0)
         except BadRecordError as error:
             raise InputError(f"{error}; correct the source or its arrays function") from error
-        self.manifest = self._manifest(shape, first, vae_stride, text_length, identity, origin)
+        condition = first[TEXT if TEXT in first else LABELS]
+        seed = zlib.crc32(repr((self._name, identity)).encode())
+        self.manifest = Manifest(
+            path=Path(self._name),
+            shard=np.full(len(shape), self._name, object),
+            index=np.arange(len(shape)),
+            shape=shape,
+            channels=np.full(len(shape), first[LATENTS].shape[-1], np.int32),
+            text_length=np.full(
+                len(shape), len(condition) if text_length is None else text_length, np.int32
+            ),
+            checksum=np.array([zlib.crc32(row.tobytes(), seed) for row in shape], np.uint32),
+            vae_stride=vae_stride,
+            form=SampleForm.of(first),
+            shard_bytes={},
+            origin=origin or {},
+            tells_content=False,
+        )
 
+    @override
     def read(self, sample: int) -> dict[str, np.ndarray]:
-        """See `SampleSource.read`."""
         found = self._read(sample)
         name = LABELS if self.manifest.form.text_dim is None else TEXT
         if name not in found:
@@ -88,16 +109,6 @@ class GrainSamples:
         return checked_sample(
             self.manifest, sample, found[LATENTS], found[name], place
         ) | checked_given(self.manifest, sample, found, place)
-
-    def captions(self, samples: Sequence[int]) -> list[str | None]:
-        """See `SampleSource.captions`; there are none."""
-        return [None] * len(samples)
-
-    def require_settings(self) -> None:
-        """See `SampleSource.require_settings`; nothing is missing."""
-
-    def close(self) -> None:
-        """See `SampleSource.close`; the source keeps what it has open."""
 
     def _place(self, sample: int) -> str:
         return f"{self._name}: sample {sample}"
@@ -120,31 +131,3 @@ class GrainSamples:
                     f"have {axes} axes"
                 )
         return found
-
-    def _manifest(
-        self,
-        shape: np.ndarray,
-        first: dict[str, np.ndarray],
-        vae_stride: Triple,
-        text_length: int | None,
-        identity: str,
-        origin: dict[str, Any] | None,
-    ) -> Manifest:
-        count, condition = len(shape), first[TEXT if TEXT in first else LABELS]
-        seed = zlib.crc32(repr((self._name, identity)).encode())
-        marks = [zlib.crc32(row.tobytes(), seed) for row in shape]
-        longest = len(condition) if text_length is None else text_length
-        return Manifest(
-            path=Path(self._name),
-            shard=np.full(count, self._name, object),
-            index=np.arange(count),
-            shape=shape,
-            channels=np.full(count, first[LATENTS].shape[-1], np.int32),
-            text_length=np.full(count, longest, np.int32),
-            checksum=np.array(marks, np.uint32),
-            vae_stride=vae_stride,
-            form=SampleForm.of(first),
-            shard_bytes={},
-            origin=origin or {},
-            tells_content=False,
-        )

@@ -1,15 +1,259 @@
-"""A folder of safetensors files with one sample each, whose tensors have names of your choice."""
+"""A folder of safetensors files with one sample each, whose tensors have names of your choice.
 
+A mapped file that another program truncates ends the process; reading it is an error of one sample.
+"""
+
+import math
+import os
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal, NamedTuple
 
-from alload_jax.data.sources.arrays import Layout
-from alload_jax.data.sources.files import find_files
-from alload_jax.data.sources.tensor_samples import Reading, TensorNames, TensorSamples
-from alload_jax.data.sources.vae_statistics import Normalize
+import numpy as np
+from typing_extensions import override
+
+from alload_jax.data.record import DTYPES
+from alload_jax.data.sources.arrays import (
+    FileSamples,
+    Layout,
+    Reading,
+    ScannedSample,
+    channels_last,
+    latent_shape,
+    text_shape,
+    text_tokens,
+)
+from alload_jax.data.sources.files import Normalize, find_files, root_of, scan
+from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
-from alload_jax.planning.geometry import Triple
+from alload_jax.files import Json, parse_json
+from alload_jax.planning.samples import Triple
+from alload_jax.waits import waits
+
+_LARGEST_HEADER = 100_000_000  # the limit of the safetensors library
+_PROBE = 4096
+
+
+class TensorInfo(NamedTuple):
+    """Place of a tensor in a file.
+
+    Attributes:
+      dtype: dtype as safetensors names it.
+      shape: shape of the tensor.
+      begin, end: offsets of its bytes in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Header(NamedTuple):
+    """What the header of a file says.
+
+    Attributes:
+      tensors: the tensors by name.
+      metadata: texts by name.
+      bytes: size of the file.
+    """
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    bytes: int
+
+
+def read_header(path: Path) -> Header:
+    """Reads a header and checks it against the size of the file.
+
+    Raises:
+      ValueError: the file is not a complete safetensors file.
+      OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        return _header(file)
+
+
+def read_tensors(path: Path, names: list[str]) -> dict[str, np.ndarray]:
+    """Reads tensors by name.
+
+    Raises:
+      ValueError: the file is damaged, lacks a tensor, or a dtype is not supported.
+      OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        tensors = _header(file).tensors
+        return {name: _tensor(file, name, tensors) for name in names}
+
+
+def content_mark(path: Path, tensors: list[TensorInfo]) -> int:
+    """Returns a CRC-32 of dtypes, shapes, and the first and last 4 KiB of tensors of a file.
+
+    Raises:
+      OSError: the file cannot be read.
+    """
+    mark = 0
+    with path.open("rb") as file:
+        for info in tensors:
+            mark = zlib.crc32(repr((info.dtype, info.shape)).encode(), mark)
+            for begin in (info.begin, max(info.begin, info.end - _PROBE)):
+                file.seek(begin)
+                mark = zlib.crc32(file.read(min(_PROBE, info.end - begin)), mark)
+    return mark
+
+
+def _header(file: IO[bytes]) -> Header:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+        raise ValueError("it is empty or truncated, or not a safetensors file")
+    try:
+        content = parse_json(file.read(length), "the header", "")
+        metadata = content.pop("__metadata__", {})
+        tensors = {name: _info(value, 8 + length) for name, value in content.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("its header is not that of a safetensors file") from error
+    for name, info in tensors.items():
+        if not 8 + length <= info.begin <= info.end <= size:
+            raise ValueError(f"it is truncated: {name} ends at byte {info.end} of {size}")
+    return Header(tensors, metadata if isinstance(metadata, dict) else {}, size)
+
+
+def _info(value: Json, offset: int) -> TensorInfo:
+    begin, end = value["data_offsets"]
+    shape = tuple(value["shape"])
+    if not all(type(one) is int and one >= 0 for one in (begin, end, *shape)):
+        raise ValueError("a size is not a whole number")
+    return TensorInfo(str(value["dtype"]), shape, offset + begin, offset + end)
+
+
+def _tensor(file: IO[bytes], name: str, tensors: dict[str, TensorInfo]) -> np.ndarray:
+    info = tensors.get(name)
+    if info is None:
+        raise ValueError(f"it lacks the tensor {name}")
+    if info.dtype not in DTYPES:
+        raise ValueError(f"{name} is {info.dtype}; supported are {', '.join(DTYPES)}")
+    dtype = np.dtype(DTYPES[info.dtype])
+    if math.prod(info.shape) * dtype.itemsize != info.end - info.begin:
+        raise ValueError(
+            f"{name} has {info.end - info.begin} bytes, not those of {info.dtype} {info.shape}"
+        )
+    file.seek(info.begin)
+    data = file.read(info.end - info.begin)
+    if len(data) != info.end - info.begin:
+        raise ValueError(f"it is truncated within {name}")
+    return np.frombuffer(data, dtype).reshape(info.shape)
+
+
+class TensorNames(NamedTuple):
+    """Where a sample's tensors lie.
+
+    Attributes:
+      latents_file: file of the latents, relative to the data folder.
+      latents: name of the tensor of latents.
+      condition_file: file of the condition.
+      condition: name of the tensor of text embeddings or classes.
+      mask: name of the text's mask in the same file; None if there is none.
+    """
+
+    latents_file: str
+    latents: str
+    condition_file: str
+    condition: str
+    mask: str | None = None
+
+
+@waits("for the data folder to be read")
+class TensorSamples(FileSamples):
+    """Random access to samples in safetensors files.
+
+    Attributes:
+      manifest: the manifest.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        names: Sequence[TensorNames],
+        reading: Reading,
+        stride: Triple | None,
+        origin: Json,
+        caption: str = "caption",
+    ):
+        """Reads the headers of all files.
+
+        Args:
+          folder: the data folder.
+          names: the samples, in their order.
+          reading: how tensors become samples.
+          stride: VAE stride; None for the usual one of the number of channels.
+          origin: provenance.
+          caption: name of the caption in the metadata of the condition's file.
+
+        Raises:
+          InputError: a file is damaged, or samples disagree.
+        """
+        self._root, self._names, self.reading = root_of(folder), list(names), reading
+        self._caption_name = caption
+        found = scan(self._scanned, self._names)
+        sizes = {name: size for _, of_sample in found for name, size in of_sample.items()}
+        super().__init__(folder, [sample for sample, _ in found], reading, stride, sizes, origin)
+
+    @override
+    def _stored(self, sample: int) -> tuple[np.ndarray, np.ndarray, str]:
+        names = self._names[sample]
+        path = self._root / names.latents_file
+        place = f"{path} (sample {sample})"
+        try:
+            latents = read_tensors(path, [names.latents])[names.latents]
+            latents = channels_last(latents, self.reading.layout)
+            path = self._root / names.condition_file
+            wanted = [name for name in (names.condition, names.mask) if name]
+            condition, *mask = read_tensors(path, wanted).values()
+            if self.reading.classes:
+                return latents, condition.reshape(-1), place
+            return latents, text_tokens(condition, mask[0] if mask else None), place
+        except (OSError, ValueError) as error:
+            raise BadRecordError(f"{path} (sample {sample}) cannot be read: {error}") from error
+
+    @override
+    def _caption(self, sample: int) -> str | None:
+        header = read_header(self._root / self._names[sample].condition_file)
+        return header.metadata.get(self._caption_name)
+
+    def _scanned(self, names: TensorNames) -> tuple[ScannedSample, dict[str, int]]:
+        """What the headers say of a sample, and the sizes of its files."""
+        path = self._root / names.latents_file
+        try:
+            header = read_header(path)
+            info = _info_of(header, names.latents)
+            latents = latent_shape(info.shape, self.reading.layout)
+            sizes = {names.latents_file: header.bytes}
+            mark = content_mark(path, [info])
+            path = self._root / names.condition_file
+            if names.condition_file != names.latents_file:
+                header = read_header(path)
+                sizes[names.condition_file] = header.bytes
+            infos = [_info_of(header, name) for name in (names.condition, names.mask) if name]
+            length, width = (math.prod(infos[0].shape), None)
+            if not self.reading.classes:
+                length, width = text_shape(infos[0].shape)
+            mark ^= content_mark(path, infos)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"{path}: cannot be read ({error}); write it again, or remove it"
+            ) from error
+        return ScannedSample(names.latents_file, 0, latents, length, width, mark), sizes
+
+
+def _info_of(header: Header, name: str) -> TensorInfo:
+    if name not in header.tensors:
+        held = ", ".join(sorted(header.tensors)[:8]) or "nothing"
+        raise ValueError(f"it lacks the tensor {name}, and holds {held}")
+    return header.tensors[name]
+
 
 SUFFIX = ".safetensors"
 

@@ -1,21 +1,23 @@
-"""What a source of samples is, and the registry of sources that a config can name."""
+"""What a source of samples is, a part of one, and the registry that a config can name."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from alload_jax.data.manifest import Manifest
 from alload_jax.registry import Registry
 
 
 class SampleReader(Protocol):
-    """Reads samples by number. It is thread-safe, and pickles for the loader's processes."""
+    """Reads samples by number. It is thread-safe, and pickles for the loader's processes.
 
-    @property
-    def manifest(self) -> Manifest:
-        """The samples' sizes, conditions and identity, without their content."""
-        ...
+    Attributes:
+      manifest: the samples' sizes, conditions and identity, without their content.
+    """
+
+    manifest: Manifest
 
     def read(self, sample: int) -> dict[str, np.ndarray]:
         """Reads a sample: `latents` [t, h, w, C], and `text` [L, width] or `labels` [L].
@@ -31,7 +33,7 @@ class SampleSource(SampleReader, Protocol):
 
     def captions(self, samples: Sequence[int]) -> list[str | None]:
         """Returns the captions of these samples; None where there is none that can be read."""
-        ...
+        return [None] * len(samples)
 
     def require_settings(self) -> None:
         """Checks that the config says what training must know and the files do not record.
@@ -39,11 +41,11 @@ class SampleSource(SampleReader, Protocol):
         Raises:
           InputError: a setting is missing.
         """
-        ...
+        return
 
     def close(self) -> None:
         """Closes files; a later `read` opens them again."""
-        ...
+        return
 
 
 class SourceConfig(Protocol):
@@ -61,14 +63,43 @@ class SourceConfig(Protocol):
         ...
 
 
-SOURCES: Registry[type[Any]] = Registry(
+SOURCES: Registry[type[SourceConfig]] = Registry(
     "data.source",
     {
-        "store": "alload_jax.data.sources.stores:Store",
+        "store": "alload_jax.data.sources.opening:Store",
         "parquet": "alload_jax.data.sources.parquet:Parquet",
-        "musubi": "alload_jax.data.sources.musubi:Musubi",
+        "musubi": "alload_jax.data.sources.opening:Musubi",
         "safetensors": "alload_jax.data.sources.safetensors_folder:SafetensorsFolder",
     },
     method="open",
 )
 """Config classes, each a `SourceConfig`. `module:Class` names one outside the package."""
+
+
+class Subset(SampleSource):
+    """Random access to some samples of a source.
+
+    Attributes:
+      manifest: their manifest. Messages name a sample by its number in the whole data folder.
+    """
+
+    def __init__(self, source: SampleSource, numbers: np.ndarray):
+        """Takes the samples of these numbers of `source`, [K] int64."""
+        self._source, self._numbers = source, numbers
+        self.manifest = source.manifest.subset(numbers)
+
+    @override
+    def read(self, sample: int) -> dict[str, np.ndarray]:
+        return self._source.read(int(self._numbers[sample]))
+
+    @override
+    def captions(self, samples: Sequence[int]) -> list[str | None]:
+        return self._source.captions(self._numbers[list(samples)].tolist())
+
+    @override
+    def require_settings(self) -> None:
+        self._source.require_settings()
+
+    @override
+    def close(self) -> None:
+        self._source.close()

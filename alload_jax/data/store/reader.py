@@ -2,18 +2,20 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Self
 
 import numpy as np
 from array_record.python import array_record_module
+from typing_extensions import override
 
 from alload_jax.data import record as records
 from alload_jax.data.manifest import Manifest, read_captions
-from alload_jax.data.sample_texts import texts_of
+from alload_jax.data.record import texts_of
 from alload_jax.data.sources.files import scan
 from alload_jax.data.sources.source import SampleReader, SampleSource
 from alload_jax.errors import InputError, one_line
+from alload_jax.waits import waits
 
 _RESTORE = "restore it or prepare the data again"
 _SCALE_SAMPLES = 32
@@ -31,21 +33,20 @@ class BadRecordError(ValueError):
         super().__init__(one_line(message))
 
 
-class StoreReader:
+@waits("for the data folder to be read")
+class StoreReader(SampleSource):
     """Random access to the samples of a manifest; thread-safe."""
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest
-        self._readers: dict[str, Any] = {}
+        self._readers: dict[str, array_record_module.ArrayRecordReader] = {}
         self._lock = threading.Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[type[Self], tuple[Manifest]]:
         """Pickles only the manifest; a worker process opens the shards itself."""
-        return {"manifest": self.manifest}
+        return type(self), (self.manifest,)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["manifest"])  # type: ignore[misc]
-
+    @override
     def read(self, sample: int) -> dict[str, np.ndarray]:
         """Reads the arrays of a sample and checks them against the manifest row.
 
@@ -71,23 +72,30 @@ class StoreReader:
         self._check_arrays(arrays, sample, place)
         return arrays
 
+    @override
     def captions(self, samples: Sequence[int]) -> list[str | None]:
-        """Returns the captions of these samples; None where there is none."""
         captions = read_captions(self.manifest.path.parent)
         return [captions[sample] for sample in samples]
 
-    def require_shards(self, spared: int = 0) -> None:
+    def require_shards(self, spared: int = 0, excluded: Collection[int] = ()) -> None:
         """Opens every shard.
 
         Args:
           spared: number of records that may be damaged; a shard of so few is not opened.
+          excluded: samples that are not read.
 
         Raises:
-          InputError: a shard is destroyed, so that none of its records can be found.
+          InputError: a shard is destroyed, so that none of its records can be found, or has not
+            all that the manifest names.
         """
-        names, counts = np.unique(self.manifest.shard.astype(str), return_counts=True)
+        read = np.delete(np.arange(len(self.manifest)), sorted(excluded))
+        names, numbers, counts = np.unique(
+            self.manifest.shard[read].astype(str), return_inverse=True, return_counts=True
+        )
+        indices = np.split(self.manifest.index[read][np.argsort(numbers)], np.cumsum(counts)[:-1])
 
-        def check(name: str) -> None:
+        def check(shard: tuple[str, np.ndarray]) -> None:
+            name, named = shard
             path = self.manifest.path.parent / name
             try:
                 reader = array_record_module.ArrayRecordReader(str(path))
@@ -103,16 +111,17 @@ class StoreReader:
                 raise InputError(
                     f"{path}: this shard is destroyed, no record can be found; {_RESTORE}"
                 )
+            if np.count_nonzero(named >= held) > spared:
+                raise InputError(
+                    f"{path}: holds {held} records, and the manifest names record {named.max()}; "
+                    f"{_RESTORE}"
+                )
 
-        scan(
-            check, [str(name) for name, count in zip(names, counts, strict=True) if count > spared]
-        )
+        each = zip(names.tolist(), indices, strict=True)
+        scan(check, [shard for shard in each if len(shard[1]) > spared])
 
-    def require_settings(self) -> None:
-        """Does nothing: a store records all that training must know."""
-
+    @override
     def close(self) -> None:
-        """Closes the shards; a later read opens them again."""
         with self._lock:
             while self._readers:
                 _, reader = self._readers.popitem()
@@ -120,7 +129,7 @@ class StoreReader:
                 with contextlib.suppress(RuntimeError):
                     reader.close()
 
-    def _reader(self, shard: str) -> Any:
+    def _reader(self, shard: str) -> array_record_module.ArrayRecordReader:
         if shard not in self._readers:
             path = str(self.manifest.path.parent / shard)
             self._readers[shard] = array_record_module.ArrayRecordReader(path)
@@ -143,6 +152,7 @@ class StoreReader:
                 raise BadRecordError(f"{place} holds {name} with NaN or infinite values")
 
 
+@waits("for the data folder to be read")
 def damaged_records(source: SampleSource) -> Iterator[str]:
     """Reads every sample of a source; yields a line for each one that is damaged."""
     for sample in range(len(source.manifest)):
@@ -153,6 +163,7 @@ def damaged_records(source: SampleSource) -> Iterator[str]:
     source.close()
 
 
+@waits("for the data folder to be read")
 def mean_square(reader: SampleReader) -> float | None:
     """The mean square of a usual sample's latents; None if none of some can be read."""
     count = len(reader.manifest)

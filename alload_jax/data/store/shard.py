@@ -1,22 +1,34 @@
-"""Writes one shard of a store; many processes may each write their own."""
+"""Checks samples and writes one shard of a store; many processes may each write their own."""
 
 import json
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
+import ml_dtypes
 import numpy as np
 import pyarrow as pa
 from array_record.python import array_record_module
+from typing_extensions import override
 
 from alload_jax.data import record as records
 from alload_jax.data.manifest import CAPTION, CAPTIONS, PART_LENGTHS, PATH, row_schema
-from alload_jax.data.sample_form import SampleForm, part_names
-from alload_jax.data.sample_texts import texts_of
-from alload_jax.data.store.checks import Alternative, SampleChecks
-from alload_jax.data.store.shard_files import (
+from alload_jax.data.record import (
+    GIVEN,
+    IMAGE,
+    LABELS,
+    LATENTS,
+    NAMED,
+    TEXT,
+    SampleForm,
+    part_names,
+    texts_of,
+    with_alternatives,
+)
+from alload_jax.data.store.files import (
     finished_shard,
     partial_folder,
     replace_by,
@@ -25,10 +37,280 @@ from alload_jax.data.store.shard_files import (
     write_sidecar,
 )
 from alload_jax.errors import InputError
-from alload_jax.planning.geometry import Triple
+from alload_jax.files import Json
+from alload_jax.planning.samples import Geometry, Triple
+
+Alternative = (
+    tuple[np.ndarray, str | None] | tuple[np.ndarray, str | None, Mapping[str, np.ndarray]]
+)
+"""A further text of a sample: the condition, the caption in words, and its tokens of further kinds
+by name if they differ from those of the first text."""
+
+_MOST_CHANNELS = 48
+"""Of the VAEs that are in use; an axis of up to this length may be that of channels."""
+_LARGEST_LABEL = 2**31 - 1
 
 
-class ShardWriter:
+class SampleWriter(ABC):
+    """Checks samples against their sizes and against those before them, and encodes them.
+
+    Attributes:
+      written: number of samples so far.
+      channels: channels of the latents; None before the first sample.
+      form: what samples hold beside latents; empty before the first sample.
+    """
+
+    def __init__(self, vae_stride: Triple, origin: Json | None, where: str = ""):
+        """Begins without samples.
+
+        Args:
+          vae_stride: pixels per latent along (frames, height, width).
+          origin: provenance of the data, as JSON values.
+          where: put before the sample's number in messages.
+
+        Raises:
+          TypeError: the origin has no form in JSON.
+        """
+        self.written = 0
+        self.channels: int | None = None
+        self.form = SampleForm()
+        self._stride, self._origin = vae_stride, json.loads(json.dumps(origin))
+        self._where = where
+
+    def add(
+        self,
+        latents: np.ndarray,
+        condition: np.ndarray,
+        size: Triple,
+        caption: str | None = None,
+        *,
+        given: np.ndarray | None = None,
+        image: np.ndarray | None = None,
+        alternatives: Sequence[Alternative] = (),
+        parts: Mapping[str, np.ndarray] | None = None,
+        path: str | None = None,
+    ) -> None:
+        """Appends a sample.
+
+        Args:
+          latents: [frames, height, width, channels] finite floats.
+          condition: [L] integers, the classes; or [L, width] finite floats, the text embeddings.
+            All samples of a folder have the same kind and width.
+          size: (frames, height, width) in pixels.
+          caption: the text in words, for people to read.
+          given: [frames, height, width, G] finite floats, what an image-to-video model takes beside
+            the noisy latents: a mask and the latents of the given frames.
+          image: [N, width] finite floats, embeddings of the given image.
+          alternatives: further texts of the sample, each as a condition and a caption, like the
+            first, and where the text has tokens of further kinds, these as `parts`. Training takes
+            one of all in each epoch.
+          parts: [L, width] finite floats by name, condition tokens of further kinds, such as those
+            of a second text encoder. All samples of a folder have the same names and widths; a
+            sample may have no tokens of a kind.
+          path: where the sample comes from, such as `portraits/clip.mp4`, for the patterns of
+            `data.weights`.
+
+        Raises:
+          ValueError: the shape of the latents does not match `size` and the VAE's stride, the
+            channels or the kind of condition differ from the previous samples, a value is an
+            integer, NaN or infinite, a class is negative, or a caption or the path is no text. The
+            sample is left out; the writer can go on.
+          OSError: the disk is full.
+        """
+        if path is not None and not isinstance(path, str):
+            raise ValueError(f"path is {path!r}; give text, or None where there is none")
+        texts = [(condition, caption, parts or {})]
+        texts += [
+            (other, words, kinds[0] if kinds else {}) for other, words, *kinds in alternatives
+        ]
+        place = f"{self._where}sample {self.written}"
+        arrays = self._checked(np.asarray(latents), size, texts, place)
+        arrays |= _checked_image(arrays[LATENTS], given, image, place)
+        for name, array in arrays.items():
+            if not name.startswith(LABELS):
+                _require_finite(name, array, place)
+        form = SampleForm.of(arrays)
+        self._require_form(form, place)
+        self.channels, self.form = arrays[LATENTS].shape[-1], form
+        frames, height, width = (int(value) for value in size)
+        row: Json = {
+            "frames": frames,
+            "height": height,
+            "width": width,
+            "channels": self.channels,
+            "text_length": max(map(len, texts_of(arrays))),
+            CAPTION: caption,
+        }
+        if len(texts) > 1:
+            row[CAPTIONS] = [words for _, words, _ in texts]
+        if path is not None:
+            row[PATH] = path
+        if names := part_names(arrays):
+            row[PART_LENGTHS] = [max(map(len, texts_of(arrays, name))) for name in names]
+        self.add_record(records.encode(arrays), row)
+
+    @abstractmethod
+    def add_record(self, data: bytes, row: Json) -> None:
+        """Appends an encoded sample.
+
+        Args:
+          data: the record.
+          row: its row of the manifest; shard, index and checksum are filled in.
+
+        Raises:
+          OSError: the disk is full, or the file cannot be written.
+        """
+
+    def _checked(
+        self,
+        latents: np.ndarray,
+        size: Triple,
+        texts: Sequence[tuple[np.ndarray, str | None, Mapping[str, np.ndarray]]],
+        place: str,
+    ) -> dict[str, np.ndarray]:
+        """The arrays of a record: latents and texts, each with its tokens of further kinds."""
+        for _, words, _ in texts:
+            if words is not None and not isinstance(words, str):
+                raise ValueError(
+                    f"{place}: caption is {words!r}; give text, or None where there is none"
+                )
+        self._check_shape(latents, size, place)
+        if not _is_float(latents):
+            raise ValueError(
+                f"{place}: latents are {latents.dtype}; give floats, such as x / 127.5 - 1"
+            )
+        first, *others = (_checked_condition(np.asarray(text), place) for text, _, _ in texts)
+        for other in others:
+            if other.shape[1:] != first.shape[1:]:
+                raise ValueError(
+                    f"{place}: one of its texts has shape {other.shape}, the first has "
+                    f"{first.shape}; all must be labels [L], or text of one width"
+                )
+        parts, *others_parts = (_checked_parts(kinds, place) for _, _, kinds in texts)
+        for kinds in others_parts:
+            _require_alike(kinds, parts, place)
+        arrays = {LATENTS: latents, (LABELS if first.ndim == 1 else TEXT): first, **parts}
+        return with_alternatives(arrays, others, others_parts)
+
+    def _require_form(self, form: SampleForm, place: str) -> None:
+        if self.channels is None or form == self.form:
+            return
+        found, expected = form.described(), self.form.described()
+        name = next(name for name in found if found[name] != expected[name])
+        raise ValueError(
+            f"{place}: {name} is {found[name]}; the previous samples have {expected[name]}"
+        )
+
+    def _check_shape(self, latents: np.ndarray, size: Triple, place: str) -> None:
+        geometry = Geometry(self._stride)
+        grid = tuple(geometry.latent_grid(*np.asarray(size)[:, None])[0].tolist())
+        channels = self.channels
+        if channels is None:
+            channels = latents.shape[-1] if latents.ndim else 0
+        if latents.shape != (*grid, channels):
+            raise ValueError(
+                f"{place}: latents have shape {latents.shape}; size {size}, vae_stride "
+                f"{geometry.vae_stride} and the previous samples give "
+                f"{(*grid, channels)}{self._hint(latents, grid)}"
+            )
+
+    def _hint(self, latents: np.ndarray, grid: tuple[int, ...]) -> str:
+        """What to do with latents whose channels do not stand last; empty for others."""
+        for axis, order in enumerate(("[channels, frames, …]", "[frames, channels, …]")):
+            if latents.ndim != 4 or np.moveaxis(latents, axis, -1).shape[:3] != grid:
+                continue
+            channels = latents.shape[axis]
+            if channels == self.channels or (self.channels is None and channels <= _MOST_CHANNELS):
+                return (
+                    f"; they look like {order}, but channels last is wanted: "
+                    f"np.moveaxis(latents, {axis}, -1)"
+                )
+        return ""
+
+
+def _checked_condition(condition: np.ndarray, place: str) -> np.ndarray:
+    """Checks the kind of a condition; returns classes as int32."""
+    shape, dtype = condition.shape, condition.dtype
+    if condition.ndim not in (1, 2):
+        raise ValueError(
+            f"{place}: condition has shape {shape}; it must be labels [L] or text [L, width]"
+        )
+    if condition.ndim == 1 and len(condition):
+        if dtype.kind not in "iu":
+            raise ValueError(f"{place}: labels are {dtype}; they must be whole numbers")
+        for label in (int(condition.min()), int(condition.max())):
+            if not 0 <= label <= _LARGEST_LABEL:
+                raise ValueError(
+                    f"{place}: a label is {label}; labels are from 0 to {_LARGEST_LABEL}"
+                )
+    if condition.ndim == 2 and not _is_float(condition):
+        raise ValueError(f"{place}: text is {dtype}; embeddings must be floats")
+    return condition.astype(np.int32) if condition.ndim == 1 else condition
+
+
+def _checked_image(
+    latents: np.ndarray, given: np.ndarray | None, image: np.ndarray | None, place: str
+) -> dict[str, np.ndarray]:
+    """Checks what image-to-video models take; returns what there is of it by name."""
+    arrays = {GIVEN: given, IMAGE: image}
+    found = {name: np.asarray(array) for name, array in arrays.items() if array is not None}
+    for name, array in found.items():
+        if not _is_float(array):
+            raise ValueError(f"{place}: {name} is {array.dtype}; give floats")
+        if name == GIVEN and (array.ndim != 4 or array.shape[:3] != latents.shape[:3]):
+            raise ValueError(
+                f"{place}: given has shape {array.shape}; it must be {latents.shape[:3]} and "
+                "channels, as the latents"
+            )
+        if name == IMAGE and array.ndim != 2:
+            raise ValueError(f"{place}: image has shape {array.shape}; it must be [tokens, width]")
+    return found
+
+
+def _checked_parts(parts: Mapping[str, np.ndarray], place: str) -> dict[str, np.ndarray]:
+    """Checks condition tokens of further kinds."""
+    found = {name: np.asarray(array) for name, array in parts.items()}
+    for name, array in found.items():
+        if name in NAMED or not name.isidentifier():
+            raise ValueError(f"{place}: {name!r} cannot name condition tokens; use another word")
+        if array.ndim != 2 or not _is_float(array):
+            raise ValueError(
+                f"{place}: {name} has shape {array.shape} of {array.dtype}; it must be "
+                "[tokens, width] of floats"
+            )
+    return found
+
+
+def _require_alike(
+    kinds: Mapping[str, np.ndarray], first: Mapping[str, np.ndarray], place: str
+) -> None:
+    """Refuses further kinds of tokens of an alternative that the first text has not, or wider."""
+    for name, array in kinds.items():
+        known = first.get(name)
+        if known is None or known.shape[1] != array.shape[1]:
+            held = "none" if known is None else f"a width of {known.shape[1]}"
+            raise ValueError(
+                f"{place}: {name} of one of its texts has a width of {array.shape[1]}, the first "
+                f"has {held}; all must be alike"
+            )
+
+
+def _is_float(array: np.ndarray) -> bool:
+    """Whether an array holds floats, bfloat16 too."""
+    return array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16
+
+
+def _require_finite(name: str, array: np.ndarray, place: str) -> None:
+    finite = np.asarray(np.isfinite(array))
+    if not finite.all():
+        first = [int(axis[0]) for axis in np.nonzero(~finite)]
+        raise ValueError(
+            f"{place}: {name} hold {array[tuple(first)]} at {first} and "
+            f"{int((~finite).sum())} values in all that are NaN or infinite; leave the sample out"
+        )
+
+
+class ShardWriter(SampleWriter):
     """Writes a shard of a store. It appears with its sidecar when it is complete, or not at all.
 
     Shards of one store may be written in any order, by any process. The same samples give the same
@@ -41,7 +323,7 @@ class ShardWriter:
                         shard.add(latents, condition, size)
         finish_store(folder, shards=len(parts))
 
-    A shard may hold no samples.
+    A shard may hold no samples. They are added by `SampleWriter.add`.
 
     Attributes:
       written: number of samples so far.
@@ -49,13 +331,7 @@ class ShardWriter:
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        number: int,
-        *,
-        vae_stride: Triple,
-        origin: dict[str, Any] | None = None,
-        checks: SampleChecks | None = None,
+        self, folder: str | Path, number: int, *, vae_stride: Triple, origin: Json | None = None
     ):
         """Opens a shard in FOLDER.partial, which is made if it does not exist.
 
@@ -64,7 +340,6 @@ class ShardWriter:
           number: number of the shard, from 0.
           vae_stride: pixels per latent along (frames, height, width); 1, 1, 1 without a VAE.
           origin: provenance of the data, as JSON values; the same for all shards.
-          checks: checks that go on from another shard; by default samples count from 0.
 
         Raises:
           TypeError: the origin has no form in JSON.
@@ -72,12 +347,10 @@ class ShardWriter:
         """
         if number < 0:
             raise InputError(f"{folder}: number of a shard is {number}; it must be 0 or more")
-        self.written = 0
+        super().__init__(vae_stride, origin or {}, f"shard {number}: ")
         self.record_bytes = 0
         self._folder, self._number = Path(folder), number
-        self._stride, self._origin = vae_stride, json.loads(json.dumps(origin or {}))
-        self._checks = checks or SampleChecks(vae_stride, f"shard {number}: ")
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[Json] = []
         self._path = partial_folder(self._folder) / shard_name(number)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._unfinished = self._path.with_name(
@@ -97,62 +370,14 @@ class ShardWriter:
         else:
             self.discard()
 
-    def add(
-        self,
-        latents: np.ndarray,
-        condition: np.ndarray,
-        size: Triple,
-        caption: str | None = None,
-        *,
-        given: np.ndarray | None = None,
-        image: np.ndarray | None = None,
-        alternatives: Sequence[Alternative] = (),
-        parts: Mapping[str, np.ndarray] | None = None,
-        path: str | None = None,
-    ) -> None:
-        """Appends a sample; arguments and errors as `StoreWriter.add`'s."""
-        if path is not None and not isinstance(path, str):
-            raise ValueError(f"path is {path!r}; give text, or None where there is none")
-        alternatives = list(alternatives)
-        arrays = self._checks.check(
-            latents, condition, size, caption, given, image, alternatives, parts
-        )
-        latents = arrays[records.LATENTS]
-        data = records.encode(arrays)
-        frames, height, width = (int(value) for value in size)
-        row = {
-            "frames": frames,
-            "height": height,
-            "width": width,
-            "channels": latents.shape[-1],
-            "text_length": max(map(len, texts_of(arrays))),
-            CAPTION: caption,
-        }
-        if alternatives:
-            row[CAPTIONS] = [caption, *(words for _, words, *_ in alternatives)]
-        if path is not None:
-            row[PATH] = path
-        if names := part_names(arrays):
-            row[PART_LENGTHS] = [max(map(len, texts_of(arrays, name))) for name in names]
-        self.add_record(data, row)
-
-    def add_record(self, data: bytes, row: dict[str, Any]) -> None:
-        """Appends an encoded sample.
-
-        Args:
-          data: the record.
-          row: its row of the manifest; place and checksum are filled in.
-
-        Raises:
-          OSError: the disk is full, or the file cannot be written.
-        """
+    @override
+    def add_record(self, data: bytes, row: Json) -> None:
         self._writer.write(data)
         if not self._writer.ok():
             self._close()
         place = {"shard": self._path.name, "index": self.written}
         self._rows.append(row | place | {"checksum": records.checksum(data)})
         self.written += 1
-        self._checks.number += 1
         self.record_bytes += len(data)
 
     def finish(self) -> None:
@@ -162,7 +387,13 @@ class ShardWriter:
           OSError: the disk is full, or the file cannot be written.
         """
         held = {name for row in self._rows for name, value in row.items() if value is not None}
-        rows, notes = pa.Table.from_pylist(self._rows, schema=row_schema(held)), self._notes()
+        rows = pa.Table.from_pylist(self._rows, schema=row_schema(held))
+        notes = {
+            "vae_stride": list(self._stride),
+            **(self.form if self._rows else SampleForm()).notes(),
+            "origin": self._origin,
+            "record_bytes": self.record_bytes,
+        }
         try:
             self._close()
             there = finished_shard(self._folder, self._number)
@@ -193,11 +424,3 @@ class ShardWriter:
             raise OSError(
                 f"{self._path}: cannot be written ({reason}); is the disk full?"
             ) from None
-
-    def _notes(self) -> dict[str, Any]:
-        return {
-            "vae_stride": list(self._stride),
-            **(self._checks.form if self._rows else SampleForm()).notes(),
-            "origin": self._origin,
-            "record_bytes": self.record_bytes,
-        }

@@ -1,36 +1,55 @@
-"""Writes a store sample by sample."""
+"""Writes a store sample by sample, and merges several into one."""
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
+import pyarrow as pa
 from array_record.python import array_record_module
+from typing_extensions import override
 
 from alload_jax.data import record as records
-from alload_jax.data.manifest import MANIFEST_NAME, manifest_metadata, read_rows
-from alload_jax.data.sample_form import SampleForm
-from alload_jax.data.store.checks import Alternative, SampleChecks
-from alload_jax.data.store.finish import finish_store, form_of, require_alike
-from alload_jax.data.store.shard import ShardWriter
-from alload_jax.data.store.shard_files import (
-    FinishedShard,
+from alload_jax.data.manifest import (
+    FPS,
+    MANIFEST_NAME,
+    PATH,
+    VAE,
+    Manifest,
+    in_row_schema,
+    read_manifest,
+    read_rows,
+)
+from alload_jax.data.record import SampleForm
+from alload_jax.data.store.files import (
+    Part,
+    finish_store,
     finished_shards,
+    form_of,
     others,
     partial_folder,
     remove_unfinished,
+    replacing,
+    require_alike,
+    shard_name,
     shard_number,
     stored_numbers,
+    stored_part,
+    write_sidecar,
 )
+from alload_jax.data.store.shard import SampleWriter, ShardWriter
 from alload_jax.errors import InputError
-from alload_jax.planning.geometry import Triple
+from alload_jax.files import Json
+from alload_jax.planning.samples import Triple
 
 WriterMode = Literal["new", "resume", "append"]
 
 
-class StoreWriter:
+class StoreWriter(SampleWriter):
     """Writes a data folder: it appears when the writer closes without an error.
 
     Use as a context manager::
@@ -45,7 +64,8 @@ class StoreWriter:
             for latents, condition, size in clips[writer.written :]:
                 writer.add(latents, condition, size)
 
-    It then writes the same bytes as a writer that was never interrupted.
+    It then writes the same bytes as a writer that was never interrupted. Samples are added by
+    `SampleWriter.add`.
 
     Attributes:
       written: number of samples in the store, with those from before.
@@ -56,7 +76,7 @@ class StoreWriter:
         folder: str | Path,
         *,
         vae_stride: Triple,
-        origin: dict[str, Any] | None = None,
+        origin: Json | None = None,
         samples_per_shard: int = 4096,
         bytes_per_shard: int = 2**28,
         mode: WriterMode = "new",
@@ -79,74 +99,30 @@ class StoreWriter:
           TypeError: the origin has no form in JSON.
         """
         self.folder = Path(folder)
-        self._mode = mode
         self._limits = samples_per_shard, bytes_per_shard
-        self._stride = vae_stride
         require_free(self.folder, mode)
         self._kept = _without_gaps(self.folder, finished_shards(self.folder))
-        self._origin = json.loads(json.dumps(origin)) if origin is not None else None
-        self._checks = SampleChecks(vae_stride)
+        super().__init__(vae_stride, origin)
         self._shard: ShardWriter | None = None
-        self._follow_what_is_there()
-        self._next_number = max(self._numbers(), default=-1) + 1
-
-    @property
-    def written(self) -> int:  # noqa: D102  an attribute for users
-        return self._checks.number
+        self._follow([*stored_part(self.folder), *self._kept])
+        files = [shard_number(path.name) for path in self.folder.glob("*.arrayrecord")]
+        numbers = [*stored_numbers(self.folder), *files, *(shard.number for shard in self._kept)]
+        self._next_number = max((n for n in numbers if n is not None), default=-1) + 1
 
     def __enter__(self) -> Self:
         remove_unfinished(self.folder)
-        if self._kept and not self._is_full(
-            len(self._kept[-1].rows), self._kept[-1].notes["record_bytes"]
-        ):
-            self._reopen(self._kept[-1])
+        last = self._kept[-1] if self._kept else None
+        if last and not self._is_full(len(last.rows), last.notes["record_bytes"]):
+            self._reopen(last)
         return self
 
-    def add(
-        self,
-        latents: np.ndarray,
-        condition: np.ndarray,
-        size: Triple,
-        caption: str | None = None,
-        *,
-        given: np.ndarray | None = None,
-        image: np.ndarray | None = None,
-        alternatives: Sequence[Alternative] = (),
-        parts: Mapping[str, np.ndarray] | None = None,
-        path: str | None = None,
-    ) -> None:
-        """Appends a sample.
-
-        Args:
-          latents: [frames, height, width, channels] finite floats.
-          condition: [L] integers, the classes; or [L, width] finite floats, the text embeddings.
-            All samples of a folder have the same kind and width.
-          size: (frames, height, width) in pixels.
-          caption: the text in words, for people to read.
-          given: [frames, height, width, G] finite floats, what an image-to-video model takes beside
-            the noisy latents: a mask and the latents of the given frames.
-          image: [N, width] finite floats, embeddings of the given image.
-          alternatives: further texts of the sample, each as a condition and a caption, like the
-            first, and where the text has tokens of further kinds, these as `parts`. Training takes
-            one of all in each epoch.
-          parts: [L, width] finite floats by name, condition tokens of further kinds, such as those
-            of a second text encoder. All samples of a folder have the same names and widths; a
-            sample may have no tokens of a kind.
-          path: where the sample comes from, such as `portraits/clip.mp4`, for the patterns of
-            `data.weights`.
-
-        Raises:
-          ValueError: the shape of the latents does not match `size` and the VAE's stride, the
-            channels or the kind of condition differ from the previous samples, a value is an
-            integer, NaN or infinite, a class is negative, or a caption or the path is no text. The
-            sample is left out; the writer can go on.
-          OSError: the disk is full.
-        """
-        extra: dict[str, Any] = {"alternatives": alternatives, "parts": parts, "path": path}
+    @override
+    def add_record(self, data: bytes, row: Json) -> None:
         if self._shard is None:
             self._shard = self._open_shard(self._next_number)
             self._next_number += 1
-        self._shard.add(latents, condition, size, caption, given=given, image=image, **extra)
+        self._shard.add_record(data, row)
+        self.written += 1
         if self._is_full(self._shard.written, self._shard.record_bytes):
             self._finish_shard()
 
@@ -168,48 +144,29 @@ class StoreWriter:
             self._keep(failure)
             raise
 
-    def _follow_what_is_there(self) -> None:
-        """Takes form, origin and number of samples from the shards that are there."""
-        forms = [(str(s.path), s.rows, s.notes) for s in self._kept]
-        manifest = self.folder / MANIFEST_NAME
-        if manifest.is_file():
-            forms.insert(0, (str(manifest), read_rows(self.folder), manifest_metadata(manifest)))
-        given: dict[str, Any] = {"vae_stride": tuple(self._stride)}
-        if self._origin is not None:
-            given["origin"] = self._origin
-        there = [
-            (place, form_of(rows, notes) | {"origin": notes["origin"]})
-            for place, rows, notes in forms
-        ]
-        require_alike([("this writer", given), *there], "name another folder or remove it")
-        for _, rows, notes in forms:
+    def _follow(self, parts: list[Part]) -> None:
+        """Takes form, origin and number of samples from what is there."""
+        given = {"vae_stride": list(self._stride)}
+        given |= {} if self._origin is None else {"origin": self._origin}
+        there = ((str(path), form_of(rows, notes)) for path, rows, notes in parts)
+        own = form_of(pa.table({}), given)
+        require_alike([("this writer", own), *there], "name another folder or remove it")
+        for _, rows, notes in parts:
             self._origin = notes["origin"]
-            self._checks.number += len(rows)
+            self.written += len(rows)
             if len(rows):
-                self._checks.follow(rows["channels"][0].as_py(), SampleForm.from_notes(notes))
-
-    def _numbers(self) -> list[int]:
-        """Numbers that shards have, in the store and beside it."""
-        files = self.folder.glob("*.arrayrecord")
-        there = [n for path in files if (n := shard_number(path.name)) is not None]
-        kept = [shard.number for shard in finished_shards(self.folder)]
-        return [*stored_numbers(self.folder), *there, *kept]
+                self.channels, self.form = rows["channels"][0].as_py(), SampleForm.from_notes(notes)
 
     def _is_full(self, samples: int, record_bytes: int) -> bool:
         return samples >= self._limits[0] or record_bytes >= self._limits[1]
 
     def _open_shard(self, number: int) -> ShardWriter:
-        return ShardWriter(
-            self.folder,
-            number,
-            vae_stride=self._stride,
-            origin=self._origin,
-            checks=self._checks,
-        )
+        shard = ShardWriter(self.folder, number, vae_stride=self._stride, origin=self._origin)
+        shard.form = self.form
+        return shard
 
-    def _reopen(self, shard: FinishedShard) -> None:
+    def _reopen(self, shard: Part) -> None:
         """Opens the last shard again, which an exception ended before it was full."""
-        self._checks.number -= len(shard.rows)
         self._shard = self._open_shard(shard.number)
         reader = array_record_module.ArrayRecordReader(str(shard.path))
         for row in shard.rows.to_pylist():
@@ -235,7 +192,7 @@ class StoreWriter:
             try:
                 shard.finish()
             except OSError:  # a full disk: the shards before this one stay
-                self._checks.number -= shard.written
+                self.written -= shard.written
         remove_unfinished(self.folder)
         if finished_shards(self.folder):
             mode = "append" if (self.folder / MANIFEST_NAME).is_file() else "resume"
@@ -245,7 +202,7 @@ class StoreWriter:
             )
 
 
-def _without_gaps(folder: Path, kept: list[FinishedShard]) -> list[FinishedShard]:
+def _without_gaps(folder: Path, kept: list[Part]) -> list[Part]:
     """Refuses shards of which one in the middle is missing: their samples cannot be counted."""
     first = kept[0].number if (folder / MANIFEST_NAME).is_file() and kept else 0
     for expected, shard in enumerate(kept, first):
@@ -280,3 +237,164 @@ def require_free(folder: Path, mode: WriterMode = "new") -> None:
             f"{found[0]}: would be overwritten, because {folder} is first written there; "
             "move it away or name another folder"
         )
+
+
+_ENCODERS = (VAE, "text")
+"""Names in the origin that must agree."""
+_LONGEST_VALUE = 40
+
+
+def merge_stores(
+    sources: Sequence[str | Path], out: str | Path, *, add_names: bool = False
+) -> Path:
+    """Writes a store with the samples of several, in their order. The sources stay as they are.
+
+    Shards are hard links if both folders are on one file system, copies otherwise.
+
+    Args:
+      sources: two data folders or more.
+      out: data folder to create. Its origin is that of the sources if they agree; otherwise it
+        lists theirs under `merged`, beside the encoders and the frames per second of the videos.
+      add_names: begin the paths of samples with the name of their source, as `portraits/clip.mp4`,
+        so that `data.weights` can tell the sources apart.
+
+    Returns:
+      The path of the new manifest.
+
+    Raises:
+      InputError: a source is not a store or is given twice, the sources differ in VAE, stride,
+        channels, kind of condition or the frames per second of their videos, or `out` exists.
+    """
+    out = Path(out)
+    manifests = [read_manifest(source) for source in sources]
+    _require_mergeable(manifests)
+    require_free(out)
+    remove_unfinished(out)
+    partial = partial_folder(out)
+    partial.mkdir(parents=True)
+    notes = manifests[0].notes() | {"origin": _merged_origin(manifests), "record_bytes": None}
+    try:
+        names = _names(manifests) if add_names else [None] * len(manifests)
+        named = zip(manifests, names, strict=True)
+        shards = (shard for manifest, name in named for shard in _shards(manifest, name))
+        for number, (path, rows) in enumerate(shards):
+            _link(path, partial / shard_name(number))
+            shard = pa.array([shard_name(number)] * len(rows), pa.string())
+            column = rows.column_names.index("shard")
+            write_sidecar(out, number, rows.set_column(column, "shard", shard), notes)
+        return finish_store(out)
+    except BaseException:
+        # It holds only links and copies.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def origin_differences(sources: Sequence[str | Path]) -> list[str]:
+    """What the origins of stores disagree about, for people to read.
+
+    It does not keep stores from being merged: `area (480p in a, 720p in b)`.
+    """
+    origins = {str(source): _flat(read_manifest(source).origin) for source in sources}
+    names = dict.fromkeys(name for origin in origins.values() for name in origin)
+    found = []
+    for name in names:
+        first, *others = ((origin.get(name), place) for place, origin in origins.items())
+        if other := next((one for one in others if one[0] != first[0]), None):
+            words = ", ".join(f"{_words(value)} in {place}" for value, place in (first, other))
+            found.append(f"{name} ({words})")
+    return found
+
+
+def _flat(origin: Json) -> Json:
+    """The origin with the values of inner objects, as `media.area`."""
+    flat: Json = {}
+    for name, value in origin.items():
+        inner = value if isinstance(value, dict) else None
+        flat |= {name: value} if inner is None else {f"{name}.{k}": v for k, v in inner.items()}
+    return flat
+
+
+def _words(value: object) -> str:
+    if value is None:
+        return "none"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
+
+
+def _require_mergeable(manifests: list[Manifest]) -> None:
+    if len(manifests) < 2:
+        raise InputError(f"{len(manifests)} stores to merge; give at least two")
+    seen = set()
+    for manifest in manifests:
+        folder = manifest.path.parent.resolve()
+        if folder in seen:
+            raise InputError(f"{manifest.path.parent}: is given twice; leave one out")
+        seen.add(folder)
+    require_alike(
+        ((str(manifest.path.parent), _form(manifest)) for manifest in manifests),
+        "only stores that agree can be merged",
+    )
+
+
+def _form(manifest: Manifest) -> Json:
+    form = form_of(read_rows(manifest.path.parent), manifest.notes())
+    form |= {f"the origin's {name}": manifest.origin.get(name) for name in _ENCODERS}
+    if _has_videos(manifest) and manifest.fps:
+        form["fps of its videos"] = manifest.fps
+    return form
+
+
+def _has_videos(manifest: Manifest) -> bool:
+    return bool((manifest.shape[:, 0] > 1).any())
+
+
+def _merged_origin(manifests: list[Manifest]) -> Json:
+    origins = [manifest.origin for manifest in manifests]
+    if all(origin == origins[0] for origin in origins):
+        return origins[0]
+    shared = {name: origins[0][name] for name in _ENCODERS if name in origins[0]}
+    # Images have no rate; of videos without one the rate is not known.
+    timed = [manifest for manifest in manifests if _has_videos(manifest)] or manifests
+    if all(manifest.fps == timed[0].fps for manifest in timed) and timed[0].fps:
+        shared[FPS] = timed[0].origin[FPS]
+    return shared | {"merged": origins}
+
+
+def _names(manifests: list[Manifest]) -> list[str]:
+    """The folders' names, with as many of the folders above as tell them apart."""
+    parts = [manifest.path.parent.resolve().parts for manifest in manifests]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _shards(manifest: Manifest, name: str | None) -> Iterator[tuple[Path, pa.Table]]:
+    """Path and rows of each shard, in the manifest's order; samples' paths get the name."""
+    rows = read_rows(manifest.path.parent)
+    if name is not None:
+        rows = _with_name(rows, name)
+    order = np.argsort(manifest.shard, kind="stable")
+    names = manifest.shard[order]
+    for name in manifest.shard_bytes:
+        begin, end = np.searchsorted(names, name), np.searchsorted(names, name, side="right")
+        yield manifest.path.parent / name, rows.take(order[begin:end])
+
+
+def _with_name(rows: pa.Table, name: str) -> pa.Table:
+    """The rows with paths that begin with the name."""
+    paths = [None] * len(rows)
+    if PATH in rows.column_names:
+        paths = rows[PATH].to_pylist()
+        rows = rows.drop_columns(PATH)
+    column = pa.array([f"{name}/{path}" if path else name for path in paths], pa.string())
+    return in_row_schema(rows.append_column(PATH, column))
+
+
+def _link(source: Path, path: Path) -> None:
+    try:
+        os.link(source, path)
+    except OSError:  # another file system, or one without links
+        with replacing(path) as unfinished:
+            shutil.copyfile(source, unfinished)

@@ -1,26 +1,116 @@
-"""Computes all attention of the models, with one of the implementations that JAX offers."""
+"""Computes all attention of the models, with one of the implementations that JAX offers.
 
+All-to-alls exchange a rank's split tokens of all heads for all split tokens of some heads and back,
+as in DeepSpeed-Ulysses (arXiv 2309.14509). This applies to the first A tokens of each rank's row;
+the other tokens attend on their own rank.
+"""
+
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
-from alload_jax.models.common.cudnn import Lengths, cudnn_rows, unsupported_reason
-from alload_jax.models.common.packed_attention import (
+from alload_jax.models.common.cudnn import (
+    RowLengths,
     cudnn_packed,
+    cudnn_rows,
     packed_unsupported_reason,
-    xla_packed,
+    unsupported_reason,
 )
-from alload_jax.models.common.parts import ATTENTION
-from alload_jax.models.common.query_blocks import in_query_blocks, query_blocks
-from alload_jax.models.common.remat import ATTENTION_OUTPUT
-from alload_jax.models.common.segments import AttentionSegments, SplitRows
-from alload_jax.models.common.split_attention import Within, split_packed
-from alload_jax.sharding.mesh import TENSOR, row_shards
+from alload_jax.models.common.parts import ATTENTION, ATTENTION_OUTPUT
+from alload_jax.models.common.segments import PADDING, AttentionSegments, SplitRows
+from alload_jax.sharding.mesh import CONTEXT, TENSOR, row_shards
+
+_KEY_BLOCK = 128
+"""Keys of a block in cuDNN's backward."""
+_LEAST_PARTS = 528
+"""Blocks of keys times rows and heads that fill a GPU: four for each of 132 multiprocessors."""
+_FEW_KEYS = 8
+"""Queries for each key from which on they are split."""
+
+
+def query_blocks(query: jax.Array, key: jax.Array, shards: int = 1) -> int:
+    """Into how many blocks of queries attention to few keys is split.
+
+    cuDNN's backward divides its work by blocks of keys, rows and heads. A long row's
+    cross-attention has so few of them that most of a GPU would wait.
+
+    Args:
+      query: [B, S, num_heads, head_dim].
+      key: [B, T, num_heads, head_dim].
+      shards: devices that the rows are split over.
+    """
+    rows, queries, heads, _ = query.shape
+    keys = key.shape[1]
+    parts = max(1, rows // shards) * heads * -(-keys // _KEY_BLOCK)
+    wanted = -(-_LEAST_PARTS // parts)
+    if keys % 2 or queries < _FEW_KEYS * keys:
+        return 1
+    fitting = [
+        blocks
+        for blocks in range(1, 2 * wanted + 1)
+        if queries % (2 * blocks) == 0 and queries // blocks >= keys
+    ]
+    enough = [blocks for blocks in fitting if blocks >= wanted]
+    return min(enough, default=max(fitting, default=1))
+
+
+def in_query_blocks(
+    query: jax.Array, key: jax.Array, value: jax.Array, blocks: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows of which each has a block of queries and all keys: [B·blocks, S / blocks, ...]."""
+    if blocks == 1:
+        return query, key, value
+    rows, queries, *heads = query.shape
+    shape = (rows * blocks, queries // blocks, *heads)
+    repeated_key, repeated_value = (jnp.repeat(part, blocks, axis=0) for part in (key, value))
+    return query.reshape(shape), repeated_key, repeated_value
+
+
+Within = Callable[[jax.Array, jax.Array, jax.Array, AttentionSegments], jax.Array]
+"""(query, key, value, segments) → output, on one device."""
+
+
+def split_packed(
+    within: Within, query: jax.Array, key: jax.Array, value: jax.Array, split: SplitRows
+) -> jax.Array:
+    """Computes softmax(query·keyᵀ/√head_dim)·value within whole and split segments.
+
+    It must run inside `shard_map`.
+
+    Args:
+      within: attention on packed rows of one device.
+      query, key, value: [1, T, num_heads, head_dim], the row of one rank; num_heads is divisible by
+        the context axis.
+      split: positions of the segments.
+
+    Returns:
+      [1, T, num_heads, head_dim] in the query's dtype.
+    """
+    count = split.split_tokens
+    q, k, v = (tokens_together(x[:, :count]) for x in (query, key, value))
+    outputs = [heads_together(within(q, k, v, split.within_split()))]
+    if count < query.shape[1]:
+        q, k, v = (x[:, count:] for x in (query, key, value))
+        outputs.append(within(q, k, v, split.within_whole()))
+    return jnp.concatenate(outputs, axis=1)
+
+
+def tokens_together(x: jax.Array) -> jax.Array:
+    """[1, A, num_heads, head_dim] on each rank → [1, c·A, num_heads / c, head_dim]."""
+    return jax.lax.all_to_all(x, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
+
+
+def heads_together(x: jax.Array) -> jax.Array:
+    """Inverts `tokens_together`."""
+    return jax.lax.all_to_all(x, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
+
 
 AttentionImplementation = Literal["auto", "xla", "cudnn"]
 
@@ -30,10 +120,8 @@ def attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    *,
     segments: AttentionSegments | SplitRows | None = None,
-    lengths: jax.Array | None = None,
-    key_lengths: jax.Array | None = None,
+    *,
     implementation: AttentionImplementation = "auto",
     sharding: NamedSharding | None = None,
 ) -> jax.Array:
@@ -43,11 +131,10 @@ def attention(
       query: [B, S, num_heads, head_dim].
       key: [B, T, num_heads, head_dim].
       value: [B, T, num_heads, head_dim].
-      segments: positions of the segments of packed rows; None for bucketed rows. `SplitRows` needs
-        a mesh with a context axis.
-      lengths: [B] int32, for bucketed rows of which only the first tokens are some: the others
-        attend to nothing, are not attended to and get zeros; None for all tokens.
-      key_lengths: [B] int32, likewise of keys, if they are others than the queries.
+      segments: positions of the segments of packed rows; None for rows that are one segment each.
+        Tokens of no segment attend to nothing, are not attended to and get zeros. Rows of one slot,
+        whose segment begins at the first token, are computed as bucketed rows. `SplitRows` needs a
+        mesh with a context axis.
       implementation: "cudnn" (fused, GPU only), "xla", or "auto": cuDNN where it can run.
       sharding: sharding of rows over a mesh of Auto axes; B is split, and heads over a tensor axis.
 
@@ -64,21 +151,22 @@ def attention(
             f"attention: implementation={implementation!r} is unknown; "
             f"choose one of {', '.join(get_args(AttentionImplementation))}"
         )
-    if isinstance(segments, AttentionSegments) and segments.query.offset.shape[1] == 1:
-        # Rows of one slot, whose segment begins at the first token, are bucketed rows.
-        lengths, key_lengths = segments.query.length[:, 0], segments.key.length[:, 0]
-    elif segments is not None:
-        return _packed(query, key, value, segments, implementation, sharding)
+    run: Callable[..., jax.Array]
+    if isinstance(segments, SplitRows) or (segments and segments.query.offset.shape[1] > 1):
+        run = attention_within(query, key, implementation, sharding)
+        if isinstance(segments, SplitRows):
+            run = partial(split_packed, run)
+        return _on_shards(run, sharding, query, key, value, segments)
     reason = unsupported_reason(query)
     if implementation == "cudnn" and reason:
         raise NotImplementedError(f"attention: cuDNN cannot run here, {reason}; use 'xla'")
-    run: Callable[..., jax.Array] = _xla if implementation == "xla" or reason else _cudnn
-    if lengths is None:
+    run = _xla if implementation == "xla" or reason else _cudnn
+    if segments is None:
         blocks = 1 if run is _xla else query_blocks(query, key, row_shards(sharding))
         blocked = in_query_blocks(query, key, value, blocks)
         return _on_shards(run, sharding, *blocked).reshape(query.shape)
     # Zeros on both sides, because cuDNN leaves outputs and gradients of masked tokens unwritten.
-    key_lengths = lengths if key_lengths is None else key_lengths
+    lengths, key_lengths = segments.query.length[:, 0], segments.key.length[:, 0]
     asking, seen = _first_tokens(query, lengths), _first_tokens(key, key_lengths)
     parts = (jnp.where(asking, query, 0), *(jnp.where(seen, part, 0) for part in (key, value)))
     least = jnp.maximum(lengths, 1), jnp.maximum(key_lengths, 1)
@@ -86,7 +174,7 @@ def attention(
 
 
 def _on_shards(
-    run: Callable[..., jax.Array], sharding: NamedSharding | None, *arguments: Any
+    run: Callable[..., jax.Array], sharding: NamedSharding | None, *arguments: PyTree
 ) -> jax.Array:
     """Runs attention of query, key, value and what rows have, on each device's rows and heads."""
     if sharding is None or sharding.mesh.size == 1:
@@ -104,39 +192,6 @@ def _on_shards(
 def _first_tokens(x: jax.Array, lengths: jax.Array) -> jax.Array:
     """[B, S, 1, 1] bool, which tokens of x: [B, S, ...] are the first of their rows."""
     return (jnp.arange(x.shape[1]) < lengths[:, None])[:, :, None, None]
-
-
-def attention_of_rows(implementation: AttentionImplementation) -> Within:
-    """The attention of bucketed rows, each of one segment that begins at its first token."""
-
-    def within(
-        query: jax.Array, key: jax.Array, value: jax.Array, segments: AttentionSegments
-    ) -> jax.Array:
-        lengths, key_lengths = (part.length[:, 0] for part in (segments.query, segments.key))
-        return attention(
-            *(query, key, value),
-            lengths=lengths,
-            key_lengths=key_lengths,
-            implementation=implementation,
-        )
-
-    return within
-
-
-def _packed(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segments: AttentionSegments | SplitRows,
-    implementation: AttentionImplementation,
-    sharding: NamedSharding | None,
-) -> jax.Array:
-    """Computes attention within segments."""
-    within = attention_within(query, key, implementation, sharding)
-    run: Callable[..., jax.Array] = within
-    if isinstance(segments, SplitRows):
-        run = partial(split_packed, within)
-    return _on_shards(run, sharding, query, key, value, segments)
 
 
 def attention_within(
@@ -172,11 +227,15 @@ def head_spec(sharding: NamedSharding) -> PartitionSpec:
     return PartitionSpec(sharding.spec[0], None, TENSOR if TENSOR in sharding.mesh.shape else None)
 
 
-def _xla(query: jax.Array, key: jax.Array, value: jax.Array, lengths: Lengths = None) -> jax.Array:
+def _xla(
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: RowLengths = None
+) -> jax.Array:
     """Runs XLA's attention on dense rows."""
     query_lengths, key_lengths = lengths or (None, None)
     output = jax.nn.dot_product_attention(
-        *(query, key, value),
+        query,
+        key,
+        value,
         query_seq_lengths=query_lengths,
         key_value_seq_lengths=key_lengths,
         implementation="xla",
@@ -184,8 +243,41 @@ def _xla(query: jax.Array, key: jax.Array, value: jax.Array, lengths: Lengths = 
     return checkpoint_name(output, ATTENTION_OUTPUT)
 
 
+def xla_packed(
+    query: jax.Array, key: jax.Array, value: jax.Array, packed: AttentionSegments
+) -> jax.Array:
+    """Computes softmax(query·keyᵀ/√head_dim)·value within segments, in float32, for all pairs.
+
+    Values that are not finite affect only their own segment: 0·NaN of masked pairs is excluded.
+
+    Args:
+      query: [R, S, num_heads, head_dim].
+      key, value: [R, T, num_heads, head_dim].
+      packed: positions of the segments in queries and keys.
+
+    Returns:
+      [R, S, num_heads, head_dim] in the query's dtype; zeros outside segments.
+    """
+    query_ids, key_ids = packed.query.ids, packed.key.ids
+    allowed = (query_ids[:, None, :, None] == key_ids[:, None, None, :]) & (query_ids != PADDING)[
+        :, None, :, None
+    ]
+    logits = jnp.einsum("rshd,rthd->rhst", query, key, preferred_element_type=jnp.float32)
+    logits = jnp.where(allowed, logits / math.sqrt(query.shape[-1]), -jnp.inf)
+    most = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    weights = jnp.exp(logits - jnp.where(jnp.isneginf(most), 0.0, most))
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights / jnp.where(total == 0, 1.0, total)
+    finite = jnp.isfinite(value).all(axis=(2, 3))
+    clean = jnp.where(finite[..., None, None], value.astype(jnp.float32), 0.0)
+    output = jnp.einsum("rhst,rthd->rshd", weights, clean)
+    affected = (allowed & ~finite[:, None, None, :]).any(axis=-1)
+    output = jnp.where(affected.transpose(0, 2, 1)[..., None], jnp.nan, output)
+    return checkpoint_name(output.astype(query.dtype), ATTENTION_OUTPUT)
+
+
 def _cudnn(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: Lengths = None
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: RowLengths = None
 ) -> jax.Array:
     """Runs cuDNN on dense rows.
 
@@ -194,11 +286,8 @@ def _cudnn(
     batch, queries, keys = *query.shape[:2], key.shape[1]
     if lengths is None and (queries % 2 or keys % 2):
         lengths = jnp.full(batch, queries, jnp.int32), jnp.full(batch, keys, jnp.int32)
-    return cudnn_rows(*(_to_even(part) for part in (query, key, value)), lengths)[:, :queries]
-
-
-def _to_even(x: jax.Array) -> jax.Array:
-    return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
+    even = (jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value))
+    return cudnn_rows(*even, lengths)[:, :queries]
 
 
 def packing_unsupported_reason(

@@ -6,13 +6,17 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, require_positive
 from alload_jax.models.common.attention import AttentionImplementation
 from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, RematChoice, RematPolicy
 from pallas_kernels.layernorm_modulate import implementation_names as norm_implementations
+
+_LARGEST = 2**20
+"""Of a width or a number of anything of a model."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,7 @@ class TextConfig:
     length: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("dim", "length"):
-            if getattr(self, name) < 1:
-                value = getattr(self, name)
-                raise InputError(f"model.text.{name} is {value}; it must be at least 1")
+        require_positive("model.text.", self, "dim", "length")
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,7 @@ class ImageConfig:
     positions: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dim", "positions"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"model.image.{name} is {value}; it must be at least 1")
+        require_positive("model.image.", self, "dim", "positions")
 
 
 class ConditionPart(NamedTuple):
@@ -123,7 +121,7 @@ class ModelConfig:
     )
     """Fields that do not affect the parameters."""
 
-    later_fields: ClassVar[dict[str, Any]] = {}
+    later_fields: ClassVar[dict[str, object]] = {}
     """Fields that the family's first checkpoints lack, and the values that they imply."""
 
     joint_attention: ClassVar[bool] = False
@@ -135,8 +133,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self._require_positive("in_channels", "num_classes")
-        if self.out_channels is not None and self.out_channels < 1:
-            raise InputError(f"model.out_channels is {self.out_channels}; it must be at least 1")
+        require_positive("model.", self, "out_channels")
         if min(self.patch_size) < 1:
             raise InputError(f"model.patch_size is {self.patch_size}; each must be at least 1")
         if self.remat_layers and self.remat != "none":
@@ -148,9 +145,7 @@ class ModelConfig:
             raise InputError(f"model.memory_budget is {self.memory_budget} GB; it must be above 0")
 
     def _require_positive(self, *names: str) -> None:
-        for name in names:
-            if getattr(self, name) < 1:
-                raise InputError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        require_positive("model.", self, *names, most=_LARGEST)
 
     def require_divisible(self, shards: int) -> None:
         """Checks that `shards` devices (mesh.context·mesh.tensor) can share the work of one rank.
@@ -274,8 +269,9 @@ class TransformerConfig(ModelConfig):
         if self.sparse_attention is not None:
             self.sparse_attention.check_layers(self.num_layers)
 
+    @override
     def require_divisible(self, shards: int) -> None:
-        """See `ModelConfig.require_divisible`; these families split their heads."""
+        """These families split their heads."""
         if self.num_heads % shards:
             raise InputError(
                 f"mesh.context·mesh.tensor is {shards}, which does not divide model.num_heads "

@@ -1,25 +1,37 @@
-"""cuDNN's fused attention: the primitives behind it, and attention of dense rows.
+"""cuDNN's fused attention: of dense rows, and within the segments of packed rows.
 
-JAX's public function wraps the primitives so that XLA may split them over a mesh, which binds a
-program to its devices while it is lowered. Here `shard_map` splits them instead: a program that is
-lowered once serves every group of devices. JAX has packed attention in a private module only. Only
-this file uses that module, and it reports when a version of JAX lacks it.
+JAX's public function wraps the primitives so that XLA may split them over a mesh. For it JAX binds
+every program that holds them to its devices while it is lowered. Here `shard_map` splits primitives
+of this file, which JAX's functions lower: a program that is lowered once serves every group of
+devices. JAX has packed attention in a private module only. Only this file uses that module, and it
+reports when a version of JAX lacks it.
+
+For every slot of packed rows, cuDNN launches blocks and allocates memory for the full length of its
+rows: a slot for a segment of 256 tokens costs as much as one for 300,000. One call for each class
+of lengths, with rows as short as the class allows, keeps the cost proportional to the tokens. Only
+the softmax statistics of each token's own segment are kept.
 """
 
 import importlib
 import inspect
 import math
 from collections.abc import Sequence
+from functools import cache, partial
 from types import ModuleType
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxtyping import PyTree
 
-from alload_jax.models.common.remat import ATTENTION_OUTPUT, SHORT_ATTENTION_OUTPUT
+from alload_jax.models.common.parts import ATTENTION_OUTPUT, SHORT_ATTENTION_OUTPUT
+from alload_jax.models.common.segments import PADDING, AttentionSegments, Lengths, Segments
 from alload_jax.planning.remat import HOST_KEYS
-from pallas_kernels.devices import current_device
+from pallas_kernels import choose_rows
+from pallas_kernels.devices import current_device, device_kind
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _ARRAYS = (
@@ -35,7 +47,7 @@ _PRIMITIVES = {
     _FORWARD: (*_ARRAYS, *_OPTIONS, "is_training"),
     _BACKWARD: (*_ARRAYS, "activation", "fwd_output", "grad_output", *_OPTIONS),
 }
-"""The private primitives by name prefix, and their parameters."""
+"""JAX's primitives by name prefix, and the parameters of their lowerings."""
 HOPPER = 9.0
 """Compute capability of NVIDIA Hopper."""
 
@@ -63,13 +75,13 @@ def capability() -> float | None:
         return None
 
 
-Lengths = tuple[jax.Array, jax.Array] | None
+RowLengths = tuple[jax.Array, jax.Array] | None
 """Tokens of queries and of keys, int32: [B] each, or by slot; None for all tokens."""
 
 
 @jax.custom_vjp
 def cudnn_rows(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: Lengths = None
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: RowLengths = None
 ) -> jax.Array:
     """Attention of dense rows; outputs and gradients of masked tokens are undefined.
 
@@ -78,28 +90,28 @@ def cudnn_rows(
       key, value: [B, T, num_heads, head_dim] with even T.
       lengths: the first tokens of each row that are not masked.
     """
-    return forward(_arrays(query, key, value, lengths), is_training=False)[0]
+    return forward(_row_arrays(query, key, value, lengths), is_training=False)[0]
 
 
-def _forward_rule(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: Lengths
-) -> tuple[jax.Array, Any]:
+def _rows_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: RowLengths
+) -> tuple[jax.Array, PyTree]:
     name = ATTENTION_OUTPUT if key.shape[1] >= HOST_KEYS else SHORT_ATTENTION_OUTPUT
-    found = forward(_arrays(query, key, value, lengths), is_training=True)
+    found = forward(_row_arrays(query, key, value, lengths), is_training=True)
     output, statistics = (checkpoint_name(each, name) for each in found)
     return output, (query, key, value, lengths, output, statistics)
 
 
-def _backward_rule(saved: Any, grad: jax.Array) -> tuple[Any, ...]:
+def _rows_backward(saved: PyTree, grad: jax.Array) -> tuple[PyTree, ...]:
     *arrays, output, statistics = saved
-    return *backward(_arrays(*arrays), statistics, output, grad), None
+    return *backward(_row_arrays(*arrays), statistics, output, grad), None
 
 
-cudnn_rows.defvjp(_forward_rule, _backward_rule)
+cudnn_rows.defvjp(_rows_forward, _rows_backward)
 
 
-def _arrays(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: Lengths
+def _row_arrays(
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: RowLengths
 ) -> list[jax.Array]:
     empty = jnp.zeros(0, query.dtype)
     return [query, key, value, empty, *(lengths or (empty, empty)), *[empty] * 4]
@@ -122,7 +134,7 @@ def backward(
     return _primitive(_BACKWARD).bind(*arrays, statistics, output, grad, **_options(arrays))
 
 
-def _options(arrays: Sequence[jax.Array]) -> dict[str, Any]:
+def _options(arrays: Sequence[jax.Array]) -> dict[str, object]:
     module = _private_module()
     assert module is not None
     masks = module.MaskType
@@ -137,8 +149,21 @@ def _options(arrays: Sequence[jax.Array]) -> dict[str, Any]:
     }
 
 
-def _primitive(name: str) -> Any:
-    return getattr(_private_module(), f"{name}_p")
+@cache
+def _primitive(name: str) -> Primitive:
+    """Returns a primitive with the shapes and the lowering of JAX's, which depend on no device."""
+    module = _private_module()
+    primitive = Primitive(name.removeprefix("_"))
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(getattr(module, f"{name}_abstract"))
+    primitive.def_impl(lambda *arrays, **options: _run(primitive, *arrays, **options))
+    mlir.register_lowering(primitive, getattr(module, f"{name}_cuda_lowering"), platform="cuda")
+    return primitive
+
+
+def _run(primitive: Primitive, *arrays: jax.Array, **options: object) -> list[jax.Array]:
+    found: list[jax.Array] = jax.jit(partial(primitive.bind, **options))(*arrays)
+    return found
 
 
 def _private_module() -> ModuleType | None:
@@ -147,9 +172,302 @@ def _private_module() -> ModuleType | None:
         module = importlib.import_module(_MODULE)
         for name, known in _PRIMITIVES.items():
             lowering = inspect.signature(getattr(module, f"{name}_cuda_lowering"))
-            if tuple(lowering.parameters)[1:] != known or not hasattr(module, f"{name}_p"):
+            if tuple(lowering.parameters)[1:] != known or not hasattr(module, f"{name}_abstract"):
                 return None
         kinds = module.MaskType.PADDING, module.MaskType.NO_MASK, module.AttentionLayout.BTNH
     except (ImportError, AttributeError):
         return None
     return module if all(kind is not None for kind in kinds) else None
+
+
+# ---------------------------------------------------------------- packed rows
+
+_WINDOWS = 64
+"""Maximum number of windows per row."""
+_WINDOW_MULTIPLE = 8
+_CLASS_COST = 4
+"""Cost of each additional class, in passes over the tokens: outputs and gradients are merged."""
+
+
+class Windows(NamedTuple):
+    """Shape in which cuDNN gets packed rows: `number` windows, each as long as the longest segment.
+
+    Offsets of segments count over all rows, and a segment may extend from one window into the next.
+
+    Attributes:
+      number: number of windows.
+      queries: query tokens per window.
+      keys: key tokens per window.
+    """
+
+    number: int
+    queries: int
+    keys: int
+
+
+class LengthClass(NamedTuple):
+    """Segments with more than `above` and at most `longest` query tokens.
+
+    Attributes:
+      above: lower bound in tokens, exclusive; 0 for the shortest class.
+      longest: upper bound in tokens, inclusive.
+      slots: maximum number of such segments in all rows.
+      windows: shape in which cuDNN gets the rows.
+    """
+
+    above: int
+    longest: int
+    slots: int
+    windows: Windows
+
+    @property
+    def launched(self) -> int:
+        """Query tokens for which cuDNN launches blocks and allocates memory."""
+        return self.slots * self.windows.queries
+
+
+def length_classes(
+    queries: tuple[int, int], keys: tuple[int, int], lengths: Lengths, longest_key: int | None
+) -> tuple[LengthClass, ...]:
+    """Chooses the classes with the lowest cost, shortest segments first.
+
+    Args:
+      queries, keys: (rows, tokens) of queries and of keys.
+      lengths: bounds on the lengths of the query segments in each row.
+      longest_key: upper bound on the key tokens of a segment; None if queries and keys have equal
+        lengths.
+    """
+    passes = _CLASS_COST * math.prod(queries)
+    # For each length: the lowest cost of classes up to that length, and those classes.
+    best: list[tuple[int, tuple[LengthClass, ...]]] = [(0, ())]
+    for longest, _ in lengths[1:]:
+        windows = windows_for(queries, keys, (longest, longest_key or longest))
+        found = []
+        for (above, most), (cost, shorter) in zip(lengths, best, strict=False):
+            each = LengthClass(above, longest, queries[0] * most, windows)
+            found.append((cost + each.launched + passes, (*shorter, each)))
+        best.append(min(found, key=lambda classes: classes[0]))
+    return best[-1][1]
+
+
+def launched_tokens(rows: int, tokens: int, lengths: Lengths) -> int:
+    """Query tokens of the largest call of cuDNN for self-attention within packed rows.
+
+    Its backward pass holds float32 gradients of queries for so many tokens.
+    """
+    classes = length_classes((rows, tokens), (rows, tokens), lengths, None)
+    return max(each.launched for each in classes)
+
+
+def windows_for(
+    queries: tuple[int, int], keys: tuple[int, int], longest: tuple[int, int]
+) -> Windows:
+    """Returns the shortest windows that hold the longest segments.
+
+    Args:
+      queries, keys: (rows, tokens) of queries and of keys.
+      longest: maximum number of query tokens and of key tokens in a segment.
+    """
+    totals = math.prod(queries), math.prod(keys)
+    for count in range(_WINDOWS * queries[0], 0, -1):
+        sizes = [total // count for total in totals]
+        whole = not any(total % count for total in totals)
+        if whole and all(
+            size >= most and size % _WINDOW_MULTIPLE == 0
+            for size, most in zip(sizes, longest, strict=True)
+        ):
+            return Windows(count, *sizes)
+    # The lengths are not multiples, as in some tests.
+    return Windows(queries[0], queries[1], keys[1])
+
+
+_MAX_ELEMENTS = 2**31
+"""Upper bound on the elements of queries or keys: offsets are 32-bit counts of elements."""
+
+
+def packed_unsupported_reason(elements: int = 0) -> str:
+    """Returns why cuDNN cannot run packed rows on this GPU, from Hopper on; empty if it can.
+
+    Args:
+      elements: number of elements of queries or keys on one device, whichever is larger.
+    """
+    version = capability()
+    if version is None:
+        return f"it needs an NVIDIA GPU, and this is {device_kind()}"
+    if version < HOPPER:
+        return f"it needs compute capability {HOPPER}, and this GPU has {version}"
+    if elements >= _MAX_ELEMENTS:
+        return f"queries or keys have {elements} elements, not below 2^31"
+    return ""
+
+
+@jax.custom_vjp
+def cudnn_packed(
+    query: jax.Array, key: jax.Array, value: jax.Array, packed: AttentionSegments
+) -> jax.Array:
+    """Computes `xla_packed` with cuDNN; outputs that cuDNN does not write are zero."""
+    return _forward((query, key, value), packed, is_training=False)[0]
+
+
+_Heads = tuple[jax.Array, jax.Array, jax.Array]
+"""query: [R, S, num_heads, head_dim]; key and value: [R, T, num_heads, head_dim]."""
+
+
+def _forward(heads: _Heads, packed: AttentionSegments, is_training: bool) -> list[jax.Array]:
+    """Returns the output, shaped like the query, and in training statistics [R·S, num_heads]."""
+    classes, outputs, statistics = _classes(heads, packed), [], []
+    for length_class in classes:
+        arrays, _, slot = _arguments(heads, packed, length_class)
+        output, *by_slot = forward(arrays, is_training=is_training)
+        outputs.append(_flat(output))
+        statistics += [_to_tokens(part, packed.query, slot) for part in by_slot]
+    output = _select_by_class(classes, packed, packed.query, outputs).reshape(heads[0].shape)
+    if not is_training:
+        return [output]
+    return [output, _select_by_class(classes, packed, packed.query, statistics)]
+
+
+def _packed_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, packed: AttentionSegments
+) -> tuple[jax.Array, PyTree]:
+    heads = query, key, value
+    found = _forward(heads, packed, is_training=True)
+    output, statistics = (checkpoint_name(each, ATTENTION_OUTPUT) for each in found)
+    return output, (heads, packed, output, statistics)
+
+
+def _packed_backward(saved: PyTree, grad: jax.Array) -> tuple[PyTree, ...]:
+    heads, packed, output, statistics = saved
+    classes, grads = _classes(heads, packed), []
+    for length_class in classes:
+        arrays, first, _ = _arguments(heads, packed, length_class)
+        found = backward(
+            arrays,
+            _to_slots(statistics, first, length_class.windows.queries),
+            *(part.reshape(arrays[0].shape) for part in (output, grad)),
+        )
+        grads.append([_flat(part) for part in found])
+    sides = (packed.query, packed.key, packed.key)
+    parts = zip(sides, zip(*grads, strict=True), heads, strict=True)
+    selected = (
+        _select_by_class(classes, packed, side, by_class).reshape(like.shape)
+        for side, by_class, like in parts
+    )
+    return (*selected, None)
+
+
+cudnn_packed.defvjp(_packed_forward, _packed_backward)
+
+
+def _classes(heads: _Heads, packed: AttentionSegments) -> tuple[LengthClass, ...]:
+    queries, keys = ((x.shape[0], x.shape[1]) for x in heads[:2])
+    return length_classes(queries, keys, packed.lengths, packed.longest_key)
+
+
+def _arguments(
+    heads: _Heads, packed: AttentionSegments, length_class: LengthClass
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Arguments of cuDNN's primitives for one class of segments.
+
+    Returns:
+      Arrays in `forward`'s order; [n] int32, the first query token of each slot's segment, counted
+      over all rows; [R·M] int32, the slot of each segment, meaningless for those of other classes.
+    """
+    query, key, value = heads
+    length = packed.query.length.reshape(-1)
+    belongs = (length > length_class.above) & (length <= length_class.longest)
+    slot, segment, used = _slots(belongs, length_class.slots)
+    windows = length_class.windows
+    # With fewer than two slots per row, JAX treats the rows as unpacked.
+    slots = max(2, -(-length_class.slots // windows.number))
+    padding = slots * windows.number - length_class.slots
+    empty, token_shape = jnp.zeros(0, query.dtype), query.shape[-2:]
+    firsts, lengths, offsets = [], [], []
+    for segments, size in ((packed.query, windows.queries), (packed.key, windows.keys)):
+        total = size * windows.number
+        first = jnp.where(used, _first_tokens(segments)[segment], total)
+        first = jnp.pad(first, (0, padding + windows.number), constant_values=total)
+        used_length = jnp.where(used, segments.length.reshape(-1)[segment], 0)
+        firsts.append(first)
+        lengths.append(jnp.pad(used_length, (0, padding)).reshape(-1, slots))
+        offsets.append((first * math.prod(token_shape)).reshape(-1, slots + 1))
+    arrays = [
+        query.reshape(-1, windows.queries, *token_shape),
+        *(part.reshape(-1, windows.keys, *token_shape) for part in (key, value)),
+        empty,
+        *lengths,
+        *offsets,
+        empty,
+        empty,
+    ]
+    return arrays, firsts[0][: slots * windows.number], slot
+
+
+def _slots(belongs: jax.Array, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns each segment's slot [R·M], each slot's segment and whether it has one, [slots]."""
+    slot = jnp.cumsum(belongs, dtype=jnp.int32) - 1
+    segment = jnp.zeros(slots, jnp.int32)
+    segment = segment.at[jnp.where(belongs, slot, slots)].set(
+        jnp.arange(belongs.size, dtype=jnp.int32), mode="drop"
+    )
+    return slot, segment, jnp.arange(slots) <= slot[-1]
+
+
+def _select_by_class(
+    classes: Sequence[LengthClass],
+    packed: AttentionSegments,
+    side: Segments,
+    found: Sequence[jax.Array],
+) -> jax.Array:
+    """Selects for each token the value of its segment's class; zero outside segments.
+
+    Args:
+      classes: classes of segments, shortest first.
+      packed: positions of the segments.
+      side: the segments of queries or of keys.
+      found: for each class, values [R·S, ...] of the tokens of that side.
+    """
+    queries = packed.query.length.reshape(-1)[_segment_of_token(side)]
+    queries = jnp.where(side.ids.reshape(-1) == PADDING, 0, queries)
+    longer = [(queries > each.above).astype(jnp.int32) for each in classes]
+    # Of the longest class, which holds most tokens as a rule, nothing but padding is written.
+    return choose_rows(found, sum(longer) - jnp.int32(1))
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """[rows, tokens, ...] → [rows·tokens, ...]."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _first_tokens(segments: Segments) -> jax.Array:
+    """Returns the first token of each segment, [R·M] int32, counted over all rows.
+
+    The first token of an unused slot is the end of its row.
+    """
+    rows, tokens = segments.ids.shape
+    offset = jnp.where(segments.length > 0, segments.offset, tokens)
+    return (offset + jnp.arange(rows, dtype=jnp.int32)[:, None] * tokens).reshape(-1)
+
+
+def _segment_of_token(segments: Segments) -> jax.Array:
+    """Returns the segment of each token, [R·S] int32, counted over all rows.
+
+    Padding tokens get the first segment of their row.
+    """
+    row = jnp.arange(len(segments.ids), dtype=jnp.int32)[:, None]
+    return (jnp.maximum(segments.ids, 0) + row * segments.offset.shape[1]).reshape(-1)
+
+
+def _to_tokens(statistics: jax.Array, segments: Segments, slot: jax.Array) -> jax.Array:
+    """[slots, num_heads, window] → [R·S, num_heads]; undefined for tokens of other classes."""
+    tokens = jnp.arange(segments.ids.size, dtype=jnp.int32)
+    segment = _segment_of_token(segments)
+    place = tokens - _first_tokens(segments)[segment]
+    # Only tokens of other classes are out of bounds.
+    return statistics.at[slot[segment], :, place].get(mode="clip")
+
+
+def _to_slots(statistics: jax.Array, first: jax.Array, window: int) -> jax.Array:
+    """Inverts `_to_tokens`: [R·S, num_heads] → [slots, num_heads, window]."""
+    token = jnp.minimum(first[:, None] + jnp.arange(window), len(statistics) - 1)
+    return statistics[token].transpose(0, 2, 1)

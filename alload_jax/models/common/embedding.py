@@ -1,11 +1,15 @@
-"""Embeddings of the inputs beside the latents: timestep, text or classes, image."""
+"""Embeddings of timestep, text, classes and images, and condition tokens of different numbers."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alload_jax.models.common.config import ImageConfig, ModelConfig, TextConfig
-from alload_jax.models.common.segments import Segments
+from alload_jax.models.common.config import ImageConfig, TextConfig
+from alload_jax.models.common.parts import layer_norm
+from alload_jax.models.common.segments import PADDING, Segments
 
 _PLACE_PERIOD = 100.0
 """Longest period of the sinusoids of a label's place; samples have few labels."""
@@ -30,21 +34,28 @@ def sinusoid(timestep: jax.Array, dim: int, max_period: float = 10_000.0) -> jax
 
 
 class TimestepEmbedding(nnx.Module):
-    """Embeds the timestep: embedding [B, D] and modulation of the blocks [B, 6, D], float32."""
+    """Embeds the timestep: sinusoid, linear, SiLU, linear; float32."""
 
-    def __init__(self, dim: int, freq_dim: int, *, rngs: nnx.Rngs):
-        self.freq_dim = freq_dim
-        self.dim = dim
+    def __init__(self, dim: int, freq_dim: int, *, modulations: int = 0, rngs: nnx.Rngs):
+        self.freq_dim, self.shape = freq_dim, (modulations, dim)
         self.hidden = nnx.Linear(freq_dim, dim, rngs=rngs)
         self.out = nnx.Linear(dim, dim, rngs=rngs)
         # adaLN-Zero (arXiv 2212.09748): every block starts as the identity.
-        self.modulation = nnx.Linear(dim, 6 * dim, kernel_init=nnx.initializers.zeros, rngs=rngs)
+        self.modulation = (
+            nnx.Linear(dim, modulations * dim, kernel_init=nnx.initializers.zeros, rngs=rngs)
+            if modulations
+            else None
+        )
 
-    def __call__(self, timestep: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """timestep: [B], or [B, S] for one per token → ([..., D], [..., 6, D]) float32."""
-        embedded = self.out(nnx.silu(self.hidden(sinusoid(timestep, self.freq_dim))))
+    def __call__(self, timestep: jax.Array) -> jax.Array:
+        """timestep: [...], 0 to 1000 → [..., D] float32."""
+        return self.out(nnx.silu(self.hidden(sinusoid(timestep, self.freq_dim))))
+
+    def modulated(self, embedded: jax.Array) -> jax.Array:
+        """Modulations of all blocks, [..., modulations, D] float32, of what the call returned."""
+        assert self.modulation is not None
         modulation = self.modulation(nnx.silu(embedded))
-        return embedded, modulation.reshape(*timestep.shape, 6, self.dim)
+        return modulation.reshape(*embedded.shape[:-1], *self.shape)
 
 
 class ClassEmbedding(nnx.Module):
@@ -91,20 +102,15 @@ class ImageEmbedding(nnx.Module):
     """Maps image embeddings to condition tokens: norm, linear, GELU, linear, norm."""
 
     def __init__(self, image: ImageConfig, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        def norm(size: int) -> nnx.LayerNorm:
-            return nnx.LayerNorm(
-                size, epsilon=_IMAGE_NORM_EPS, use_fast_variance=False, dtype=dtype, rngs=rngs
-            )
-
         self.position = (
             nnx.Param(jnp.zeros((image.positions, image.dim), jnp.float32))
             if image.positions
             else None
         )
-        self.norm_in = norm(image.dim)
+        self.norm_in = layer_norm(image.dim, _IMAGE_NORM_EPS, dtype=dtype, rngs=rngs)
         self.hidden = nnx.Linear(image.dim, image.dim, dtype=dtype, rngs=rngs)
         self.out = nnx.Linear(image.dim, dim, dtype=dtype, rngs=rngs)
-        self.norm_out = norm(dim)
+        self.norm_out = layer_norm(dim, _IMAGE_NORM_EPS, dtype=dtype, rngs=rngs)
 
     def __call__(self, image: jax.Array) -> jax.Array:
         """image: [B, N, image.dim] → [B, N, D]."""
@@ -115,11 +121,54 @@ class ImageEmbedding(nnx.Module):
         )
 
 
-def condition_embedding(
-    config: ModelConfig, dim: int, *, rngs: nnx.Rngs
-) -> ClassEmbedding | TextEmbedding:
-    """Builds the embedding of the config's condition, with outputs [..., dim]."""
-    dtype = config.compute_dtype
-    if config.text:
-        return TextEmbedding(config.text, dim, dtype=dtype, rngs=rngs)
-    return ClassEmbedding(config.num_classes, dim, dtype=dtype, rngs=rngs)
+class ConditionTokens(NamedTuple):
+    """Condition tokens of one kind, such as those of a text.
+
+    A bucketed row has one segment, M = 1, which begins at token 0.
+
+    Attributes:
+      values: [R, C, width] embeddings; any finite values in padding.
+      segments: the tokens of each sample, one sample after another.
+    """
+
+    values: Any
+    segments: Segments
+
+    def without(self, dropped: jax.Array) -> "ConditionTokens":
+        """The tokens of those samples alone that are not dropped; `dropped`: [R, M] bool."""
+        offset, length, ids = self.segments
+        gone = jnp.take_along_axis(dropped, jnp.maximum(ids, 0), axis=1)
+        length, ids = jnp.where(dropped, 0, length), jnp.where(gone, PADDING, ids)
+        return self._replace(segments=Segments(offset, length, ids))
+
+
+def mean_by_sample(tokens: ConditionTokens) -> jax.Array:
+    """Means over the tokens of each sample, [R, M, width] float32; zeros for samples without any.
+
+    Values that are not finite reach only the mean of their own sample.
+    """
+    values, (_, length, ids) = tokens
+    of_slot = ids[:, None] == jnp.arange(length.shape[1])[:, None]
+    total = jnp.sum(values[:, None].astype(jnp.float32), 2, where=of_slot[..., None])
+    return total / jnp.maximum(length, 1)[..., None]
+
+
+def side_by_side(parts: Sequence[ConditionTokens]) -> ConditionTokens:
+    """Brings the tokens of each sample together; padding is zero and comes last.
+
+    Args:
+      parts: [R, C, D] each, with the same R, M and D, and tokens in the order of their segments.
+
+    Returns:
+      [R, ΣC, D]; a sample's tokens are in the order of the parts.
+    """
+    values = jnp.concatenate([part.values for part in parts], axis=1)
+    ids = jnp.concatenate([part.segments.ids for part in parts], axis=1)
+    length = sum(part.segments.length for part in parts)
+    slots = length.shape[1]
+    order = jnp.argsort(jnp.where(ids == PADDING, slots, ids), axis=1, stable=True)
+    ids = jnp.take_along_axis(ids, order, axis=1)
+    values = jnp.take_along_axis(values, order[..., None], axis=1)
+    values = jnp.where(ids[..., None] == PADDING, 0, values)
+    offset = jnp.cumsum(length, axis=1) - length
+    return ConditionTokens(values, Segments(offset, length, ids))

@@ -5,16 +5,118 @@ that JAX derives asks for the arrays of a layer when that layer begins, and wait
 asks for them a layer ahead.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jaxtyping import PyTree, PyTreeDef
 
-from alload_jax.models.common.kept_arrays import KeptArrays, Recipe, bytes_of
-from alload_jax.models.common.traced import Traced
+KeptArrays = dict[str, list[jax.Array]]
+"""Arrays that the derivatives of an iteration need, each once: `given` are parameters and shared
+arrays, which the backward pass has anyway, `moved` those that go to the host, and `left` those that
+stay on the device."""
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How the derivatives of an iteration's steps are put together from arrays.
+
+    Attributes:
+      differentiated: which leaves of [parameters, shared arrays] have a gradient.
+      trees: structure of each step's derivative.
+      places: of each step's arrays: name of the list in `KeptArrays`, and number there.
+      late: which of the arrays that move do so while the next iteration computes.
+    """
+
+    differentiated: PyTree
+    trees: list[PyTreeDef] = field(default_factory=list)
+    places: list[list[tuple[str, int]]] = field(default_factory=list)
+    late: list[bool] = field(default_factory=list)
+
+    def add(self, derivative: Callable, kept: KeptArrays, least_moved: float) -> None:
+        """Takes a step's derivative apart, as `jax.vjp` returns it.
+
+        Args:
+          derivative: of the step.
+          kept: arrays of the steps before, to which its own are added.
+          least_moved: bytes below which an array stays on the device.
+        """
+        leaves, tree = jax.tree.flatten(derivative)
+        self.trees.append(tree)
+        self.places.append([])
+        for leaf in leaves:
+            known = ((name, n) for name in kept for n, x in enumerate(kept[name]) if x is leaf)
+            if (place := next(known, None)) is None:
+                name = "moved" if bytes_of(leaf) >= least_moved else "left"
+                place = name, len(kept[name])
+                kept[name].append(leaf)
+            self.places[-1].append(place)
+
+    def derivatives(self, **arrays: Sequence[jax.Array]) -> list[Callable[[PyTree], PyTree]]:
+        """Those that `add` took apart, with the arrays of `KeptArrays`, by name of the list."""
+        return [
+            jax.tree.unflatten(tree, [arrays[name][number] for name, number in places])
+            for tree, places in zip(self.trees, self.places, strict=True)
+        ]
+
+    def parted(self, moved: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Arrays that move at once, and late ones."""
+        pairs = list(zip(moved, self.late, strict=True))
+        return [each for each, late in pairs if not late], [each for each, late in pairs if late]
+
+    def united(self, soon: Sequence[jax.Array], late: Sequence[jax.Array]) -> list[jax.Array]:
+        """The arrays that `parted` parts."""
+        of = {False: iter(soon), True: iter(late)}
+        return [next(of[is_late]) for is_late in self.late]
+
+
+def bytes_of(array: jax.Array) -> int:
+    """Bytes of an array's numbers."""
+    return array.size * array.dtype.itemsize
+
+
+class Traced(NamedTuple):
+    """A function as a jaxpr, beside the arrays over which it closes.
+
+    Attributes:
+      jaxpr: of the flat arguments; its `consts` are those arrays.
+      tree: structure of what it returns.
+    """
+
+    jaxpr: ClosedJaxpr
+    tree: PyTreeDef
+
+    @classmethod
+    def of(cls, function: Callable, *example: PyTree) -> "Traced":
+        """Traces a function for arguments like the given ones."""
+        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*example)
+        return cls(jaxpr, jax.tree.structure(shapes))
+
+    def call(self, *arguments: PyTree) -> PyTree:
+        """Runs it, with other arrays in place of its own as the last argument."""
+        *given, arrays = arguments
+        run = jaxpr_as_fun(ClosedJaxpr(self.jaxpr.jaxpr, arrays))
+        return jax.tree.unflatten(self.tree, run(*jax.tree.leaves(given)))
+
+    def named(self, name: str) -> list[bool]:
+        """Which of the flat results were given the name by `checkpoint_name`."""
+        jaxpr = self.jaxpr.jaxpr
+        origin = {variable: each for each in jaxpr.eqns for variable in each.outvars}
+        found = []
+        for variable in jaxpr.outvars:
+            each = None if isinstance(variable, Literal) else origin.get(variable)
+            while each is not None and each.primitive.name == "reduce_precision":
+                each = origin.get(each.invars[0])  # `jax.checkpoint` adds it to what it keeps
+            found.append(each is not None and each.params.get("name") == name)
+        return found
+
 
 _SMALL = 16
 """Arrays of fewer bytes than this part of a layer's input stay on the device: each array to be
@@ -38,14 +140,14 @@ class Step(NamedTuple):
       to_host: whether that is kept in the host's memory.
     """
 
-    apply: Callable[..., tuple[Any, Any]]
+    apply: Callable[..., tuple[PyTree, PyTree]]
     wrap: Callable[[Callable], Callable]
     to_host: bool
 
 
 def host_scan(
-    steps: Sequence[Step], x: Any, layers: Any, last_output: str
-) -> tuple[Any, tuple[Any, ...]]:
+    steps: Sequence[Step], x: PyTree, layers: PyTree, last_output: str
+) -> tuple[PyTree, tuple[PyTree, ...]]:
     """Runs the steps once for each entry of `layers`, as `jax.lax.scan` would.
 
     It has reverse-mode derivatives; derivatives of those in forward mode alone. They cannot be
@@ -69,10 +171,12 @@ def host_scan(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scan(steps: tuple[Step, ...], last_output: str, x: Any, layers: Any, shared: Any) -> Any:
+def _scan(
+    steps: tuple[Step, ...], last_output: str, x: PyTree, layers: PyTree, shared: PyTree
+) -> PyTree:
     del last_output
 
-    def iteration(x: Any, layer: Any) -> tuple[Any, Any]:
+    def iteration(x: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
         auxiliary = []
         for step, arrays in zip(steps, shared, strict=True):
             x, values = step.apply(x, layer, arrays)
@@ -82,7 +186,9 @@ def _scan(steps: tuple[Step, ...], last_output: str, x: Any, layers: Any, shared
     return jax.lax.scan(iteration, x, layers)
 
 
-def _forward(steps: tuple[Step, ...], last_output: str, *arguments: Any) -> tuple[Any, Any]:
+def _forward(
+    steps: tuple[Step, ...], last_output: str, *arguments: PyTree
+) -> tuple[PyTree, PyTree]:
     """The arguments' leaves are pairs of a value and whether it is differentiated.
 
     An iteration moves its own arrays, and the late ones of the iteration before.
@@ -92,27 +198,27 @@ def _forward(steps: tuple[Step, ...], last_output: str, *arguments: Any) -> tupl
     recipe = Recipe(differentiated)
     least_moved = max(map(bytes_of, jax.tree.leaves(x))) / _SMALL
 
-    def iteration(x: Any, layer: Any) -> tuple[list[jax.Array], Any]:
-        kept = KeptArrays((layer, shared), least_moved)
+    def iteration(x: PyTree, layer: PyTree) -> tuple[list[jax.Array], PyTree]:
+        kept: KeptArrays = {"given": jax.tree.leaves((layer, shared)), "moved": [], "left": []}
         chosen, others = _split([layer, shared], differentiated)
         auxiliary = []
         for number, step in enumerate(steps):
 
-            def apply(x: Any, chosen: Any, number: int = number, step: Step = step) -> Any:
+            def apply(x: PyTree, chosen: PyTree, number: int = number, step: Step = step) -> PyTree:
                 layer, shared = _joined(chosen, others)
                 return step.apply(x, layer, shared[number])
 
             (x, values), derivative = jax.vjp(apply, x, chosen)
-            recipe.add(derivative, kept, to_host=step.to_host)
+            recipe.add(derivative, kept, least_moved if step.to_host else math.inf)
             auxiliary.append(values)
-        return kept.moved, (x, tuple(auxiliary), kept.left)
+        return kept["moved"], (x, tuple(auxiliary), kept["left"])
 
     traced = Traced.of(iteration, x, _first(layers))
     moved, _ = jax.tree.unflatten(traced.tree, traced.jaxpr.out_avals)
     recipe.late.extend(traced.named(last_output)[: len(moved)])
     nothing = [jnp.zeros(each.shape, each.dtype) for each in recipe.parted(moved)[1]]
 
-    def delayed(carry: Any, number: Any) -> tuple[Any, Any]:
+    def delayed(carry: PyTree, number: PyTree) -> tuple[PyTree, PyTree]:
         x, before = carry
         layer = _entry(layers, _not_by_counter(number))
         moved, (x, auxiliary, left) = traced.call(x, layer, traced.jaxpr.consts)
@@ -125,8 +231,8 @@ def _forward(steps: tuple[Step, ...], last_output: str, *arguments: Any) -> tupl
 
 
 def _backward(
-    steps: tuple[Step, ...], last_output: str, kept: Any, cotangents: Any
-) -> tuple[Any, Any, Any]:
+    steps: tuple[Step, ...], last_output: str, kept: PyTree, cotangents: PyTree
+) -> tuple[PyTree, PyTree, PyTree]:
     """An iteration fetches the arrays of the next one, which is for the entry before."""
     del steps, last_output
     layers, shared, last, (soon, late), left, recipe = kept
@@ -137,7 +243,7 @@ def _backward(
     chosen, _ = _split([layers, shared], recipe.differentiated)
     zeros = jax.tree.map(jnp.zeros_like, chosen)
 
-    def iteration(carry: Any) -> Any:
+    def iteration(carry: PyTree) -> PyTree:
         turn, cotangent, (of_layers, of_shared), arrived = carry
         number = length - 1 - turn
         # Late arrays stand one entry behind. −1 is read as 0, by the last turn, in vain.
@@ -146,8 +252,12 @@ def _backward(
         derivatives = recipe.derivatives(
             given=jax.tree.leaves((layer, shared)), moved=arrived, left=here
         )
-        cotangent, (of_layer, in_shared) = _through(derivatives, cotangent, of_values)
-        of_shared = _sum(of_shared, in_shared)
+        total: PyTree = None
+        for derivative, values in zip(reversed(derivatives), reversed(of_values), strict=True):
+            cotangent, part = derivative((cotangent, values))
+            total = part if total is None else jax.tree.map(jnp.add, total, part)
+        of_layer, in_shared = total
+        of_shared = jax.tree.map(jnp.add, of_shared, in_shared)
         put = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
         of_layers = jax.tree.map(put, of_layers, of_layer)
         return turn + 1, cotangent, (of_layers, of_shared), on_way
@@ -164,18 +274,7 @@ def _backward(
 _scan.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _through(
-    derivatives: Sequence[Callable[[Any], Any]], cotangent: Any, of_values: Sequence[Any]
-) -> tuple[Any, Any]:
-    """Back through the steps of an iteration: gradients of its x and of the chosen leaves."""
-    total = None
-    for derivative, values in zip(reversed(derivatives), reversed(of_values), strict=True):
-        cotangent, part = derivative((cotangent, values))
-        total = part if total is None else _sum(total, part)
-    return cotangent, total
-
-
-def _length(layers: Any) -> int:
+def _length(layers: PyTree) -> int:
     return len(jax.tree.leaves(layers)[0])
 
 
@@ -188,7 +287,7 @@ def _not_by_counter(number: jax.Array) -> jax.Array:
     return jnp.maximum(number, 0)
 
 
-def _entry(stacks: Any, number: Any) -> Any:
+def _entry(stacks: PyTree, number: PyTree) -> PyTree:
     """An entry of stacked arrays."""
     return jax.tree.map(
         lambda each: jax.lax.dynamic_index_in_dim(
@@ -198,32 +297,28 @@ def _entry(stacks: Any, number: Any) -> Any:
     )
 
 
-def _fetched(stacks: list[jax.Array], number: Any) -> list[jax.Array]:
+def _fetched(stacks: list[jax.Array], number: PyTree) -> list[jax.Array]:
     """An entry of stacks in the host's memory, on the device."""
     return jax.device_put(_entry(stacks, number), jax.memory.Space.Device)
 
 
-def _first(layers: Any) -> Any:
+def _first(layers: PyTree) -> PyTree:
     """Shapes of an entry of stacked parameters."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
 
 
-def _is_differentiated(leaf: Any) -> bool:
+def _is_differentiated(leaf: PyTree) -> bool:
     return leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
 
 
-def _instantiated(cotangent: Any) -> Any:
+def _instantiated(cotangent: PyTree) -> PyTree:
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
-    aval: Any = cotangent.aval
+    aval: PyTree = cotangent.aval
     return jnp.zeros(aval.shape, aval.dtype)
 
 
-def _sum(total: Any, part: Any) -> Any:
-    return jax.tree.map(jnp.add, total, part)
-
-
-def _split(tree: Any, chosen: Any) -> tuple[Any, Any]:
+def _split(tree: PyTree, chosen: PyTree) -> tuple[PyTree, PyTree]:
     """The chosen leaves of a tree and the others, each with None in place of the rest."""
     return (
         jax.tree.map(lambda leaf, is_chosen: leaf if is_chosen else None, tree, chosen),
@@ -231,10 +326,11 @@ def _split(tree: Any, chosen: Any) -> tuple[Any, Any]:
     )
 
 
-def _joined(chosen: Any, others: Any) -> Any:
+def _joined(chosen: PyTree, others: PyTree) -> PyTree:
     """The tree that `_split` took apart."""
     return jax.tree.map(
         lambda one, other: other if one is None else one,
-        *(chosen, others),
+        chosen,
+        others,
         is_leaf=lambda leaf: leaf is None,
     )

@@ -1,63 +1,116 @@
-"""Runs a stack of equal layers: as a loop, or each by itself."""
+"""A stack of equal layers, run as a loop or each by itself, and what they keep for the gradient."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Float, PyTree
 
+from alload_jax.models.common.config import TransformerConfig
 from alload_jax.models.common.host_loop import Step, host_scan
-from alload_jax.models.common.output import Auxiliary
-from alload_jax.models.common.remat import FEED_FORWARD_OUTPUT, rematerialise
-from alload_jax.models.common.stacked_kernels import with_cast_kernels
+from alload_jax.models.common.parts import (
+    ATTENTION_OUTPUT,
+    BLOCK_LISTS,
+    BLOCKS,
+    FEED_FORWARD_OUTPUT,
+    LINEAR_OUTPUT,
+    NORM_OUTPUT,
+    SHORT_ATTENTION_OUTPUT,
+    Auxiliary,
+    Output,
+    by_sample,
+)
+from alload_jax.models.common.segments import Grid
+from alload_jax.models.common.sparse_attention import number_layers
+from alload_jax.models.common.stored import with_cast_kernels
 from alload_jax.planning.remat import OFFLOADED, RematPolicy
 
-ApplyLayer = Callable[[RematPolicy, Any, Any], tuple[Any, Auxiliary]]
+ApplyLayer = Callable[[RematPolicy, PyTree, PyTree], tuple[PyTree, Auxiliary]]
 """(policy, x, parameters of a layer) → (x, auxiliary values)."""
 
 
+class StackedTransformer(nnx.Module):
+    """A transformer of equal blocks, whose parameters are stacked over layers.
+
+    The sparse attention of its blocks is their module `sparse_attention`.
+    """
+
+    config: TransformerConfig
+
+    def __call__(self, *inputs: PyTree, **named: PyTree) -> jax.Array:
+        """Returns the velocity of `forward`."""
+        return self.forward(*inputs, **named).velocity
+
+    def forward(self, *inputs: PyTree, **named: PyTree) -> Output:
+        """See `Model.forward`."""
+        raise NotImplementedError
+
+    def draw_blocks(self, block: Callable[..., PyTree], rngs: nnx.Rngs) -> PyTree:
+        """Draws the parameters of all blocks, each of which is `block(config, rngs=...)`."""
+        config = self.config
+        blocks = nnx.vmap(lambda keys: block(config, rngs=keys))(rngs.split(config.num_layers))
+        if config.sparse_attention is not None:
+            switch = blocks.sparse_attention.switch
+            number_layers(switch, config.sparse_attention, config.num_layers)
+        return blocks
+
+    def grid_of(self, latents: Float[jax.Array, "rows frames height width channels"]) -> Grid:
+        """The (t, h, w) of samples of one shape, in tokens."""
+        frames, height, width = latents.shape[1:4]
+        t, h, w = self.config.patch_size
+        return frames // t, height // h, width // w
+
+    def block_of_tiles(self, grid: Grid) -> int:
+        """Tokens of a tile of samples of a (t, h, w); 0 where their attention is always dense."""
+        sparse = self.config.sparse_attention
+        return 0 if sparse is None or math.prod(grid) < sparse.min_tokens else sparse.block
+
+
+@jax.named_scope(BLOCKS)
 def apply_layers(
-    blocks: nnx.Module,
-    x: Any,
-    context: Any,
-    *,
-    policies: Sequence[RematPolicy],
-    scan: bool,
-) -> tuple[Any, Auxiliary]:
+    blocks: nnx.Module, x: PyTree, context: PyTree, config: TransformerConfig, sample_axes: int
+) -> tuple[PyTree, Auxiliary]:
     """Applies layer after layer.
 
     A loop compiles one layer for all, or one for each policy, and copies what the backward pass
     keeps into arrays of all layers. Without one nothing is copied, and the program is as long as
-    the layers are many.
+    the layers are many. Layers that keep something in the host's memory are always a loop.
 
     Args:
       blocks: the layers, with parameters stacked over them; (x, context) → (x, auxiliary values).
       x: input of the first layer.
       context: inputs that all layers share, a named tuple; its field `remat` is set for each.
-      policies: what layers keep for the backward pass; they repeat over the layers, and their
-        number divides that of the layers.
-      scan: whether to run them as a loop. Layers that keep something in the host's memory always
-        are one.
+      config: its `policies` say what layers keep for the backward pass and repeat over the layers,
+        and its `scan_layers` whether to run them as a loop.
+      sample_axes: of auxiliary values: 1 for [B], 2 for [R, M].
 
     Returns:
-      The output of the last layer; auxiliary values, stacked over layers.
+      The output of the last layer; auxiliary values by sample, see `by_sample`.
     """
+    policies = config.policies
     offloaded = any(each in OFFLOADED for each in policies)
-    as_loop = scan or offloaded
+    as_loop = config.scan_layers or offloaded
     graph, layers = nnx.split(blocks if as_loop else with_cast_kernels(blocks))
 
-    def apply_layer(policy: RematPolicy, x: Any, layer: nnx.State) -> tuple[Any, Auxiliary]:
+    def apply_layer(policy: RematPolicy, x: PyTree, layer: nnx.State) -> tuple[PyTree, Auxiliary]:
         return nnx.merge(graph, layer)(x, context._replace(remat=policy))
 
     if not as_loop:
-        times = len(jax.tree.leaves(layers)[0]) // len(policies)
-        return _in_turn(apply_layer, x, layers, [*policies] * times)
+        found = []
+        for number, layer in enumerate(_each(layers)):
+            policy = policies[number % len(policies)]
+            step = rematerialise(partial(apply_layer, policy), policy, in_loop=False)
+            x, values = step(x, layer)
+            found.append(values)
+        return x, by_sample(jax.tree.map(lambda *each: jnp.stack(each), *found), sample_axes)
     if len(policies) == 1 and not offloaded:
         [policy] = policies
         step = rematerialise(partial(apply_layer, policy), policy, in_loop=True)
-        return jax.lax.scan(step, x, layers)
+        x, stacked = jax.lax.scan(step, x, layers)
+        return x, by_sample(stacked, sample_axes)
     grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, len(policies), *leaf.shape[1:]), layers)
     steps = [_of_group(apply_layer, *each) for each in enumerate(policies)]
     # XLA would compute all layers of an iteration again before it needs the first.
@@ -67,11 +120,16 @@ def apply_layers(
             Step(step, partial(wrap, policy=policy), to_host=policy in OFFLOADED)
             for step, policy in zip(steps, policies, strict=True)
         ]
-        x, auxiliary = host_scan(on_host, x, grouped, FEED_FORWARD_OUTPUT)
+        x, by_step = host_scan(on_host, x, grouped, FEED_FORWARD_OUTPUT)
     else:
         wrapped = list(map(wrap, steps, policies))
-        x, auxiliary = jax.lax.scan(partial(_apply_group, wrapped), x, grouped)
-    return x, _interleaved(auxiliary)
+        x, by_step = jax.lax.scan(partial(_apply_group, wrapped), x, grouped)
+    return x, by_sample(
+        jax.tree.map(
+            lambda *values: jnp.stack(values, axis=1).reshape(-1, *values[0].shape[1:]), *by_step
+        ),
+        sample_axes,
+    )
 
 
 def _of_group(apply_layer: ApplyLayer, number: int, policy: RematPolicy) -> Callable:
@@ -81,13 +139,13 @@ def _of_group(apply_layer: ApplyLayer, number: int, policy: RematPolicy) -> Call
     the backward pass, in a copy of all layers'.
     """
 
-    def apply_one(x: Any, group: Any) -> tuple[Any, Auxiliary]:
+    def apply_one(x: PyTree, group: PyTree) -> tuple[PyTree, Auxiliary]:
         return apply_layer(policy, x, jax.tree.map(lambda leaf: leaf[number], group))
 
     return apply_one
 
 
-def _apply_group(steps: Sequence[Callable], x: Any, group: Any) -> tuple[Any, tuple]:
+def _apply_group(steps: Sequence[Callable], x: PyTree, group: PyTree) -> tuple[PyTree, tuple]:
     """Applies the layers of one iteration of the loop."""
     auxiliary = []
     for step in steps:
@@ -96,26 +154,7 @@ def _apply_group(steps: Sequence[Callable], x: Any, group: Any) -> tuple[Any, tu
     return x, tuple(auxiliary)
 
 
-def _interleaved(auxiliary: Sequence[Auxiliary]) -> Auxiliary:
-    """Values of all layers, from those of each in its group, stacked over groups."""
-    return jax.tree.map(
-        lambda *values: jnp.stack(values, axis=1).reshape(-1, *values[0].shape[1:]), *auxiliary
-    )
-
-
-def _in_turn(
-    apply_layer: ApplyLayer, x: Any, layers: Any, policies: Sequence[RematPolicy]
-) -> tuple[Any, Auxiliary]:
-    """Applies as many layers as there are policies, without a loop."""
-    auxiliary = []
-    for layer, policy in zip(_each(layers), policies, strict=True):
-        step = rematerialise(partial(apply_layer, policy), policy, in_loop=False)
-        x, values = step(x, layer)
-        auxiliary.append(values)
-    return x, _stacked(auxiliary)
-
-
-def _each(layers: Any) -> Iterator[Any]:
+def _each(layers: PyTree) -> Iterator[PyTree]:
     """The parameters of one layer after another.
 
     By `jax.lax.split`, whose gradient puts those of the layers together once; that of indexing adds
@@ -128,5 +167,39 @@ def _each(layers: Any) -> Iterator[Any]:
         yield jax.tree.unflatten(tree, [jnp.squeeze(part, axis=0) for part in layer])
 
 
-def _stacked(auxiliary: Sequence[Auxiliary]) -> Auxiliary:
-    return jax.tree.map(lambda *values: jnp.stack(values), *auxiliary)
+# ---------------------------------------------------------------- what a layer keeps
+
+_LONG_ATTENTION = (ATTENTION_OUTPUT, BLOCK_LISTS)
+_ATTENTION = (*_LONG_ATTENTION, SHORT_ATTENTION_OUTPUT)
+_KEPT: dict[RematPolicy, tuple[str, ...]] = {
+    "full": (BLOCK_LISTS,),
+    "offload": (BLOCK_LISTS,),
+    "offload_attention": _LONG_ATTENTION,
+    "offload_feed_forward_and_attention": (*_LONG_ATTENTION, FEED_FORWARD_OUTPUT),
+    "attention": _ATTENTION,
+    "feed_forward_and_attention": (*_ATTENTION, FEED_FORWARD_OUTPUT),
+    "matmuls_and_attention": (*_ATTENTION, LINEAR_OUTPUT, FEED_FORWARD_OUTPUT),
+    "norms_matmuls_and_attention": (
+        *_ATTENTION,
+        LINEAR_OUTPUT,
+        FEED_FORWARD_OUTPUT,
+        NORM_OUTPUT,
+    ),
+}
+"""Names of the activations that a rematerialisation policy keeps."""
+
+
+def rematerialise(function: Callable, policy: RematPolicy, *, in_loop: bool) -> Callable:
+    """Wraps a function in `jax.checkpoint` with the given policy.
+
+    Args:
+      function: of arrays.
+      policy: what it keeps for the backward pass. For those of `OFFLOADED`, `host_loop` moves it to
+        the host's memory.
+      in_loop: whether it is the whole body of a loop, in which XLA cannot undo the recomputation,
+        nor do it early; else it is kept from that.
+    """
+    if policy == "none":
+        return function
+    kept = jax.checkpoint_policies.save_only_these_names(*_KEPT[policy])
+    return jax.checkpoint(function, policy=kept, prevent_cse=not in_loop)

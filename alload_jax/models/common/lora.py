@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import PyTree
+from typing_extensions import override
 
-from alload_jax.errors import InputError
-from alload_jax.models.common.linear import Linear
+from alload_jax.errors import InputError, require_positive
+from alload_jax.models.common.parts import Linear
 
 DOWN, UP = "lora_down", "lora_up"
 """Names of an adapter's matrices, beside the layer's `kernel`: [in, rank] and [rank, out]."""
@@ -37,8 +39,7 @@ class LoraConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise InputError(f"model.lora.rank is {self.rank}; it must be at least 1")
+        require_positive("model.lora.", self, "rank")
         if self.alpha is not None and not 0 < self.alpha < math.inf:
             raise InputError(f"model.lora.alpha is {self.alpha}; it must be above 0, or null")
         if not 0 <= self.dropout < 1:
@@ -51,7 +52,7 @@ class LoraConfig:
                     f"model.lora.targets: {pattern!r} is not a regular expression ({error}); fix it"
                 ) from error
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Returns the fields that determine the parameters and their meaning, as JSON values."""
         return {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)}
 
@@ -97,8 +98,8 @@ class LoraLinear(Linear):
         """[..., in] → [..., out]."""
         return super().__call__(inputs, out_sharding) + self._adapted(inputs)
 
+    @override
     def product(self, inputs: jax.Array) -> jax.Array:
-        """See `Linear.product`."""
         return super().product(inputs) + self._adapted(inputs)
 
     def _adapted(self, inputs: jax.Array) -> jax.Array:
@@ -137,31 +138,32 @@ def add_lora(
         for path, module in nnx.iter_modules(model)
         if isinstance(module, nnx.Linear)
     }
-    targets = config.targets or default_targets
-    for pattern in targets:
-        if not any(re.search(pattern, name) for name in linears):
+    chosen: set[str] = set()
+    for pattern in config.targets or default_targets:
+        found = {name for name in linears if re.search(pattern, name)}
+        if not found:
             examples = ", ".join(sorted(linears)[:3])
             raise InputError(
                 f"model.lora.targets: {pattern!r} matches no linear layer; names are, for example, "
                 f"{examples} (`alload parameters --config FILE` lists them all as NAME/kernel)"
             )
-    for name in sorted(linears):
-        if any(re.search(pattern, name) for pattern in targets):
-            *parents, last = linears[name]
-            parent: Any = functools.reduce(_part, parents, model)
-            adapted = LoraLinear(_part(parent, last), config, training=training, rngs=rngs)
-            if isinstance(last, int):
-                parent[last] = adapted
-            else:
-                setattr(parent, str(last), adapted)
+        chosen |= found
+    for name in sorted(chosen):
+        *parents, last = linears[name]
+        parent: PyTree = functools.reduce(_part, parents, model)
+        adapted = LoraLinear(_part(parent, last), config, training=training, rngs=rngs)
+        if isinstance(last, int):
+            parent[last] = adapted
+        else:
+            setattr(parent, str(last), adapted)
 
 
-def _part(module: Any, name: Any) -> Any:
-    """The part of a module or of a list of modules."""
+def _part(module: PyTree, name: PyTree) -> PyTree:
+    """The part of a module, or of a list of modules by its number."""
     return module[name] if isinstance(name, int) else getattr(module, name)
 
 
-def dropout_keys(shapes: Any, key: jax.Array) -> Any:
+def dropout_keys(shapes: PyTree, key: jax.Array) -> PyTree:
     """Draws the key of every adapter's dropout.
 
     Args:

@@ -1,12 +1,13 @@
-"""Finds the safetensors files of a checkpoint, reads one tensor at a time, and writes exports."""
+"""Reads one tensor of a checkpoint at a time by its name there, and writes exports."""
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 import safetensors
@@ -49,7 +50,7 @@ class Checkpoint:
     def __init__(self, place: str | Path):
         self.place = Path(place)
         self.files = _files(self.place)
-        self.keys: dict[str, tuple[Any, str]] = {}
+        self.keys: dict[str, tuple[safetensors.safe_open, str]] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "Checkpoint":
@@ -73,19 +74,11 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor; reads only the header."""
+    def header_of(self, key: str) -> tuple[tuple[int, ...], str]:
+        """Returns the shape of a tensor, and its dtype as safetensors names it."""
         handle, name = self.keys[key]
-        return tuple(handle.get_slice(name).get_shape())
-
-    def dtype(self, key: str) -> str:
-        """Returns the dtype of a tensor as safetensors names it; reads only the header."""
-        handle, name = self.keys[key]
-        return handle.get_slice(name).get_dtype()
-
-    def is_float(self, key: str) -> bool:
-        """Returns whether the dtype of a tensor is a floating-point dtype that weights may have."""
-        return self.dtype(key) in FLOATS
+        header = handle.get_slice(name)
+        return tuple(header.get_shape()), header.get_dtype()
 
     def read(self, key: str) -> np.ndarray:
         """Reads a tensor in the file's dtype."""
@@ -107,7 +100,7 @@ class Checkpoint:
         return next((value for value in found if value is not None), None)
 
 
-def open_safetensors(file: Path) -> Any:
+def open_safetensors(file: Path) -> safetensors.safe_open:
     """Opens a file; the handle is a context manager that returns NumPy arrays.
 
     Raises:
@@ -159,7 +152,7 @@ def write_safetensors(
     file.chmod(0o644)  # safetensors writes files that only their owner can read
     digits = _sha256(file).encode()
     with file.open("r+b") as patched:
-        found = _DIGITS.search(patched.read(8 + _header_size(file)))
+        found = _DIGITS.search(_header(patched))
         assert found is not None
         patched.seek(found.start())
         patched.write(digits)
@@ -168,16 +161,16 @@ def write_safetensors(
 def _sha256(file: Path) -> str:
     """SHA-256 of a file, with zeros for the digits of its own."""
     with file.open("rb") as content:
-        header = content.read(8 + _header_size(file))
-        found = hashlib.sha256(_DIGITS.sub(_NO_DIGITS.encode(), header, count=1))
+        found = hashlib.sha256(_DIGITS.sub(_NO_DIGITS.encode(), _header(content), count=1))
         while piece := content.read(_PIECE):
             found.update(piece)
     return found.hexdigest()
 
 
-def _header_size(file: Path) -> int:
-    with file.open("rb") as content:
-        return int.from_bytes(content.read(8), "little")
+def _header(content: BinaryIO) -> bytes:
+    """The first bytes of an open file: the size of its header, and the header."""
+    size = content.read(8)
+    return size + content.read(int.from_bytes(size, "little"))
 
 
 def _files(place: Path) -> list[Path]:
@@ -220,3 +213,59 @@ def _read_index(index: Path) -> list[str]:
                 f"{index}: names {name!r}, which is not a file in its folder; {remedy}"
             )
     return names
+
+
+Naming = Literal["diffusers", "original"]
+"""Naming scheme of a checkpoint: that of diffusers or of the model's original repository."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint and the parameter that it fills.
+
+    Attributes:
+      key: name in the checkpoint.
+      shape: shape in the checkpoint.
+      path: path of our parameter, such as `blocks/self_attention/query/kernel`.
+      layer: index along the first axis of our parameter; None if layers are not stacked.
+      kind: difference between the layouts: `same`; `matrix` is transposed; `patch` is a
+        convolution; `leading` has a first axis of size 1.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    path: str
+    layer: int | None
+    kind: Literal["same", "matrix", "patch", "leading"]
+
+    def to_ours(self, value: np.ndarray) -> np.ndarray:
+        """Converts one layer from the checkpoint's layout to ours; a view where possible."""
+        if self.kind == "matrix":
+            return value.T
+        if self.kind == "patch":  # a convolution with stride equal to its kernel size
+            return value.transpose(2, 3, 4, 1, 0).reshape(-1, value.shape[0])
+        return value[0] if self.kind == "leading" else value
+
+    def to_theirs(self, value: np.ndarray) -> np.ndarray:
+        """Inverts `to_ours`; the result is contiguous."""
+        if self.kind == "matrix":
+            return np.ascontiguousarray(value.T)
+        if self.kind == "patch":
+            width, channels, *patch = self.shape
+            split = value.reshape(*patch, channels, width)
+            return np.ascontiguousarray(split.transpose(4, 3, 0, 1, 2))
+        return np.ascontiguousarray(value).reshape(self.shape)
+
+
+def linear_tensors(
+    key: str, path: str, outputs: int, inputs: int, layer: int | None = None
+) -> Iterator[Tensor]:
+    """Weight and bias of a linear layer, as PyTorch names them."""
+    yield Tensor(f"{key}.weight", (outputs, inputs), f"{path}/kernel", layer, "matrix")
+    yield Tensor(f"{key}.bias", (outputs,), f"{path}/bias", layer, "same")
+
+
+def norm_tensors(key: str, path: str, size: int, layer: int | None = None) -> Iterator[Tensor]:
+    """Weight and bias of an affine LayerNorm, as PyTorch names them."""
+    yield Tensor(f"{key}.weight", (size,), f"{path}/scale", layer, "same")
+    yield Tensor(f"{key}.bias", (size,), f"{path}/bias", layer, "same")

@@ -1,14 +1,225 @@
-"""Positions of the segments of packed rows."""
+"""Segments of packed rows, and the second layout of their tokens in three-dimensional tiles."""
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
-from alload_jax.models.common.tile_layout import SplitTiles, TileLayout
+from pallas_kernels.block_sparse_attention import BlockSegments, tile_order
+
+Grid = tuple[int, int, int]
+
+_STATIC = {"static": True}
+"""Metadata of fields that programs depend on, by which `register_dataclass` knows them."""
+
+_order = lru_cache(maxsize=64)(tile_order)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TileLayout:
+    """Places of the tokens of R rows in N blocks; R is 1 if all rows have the same.
+
+    Attributes:
+      source: [R, N·block] int32, the token at each place; −1 where there is none. None if tokens
+        are in the order of their tiles already, each at its place.
+      place: [R, S] int32, the place of each token; −1 for tokens that are in no tile; or None.
+      tokens: [R, N] int32, valid tokens of each block, which are its first. Blocks without a token
+        come last.
+      segments: [R, N] int32, the segment of each block; −1 for none.
+      block: static, places of a block.
+      longest: static, most blocks that a segment has.
+      covers_all: static, whether every segment of the rows is in tiles.
+      condition_blocks: static, room for blocks of conditions that stand in the rows.
+      longest_condition: static, most blocks that the condition of a segment has.
+      condition: blocks of these conditions, numbered behind those of the tiles; None before a model
+        has added them, and for conditions that do not stand in the rows.
+    """
+
+    source: Any
+    place: Any
+    tokens: Any
+    segments: Any
+    block: int = field(metadata=_STATIC)
+    longest: int = field(metadata=_STATIC)
+    covers_all: bool = field(default=True, metadata=_STATIC)
+    condition_blocks: int = field(default=0, metadata=_STATIC)
+    longest_condition: int = field(default=0, metadata=_STATIC)
+    condition: "TileLayout | None" = None
+
+    def of_rows(self, rows: int) -> "TileLayout":
+        """The layout of each of `rows` rows."""
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, x.shape[1])), self)
+
+    @property
+    def blocks(self) -> int:
+        """N."""
+        return self.tokens.shape[1]
+
+    @property
+    def block_segments(self) -> BlockSegments:
+        """As the selection of blocks takes them: queries and keys are the same blocks."""
+        return BlockSegments(self.segments, self.segments)
+
+    def of_slots(self, slots: int) -> jax.Array:
+        """[R, M, N] bool, which blocks with tokens are of each of M segments."""
+        of_slot = self.segments[:, None] == jnp.arange(slots)[:, None]
+        return of_slot & (self.tokens[:, None] > 0)
+
+    def blocks_of_segment(self) -> jax.Array:
+        """[R, N] int32, blocks that the segment of each block has."""
+        same = (self.segments[:, :, None] == self.segments[:, None]) & (self.tokens[:, None] > 0)
+        return same.sum(axis=-1, dtype=jnp.int32)
+
+
+class SplitTiles(NamedTuple):
+    """Layouts of rows with samples that are split over a context group; None where none is tiled.
+
+    Attributes:
+      whole: of the tokens behind the split region.
+      split: of the group's split tokens, equal for all rows of a group.
+    """
+
+    whole: TileLayout | None
+    split: TileLayout | None
+
+
+class TiledSegment(NamedTuple):
+    """A segment of a row that is ordered in tiles.
+
+    Attributes:
+      slot: its number in the row.
+      offset: its first token.
+      grid: its (t, h, w) in tokens.
+    """
+
+    slot: int
+    offset: int
+    grid: Grid
+
+
+class ClipTiles(NamedTuple):
+    """Tiles of rows that hold one sample each, all of one size.
+
+    Attributes:
+      layout: for tokens in the order of their tiles.
+      order: [S] int32, the token, counted as by `patchify`, that is at each place.
+      place: [S] int32, where each token is.
+    """
+
+    layout: TileLayout
+    order: np.ndarray
+    place: np.ndarray
+
+
+def clip_tiles(grid: Grid, block: int) -> ClipTiles:
+    """The tiles of samples of (t, h, w) tokens."""
+    found = _order(grid, block=block)
+    tokens = jnp.asarray(found.tokens)[None]
+    layout = TileLayout(None, None, tokens, jnp.zeros_like(tokens), block, tokens.shape[1])
+    return ClipTiles(layout, found.source[: len(found.place)], found.place)
+
+
+def joint_clip_layout(grid: Grid, block: int, condition_tokens: int) -> TileLayout:
+    """The layout of rows that each hold a sample of (t, h, w) tokens, and then its condition.
+
+    Args:
+      grid: (t, h, w).
+      block: tokens of a block.
+      condition_tokens: room for those of the condition.
+    """
+    found, rooms = _order(grid, block=block), max(1, -(-condition_tokens // block))
+    blocks = len(found.tokens)
+    layout = empty_layout(1, len(found.place) + condition_tokens, blocks, block)
+    lay_out(layout, 0, [TiledSegment(0, 0, grid)])
+    return replace(layout, covers_all=True, condition_blocks=rooms, longest_condition=rooms)
+
+
+def empty_layout(rows: int, tokens: int, blocks: int, block: int) -> TileLayout:
+    """A layout in host memory with nothing in tiles, which `lay_out` fills.
+
+    Args:
+      rows: R.
+      tokens: S.
+      blocks: N, room for tiles.
+      block: tokens of a block.
+    """
+    none = partial(np.full, fill_value=-1, dtype=np.int32)
+    no_tokens = np.zeros((rows, blocks), np.int32)
+    arrays = (none((rows, blocks * block)), none((rows, tokens)), no_tokens, none((rows, blocks)))
+    return TileLayout(*arrays, block=block, longest=blocks, covers_all=False)
+
+
+def lay_out(layout: TileLayout, row: int, segments: Sequence[TiledSegment]) -> None:
+    """Puts segments of a row in tiles, one after another, in a layout in host memory.
+
+    Raises:
+      ValueError: they have more tiles than the layout has blocks.
+    """
+    at, block = 0, layout.block
+    for segment in segments:
+        order = _order(segment.grid, block=block)
+        here = slice(at, at + len(order.tokens))
+        if here.stop > layout.blocks:
+            raise ValueError(f"row {row}: its samples have more than {layout.blocks} tiles")
+        places = slice(at * block, here.stop * block)
+        moved = order.source + segment.offset
+        layout.source[row, places] = np.where(order.source < 0, -1, moved)
+        tokens = slice(segment.offset, segment.offset + len(order.place))
+        layout.place[row, tokens] = order.place + at * block
+        layout.tokens[row, here] = order.tokens
+        layout.segments[row, here] = segment.slot
+        at = here.stop
+
+
+def to_tiles(x: jax.Array, layout: TileLayout) -> jax.Array:
+    """Orders tokens in tiles: [R, S, ...] → [R, N·block, ...], zeros at empty places.
+
+    The last block may be cut short by the end of the array.
+    """
+    if layout.source is None:
+        return x
+    return _moved(x, layout.source, layout.place)
+
+
+def from_tiles(x: jax.Array, layout: TileLayout) -> jax.Array:
+    """Inverts `to_tiles`: [R, N·block, ...] → [R, S, ...], zeros for tokens in no tile."""
+    if layout.place is None:
+        return x
+    return _moved(x, layout.place, layout.source)
+
+
+def whole_blocks(x: jax.Array, layout: TileLayout) -> jax.Array:
+    """Tokens in tiles as blocks: [R, S, ...] → [R, N, block, ...], zeros at empty places."""
+    tiles = to_tiles(x, layout)
+    missing = layout.blocks * layout.block - tiles.shape[1]
+    padded = jnp.pad(tiles, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
+    return padded.reshape(*layout.tokens.shape, layout.block, *x.shape[2:])
+
+
+@jax.custom_vjp
+def _moved(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    """x at the indices, zeros where they are negative. The gradient is as simple: no scatter."""
+    taken = jax.vmap(partial(jnp.take, axis=0, mode="clip"))(x, jnp.maximum(index, 0))
+    return jnp.where((index >= 0).reshape(*index.shape, *(1,) * (x.ndim - 2)), taken, 0)
+
+
+def _moved_forward(x: jax.Array, index: jax.Array, inverse: jax.Array) -> tuple[jax.Array, PyTree]:
+    return _moved(x, index, inverse), (index, inverse)
+
+
+def _moved_backward(saved: PyTree, grad: jax.Array) -> tuple[jax.Array, None, None]:
+    index, inverse = saved
+    return _moved(grad, inverse, index), None, None
+
+
+_moved.defvjp(_moved_forward, _moved_backward)
+
 
 PADDING = -1
 """Segment id of padding tokens, which belong to no segment."""
@@ -38,11 +249,7 @@ class Segments(NamedTuple):
         return jnp.arange(self.ids.shape[1], dtype=jnp.int32) - first
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("query", "key"),
-    meta_fields=("lengths", "longest_key"),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionSegments:
     """Attention in packed rows: segment m of the queries attends to segment m of the keys.
@@ -57,12 +264,8 @@ class AttentionSegments:
 
     query: Segments
     key: Segments
-    lengths: Lengths
-    longest_key: int | None
-
-    def shorter(self, than: int) -> "AttentionSegments":
-        """Self-attention within the segments of fewer than `than` tokens alone."""
-        return self.only(self.query.length < than, than - 1)
+    lengths: Lengths = field(metadata=_STATIC)
+    longest_key: int | None = field(metadata=_STATIC)
 
     def only(self, kept: jax.Array, longest: int) -> "AttentionSegments":
         """Self-attention within some of the segments.
@@ -80,11 +283,7 @@ class AttentionSegments:
         return _self_attention(segments, (*bounds, (longest, 0)))
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("whole", "split", "tiles", "slots"),
-    meta_fields=("split_tokens", "lengths"),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SplitRows:
     """Attention in rows with samples that are split over the ranks of a context group.
@@ -104,8 +303,8 @@ class SplitRows:
 
     whole: Segments
     split: Segments
-    split_tokens: int
-    lengths: tuple[Lengths, Lengths]
+    split_tokens: int = field(metadata=_STATIC)
+    lengths: tuple[Lengths, Lengths] = field(metadata=_STATIC)
     tiles: SplitTiles | None = None
     slots: Any = None
 
@@ -118,11 +317,7 @@ class SplitRows:
         return _self_attention(self.split, self.lengths[1])
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("tokens", "condition", "split", "row_tiles"),
-    meta_fields=("grid", "lengths", "longest_condition"),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedMetadata:
     """Positions of the segments of packed rows, in tokens and in condition tokens.
@@ -140,9 +335,9 @@ class PackedMetadata:
     tokens: Segments
     condition: Segments
     split: SplitRows | None
-    grid: tuple[int, int, int]
-    lengths: Lengths
-    longest_condition: int
+    grid: Grid = field(metadata=_STATIC)
+    lengths: Lengths = field(metadata=_STATIC)
+    longest_condition: int = field(metadata=_STATIC)
     row_tiles: TileLayout | None = None
 
     def within_tokens(self) -> "AttentionSegments | SplitRows":
@@ -155,22 +350,17 @@ class PackedMetadata:
 
     def to_equal_parts(self, keys: int) -> AttentionSegments:
         """Tokens attend to the part of their segment in `keys` keys, N for each slot."""
-        parts = _equal_parts(self.tokens.length > 0, keys)
-        each = keys // self.tokens.length.shape[1]
+        used = self.tokens.length > 0
+        number = jnp.arange(used.shape[1], dtype=jnp.int32)
+        each = keys // used.shape[1]
+        ids = jnp.repeat(jnp.where(used, number, PADDING), each, axis=1)
+        offset = jnp.broadcast_to(number * each, used.shape)
+        parts = Segments(offset, jnp.where(used, each, 0), ids)
         return AttentionSegments(self.tokens, parts, self.lengths, each)
 
     def to_condition(self) -> AttentionSegments:
         """Tokens attend to the condition tokens of their segment."""
         return AttentionSegments(self.tokens, self.condition, self.lengths, self.longest_condition)
-
-
-def _equal_parts(used: jax.Array, keys: int) -> Segments:
-    """Segments of keys in which every slot has an equal part; `used`: [R, M] bool."""
-    slots = used.shape[1]
-    each = keys // slots
-    offset = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32) * each, used.shape)
-    ids = jnp.where(used, jnp.arange(slots, dtype=jnp.int32), PADDING)
-    return Segments(offset, jnp.where(used, each, 0), jnp.repeat(ids, each, axis=1))
 
 
 def _self_attention(segments: Segments, lengths: Lengths) -> AttentionSegments:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from typing_extensions import override
+
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ConditionPart, TextConfig, TransformerConfig
 
@@ -55,12 +57,14 @@ class HunyuanVideoConfig(TransformerConfig):
             if getattr(self, name) and not self.text:
                 raise InputError(f"model.{name} is set without model.text; set both, or neither")
 
+    @override
     def architecture(self) -> dict[str, Any]:
-        """See `ModelConfig.architecture`; the division of a head's channels is always named."""
+        """The division of a head's channels is always named."""
         return super().architecture() | {"rotary_dims": list(self.rotary_sizes)}
 
+    @override
     def condition_parts(self) -> tuple[ConditionPart, ...]:
-        """See `ModelConfig.condition_parts`; the null condition keeps its image."""
+        """The null condition keeps its image."""
         parts = []
         if self.text:
             parts.append(ConditionPart(TEXT, self.text.dim, self.text.length))

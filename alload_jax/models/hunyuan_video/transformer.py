@@ -1,66 +1,445 @@
 """HunyuanVideo's diffusion transformer, for latents of any number of frames, height and width."""
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
+from jaxtyping import PyTree
 
-from alload_jax.models.common.joint_rows import bucketed_joint_rows, packed_joint_rows
-from alload_jax.models.common.layers import apply_layers
-from alload_jax.models.common.output import Output, by_sample
-from alload_jax.models.common.parts import BLOCKS, EMBEDDING
-from alload_jax.models.common.patches import patchify, unpatchify
-from alload_jax.models.common.rotary import RotaryTable, grid_positions, rotary_table
-from alload_jax.models.common.segments import PackedMetadata
-from alload_jax.models.common.sparse_attention import number_layers
-from alload_jax.models.common.tile_layout import Grid, TileLayout, joint_clip_layout
-from alload_jax.models.hunyuan_video.block import Block, Context, Head, Streams
-from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
-from alload_jax.models.hunyuan_video.embedding import ConditionEmbedding, TimeEmbedding
-from pallas_kernels import Segmentation, segmentation
+from alload_jax.models.common.attention import AttentionImplementation, attention
+from alload_jax.models.common.config import TextConfig
+from alload_jax.models.common.embedding import (
+    ClassEmbedding,
+    ConditionTokens,
+    ImageEmbedding,
+    TimestepEmbedding,
+    mean_by_sample,
+    side_by_side,
+    sinusoid,
+)
+from alload_jax.models.common.joint_rows import JointRows, bucketed_joint_rows, packed_joint_rows
+from alload_jax.models.common.layers import StackedTransformer, apply_layers
+from alload_jax.models.common.parts import (
+    EMBEDDING,
+    HEAD,
+    JOINT_ATTENTION,
+    NORM,
+    NORM_OUTPUT,
+    Auxiliary,
+    Output,
+    layer_norm,
+    patchify,
+    unpatchify,
+)
+from alload_jax.models.common.segments import (
+    AttentionSegments,
+    Grid,
+    PackedMetadata,
+    Segments,
+    joint_clip_layout,
+)
+from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
+from alload_jax.models.common.sublayers import (
+    AttentionProjections,
+    FeedForward,
+    NormOptions,
+    RotaryTable,
+    gated_add,
+    grid_positions,
+    rotary_table,
+)
+from alload_jax.models.hunyuan_video.config import GLYPHS, IMAGE, TEXT, HunyuanVideoConfig
+from alload_jax.planning.analytic import keeps_feed_forward
+from alload_jax.planning.remat import RematPolicy
+from pallas_kernels import (
+    Segmentation,
+    layernorm_modulate,
+    residual_layernorm_modulate,
+    segmentation,
+)
+
+_EPS = 1e-6
+_MLP_RATIO = 4
+_FREQUENCIES = 256
 
 
-class HunyuanVideoTransformer(nnx.Module):
+class Context(NamedTuple):
+    """Inputs that all blocks share.
+
+    Attributes:
+      time: [B, D] float32, SiLU of the embedded timestep; [R, M, D] for packed rows.
+      rotary: rotary table for the queries and keys of the latents.
+      rows: where the tokens of both streams stand in attention.
+      segmentations: segments of the tokens of the latents and of those of the condition, for the
+        norms of packed rows; None each for rows of one sample.
+      sharding: sharding of rows over a mesh of Auto axes, which kernels need.
+      remat: what the layer keeps for the backward pass.
+    """
+
+    time: jax.Array
+    rotary: RotaryTable
+    rows: JointRows
+    segmentations: tuple[Segmentation | None, ...]
+    sharding: NamedSharding | None
+    remat: RematPolicy = "none"
+
+
+class Streams(NamedTuple):
+    """video: [B, S, D], tokens of the latents; condition: [B, C, D]."""
+
+    video: jax.Array
+    condition: jax.Array
+
+
+class Stream(AttentionProjections):
+    """The parameters with which a block computes one of its streams.
+
+    The residual stream has the config's `stream_dtype`; the inputs of attention and feed-forward
+    have its `compute_dtype`.
+    """
+
+    def __init__(self, config: HunyuanVideoConfig, *, rngs: nnx.Rngs):
+        dim, self.dtype = config.dim, config.compute_dtype
+        self.norm_options: NormOptions = {"eps": _EPS, "implementation": config.norm}
+        # adaLN-Zero (arXiv 2212.09748): every block starts as the identity.
+        self.modulation = nnx.Linear(dim, 6 * dim, kernel_init=nnx.initializers.zeros, rngs=rngs)
+        super().__init__(
+            dim,
+            config.num_heads,
+            norm_width=config.head_dim,
+            eps=_EPS,
+            norm=config.norm,
+            dtype=self.dtype,
+            rngs=rngs,
+        )
+        self.feed_forward = FeedForward(
+            dim, config.ffn_dim, implementation=config.norm, dtype=self.dtype, rngs=rngs
+        )
+
+    @jax.named_scope(NORM)
+    def modulations(self, time: jax.Array) -> list[jax.Array]:
+        """shift, scale and gate of attention, then of feed-forward: [..., D] float32 each."""
+        return jnp.split(self.modulation(time), 6, axis=-1)
+
+    def options(
+        self, segmentation: Segmentation | None, sharding: NamedSharding | None
+    ) -> NormOptions:
+        """Options of the norms."""
+        segments = {} if segmentation is None else {"segment_ids": segmentation}
+        return self.norm_options | segments | {"sharding": sharding}
+
+    def finish(
+        self,
+        x: jax.Array,
+        mixed: jax.Array,
+        modulations: list[jax.Array],
+        options: NormOptions,
+        remat: RematPolicy,
+    ) -> jax.Array:
+        """Adds attention's output [B, S, num_heads, head_dim] and feed-forward to x: [B, S, D]."""
+        _, _, gate1, shift2, scale2, gate2 = modulations
+        sharding = options["sharding"]
+        y = self.output(mixed, sharding)
+        with jax.named_scope(NORM):
+            x, y = residual_layernorm_modulate(x, y, gate1, scale2, shift2, **options)
+            y = checkpoint_name(y, NORM_OUTPUT)
+        y = self.feed_forward(y, sharding, output_kept=keeps_feed_forward(remat))
+        return gated_add(x, y, gate2, options)
+
+
+class Block(nnx.Module):
+    """Joint attention of the latents' tokens and the condition's, each with its own parameters."""
+
+    def __init__(self, config: HunyuanVideoConfig, *, rngs: nnx.Rngs):
+        self.implementation = config.attention
+        self.video = Stream(config, rngs=rngs)
+        self.condition = Stream(config, rngs=rngs)
+        sparse, shape = config.sparse_attention, (config.dim, config.num_heads)
+        # Last, so that all other parameters are drawn as without it.
+        self.sparse_attention = (
+            SparseSelfAttention(sparse, *shape, config.compute_dtype, rngs=rngs) if sparse else None
+        )
+
+    def __call__(self, x: Streams, context: Context) -> tuple[Streams, Auxiliary]:
+        """Computes both streams, in `stream_dtype`, and the layer's auxiliary values."""
+        sharding, modules = context.sharding, (self.video, self.condition)
+        pairs = zip(modules, context.segmentations, strict=True)
+        options = [module.options(segments, sharding) for module, segments in pairs]
+        modulations = [module.modulations(context.time) for module in modules]
+        streams, inputs = [], []
+        for n, module in enumerate(modules):
+            shift, scale = modulations[n][:2]
+            with jax.named_scope(NORM):
+                h, y = residual_layernorm_modulate(x[n], None, None, scale, shift, **options[n])
+                streams.append(h)
+                inputs.append(checkpoint_name(y.astype(module.dtype), NORM_OUTPUT))
+        with jax.named_scope(JOINT_ATTENTION):
+            mixed, auxiliary = self._attention(Streams(*inputs), context)
+            parts = context.rows.separate(mixed, x.video.shape[1])
+        finished = (
+            module.finish(streams[n], parts[n], modulations[n], options[n], context.remat)
+            for n, module in enumerate(modules)
+        )
+        return Streams(*finished), auxiliary
+
+    def _attention(self, y: Streams, context: Context) -> tuple[jax.Array, Auxiliary]:
+        """Attention of the joint rows, dense or sparse."""
+        rows, sharding = context.rows, context.sharding
+        video = self.video.heads(y.video, y.video, context.rotary, sharding)
+        condition = self.condition.heads(y.condition, y.condition, None, sharding)
+        query, key, value = (rows.join(*parts) for parts in zip(video, condition, strict=True))
+        joint = RowsOfLayer(
+            x=y.video,
+            heads=(query, key, value),
+            rotary=context.rotary,
+            samples=rows.packed,
+            segments=rows.segments,
+            slots=0 if rows.place is None else context.time.shape[1],
+            implementation=self.implementation,
+            sharding=sharding,
+        )
+        if self.sparse_attention is None:
+            return joint.dense(), {}
+        # The table has zeros for the condition's tokens behind those of the latents.
+        behind = query.shape[1] - context.rotary[0].shape[-2]
+        rotary = context.rotary
+        if behind:
+            rotary = tuple(jnp.pad(part, ((0, behind), (0, 0))) for part in rotary)
+        return self.sparse_attention(joint._replace(x=rows.join(*y), rotary=rotary))
+
+
+class Head(nnx.Module):
+    """Modulated norm and projection from tokens to patches."""
+
+    def __init__(self, config: HunyuanVideoConfig, volume: int, *, rngs: nnx.Rngs):
+        dim, self.dtype, self.volume = config.dim, config.compute_dtype, volume
+        self.norm_options: NormOptions = {"eps": _EPS, "implementation": config.norm}
+        zeros = nnx.initializers.zeros
+        self.modulation = nnx.Linear(dim, 2 * dim, kernel_init=zeros, rngs=rngs)
+        self.out = nnx.Linear(
+            dim, volume * config.latent_channels, dtype=self.dtype, kernel_init=zeros, rngs=rngs
+        )
+
+    @jax.named_scope(HEAD)
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        """x: [B, S, D] → patches [B, S, volume · channels] as of `patchify`."""
+        scale, shift = jnp.split(self.modulation(context.time), 2, axis=-1)
+        options = self.norm_options | {"sharding": context.sharding}
+        y = layernorm_modulate(x, scale, shift, segment_ids=context.segmentations[0], **options)
+        patches = self.out(y.astype(self.dtype))
+        # The parameters have diffusers' order: all of a patch for each channel.
+        by_channel = patches.reshape(*patches.shape[:-1], -1, self.volume)
+        return by_channel.swapaxes(-1, -2).reshape(patches.shape)
+
+
+class TextRefiner(nnx.Module):
+    """Embeds a text: linear, then blocks gated by the timestep and the text's mean."""
+
+    def __init__(self, config: HunyuanVideoConfig, *, rngs: nnx.Rngs):
+        assert config.text is not None
+        dim, width = config.dim, config.text.dim
+        self.longest = config.text.length
+        self.time_hidden = nnx.Linear(_FREQUENCIES, dim, rngs=rngs)
+        self.time_out = nnx.Linear(dim, dim, rngs=rngs)
+        self.mean_hidden = nnx.Linear(width, dim, rngs=rngs)
+        self.mean_out = nnx.Linear(dim, dim, rngs=rngs)
+        self.inner = nnx.Linear(width, dim, dtype=config.compute_dtype, rngs=rngs)
+        self.blocks = nnx.vmap(lambda keys: RefinerBlock(config, rngs=keys))(
+            rngs.split(config.refiner_layers)
+        )
+
+    def __call__(
+        self,
+        text: ConditionTokens,
+        timestep: jax.Array,
+        sharding: NamedSharding | None,
+    ) -> jax.Array:
+        """Refines the tokens of each sample's text by themselves.
+
+        Args:
+          text: [R, C, text.dim].
+          timestep: [R, M] float32.
+          sharding: sharding of rows over a mesh of Auto axes.
+
+        Returns:
+          [R, C, D] in the compute dtype.
+        """
+        time = self.time_out(nnx.silu(self.time_hidden(sinusoid(timestep, _FREQUENCIES))))
+        mean = self.mean_out(nnx.silu(self.mean_hidden(mean_by_sample(text))))
+        conditioning = nnx.silu(time + mean)
+        x = self.inner(text.values)
+        slots, longest = text.segments.length.shape[1], min(self.longest, x.shape[1])
+        lengths = ((0, slots), (longest, 0))
+        segments = AttentionSegments(text.segments, text.segments, lengths, None)
+        graph, layers = nnx.split(self.blocks)
+
+        def apply_layer(x: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
+            return nnx.merge(graph, layer)(x, conditioning, segments, sharding), None
+
+        return jax.lax.scan(apply_layer, x, layers)[0]
+
+
+class RefinerBlock(nnx.Module):
+    """Self-attention and feed-forward behind affine norms, each with a gate."""
+
+    def __init__(self, config: HunyuanVideoConfig, *, rngs: nnx.Rngs):
+        dim, dtype = config.dim, config.compute_dtype
+
+        def linear() -> nnx.Linear:
+            return nnx.Linear(dim, dim, dtype=dtype, rngs=rngs)
+
+        self.num_heads = config.num_heads
+        self.implementation: AttentionImplementation = config.attention
+        self.attention_norm = layer_norm(dim, _EPS, dtype=dtype, rngs=rngs)
+        self.feed_forward_norm = layer_norm(dim, _EPS, dtype=dtype, rngs=rngs)
+        self.query, self.key, self.value, self.out = linear(), linear(), linear(), linear()
+        self.feed_forward = FeedForward(
+            dim, _MLP_RATIO * dim, activation=nnx.silu, dtype=dtype, rngs=rngs
+        )
+        # As in the other blocks, gates are closed at initialization.
+        self.gates = nnx.Linear(dim, 2 * dim, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        conditioning: jax.Array,
+        segments: AttentionSegments,
+        sharding: NamedSharding | None,
+    ) -> jax.Array:
+        """x: [R, C, D]; conditioning: [R, M, D] float32 → [R, C, D]."""
+        gates = self.gates(conditioning)
+        slot = jnp.maximum(segments.query.ids, 0)[..., None]
+        first, second = jnp.split(jnp.take_along_axis(gates, slot, axis=1), 2, axis=-1)
+        y = self.attention_norm(x)
+        query, key, value = (
+            linear(y).reshape(*y.shape[:2], self.num_heads, -1)
+            for linear in (self.query, self.key, self.value)
+        )
+        mixed = attention(
+            query,
+            key,
+            value,
+            segments=segments,
+            implementation=self.implementation,
+            sharding=sharding,
+        )
+        x = gated_add(x, self.out(mixed.reshape(*x.shape[:2], -1)), first, {})
+        y = self.feed_forward(self.feed_forward_norm(x), sharding)
+        return gated_add(x, y, second, {})
+
+
+_GLYPH_NORM_EPS = 1e-5
+_KINDS = (TEXT, GLYPHS, IMAGE)
+"""Kinds of condition tokens in the order of the learned embedding that tells them apart."""
+_ORDER = (IMAGE, GLYPHS, TEXT)
+"""Order of a sample's condition tokens; attention does not depend on it."""
+
+
+class GlyphEmbedding(nnx.Module):
+    """Embeds byT5's tokens: norm, linear, GELU, linear, GELU, linear."""
+
+    def __init__(
+        self, text: TextConfig, hidden: int, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
+    ):
+        self.norm = layer_norm(text.dim, _GLYPH_NORM_EPS, dtype=dtype, rngs=rngs)
+        self.inner = nnx.Linear(text.dim, hidden, dtype=dtype, rngs=rngs)
+        self.hidden = nnx.Linear(hidden, hidden, dtype=dtype, rngs=rngs)
+        self.out = nnx.Linear(hidden, dim, dtype=dtype, rngs=rngs)
+
+    def __call__(self, text: jax.Array) -> jax.Array:
+        """text: [R, C, width] → [R, C, D]."""
+        x = nnx.gelu(self.inner(self.norm(text)), approximate=False)
+        return self.out(nnx.gelu(self.hidden(x), approximate=False))
+
+
+class ConditionEmbedding(nnx.Module):
+    """Embeds classes, or text, glyphs and image, as tokens of the blocks' second stream."""
+
+    def __init__(self, config: HunyuanVideoConfig, *, rngs: nnx.Rngs):
+        dim, dtype = config.dim, config.compute_dtype
+        self.dtype = dtype
+        with_text, glyphs, image = config.text is not None, config.glyphs, config.image
+        self.classes = (
+            None if with_text else ClassEmbedding(config.num_classes, dim, dtype=dtype, rngs=rngs)
+        )
+        self.text = TextRefiner(config, rngs=rngs) if with_text else None
+        self.glyphs = (
+            GlyphEmbedding(glyphs, config.glyph_hidden, dim, dtype=dtype, rngs=rngs)
+            if glyphs
+            else None
+        )
+        self.image = ImageEmbedding(image, dim, dtype=dtype, rngs=rngs) if image else None
+        self.kind = nnx.Embed(len(_KINDS), dim, dtype=dtype, rngs=rngs) if with_text else None
+
+    def __call__(
+        self,
+        condition: PyTree,
+        timestep: jax.Array,
+        packed: PackedMetadata | None,
+        sharding: NamedSharding | None,
+    ) -> tuple[jax.Array, Segments | None]:
+        """Embeds the tokens of all kinds and brings those of each sample together.
+
+        Args:
+          condition: [R, C] int32 classes, or `ConditionTokens` by name.
+          timestep: [R, M] float32; M is 1 in bucketed rows.
+          packed: of packed rows; None for bucketed ones.
+          sharding: sharding of rows over a mesh of Auto axes.
+
+        Returns:
+          [R, ΣC, D], zeros in padding; the tokens of each sample, None if rows of one sample each
+          have no padding.
+        """
+        if self.classes is not None:
+            segments = None if packed is None else packed.condition
+            return self.classes(condition, segments), segments
+        parts = []
+        for name in _ORDER:
+            if (module := getattr(self, name)) is not None:
+                tokens = condition[name]
+                if name == TEXT:
+                    values = module(tokens, timestep, sharding)
+                else:
+                    values = module(tokens.values.astype(self.dtype))
+                parts.append(tokens._replace(values=values + self._kind(name)))
+        joined: ConditionTokens = side_by_side(parts)
+        return joined.values, joined.segments
+
+    def _kind(self, name: str) -> jax.Array:
+        """[D], the learned embedding of a kind of tokens."""
+        assert self.kind is not None
+        return self.kind(jnp.asarray(_KINDS.index(name)))
+
+
+class HunyuanVideoTransformer(StackedTransformer):
     """The transformer. Parameters are float32; those of the blocks are stacked over layers."""
+
+    config: HunyuanVideoConfig
 
     def __init__(self, config: HunyuanVideoConfig, *, rngs: nnx.Rngs):
         self.config = config
         dim, dtype = config.dim, config.compute_dtype
         volume = math.prod(config.patch_size)
         self.patch_embedding = nnx.Linear(volume * config.in_channels, dim, dtype=dtype, rngs=rngs)
-        self.time_embedding = TimeEmbedding(dim, rngs=rngs)
+        self.time_embedding = TimestepEmbedding(dim, _FREQUENCIES, rngs=rngs)
         self.condition_embedding = ConditionEmbedding(config, rngs=rngs)
-        self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys))(rngs.split(config.num_layers))
-        if config.sparse_attention is not None:
-            assert self.blocks.sparse_attention is not None
-            switch = self.blocks.sparse_attention.switch
-            number_layers(switch, config.sparse_attention, config.num_layers)
+        self.blocks = self.draw_blocks(Block, rngs)
         self.head = Head(config, volume, rngs=rngs)
-
-    def __call__(
-        self,
-        latents: jax.Array,
-        timestep: jax.Array,
-        condition: Any,
-        sharding: NamedSharding | None = None,
-    ) -> jax.Array:
-        """Returns the velocity of `forward`."""
-        return self.forward(latents, timestep, condition, sharding).velocity
 
     def forward(
         self,
         latents: jax.Array,
         timestep: jax.Array,
-        condition: Any,
+        condition: PyTree,
         sharding: NamedSharding | None = None,
     ) -> Output:
         """See `Model.forward`; with text, the condition is `ConditionTokens` by name."""
         patch = self.config.patch_size
-        frames, height, width = latents.shape[1:4]
-        grid = (frames // patch[0], height // patch[1], width // patch[2])
+        grid = self.grid_of(latents)
         rotary = self._rotary(grid_positions(*grid), grid)
         found = self._transform(
             patchify(latents, patch), timestep, condition, rotary, sharding, grid
@@ -74,7 +453,7 @@ class HunyuanVideoTransformer(nnx.Module):
         positions: jax.Array,
         metadata: PackedMetadata,
         timestep: jax.Array,
-        condition: Any,
+        condition: PyTree,
         sharding: NamedSharding | None = None,
     ) -> Output:
         """See `Model.forward_packed`; it computes the same function of each sample as `forward`.
@@ -96,7 +475,7 @@ class HunyuanVideoTransformer(nnx.Module):
         self,
         tokens: jax.Array,
         timestep: jax.Array,
-        condition: Any,
+        condition: PyTree,
         rotary: RotaryTable,
         sharding: NamedSharding | None,
         samples: PackedMetadata | Grid,
@@ -123,18 +502,10 @@ class HunyuanVideoTransformer(nnx.Module):
             both, slots, dim = (samples.tokens, segments), timestep.shape[1], self.config.dim
             by_segment = [segmentation(each.ids, slots, dim, sharding) for each in both]
         else:
-            layout = self._layout(samples, *embedded.shape[:2])
+            count, beside, block = *embedded.shape[:2], self.block_of_tiles(samples)
+            layout = joint_clip_layout(samples, block, beside).of_rows(count) if block else None
             rows = bucketed_joint_rows(tokens.shape[1], segments, layout)
         context = Context(time, rotary, rows, tuple(by_segment), sharding)
-        with jax.named_scope(BLOCKS):
-            policies, scan = self.config.policies, self.config.scan_layers
-            x, stacked = apply_layers(self.blocks, x, context, policies=policies, scan=scan)
-        auxiliary = by_sample(stacked, sample_axes=1 if packed is None else 2)
+        axes = 1 if packed is None else 2
+        x, auxiliary = apply_layers(self.blocks, x, context, self.config, axes)
         return Output(self.head(x.video, context).astype(jnp.float32), auxiliary)
-
-    def _layout(self, grid: Grid, rows: int, condition_tokens: int) -> TileLayout | None:
-        """Tiles of rows of a sample each; None where attention is always dense."""
-        sparse = self.config.sparse_attention
-        if sparse is None or math.prod(grid) < sparse.min_tokens:
-            return None
-        return joint_clip_layout(grid, sparse.block, condition_tokens).of_rows(rows)

@@ -1,7 +1,7 @@
 """Config of Wan's transformer: shape and arithmetic."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TransformerConfig
@@ -25,7 +25,7 @@ class WanConfig(TransformerConfig):
     freq_dim: int = 256
     eps: float = 1e-6
 
-    later_fields: ClassVar[dict[str, Any]] = {
+    later_fields: ClassVar[dict[str, object]] = {
         "family": "wan",
         "text": None,
         "image": None,

@@ -1,16 +1,193 @@
-"""Wan as a model family."""
+"""Wan as a model family.
 
+The table follows diffusers' WanTransformer3DModel (0.42.1) and the Wan 2.1 repository's WanModel,
+which compute the same function with different names and layouts.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flax import nnx
+from typing_extensions import override
 
-from alload_jax.models.common.named_tensors import Naming, Tensor
-from alload_jax.models.families import SamplingDefaults
-from alload_jax.models.transformer_family import TransformerFamily
-from alload_jax.models.wan import conversion, weight_table
+from alload_jax.errors import InputError
+from alload_jax.models.common.config import ImageConfig, TextConfig
+from alload_jax.models.common.safetensor_files import Naming, Tensor, linear_tensors, norm_tensors
+from alload_jax.models.families import (
+    SamplingDefaults,
+    TransformerFamily,
+    require_fields,
+)
 from alload_jax.models.wan.config import WanConfig
-from alload_jax.models.wan.partition import PARTITION_RULES
 from alload_jax.models.wan.transformer import WanTransformer
+from alload_jax.planning.samples import Triple
+
+DIFFUSERS_CLASS, ORIGINAL_CLASS = "WanTransformer3DModel", "WanModel"
+_ROPE_MAX_SEQ_LEN = 1024
+_COUNTS = (
+    *("num_attention_heads", "attention_head_dim", "ffn_dim", "num_layers", "in_channels"),
+    *("num_heads", "dim", "in_dim", "out_dim", "freq_dim", "text_dim", "text_len"),
+    *("out_channels", "image_dim", "pos_embed_seq_len"),
+)
+_OPTIONAL = _COUNTS[-3:]
+"""Those that may be null."""
+_TEXT_LENGTH = 512
+"""Number of tokens to which Wan's pipelines pad texts; diffusers' config does not contain it."""
+
+
+def _from_diffusers(fields: dict[str, Any]) -> WanConfig:
+    image = fields.get("image_dim")
+    positions = fields.get("pos_embed_seq_len")
+    return WanConfig(
+        dim=fields["num_attention_heads"] * fields["attention_head_dim"],
+        ffn_dim=fields["ffn_dim"],
+        num_heads=fields["num_attention_heads"],
+        num_layers=fields["num_layers"],
+        in_channels=fields["in_channels"],
+        out_channels=_none_if_default(fields.get("out_channels"), fields["in_channels"]),
+        patch_size=_triple(fields["patch_size"]),
+        text=TextConfig(fields["text_dim"], _TEXT_LENGTH),
+        image=ImageConfig(image, positions) if image else None,
+        cross_norm=fields["cross_attn_norm"],
+        freq_dim=fields["freq_dim"],
+        eps=fields["eps"],
+    )
+
+
+def _from_original(fields: dict[str, Any]) -> WanConfig:
+    with_image = fields["model_type"] in ("i2v", "flf2v")
+    positions = 2 * 257 if fields["model_type"] == "flf2v" else None
+    return WanConfig(
+        dim=fields["dim"],
+        ffn_dim=fields["ffn_dim"],
+        num_heads=fields["num_heads"],
+        num_layers=fields["num_layers"],
+        in_channels=fields["in_dim"],
+        out_channels=_none_if_default(fields["out_dim"], fields["in_dim"]),
+        patch_size=_triple(fields.get("patch_size", (1, 2, 2))),
+        text=TextConfig(fields.get("text_dim", 4096), fields["text_len"]),
+        image=ImageConfig(positions=positions) if with_image else None,
+        qk_norm=fields.get("qk_norm", True),
+        cross_norm=fields.get("cross_attn_norm", True),
+        freq_dim=fields["freq_dim"],
+        eps=fields["eps"],
+    )
+
+
+def _triple(value: Sequence[int]) -> Triple:
+    frames, height, width = value
+    return frames, height, width
+
+
+def _none_if_default(value: int | None, default: int) -> int | None:
+    return None if value in (None, default) else value
+
+
+def _outside_blocks(config: WanConfig) -> Iterator[Tensor]:
+    dim, patch = config.dim, config.patch_size
+    yield Tensor(
+        "patch_embedding.weight",
+        (dim, config.in_channels, *patch),
+        "patch_embedding/kernel",
+        None,
+        "patch",
+    )
+    yield Tensor("patch_embedding.bias", (dim,), "patch_embedding/bias", None, "same")
+    time = "condition_embedder.time_embedder"
+    yield from linear_tensors(f"{time}.linear_1", "time_embedding/hidden", dim, config.freq_dim)
+    yield from linear_tensors(f"{time}.linear_2", "time_embedding/out", dim, dim)
+    yield from linear_tensors(
+        "condition_embedder.time_proj", "time_embedding/modulation", 6 * dim, dim
+    )
+    if config.text:
+        text = "condition_embedder.text_embedder"
+        yield from linear_tensors(
+            f"{text}.linear_1", "condition_embedding/hidden", dim, config.text.dim
+        )
+        yield from linear_tensors(f"{text}.linear_2", "condition_embedding/out", dim, dim)
+    if config.image:
+        yield from _image(config.image.dim, config.image.positions, dim)
+    outputs = math.prod(patch) * config.latent_channels
+    yield from linear_tensors("proj_out", "head/out", outputs, dim)
+    yield Tensor("scale_shift_table", (1, 2, dim), "head/modulation", None, "leading")
+
+
+def _image(size: int, positions: int | None, dim: int) -> Iterator[Tensor]:
+    key = "condition_embedder.image_embedder"
+    yield from norm_tensors(f"{key}.norm1", "image_embedding/norm_in", size)
+    yield from linear_tensors(f"{key}.ff.net.0.proj", "image_embedding/hidden", size, size)
+    yield from linear_tensors(f"{key}.ff.net.2", "image_embedding/out", dim, size)
+    yield from norm_tensors(f"{key}.norm2", "image_embedding/norm_out", dim)
+    if positions:
+        shape = (1, positions, size)
+        yield Tensor(f"{key}.pos_embed", shape, "image_embedding/position", None, "leading")
+
+
+def _block(config: WanConfig, layer: int) -> Iterator[Tensor]:
+    dim, key = config.dim, f"blocks.{layer}"
+    shape = (1, 6, dim)
+    yield Tensor(f"{key}.scale_shift_table", shape, "blocks/modulation", layer, "leading")
+    yield from _attention(config, f"{key}.attn1", "blocks/self_attention", layer)
+    yield from _attention(config, f"{key}.attn2", "blocks/cross_attention", layer)
+    if config.image:
+        path = "blocks/cross_attention"
+        yield from linear_tensors(f"{key}.attn2.add_k_proj", f"{path}/image_key", dim, dim, layer)
+        yield from linear_tensors(f"{key}.attn2.add_v_proj", f"{path}/image_value", dim, dim, layer)
+        if config.qk_norm:
+            name, place = f"{key}.attn2.norm_added_k.weight", f"{path}/image_key_norm/scale"
+            yield Tensor(name, (dim,), place, layer, "same")
+    if config.cross_norm:
+        yield from norm_tensors(f"{key}.norm2", "blocks/cross_norm", dim, layer)
+    hidden, out = "blocks/feed_forward/hidden", "blocks/feed_forward/out"
+    yield from linear_tensors(f"{key}.ffn.net.0.proj", hidden, config.ffn_dim, dim, layer)
+    yield from linear_tensors(f"{key}.ffn.net.2", out, dim, config.ffn_dim, layer)
+
+
+def _attention(config: WanConfig, key: str, path: str, layer: int) -> Iterator[Tensor]:
+    dim = config.dim
+    for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"), ("out.0", "out")):
+        yield from linear_tensors(f"{key}.to_{theirs}", f"{path}/{ours}", dim, dim, layer)
+    if config.qk_norm:
+        for theirs, ours in (("norm_q", "query_norm"), ("norm_k", "key_norm")):
+            yield Tensor(f"{key}.{theirs}.weight", (dim,), f"{path}/{ours}/scale", layer, "same")
+
+
+_RENAMED = (
+    (r"^condition_embedder\.time_embedder\.linear_1", "time_embedding.0"),
+    (r"^condition_embedder\.time_embedder\.linear_2", "time_embedding.2"),
+    (r"^condition_embedder\.text_embedder\.linear_1", "text_embedding.0"),
+    (r"^condition_embedder\.text_embedder\.linear_2", "text_embedding.2"),
+    (r"^condition_embedder\.time_proj", "time_projection.1"),
+    (r"^condition_embedder\.image_embedder\.norm1", "img_emb.proj.0"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj", "img_emb.proj.1"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.2", "img_emb.proj.3"),
+    (r"^condition_embedder\.image_embedder\.norm2", "img_emb.proj.4"),
+    (r"^condition_embedder\.image_embedder\.pos_embed", "img_emb.emb_pos"),
+    (r"^scale_shift_table", "head.modulation"),
+    (r"^proj_out", "head.head"),
+    (r"\.scale_shift_table", ".modulation"),
+    (r"\.norm2\.", ".norm3."),  # the original numbers its norms in another order
+    (r"\.ffn\.net\.0\.proj", ".ffn.0"),
+    (r"\.ffn\.net\.2", ".ffn.2"),
+    (r"\.attn2\.add_k_proj", ".cross_attn.k_img"),
+    (r"\.attn2\.add_v_proj", ".cross_attn.v_img"),
+    (r"\.attn2\.norm_added_k", ".cross_attn.norm_k_img"),
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"\.to_out\.0\.", ".o."),
+    (r"\.to_([qkv])\.", r".\1."),
+)
+"""Patterns that turn diffusers' names into those of Wan's repository, applied in order."""
+
+
+def _original(key: str) -> str:
+    for pattern, name in _RENAMED:
+        key = re.sub(pattern, name, key)
+    return key
+
 
 _VAE_STRIDES = {1: (1, 1, 1), 3: (1, 1, 1), 48: (4, 16, 16)}
 """VAE strides by number of channels: pixels, and Wan 2.2's VAE; others are of Wan 2.1's VAE."""
@@ -24,38 +201,83 @@ class WanFamily(TransformerFamily):
 
     name = "wan"
     config = WanConfig
-    partition_rules = PARTITION_RULES
-    folder_classes = (conversion.DIFFUSERS_CLASS, conversion.ORIGINAL_CLASS)
+    folder_classes = (DIFFUSERS_CLASS, ORIGINAL_CLASS)
     # Some released files contain this tensor, which no model uses; diffusers ignores it too.
     ignored_tensors = ("norm_added_q",)
     has_first_frame_timestep = True
     lora_targets = ("^blocks/(self_attention|cross_attention|feed_forward)/",)
 
+    @override
     def build(self, config: WanConfig, rngs: nnx.Rngs) -> WanTransformer:
-        """See `Family.build`."""
         return WanTransformer(config, rngs=rngs)
 
+    @override
     def sampling_defaults(self, config: WanConfig) -> SamplingDefaults:
-        """See `Family.sampling_defaults`; guidance and shift are those recommended for 720p."""
+        """Guidance and shift are those recommended for 720p."""
         stride = _VAE_STRIDES.get(config.latent_channels, (4, 8, 8))
         fps = None if stride == (1, 1, 1) else _FPS.get(config.latent_channels, 16.0)
         return SamplingDefaults(5.0, 5.0, stride, fps)
 
+    @override
     def tensors(self, config: WanConfig, naming: Naming) -> list[Tensor]:
-        """See `Family.tensors`."""
-        return weight_table.tensors(config, naming)
+        """Tensors of both namings, in the order of the blocks."""
+        found = list(_outside_blocks(config))
+        for layer in range(config.num_layers):
+            found += _block(config, layer)
+        if naming == "diffusers":
+            return found
+        return [replace(tensor, key=_original(tensor.key)) for tensor in found]
 
+    @override
     def naming_of(self, keys: set[str]) -> Naming:
-        """See `Family.naming_of`."""
-        return weight_table.naming_of(keys)
+        original = r"(blocks\.\d+\.self_attn|head\.|time_projection)"
+        return "original" if any(re.match(original, key) for key in keys) else "diffusers"
 
+    @override
     def read_fields(self, fields: dict[str, Any]) -> WanConfig:
-        """See `Family.read_fields`."""
-        return conversion.read_fields(fields)
+        """Reads a config.json of diffusers or of Wan's repository."""
+        given = {name for name in fields if name not in _OPTIONAL or fields[name] is not None}
+        require_fields(fields, [name for name in _COUNTS if name in given], "count")
+        for name, kind in (
+            ("eps", "number"),
+            ("cross_attn_norm", "flag"),
+            ("patch_size", "triple"),
+        ):
+            require_fields(fields, {name} & given, kind)
+        is_diffusers = fields["_class_name"] == DIFFUSERS_CLASS
+        return _from_diffusers(fields) if is_diffusers else _from_original(fields)
 
+    @override
     def export_fields(self, config: WanConfig) -> dict[str, Any]:
-        """See `Family.export_fields`."""
-        return conversion.export_fields(config)
+        """Fields for diffusers' WanTransformer3DModel."""
+        if config.text is None:
+            raise InputError(
+                "model.text is null: diffusers does not support class conditions; "
+                "only models with text embeddings can be exported"
+            )
+        if not config.qk_norm:
+            raise InputError("model.qk_norm is false: diffusers' Wan requires these norms")
+        image = config.image
+        return {
+            "_class_name": DIFFUSERS_CLASS,
+            "_diffusers_version": "0.42.1",
+            "added_kv_proj_dim": config.dim if image else None,
+            "attention_head_dim": config.dim // config.num_heads,
+            "cross_attn_norm": config.cross_norm,
+            "eps": config.eps,
+            "ffn_dim": config.ffn_dim,
+            "freq_dim": config.freq_dim,
+            "image_dim": image.dim if image else None,
+            "in_channels": config.in_channels,
+            "num_attention_heads": config.num_heads,
+            "num_layers": config.num_layers,
+            "out_channels": config.latent_channels,
+            "patch_size": list(config.patch_size),
+            "pos_embed_seq_len": image.positions if image else None,
+            "qk_norm": "rms_norm_across_heads",
+            "rope_max_seq_len": _ROPE_MAX_SEQ_LEN,
+            "text_dim": config.text.dim,
+        }
 
 
 FAMILY = WanFamily()

@@ -1,60 +1,277 @@
 """Wan's diffusion transformer, for latents of any number of frames, height and width."""
 
 import math
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
+from alload_jax.models.common.attention import attention
 from alload_jax.models.common.embedding import (
+    ClassEmbedding,
     ImageEmbedding,
+    TextEmbedding,
     TimestepEmbedding,
-    condition_embedding,
 )
-from alload_jax.models.common.layers import apply_layers
-from alload_jax.models.common.output import Output, by_sample
-from alload_jax.models.common.parts import BLOCKS, EMBEDDING
-from alload_jax.models.common.patches import patchify, unpatchify
-from alload_jax.models.common.rotary import RotaryTable, grid_positions, rotary_table
-from alload_jax.models.common.segments import PADDING, PackedMetadata
-from alload_jax.models.common.sparse_attention import number_layers
-from alload_jax.models.common.tile_layout import ClipTiles, TileLayout, clip_tiles
-from alload_jax.models.wan.block import Block, Context, Head
+from alload_jax.models.common.layers import StackedTransformer, apply_layers
+from alload_jax.models.common.parts import (
+    ATTENTION,
+    CROSS_ATTENTION,
+    EMBEDDING,
+    HEAD,
+    NORM,
+    NORM_OUTPUT,
+    SELF_ATTENTION,
+    Auxiliary,
+    Linear,
+    Output,
+    layer_norm,
+    patchify,
+    unpatchify,
+)
+from alload_jax.models.common.segments import PADDING, PackedMetadata, TileLayout, clip_tiles
+from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
+from alload_jax.models.common.sublayers import (
+    AttentionProjections,
+    FeedForward,
+    NormOptions,
+    RotaryTable,
+    gated_add,
+    grid_positions,
+    rotary_table,
+)
 from alload_jax.models.wan.config import WanConfig
-from pallas_kernels import segmentation
+from alload_jax.planning.analytic import keeps_feed_forward
+from alload_jax.planning.remat import RematPolicy
+from pallas_kernels import (
+    Segmentation,
+    layernorm_modulate,
+    residual_layernorm_modulate,
+    segmentation,
+)
 
 
-class WanTransformer(nnx.Module):
+class Context(NamedTuple):
+    """Inputs that all blocks share.
+
+    Attributes:
+      modulation: [B, 6, D] float32; [B, S, 6, D] for a timestep per token; [B, M, 6, D] for the
+        segments of packed rows.
+      condition: [B, L, D] embedded text or classes.
+      image: [B, N, D] embedded image, in packed rows [R, M·N, D]; or None.
+      rotary: rotary table for the queries and keys of self-attention.
+      sharding: sharding of x over a mesh of Auto axes, which kernels need.
+      packed: positions of the segments; None if every row is one sample.
+      segmentation: tokens of equal modulation, for the norms; None if a row, or each token, has
+        its own.
+      layout: tiles of sparse self-attention in rows of one sample each; None for dense attention.
+      remat: what the layer keeps for the backward pass.
+    """
+
+    modulation: jax.Array
+    condition: jax.Array
+    image: jax.Array | None
+    rotary: RotaryTable
+    sharding: NamedSharding | None
+    packed: PackedMetadata | None = None
+    segmentation: Segmentation | None = None
+    layout: TileLayout | None = None
+    remat: RematPolicy = "none"
+
+
+class Attention(AttentionProjections):
+    """Attention with RMSNorm over the full width of queries and keys."""
+
+    def __init__(self, config: WanConfig, *, with_image: bool = False, rngs: nnx.Rngs):
+        dim, dtype = config.dim, config.compute_dtype
+        super().__init__(
+            dim,
+            config.num_heads,
+            norm_width=dim if config.qk_norm else None,
+            eps=config.eps,
+            norm=config.norm,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.implementation = config.attention
+        self.image_key = Linear(dim, dim, dtype=dtype, rngs=rngs) if with_image else None
+        self.image_value = Linear(dim, dim, dtype=dtype, rngs=rngs) if with_image else None
+        self.image_key_norm = (
+            nnx.RMSNorm(dim, epsilon=config.eps, dtype=dtype, rngs=rngs)
+            if with_image and config.qk_norm
+            else None
+        )
+
+    def to_condition(self, x: jax.Array, context: Context) -> jax.Array:
+        """x: [B, S, D] attends to the condition and to the image → [B, S, D]."""
+        sharding, packed, image = context.sharding, context.packed, context.image
+        attend = partial(attention, implementation=self.implementation, sharding=sharding)
+        to_text = to_image = None
+        if packed is not None:
+            to_text = packed.to_condition()
+            to_image = None if image is None else packed.to_equal_parts(image.shape[1])
+        query, key, value = self.heads(x, context.condition, None, sharding)
+        mixed = attend(query, key, value, to_text)
+        if image is not None:
+            assert self.image_key is not None
+            assert self.image_value is not None
+            key = self.projected(image, self.image_key, self.image_key_norm, None, sharding)
+            value = self.projected(image, self.image_value, None, None, sharding)
+            mixed = mixed + attend(query, key, value, to_image)
+        return self.output(mixed, sharding)
+
+
+class Block(nnx.Module):
+    """Self-attention, cross-attention to the condition and feed-forward, modulated by the timestep.
+
+    The order of norms, gates and plain additions is Wan 2.1's. The residual stream has the
+    config's `stream_dtype`; the inputs of attention and feed-forward have its `compute_dtype`.
+    """
+
+    def __init__(self, config: WanConfig, *, rngs: nnx.Rngs):
+        self.dtype = config.compute_dtype
+        self.norm_options: NormOptions = {"eps": config.eps, "implementation": config.norm}
+        self.modulation = nnx.Param(jnp.zeros((6, config.dim), jnp.float32))
+        self.self_attention = Attention(config, rngs=rngs)
+        self.cross_norm = (
+            layer_norm(config.dim, config.eps, dtype=self.dtype, rngs=rngs)
+            if config.cross_norm
+            else None
+        )
+        self.cross_attention = Attention(config, with_image=config.image is not None, rngs=rngs)
+        self.feed_forward = FeedForward(
+            config.dim,
+            config.ffn_dim,
+            implementation=config.norm,
+            dtype=self.dtype,
+            rngs=rngs,
+        )
+        sparse = config.sparse_attention
+        # Last, so that all other parameters are drawn as without it.
+        self.sparse_attention = (
+            SparseSelfAttention(sparse, config.dim, config.num_heads, self.dtype, rngs=rngs)
+            if sparse
+            else None
+        )
+
+    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
+        """x: [B, S, D] in `stream_dtype` → output like x, and the layer's auxiliary values."""
+        with jax.named_scope(NORM):
+            shift1, scale1, gate1, shift2, scale2, gate2 = jnp.unstack(
+                self.modulation[...] + context.modulation, axis=-2
+            )
+        sharding = context.sharding
+        options = self.norm_options | {"sharding": sharding}
+        if context.segmentation is not None:
+            options["segment_ids"] = context.segmentation
+        with jax.named_scope(NORM):
+            x, y = residual_layernorm_modulate(x, None, None, scale1, shift1, **options)
+            y = checkpoint_name(y.astype(self.dtype), NORM_OUTPUT)
+        y, auxiliary = self._self_attention(y, context)
+        x, y = self._before_cross_attention(x, y, gate1, options)
+        y = checkpoint_name(y, NORM_OUTPUT)
+        with jax.named_scope(CROSS_ATTENTION):
+            y = self.cross_attention.to_condition(y, context)
+        with jax.named_scope(NORM):
+            x, y = residual_layernorm_modulate(x, y, None, scale2, shift2, **options)
+            y = checkpoint_name(y, NORM_OUTPUT)
+        y = self.feed_forward(y, sharding, output_kept=keeps_feed_forward(context.remat))
+        return gated_add(x, y, gate2, options), auxiliary
+
+    @jax.named_scope(SELF_ATTENTION)
+    def _self_attention(self, y: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
+        """y: [B, S, D] attends to itself, dense or sparse."""
+        module, packed, sharding = self.self_attention, context.packed, context.sharding
+        rows = RowsOfLayer(
+            x=y,
+            heads=module.heads(y, y, context.rotary, sharding),
+            rotary=context.rotary,
+            samples=context.layout if packed is None else packed,
+            segments=None if packed is None else packed.within_tokens(),
+            slots=0 if packed is None else packed.tokens.offset.shape[1],
+            implementation=module.implementation,
+            sharding=sharding,
+        )
+        if self.sparse_attention is None:
+            return module.output(rows.dense(), sharding), {}
+        with jax.named_scope(ATTENTION):
+            mixed, auxiliary = self.sparse_attention(rows)
+        return module.output(mixed, sharding), auxiliary
+
+    @jax.named_scope(NORM)
+    def _before_cross_attention(
+        self, x: jax.Array, y: jax.Array, gate: jax.Array, options: NormOptions
+    ) -> tuple[jax.Array, jax.Array]:
+        """Computes h = x + gate·y and its affine norm, a modulation by (weight − 1, bias)."""
+        by_segment = "segment_ids" in options
+        if self.cross_norm is None:
+            h = gated_add(x, y, gate, options)
+            return h, h.astype(self.dtype)
+        weight, bias = self.cross_norm.scale, self.cross_norm.bias
+        assert weight is not None
+        assert bias is not None
+        rows = gate.shape if by_segment else (x.shape[0], x.shape[-1])
+        # A frozen norm may be bfloat16; the kernels want float32.
+        scale = jnp.broadcast_to(weight[...].astype(jnp.float32) - 1.0, rows)
+        shift = jnp.broadcast_to(bias[...].astype(jnp.float32), rows)
+        if gate.shape == rows:
+            return residual_layernorm_modulate(x, y, gate, scale, shift, **options)
+        # The fused sum needs one layout, but each token has a gate and all share one affine norm.
+        h = gated_add(x, y, gate, {})
+        return h, layernorm_modulate(h, scale, shift, **options).astype(self.dtype)
+
+
+class Head(nnx.Module):
+    """Modulated norm and projection from tokens to patches."""
+
+    def __init__(self, config: WanConfig, patch_dim: int, *, rngs: nnx.Rngs):
+        self.dtype = config.compute_dtype
+        self.norm_options: NormOptions = {"eps": config.eps, "implementation": config.norm}
+        self.modulation = nnx.Param(jnp.zeros((2, config.dim), jnp.float32))
+        self.out = nnx.Linear(
+            config.dim, patch_dim, dtype=self.dtype, kernel_init=nnx.initializers.zeros, rngs=rngs
+        )
+
+    @jax.named_scope(HEAD)
+    def __call__(
+        self,
+        x: jax.Array,
+        time: jax.Array,
+        sharding: NamedSharding | None = None,
+        segment_ids: Segmentation | None = None,
+    ) -> jax.Array:
+        """x: [B, S, D]; time: [B, D], [B, S, D] or [B, M, D] float32 → [B, S, patch_dim]."""
+        shift, scale = jnp.unstack(self.modulation[...] + time[..., None, :], axis=-2)
+        options = self.norm_options | {"sharding": sharding, "segment_ids": segment_ids}
+        y = layernorm_modulate(x, scale, shift, **options)
+        return self.out(y.astype(self.dtype))
+
+
+class WanTransformer(StackedTransformer):
     """The transformer. Parameters are float32; those of the blocks are stacked over layers."""
+
+    config: WanConfig
 
     def __init__(self, config: WanConfig, *, rngs: nnx.Rngs):
         self.config = config
         dim, dtype = config.dim, config.compute_dtype
         patch = math.prod(config.patch_size)
         self.patch_embedding = nnx.Linear(patch * config.in_channels, dim, dtype=dtype, rngs=rngs)
-        self.time_embedding = TimestepEmbedding(dim, config.freq_dim, rngs=rngs)
-        self.condition_embedding = condition_embedding(config, dim, rngs=rngs)
+        self.time_embedding = TimestepEmbedding(dim, config.freq_dim, modulations=6, rngs=rngs)
+        self.condition_embedding = (
+            TextEmbedding(config.text, dim, dtype=dtype, rngs=rngs)
+            if config.text
+            else ClassEmbedding(config.num_classes, dim, dtype=dtype, rngs=rngs)
+        )
         self.image_embedding = (
             ImageEmbedding(config.image, dim, dtype=dtype, rngs=rngs) if config.image else None
         )
-        self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys))(rngs.split(config.num_layers))
-        if config.sparse_attention is not None:
-            assert self.blocks.sparse_attention is not None
-            switch = self.blocks.sparse_attention.switch
-            number_layers(switch, config.sparse_attention, config.num_layers)
+        self.blocks = self.draw_blocks(Block, rngs)
         self.head = Head(config, patch * config.latent_channels, rngs=rngs)
-
-    def __call__(
-        self,
-        latents: jax.Array,
-        timestep: jax.Array,
-        condition: jax.Array,
-        image: jax.Array | None = None,
-        sharding: NamedSharding | None = None,
-    ) -> jax.Array:
-        """Returns the velocity of `forward`."""
-        return self.forward(latents, timestep, condition, image, sharding).velocity
 
     def forward(
         self,
@@ -83,22 +300,26 @@ class WanTransformer(nnx.Module):
         self._check_image(image)
         patch = self.config.patch_size
         tokens = patchify(latents, patch)
-        frames, height, width = latents.shape[1:4]
-        grid = (frames // patch[0], height // patch[1], width // patch[2])
-        head_dim = self.config.head_dim
-        positions, tiles = grid_positions(*grid), self._tiles(grid)
+        grid = self.grid_of(latents)
+        positions, block = grid_positions(*grid), self.block_of_tiles(grid)
+        tiles = clip_tiles(grid, block) if block else None
         if tiles is not None:
             # Nothing but attention depends on the order, so that layers need not move tokens.
             positions, tokens = positions[tiles.order], tokens[:, tiles.order]
             timestep = timestep[:, tiles.order] if timestep.ndim == 2 else timestep
-        rotary = rotary_table(positions, grid, head_dim)
+        rotary = rotary_table(positions, grid, self.config.head_dim)
         frames_of_token = None
         if first_frame_timestep is not None:
             timestep = jnp.stack([first_frame_timestep, timestep], axis=-1)
             later = (positions[:, 0] > 0).astype(jnp.int32)
             frames_of_token = jnp.broadcast_to(later, tokens.shape[:2])
         velocity, auxiliary = self.transform(
-            *(tokens, timestep, condition, image, rotary, sharding),
+            tokens=tokens,
+            timestep=timestep,
+            condition=condition,
+            image=image,
+            rotary=rotary,
+            sharding=sharding,
             layout=None if tiles is None else tiles.layout,
             modulated=frames_of_token,
         )
@@ -132,8 +353,7 @@ class WanTransformer(nnx.Module):
             timestep = pairs.reshape(len(pairs), -1)
             of_token = 2 * modulated + (positions[..., 0] > 0)
             modulated = jnp.where(modulated == PADDING, PADDING, of_token)
-        head_dim = self.config.head_dim
-        rotary = rotary_table(positions, metadata.grid, head_dim)
+        rotary = rotary_table(positions, metadata.grid, self.config.head_dim)
         velocity, auxiliary = self.transform(
             tokens, timestep, condition, image, rotary, sharding, metadata, modulated=modulated
         )
@@ -145,13 +365,6 @@ class WanTransformer(nnx.Module):
                 f"image is {'missing' if image is None else 'given'}, but model.image is "
                 f"{self.config.image}; give image embeddings if and only if it is set"
             )
-
-    def _tiles(self, grid: tuple[int, int, int]) -> ClipTiles | None:
-        """Tiles of samples of a size in tokens; None where attention is always dense."""
-        sparse = self.config.sparse_attention
-        if sparse is None or math.prod(grid) < sparse.min_tokens:
-            return None
-        return clip_tiles(grid, sparse.block)
 
     def transform(
         self,
@@ -181,7 +394,8 @@ class WanTransformer(nnx.Module):
         """
         with jax.named_scope(EMBEDDING):
             x = self.patch_embedding(tokens).astype(self.config.stream_dtype)
-            time, modulation = self.time_embedding(timestep)
+            time = self.time_embedding(timestep)
+            modulation = self.time_embedding.modulated(time)
             if self.image_embedding is not None:
                 assert image is not None
                 image = self.image_embedding(image).reshape(len(tokens), -1, self.config.dim)
@@ -191,10 +405,15 @@ class WanTransformer(nnx.Module):
         if modulated is not None:
             by_segment = segmentation(modulated, timestep.shape[1], self.config.dim, sharding)
         context = Context(
-            *(modulation, embedded, image, rotary, sharding, packed, by_segment, layout)
+            modulation=modulation,
+            condition=embedded,
+            image=image,
+            rotary=rotary,
+            sharding=sharding,
+            packed=packed,
+            segmentation=by_segment,
+            layout=layout,
         )
-        with jax.named_scope(BLOCKS):
-            policies, scan = self.config.policies, self.config.scan_layers
-            x, stacked = apply_layers(self.blocks, x, context, policies=policies, scan=scan)
-        auxiliary = by_sample(stacked, sample_axes=1 if packed is None else 2)
+        axes = 1 if packed is None else 2
+        x, auxiliary = apply_layers(self.blocks, x, context, self.config, axes)
         return Output(self.head(x, time, sharding, by_segment), auxiliary)

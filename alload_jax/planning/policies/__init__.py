@@ -1,6 +1,6 @@
-"""Policies: from a data set's columns to an epoch of micro-batches. One small file each.
+"""Policies: from a data set's columns to an epoch of micro-batches. One class each.
 
 To add a policy, write a frozen dataclass that is a `Policy` (`policy.py`), or a `Bucketed` one with
-`rows_per_bucket` like `equal_tokens.py`: it says what it can do and builds itself from the config.
-Name it in `registry.py`, or decorate it with `register_policy` in code of your own.
+`rows_per_bucket` like `EqualTokens` (`bucketed.py`): it says what it can do and builds itself from
+the config. Name it in `registry.py`, or decorate it with `register_policy` in code of your own.
 """

@@ -1,25 +1,28 @@
 """Packed rows that are full and cost the same on every rank of a step."""
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import numpy as np
+from typing_extensions import override
 
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, require_positive
 from alload_jax.planning.cost import CostFile, CostModel, empty_row_cost, marginal_cost
 from alload_jax.planning.epoch import EpochPlan, RowShape
-from alload_jax.planning.policies.balanced_window import WindowPlanner
+from alload_jax.planning.policies.filling import WindowPlanner
 from alload_jax.planning.policies.grouping import SampleBounds
 from alload_jax.planning.policies.packed import (
     PackedEpochBuilder,
+    PackedSettings,
+    Window,
+    place_epoch,
     refuse_unplaceable,
     row_shape,
 )
-from alload_jax.planning.policies.policy import Policy
-from alload_jax.planning.policies.queue import Window, place_epoch
-from alload_jax.planning.policies.row_filling import RowCosts, RowFiller
-from alload_jax.planning.policies.row_search import RowTrials
+from alload_jax.planning.policies.policy import MOST, Policy, RankTopology
+from alload_jax.planning.policies.search import RowTrials
 from alload_jax.planning.policies.splitting import (
     SplitRule,
     allowed_split_sizes,
@@ -28,8 +31,6 @@ from alload_jax.planning.policies.splitting import (
     region_segments,
 )
 from alload_jax.planning.samples import Samples
-from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.topology import RankTopology
 
 _FEWEST_SAMPLES = 8192
 """Minimum samples of a window: with fewer, rows of equal cost are hard to find."""
@@ -47,13 +48,44 @@ _WINDOWS_FOR_SPLIT_SIZES = 8
 
 
 @dataclass(frozen=True)
+class BalancedSettings(PackedSettings):
+    """The settings of `Balanced`.
+
+    Attributes:
+      row_tokens: tokens of a packed row of `balanced`, at most m_mem; null for the number with the
+        least predicted time.
+      sample_spread: a step of `balanced` holds at most this many times the mean number of samples,
+        and at least the mean over it, so that each sample weighs about the same; null for no bound.
+      split_above: samples whose cost exceeds this many times that of a mean row are split: 1 is
+        the fair share, 0 splits all.
+    """
+
+    row_tokens: int | None = None
+    sample_spread: float | None = 2.5
+    split_above: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("planning.", self, "row_tokens", most=MOST)
+        if self.sample_spread is not None and not self.sample_spread > 1:
+            raise InputError(
+                f"planning.sample_spread is {self.sample_spread}; it must be above 1, "
+                "and null sets no bound"
+            )
+        if not 0 <= self.split_above < math.inf:
+            raise InputError(
+                f"planning.split_above is {self.split_above}; it must be 0 or more, and finite"
+            )
+
+
+@dataclass(frozen=True)
 class Balanced(Policy):
     """Fills rows to M_mem tokens at most, and groups rows of equal predicted cost into steps.
 
     A greedy assignment gives the samples of a window to all rows of its steps at once (`greedy`).
     It evens out both tokens and cost as far as the samples allow. First-fit decreasing and longest
     processing time fill the same window, and the steps with the least time for their work are taken
-    (`balanced_window`). Rows that still cost more than others, because they hold a long sample, are
+    (`filling`). Rows that still cost more than others, because they hold a long sample, are
     deferred to a later window until there is one for every rank (`grouping`), as long documents are
     in WLB-LLM (arXiv 2503.17924). With a context-parallel group, samples that cost more than a
     rank's fair share are split instead (`splitting`), as in Zellige (arXiv 2608.01150).
@@ -61,17 +93,13 @@ class Balanced(Policy):
     Attributes:
       m_mem: most tokens of a row.
       cost: the cost model.
-      row_tokens: T, tokens of a row; None for M_mem.
       m_comp: maximum cost of a row with more than one sample; None for no bound.
-      align: samples begin at multiples of this many tokens.
+      align, sample_spread, look_ahead, split_above: see `BalancedSettings`.
+      row_tokens: T, tokens of a row; None for M_mem.
       max_segments: M, most whole samples of a row, and most split samples of a group (of each
         of its ranks, where all is split); None for 2.5 times the mean.
-      sample_spread: a step holds at most this many times the mean number of samples, and at least
-        the mean over it; None for no bound.
-      look_ahead: steps of a window, if these hold some thousand samples.
       context: ranks of a context-parallel group; 1 splits nothing.
       seconds_per_split_token: of communication, for each of the A tokens of a rank that are split.
-      split_above: samples that cost more than this many times a mean row are split; 0 splits all.
       refitted: the cost model that balances rows, where step times have corrected `cost`. What is
         compiled for rows, such as the sizes of split regions, always follows from `cost`.
     """
@@ -96,8 +124,8 @@ class Balanced(Policy):
     refitted: CostModel | None = None
 
     @classmethod
-    def from_config(cls, config: PlanningConfig, costs: CostFile) -> Self:
-        """See `Policy.from_config`."""
+    @override
+    def from_config(cls, config: BalancedSettings, costs: CostFile) -> Self:
         m_mem = config.required_m_mem(costs)
         if config.row_tokens is not None and config.row_tokens > m_mem:
             raise InputError(
@@ -157,22 +185,27 @@ class Balanced(Policy):
         def with_row(tokens: int, slots: int) -> "Balanced":
             return replace(self, row_tokens=tokens, max_segments=self.max_segments or slots)
 
-        return RowTrials.of(
-            *(with_row, samples, topology, self.cost, self.align, self.context),
-            self.seconds_per_split_token,
+        return RowTrials(
+            policy_at=with_row,
+            samples=samples,
+            topology=topology,
+            model=self.cost,
+            align=self.align,
+            context=self.context,
+            seconds_per_split_token=self.seconds_per_split_token,
         )
 
+    @override
     def recalibrated(self, cost: CostModel) -> "Balanced":
-        """See `Policy.recalibrated`."""
         return replace(self, refitted=cost)
 
+    @override
     def plan_epoch(
         self,
         samples: Samples,
         topology: RankTopology,
         rng: np.random.Generator,
     ) -> EpochPlan:
-        """See `Policy.plan_epoch`."""
         if topology.ranks % self.context:
             raise InputError(
                 f"planning.context is {self.context}, which does not divide {topology.ranks} "
@@ -193,18 +226,21 @@ class Balanced(Policy):
         mean_row_tokens = self._mean_row_tokens(shape, held, held_weights)
         step_tokens = topology.ranks * mean_row_tokens
         steps = self._window_steps(held, step_tokens)
-        filler = RowFiller(
+        planner = WindowPlanner(
+            samples=samples,
             shape=shape,
             rule=rule,
-            costs=self._row_costs(shape),
             weights=weights,
-            ranks=topology.ranks,
-            mean_row_tokens=mean_row_tokens,
+            empty_cost=self._empty_row_cost(shape.segments),
+            token_cost=float(self._model.padding_cost(np.asarray(self.capacity))) / self.capacity,
+            split_token_cost=self.seconds_per_split_token,
+            max_load=self._max_load(shape),
             bounds=self._bounds(step_tokens / float(held.mean())),
+            ranks=topology.ranks,
+            step_tokens=step_tokens,
+            steps=steps,
             rng=rng,
         )
-        token_cost = float(self._model.padding_cost(np.asarray(self.capacity))) / self.capacity
-        planner = WindowPlanner(filler, token_cost, samples, steps)
         epoch = PackedEpochBuilder(shape, topology)
 
         def place(window: Window) -> np.ndarray:
@@ -237,18 +273,19 @@ class Balanced(Policy):
         """The cost of a row of padding."""
         return float(empty_row_cost(self._model, np.asarray(self.capacity), np.asarray(slots)))
 
-    def _row_costs(self, shape: RowShape) -> RowCosts:
-        """What a row costs, and what M_comp leaves it for the weights of its samples."""
-        empty, bounded = self._empty_row_cost(shape.segments), self.m_comp is not None
-        max_load = np.inf if self.m_comp is None else max(0.0, self.m_comp - empty)
-        return RowCosts(empty, self.seconds_per_split_token, bounded, max_load)
+    def _max_load(self, shape: RowShape) -> float | None:
+        """What M_comp leaves a row for the weights of its samples; None without M_comp."""
+        if self.m_comp is None:
+            return None
+        return max(0.0, self.m_comp - self._empty_row_cost(shape.segments))
 
     def _mean_row_tokens(
         self, shape: RowShape, footprint: np.ndarray, weights: np.ndarray
     ) -> float:
         """Tokens that a row will hold on average: M_comp or M may bind before M_mem does."""
         mean, density = footprint.mean(), weights.sum() / footprint.sum()
-        by_load = self._row_costs(shape).max_load / density if density else np.inf
+        max_load = self._max_load(shape)
+        by_load = np.inf if max_load is None or not density else max_load / density
         # Where even one sample is over M_comp, a row holds one.
         return float(max(mean, min(shape.capacity, by_load, shape.segments * mean)))
 

@@ -1,4 +1,4 @@
-"""Groups rows of equal cost into steps, so that no rank waits for another."""
+"""Groups rows of equal cost into steps, for `balanced`."""
 
 from dataclasses import dataclass, replace
 

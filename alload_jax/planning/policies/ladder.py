@@ -103,7 +103,7 @@ def _partitions(shapes: Buckets, most: int | None) -> list[np.ndarray]:
         found.append(number)
     counts = np.bincount(number, weights=np.diff(shapes.offsets)).astype(np.int64)
     tops = _thinned(lengths)
-    for steps in _best_steps(lengths, counts, tops, min(most, len(tops))):
+    for steps in best_steps(lengths, counts, tops, min(most, len(tops))):
         found.append(np.searchsorted(steps, shapes.seq_len))
     return found
 
@@ -116,12 +116,20 @@ def _thinned(lengths: np.ndarray) -> np.ndarray:
     return np.unique(lengths[np.minimum(np.searchsorted(lengths, even), len(lengths) - 1)])
 
 
-def _best_steps(
+def best_steps(
     lengths: np.ndarray, counts: np.ndarray, tops: np.ndarray, most: int
 ) -> list[np.ndarray]:
-    """Ladders of up to `most` of the lengths `tops` that add the fewest tokens in all.
+    """Ladders that add the fewest tokens in all where each length is rounded up to a step.
 
-    Dynamic programming over (lengths covered, buckets used).
+    Dynamic programming over (lengths covered, steps used).
+
+    Args:
+      lengths, counts: [L] int64, ascending, and how often each occurs.
+      tops: [K] int64, those of the lengths that may be steps, the longest among them.
+      most: steps of the largest ladder, at most K.
+
+    Returns:
+      Ascending steps of ladders of as many steps as `_NUMBERS` names, or fewer, up to `most`.
     """
     upto = np.searchsorted(lengths, tops, side="right")
     samples = np.r_[0, np.cumsum(counts)][np.r_[0, upto]].astype(np.float64)

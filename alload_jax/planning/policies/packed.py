@@ -1,17 +1,126 @@
-"""What packed policies share: rows of a fixed number of tokens that hold many samples each."""
+"""Packed policies, of which `first_fit`: rows of a fixed number of tokens hold many samples.
 
-from dataclasses import dataclass, field
+The last window places all that remains, so that every epoch holds each of its samples once. Steps
+of all windows stand in random order, so that it does not matter for how long one was deferred.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 import numpy as np
+from typing_extensions import override
 
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, require_positive
+from alload_jax.planning.cost import CostFile
 from alload_jax.planning.epoch import EpochPlan, Packing, RowShape
-from alload_jax.planning.policies.policy import Policy
-from alload_jax.planning.policies.step_order import even_order
+from alload_jax.planning.policies.policy import (
+    MOST,
+    PlanSettings,
+    Policy,
+    RankTopology,
+    named,
+)
 from alload_jax.planning.samples import Samples
-from alload_jax.planning.topology import RankTopology
 
-_NAMED = 5
+_LAST = 1.5
+"""Windows of samples that remain, up to which they are the last window."""
+_EASING = 4.0
+"""Factor by which the tolerance grows where a window yields no step."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Samples to place now.
+
+    Attributes:
+      sample: [N] int64, the manifest's row numbers, longest footprint first.
+      footprint: [N] int64, tokens that each takes.
+      is_last: whether all must be placed; else some may be deferred.
+      easing: factor of the tolerance of rows of unlike cost in a step.
+    """
+
+    sample: np.ndarray
+    footprint: np.ndarray
+    is_last: bool
+    easing: float = 1.0
+
+    def taken(self, order: np.ndarray) -> "Window":
+        """The samples in another order: [N] int64."""
+        return replace(self, sample=self.sample[order], footprint=self.footprint[order])
+
+
+PlaceWindow = Callable[[Window], np.ndarray]
+"""Places what it can of a window, all of the last one; returns a mask [N] of what it placed."""
+
+
+def place_epoch(
+    order: np.ndarray, footprint: np.ndarray, window_tokens: float, place: PlaceWindow
+) -> None:
+    """Hands `place` window after window, until all samples are placed.
+
+    Args:
+      order: [N] int64, sample numbers of the epoch, shuffled.
+      footprint: tokens that each sample of the manifest takes.
+      window_tokens: of a window, deferred samples included.
+      place: places a window.
+    """
+    upto = np.r_[0, np.cumsum(footprint[order])]
+    waiting, taken, easing = order[:0], 0, 1.0
+    while taken < len(order) or len(waiting):
+        ready = int(footprint[waiting].sum())
+        stop = len(order)
+        if ready + int(upto[-1] - upto[taken]) > _LAST * window_tokens:
+            most = int(upto[taken]) + max(0, int(window_tokens) - ready)
+            stop = int(np.searchsorted(upto, most, side="right")) - 1
+            if not len(waiting):  # one sample may be more than a window
+                stop = max(stop, taken + 1)
+        waiting, taken = np.r_[waiting, order[taken:stop]], stop
+        waiting = waiting[np.argsort(-footprint[waiting], kind="stable")]
+        placed = place(Window(waiting, footprint[waiting], taken == len(order), easing))
+        easing = 1.0 if placed.any() else easing * _EASING
+        waiting = waiting[~placed]
+
+
+MOST_CORRELATION = 0.1
+"""Correlation of a step's place with the mean length of its samples above which another order is
+drawn."""
+_DRAWS = 16
+
+
+def even_order(
+    step: np.ndarray, tokens: np.ndarray, steps: int, rng: np.random.Generator
+) -> np.ndarray:
+    """The place of each step: the first of some random orders that has little correlation.
+
+    Args:
+      step: [P] int64, the step of each sample or part.
+      tokens: [P] int64, of each.
+      steps: K, their number.
+      rng: draws the orders.
+
+    Returns:
+      [K] int64, a permutation; of the orders that were drawn the one with least correlation, if
+      all have more than `MOST_CORRELATION`.
+    """
+    count = np.maximum(np.bincount(step, minlength=steps), 1)
+    mean = np.bincount(step, weights=tokens, minlength=steps) / count
+    draws = []
+    for _ in range(_DRAWS):
+        place = rng.permutation(steps)
+        found = abs(correlation(place, mean))
+        if found <= MOST_CORRELATION:
+            return place
+        draws.append((found, place))
+    return min(draws, key=lambda draw: draw[0])[1]
+
+
+def correlation(place: np.ndarray, mean: np.ndarray) -> float:
+    """Pearson's correlation of two [K]; 0 where one does not vary."""
+    if len(mean) < 2 or np.ptp(mean) == 0:
+        return 0.0
+    return float(np.corrcoef(place, mean)[0, 1])
 
 
 def row_shape(
@@ -45,10 +154,15 @@ def row_shape(
             f"set {setting} to {capacity // align * align}"
         )
     if segments is None:
-        typical = capacity / max(1.0, float(samples.seq_len.mean()))
-        most = max(1, capacity // int(samples.seq_len.min()))
-        segments = min(most, -(-int(np.ceil(slot_factor * typical)) // 4) * 4)
+        segments = slots_for(samples, capacity, slot_factor)
     return RowShape(capacity, segments, align)
+
+
+def slots_for(samples: Samples, tokens: int, factor: float) -> int:
+    """So many times the samples of a mean row, rounded up to a multiple of 4; at most what fits."""
+    mean = tokens / max(1.0, float(samples.seq_len.mean()))
+    fit = max(1, tokens // int(samples.seq_len.min()))
+    return min(fit, -(-int(np.ceil(factor * mean)) // 4) * 4)
 
 
 def refuse_unplaceable(
@@ -66,8 +180,6 @@ def refuse_unplaceable(
     if not len(too_long):
         return
     longest = int(needed.max())
-    named = ", ".join(f"{k} ({samples.seq_len[k]} tokens)" for k in too_long[:_NAMED])
-    more = f" and {len(too_long) - _NAMED} more" if len(too_long) > _NAMED else ""
     per_rank = -(-longest // (context * shape.align)) * shape.align
     remedy = f"set {setting} to at least {per_rank}"
     wider = [c for c in range(1, ranks + 1) if ranks % c == 0 and c * shape.capacity >= longest]
@@ -76,7 +188,7 @@ def refuse_unplaceable(
     split = f", and {context} ranks hold {most}" if context > 1 else ""
     raise InputError(
         f"policy {policy.name}: {setting} is {shape.capacity} tokens{split}, shorter than sample "
-        f"{named}{more}; {remedy}"
+        f"{named(too_long, samples.seq_len[too_long])}; {remedy}"
     )
 
 
@@ -146,11 +258,11 @@ class PackedEpochBuilder:
           rng: puts the steps of all windows in random order; None leaves them as they were added.
         """
         ranks = self.topology.ranks
-        turns, row, parts, split_tokens = self._sorted_parts(rng)
+        order, row, split_tokens = self._rows(rng)
+        turns = len(split_tokens) // ranks
+        tokens, is_split = self._column("tokens")[order], self._column("is_split")[order]
         offsets = np.searchsorted(row, np.arange(turns * ranks + 1))
-        after = _after_split_region(
-            parts["is_split"], self.shape.footprint(parts["tokens"]), row, offsets
-        )
+        after = _after_split_region(is_split, self.shape.footprint(tokens), row, offsets)
         step, micro_batch = np.divmod(np.arange(turns), self.topology.micro_batches_per_step)
         return EpochPlan(
             ranks=ranks,
@@ -162,47 +274,37 @@ class PackedEpochBuilder:
             padded_len=np.full(turns * ranks, self.shape.capacity),
             shape=np.zeros((turns * ranks, 3), np.int64),
             offsets=offsets,
-            sample=parts["sample"],
+            sample=self._column("sample")[order],
             packing=Packing(
                 **vars(self.shape),
                 split_tokens=split_tokens,
-                tokens=parts["tokens"],
-                offset=np.where(parts["is_split"], parts["offset"], split_tokens[row] + after),
-                is_split=parts["is_split"],
+                tokens=tokens,
+                offset=np.where(is_split, self._column("offset")[order], split_tokens[row] + after),
+                is_split=is_split,
             ),
         )
 
-    def _sorted_parts(
-        self, rng: np.random.Generator | None
-    ) -> tuple[int, np.ndarray, dict[str, np.ndarray], np.ndarray]:
-        """All windows' parts in the order of their rows.
+    def _column(self, name: str) -> np.ndarray:
+        return np.concatenate([getattr(window, name) for window in self._windows])
 
-        Returns:
-          The number of turns (steps of windows, one micro-batch a rank), the row of each part
-          [P], columns of the parts [P], and A of each row [turns · ranks].
+    def _rows(self, rng: np.random.Generator | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """How the parts [P] are sorted by row, the row of each of them then, and A of each row.
+
+        Apart from `finish`, whose memory would else hold what is only needed here.
         """
-        counts = [len(window.split_tokens) for window in self._windows]
+        ranks, counts = self.topology.ranks, [len(w.split_tokens) for w in self._windows]
+        turns = sum(counts)  # steps of windows: a micro-batch of every rank
         firsts = np.cumsum([0, *counts[:-1]])
-
-        def column(name: str) -> np.ndarray:
-            return np.concatenate([getattr(window, name) for window in self._windows])
-
-        turn = np.concatenate(
-            [window.step + first for window, first in zip(self._windows, firsts, strict=True)]
-        )
-        turns = int(sum(counts))
+        turn = np.concatenate([w.step + n for w, n in zip(self._windows, firsts, strict=True)])
         place = np.arange(turns)
         if rng is not None:
-            place = even_order(turn, column("tokens"), turns, rng)
-        row = place[turn] * self.topology.ranks + column("rank")
-        is_split = column("is_split")
+            place = even_order(turn, self._column("tokens"), turns, rng)
+        row, is_split = place[turn] * ranks + self._column("rank"), self._column("is_split")
         # Within a row: split samples by their place, then whole ones in the order of assignment.
-        order = np.lexsort((np.where(is_split, column("offset"), 0), ~is_split, row))
-        names = ("sample", "tokens", "offset", "is_split")
-        parts = {name: column(name)[order] for name in names}
+        order = np.lexsort((np.where(is_split, self._column("offset"), 0), ~is_split, row))
         split_tokens = np.empty(turns, np.int64)
-        split_tokens[place] = column("split_tokens")
-        return turns, row[order], parts, np.repeat(split_tokens, self.topology.ranks)
+        split_tokens[place] = self._column("split_tokens")
+        return order, row[order], np.repeat(split_tokens, ranks)
 
 
 def _after_split_region(
@@ -213,3 +315,143 @@ def _after_split_region(
     before = np.cumsum(taken) - taken
     start = np.r_[before, before[-1:] + taken[-1:]][offsets[:-1]]
     return before - start[row]
+
+
+_SLOT_FACTOR = 4.0
+"""Rows of short samples alone are common: nothing mixes long and short."""
+
+
+@dataclass(frozen=True)
+class PackedSettings(PlanSettings):
+    """The settings of packed policies.
+
+    Attributes:
+      align: samples in packed rows begin at multiples of this many tokens.
+      max_segments: maximum samples of a packed row; null for the number with the least predicted
+        time (`first_fit`: 4 times the mean).
+      look_ahead: steps in a window, within which packed policies place samples.
+    """
+
+    align: int = 1
+    max_segments: int | None = None
+    look_ahead: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("planning.", self, "align", "max_segments", "look_ahead", most=MOST)
+
+
+@dataclass(frozen=True)
+class FirstFit(Policy):
+    """Packs each window's samples, the longest first, each into the first row that it fits.
+
+    Attributes:
+      m_mem: tokens of a row.
+      align, max_segments, look_ahead: see `PackedSettings`.
+    """
+
+    name: ClassVar[str] = "first_fit"
+    packed: ClassVar[bool] = True
+
+    m_mem: int
+    align: int = 1
+    max_segments: int | None = None
+    look_ahead: int = 32
+
+    @classmethod
+    @override
+    def from_config(cls, config: PackedSettings, costs: CostFile) -> Self:
+        m_mem = config.required_m_mem(costs)
+        return cls(m_mem, config.align, config.max_segments, config.look_ahead)
+
+    @override
+    def plan_epoch(
+        self,
+        samples: Samples,
+        topology: RankTopology,
+        rng: np.random.Generator,
+    ) -> EpochPlan:
+        typical = samples.typical()
+        shape = row_shape(typical, self.m_mem, self.max_segments, self.align, _SLOT_FACTOR)
+        refuse_unplaceable(samples, shape, self, topology.ranks)
+        shape = replace(shape, longest_whole=int(samples.seq_len.max()))
+        epoch = PackedEpochBuilder(shape, topology)
+
+        def place(window: Window) -> np.ndarray:
+            row, rows = first_fit_decreasing(window.footprint, shape)
+            steps = -(-rows // topology.ranks) if window.is_last else rows // topology.ranks
+            placed = row < steps * topology.ranks
+            step, rank = np.divmod(rng.permutation(steps * topology.ranks), topology.ranks)
+            where, sample = row[placed], window.sample[placed]
+            epoch.add(whole_samples(sample, samples.seq_len, step[where], rank[where], steps))
+            return placed
+
+        window_tokens = self.look_ahead * topology.ranks * shape.capacity
+        place_epoch(samples.shuffled(rng), shape.footprint(samples.seq_len), window_tokens, place)
+        return epoch.finish(rng)
+
+
+def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.ndarray, int]:
+    """The row of each item, and how many rows there are.
+
+    Filling one row after another, each time with the longest item that still fits, gives the same
+    rows as offering each item, the longest first, to the rows in turn.
+
+    Args:
+      footprint: [N] int64, largest first, none over `shape.capacity`.
+      shape: of the rows.
+    """
+    lengths, counts = np.unique(footprint, return_counts=True)
+    stock = _Stock(lengths.tolist(), counts.tolist())
+    rows_of_length: list[list[np.ndarray]] = [[] for _ in lengths]
+    left, rows = len(footprint), 0
+    while left:
+        content = _fill_row(stock, shape)
+        # Further rows are the same while there are enough of each length in it.
+        more = min(stock.counts[kind] // taken for kind, taken in content.items())
+        for kind, taken in content.items():
+            rows_of_length[kind].append(np.repeat(np.arange(rows, rows + 1 + more), taken))
+            stock.take(kind, taken * more)
+        left -= sum(content.values()) * (1 + more)
+        rows += 1 + more
+    by_length = [row for kind in reversed(rows_of_length) for row in kind]
+    return np.concatenate(by_length), rows
+
+
+def _fill_row(stock: "_Stock", shape: RowShape) -> dict[int, int]:
+    """Takes a row's items out of the stock; returns how many of each kind."""
+    content: dict[int, int] = {}
+    free, free_slots = shape.capacity, shape.segments
+    while free_slots and (kind := stock.longest_within(free)) >= 0:
+        taken = min(stock.counts[kind], free // stock.lengths[kind], free_slots)
+        stock.take(kind, taken)
+        content[kind] = taken
+        free -= taken * stock.lengths[kind]
+        free_slots -= taken
+    return content
+
+
+class _Stock:
+    """Items by length; finds the longest that fits in near-constant time."""
+
+    def __init__(self, lengths: list[int], counts: list[int]):
+        self.lengths = lengths
+        self.counts = counts
+        self._at_or_below = list(range(len(lengths)))  # a kind in stock, or a step towards one
+
+    def longest_within(self, free: int) -> int:
+        """The longest kind in stock of at most `free` tokens, or −1."""
+        kind = bisect_right(self.lengths, free) - 1
+        passed = []
+        while kind >= 0 and self._at_or_below[kind] != kind:
+            passed.append(kind)
+            kind = self._at_or_below[kind]
+        for other in passed:
+            self._at_or_below[other] = kind
+        return kind
+
+    def take(self, kind: int, count: int) -> None:
+        """Removes items."""
+        self.counts[kind] -= count
+        if not self.counts[kind]:
+            self._at_or_below[kind] = kind - 1

@@ -30,6 +30,8 @@ class PolicyTraits:
       m_comp_by_default: it does so even where `planning.m_comp` is not given.
       recalibrates: step times can correct its cost model between epochs.
       has_options: it reads `planning.options`.
+      config: what its `from_config` reads beyond the keys of built-in policies: a frozen dataclass
+        that extends `PlanningConfig`; None for nothing.
       required: settings without which it cannot plan.
     """
 
@@ -40,17 +42,18 @@ class PolicyTraits:
     m_comp_by_default: ClassVar[bool] = False
     recalibrates: ClassVar[bool] = False
     has_options: ClassVar[bool] = False
+    config: ClassVar[type | None] = None
     required: ClassVar[tuple[str, ...]] = ("m_mem",)
 
 
 _POLICIES: Registry[type[PolicyTraits]] = Registry(
     "policy",
     {
-        "fixed": "alload_jax.planning.policies.fixed:Fixed",
-        "equal_tokens": "alload_jax.planning.policies.equal_tokens:EqualTokens",
-        "sorted": "alload_jax.planning.policies.sorted:Sorted",
-        "dual_constraint": "alload_jax.planning.policies.dual_constraint:DualConstraint",
-        "first_fit": "alload_jax.planning.policies.first_fit:FirstFit",
+        "fixed": "alload_jax.planning.policies.bucketed:Fixed",
+        "equal_tokens": "alload_jax.planning.policies.bucketed:EqualTokens",
+        "sorted": "alload_jax.planning.policies.bucketed:Sorted",
+        "dual_constraint": "alload_jax.planning.policies.bucketed:DualConstraint",
+        "first_fit": "alload_jax.planning.policies.packed:FirstFit",
         "balanced": "alload_jax.planning.policies.balanced:Balanced",
     },
 )

@@ -9,10 +9,123 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alload_jax.planning.policies.greedy import UNPLACED, Bins, assign_greedily, target_load
+from alload_jax.planning.policies.ladder import best_steps
+
+_CHUNKS = 4
+"""Bins are ranked again after each 1/4 of them got a sample: finer gains nothing measurable."""
+_JITTER = 0.3
+"""Relative random error of a bin's need: equal windows get new rows, which are as well balanced."""
+
+UNPLACED = -1
+"""The bin of an item that is in none."""
+
+
+@dataclass(frozen=True)
+class Bins:
+    """Bins that are being filled; the arrays change as items are assigned.
+
+    Attributes:
+      free: [B] int64, tokens that still fit.
+      load: [B] float64, cost so far.
+      free_slots: [B] int64, items that still fit.
+      max_load: no item is added to a bin that holds some, if that takes it over this.
+    """
+
+    free: np.ndarray
+    load: np.ndarray
+    free_slots: np.ndarray
+    max_load: float
+
+    def admit(self, footprint: int, weight: float) -> np.ndarray:
+        """[B] bool: where an item of that many tokens and that cost may go."""
+        fits = (self.free >= footprint) & (self.free_slots > 0)
+        if np.isfinite(self.max_load):
+            fits &= (self.load + weight <= self.max_load) | (self.load == 0)
+        return fits
+
+
+def target_load(weights: np.ndarray, bins: int, load: float = 0.0) -> float:
+    """The cost that every bin should reach.
+
+    It is the mean cost of the bins, without the oversized items, which cost more than it, and
+    without the bins that these take for themselves.
+
+    Args:
+      weights: [N], largest first.
+      bins: their number.
+      load: total cost of the items that the bins already contain.
+    """
+    rest = float(weights.sum()) + load
+    for oversized, weight in enumerate(weights[: bins - 1].tolist()):
+        if weight <= rest / (bins - oversized):
+            return rest / (bins - oversized)
+        rest -= weight
+    return rest / max(1, bins - len(weights[: bins - 1]))
+
+
+def assign_greedily(
+    footprint: np.ndarray,
+    weight: np.ndarray,
+    bins: Bins,
+    target: float,
+    rng: np.random.Generator | None = None,
+    per_token: bool = True,
+) -> np.ndarray:
+    """Gives each item a bin, the longest first, where cost per free token is needed most.
+
+    A bin that has `free` tokens left and lacks `target - load` cost needs items of that density.
+    Density grows with length, so the longest item goes where the need is greatest. What remains
+    at the end are short items and bins that need little. This makes both sums about equal.
+
+    Args:
+      footprint: [N] int64, tokens that an item takes, largest first.
+      weight: [N] float64, its cost, also in descending order.
+      bins: what is filled.
+      target: cost that every bin should reach.
+      rng: varies the choice among bins of about equal need; None for no variation.
+      per_token: where the need is a bin's missing cost per free token; otherwise the missing cost
+        alone decides, which is longest processing time first.
+
+    Returns:
+      [N] int64, each item's bin, or UNPLACED.
+    """
+    found = np.full(len(footprint), UNPLACED, np.int64)
+    chunk = max(1, len(bins.free) // _CHUNKS)
+    first = 0
+    while first < len(footprint):
+        longest = int(footprint[first])
+        admitted = np.flatnonzero(bins.admit(longest, float(weight[first])))
+        if not len(admitted):
+            first = _next_that_may_fit(footprint, bins, first)
+            continue
+        need = target - bins.load[admitted]
+        if per_token:
+            need /= np.maximum(bins.free[admitted], 1)
+        if rng is not None:
+            need *= 1 + _JITTER * rng.standard_normal(len(need), np.float32)
+        count = min(chunk, len(footprint) - first, len(admitted))
+        chosen = np.argpartition(-need, count - 1)[:count]
+        chosen = admitted[chosen[np.argsort(-need[chosen], kind="stable")]]
+        items = slice(first, first + count)
+        found[items] = chosen
+        bins.free[chosen] -= footprint[items]
+        bins.load[chosen] += weight[items]
+        bins.free_slots[chosen] -= 1
+        first += count
+    return found
+
+
+def _next_that_may_fit(footprint: np.ndarray, bins: Bins, first: int) -> int:
+    """The next item shorter than the one that fits nowhere, and no longer than the freest bin."""
+    most = int(bins.free[bins.free_slots > 0].max(initial=0))
+    shorter = int(np.searchsorted(-footprint, -min(most, int(footprint[first]) - 1)))
+    return max(first + 1, shorter)
+
 
 _MOST_SIZES = 4
 """Maximum number of allowed split sizes, not counting 0."""
+_MOST_TRIED = 100
+"""Sizes among which those are chosen."""
 _STEPS_OF_ROW = 128
 """The unit of A is at most this share of a row."""
 _EXTRA_SAMPLES = 4
@@ -165,7 +278,10 @@ def allowed_split_sizes(
     demand = _MARGIN * footprint[split].sum() / groups
     for least in (int(footprint.max()), int(min(demand, most))):
         wanted = np.r_[wanted, -(-least // (rule.context * multiple)) * multiple]
-    return np.unique(np.r_[0, _least_waste(np.unique(wanted, return_counts=True))])
+    sizes, counts = np.unique(wanted, return_counts=True)
+    tried = sizes[np.unique(np.linspace(0, len(sizes) - 1, _MOST_TRIED).round().astype(int))]
+    chosen = best_steps(sizes, counts, tried, min(_MOST_SIZES, len(tried)))[-1]
+    return np.unique(np.r_[0, chosen])
 
 
 def split_evenly(
@@ -200,35 +316,3 @@ def _split_sizes_of(used: np.ndarray, rule: SplitRule, per_step: int) -> np.ndar
     tokens = np.empty_like(used)
     tokens[order] = np.repeat(size, per_step)
     return tokens
-
-
-def _least_waste(wanted: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Up to `_MOST_SIZES` of the ascending values, so that rounding up to them adds least in all.
-
-    Dynamic programming over (values covered, sizes used); values are thinned to a hundred first.
-    """
-    values, counts = wanted
-    if len(values) > 100:
-        kept = np.unique(np.linspace(0, len(values) - 1, 100).round().astype(int))
-        counts = np.add.reduceat(counts, np.r_[0, kept[:-1] + 1])
-        values = values[kept]
-    n = len(values)
-    weight = np.r_[0, np.cumsum(counts)]
-    total = np.r_[0, np.cumsum(counts * values)]
-    # waste[i, j]: values i to j − 1 rounded up to value j − 1
-    waste = np.full((n + 1, n + 1), np.inf)
-    for j in range(1, n + 1):
-        i = np.arange(j)
-        waste[i, j] = values[j - 1] * (weight[j] - weight[i]) - (total[j] - total[i])
-    best, choice = waste[0], [np.zeros(n + 1, np.int64)]
-    for _ in range(min(_MOST_SIZES, n) - 1):
-        through = best[:, None] + waste
-        through[0] = waste[0]
-        choice.append(through.argmin(axis=0))
-        best = through.min(axis=0)
-    chosen, j = [], n
-    for step in reversed(choice):
-        if j:
-            chosen.append(values[j - 1])
-            j = int(step[j])
-    return np.asarray(chosen[::-1], np.int64)

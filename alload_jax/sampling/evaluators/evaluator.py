@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from jaxtyping import PyTree
+
 from alload_jax.data.manifest import Manifest
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.registry import Registry
-from alload_jax.sampling.samples import Draw
+from alload_jax.sampling.config import Draw
 
 
 class Drawing(NamedTuple):
@@ -21,7 +23,7 @@ class Drawing(NamedTuple):
     """
 
     draw: Draw
-    values: Any
+    values: PyTree
     condition_tokens: int
     seed: int
     origin: Mapping[str, Any]
@@ -43,11 +45,11 @@ class Evaluator(Protocol):
         ...
 
 
-EVALUATORS: Registry[type[Any]] = Registry(
+EVALUATORS: Registry[type[Evaluator]] = Registry(
     "evaluator",
     {
-        "digit_accuracy": "alload_jax.sampling.evaluators.digit_accuracy:DigitAccuracy",
-        "digit_motion": "alload_jax.sampling.evaluators.digit_motion:DigitMotion",
+        "digit_accuracy": "alload_jax.sampling.evaluators.digits:DigitAccuracy",
+        "digit_motion": "alload_jax.sampling.evaluators.digits:DigitMotion",
     },
 )
 """Classes of evaluators, each an `Evaluator`."""

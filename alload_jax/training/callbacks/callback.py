@@ -1,13 +1,17 @@
-"""The hooks of callbacks, and a registry of the callbacks that a config can add by name."""
+"""The hooks of callbacks, their registry, and two that a config can add: profile, time limit."""
 
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
+from typing_extensions import override
 
 from alload_jax.data.placement import PlacedStep
+from alload_jax.errors import require_fields
 from alload_jax.registry import Registry
-from alload_jax.training.signals import StopRequest
+from alload_jax.training.signals import TIME_LIMIT, StopRequest
 from alload_jax.training.state import TrainState
 
 
@@ -103,8 +107,100 @@ class CallbackConfig(Protocol):
 CALLBACKS: Registry[type[Any]] = Registry(
     "callback",
     {
-        "profile": "alload_jax.training.callbacks.profile:ProfileConfig",
-        "time_limit": "alload_jax.training.callbacks.time_limit:TimeLimitConfig",
+        "profile": "alload_jax.training.callbacks.callback:ProfileConfig",
+        "time_limit": "alload_jax.training.callbacks.callback:TimeLimitConfig",
     },
 )
 """Config classes, each a `CallbackConfig`, that `callbacks` in the config can name."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig(CallbackConfig):
+    """Which steps are profiled; the trace is written to `profile/` in the run folder.
+
+    Attributes:
+      name: `profile`.
+      first: first profiled step of this start, counted from 0.
+      steps: number of profiled steps.
+    """
+
+    name: Literal["profile"] = "profile"
+    first: int = 5
+    steps: int = 3
+
+    def __post_init__(self) -> None:
+        place = "callbacks: profile: "
+        require_fields(place, self, "first", lambda value: value >= 0, "at least 0")
+        require_fields(place, self, "steps", lambda value: value >= 1, "at least 1")
+
+    @override
+    def make(self, context: CallbackContext) -> "Profile":
+        return Profile(context.folder / "profile", self.first, self.steps)
+
+
+class Profile(Callback):
+    """Traces the host and the devices while some steps run."""
+
+    def __init__(self, folder: Path, first: int, steps: int):
+        """Traces `steps` steps from the `first` of this start, counted from 0."""
+        self._folder, self._first, self._last = folder, first, first + steps - 1
+        self._seen, self._running = 0, False
+
+    @override
+    def on_step_start(self, run: Run, step: PlacedStep) -> None:
+        if self._seen == self._first:
+            jax.block_until_ready(run.state.step)
+            jax.profiler.start_trace(str(self._folder))
+            self._running = True
+
+    @override
+    def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+        if self._running and self._seen == self._last:
+            jax.block_until_ready(metrics)
+            self.close()
+        self._seen += 1
+
+    @override
+    def close(self) -> None:
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+
+
+@dataclass(frozen=True)
+class TimeLimitConfig(CallbackConfig):
+    """Time limit of one start of the run.
+
+    Attributes:
+      name: `time_limit`.
+      minutes: training time from the first step of a start, in minutes; compilation and saving are
+        additional.
+    """
+
+    name: Literal["time_limit"] = "time_limit"
+    minutes: float = 60.0
+
+    def __post_init__(self) -> None:
+        place = "callbacks: time_limit: "
+        require_fields(place, self, "minutes", lambda value: value > 0, "above 0")
+
+    @override
+    def make(self, context: CallbackContext) -> "TimeLimit":
+        return TimeLimit(context.stop, 60 * self.minutes)
+
+
+class TimeLimit(Callback):
+    """Requests a stop after the time limit; all processes stop at the same step."""
+
+    def __init__(self, stop: StopRequest, seconds: float):
+        """Limits the time from the first step to `seconds`."""
+        self._stop, self._seconds = stop, seconds
+
+    @override
+    def on_start(self, run: Run) -> None:
+        self._ends = time.monotonic() + self._seconds
+
+    @override
+    def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+        if time.monotonic() > self._ends:
+            self._stop.request(TIME_LIMIT)

@@ -1,19 +1,32 @@
-"""Writes the metrics of each step."""
+"""Writes the metrics of each step, and those of layers."""
 
+import json
 import math
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import optax
+from typing_extensions import override
 
 from alload_jax.data.placement import PlacedStep
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import family_of
 from alload_jax.training.callbacks.callback import Callback, Run
 from alload_jax.training.divergence import DivergenceGuard
 from alload_jax.training.progress import ProgressBar
-from alload_jax.training.run_files import BadRecords, MetricsLog
+from alload_jax.training.run_files import (
+    BadRecords,
+    MetricsLog,
+    open_own,
+    read_metrics,
+    write_atomically,
+)
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.trackers.tracker import Tracker
+from alload_jax.waits import waits
 
 _SMOOTHING = 0.95
 
@@ -65,13 +78,14 @@ class Telemetry(Callback):
         self._settled_at = self._waited = 0.0
         self._loss = self._tokens_per_second = math.nan
 
+    @override
     def on_start(self, run: Run) -> None:
-        """See `Callback.on_start`."""
         self._bar.start()
         self._restart_clock()
 
+    @override
     def on_step_start(self, run: Run, step: PlacedStep) -> None:
-        """See `Callback.on_step_start`; refuses a step with more damaged records than allowed."""
+        """Refuses a step with more damaged records than allowed."""
         if self._in_flight is not None and self._in_flight.number == step.number:
             self._in_flight = None  # its metrics were not finite, and it starts again
             self._restart_clock()
@@ -85,25 +99,26 @@ class Telemetry(Callback):
                 f"{self._bad_records.others(step.problems)}"
             )
 
+    @override
     def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
-        """See `Callback.on_step_end`; settles the previous step."""
+        """Settles the previous step."""
         self.settle()
         self._in_flight = _Dispatched(step.number, step.epoch, step.problems, metrics)
 
+    @override
     def on_pause(self, run: Run) -> None:
-        """See `Callback.on_pause`."""
         self.settle()
 
+    @override
     def on_resume(self, run: Run) -> None:
-        """See `Callback.on_resume`."""
         self._restart_clock()
 
+    @override
     def on_stop(self, run: Run) -> None:
-        """See `Callback.on_stop`."""
         self.settle()
 
+    @override
     def close(self) -> None:
-        """See `Callback.close`."""
         self._log.close()
         self._tracker.close()
         self._bar.stop()
@@ -112,6 +127,7 @@ class Telemetry(Callback):
         """Restarts the time measurement of the next step."""
         self._settled_at, self._waited = time.perf_counter(), 0.0
 
+    @waits("for the devices to finish the step before")
     def settle(self) -> None:
         """Waits for the step in flight and writes its metrics.
 
@@ -164,3 +180,47 @@ class Telemetry(Callback):
 
 def _smoothed(before: float, now: float) -> float:
     return now if math.isnan(before) else _SMOOTHING * before + (1 - _SMOOTHING) * now
+
+
+LAYER_LOG = "layers.jsonl"
+"""Name of the file in a run's folder: a line for each recorded step."""
+_EVERY = 10
+
+
+class LayerLog(Callback):
+    """Writes a line every ten steps; nothing for families that have nothing to record."""
+
+    def __init__(self, folder: Path, model: ModelConfig, resumed_at: int):
+        """Goes on behind the lines of an earlier start.
+
+        Args:
+          folder: of the run.
+          model: its config.
+          resumed_at: number of steps that are done; lines of later steps are dropped.
+
+        Raises:
+          InputError: a line of the file is not a JSON object.
+        """
+        self._path, self._model = folder / LAYER_LOG, model
+        kept = [row for row in read_metrics(self._path) if row["step"] <= resumed_at]
+        if self._path.exists():
+            text = "".join(json.dumps(row) + "\n" for row in kept)
+            write_atomically(self._path, text)
+
+    @override
+    def due(self, run: Run) -> bool:
+        return run.done % _EVERY == 0
+
+    @override
+    def act(self, run: Run) -> None:
+        variables = run.state.variables
+        found = family_of(self._model).layer_records(self._model, variables)
+        if not found:
+            return
+        values = {name: np.asarray(value).tolist() for name, value in found.items()}
+        with open_own(self._path) as file:
+            file.write(json.dumps({"step": run.done} | values) + "\n")
+
+    @override
+    def on_finish(self, run: Run) -> None:
+        self.act(run)

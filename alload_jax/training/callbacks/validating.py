@@ -1,22 +1,96 @@
-"""Validates the model on held-out samples during training and at the end."""
+"""Saves checkpoints, validates on held-out samples, draws samples and evaluates the model."""
 
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from alload_jax.training.best import BestCheckpoints, Measured
+import jax
+from typing_extensions import override
+
+from alload_jax.data.placement import PlacedStep
+from alload_jax.distributed.cluster import first_process
+from alload_jax.errors import InputError, print_stderr, reason_of
+from alload_jax.sampling.evaluators.evaluator import Drawing as EvaluatedDrawing
+from alload_jax.sampling.evaluators.evaluator import Evaluator
+from alload_jax.sampling.pictures import Picture
+from alload_jax.sampling.progress_grid import Progress
+from alload_jax.sampling.samples import SampleWriter
 from alload_jax.training.callbacks.callback import Callback, Run
+from alload_jax.training.checkpoint import BestCheckpoints, Checkpoints, Measured
+from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import MetricsLog
+from alload_jax.training.run_plan import RunPlan
+from alload_jax.training.settings import CheckpointConfig
 from alload_jax.training.trackers.tracker import Tracker
-from alload_jax.training.validation.figures import (
-    LOSS,
-    MEASURED_SET,
-    finite,
-    validation_figures,
-)
+from alload_jax.training.validation.config import LOSS, MEASURED_SET, finite, validation_figures
 from alload_jax.training.validation.validator import Validator
+from alload_jax.waits import waits
 
 
+class Checkpointing(Callback):
+    """Saves the state; writing continues in the background."""
+
+    def __init__(self, checkpoints: Checkpoints, config: CheckpointConfig, plan: RunPlan):
+        """Saves after every so many steps or minutes, with what the plan was recalibrated with."""
+        self._checkpoints, self._config, self._plan = checkpoints, config, plan
+        self._saved_at, self._saved_step = time.monotonic(), 0
+        self._requested = False
+
+    def wants_save(self) -> bool:
+        """Whether the interval of minutes has passed in this process.
+
+        It is read before each step and shared, so that all processes save after the same step.
+        """
+        minutes = self._config.minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+
+    @override
+    def on_start(self, run: Run) -> None:
+        self._saved_at, self._saved_step = time.monotonic(), run.done
+
+    @override
+    def on_step_start(self, run: Run, step: PlacedStep) -> None:
+        # The step behind a checkpoint was requested to be saved before there was that checkpoint.
+        self._requested = step.save and step.number > self._saved_step
+
+    def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+        """See `Callback.on_step_end`.
+
+        Raises:
+          InputError: a checkpoint could not be written in the background.
+        """
+        self._checkpoints.check_writing()
+
+    @override
+    def due(self, run: Run) -> bool:
+        every = self._config.every
+        return self._requested or (every is not None and run.done % every == 0)
+
+    @override
+    def act(self, run: Run) -> None:
+        self.save(run)
+
+    def on_stop(self, run: Run) -> None:
+        """See `Callback.on_stop`; waits until the checkpoint is on disk.
+
+        Raises:
+          InputError: it could not be written.
+        """
+        self.save(run)
+        self._checkpoints.wait()
+
+    def save(self, run: Run) -> None:
+        """Saves the state after `run.done` steps, unless it is saved.
+
+        Raises:
+          InputError: it cannot be written.
+        """
+        self._checkpoints.save(run.done, run.state, self._plan.state())
+        self._saved_at, self._saved_step = time.monotonic(), run.done
+        self._requested = False
+
+
+@waits("for the validation")
 class Validating(Callback):
     """Measures the loss, logs it, and saves a checkpoint where it is one of the best.
 
@@ -70,16 +144,16 @@ class Validating(Callback):
             "validation_step_best": best.step,
         }
 
+    @override
     def due(self, run: Run) -> bool:
-        """See `Callback.due`."""
         return self._every is not None and run.done % self._every == 0
 
+    @override
     def missed(self, run: Run) -> bool:
-        """See `Callback.missed`."""
         return self.due(run) and not self._is_validated(run.done)
 
+    @override
     def act(self, run: Run) -> None:
-        """See `Callback.act`."""
         self._validate(run)
 
     def on_stop(self, run: Run) -> None:
@@ -108,7 +182,7 @@ class Validating(Callback):
         if LOSS not in known:
             reason = "is not finite" if LOSS in figures else "is unknown: no sample can be read"
             text = f"warning: validation at step {run.done}: the loss {reason}"
-            print(text, file=sys.stderr, flush=True)
+            print_stderr(text)
             return
         seconds = time.monotonic() - began
         self._say(f"{_told(Measured(known[LOSS], run.done), self.measured)} · {seconds:,.1f} s")
@@ -121,3 +195,90 @@ def _told(now: Measured, measured: Sequence[Measured]) -> str:
     before = f"lowest {lowest.loss:.4f} at step {lowest.step}"
     compared = "the lowest so far" if lowest == now else before
     return f"validation at step {now.step}: loss {now.loss:.4f}, {compared}"
+
+
+@waits("for samples to be measured")
+class Evaluation(Callback):
+    """Runs the evaluators at the end.
+
+    Attributes:
+      figures: metrics of the evaluators by name; empty before the end.
+    """
+
+    def __init__(self, evaluators: Sequence[Evaluator], writer: SampleWriter, seed: int):
+        """Evaluators generate samples with `writer.draw` from the initial noise of `seed`."""
+        self.figures: dict[str, float] = {}
+        self._evaluators, self._writer, self._seed = evaluators, writer, seed
+
+    @override
+    def on_finish(self, run: Run) -> None:
+        values = run.state.averaged_weights.merged()
+        writer = self._writer
+        tokens, origin = writer.condition_tokens, writer.origin
+        drawing = EvaluatedDrawing(writer.draw, values, tokens, self._seed, origin)
+        for evaluator in self._evaluators:
+            self.figures |= evaluator.evaluate(drawing)
+
+
+@waits("for samples to be drawn")
+class Drawing(Callback):
+    """Generates the config's grids and prompts with the moving average of the weights."""
+
+    def __init__(
+        self, writer: SampleWriter, every: int | None, tracker: Tracker, progress: Progress
+    ):
+        """Generates every `every` steps and at the end; None for only at the end.
+
+        Args:
+          writer: generates.
+          every: number of steps between samples.
+          tracker: shows them.
+          progress: shows them over the steps.
+        """
+        self._writer, self._every, self._tracker = writer, every, tracker
+        self._progress = progress
+
+    @override
+    def due(self, run: Run) -> bool:
+        return self._every is not None and run.done % self._every == 0
+
+    @override
+    def missed(self, run: Run) -> bool:
+        return self._writer.count > 0 and self.due(run) and run.done not in self._progress
+
+    @override
+    def act(self, run: Run) -> None:
+        self._draw(run, lambda name: None)
+
+    @override
+    def on_finish(self, run: Run) -> None:
+        with ProgressBar("drawing", self._writer.count) as bar:
+            self._draw(run, bar.advance)
+        self._tracker.close()
+
+    def _draw(self, run: Run, on_picture: Callable[[str], None]) -> None:
+        """Draws in all processes, to the end, and writes in the first one."""
+        for picture in self._writer.pictures(run.done, run.state.averaged_weights.merged()):
+            if first_process():
+                self._write(run.done, picture)
+            on_picture(picture.path.name)
+        self._progress.add(run.done)
+        if first_process() and self._writer.count:
+            with _warning(run.done):
+                for path in self._progress.write():
+                    self._tracker.show(run.done, f"samples/{path.stem}", path)
+
+    def _write(self, step: int, picture: Picture) -> None:
+        with _warning(step):
+            picture.write()
+            self._tracker.show(step, f"samples/{picture.path.stem}", picture.path)
+
+
+@contextmanager
+def _warning(step: int) -> Iterator[None]:
+    """Makes an error of a file a warning: training is worth more than a picture of it."""
+    try:
+        yield
+    except (InputError, OSError) as error:
+        reason = reason_of(error)
+        print_stderr(f"warning: samples of step {step}: {reason}")

@@ -8,20 +8,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import jax
+from typing_extensions import override
 
 from alload_jax.data.placement import PlacedStep
 from alload_jax.distributed.cluster import Cluster
-from alload_jax.errors import InputError
+from alload_jax.errors import print_stderr
 from alload_jax.files import open_regular
 from alload_jax.training.callbacks.callback import Callback, Run
+from alload_jax.training.settings import WatchdogConfig
 from alload_jax.training.signals import StopRequest, stop_name
-from alload_jax.training.waiting import FOR_OTHERS, waiting_for
+from alload_jax.waits import FOR_OTHERS, waiting_for
 
 _RECENT_STEPS = 33
 _WARN_AT = 0.25
@@ -30,28 +31,6 @@ _STOP_SECONDS, _STOP_STEPS = 60.0, 3.0
 """How long a run that is asked to stop may make no progress: seconds, or usual steps."""
 _SUSPENDED = 5.0
 """Factor of the interval of checks beyond which the process itself was suspended."""
-
-
-@dataclass(frozen=True)
-class WatchdogConfig:
-    """How long a run may make no progress before it is ended.
-
-    Attributes:
-      step_factor: a step may take this many times the median of the steps before; null for no
-        watchdog.
-      step_seconds: a step may always take this many seconds, the first one included.
-      pause_seconds: work between steps may take this many seconds: saving, validating, drawing.
-    """
-
-    step_factor: float | None = 20.0
-    step_seconds: float = 600.0
-    pause_seconds: float = 3600.0
-
-    def __post_init__(self) -> None:
-        for name in ("step_factor", "step_seconds", "pause_seconds"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InputError(f"watchdog.{name} is {value}; it must be above 0")
 
 
 class Watchdog(Callback):
@@ -102,33 +81,35 @@ class Watchdog(Callback):
     ) -> None:
         self._closed.set()
 
+    @override
     def on_start(self, run: Run) -> None:
-        """See `Callback.on_start`."""
         self._step, self._pausing, self._starting = run.done, False, False
         self.progress()
 
+    @override
     def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
-        """See `Callback.on_step_end`."""
         self._seconds.append(self._clock() - self._since)
         self._step = run.done
         self.progress()
 
+    @override
     def on_pause(self, run: Run) -> None:
-        """See `Callback.on_pause`."""
         self._pausing = True
         self.progress()
 
+    @override
     def on_resume(self, run: Run) -> None:
-        """See `Callback.on_resume`."""
         self._pausing = False
         self.progress()
 
+    @override
     def on_stop(self, run: Run) -> None:
-        """See `Callback.on_stop`; saving counts as a pause."""
+        """Saving counts as a pause."""
         self.on_pause(run)
 
+    @override
     def on_finish(self, run: Run) -> None:
-        """See `Callback.on_finish`; everything is saved, and the rest may take its time."""
+        """Everything is saved, and the rest may take its time."""
         self._closed.set()
 
     def progress(self) -> None:
@@ -159,7 +140,7 @@ class Watchdog(Callback):
             self._give_up(waited)
         elif waited > _WARN_AT * self._least(limit) and not self._warned:
             self._warned = True
-            _say(f"warning: {self._stall(waited)}; the run ends after {limit:.0f} s")
+            print_stderr(f"warning: {self._stall(waited)}; the run ends after {limit:.0f} s")
 
     def _least(self, limit: float) -> float:
         """A start is told as soon as a step would be, though it may take longer."""
@@ -195,7 +176,7 @@ class Watchdog(Callback):
             reason += f"; the stacks cannot be written ({error.strerror})"
         try:
             self._cluster.give_up(reason)
-            _say(f"error: {reason}; {self._remedy()}")
+            print_stderr(f"error: {reason}; {self._remedy()}")
         finally:
             self._end(1)
 
@@ -203,7 +184,3 @@ class Watchdog(Callback):
 def stacks_name(process: int) -> str:
     """Name of the file in the run folder with the stacks of a stalled process's threads."""
     return f"stalled-{process}.txt" if process else "stalled.txt"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -1,14 +1,16 @@
-"""The validation section of a config."""
+"""The validation section of a config, and the figures of a validation."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from alload_jax.data.sources.source import SourceConfig
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, require_fields, require_positive
 
 ValidationWeights = Literal["ema", "raw"]
-
-_SEEDS = 2**32
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,13 @@ class ValidationConfig:
             raise InputError(
                 f"validation.folder is {self.folder} and validation.share {self.share}; give one"
             )
-        if self.share is not None and not 0 < self.share < 1:
-            raise InputError(f"validation.share is {self.share}; it must be above 0 and below 1")
+        bound = "above 0 and below 1"
+        require_fields("validation.", self, "share", lambda value: 0 < value < 1, bound)
         if self.source is not None and self.folder is None:
             raise InputError("validation.source is given without validation.folder; add the folder")
-        for name in ("every", "max_samples", "max_shapes"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise InputError(f"validation.{name} is {value}; it must be at least 1")
-        if not 0 <= self.seed < _SEEDS:
-            raise InputError(f"validation.seed is {self.seed}; it must be from 0 to below 2^32")
-        self._check_levels()
-
-    def _check_levels(self) -> None:
+        require_positive("validation.", self, "every", "max_samples", "max_shapes")
+        bound = "from 0 to below 2^32"
+        require_fields("validation.", self, "seed", lambda value: 0 <= value < 2**32, bound)
         levels = self.noise_levels
         if not levels:
             raise InputError("validation.noise_levels is empty; give at least one, such as [0.5]")
@@ -73,6 +70,62 @@ class ValidationConfig:
         """Whether there are held-out samples."""
         return self.folder is not None or self.share is not None
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """What a run keeps when it is continued: which samples are not trained on; often empty."""
         return {} if self.share is None else {"share": self.share}
+
+
+LOSS = "validation/loss"
+"""Mean over the measured samples and noise levels; the names of its parts begin with it."""
+SAMPLES = "validation/samples"
+"""Number of samples that were measured."""
+MEASURED_SET = "validation/set"
+"""A digest of what is measured: losses of different sets cannot be compared."""
+
+
+class ClassErrors(NamedTuple):
+    """Errors of the samples of one size.
+
+    Attributes:
+      name: of the size.
+      errors: [levels, K] float32, of each sample at each noise level.
+      measured: [K] bool; false for samples that cannot be read.
+    """
+
+    name: str
+    errors: np.ndarray
+    measured: np.ndarray
+
+
+def validation_figures(
+    classes: Sequence[ClassErrors], levels: Sequence[float]
+) -> dict[str, int | float]:
+    """The mean errors by name: of all samples, of each size and at each noise level.
+
+    Every sample counts the same, whatever its length. Means are taken in float64.
+
+    Args:
+      classes: the errors of each size.
+      levels: the noise levels.
+
+    Returns:
+      `validation/samples` and the losses, which may be infinite or NaN as the model's are. Without
+      a sample that can be read there are no losses.
+    """
+    errors = {each.name: each.errors[:, each.measured].astype(np.float64) for each in classes}
+    errors = {name: values for name, values in errors.items() if values.size}
+    if not errors:
+        return {SAMPLES: 0}
+    together = np.concatenate(list(errors.values()), axis=1)
+    by_level = zip(levels, together.mean(axis=1).tolist(), strict=True)
+    return {
+        SAMPLES: together.shape[1],
+        LOSS: float(together.mean()),
+        **{f"{LOSS}/{name}": float(values.mean()) for name, values in errors.items()},
+        **{f"{LOSS}/sigma_{level:g}": value for level, value in by_level},
+    }
+
+
+def finite(figures: Mapping[str, int | float]) -> dict[str, int | float]:
+    """The figures that are finite, which JSON can hold."""
+    return {name: value for name, value in figures.items() if math.isfinite(value)}

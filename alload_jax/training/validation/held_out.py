@@ -1,6 +1,5 @@
 """The samples that a run trains on, and those that it is validated on."""
 
-import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -9,26 +8,11 @@ from alload_jax.data.condition import Conditions, conditions_for
 from alload_jax.data.held_out import is_held_out
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.sources.opening import open_source
-from alload_jax.data.sources.source import SampleSource, SourceConfig
-from alload_jax.data.sources.subset import Subset
+from alload_jax.data.sources.source import SampleSource, SourceConfig, Subset
 from alload_jax.distributed.cluster import first_process
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, print_stderr
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.training.validation.config import ValidationConfig
-
-
-class SplitData(NamedTuple):
-    """The samples of a run on both sides.
-
-    Attributes:
-      training: samples of the plan.
-      held_out: samples of the validation; None without one.
-      excluded: numbers of the samples of the plan that `data.exclude` leaves out.
-    """
-
-    training: SampleSource
-    held_out: SampleSource | None
-    excluded: frozenset[int]
 
 
 class HeldOut(NamedTuple):
@@ -90,7 +74,7 @@ def split_data(
     source: SampleSource,
     read_by: SourceConfig | None,
     excluded: frozenset[int],
-) -> SplitData:
+) -> tuple[SampleSource, SampleSource | None, frozenset[int]]:
     """Holds out samples of the training data, or opens those of another folder.
 
     Args:
@@ -99,15 +83,19 @@ def split_data(
       read_by: `data.source`.
       excluded: numbers of the samples of `data.folder` to leave out, on both sides.
 
+    Returns:
+      The samples of the plan, those of the validation (None without one), and the numbers of the
+      samples of the plan that are left out.
+
     Raises:
       InputError: no samples are left on a side, or the other folder cannot be read.
     """
     if config.folder is not None:
         held_out_source = _opened(config, read_by)
         _warn_of_overlap(source.manifest, held_out_source.manifest)
-        return SplitData(source, held_out_source, excluded)
+        return source, held_out_source, excluded
     if config.share is None:
-        return SplitData(source, None, excluded)
+        return source, None, excluded
     held_out = is_held_out(source.manifest, config.share)
     left_out = np.zeros_like(held_out)
     left_out[list(excluded)] = True
@@ -120,9 +108,7 @@ def split_data(
                 "remove some of its lines, change the share, or give validation.folder"
             )
     among_training = np.flatnonzero(left_out[training]).tolist()
-    return SplitData(
-        Subset(source, training), Subset(source, kept), frozenset(map(int, among_training))
-    )
+    return Subset(source, training), Subset(source, kept), frozenset(map(int, among_training))
 
 
 def _warn_of_overlap(training: Manifest, held_out: Manifest) -> None:
@@ -131,11 +117,9 @@ def _warn_of_overlap(training: Manifest, held_out: Manifest) -> None:
         return
     same = np.isin(held_out.checksum, training.checksum)
     if (count := int(same.sum())) and first_process():
-        print(
+        print_stderr(
             f"warning: {count:,} of {len(held_out):,} samples of validation.folder are also "
-            "trained on; leave them out of one of the folders",
-            file=sys.stderr,
-            flush=True,
+            "trained on; leave them out of one of the folders"
         )
 
 

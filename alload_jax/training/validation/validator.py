@@ -1,35 +1,139 @@
 """Measures a model's errors on held-out samples at fixed noise levels, on all devices."""
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.stages import Compiled, Wrapped
+from jaxtyping import PyTree
 
-from alload_jax.data.batch import Batch
-from alload_jax.data.bucketed import BucketedCollation
-from alload_jax.data.collate import Collator
-from alload_jax.data.patient_reading import PatientReader
+from alload_jax.data.batch import AnyBatch, Batch
+from alload_jax.data.collate import BucketedCollation, Collator
+from alload_jax.data.held_out import content_order
+from alload_jax.data.loader import PatientReader
+from alload_jax.data.manifest import Manifest
 from alload_jax.data.placement import place_batch
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, print_stderr
 from alload_jax.models.families import abstract_model
 from alload_jax.objectives.objective import MeasuresLevels
-from alload_jax.planning.digest import digest
-from alload_jax.planning.step import Step
+from alload_jax.planning.epoch import MicroBatch, Step
+from alload_jax.planning.samples import Triple, digest
 from alload_jax.sharding.mesh import batch_sharding, local_plan_ranks, ranks_of, replicated
 from alload_jax.training.state import TrainingSpec, TrainState, Weights
 from alload_jax.training.trainer import in_parallel, on_mesh
-from alload_jax.training.validation.batches import SizeClass, choose_samples
-from alload_jax.training.validation.config import ValidationConfig, ValidationWeights
-from alload_jax.training.validation.figures import ClassErrors
+from alload_jax.training.validation.config import ClassErrors, ValidationConfig, ValidationWeights
 from alload_jax.training.validation.held_out import HeldOut
+
+
+@dataclass(frozen=True)
+class SizeClass:
+    """The measured samples of one size.
+
+    Attributes:
+      shape: (frames, height, width) in pixels.
+      seq_len: tokens of a sample.
+      samples: [K] int64, numbers among the held-out samples, in the order of their content.
+    """
+
+    shape: Triple
+    seq_len: int
+    samples: np.ndarray
+
+    @property
+    def name(self) -> str:
+        """The size as in `17x16x16`: frames, height, width."""
+        return "x".join(map(str, self.shape))
+
+    def rows(self, ranks: int, tokens: int | None) -> int:
+        """Rows of a rank in a batch.
+
+        Args:
+          ranks: number of ranks that share the samples.
+          tokens: most tokens of a rank's rows; None for one row.
+        """
+        room = tokens // self.seq_len if tokens else 1
+        return max(1, min(room, -(-len(self.samples) // ranks)))
+
+    def steps(self, ranks: int, tokens: int | None) -> Iterator[Step]:
+        """Yields the batches, each as a step of one micro-batch for every rank.
+
+        A rank gets the next samples of the class; the last ranks may have rows without one.
+        """
+        rows = self.rows(ranks, tokens)
+        for index, first in enumerate(range(0, len(self.samples), ranks * rows)):
+            parts = []
+            for rank in range(ranks):
+                begin = first + rank * rows
+                samples = tuple(self.samples[begin : begin + rows].tolist())
+                parts.append(MicroBatch(rank, 0, rows, self.seq_len, self.shape, samples))
+            yield Step(index, 0, tuple(parts))
+
+
+def choose_samples(
+    manifest: Manifest,
+    patch_size: Triple,
+    max_samples: int | None,
+    max_shapes: int | None,
+    condition_tokens: int = 0,
+) -> list[SizeClass]:
+    """Chooses the samples to measure: of the most frequent sizes, each by its share, at least one.
+
+    The choice depends on the samples' content, not on their order.
+
+    Args:
+      manifest: the held-out samples.
+      patch_size: latents per token.
+      max_samples: most samples; None for all.
+      max_shapes: most sizes; None for all.
+      condition_tokens: tokens of a row beside those of the latents.
+
+    Returns:
+      the chosen samples by size, shortest first.
+    """
+    buckets = manifest.samples(patch_size).buckets()
+    sizes = np.diff(buckets.offsets)
+    most = min(len(sizes), max_shapes or len(sizes), max_samples or len(sizes))
+    kept = np.sort(np.argsort(-sizes, kind="stable")[:most])
+    counts = _shares(sizes[kept], max_samples)
+    order = content_order(manifest.checksum)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    chosen = []
+    for bucket, count in zip(kept.tolist(), counts.tolist(), strict=True):
+        members = buckets.members[buckets.offsets[bucket] : buckets.offsets[bucket + 1]]
+        first = members[np.argsort(place[members], kind="stable")][:count]
+        frames, height, width = buckets.shape[bucket].tolist()
+        tokens = int(buckets.seq_len[bucket]) + condition_tokens
+        chosen.append(SizeClass((frames, height, width), tokens, first))
+    return chosen
+
+
+def _shares(sizes: np.ndarray, most: int | None) -> np.ndarray:
+    """Divides `most` places by size, at least one each: the largest remainder first.
+
+    Args:
+      sizes: [K] int64, at most `most` of them.
+      most: places in all; None for as many as there are.
+
+    Returns:
+      [K] int64, at most `sizes`.
+    """
+    if most is None or sizes.sum() <= most:
+        return sizes
+    exact = 1 + (sizes - 1) * ((most - len(sizes)) / max(1, (sizes - 1).sum()))
+    counts = np.floor(exact).astype(np.int64)
+    left = np.argsort(counts - exact, kind="stable")[: most - counts.sum()]
+    counts[left] += 1
+    return counts
+
 
 T = TypeVar("T")
 
@@ -87,8 +191,8 @@ class Validator:
         self._collate = Collator(reader, local_plan_ranks(mesh, self._ranks), self._collation)
         self._marks = manifest.checksum.astype(np.uint32).view(np.int32)
         self._keys = _level_keys(config.seed, self.levels, mesh)
-        self._measure: Any = make_measure(spec, mesh)
-        self._programs: dict[str, Any] = {}
+        self._measure = make_measure(spec, mesh)
+        self._programs: dict[str, Compiled] = {}
         self._reported: set[str] = set()
 
     def told(self) -> str:
@@ -106,7 +210,7 @@ class Validator:
         """Compiles the program of each size, which may need too much memory; yields its name."""
         values, (sigma, key) = self._values(state), self._keys[0]
 
-        def compile_one(shape: Any) -> Any:
+        def compile_one(shape: AnyBatch) -> Compiled:
             batch = on_mesh(shape, self._mesh)
             return self._measure.lower(values, batch, key, sigma).compile()
 
@@ -127,7 +231,7 @@ class Validator:
         values = self._values(state)
         return [self._errors(values, each) for each in self.classes]
 
-    def _errors(self, values: Any, of_class: SizeClass) -> ClassErrors:
+    def _errors(self, values: PyTree, of_class: SizeClass) -> ClassErrors:
         program, parts = self._programs[of_class.name], []
         steps = of_class.steps(self._ranks, self._tokens)
         for batch in _read_ahead(partial(self._read, step) for step in steps):
@@ -137,13 +241,13 @@ class Validator:
         together = np.concatenate(parts, axis=2)[:, :, : len(of_class.samples)]
         return ClassErrors(of_class.name, together[:, 0], together[0, 1] > 0)
 
-    def _read(self, step: Step) -> Batch:
+    def _read(self, step: Step) -> Batch[np.ndarray]:
         """This process's rows; their noise is that of their content."""
         found = self._collate(step)
         for problem in found.problems:
             if problem not in self._reported:
                 self._reported.add(problem)
-                print(f"warning: validation leaves out: {problem}", file=sys.stderr, flush=True)
+                print_stderr(f"warning: validation leaves out: {problem}")
         (batch,) = found.batches
         assert isinstance(batch, Batch)
         return batch._replace(sample=np.where(batch.sample < 0, -1, self._marks[batch.sample]))
@@ -154,7 +258,7 @@ class Validator:
         batch = self._collation.empty(step.micro_batches, 0)
         return jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), batch)
 
-    def _values(self, state: TrainState) -> Any:
+    def _values(self, state: TrainState) -> PyTree:
         return weights_of(state, self._config.weights).merged()
 
 
@@ -164,7 +268,7 @@ def weights_of(state: TrainState, kind: ValidationWeights) -> Weights:
     return state.averaged_weights if averaged else state.weights
 
 
-def make_measure(spec: TrainingSpec, mesh: Mesh) -> Callable[..., jax.Array]:
+def make_measure(spec: TrainingSpec, mesh: Mesh) -> Wrapped:
     """Builds a jitted function (values, batch, key data, sigma) → [2, B] errors and weights.
 
     The result is on every device.
@@ -172,10 +276,10 @@ def make_measure(spec: TrainingSpec, mesh: Mesh) -> Callable[..., jax.Array]:
     graph = abstract_model(spec.model).graph
 
     @partial(jax.jit, out_shardings=replicated(mesh))
-    def measure(values: Any, batch: Batch, key: jax.Array, sigma: jax.Array) -> jax.Array:
+    def measure(values: PyTree, batch: Batch, key: jax.Array, sigma: jax.Array) -> jax.Array:
         model, noise = nnx.merge(graph, values), jax.random.wrap_key_data(key)
-        objective: Any = spec.objective
-        errors = objective.errors_at(model, batch, noise, sigma, batch_sharding(mesh))
+        assert isinstance(spec.objective, MeasuresLevels)
+        errors = spec.objective.errors_at(model, batch, noise, sigma, batch_sharding(mesh))
         return jnp.stack([errors, batch.weight])
 
     return measure

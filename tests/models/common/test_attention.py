@@ -9,7 +9,10 @@ from jax.sharding import NamedSharding
 
 from alload_jax.models.common.attention import attention
 from alload_jax.models.common.cudnn import cudnn_rows
+from alload_jax.models.common.segments import AttentionSegments, Segments
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh
+
+LOWERING = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 
 def oracle(query, key, value):
@@ -34,9 +37,16 @@ def test_equals_the_float64_oracle(queries, keys):
 LENGTHS = np.array([7, 1, 0, 4])
 
 
+def first_tokens(lengths):
+    """Rows of one segment each, which begins at the first token."""
+    length = jnp.asarray(lengths)[:, None]
+    segments = Segments(jnp.zeros_like(length), length, None)
+    return AttentionSegments(segments, segments, ((0, 1), (int(max(lengths)), 0)), None)
+
+
 def test_tokens_behind_a_row_s_length_neither_attend_nor_are_attended_to():
     parts = [heads((4, 7, 3, 8), i) for i in range(3)]
-    found = np.asarray(attention(*parts, lengths=jnp.asarray(LENGTHS)))
+    found = np.asarray(attention(*parts, segments=first_tokens(LENGTHS)))
     for row, length in enumerate(LENGTHS):
         alone = oracle(*(part[row : row + 1, :length] for part in parts)) if length else []
         np.testing.assert_allclose(found[row, :length], np.reshape(alone, (-1, 3, 8)), rtol=2e-5)
@@ -47,7 +57,7 @@ def masked_gradients(parts, implementation):
     """Of a sum over all outputs, those of masked tokens too."""
 
     def total(*parts):
-        output = attention(*parts, lengths=jnp.asarray(LENGTHS), implementation=implementation)
+        output = attention(*parts, segments=first_tokens(LENGTHS), implementation=implementation)
         return jnp.sum(
             output.astype(jnp.float32) * jnp.cos(jnp.arange(output.size)).reshape(output.shape)
         )
@@ -82,16 +92,14 @@ def cudnn_calls(function, *parts):
     traced = jax.jit(grads).trace(*parts)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "custom_call @__cudnn" in line]
-    return [re.sub(r"%[\w#:]+", "%", call).strip() for call in calls], str(traced.jaxpr)
+    return [re.sub(r"%[\w#:]+", "%", call).strip() for call in calls]
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_cudnn_is_called_as_jax_calls_it_without_binding_the_program_to_devices(
-    masked, monkeypatch
-):
+def test_cudnn_is_called_as_jax_calls_it(masked, monkeypatch):
     parts = [jax.ShapeDtypeStruct((2, n, 4, 32), jnp.bfloat16) for n in (64, 32, 32)]
     lengths = (jnp.array([3, 64]), jnp.array([5, 32])) if masked else None
-    found, traced = cudnn_calls(lambda *p: cudnn_rows(*p, lengths), *parts)
+    found = cudnn_calls(lambda *p: cudnn_rows(*p, lengths), *parts)
     module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     for name, value in (
         ("check_cudnn_version", 91300),
@@ -101,25 +109,42 @@ def test_cudnn_is_called_as_jax_calls_it_without_binding_the_program_to_devices(
         monkeypatch.setattr(module, name, lambda *_, value=value: value)
     names = ("query_seq_lengths", "key_value_seq_lengths")
     given = dict(zip(names, lengths, strict=True)) if masked else {}
-    theirs, bound = cudnn_calls(
+    theirs = cudnn_calls(
         lambda *p: jax.nn.dot_product_attention(*p, implementation="cudnn", **given), *parts
     )
     assert len(found) == 2
     assert found == theirs
-    assert "fwd_wrapper" in bound  # which JAX partitions; else its own function would do
-    assert "wrapper" not in traced
+
+
+def test_a_program_with_cudnn_is_lowered_once_for_all_devices():
+    """JAX lowers its own primitives of attention anew for each device."""
+    lowered = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, fun_name="", **__: lowered.append(fun_name) if event == LOWERING else None
+    )
+
+    @jax.jit
+    @jax.grad
+    def total(query):
+        return jnp.sum(cudnn_rows(query, query, query).astype(jnp.float32))
+
+    for device in jax.devices()[:3]:
+        placed = jax.sharding.SingleDeviceSharding(device)
+        query = jax.ShapeDtypeStruct((2, 32, 4, 32), jnp.bfloat16, sharding=placed)
+        total.trace(query).lower(lowering_platforms=("cuda",))
+    assert len(lowered) == 1
 
 
 @pytest.mark.parametrize("lengths", [None, (5, 8)], ids=["whole", "masked"])
 def test_each_device_computes_its_own_rows_and_heads(lengths):
     mesh = make_mesh(MeshConfig(tensor=2), jax.devices()[:4])
     sharding, parts = batch_sharding(mesh), [heads((4, 8, 2, 16), i) for i in range(3)]
-    lengths = lengths and jnp.array(lengths * 2)
-    run = jax.jit(lambda *p: attention(*p, lengths=lengths, sharding=sharding))
+    segments = lengths and first_tokens(lengths * 2)
+    run = jax.jit(lambda *p: attention(*p, segments, sharding=sharding))
     placed = jax.device_put(parts, NamedSharding(mesh, jax.P(sharding.spec[0], None, "tensor")))
     program = run.lower(*placed).compile().as_text()
     assert not any(word in program for word in ("all-gather", "all-reduce", "all-to-all"))
-    expected = attention(*parts, lengths=lengths)
+    expected = attention(*parts, segments)
     np.testing.assert_allclose(run(*placed), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,11 +16,9 @@ import safetensors.numpy
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.lora import LoraConfig
-from alload_jax.models.common.safetensor_files import CONFIG_SHA256, SHA256
+from alload_jax.models.common.safetensor_files import CONFIG_SHA256, SHA256, check_sum
 from alload_jax.models.families import abstract_model
-from alload_jax.models.lora_export import BASE_NOTE, write_lora
-from alload_jax.models.lora_files import read_lora
-from alload_jax.models.lora_merge import adapters_of
+from alload_jax.models.lora_files import BASE_NOTE, adapters_of, read_lora, write_lora
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.models.weights import load_weights, read_transformer, save_weights
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
@@ -119,6 +118,24 @@ def test_the_sums_are_those_of_the_bytes(export, adapters):
             assert notes[CONFIG_SHA256] == theirs
         else:
             assert notes[BASE_NOTE] == "x"
+
+
+def test_a_sum_is_of_one_file_also_where_another_takes_its_place(adapters, monkeypatch):
+    opened, safe_open = Path.open, safetensors.safe_open
+
+    def open_once(path, *args):
+        content = opened(path, *args)
+        path.unlink()
+        path.touch()
+        return content
+
+    def open_header(*args, **options):
+        handle = safe_open(*args, **options)
+        monkeypatch.setattr(Path, "open", open_once)
+        return handle
+
+    monkeypatch.setattr(safetensors, "safe_open", open_header)
+    check_sum(adapters)
 
 
 def test_a_changed_config_is_named(export):

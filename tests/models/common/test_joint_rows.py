@@ -7,11 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alload_jax.models.common.condition_tokens import (
-    ConditionTokens,
-    mean_by_sample,
-    side_by_side,
-)
+from alload_jax.models.common.embedding import ConditionTokens, mean_by_sample, side_by_side
 from alload_jax.models.common.joint_rows import bucketed_joint_rows, packed_joint_rows
 from alload_jax.models.common.segments import PADDING, PackedMetadata, segments_of
 
@@ -133,14 +129,14 @@ def test_joining_passes_each_gradient_to_the_token_it_belongs_to():
 def test_bucketed_rows_end_with_the_condition():
     condition = tokens_of([[2], [0]], 4, 0)
     rows = bucketed_joint_rows(5, condition.segments)
-    assert rows.lengths.tolist() == [7, 5]
+    assert rows.segments.query.length.tolist() == [[7], [5]]
     tokens = np.ones((2, 5, WIDTH), np.float32)
     joined = rows.join(tokens, jnp.nan_to_num(condition.values))
     assert joined.shape == (2, 9, WIDTH)
     back, of_condition = rows.separate(joined, 5)
     np.testing.assert_array_equal(back, tokens)
     assert of_condition.shape == (2, 4, WIDTH)
-    assert bucketed_joint_rows(5, None).lengths is None
+    assert bucketed_joint_rows(5, None).segments is None
 
 
 def test_split_samples_need_a_sharding():

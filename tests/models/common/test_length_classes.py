@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.models.common import cudnn
-from alload_jax.models.common.length_classes import length_classes
-from alload_jax.models.common.packed_attention import cudnn_packed, xla_packed
+from alload_jax.models.common.attention import xla_packed
+from alload_jax.models.common.cudnn import cudnn_packed, length_classes
 from alload_jax.models.common.segments import AttentionSegments, segments_of
 
 HEADS, HEAD_DIM = 2, 8

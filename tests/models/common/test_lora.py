@@ -19,11 +19,18 @@ from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.lora import LORA_PATTERN, LoraConfig, dropout_keys
 from alload_jax.models.common.stored import Float8Kernel, quantise, readable, stored_tree
 from alload_jax.models.families import abstract_model, build_model, split_model, training_graph
-from alload_jax.models.lora_export import write_lora
-from alload_jax.models.lora_files import Adapter, Target, read_lora
-from alload_jax.models.lora_merge import adapters_of, given_adapters, merge_adapters, merge_file
+from alload_jax.models.lora_files import (
+    Adapter,
+    Target,
+    adapters_of,
+    given_adapters,
+    merge_adapters,
+    merge_file,
+    read_lora,
+    write_lora,
+)
 from alload_jax.models.wan.config import WanConfig
-from alload_jax.training.base import checksum
+from alload_jax.training.checkpoint_files import checksum
 
 PLAIN = WanConfig(
     dim=16,

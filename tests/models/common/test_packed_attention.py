@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from alload_jax.models.common.attention import attention
-from alload_jax.models.common.length_classes import length_classes
-from alload_jax.models.common.packed_attention import cudnn_packed
+from alload_jax.models.common.cudnn import cudnn_packed, length_classes
 from alload_jax.models.common.segments import PADDING, AttentionSegments, segments_of
 
 HEADS, HEAD_DIM = 2, 8

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alload_jax.models.common.attention import attention
-from alload_jax.models.common.query_blocks import in_query_blocks, query_blocks
+from alload_jax.models.common.attention import attention, in_query_blocks, query_blocks
 
 SHAPES = st.tuples(st.integers(1, 60), st.integers(2, 40_000), st.integers(1, 1200))
 

@@ -1,6 +1,7 @@
 """Sparse attention of rows that hold conditions too, against a mask over all pairs of tokens."""
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -8,19 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alload_jax.models.common.attention import attention_of_rows
+from alload_jax.models.common.attention import attention, xla_packed
 from alload_jax.models.common.joint_rows import bucketed_joint_rows, packed_joint_rows
-from alload_jax.models.common.packed_attention import xla_packed
-from alload_jax.models.common.segments import PADDING, PackedMetadata, segments_of
-from alload_jax.models.common.sparse_attention import SparseAttentionConfig
-from alload_jax.models.common.sparse_attention.region import Choice, Heads, Place, Rows, attend
-from alload_jax.models.common.sparse_attention.selectors import Features
-from alload_jax.models.common.tile_layout import (
+from alload_jax.models.common.segments import (
+    PADDING,
+    PackedMetadata,
     TiledSegment,
     empty_layout,
     joint_clip_layout,
     lay_out,
+    segments_of,
 )
+from alload_jax.models.common.sparse_attention import SparseAttentionConfig
+from alload_jax.models.common.sparse_attention.layer import Choice, Heads, attend
+from alload_jax.models.common.sparse_attention.selectors import Features
 
 HEADS, WIDTH, BLOCK = 2, 4, 64
 DENSITY = 0.4
@@ -80,7 +82,7 @@ def bucketed_case():
     table = np.array([[[0], [0], [0]], [[70], [0], [75]]], np.int32)
     rows = bucketed_joint_rows(LONG.latents, segments_of(table, 75), layout.of_rows(3))
     samples = [(n, LONG._replace(condition=int(table[1, n, 0])), 0) for n in range(3)]
-    return rows, attention_of_rows("xla"), samples
+    return rows, partial(attention, implementation="xla"), samples
 
 
 def allowed_pairs(rows, samples, heads, density):
@@ -132,8 +134,7 @@ def test_latents_attend_to_chosen_tiles_and_conditions_to_all(make, selector):
     *arrays, weight = rng.normal(size=(4, row_count, tokens, HEADS, WIDTH)).astype(np.float32)
     arrays[1] += rng.normal(size=(row_count, 1, HEADS, WIDTH))  # scores that are far apart
     allowed = allowed_pairs(rows, samples, arrays[:2], density)
-    slots = rows.packed.tokens.offset.shape[1]
-    place = Place(*jnp.zeros((3,), jnp.int32))
+    state = jnp.zeros((3,), jnp.int32)
 
     def sparse(arrays):
         query, key, value = arrays
@@ -141,9 +142,7 @@ def test_latents_attend_to_chosen_tiles_and_conditions_to_all(make, selector):
         numbers = jnp.arange(HEADS)
         heads = Heads(query, key, value, features, jnp.full(HEADS, DENSITY), numbers)
         layout, segments = rows.packed.row_tiles, rows.packed.within_tokens()
-        found = attend(
-            heads, Rows(layout, segments, slots), Choice(settings, density, within, place)
-        )
+        found = attend(heads, layout, segments, Choice(settings, density, within, *state))
         return jnp.sum(found * weight), found
 
     def expected(arrays):

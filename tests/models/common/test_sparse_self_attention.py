@@ -13,14 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.errors import InputError
-from alload_jax.models.common.sparse_attention import (
-    SparseAttentionConfig,
-    switching,
-    update_switches,
-)
-from alload_jax.models.common.sparse_attention.head_assignment import balanced_order
-from alload_jax.models.common.sparse_attention.profile import Sample, profile, sample_attention
-from alload_jax.models.common.tile_layout import (
+from alload_jax.models.common.segments import (
     TiledSegment,
     TileLayout,
     empty_layout,
@@ -28,6 +21,10 @@ from alload_jax.models.common.tile_layout import (
     lay_out,
     to_tiles,
 )
+from alload_jax.models.common.sparse_attention import SparseAttentionConfig, update_switches
+from alload_jax.models.common.sparse_attention import config as switching
+from alload_jax.models.common.sparse_attention.layer import balanced_order
+from alload_jax.models.common.sparse_attention.selectors import Sample, profile, sample_attention
 from alload_jax.models.families import build_model, family_of
 from alload_jax.models.wan.config import WanConfig
 from pallas_kernels.block_sparse_attention import PooledScores

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from golden_files import golden_arrays
 
-from alload_jax.models.common.condition_tokens import ConditionTokens
+from alload_jax.models.common.embedding import ConditionTokens
 from alload_jax.models.common.segments import segments_of
 from alload_jax.models.families import read_model_config
 from alload_jax.models.weights import load_weights

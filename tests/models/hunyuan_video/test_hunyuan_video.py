@@ -18,7 +18,7 @@ from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.common.stored import readable, stored_tree
 from alload_jax.models.families import abstract_model, family_of, read_model_config
 from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
-from alload_jax.models.hunyuan_video.weight_table import tensors
+from alload_jax.models.hunyuan_video.family import FAMILY
 from alload_jax.models.weights import load_weights, save_weights
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 
@@ -52,7 +52,7 @@ def test_equals_diffusers_in_outputs_and_all_gradients(case):
     for output, call in zip(outputs, calls, strict=True):
         assert error_of(output, call.output) < 2e-5
     flat = flatten_dict(grads, sep="/")
-    wanted = tensors(config)
+    wanted = FAMILY.tensors(config, "diffusers")
     assert {tensor.key for tensor in wanted} == set(expected)
     assert {tensor.path for tensor in wanted} == set(flat)
     for tensor in wanted:
@@ -67,9 +67,7 @@ def test_weights_go_out_and_come_back_bit_for_bit(case, tmp_path, monkeypatch):
     config = golden_config(case)
     params = golden_params(case, config)
     # The golden files' only difference from what diffusers can load.
-    monkeypatch.setattr(
-        "alload_jax.models.hunyuan_video.conversion._GLYPH_HIDDEN", config.glyph_hidden
-    )
+    monkeypatch.setattr("alload_jax.models.hunyuan_video.family._GLYPH_HIDDEN", config.glyph_hidden)
     files = save_weights(tmp_path / "out", params, config, shard_bytes=40_000)
     assert len(files) > 1
     stored = {}

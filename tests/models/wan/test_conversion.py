@@ -19,7 +19,7 @@ from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.safetensor_files import INDEX
 from alload_jax.models.families import abstract_model, parameter_count, read_model_config
 from alload_jax.models.wan.config import WanConfig
-from alload_jax.models.wan.weight_table import tensors
+from alload_jax.models.wan.family import FAMILY
 from alload_jax.models.weights import (
     load_weights,
     read_transformer,
@@ -70,7 +70,7 @@ def test_equals_diffusers_in_outputs_and_all_gradients(case):
     for output, call in zip(outputs, calls, strict=True):
         assert error_of(np.asarray(output), call.output) < 2e-5
     flat = flatten_dict(grads, sep="/")
-    wanted = tensors(config, "diffusers")
+    wanted = FAMILY.tensors(config, "diffusers")
     assert {tensor.key for tensor in wanted} == set(expected)
     assert {tensor.path for tensor in wanted} == set(flat)
     for tensor in wanted:
@@ -144,7 +144,9 @@ def test_the_originals_names_give_the_same_parameters(case, tmp_path):
     golden = safetensors.numpy.load_file(
         GOLDEN / case / "transformer" / "diffusion_pytorch_model.safetensors"
     )
-    pairs = zip(tensors(config, "diffusers"), tensors(config, "original"), strict=True)
+    pairs = zip(
+        FAMILY.tensors(config, "diffusers"), FAMILY.tensors(config, "original"), strict=True
+    )
     renamed = {theirs.key: golden[ours.key] for ours, theirs in pairs}
     assert len(renamed) == len(golden)
     safetensors.numpy.save_file(renamed, tmp_path / "wan.safetensors")
@@ -155,7 +157,7 @@ def test_the_originals_names_give_the_same_parameters(case, tmp_path):
 
 def test_names_of_the_original_repository():
     config = WanConfig(num_layers=1, text=TextConfig(6, 3))
-    keys = {tensor.key for tensor in tensors(config, "original")}
+    keys = {tensor.key for tensor in FAMILY.tensors(config, "original")}
     block = "blocks.0."
     attention = [f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"]
     linear = ["patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0"]

@@ -10,9 +10,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from alload_jax.models.common.config import TextConfig
-from alload_jax.models.common.patches import patchify, unpatchify
-from alload_jax.models.common.rotary import grid_positions
+from alload_jax.models.common.parts import patchify, unpatchify
 from alload_jax.models.common.segments import PackedMetadata, segments_of
+from alload_jax.models.common.sublayers import grid_positions
 from alload_jax.models.families import family_of
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.models.wan.transformer import WanTransformer

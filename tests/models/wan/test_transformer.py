@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from alload_jax.errors import InputError
-from alload_jax.models.common import remat
 from alload_jax.models.common.cudnn import cudnn_rows
+from alload_jax.models.common.layers import rematerialise
 from alload_jax.models.wan.config import WanConfig
 from alload_jax.models.wan.transformer import WanTransformer
 from alload_jax.planning.remat import RematPolicy
@@ -286,7 +286,7 @@ def test_fused_attention_goes_to_the_host_where_its_keys_are_many(keys):
     parts = [jax.ShapeDtypeStruct((1, n, 2, 64), jnp.bfloat16) for n in (256, keys, keys)]
 
     def kept(policy):
-        run = remat.rematerialise(lambda *p: cudnn_rows(*p) * 1, policy, in_loop=False)
+        run = rematerialise(lambda *p: cudnn_rows(*p) * 1, policy, in_loop=False)
         saved = jax.eval_shape(lambda *p: jax.vjp(run, *p)[1], *parts)
         return sum(leaf.shape == parts[0].shape for leaf in jax.tree.leaves(saved)) - 1
 

@@ -5,15 +5,15 @@ blocks of keys hold most of the attention; a selector says which blocks those ar
 switches from dense attention to lists of blocks when both are good enough, by itself.
 """
 
-from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
-from alload_jax.models.common.sparse_attention.layer import RowsOfLayer, SparseSelfAttention
-from alload_jax.models.common.sparse_attention.switching import (
+from alload_jax.models.common.sparse_attention.config import (
+    SparseAttentionConfig,
     forced_state,
     number_layers,
     switch_metrics,
     switch_records,
     update_switches,
 )
+from alload_jax.models.common.sparse_attention.layer import RowsOfLayer, SparseSelfAttention
 
 __all__ = [
     "RowsOfLayer",

@@ -1,9 +1,15 @@
-"""Config of sparse self-attention."""
+"""Config of sparse self-attention, and which layers have switched to it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import PyTree
 
 from alload_jax.errors import InputError
+from alload_jax.models.common.parts import Auxiliary
 
 SelectorName = Literal["predictor", "pooled", "random", "all"]
 
@@ -68,41 +74,36 @@ class SparseAttentionConfig:
     forced: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.selector not in get_args(SelectorName):
-            names = ", ".join(get_args(SelectorName))
-            raise InputError(_message("selector", self.selector, f"choose one of {names}"))
-        if self.block not in (64, 128):
-            raise InputError(_message("block", self.block, "it must be 64 or 128"))
-        for name in ("rank", "profile_every", "sparse_profile_every", "profile_blocks"):
-            if getattr(self, name) < 1:
-                raise InputError(_message(name, getattr(self, name), "it must be at least 1"))
-        if self.rank % 2:
-            raise InputError(_message("rank", self.rank, "it must be even"))
-        for name in ("min_tokens", "dense_steps", "anneal_steps"):
-            if getattr(self, name) < 0:
-                raise InputError(_message(name, getattr(self, name), "it must be 0 or more"))
-        for name in ("coverage", "max_density", "min_density"):
-            if not 0 < getattr(self, name) <= 1:
-                wanted = "it must be above 0 and at most 1"
+        known, most = get_args(SelectorName), self.max_density
+        share = "above 0 and at most 1"
+        self._require("selector", f"choose one of {', '.join(known)}", lambda value: value in known)
+        self._require("block", "it must be 64 or 128", lambda value: value in (64, 128))
+        counts = "rank profile_every sparse_profile_every profile_blocks"
+        self._require(counts, "it must be at least 1", lambda value: value >= 1)
+        self._require("rank", "it must be even", lambda value: value % 2 == 0)
+        numbers = "min_tokens dense_steps anneal_steps"
+        self._require(numbers, "it must be 0 or more", lambda value: value >= 0)
+        shares = "coverage max_density min_density"
+        self._require(shares, f"it must be {share}", lambda value: 0 < value <= 1)
+        shares = "decay min_sparsity min_recall hysteresis"
+        self._require(shares, "it must be from 0 to 1", lambda value: 0 <= value <= 1)
+        wanted = f"it must be at most max_density, {most}"
+        self._require("min_density", wanted, lambda value: value <= most)
+        wanted = (
+            f"it must be at least 1 - max_density, {1 - most:g}: a layer that is less sparse needs "
+            "longer lists"
+        )
+        if self.forced is None:
+            self._require("min_sparsity", wanted, lambda value: value >= 1 - most - 1e-9)
+        for name in ("capacities", "forced"):
+            for density in getattr(self, name) or ():
+                if not 0 < density <= 1:
+                    raise InputError(_message(name, getattr(self, name), f"each must be {share}"))
+
+    def _require(self, names: str, wanted: str, is_good: Callable[[PyTree], bool]) -> None:
+        for name in names.split():
+            if not is_good(getattr(self, name)):
                 raise InputError(_message(name, getattr(self, name), wanted))
-        for name in ("decay", "min_sparsity", "min_recall", "hysteresis"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(_message(name, getattr(self, name), "it must be from 0 to 1"))
-        if self.min_density > self.max_density:
-            wanted = f"it must be at most max_density, {self.max_density}"
-            raise InputError(_message("min_density", self.min_density, wanted))
-        if not all(0 < each <= 1 for each in self.capacities):
-            wanted = "each must be above 0 and at most 1"
-            raise InputError(_message("capacities", self.capacities, wanted))
-        if self.forced is None and self.min_sparsity < 1 - self.max_density - 1e-9:
-            wanted = (
-                f"it must be at least 1 - max_density, {1 - self.max_density:g}: a layer that is "
-                "less sparse needs longer lists"
-            )
-            raise InputError(_message("min_sparsity", self.min_sparsity, wanted))
-        if self.forced is not None and not all(0 < each <= 1 for each in self.forced):
-            wanted = "each must be above 0 and at most 1"
-            raise InputError(_message("forced", self.forced, wanted))
 
     def check_layers(self, layers: int) -> None:
         """Raises InputError if the forced densities are not one for each layer."""
@@ -110,7 +111,7 @@ class SparseAttentionConfig:
             wanted = f"give {layers}, one for each of model.num_layers"
             raise InputError(_message("forced", f"{len(self.forced)} densities", wanted))
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """The fields that determine a checkpoint's arrays, as JSON values."""
         return {"selector": self.selector} | (
             {"rank": self.rank} if self.selector == "predictor" else {}
@@ -138,3 +139,144 @@ class SparseAttentionConfig:
 
 def _message(field: str, value: object, wanted: str) -> str:
     return f"model.sparse_attention.{field} is {value}; {wanted}"
+
+
+PROFILED, SPARSITY, RECALL = "attention_profiled", "attention_sparsity", "attention_recall"
+"""Names of auxiliary values: 1 where a sample was measured, and what was found; else 0."""
+PREDICTOR_LOSS = "attention_predictor_loss"
+"""Likewise; the name's end has the objective minimise it."""
+PREDICTOR_PATTERN = "sparse_attention/selector"
+"""Matches the parameters of predictors in every family."""
+PREDICTOR_NAME = f"blocks/{PREDICTOR_PATTERN}/query/kernel"
+"""The name of one of them."""
+SPARSE_LAYERS, DENSITY = "attention_sparse_layers", "attention_density"
+"""Names of logged values: share of the layers that are sparse, and of the blocks attended to."""
+
+
+class SwitchState(nnx.Variable):
+    """A value of a layer's state; not trained, updated after each step."""
+
+
+class Switch(nnx.Module):
+    """The state of a layer.
+
+    Attributes:
+      layer: int32, number of the layer.
+      step: int32, optimizer steps done.
+      measured: int32, measurements that the averages hold.
+      sparsity: [num_heads], moving average of measurements.
+      recall: [num_heads], likewise, of the selector.
+      loss: likewise, of the predictor; 0 for other selectors.
+      sparse: bool, whether attention is sparse.
+      density: [num_heads], share of the blocks of keys that lists hold while it is.
+    """
+
+    def __init__(self, config: SparseAttentionConfig, num_heads: int):
+        self.layer = SwitchState(jnp.zeros((), jnp.int32))
+        self.step = SwitchState(jnp.zeros((), jnp.int32))
+        self.measured = SwitchState(jnp.zeros((), jnp.int32))
+        self.sparsity = SwitchState(jnp.zeros(num_heads))
+        self.recall = SwitchState(jnp.zeros(num_heads))
+        self.loss = SwitchState(jnp.zeros(()))
+        self.sparse = SwitchState(jnp.zeros((), bool))
+        self.density = SwitchState(jnp.full(num_heads, config.max_density))
+
+
+def number_layers(switch: Switch, config: SparseAttentionConfig, layers: int) -> None:
+    """Gives stacked layers their numbers, and their forced densities."""
+    switch.layer[...] = jnp.arange(layers, dtype=jnp.int32)
+    for name, value in forced_state(config, {"density": switch.density[...]}).items():
+        getattr(switch, name)[...] = value
+
+
+def forced_state(config: SparseAttentionConfig, state: Auxiliary) -> Auxiliary:
+    """The state with the forced densities of the config, if it has any.
+
+    A run may be continued with other densities than those of its checkpoint.
+
+    Args:
+      config: its `forced`.
+      state: values of `Switch`, stacked over layers.
+    """
+    if config.forced is None:
+        return state
+    forced = jnp.asarray(config.forced)
+    density = jnp.broadcast_to(forced[:, None], state["density"].shape)
+    return state | {"sparse": forced < 1, "density": density}
+
+
+def update_switches(
+    config: SparseAttentionConfig, state: Auxiliary, auxiliary: Auxiliary
+) -> Auxiliary:
+    """The state of all layers after an optimizer step.
+
+    Args:
+      config: thresholds and rates.
+      state: values of `Switch`, stacked over layers.
+      auxiliary: means over the samples of the step, [layers, ...].
+    """
+    state = state | {"step": state["step"] + 1}
+    state |= _averaged(config, state, auxiliary)
+    if config.forced is not None:
+        return state
+    sparsity, recall = (state[name].mean(axis=-1) for name in ("sparsity", "recall"))
+    slack = jnp.where(state["sparse"], config.hysteresis, 0.0)
+    enough = (sparsity >= config.min_sparsity - slack) & (recall >= config.min_recall - slack)
+    sparse = enough & (state["measured"] > 0) & (state["step"] >= config.dense_steps)
+    fall = (config.max_density - config.min_density) / max(1, config.anneal_steps)
+    wanted = jnp.clip(1 - state["sparsity"], config.min_density, config.max_density)
+    annealed = jnp.maximum(wanted, state["density"] - fall)
+    density = jnp.where(sparse[:, None], annealed, config.max_density)
+    return state | {"sparse": sparse, "density": density}
+
+
+def switch_metrics(
+    config: SparseAttentionConfig, state: Auxiliary, auxiliary: Auxiliary
+) -> Auxiliary:
+    """Scalars to log: averages over layers and heads of what is measured.
+
+    Args:
+      config: which says what is.
+      state: values of `Switch` after the step, stacked over layers.
+      auxiliary: means over the samples of the step, [layers, ...]; others are logged as they are.
+    """
+    own = (PROFILED, SPARSITY, RECALL, PREDICTOR_LOSS)
+    metrics = {name: jnp.mean(value) for name, value in auxiliary.items() if name not in own}
+    records = switch_records(config, state)
+    if config.measures:
+        metrics |= {SPARSITY: records["sparsity"].mean(), RECALL: records["recall"].mean()}
+    if config.selector == "predictor":
+        metrics[PREDICTOR_LOSS] = state["loss"].mean()
+    sparse_layers = records["sparse"].mean(dtype=jnp.float32)
+    return metrics | {SPARSE_LAYERS: sparse_layers, DENSITY: records["density"].mean()}
+
+
+def switch_records(config: SparseAttentionConfig, state: Auxiliary) -> Auxiliary:
+    """What runs record of each layer: sparsity, recall and density by head, and whether sparse.
+
+    Args:
+      config: its selector.
+      state: values of `Switch`, stacked over layers.
+    """
+    density = 1.0 if config.selector == "all" else state["density"]
+    density = jnp.where(state["sparse"][:, None], density, jnp.ones_like(state["density"]))
+    measured = {name: state[name] for name in ("sparsity", "recall", "sparse")}
+    return measured | {"density": density}
+
+
+def _averaged(config: SparseAttentionConfig, state: Auxiliary, auxiliary: Auxiliary) -> Auxiliary:
+    """Measurements of this step in the moving averages, if there are any."""
+    share = auxiliary[PROFILED]
+    some = share > 0
+    # An average of few measurements weighs them alike.
+    rate = jnp.maximum(1 - config.decay, 1 / (1 + state["measured"]))
+    averaged: Auxiliary = {"measured": state["measured"] + some}
+    for name, key in (("sparsity", SPARSITY), ("recall", RECALL), ("loss", PREDICTOR_LOSS)):
+        if key not in auxiliary:
+            continue
+        old, found = state[name], auxiliary[key]
+        per_layer = (-1, *(1,) * (found.ndim - 1))
+        moved = found / jnp.where(some, share, 1.0).reshape(per_layer)
+        moved = old + rate.reshape(per_layer) * (moved - old)
+        averaged[name] = jnp.where(some.reshape(per_layer), moved, old)
+    return {name: new.astype(state[name].dtype) for name, new in averaged.items()}

@@ -1,40 +1,62 @@
-"""The self-attention of a layer: dense or sparse, as its state says."""
+"""The self-attention of a layer: dense or sparse, as its state says.
 
+All-to-alls exchange tokens of split samples for heads, as for dense attention (`split_packed`).
+Heads of a sparse layer cost what their densities say, so that each rank gets heads of about the
+same total density.
+"""
+
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from alload_jax.models.common.attention import (
     AttentionImplementation,
+    Within,
     attention,
-    attention_of_rows,
     attention_within,
     head_spec,
+    heads_together,
+    tokens_together,
 )
-from alload_jax.models.common.output import Auxiliary
-from alload_jax.models.common.rotary import RotaryTable
-from alload_jax.models.common.segments import PackedMetadata, SplitRows
-from alload_jax.models.common.sparse_attention import switching
-from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
-from alload_jax.models.common.sparse_attention.profile import Profile
-from alload_jax.models.common.sparse_attention.region import (
-    Choice,
-    Heads,
-    Place,
-    Rows,
-    attend,
-    measure,
+from alload_jax.models.common.joint_rows import to_samples, with_condition_blocks
+from alload_jax.models.common.parts import BLOCK_LISTS, Auxiliary
+from alload_jax.models.common.segments import (
+    PADDING,
+    AttentionSegments,
+    PackedMetadata,
+    SplitRows,
+    TileLayout,
+    from_tiles,
+    to_tiles,
+    whole_blocks,
 )
-from alload_jax.models.common.sparse_attention.selectors import TokensOfLayer, make_selector
-from alload_jax.models.common.sparse_attention.split_rows import attend_split, measure_split
-from alload_jax.models.common.sparse_attention.switching import Switch
-from alload_jax.models.common.split_attention import Within
-from alload_jax.models.common.tile_layout import TileLayout
+from alload_jax.models.common.sparse_attention import config as switching
+from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig, Switch
+from alload_jax.models.common.sparse_attention.selectors import (
+    Features,
+    Predictor,
+    Profile,
+    block_scores,
+    profile,
+    sample_attention,
+)
+from alload_jax.models.common.sublayers import RotaryTable
+from alload_jax.sharding.mesh import CONTEXT
+from pallas_kernels.block_sparse_attention import (
+    BlockLists,
+    PooledScores,
+    block_sparse_attention,
+    top_k_blocks,
+)
 
 Samples = TileLayout | PackedMetadata
 """The samples of rows: one in each, all in the same tiles, or packed."""
@@ -47,55 +69,89 @@ class RowsOfLayer(NamedTuple):
       x: [R, S, width], input of the attention.
       heads: query, key and value, [R, S, num_heads, head_dim] each.
       rotary: table that queries and keys were rotated by, [S, ...] or [R, S, ...].
-      layout: tiles of rows that hold one sample each, whose tokens are in the order of the tiles;
-        None if their attention is always dense.
-      packed: the segments of packed rows, with their tiles; None for rows of one sample each.
+      samples: segments of the rows, with their tiles; or the tiles of rows that hold one sample
+        each, whose tokens are in the order of the tiles; None for such rows if their attention is
+        always dense.
+      segments: positions of the samples for dense attention; None for rows of one sample each.
+      slots: M, where auxiliary values are of the samples of packed rows; 0 for one sample in each.
       implementation: of dense attention.
       sharding: of the rows over a mesh of Auto axes.
-      lengths: [R] int32, tokens of rows that hold one sample each and its condition, whose segments
-        and tiles `packed` says too; None for other rows.
     """
 
     x: jax.Array
     heads: tuple[jax.Array, jax.Array, jax.Array]
     rotary: RotaryTable
-    layout: TileLayout | None
-    packed: PackedMetadata | None
+    samples: Samples | None
+    segments: AttentionSegments | SplitRows | None
+    slots: int
     implementation: AttentionImplementation
     sharding: NamedSharding | None
-    lengths: jax.Array | None = None
 
     def dense(self) -> jax.Array:
         """Dense attention."""
-        packed = self.packed if self.lengths is None else None
         return attention(
             *self.heads,
-            segments=None if packed is None else packed.within_tokens(),
-            lengths=self.lengths,
+            segments=self.segments,
             implementation=self.implementation,
             sharding=self.sharding,
         )
 
     def within(self) -> Within | None:
-        """Dense attention within the segments of one device's packed rows."""
-        if self.packed is None:
+        """Dense attention within the segments of one device's rows."""
+        if self.segments is None:
             return None
-        if self.lengths is not None:
-            return attention_of_rows(self.implementation)
+        if not self.slots:
+            return partial(attention, implementation=self.implementation)
         return attention_within(*self.heads[:2], self.implementation, self.sharding)
 
-    def samples(self) -> Samples | None:
+    def tiled_samples(self) -> Samples | None:
         """The samples, if some of them may have sparse attention."""
-        if self.packed is None:
-            return None if self.layout is None else self.layout.of_rows(len(self.x))
-        return None if self.packed.tiles() is None else self.packed
+        if isinstance(self.samples, TileLayout):
+            return self.samples.of_rows(len(self.x))
+        return None if self.samples is None or self.samples.tiles() is None else self.samples
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
         """Shape of the auxiliary values of samples: (R,), or (R, M) for packed rows."""
-        if self.packed is None or self.lengths is not None:
-            return self.x.shape[:1]
-        return self.packed.tokens.offset.shape
+        return (len(self.x), self.slots) if self.slots else (len(self.x),)
+
+
+class Heads(NamedTuple):
+    """Some heads of a layer.
+
+    Attributes:
+      query, key, value: [R, S, H, head_dim]; no value to measure.
+      features: the selector's, of the tokens; None where scores do not depend on them.
+      density: [H], share of the blocks of keys that lists hold.
+      number: [H] int32, the number of each head in the layer.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array | None
+    features: Features | None
+    density: jax.Array
+    number: jax.Array
+
+
+class Choice(NamedTuple):
+    """How blocks are chosen.
+
+    Attributes:
+      config: the layer's.
+      list_density: the most that lists hold, as a share of the longest sample's blocks.
+      within: dense attention within segments; None for rows of one sample each.
+      step: int32, training step.
+      layer: int32, number of the layer.
+      measured: int32, measurements of the layer so far.
+    """
+
+    config: SparseAttentionConfig
+    list_density: float
+    within: Within | None
+    step: jax.Array
+    layer: jax.Array
+    measured: jax.Array
 
 
 class SparseSelfAttention(nnx.Module):
@@ -112,7 +168,11 @@ class SparseSelfAttention(nnx.Module):
     ):
         self.config = config
         self.switch = Switch(config, num_heads)
-        self.selector = make_selector(config, width, num_heads, dtype, rngs)
+        self.selector = (
+            Predictor(width, num_heads, config.rank, dtype, rngs=rngs)
+            if config.selector == "predictor"
+            else None
+        )
 
     def __call__(self, rows: RowsOfLayer) -> tuple[jax.Array, Auxiliary]:
         """Attends, and measures every few steps.
@@ -120,13 +180,17 @@ class SparseSelfAttention(nnx.Module):
         Returns:
           [R, S, num_heads, head_dim]; auxiliary values of each sample.
         """
-        samples = rows.samples()
+        samples = rows.tiled_samples()
         if samples is None:
             return rows.dense(), self._auxiliary(rows, None)
-        profile = self._profile(rows, samples)
+        profile = self._profile(rows, samples) if self.config.measures else None
         densities = self.config.list_densities()
-        sparse = [partial(self._sparse, rows, samples, density) for density in densities]
-        output = jax.lax.switch(self._branch(densities), [rows.dense, *sparse])
+
+        def sparse(density: float) -> jax.Array:
+            return self._on_devices((attend, attend_split), head_spec, density, rows, samples)
+
+        lists = [partial(sparse, density) for density in densities]
+        output = jax.lax.switch(self._branch(densities), [rows.dense, *lists])
         return output, self._auxiliary(rows, profile)
 
     def _branch(self, densities: tuple[float, ...]) -> jax.Array:
@@ -135,68 +199,87 @@ class SparseSelfAttention(nnx.Module):
         enough = jnp.asarray(densities, jnp.float32) >= densest
         return jnp.where(self.switch.sparse[...], jnp.maximum(enough.sum(dtype=jnp.int32), 1), 0)
 
-    def _profile(self, rows: RowsOfLayer, samples: Samples) -> Profile | None:
-        """What this step finds; zeros if it does not measure, None where nothing ever does."""
-        config = self.config
-        if not config.measures:
-            return None
+    def _profile(self, rows: RowsOfLayer, samples: Samples) -> Profile:
+        """What this step finds; zeros if it does not measure."""
 
         def found() -> Profile:
-            run = partial(_measure_rows, config, rows.within())
-            heads = self._heads(rows)._replace(value=None)
-            return self._on_devices(run, _profile_specs, rows, heads, samples)
+            return self._on_devices((measure, measure_split), _profile_specs, 1.0, rows, samples)
 
         def nothing() -> Profile:
-            slots = 1 if len(rows.sample_shape) == 1 else rows.sample_shape[1]
-            none = jnp.zeros((len(rows.x), slots))
-            per_head = jnp.zeros((*none.shape, rows.heads[0].shape[2]))
-            return Profile(none, per_head, per_head, per_head)
+            return _no_profile((len(rows.x), rows.slots or 1), rows.heads[0].shape[2])
 
+        config = self.config
         every = jnp.where(
             self.switch.sparse[...], config.sparse_profile_every, config.profile_every
         )
         return jax.lax.cond(self.switch.step[...] % every == 0, found, nothing)
 
-    def _sparse(self, rows: RowsOfLayer, samples: Samples, list_density: float) -> jax.Array:
-        run = partial(_attend_rows, self.config, rows.within(), list_density)
-        return self._on_devices(run, head_spec, rows, self._heads(rows), samples)
-
-    def _heads(self, rows: RowsOfLayer) -> Heads:
-        query, key, value = rows.heads
-        tokens = TokensOfLayer(rows.x, query, key, rows.rotary, rows.sharding)
-        number = jnp.arange(query.shape[2], dtype=jnp.int32)
-        return Heads(query, key, value, self.selector(tokens), self.switch.density[...], number)
+    def _features(self, rows: RowsOfLayer) -> Features | None:
+        """Of all tokens; None where scores do not depend on them."""
+        if self.selector is not None:
+            return self.selector(rows.x, rows.rotary, rows.sharding)
+        if self.config.selector == "pooled":
+            # Queries and keys themselves (as VSA's coarse stage, arXiv 2505.13389).
+            return Features(*jax.lax.stop_gradient(rows.heads[:2]))
+        return None
 
     def _on_devices(
         self,
-        run: Callable[..., Any],
-        out_specs: Callable[[NamedSharding], Any],
+        functions: tuple[Callable[..., PyTree], Callable[..., PyTree]],
+        out_specs: Callable[[NamedSharding], PyTree],
+        density: float,
         rows: RowsOfLayer,
-        heads: Heads,
         samples: Samples,
-    ) -> Any:
-        """Runs on each device's rows and heads; nothing but split samples is communicated."""
-        switch, sharding = self.switch, rows.sharding
-        place = Place(switch.step[...], switch.layer[...], switch.measured[...])
+    ) -> PyTree:
+        """Runs on each device's rows and heads; nothing but split samples is communicated.
+
+        Args:
+          functions: `attend` and `attend_split`, or `measure` and `measure_split`.
+          out_specs: of what they return, by the sharding of the rows.
+          density: of the lists.
+          rows: the layer's.
+          samples: of the rows.
+        """
+        of_rows, of_split = functions
+        switch, sharding, within = self.switch, rows.sharding, rows.within()
+
+        def run(
+            heads: Heads, samples: Samples, state: tuple[jax.Array, jax.Array, jax.Array]
+        ) -> PyTree:
+            choice = Choice(self.config, density, within, *state)
+            if isinstance(samples, TileLayout):
+                return of_rows(heads, samples, None, choice)
+            if samples.split is not None:
+                return of_split(heads, samples, choice)
+            return of_rows(heads, samples.row_tiles, samples.within_tokens(), choice)
+
+        query, key, value = rows.heads
+        heads = Heads(
+            query,
+            key,
+            None if of_rows is measure else value,
+            self._features(rows),
+            switch.density[...],
+            jnp.arange(query.shape[2], dtype=jnp.int32),
+        )
+        state = (switch.step[...], switch.layer[...], switch.measured[...])
         if sharding is None or sharding.mesh.size == 1:
-            return run(heads, samples, place)
+            return run(heads, samples, state)
         by_head = head_spec(sharding)
         of_heads = PartitionSpec(by_head[2])
-        split: Any = Heads
-        in_specs = split(*(by_head,) * 4, density=of_heads, number=of_heads)
+        specs: PyTree = Heads
+        in_specs = specs(*(by_head,) * 4, density=of_heads, number=of_heads)
         return jax.shard_map(
             run,
             mesh=sharding.mesh,
             in_specs=(in_specs, PartitionSpec(by_head[0]), PartitionSpec()),
             out_specs=out_specs(sharding),
             check_vma=False,
-        )(heads, samples, place)
+        )(heads, samples, state)
 
     def _auxiliary(self, rows: RowsOfLayer, profile: Profile | None) -> Auxiliary:
         shape, num_heads = rows.sample_shape, rows.heads[0].shape[2]
-        if profile is None:
-            per_head = jnp.zeros((*shape, num_heads))
-            profile = Profile(jnp.zeros(shape), per_head, per_head, per_head)
+        profile = _no_profile(shape, num_heads) if profile is None else profile
         auxiliary = {
             switching.PROFILED: profile.found.reshape(shape),
             switching.SPARSITY: profile.sparsity.reshape(*shape, num_heads),
@@ -207,41 +290,266 @@ class SparseSelfAttention(nnx.Module):
         return auxiliary
 
 
-def _profile_specs(sharding: NamedSharding) -> Any:
+def _no_profile(shape: tuple[int, ...], num_heads: int) -> Profile:
+    per_head = jnp.zeros((*shape, num_heads))
+    return Profile(jnp.zeros(shape), per_head, per_head, per_head)
+
+
+def _profile_specs(sharding: NamedSharding) -> PyTree:
     by_head = head_spec(sharding)
     return Profile(PartitionSpec(by_head[0]), *(by_head,) * 3)  # type: ignore[arg-type]
 
 
-def _attend_rows(
-    config: SparseAttentionConfig,
-    within: Within | None,
-    list_density: float,
-    heads: Heads,
-    samples: Samples,
-    place: Place,
+# ---------------------------------------------------------------- samples of one device
+
+
+def attend(
+    heads: Heads, layout: TileLayout | None, segments: AttentionSegments | None, choice: Choice
 ) -> jax.Array:
-    choice = Choice(config, list_density, within, place)
-    if isinstance(samples, PackedMetadata) and samples.split is not None:
-        return attend_split(heads, samples.split, choice)
-    return attend(heads, _rows(samples), choice)
+    """Sparse attention of the samples that have tiles, dense attention of the others.
+
+    Condition tokens that stand in the row are attended to by all tokens of their sample, and attend
+    to all of them.
+
+    Args:
+      heads: some heads of the layer.
+      layout: tiles of the samples; None if none has any.
+      segments: positions of the samples; None for rows of one sample each.
+      choice: how blocks are chosen.
+
+    Returns:
+      [R, S, H, head_dim].
+    """
+    assert heads.value is not None
+    arrays = (heads.query, heads.key, heads.value)
+    if layout is None:
+        return _dense(choice, *arrays, segments)
+    query, key, value = (to_tiles(each, layout) for each in arrays)
+    lists, tiles = _lists(heads, layout, choice), layout.condition
+    if tiles is not None:
+        lists = with_condition_blocks(lists, layout)
+        key, value = (
+            jnp.concatenate([part, to_tiles(each, tiles)], axis=1)
+            for part, each in ((key, heads.key), (value, heads.value))
+        )
+    output = from_tiles(block_sparse_attention(query, key, value, lists), layout)
+    if tiles is not None:
+        assert segments is not None
+        asking = to_tiles(heads.query, tiles)
+        seen = _dense(choice, asking, *arrays[1:], to_samples(tiles, segments))
+        output = output + from_tiles(seen, tiles)
+    if layout.covers_all:
+        return output
+    assert segments is not None
+    return output + _dense(choice, *arrays, _untiled(segments, layout, choice.config))
 
 
-def _measure_rows(
-    config: SparseAttentionConfig,
-    within: Within | None,
-    heads: Heads,
-    samples: Samples,
-    place: Place,
+def _untiled(
+    segments: AttentionSegments, layout: TileLayout, config: SparseAttentionConfig
+) -> AttentionSegments:
+    """The samples that have no tiles: their latents have fewer than `min_tokens` tokens."""
+    if layout.condition is None:
+        shortest = config.min_tokens
+        return segments.only(segments.query.length < shortest, shortest - 1)
+    tiled = layout.of_slots(segments.query.length.shape[1]).any(axis=-1)
+    beside = layout.longest_condition * layout.block
+    return segments.only(~tiled, config.min_tokens - 1 + beside)
+
+
+def measure(
+    heads: Heads, layout: TileLayout | None, segments: AttentionSegments | None, choice: Choice
 ) -> Profile:
-    choice = Choice(config, 1.0, within, place)
-    if isinstance(samples, PackedMetadata) and samples.split is not None:
-        return measure_split(heads, samples, choice)
-    return measure(heads, _rows(samples), choice)
+    """Profile of the samples that have tiles, by segment: [R, M, ...]; arguments as `attend`."""
+    slots = 1 if segments is None else segments.query.offset.shape[1]
+    if layout is None:
+        return _no_profile((len(heads.query), slots), len(heads.number))
+    query, key = (whole_blocks(x, layout) for x in (heads.query, heads.key))
+    sample = sample_attention(query, key, layout, choice.measured, choice.config)
+    of_block = jnp.take_along_axis(layout.segments, sample.block, axis=1)
+    sampled = of_block[..., None] == jnp.arange(slots)
+    return profile(sample, _scores(heads, layout, choice), sampled, choice.config)
 
 
-def _rows(samples: Samples) -> Rows:
-    if isinstance(samples, TileLayout):
-        return Rows(samples, None, 1)
-    segments = samples.within_tokens()
-    assert not isinstance(segments, SplitRows)
-    return Rows(samples.row_tiles, segments, samples.tokens.offset.shape[1])
+def _dense(
+    choice: Choice,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: AttentionSegments | None,
+) -> jax.Array:
+    assert choice.within is not None
+    assert segments is not None
+    return choice.within(query, key, value, segments)
+
+
+def _scores(heads: Heads, layout: TileLayout, choice: Choice) -> PooledScores | jax.Array:
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), choice.step), choice.layer)
+    return block_scores(choice.config, heads.features, layout, heads.number, key)
+
+
+def _lists(heads: Heads, layout: TileLayout, choice: Choice) -> BlockLists:
+    """The chosen blocks, named so that a recomputed layer cannot choose otherwise.
+
+    They are kept in an array of the layer's longest lists, which the branches of a conditional
+    share.
+    """
+    density = jnp.ones_like(heads.density) if choice.config.selector == "all" else heads.density
+    most, kept = (
+        min(layout.blocks, math.ceil(density * layout.longest))
+        for density in (choice.list_density, choice.config.list_densities()[0])
+    )
+    share = density[None, :, None] * layout.blocks_of_segment()[:, None]
+    lists = top_k_blocks(
+        _scores(heads, layout, choice),
+        jnp.clip(jnp.ceil(share).astype(jnp.int32), 1, most),
+        layout.block_segments,
+        layout.tokens,
+        layout.tokens,
+        k_max=most,
+        query_block=layout.block,
+        key_block=layout.block,
+    )
+    # Half the bytes of int32 wherever a row has fewer than 4 million tokens.
+    small = jnp.uint16 if layout.blocks <= jnp.iinfo(jnp.uint16).max else jnp.int32
+    indices = jnp.pad(lists.indices.astype(small), ((0, 0),) * 3 + ((0, kept - most),))
+    indices = checkpoint_name(indices, BLOCK_LISTS)[..., :most].astype(jnp.int32)
+    return replace(lists, indices=indices, counts=checkpoint_name(lists.counts, BLOCK_LISTS))
+
+
+# ---------------------------------------------------------------- samples over a context group
+
+
+def balanced_order(cost: jax.Array, ranks: int) -> jax.Array:
+    """Orders heads so that equal consecutive parts of them have about the same total cost.
+
+    Longest processing time first: the most costly head left goes to the rank with the least cost
+    so far that has room, as each rank has the same number of heads (DSV, arXiv 2502.07590,
+    section 5).
+
+    Args:
+      cost: [H] float32, at least 0.
+      ranks: number of parts; it divides H.
+
+    Returns:
+      [H] int32, the heads of the first rank, then those of the second, and so on.
+    """
+    heads = len(cost)
+    room = heads // ranks
+    falling = jnp.argsort(-cost, stable=True).astype(jnp.int32)
+
+    def give(
+        place: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        order, load, count = state
+        head = falling[place]
+        rank = jnp.argmin(jnp.where(count < room, load, jnp.inf))
+        order = order.at[rank * room + count[rank]].set(head)
+        return order, load.at[rank].add(cost[head]), count.at[rank].add(1)
+
+    none = jnp.zeros(ranks, jnp.int32)
+    start = (jnp.zeros(heads, jnp.int32), jnp.zeros(ranks, jnp.float32), none)
+    return jax.lax.fori_loop(0, heads, give, start)[0]
+
+
+def attend_split(heads: Heads, packed: PackedMetadata, choice: Choice) -> jax.Array:
+    """`attend` for the row of one rank, [1, T, H, head_dim]. It must run inside `shard_map`."""
+    split = packed.split
+    assert split is not None
+    count = split.split_tokens
+    order = jnp.arange(len(heads.number), dtype=jnp.int32)
+    if choice.config.balance_heads:
+        order = balanced_order(heads.density, jax.lax.axis_size(CONTEXT))
+    back = jnp.argsort(order)
+    front = _of_tokens(heads, slice(None, count), lambda x: tokens_together(_taken(x, order, back)))
+    output = attend(_of_rank(front, order), *_group_rows(split), choice)
+    outputs = [_taken(heads_together(output), back, order)]
+    if count < heads.query.shape[1]:
+        behind = _of_tokens(heads, slice(count, None), lambda x: x)
+        outputs.append(attend(behind, *_own_rows(split), choice))
+    return jnp.concatenate(outputs, axis=1)
+
+
+def measure_split(heads: Heads, packed: PackedMetadata, choice: Choice) -> Profile:
+    """`measure` for the row of one rank, [1, M, ...]. It must run inside `shard_map`.
+
+    Each part of a split sample has the values of the sample.
+    """
+    split = packed.split
+    assert split is not None
+    count = split.split_tokens
+    order = jnp.arange(len(heads.number), dtype=jnp.int32)
+    front = _of_tokens(heads, slice(None, count), tokens_together)
+    group = measure(_of_rank(front, order), *_group_rows(split), choice)
+    # [1, M, H / c] of each rank → [1, M, H].
+    gather = partial(jax.lax.all_gather, axis_name=CONTEXT, axis=2, tiled=True)
+    group = Profile(group.found, *map(gather, group[1:]))
+    offset, exists = packed.tokens.offset, packed.tokens.length > 0
+    # A part's place among the group's tokens is in its sample's segment.
+    place = jax.lax.axis_index(CONTEXT) * count + jnp.minimum(offset, count - 1)
+    in_front = exists & (offset < count)
+    found = _of_slots(group, split.split.ids, place, in_front)
+    if count == heads.query.shape[1]:
+        return found
+    behind = _of_tokens(heads, slice(count, None), lambda x: x)
+    own = measure(behind, *_own_rows(split), choice)
+    place = jnp.maximum(offset - count, 0)
+    own = _of_slots(own, split.whole.ids, place, exists & ~in_front)
+    return jax.tree.map(jnp.add, found, own)
+
+
+def _group_rows(split: SplitRows) -> tuple[TileLayout | None, AttentionSegments]:
+    """Tiles and segments of the group's split tokens."""
+    return split.tiles and split.tiles.split, split.within_split()
+
+
+def _own_rows(split: SplitRows) -> tuple[TileLayout | None, AttentionSegments]:
+    """Tiles and segments of the row's other tokens."""
+    return split.tiles and split.tiles.whole, split.within_whole()
+
+
+def _of_tokens(heads: Heads, tokens: slice, change: Callable[[jax.Array], jax.Array]) -> Heads:
+    """The heads of some tokens, each array changed."""
+    arrays = (heads.query, heads.key, heads.value, heads.features)
+    query, key, value, features = jax.tree.map(lambda x: change(x[:, tokens]), arrays)
+    return Heads(query, key, value, features, heads.density, heads.number)
+
+
+def _of_rank(heads: Heads, order: jax.Array) -> Heads:
+    """With density and number of this rank's heads alone."""
+    size = len(order) // jax.lax.axis_size(CONTEXT)
+    own = jax.lax.dynamic_slice_in_dim(order, jax.lax.axis_index(CONTEXT) * size, size)
+    return heads._replace(density=heads.density[own], number=heads.number[own])
+
+
+def _of_slots(profile: Profile, ids: jax.Array, place: jax.Array, counted: jax.Array) -> Profile:
+    """Values of the segments at these places, [1, M, ...]; zeros where they do not count."""
+    segment = jnp.take_along_axis(ids, place, axis=1)
+    counted = counted & (segment != PADDING)
+
+    def of_slots(values: jax.Array) -> jax.Array:
+        taken = jax.vmap(lambda value, slot: value[slot])(values, jnp.maximum(segment, 0))
+        return jnp.where(counted.reshape(*counted.shape, *(1,) * (taken.ndim - 2)), taken, 0)
+
+    return jax.tree.map(of_slots, profile)
+
+
+@jax.custom_vjp
+def _taken(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
+    """Heads of x [R, S, H, ...] in an order. The gradient takes them back: no scatter."""
+    return jnp.take(x, order, axis=2, unique_indices=True)
+
+
+def _taken_forward(
+    x: jax.Array, order: jax.Array, back: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _taken(x, order, back), (order, back)
+
+
+def _taken_backward(
+    saved: tuple[jax.Array, jax.Array], grad: jax.Array
+) -> tuple[jax.Array, None, None]:
+    order, back = saved
+    return _taken(grad, back, order), None, None
+
+
+_taken.defvjp(_taken_forward, _taken_backward)

@@ -1,22 +1,23 @@
-"""What says which blocks of keys matter to a block of queries.
+"""Says which blocks of keys matter to a block of queries, and how sparse attention is.
 
 A selector gives every token features, for each head. The score of two blocks is the product of
 their mean features.
 """
 
+import math
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from alload_jax.models.common.rotary import RotaryTable, apply_rotary
-from alload_jax.models.common.single_row import split_single_row
+from alload_jax.models.common.parts import split_single_row
+from alload_jax.models.common.segments import TileLayout, whole_blocks
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
-from alload_jax.models.common.tile_layout import TileLayout, whole_blocks
-from pallas_kernels.block_sparse_attention import PooledScores
+from alload_jax.models.common.sublayers import RotaryTable, apply_rotary
+from pallas_kernels.block_sparse_attention import PooledScores, scores_of
 
 
 class Features(NamedTuple):
@@ -24,59 +25,6 @@ class Features(NamedTuple):
 
     query: jax.Array
     key: jax.Array
-
-
-class TokensOfLayer(NamedTuple):
-    """What a selector may look at; no gradient reaches it.
-
-    Attributes:
-      x: [R, S, width], input of the layer's attention.
-      query: [R, S, num_heads, head_dim], normed and rotated.
-      key: [R, S, num_heads, head_dim], likewise.
-      rotary: cosines and sines of the tokens' positions, [S, head_dim // 2] or
-        [R, S, head_dim // 2] each.
-      sharding: of the rows over a mesh of Auto axes.
-    """
-
-    x: jax.Array
-    query: jax.Array
-    key: jax.Array
-    rotary: RotaryTable
-    sharding: NamedSharding | None
-
-
-class Selector(Protocol):
-    """Gives the features of a layer's tokens; None where scores do not depend on them."""
-
-    def __call__(self, tokens: TokensOfLayer) -> Features | None:
-        """Features of all tokens."""
-        ...
-
-
-def make_selector(
-    config: SparseAttentionConfig, width: int, num_heads: int, dtype: jnp.dtype, rngs: nnx.Rngs
-) -> Selector:
-    """The selector of a layer.
-
-    Args:
-      config: its config.
-      width: of the layer's input.
-      num_heads: of its attention.
-      dtype: in which features are computed.
-      rngs: for the predictor's initial projections.
-    """
-    if config.selector == "predictor":
-        return Predictor(width, num_heads, config.rank, dtype, rngs=rngs)
-    return own_heads if config.selector == "pooled" else no_features
-
-
-def own_heads(tokens: TokensOfLayer) -> Features:
-    """Queries and keys themselves (as VSA's coarse stage, arXiv 2505.13389)."""
-    return Features(*jax.lax.stop_gradient((tokens.query, tokens.key)))
-
-
-def no_features(tokens: TokensOfLayer) -> None:
-    """Of the controls."""
 
 
 class Predictor(nnx.Module):
@@ -91,20 +39,27 @@ class Predictor(nnx.Module):
         linear = partial(nnx.Linear, width, num_heads * rank, use_bias=False, dtype=dtype)
         self.query, self.key = linear(rngs=rngs), linear(rngs=rngs)
 
-    def __call__(self, tokens: TokensOfLayer) -> Features:
-        """See `Selector`; differentiable in the projections alone."""
-        x = jax.lax.stop_gradient(tokens.x)
+    def __call__(
+        self, x: jax.Array, rotary: RotaryTable, sharding: NamedSharding | None
+    ) -> Features:
+        """Features of all tokens, differentiable in the projections alone.
+
+        Args:
+          x: [R, S, width], input of the layer's attention.
+          rotary: cosines and sines of the tokens' positions, [S, head_dim // 2] or
+            [R, S, head_dim // 2] each.
+          sharding: of the rows over a mesh of Auto axes.
+        """
+        x = jax.lax.stop_gradient(x)
         pairs = self.query.out_features // (2 * self.num_heads)
-        columns = jnp.arange(pairs) * tokens.rotary[0].shape[-1] // pairs
-        rotary = [
-            jnp.broadcast_to(part[..., columns], (*x.shape[:2], pairs)) for part in tokens.rotary
-        ]
+        columns = jnp.arange(pairs) * rotary[0].shape[-1] // pairs
+        tables = [jnp.broadcast_to(part[..., columns], (*x.shape[:2], pairs)) for part in rotary]
 
         def features(linear: nnx.Linear) -> jax.Array:
             def of_tokens(x: jax.Array, *rotary: jax.Array) -> jax.Array:
                 return apply_rotary(linear(x).reshape(*x.shape[:2], self.num_heads, -1), rotary)
 
-            return split_single_row(of_tokens, tokens.sharding, x, *rotary)
+            return split_single_row(of_tokens, sharding, x, *tables)
 
         return Features(features(self.query), features(self.key))
 
@@ -145,3 +100,157 @@ def _means(features: jax.Array, layout: TileLayout) -> jax.Array:
     """[R, S, H, F] → [R, N, H, F] float32; differentiable."""
     total = whole_blocks(features, layout).sum(axis=2, dtype=jnp.float32)
     return total / jnp.maximum(layout.tokens, 1)[..., None, None]
+
+
+_COSINE, _NORM = 0.95, 0.05
+"""Weights of the two parts of the predictor's loss (DSV, section 4.1)."""
+_LEAST = 1e-6
+"""Masses are taken to be at least this; the logarithm of less says nothing."""
+
+
+class Sample(NamedTuple):
+    """Attention of sampled blocks of queries, by blocks of keys.
+
+    Attributes:
+      block: [R, Q] int32, the sampled blocks of queries.
+      mass: [R, num_heads, Q, N] float32, share of a block's attention that each block of keys
+        holds, mean over its queries; a row's sum is 1, or 0 for blocks without a query.
+      usable: [R, Q, N] bool, blocks of keys of the same segment.
+    """
+
+    block: jax.Array
+    mass: jax.Array
+    usable: jax.Array
+
+
+class Profile(NamedTuple):
+    """What one measurement found of each segment, means over its sampled blocks of queries.
+
+    Attributes:
+      found: [R, M] float32, 1 for segments of which a block was sampled, else 0, as their values.
+      sparsity: [R, M, num_heads], share of the blocks of keys that are not critical.
+      recall: [R, M, num_heads], attention that the selector's best blocks hold over what the best
+        blocks hold, as many as are critical.
+      loss: [R, M, num_heads], the predictor's loss; 0 for scores that are not trained.
+    """
+
+    found: jax.Array
+    sparsity: jax.Array
+    recall: jax.Array
+    loss: jax.Array
+
+
+def sample_attention(
+    query: jax.Array,
+    key: jax.Array,
+    layout: TileLayout,
+    measured: jax.Array,
+    config: SparseAttentionConfig,
+) -> Sample:
+    """Exact attention of evenly spaced blocks of queries, others in each measurement.
+
+    Args:
+      query: [R, N, block, num_heads, head_dim], in tiles.
+      key: [R, N, block, num_heads, head_dim], in tiles.
+      layout: of the tiles.
+      measured: int32 scalar, number of measurements before this one.
+      config: its `profile_blocks`.
+    """
+    number = min(config.profile_blocks, layout.blocks)
+
+    def of_row(query: jax.Array, key: jax.Array, tokens: jax.Array, segments: jax.Array) -> Sample:
+        used = jnp.maximum(jnp.sum(tokens > 0), 1)
+        chosen = (jnp.arange(number) * used // number + measured) % used
+        of_block = partial(_attention_of_block, query, key, tokens, segments)
+        return Sample(chosen, *jax.lax.map(of_block, chosen))
+
+    query, key = jax.lax.stop_gradient((query, key))
+    sample = jax.vmap(of_row)(query, key, layout.tokens, layout.segments)
+    return sample._replace(mass=jnp.moveaxis(sample.mass, 1, 2))
+
+
+def _attention_of_block(
+    query: jax.Array,
+    key: jax.Array,
+    tokens: jax.Array,
+    segments: jax.Array,
+    block: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Mass [num_heads, N] and usable blocks [N] of a block of queries of a row."""
+    within = jnp.arange(query.shape[1])
+    usable = (segments == segments[block]) & (segments >= 0) & (tokens > 0)
+    seen = usable[:, None] & (within < tokens[:, None])
+    logits = jnp.einsum("shd,nthd->hsnt", query[block], key, preferred_element_type=jnp.float32)
+    logits = jnp.where(seen, logits / math.sqrt(query.shape[-1]), -jnp.inf)
+    top = jnp.max(logits, axis=(-2, -1), keepdims=True)
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0)).sum(axis=-1)
+    total = jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    by_block = weights / total
+    counted = (within < tokens[block])[None, :, None]
+    mean = jnp.where(counted, by_block, 0).sum(axis=1) / jnp.maximum(tokens[block], 1)
+    return mean, usable
+
+
+def profile(
+    sample: Sample,
+    scores: PooledScores | jax.Array,
+    segments: jax.Array,
+    config: SparseAttentionConfig,
+) -> Profile:
+    """What a sample says about sparsity and about a selector.
+
+    Args:
+      sample: attention of some blocks of queries.
+      scores: the selector's, of all blocks.
+      segments: [R, Q, M] bool, the segment of each sampled block.
+      config: its `coverage`, and whether its selector is trained.
+    """
+    mass, usable = sample.mass, sample.usable[:, None]
+    found = _scores_of_rows(scores, sample.block)
+    falling = jnp.sort(mass, axis=-1, descending=True)
+    before = jnp.cumsum(falling, axis=-1) - falling
+    critical = ((before < config.coverage) & (falling > 0)).sum(axis=-1)
+    share = critical / jnp.maximum(usable.sum(axis=-1), 1)
+    order = jnp.argsort(jnp.where(usable, -found, jnp.inf), axis=-1)
+    chosen = jnp.arange(mass.shape[-1]) < critical[..., None]
+    held = jnp.where(chosen, jnp.take_along_axis(mass, order, axis=-1), 0).sum(axis=-1)
+    best = jnp.where(chosen, falling, 0).sum(axis=-1)
+    recall = held / jnp.maximum(best, _LEAST)
+    trained = config.selector == "predictor"
+    loss = _prediction_loss(found, mass, usable) if trained else jnp.zeros_like(share)
+    counted = segments & (mass.sum(axis=(1, 3)) > 0)[..., None]
+    number = counted.sum(axis=1)
+
+    def mean(value: jax.Array) -> jax.Array:
+        """[R, num_heads, Q] → [R, M, num_heads]."""
+        total = jnp.where(counted[:, None], value[..., None], 0).sum(axis=2)
+        return jnp.moveaxis(total / jnp.maximum(number, 1)[:, None], 1, 2)
+
+    return Profile((number > 0).astype(jnp.float32), mean(1 - share), mean(recall), mean(loss))
+
+
+def _scores_of_rows(scores: PooledScores | jax.Array, block: jax.Array) -> jax.Array:
+    """Scores of the blocks [R, Q] of queries: [R, num_heads, Q, N]."""
+
+    def of_row(scores: PooledScores | jax.Array, block: jax.Array) -> jax.Array:
+        return scores_of(jax.tree.map(lambda x: x[None], scores), block)[0]
+
+    return jax.vmap(of_row)(scores, block)
+
+
+def _prediction_loss(found: jax.Array, mass: jax.Array, usable: jax.Array) -> jax.Array:
+    """0.95·(1 − cosine) + 0.05·relative error of scores and log-masses, [R, num_heads, Q].
+
+    Both are taken relative to their mean over the usable blocks, which no choice depends on.
+    """
+    target = jnp.log(jnp.maximum(jax.lax.stop_gradient(mass), _LEAST))
+    found, target = (_centred(each, usable) for each in (found, target))
+    sizes = [jnp.sqrt((each**2).sum(axis=-1) + _LEAST) for each in (found, target)]
+    cosine = (found * target).sum(axis=-1) / (sizes[0] * sizes[1])
+    error = jnp.sqrt(((found - target) ** 2).sum(axis=-1) + _LEAST) / sizes[1]
+    return _COSINE * (1 - cosine) + _NORM * error
+
+
+def _centred(x: jax.Array, usable: jax.Array) -> jax.Array:
+    mean = jnp.where(usable, x, 0).sum(axis=-1) / jnp.maximum(usable.sum(axis=-1), 1)
+    return jnp.where(usable, x - mean[..., None], 0)

@@ -1,0 +1,244 @@
+"""What all measurements share: their JSON, tables, models, and processes that measure.
+
+The commands `alload bench` and `alload calibrate` and the programs in benchmarks/ use it. Nothing
+here imports JAX: `--help` and `alload plan` need none.
+"""
+
+import argparse
+import datetime
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+
+from alload_jax.errors import InputError
+from alload_jax.files import Json, replacing
+from alload_jax.sharding.host_memory import with_defaults
+
+# ---------------------------------------------------------------- files of results
+
+
+class Record:
+    """The JSON of a measurement, written after each result, so that a failure loses none.
+
+    Attributes:
+      path: of the file.
+      content: the command line, where and with what it ran, and the results.
+    """
+
+    def __init__(self, path: str | Path, packages: Iterable[str] = (), **content: Any):
+        """Takes what is known before the first result; notes `provenance` if packages are named."""
+        self.path = Path(path)
+        self.content: Json = {"command": typed()}
+        self.content |= (provenance(packages) if packages else {}) | content
+
+    def write(self) -> None:
+        """Writes what is known so far."""
+        with replacing(self.path) as unfinished:
+            unfinished.write_text(json.dumps(self.content, indent=1) + "\n")
+
+    def add(self, *results: Any, to: str = "cases") -> None:
+        """Adds results to a list of the content, and writes it."""
+        self.content.setdefault(to, []).extend(results)
+        self.write()
+
+
+def typed() -> str:
+    """The command line as the user typed it."""
+    program = Path(sys.argv[0])
+    as_script = program.suffix == ".py" and not program.is_absolute()
+    begins = ["python", str(program)] if as_script else [program.name]
+    return shlex.join([*begins, *sys.argv[1:]])
+
+
+def provenance(packages: Iterable[str]) -> Json:
+    """Date, commit, GPU and driver (None without nvidia-smi), versions, and XLA_FLAGS if given.
+
+    The commit is None outside a checkout, and ends in `+` where its files were changed.
+    """
+    gpus = _said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    device, _, driver = gpus.splitlines()[0].rpartition(", ") if gpus else (None, None, None)
+    versions = {"python": platform.python_version()} | {name: _version(name) for name in packages}
+    flags = os.environ.get("XLA_FLAGS")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": _said(
+            "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"
+        ),
+        "device": device,
+        "driver": driver,
+        "versions": versions,
+    } | ({"xla_flags": flags} if flags else {})
+
+
+def _version(package: str) -> str | None:
+    """The version; None if no package of this name is installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _said(*command: str) -> str | None:
+    """What a program prints; None if it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def benchmark_parser(document: str | None, out: str | Path) -> argparse.ArgumentParser:
+    """The parser of a program in benchmarks/: its docstring as help, and `--out` for its JSON."""
+    parser = argparse.ArgumentParser(
+        description=document, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path(out), help="the JSON (%(default)s)")
+    return parser
+
+
+# ---------------------------------------------------------------- tables
+
+
+def console() -> Console:
+    """Prints tables as wide as they are: they are made to be copied, not to fit a terminal."""
+    return Console(markup=False, highlight=False, soft_wrap=True, width=200)
+
+
+def gigabytes(count: int | None) -> str:
+    """Bytes as text in GB."""
+    return "not known" if count is None else f"{count / 1e9:.1f} GB"
+
+
+def markdown_table(title: str, columns: Sequence[str]) -> Table:
+    """A table without rows; the first column is left-aligned, the others right-aligned."""
+    table = Table(title=title, box=rich.box.MARKDOWN)
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="right" if place else "left")
+    return table
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> str:
+    """A Markdown table whose first `left` columns are words and the others numbers."""
+    rule = ["---"] * left + ["---:"] * (len(head) - left)
+    lines = ("| " + " | ".join(map(str, row)) + " |" for row in (head, *rows))
+    first, *others = lines
+    return "\n".join([first, "|" + "|".join(rule) + "|", *others])
+
+
+# ---------------------------------------------------------------- models
+
+
+_WAN = {"in_channels": 16, "text": {"dim": 4096, "length": 512}}
+_HUNYUAN_VIDEO = {
+    "family": "hunyuan_video",
+    "in_channels": 65,
+    "out_channels": 32,
+    "patch_size": (1, 1, 1),
+    "text": {"dim": 3584, "length": 1000},
+    "glyphs": {"dim": 1472, "length": 256},
+    "image": {"dim": 1152},
+}
+
+MODELS: dict[str, Json] = {
+    "1.3b": _WAN | {"dim": 1536, "num_heads": 12, "ffn_dim": 8960, "num_layers": 30},
+    "14b": _WAN | {"dim": 5120, "num_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+    "tiny": _WAN | {"dim": 32, "num_heads": 2, "ffn_dim": 64, "num_layers": 2},
+    "hunyuan-video-1.5": _HUNYUAN_VIDEO
+    | {"dim": 2048, "num_heads": 16, "ffn_dim": 8192, "num_layers": 54},
+    "tiny-mmdit": {
+        "family": "hunyuan_video",
+        "dim": 32,
+        "num_heads": 2,
+        "ffn_dim": 64,
+        "num_layers": 2,
+        "refiner_layers": 1,
+        "in_channels": 4,
+        "patch_size": (1, 1, 1),
+        "text": {"dim": 16, "length": 8},
+    },
+}
+"""Fields of the configs of Wan 2.1's models and of HunyuanVideo 1.5's (image-to-video), and of tiny
+ones for tests."""
+
+NAMES = "Wan 2.1's 1.3B or 14B, HunyuanVideo 1.5's, or a tiny one for trying"
+
+
+def model_fields(name: str, layers: int | None = None) -> Json:
+    """Fields of the config of a model of `MODELS`, with `layers` layers if given."""
+    return MODELS[name] | ({"num_layers": layers} if layers else {})
+
+
+def training_fields(
+    model: Json,
+    remat: str = "attention",
+    residual: str = "compute",
+    scan_layers: bool = True,
+) -> Json:
+    """`model_fields` for training: in bfloat16, and otherwise as given."""
+    given = {"remat": remat, "residual_dtype": residual, "scan_layers": scan_layers}
+    return model | given | {"dtype": "bfloat16"}
+
+
+# ---------------------------------------------------------------- processes
+
+
+_HERE = "alload_jax.bench.harness"
+_ERROR_LINE = re.compile(r"[\w.]*(Error|Exception): ")
+_INPUT_ERROR = "alload_jax.errors.InputError: "
+_MEMORY_SHARE = "0.95"
+"""Of the device, for JAX: what it takes at start is not what is reported."""
+
+
+def measured(
+    program: str | Path,
+    settings: Json,
+    variables: Mapping[str, str] | None = None,
+) -> Json:
+    """The last line that the measurement prints, or how it failed: the others go on.
+
+    What is the user's fault is raised, as it would be without a process in between.
+
+    Args:
+      program: module whose `measure` runs, or the path of a script.
+      settings: keywords of `measure`, or the script's argument as JSON.
+      variables: of its environment, beside this process's own.
+
+    Raises:
+      InputError: the measurement did.
+    """
+    environment = os.environ | {
+        "XLA_FLAGS": with_defaults(os.environ.get("XLA_FLAGS", "")),
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": _MEMORY_SHARE,
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    environment |= variables or {}
+    run = [str(program)] if isinstance(program, Path) else ["-m", _HERE, program]
+    command = [sys.executable, *run, json.dumps(settings)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    for line in done.stderr.splitlines():
+        if line.startswith(_INPUT_ERROR):
+            raise InputError(line.removeprefix(_INPUT_ERROR))
+    errors = [line for line in done.stderr.splitlines() if _ERROR_LINE.match(line)]
+    reason = (errors or done.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"error": f"ended with status {done.returncode}: {reason}", "settings": settings}
+
+
+if __name__ == "__main__":
+    measure = importlib.import_module(sys.argv[1]).measure
+    print(json.dumps(measure(**json.loads(sys.argv[2]))))

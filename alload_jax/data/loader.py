@@ -1,0 +1,141 @@
+"""Reads a plan's steps with Grain, in the background, and waits for storage that is slow."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from absl import flags
+from typing_extensions import override
+
+from alload_jax.data.collate import HostStep
+from alload_jax.data.sources.source import SampleReader, SampleSource
+from alload_jax.data.store import BadRecordError
+from alload_jax.errors import InputError, require_positive
+from alload_jax.planning.epoch import Step
+from alload_jax.planning.plan import Plan
+from alload_jax.processes import follow_parent, hush_resource_tracker
+from alload_jax.waits import waits
+
+WAITS = (0.1, 0.5, 2.0)
+"""Seconds before the second and later attempts."""
+
+
+class PatientReader(SampleReader):
+    """A `SampleReader` that tries several times before it reports a sample as damaged.
+
+    A sample that stayed damaged is tried once in later epochs.
+    """
+
+    def __init__(self, source: SampleSource, waits: Sequence[float] = WAITS):
+        self._source, self.manifest = source, source.manifest
+        self._waits = tuple(waits)
+        self._damaged: set[int] = set()
+
+    def __reduce__(self) -> tuple[type[Self], tuple[SampleSource, tuple[float, ...]]]:
+        """Pickles the source for the loader's processes, without what was found."""
+        return type(self), (self._source, self._waits)
+
+    @override
+    def read(self, sample: int) -> dict[str, np.ndarray]:
+        for wait in () if sample in self._damaged else self._waits:
+            try:
+                return self._source.read(sample)
+            except BadRecordError:
+                self._source.close()  # the next attempt opens the files again
+                time.sleep(wait)
+        try:
+            arrays = self._source.read(sample)
+        except BadRecordError:
+            self._damaged.add(sample)
+            raise
+        self._damaged.discard(sample)
+        return arrays
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """Settings of reading ahead.
+
+    Attributes:
+      processes: number of worker processes; 0 reads in threads of the training process.
+      threads: number of reading threads (per worker process).
+      read_ahead: number of steps kept ready in host memory (per worker process).
+      max_bad_records: number of damaged records to skip before the run stops.
+    """
+
+    processes: int = 0
+    threads: int = 2
+    read_ahead: int = 8
+    max_bad_records: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive("data.loader.", self, "threads", "read_ahead")
+        for name in ("processes", "max_bad_records"):
+            if getattr(self, name) < 0:
+                raise InputError(
+                    f"data.loader.{name} is {getattr(self, name)}; it must be 0 or more"
+                )
+
+
+def _start_worker(worker: int, workers: int) -> None:
+    """Leaves Ctrl-C to the run, which ends workers after saving; they also end if it is killed."""
+    del worker, workers
+    follow_parent()
+
+
+@waits("for the loader to read its samples")
+class StepLoader:
+    """Iterates over collated steps that Grain reads ahead. Close it or use a `with` statement.
+
+    It has no other state than the number of a step, from which a run resumes.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        numbers: range,
+        collate: Callable[[Step], HostStep],
+        config: LoaderConfig,
+    ):
+        """Begins to read the plan's steps of these numbers, which are consecutive."""
+        import grain  # where it reads: `train.py --help` needs the config alone
+
+        reading = grain.ReadOptions(
+            num_threads=config.threads, prefetch_buffer_size=config.read_ahead
+        )
+        steps = grain.MapDataset.range(numbers.start, numbers.stop).map(plan.step)
+        dataset = steps.map(collate).to_iter_dataset(reading)
+        if config.processes:
+            hush_resource_tracker()
+            if (
+                not flags.FLAGS.is_parsed()
+            ):  # Grain's workers need absl's flags, which nothing else parses
+                flags.FLAGS.mark_as_parsed()
+            dataset = dataset.mp_prefetch(
+                grain.MultiprocessingOptions(
+                    num_workers=config.processes, per_worker_buffer_size=config.read_ahead
+                ),
+                worker_init_fn=_start_worker,
+            )
+        self._iterator: Any = iter(dataset)
+
+    def __iter__(self) -> Iterator[HostStep]:
+        return self
+
+    def __next__(self) -> HostStep:
+        return next(self._iterator)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+        self._iterator.close()

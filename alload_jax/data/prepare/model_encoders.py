@@ -1,0 +1,280 @@
+"""Encoders with weights: latents of a VAE, embeddings of texts and of first frames."""
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import ClassVar, Self
+
+import numpy as np
+from typing_extensions import override
+
+from alload_jax.data.prepare.encoders import (
+    Encoded,
+    EncoderOptions,
+    Given,
+    GivenEncoder,
+    TextEncoder,
+    as_float16,
+    require_text_length,
+)
+from alload_jax.data.prepare.sources import UnusableError
+from alload_jax.encoders.image import ClipImage, ImageEncoder, SiglipImage
+from alload_jax.encoders.loading import require_packages
+from alload_jax.encoders.text import TEXT, HunyuanVideoText, TextModel, Umt5Text
+from alload_jax.encoders.vae import HunyuanVideoVae, Vae, WanVae
+from alload_jax.errors import InputError
+from alload_jax.files import Json
+from alload_jax.planning.samples import Triple
+
+
+@dataclass(frozen=True)
+class VaeLatents:
+    """Stores normalised latents of a VAE as float16; see `VaeEncoder`.
+
+    Attributes:
+      patch_size: latents per token of models that train on them.
+      vae_class: the VAE.
+      folder: local folder of the VAE.
+      stride: pixels per latent along (frames, height, width).
+      made_from: name, channels and digest of the VAE.
+    """
+
+    has_weights: ClassVar[bool] = True
+    patch_size: ClassVar[Triple]
+    vae_class: ClassVar[type[Vae]]
+
+    folder: Path
+    stride: Triple
+    made_from: Json
+
+    @classmethod
+    def make(cls, options: EncoderOptions) -> Self:
+        """See `VaeEncoder.make`."""
+        assert options.folder is not None
+        vae = _vae_in(cls.vae_class, options.folder)
+        require_packages(f"--vae {cls.vae_class.name}")
+        return cls(options.folder, vae.stride, vae.origin())
+
+    def origin(self) -> Json:
+        """See `VaeEncoder.origin`."""
+        return dict(self.made_from)
+
+    def encode(self, frames: np.ndarray) -> np.ndarray:
+        """See `VaeEncoder.encode`; values that float16 cannot hold become infinite."""
+        return as_float16(_vae_in(self.vae_class, self.folder).encode(frames))
+
+
+@cache
+def _vae_in(kind: type[Vae], folder: Path) -> Vae:
+    """The VAE of that folder in this process; its weights stay once they are loaded."""
+    return kind(folder)
+
+
+_KINDS = ("first", "first-last")
+
+
+@dataclass(frozen=True)
+class GivenFrames(GivenEncoder):
+    """Encodes the given frames of a clip by VAE and image encoder; see `GivenEncoder`.
+
+    Attributes:
+      vae_class, image_class: the encoders that its models were trained with.
+      needs_image: whether all of its models take embeddings of the image.
+      kind: which frames are given.
+      vae_folder: local folder of the VAE.
+      image_folder: local folder of the image encoder; None for models that take none.
+      made_from: kind, and name and digest of the image encoder.
+    """
+
+    vae_class: ClassVar[type[Vae]]
+    image_class: ClassVar[type[ImageEncoder]]
+    needs_image: ClassVar[bool] = False
+
+    kind: str
+    vae_folder: Path
+    image_folder: Path | None
+    made_from: Json
+
+    @classmethod
+    @override
+    def make(cls, kind: str, vae_folder: Path, image_folder: Path | None) -> Self:
+        if kind not in _KINDS:
+            raise InputError(f"--image-to-video is {kind}; choose {' or '.join(_KINDS)}")
+        if kind == "first-last" and not cls.vae_class.takes_last_frame:
+            raise InputError(
+                f"--image-to-video is {kind}, but models on latents of --vae {cls.vae_class.name} "
+                "take a first frame only; choose first"
+            )
+        if cls.needs_image and image_folder is None:
+            raise InputError(
+                f"--image-to-video {kind}: models on latents of --vae {cls.vae_class.name} take "
+                "embeddings of the image too; give --image-folder DIR"
+            )
+        cls.check_vae(kind, _vae_in(cls.vae_class, vae_folder))
+        require_packages("--image-to-video")
+        origin: Json = {"given": kind}
+        if image_folder is not None:
+            origin["image"] = _image_in(cls.image_class, image_folder).origin()
+        return cls(kind, vae_folder, image_folder, origin)
+
+    @classmethod
+    def check_vae(cls, kind: str, vae: Vae) -> None:
+        """Checks that models on latents of this VAE are given frames.
+
+        Raises:
+          InputError: they are not.
+        """
+
+    @override
+    def origin(self) -> Json:
+        return dict(self.made_from)
+
+    @override
+    def encode(self, first: np.ndarray, last: np.ndarray, frames: int) -> Given:
+        pictures = [first] if self.kind == "first" else [first, last]
+        given_last = last if self.kind == "first-last" and frames > 1 else None
+        vae = _vae_in(self.vae_class, self.vae_folder)
+        channels = as_float16(vae.encode_given(first, given_last, frames))
+        if self.image_folder is None:
+            return Given(channels, None)
+        encoder = _image_in(self.image_class, self.image_folder)
+        image = np.concatenate([encoder.encode(picture) for picture in pictures])
+        return Given(channels, as_float16(image))
+
+
+@cache
+def _image_in(kind: type[ImageEncoder], folder: Path) -> ImageEncoder:
+    """The image encoder of this process, with its weights once they are loaded."""
+    return kind(folder)
+
+
+_NEEDS_NONE = 48  # channels of the VAE of Wan 2.2's 5B model
+
+
+@dataclass(frozen=True)
+class WanLatents(VaeLatents):
+    """Stores normalised latents of Wan 2.1's or 2.2's VAE as float16; see `VaeEncoder`."""
+
+    patch_size = (1, 2, 2)
+    vae_class = WanVae
+
+
+@dataclass(frozen=True)
+class WanGivenFrames(GivenFrames):
+    """Mask and latents of the given frames, and CLIP's embeddings; see `GivenEncoder`."""
+
+    vae_class = WanVae
+    image_class = ClipImage
+
+    @classmethod
+    @override
+    def check_vae(cls, kind: str, vae: Vae) -> None:
+        if vae.channels == _NEEDS_NONE:
+            raise InputError(
+                f"--image-to-video {kind}: {vae.folder} is the VAE of Wan 2.2's 5B model, which "
+                "takes its first frame from the latents themselves; leave it out and train with "
+                "objective.given_first_frame"
+            )
+
+
+@dataclass(frozen=True)
+class HunyuanVideoLatents(VaeLatents):
+    """Stores normalised latents of HunyuanVideo 1.5's VAE as float16; see `VaeEncoder`."""
+
+    patch_size = (1, 1, 1)
+    vae_class = HunyuanVideoVae
+
+
+@dataclass(frozen=True)
+class HunyuanVideoGivenFrames(GivenFrames):
+    """Latents of the first frame and its mask, and SigLIP's embeddings; see `GivenEncoder`."""
+
+    vae_class = HunyuanVideoVae
+    image_class = SiglipImage
+    needs_image = True
+
+
+_KEPT = 128  # captions; 4 MB each at 512 tokens of width 4096
+
+
+@dataclass(frozen=True)
+class TextEmbeddings(TextEncoder):
+    """Stores embeddings of a text encoder as float16, a row for each token; see `TextEncoder`.
+
+    A file without a caption has the embedding of the empty text.
+
+    Attributes:
+      name: value of `--text`.
+      text_class: the encoder, made of a folder and the most tokens of a caption.
+      needs_torch: whether the encoder runs in PyTorch.
+      folder: local folder of encoder and tokenizer.
+      length: most tokens of a caption.
+      made_from: name, width, length and digest of the encoder.
+    """
+
+    has_weights: ClassVar[bool] = True
+    needs_torch: ClassVar[bool] = True
+    default_length: ClassVar[int]
+    name: ClassVar[str]
+    text_class: ClassVar[type[TextModel]]
+
+    folder: Path
+    length: int
+    made_from: Json
+
+    @classmethod
+    @override
+    def make(cls, options: EncoderOptions) -> Self:
+        assert options.folder is not None
+        require_text_length(options.text_length)
+        encoder = _encoder(cls.text_class, options.folder, options.text_length)
+        if cls.needs_torch:
+            require_packages(f"--text {cls.name}")
+        return cls(options.folder, options.text_length, encoder.origin())
+
+    @override
+    def origin(self) -> Json:
+        return dict(self.made_from)
+
+    @override
+    def encode(self, caption: str | None) -> Encoded:
+        """[L, width] float16. Equal captions are encoded once."""
+        tokens = _encoded(self.text_class, self.folder, self.length, caption or "")
+        if not all(np.isfinite(values).all() for values in tokens.values()):
+            raise UnusableError("the text encoder gives values that are not finite")
+        return dict(tokens) if len(tokens) > 1 else tokens[TEXT]
+
+
+@cache
+def _encoder(kind: type[TextModel], folder: Path, length: int) -> TextModel:
+    """The encoder of this process, with its weights once they are loaded."""
+    return kind(folder, length)
+
+
+@lru_cache(_KEPT)
+def _encoded(
+    kind: type[TextModel], folder: Path, length: int, caption: str
+) -> dict[str, np.ndarray]:
+    tokens = _encoder(kind, folder, length).tokens(caption)
+    return {name: as_float16(values) for name, values in tokens.items()}
+
+
+@dataclass(frozen=True)
+class Umt5Embeddings(TextEmbeddings):
+    """Stores embeddings of umT5; see `TextEmbeddings`."""
+
+    name = "umt5"
+    default_length = 512
+    text_class = Umt5Text
+
+
+@dataclass(frozen=True)
+class HunyuanVideoEmbeddings(TextEmbeddings):
+    """Stores the tokens of the language model, and those of byT5 for quoted words.
+
+    See `TextEmbeddings`. Captions without quotes have no tokens of byT5.
+    """
+
+    name = "hunyuan_video"
+    default_length = 1000
+    text_class = HunyuanVideoText

@@ -1,0 +1,350 @@
+"""Text encoders of transformers, UMT5 and those of HunyuanVideo: a prompt to embeddings."""
+
+import html
+import importlib.util
+import re
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from alload_jax.encoders.loading import (
+    CONFIG_NAME,
+    Encoder,
+    find_beside,
+    inference,
+    load_tokenizer,
+    read_config,
+    require_packages,
+    to_host,
+    weight_files,
+    weights_digest,
+)
+from alload_jax.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+TEXT = "text"
+"""The kind of tokens that every text encoder gives; records hold them under this name."""
+
+
+class TextModel(Encoder):
+    """A text encoder in a local folder, made of the folder and the most tokens of a text.
+
+    Attributes:
+      model_type: the `model_type` of its config.json.
+      default_length: of the texts.
+      length: most tokens of a text, with those that end it; the rest is cut off.
+    """
+
+    model_type: ClassVar[str]
+    default_length: ClassVar[int]
+    subfolder = "text_encoder"
+
+    def __init__(
+        self,
+        folder: str | Path,
+        length: int | None = None,
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+    ):
+        """Reads the config.
+
+        Args:
+          folder, device, dtype: as of `Encoder`; tokenizers and further encoders are found in the
+            pipeline too.
+          length: most tokens of a text; None for the default.
+
+        Raises:
+          InputError: the folder holds no such encoder, or a part is missing.
+          ValueError: the length is not positive.
+        """
+        self.length = self.default_length if length is None else length
+        if self.length < 1:
+            raise ValueError(f"length is {length}; it must be at least 1")
+        super().__init__(folder, device=device, dtype=dtype)
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Components of an embedding of the kind `TEXT`."""
+
+    @abstractmethod
+    def origin(self) -> dict[str, object]:
+        """Name, width, length and digest of the weights and tokenizer, as JSON values.
+
+        Raises:
+          InputError: weights are missing.
+        """
+
+    @abstractmethod
+    def tokens(self, text: str) -> dict[str, np.ndarray]:
+        """Encodes a text by itself, so that equal texts have equal embeddings.
+
+        Returns:
+          its tokens by kind, each [L, width] float32 without padding: `TEXT`, and further kinds by
+          the names of the models' `condition_parts`.
+
+        Raises:
+          InputError: the weights cannot be loaded.
+        """
+
+
+_TOKENIZERS = ("tokenizer.json", "spiece.model")
+
+
+def clean_prompt(text: str) -> str:
+    """A prompt as diffusers' Wan pipelines clean it: HTML entities and white space.
+
+    Broken Unicode is repaired where the package ftfy is installed, as there.
+    """
+    if _has_ftfy():
+        import ftfy
+
+        text = ftfy.fix_text(text)
+    return " ".join(html.unescape(html.unescape(text)).split())
+
+
+def _has_ftfy() -> bool:
+    return importlib.util.find_spec("ftfy") is not None
+
+
+class Umt5Text(TextModel):
+    """umT5 with its tokenizer; Wan's models take zeros for the tokens behind a text's."""
+
+    described = "umT5 (UMT5EncoderModel, as transformers saves it)"
+    model_type = "umt5"
+    library_class = "transformers.UMT5EncoderModel"
+    default_length = 512
+
+    @override
+    def __init__(
+        self,
+        folder: str | Path,
+        length: int | None = None,
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+    ):
+        super().__init__(folder, length, device=device, dtype=dtype)
+        self._tokenizer_folder = find_beside(self.folder, "tokenizer", _TOKENIZERS, "tokenizer")
+
+    @property
+    @override
+    def width(self) -> int:
+        return int(self._config.get("d_model", 512))
+
+    @override
+    def origin(self) -> dict[str, object]:
+        files = weight_files(self.folder, "model")
+        found = (self._tokenizer_folder / name for name in _TOKENIZERS)
+        files += [path for path in found if path.is_file()]
+        return {
+            "name": "umt5",
+            "width": self.width,
+            "length": self.length,
+            "ftfy": _has_ftfy(),
+            "weights": weights_digest(self._config, files),
+        }
+
+    @override
+    def tokens(self, text: str) -> dict[str, np.ndarray]:
+        model, device = self._model, self._device
+        # Padded to the full length like the text that Wan was trained on.
+        tokens = self._tokenizer(
+            [clean_prompt(text)],
+            padding="max_length",
+            max_length=self.length,
+            truncation=True,
+            add_special_tokens=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        mask = tokens.attention_mask
+        with inference():
+            state = model(tokens.input_ids.to(device), mask.to(device)).last_hidden_state
+            return {TEXT: to_host(state[0, : int(mask.sum())])}
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        require_packages(self.described)
+        return load_tokenizer(self._tokenizer_folder)
+
+
+GLYPHS = "glyphs"
+"""The kind of tokens that byT5 gives."""
+_WANTED_GLYPHS = "byT5 (T5EncoderModel, as transformers saves it)"
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"),
+    *("tokenizer_config.json", "chat_template.jinja"),
+)
+_INSTRUCTION = (
+    "You are a helpful assistant. Describe the video by detailing the following aspects:",
+    "1. The main content and theme of the video.",
+    "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects.",
+    "3. Actions, events, behaviors temporal relationships, physical movement changes of the "
+    "objects.",
+    "4. background environment, light, style and atmosphere.",
+    "5. camera angles, movements, and transitions used in the video.",
+)
+# The models were trained with these spaces between the sentences.
+_SYSTEM = (" " * 9).join(_INSTRUCTION)
+_SYSTEM_TOKENS = 108  # of the conversation up to the prompt, which the models do not see
+_LAST_LAYERS = 2  # whose output the models do not take
+_GLYPH_TOKENS = 256
+_QUOTED = re.compile(r'"(.*?)"|“(.*?)”')
+
+
+def glyph_prompt(text: str) -> str | None:
+    """What byT5 is told of a prompt: each quoted part once; None without quotes."""
+    parts = [straight or curly for straight, curly in _QUOTED.findall(text)]
+    if not parts:
+        return None
+    return "".join(f'Text "{part}". ' for part in dict.fromkeys(parts))
+
+
+class HunyuanVideoText(TextModel):
+    """Qwen2.5-VL's language model and byT5, with their tokenizers.
+
+    They give what diffusers' HunyuanVideo15Pipeline gives for valid tokens, the only ones that the
+    transformer attends to. Padding, which changes no valid token, is not computed. Subfolders of a
+    pipeline are `text_encoder`, `tokenizer`, `text_encoder_2` and `tokenizer_2`.
+
+    Attributes:
+      folder: folder of the language model.
+    """
+
+    described = "Qwen2.5-VL's language model (Qwen2_5_VLTextModel, as transformers saves it)"
+    model_type = "qwen2_5_vl_text"
+    library_class = "transformers.Qwen2_5_VLTextModel"
+    default_length = 1000
+
+    @override
+    def __init__(
+        self,
+        folder: str | Path,
+        length: int | None = None,
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+    ):
+        super().__init__(folder, length, device=device, dtype=dtype)
+        self._glyph_folder = self.folder.parent / "text_encoder_2"
+        if not (self._glyph_folder / CONFIG_NAME).is_file():
+            raise InputError(
+                f"{self._glyph_folder}: has no {CONFIG_NAME}; give the folder of HunyuanVideo "
+                f"1.5's pipeline, which has {_WANTED_GLYPHS} there"
+            )
+        self._glyph_config = read_config(self._glyph_folder, "model_type", ["t5"], _WANTED_GLYPHS)
+        self._tokenizer_folders = [
+            find_beside(folder, name, _TOKENIZER_FILES, "tokenizer")
+            for folder, name in ((self.folder, "tokenizer"), (self._glyph_folder, "tokenizer_2"))
+        ]
+
+    @property
+    @override
+    def width(self) -> int:
+        return int(self._config.get("hidden_size", 8192))
+
+    @override
+    def origin(self) -> dict[str, object]:
+        digests = [
+            weights_digest(config, [*weight_files(folder, "model"), *_files(tokenizer)])
+            for config, folder, tokenizer in zip(
+                (self._config, self._glyph_config),
+                (self.folder, self._glyph_folder),
+                self._tokenizer_folders,
+                strict=True,
+            )
+        ]
+        return {
+            "name": "hunyuan_video",
+            "width": self.width,
+            "glyph_width": int(self._glyph_config.get("d_model", 512)),
+            "length": self.length,
+            "weights": "-".join(digests),
+        }
+
+    @override
+    def tokens(self, text: str) -> dict[str, np.ndarray]:
+        """As `TextModel.tokens`.
+
+        Returns:
+          `text` [L, width], the language model's states behind its system message, and `glyphs`
+          [G, glyph width], none for a text without quotes; float32.
+
+        Raises:
+          InputError: the weights cannot be loaded, or a tokenizer is another model's.
+        """
+        return {TEXT: self._language(text), GLYPHS: self._glyphs(text)}
+
+    def _language(self, text: str) -> np.ndarray:
+        conversation = [
+            {"role": "system", "content": _SYSTEM},
+            {"role": "user", "content": text or " "},
+        ]
+        tokenizer, _ = self._tokenizers
+        ids = tokenizer.apply_chat_template(
+            conversation,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            truncation=True,
+            max_length=self.length + _SYSTEM_TOKENS,
+        )["input_ids"]
+        if len(ids) <= _SYSTEM_TOKENS:
+            raise InputError(
+                f"{self._tokenizer_folders[0]}: gives {len(ids)} tokens for a prompt with its "
+                f"system message, which has {_SYSTEM_TOKENS} alone; copy HunyuanVideo's tokenizer"
+            )
+        model, _ = self._model
+        with inference():
+            states = model(
+                input_ids=self._sent(ids), output_hidden_states=True, use_cache=False
+            ).hidden_states[-1 - _LAST_LAYERS]
+            return to_host(states[0, _SYSTEM_TOKENS:])
+
+    def _glyphs(self, text: str) -> np.ndarray:
+        if (prompt := glyph_prompt(text)) is None:
+            return np.zeros((0, int(self._glyph_config.get("d_model", 512))), np.float32)
+        _, tokenizer = self._tokenizers
+        ids = tokenizer(
+            prompt, add_special_tokens=True, truncation=True, max_length=_GLYPH_TOKENS
+        ).input_ids
+        _, model = self._model
+        with inference():
+            return to_host(model(input_ids=self._sent(ids)).last_hidden_state[0])
+
+    def _sent(self, ids: Sequence[int]) -> "torch.Tensor":
+        """Ids of tokens as [1, L] on the device."""
+        import torch
+
+        return torch.tensor([list(ids)], device=self._device)
+
+    @cached_property
+    def _tokenizers(self) -> tuple[Any, Any]:
+        require_packages(self.described)
+        language, glyphs = map(load_tokenizer, self._tokenizer_folders)
+        if not language.chat_template:
+            raise InputError(
+                f"{self._tokenizer_folders[0]}: has no chat template; copy chat_template.jinja of "
+                "HunyuanVideo's tokenizer there"
+            )
+        return language, glyphs
+
+    @override
+    def _load(self) -> Any:
+        """The language model and byT5."""
+        weight_files(self._glyph_folder, "model")  # before the long loading of the other
+        return super()._load(), self._read("transformers.T5EncoderModel", self._glyph_folder)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a tokenizer."""
+    return [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]

@@ -1,0 +1,179 @@
+"""Counts FLOPs, bytes and parameters of HunyuanVideo-like transformers, without JAX."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from typing_extensions import override
+
+from alload_jax.planning.architecture import (
+    BlockArchitecture,
+    BlockTensors,
+    ForwardFlops,
+    linear,
+    require_whole_numbers,
+)
+from alload_jax.planning.remat import OFFLOADED
+
+_FREQUENCIES = 256
+_REFINER_RATIO = 4
+
+_REFINER_TENSORS = 45
+"""Live values of each text token in a layer of the refiner, over dim, as compiled."""
+
+_TENSORS = BlockTensors(
+    kernels=80,
+    # Two norms, one with residual and gate, and the last gate 9, query and key norms with rotary
+    # embedding 4, joining and separating the streams 8; GELU reads and writes the hidden layer.
+    forward_traffic=(21, 2),
+    # Norms 12, query and key norms 8, gates 3, streams 8, gradients of biases 6, sums of gradients
+    # 3; the hidden layer: GELU's gradient 3, its output once more 1.
+    backward_traffic=(40, 4),
+    once_traffic=(0, 2),
+    # Of the forward's: outputs of two norms; query and key norms.
+    norms_traffic=(2 + 4, 0),
+    # As compiled (benchmarks/compiled_memory.py), like what is kept.
+    working_set=(22, 3),
+    adapters=(1, 0),
+    kept={
+        "full": (1, 0),
+        **dict.fromkeys(OFFLOADED, (0, 0)),  # in the host's memory
+        "attention": (1 + 1, 0),
+        # Besides: the feed-forward layers' output.
+        "feed_forward_and_attention": (1 + 1 + 1, 0),
+        # Besides: query, key, value, out; the hidden layer.
+        "matmuls_and_attention": (1 + 1 + 1 + 4, 1),
+        # Besides: two norms; normed queries and keys.
+        "norms_matmuls_and_attention": (1 + 1 + 1 + 4 + 4, 1),
+        # Besides: a sum of the residual stream; keys and values of both streams, joined.
+        "none": (1 + 1 + 1 + 4 + 4 + 3, 1),
+    },
+    exchanged=(4, 0),  # query, key, value and output of attention
+)
+
+
+@dataclass(frozen=True)
+class HunyuanVideoArchitecture(BlockArchitecture):
+    """Shape of the transformer in `alload_jax.models.hunyuan_video.transformer`.
+
+    A sample's length in tokens is that of its latents and of its condition together: both streams
+    have equal layers, so that a token costs the same in either.
+
+    Attributes:
+      dim: width of both streams.
+      ffn_dim: width of the feed-forward layers.
+      num_heads: attention heads.
+      num_layers: transformer blocks.
+      refiner_layers: blocks of the text refiner.
+      in_channels: channels of the input.
+      out_channels: channels of the prediction; None for `in_channels`.
+      patch_size: latent (frames, height, width) that make one token.
+      text: (width, most tokens) of the text; None where the condition is classes.
+      glyphs: (width, most tokens) of the second text; None for none.
+      glyph_hidden: width of the layers that embed it.
+      image_dim: width of image embeddings; None for none.
+      num_classes: classes, where the condition is classes.
+    """
+
+    refiner_layers: int = 2
+    in_channels: int = 65
+    out_channels: int | None = 32
+    patch_size: tuple[int, int, int] = (1, 1, 1)
+    text: tuple[int, int] | None = (3584, 1000)
+    glyphs: tuple[int, int] | None = (1472, 256)
+    glyph_hidden: int = 2048
+    image_dim: int | None = 1152
+    num_classes: int = 10
+
+    tensors: ClassVar[BlockTensors] = _TENSORS
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """The architecture that fields describe, as `HunyuanVideoConfig.architecture()` gives them.
+
+        Raises:
+          InputError: a field is missing or no whole number.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        chosen = {name: value for name, value in fields.items() if name in known}
+        chosen["patch_size"] = tuple(fields.get("patch_size") or (1, 1, 1))
+        chosen["out_channels"] = fields.get("out_channels")
+        for name in ("text", "glyphs"):
+            part = fields.get(name)
+            chosen[name] = (part["dim"], part["length"]) if part else None
+        image = fields.get("image")
+        chosen["image_dim"] = image["dim"] if image else None
+        require_whole_numbers(chosen, ("dim", "ffn_dim", "num_heads", "num_layers"))
+        return cls(**chosen)
+
+    def fields(self) -> dict[str, Any]:
+        """The architecture as `from_fields` reads it."""
+        fields = dataclasses.asdict(self)
+        for name in ("text", "glyphs"):
+            if part := fields.pop(name):
+                fields[name] = {"dim": part[0], "length": part[1]}
+        if width := fields.pop("image_dim"):
+            fields["image"] = {"dim": width}
+        fields = {k: v for k, v in fields.items() if v is not None}
+        return fields | {"family": "hunyuan_video", "patch_size": list(self.patch_size)}
+
+    def flops(self) -> ForwardFlops:
+        """FLOPs of the forward pass of all blocks on a sample of S tokens of both kinds.
+
+        L·[8·S·d² + 4·S·d·f + 4·S²·d]: query, key, value and out, feed-forward, joint attention.
+        Per sample, the modulation of both streams, 24·L·d², and the refiner of the longest text,
+        which are small. The embeddings and the head are left out, as is elementwise work.
+        """
+        dim, layers = self.dim, self.num_layers
+        refined = self.text[1] if self.text else 0
+        per_text_token = 8.0 * dim**2 + 4.0 * _REFINER_RATIO * dim**2
+        return ForwardFlops(
+            matmul_per_token=layers * (8.0 * dim**2 + 4.0 * dim * self.ffn_dim),
+            matmul_per_sequence=layers * 24.0 * dim**2
+            + self.refiner_layers * refined * per_text_token,
+            attention_per_pair=layers * 4.0 * dim,
+            feed_forward_output=layers * 2.0 * dim * self.ffn_dim,
+            attention_per_sequence=self.refiner_layers * 4.0 * dim * refined**2,
+        )
+
+    @override
+    def condition_values(self) -> float:
+        """A sample's condition is its longest."""
+        parts = [part for part in (self.text, self.glyphs) if part]
+        given = sum(width * length for width, length in parts)
+        refined = _REFINER_TENSORS * self.refiner_layers * self.dim
+        return float(given + (self.text[1] * refined if self.text else 0))
+
+    def parameters(self) -> int:
+        """Parameters of the model, exactly."""
+        dim, patch = self.dim, math.prod(self.patch_size)
+        out = patch * (self.in_channels if self.out_channels is None else self.out_channels)
+        time = linear(_FREQUENCIES, dim) + linear(dim, dim)
+        outside = linear(patch * self.in_channels, dim) + linear(dim, 2 * dim) + linear(dim, out)
+        stream = linear(dim, 6 * dim) + 4 * linear(dim, dim) + 2 * (dim // self.num_heads)
+        stream += linear(dim, self.ffn_dim) + linear(self.ffn_dim, dim)
+        return time + outside + self._condition_parameters() + 2 * self.num_layers * stream
+
+    def _condition_parameters(self) -> int:
+        dim = self.dim
+        if self.text is None:
+            return (self.num_classes + 1) * dim
+        width, hidden = self.text[0], _REFINER_RATIO * dim
+        total = 3 * dim + 2 * linear(width, dim) + 2 * linear(dim, dim)
+        total += linear(_FREQUENCIES, dim)
+        block = 4 * dim + 4 * linear(dim, dim) + linear(dim, hidden) + linear(hidden, dim)
+        total += self.refiner_layers * (block + linear(dim, 2 * dim))
+        if self.glyphs:
+            width, hidden = self.glyphs[0], self.glyph_hidden
+            total += 2 * width + linear(width, hidden) + linear(hidden, hidden)
+            total += linear(hidden, dim)
+        if self.image_dim:
+            width = self.image_dim
+            total += 2 * width + linear(width, width) + linear(width, dim) + 2 * dim
+        return total
+
+
+HUNYUAN_VIDEO_1_5 = HunyuanVideoArchitecture(2048, 8192, 16, 54)
+"""HunyuanVideo 1.5, as in its config.json."""

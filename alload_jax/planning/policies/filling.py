@@ -1,0 +1,375 @@
+"""Places one window of samples after another for `balanced`: fill rows, group, lay out."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from alload_jax.errors import InputError
+from alload_jax.planning.epoch import RowShape
+from alload_jax.planning.policies.grouping import (
+    EMPTY,
+    TOLERANCE,
+    SampleBounds,
+    Units,
+    group_into_steps,
+)
+from alload_jax.planning.policies.packed import PlacedSteps, Window, first_fit_decreasing
+from alload_jax.planning.policies.splitting import (
+    UNPLACED,
+    Bins,
+    SplitRegions,
+    SplitRule,
+    assign_greedily,
+    fill_split_regions,
+    split_evenly,
+    target_load,
+)
+from alload_jax.planning.samples import Samples
+
+FIRST_FIT = "first_fit_decreasing"
+STRATEGIES = ("cost_per_token", FIRST_FIT, "longest_processing_time")
+"""Ways to fill rows; a window takes the one whose steps take least time for their work. Only the
+first splits samples and keeps an M_comp."""
+_CLOSE, _RETRY = 0.02, 8
+"""A strategy that was this much slower is tried again only in every eighth window."""
+_SHORT_MARGIN = 1.1
+"""Samples of a row of one long sample, over what the lower bound of a step asks of it."""
+_GROWTH = 1.3
+"""Factor by which the added steps grow while a window's steps do not hold all that must go."""
+_EASED_BOUNDS = 0.2
+"""Power of a window's easing by which the bounds on a step's samples widen."""
+
+
+@dataclass(frozen=True)
+class FilledRows:
+    """Samples in rows, not yet in steps.
+
+    Attributes:
+      regions: split samples in the split regions of the G groups.
+      row: [N] int64, the row of each whole sample, or UNPLACED.
+      load: [B] float64, cost of each row's samples and communication.
+      group: [N] int64, the group of each sample, or UNPLACED.
+    """
+
+    regions: SplitRegions
+    row: np.ndarray
+    load: np.ndarray
+    group: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Steps made by one strategy.
+
+    Attributes:
+      rows: positions of the window's samples in rows.
+      steps: [K, groups_per_step] int64, groups of rows, or EMPTY.
+      split_tokens: [K] int64, A of each step.
+      efficiency: work of the samples in the steps over the ranks' time; at most 1.
+    """
+
+    rows: FilledRows
+    steps: np.ndarray
+    split_tokens: np.ndarray
+    efficiency: float
+
+
+@dataclass
+class WindowPlanner:
+    """Places one window after another.
+
+    Attributes:
+      samples: the manifest's.
+      shape: of the rows.
+      rule: which samples are split.
+      weights: [N], what each sample of the manifest costs beyond padding of its length.
+      empty_cost: cost of a row of padding.
+      token_cost: what a token of padding costs.
+      split_token_cost: cost of communication for each of the A tokens of a rank.
+      max_load: most weight of a row that holds more than one sample; None without M_comp.
+      bounds: on the samples of a step; None for none.
+      ranks: data-parallel ranks.
+      step_tokens: that a step holds on average.
+      steps: of a window.
+      rng: generator of the choice among rows and of the order of groups within a step.
+    """
+
+    samples: Samples
+    shape: RowShape
+    rule: SplitRule
+    weights: np.ndarray
+    empty_cost: float
+    token_cost: float
+    split_token_cost: float
+    max_load: float | None
+    bounds: SampleBounds | None
+    ranks: int
+    step_tokens: float
+    steps: int
+    rng: np.random.Generator
+    _windows: int = 0
+    _efficiency: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def groups_per_step(self) -> int:
+        """Context-parallel groups."""
+        return self.ranks // self.rule.context
+
+    def place(self, window: Window) -> tuple[PlacedSteps, np.ndarray]:
+        """The steps, and a mask of the samples that they hold."""
+        best: _Candidate | None = None
+        for strategy in self._strategies(window):
+            found = self._candidate(window, strategy)
+            self._efficiency[strategy] = found.efficiency
+            if best is None or found.efficiency > best.efficiency:
+                best = found
+        assert best is not None
+        return self._laid_out(window, best)
+
+    def _strategies(self, window: Window) -> list[str]:
+        """The strategies to try: those that keep to what rows must and were best or close to it."""
+        any_row = self.rule.context == 1 and self.max_load is None
+        known: tuple[str, ...] = STRATEGIES if any_row else STRATEGIES[:1]
+        if window.is_last:  # first-fit would give the one window of a small epoch its rows again
+            known = tuple(each for each in known if each != FIRST_FIT) or known
+        self._windows += 1
+        if self._windows % _RETRY == 1 or not set(known) <= set(self._efficiency):
+            return list(known)
+        least = max(self._efficiency[each] for each in known) * (1 - _CLOSE)
+        return [each for each in known if self._efficiency[each] >= least]
+
+    def _candidate(self, window: Window, strategy: str) -> _Candidate:
+        """The steps of one strategy, which hold all samples of the last window."""
+        wanted = float(window.footprint.sum()) / self.step_tokens
+        if not window.is_last:
+            steps = max(1, min(self.steps, round(wanted)))
+            return self._grouped(window, self._filled(window, strategy, steps))
+        # Even with a row for each sample, more steps than samples would not help.
+        for more in _growing(len(window.sample)):
+            rows = self._filled(window, strategy, int(np.ceil(wanted)) + more)
+            missing = rows.group == UNPLACED
+            if not missing.any():
+                return self._grouped(window, rows)
+        raise InputError(
+            f"policy balanced: no row has room for a sample of {window.footprint[missing].max()} "
+            "tokens; raise planning.m_mem or planning.m_comp"
+        )
+
+    def _filled(self, window: Window, strategy: str, steps: int) -> FilledRows:
+        """Samples to groups' split regions, the others to ranks' rows."""
+        context, weight = self.rule.context, self.weights[window.sample]
+        if strategy == FIRST_FIT:  # without regard to the cost of rows
+            row, rows = first_fit_decreasing(window.footprint, self.shape)
+            none = np.zeros(rows, np.int64)
+            regions = SplitRegions(np.full(len(row), UNPLACED), none, none.astype(np.float64))
+            return FilledRows(regions, row, np.bincount(row, weights=weight, minlength=rows), row)
+        max_load = np.inf if self.max_load is None else self.max_load
+        per_step = self.groups_per_step
+        regions = fill_split_regions(
+            self.rule, window.footprint, weight, steps * per_step, per_step, max_load
+        )
+        whole = (regions.group == UNPLACED) & ~self.rule.applies(window.footprint)
+        region_tokens = np.repeat(regions.tokens, context)
+        bins = Bins(
+            free=self.shape.capacity - region_tokens,
+            load=np.repeat(regions.load / context, context) + self.split_token_cost * region_tokens,
+            free_slots=np.full(len(region_tokens), self.shape.segments),
+            max_load=max_load,
+        )
+        row = self._assign_whole(window, weight, whole, bins, strategy)
+        load = bins.load
+        if self.max_load is None:  # else a row that moves may come to cost more
+            row, load = _regrouped(row, load, regions, context)
+        group = np.where(row == UNPLACED, regions.group, row // context)
+        return FilledRows(regions, row, load, group)
+
+    def _assign_whole(
+        self, window: Window, weight: np.ndarray, whole: np.ndarray, bins: Bins, strategy: str
+    ) -> np.ndarray:
+        """The row of each sample that is not split, or UNPLACED: [N] int64."""
+        row = np.full(len(window.sample), UNPLACED, np.int64)
+        per_token = strategy != "longest_processing_time"
+
+        def assign(mask: np.ndarray) -> None:
+            target = target_load(weight[mask], len(bins.free), float(bins.load.sum()))
+            row[mask] = assign_greedily(
+                window.footprint[mask], weight[mask], bins, target, self.rng, per_token
+            )
+
+        if self.bounds is not None:
+            target = target_load(weight[whole], len(bins.free), float(bins.load.sum()))
+            assign(whole & (weight > target))
+            sparse = np.flatnonzero(bins.load > target)
+            self._add_short(window, whole & (row == UNPLACED), row, bins, sparse)
+        assign(whole & (row == UNPLACED))
+        return row
+
+    def _add_short(
+        self, window: Window, mask: np.ndarray, row: np.ndarray, bins: Bins, sparse: np.ndarray
+    ) -> None:
+        """Adds short samples to rows of one long one, so that steps of these hold enough.
+
+        They are drawn from those of which any will fit, or else they are the shortest.
+
+        Args:
+          window: the window.
+          mask: [N] bool, samples that may be added.
+          row: [N] int64, the row of each sample; changed.
+          bins: the rows; changed.
+          sparse: [K] int64, the rows.
+        """
+        assert self.bounds is not None
+        wanted = int(np.ceil(_SHORT_MARGIN * self.bounds.least / self.ranks)) - 1
+        if wanted < 1 or not len(sparse):
+            return
+        short = np.flatnonzero(mask)
+        any_fit = short[window.footprint[short] <= bins.free[sparse].min() // wanted]
+        count = wanted * len(sparse)
+        chosen = self.rng.permutation(any_fit) if len(any_fit) >= count else short[::-1]
+        each = min(wanted, len(chosen) // len(sparse))
+        if not each:
+            return
+        items = chosen[: each * len(sparse)].reshape(each, len(sparse))
+        footprint = window.footprint[items]
+        fits = np.cumsum(footprint, axis=0) <= bins.free[sparse]
+        fits &= np.arange(1, each + 1)[:, None] <= bins.free_slots[sparse]
+        row[items[fits]] = np.broadcast_to(sparse, items.shape)[fits]
+        weight = self.weights[window.sample[items]]
+        bins.free[sparse] -= np.where(fits, footprint, 0).sum(axis=0)
+        bins.load[sparse] += np.where(fits, weight, 0.0).sum(axis=0)
+        bins.free_slots[sparse] -= fits.sum(axis=0)
+
+    def _grouped(self, window: Window, rows: FilledRows) -> _Candidate:
+        """Steps of groups that cost the same, or of all groups of the last window."""
+        groups = len(rows.regions.tokens)
+        cost = self.empty_cost + rows.load.reshape(groups, self.rule.context)
+        samples = np.bincount(rows.group[rows.group != UNPLACED], minlength=groups)
+        bounds = self.bounds and self.bounds.eased(window.easing**_EASED_BOUNDS)
+        units = Units(cost.max(axis=1), cost.mean(axis=1), samples, TOLERANCE * window.easing)
+        steps, split_tokens = self._steps_of(rows.regions, units, bounds, window.is_last)
+        placed = window.sample[_positions(steps, groups)[rows.group] != UNPLACED]
+        work = self.weights[placed].sum()
+        work += self.token_cost * self.samples.seq_len[placed].sum()
+        most = np.where(steps == EMPTY, 0.0, units.most[steps]).max(axis=1, initial=0.0)
+        time = float(most.sum()) * self.ranks
+        return _Candidate(rows, steps, split_tokens, float(work) / time if time else 0.0)
+
+    def _steps_of(
+        self, regions: SplitRegions, units: Units, bounds: SampleBounds | None, place_all: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Groups of equal A and about equal cost in a step.
+
+        Args:
+          regions: of the G groups.
+          units: the groups.
+          bounds: on the samples of a step.
+          place_all: see `group_into_steps`.
+
+        Returns:
+          [K, groups_per_step] int64, groups or EMPTY, and [K] int64, A of each step.
+        """
+        steps, tokens = [], []
+        for size in np.unique(regions.tokens):
+            same = np.flatnonzero(regions.tokens == size)
+            per_step = self.groups_per_step
+            chosen = group_into_steps(units.of(same), per_step, bounds, place_all)
+            steps.append(np.where(chosen == EMPTY, EMPTY, same[chosen]))
+            tokens.append(np.full(len(chosen), size))
+        return np.concatenate(steps), np.concatenate(tokens)
+
+    def _laid_out(self, window: Window, found: _Candidate) -> tuple[PlacedSteps, np.ndarray]:
+        """The steps with groups in random order, and a mask of the samples that they hold."""
+        steps = self.rng.permuted(found.steps, axis=1)
+        at = _positions(steps, len(found.rows.regions.tokens))[found.rows.group]
+        # Samples of equal tokens are exchanged, which changes no cost, for new company.
+        sample = _shuffled_among_equals(self.samples.seq_len[window.sample], self.rng)
+        placed = np.zeros(len(at), bool)
+        placed[sample[at != UNPLACED]] = True
+        return self._parts(window.taken(sample), found.rows, at, found.split_tokens), placed
+
+    def _parts(
+        self, window: Window, rows: FilledRows, at: np.ndarray, split_tokens: np.ndarray
+    ) -> PlacedSteps:
+        """Turns (group, row) into (step, rank), and split samples into their ranks' parts."""
+        context, regions, row = self.rule.context, rows.regions, rows.row
+        seq_len = self.samples.seq_len[window.sample]
+        whole = np.flatnonzero((at != UNPLACED) & (row != UNPLACED))
+        split = np.flatnonzero((at != UNPLACED) & (row == UNPLACED))
+        split = split[np.argsort(regions.group[split], kind="stable")]
+        group = regions.group[split]
+        item, member, offset, tokens = split_evenly(
+            _starts(group, window.footprint[split]), seq_len[split], regions.tokens[group], context
+        )
+        of = np.r_[whole, split[item]]
+        step, place_in_step = np.divmod(at[of], self.groups_per_step)
+        return PlacedSteps(
+            sample=window.sample[of],
+            step=step,
+            rank=place_in_step * context + np.r_[row[whole] % context, member],
+            tokens=np.r_[seq_len[whole], tokens],
+            offset=np.r_[np.zeros(len(whole), np.int64), offset],
+            is_split=np.r_[np.zeros(len(whole), bool), np.ones(len(item), bool)],
+            split_tokens=split_tokens,
+        )
+
+
+def _positions(steps: np.ndarray, groups: int) -> np.ndarray:
+    """[groups + 1] int64: where each group stands in the steps, or UNPLACED, as the last one."""
+    position = np.full(groups + 1, UNPLACED, np.int64)
+    position[steps.ravel()] = np.arange(steps.size)
+    position[EMPTY] = UNPLACED
+    return position
+
+
+def _regrouped(
+    row: np.ndarray, load: np.ndarray, regions: SplitRegions, context: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Puts rows of about equal cost into a group, the costlier ones where split samples weigh less.
+
+    Any row may move to any group of the same A.
+
+    Args:
+      row: [N] int64, the row of each sample, or UNPLACED.
+      load: [B] float64, of each row, split samples included.
+      regions: of the groups.
+      context: rows of a group.
+
+    Returns:
+      `row` and `load` after the moves.
+    """
+    if context == 1:
+        return row, load
+    split = np.repeat(regions.load / context, context)
+    tokens = np.repeat(regions.tokens, context)
+    whole = load - split
+    moved_to = np.empty(len(load), np.int64)
+    moved_to[np.lexsort((-whole, tokens))] = np.lexsort((split, tokens))
+    moved = np.empty_like(load)
+    moved[moved_to] = whole
+    return np.where(row == UNPLACED, UNPLACED, moved_to[row]), moved + split
+
+
+def _growing(most: int) -> Iterator[int]:
+    """Steps to add: one more at first; where much is missing, soon many more; in the end `most`."""
+    more, attempt = 0, 0
+    while more < most:
+        yield more
+        attempt += 1
+        more = int(_GROWTH**attempt)
+    yield most
+
+
+def _shuffled_among_equals(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """[N] int64: a random permutation that exchanges equal values alone."""
+    shuffled = rng.permutation(len(values))
+    found = np.empty(len(values), np.int64)
+    found[np.argsort(values, kind="stable")] = shuffled[np.argsort(values[shuffled], kind="stable")]
+    return found
+
+
+def _starts(group: np.ndarray, footprint: np.ndarray) -> np.ndarray:
+    """[N]: where each sample begins in its group's split tokens; samples are sorted by group."""
+    before = np.cumsum(footprint) - footprint
+    opens = np.r_[True, group[1:] != group[:-1]] if len(group) else np.zeros(0, bool)
+    return before - np.maximum.accumulate(np.where(opens, before, 0))

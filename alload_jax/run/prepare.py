@@ -1,0 +1,162 @@
+"""The samples and the plan of a run: reads the data and plans, and writes nothing."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from alload_jax.config import DataConfig, values_in
+from alload_jax.data.collate import Collator, collation_for
+from alload_jax.data.condition import Conditions, conditions_for, samples_for
+from alload_jax.data.datasets.dataset import prepare_dataset
+from alload_jax.data.held_out import exclusion_identity, read_excluded
+from alload_jax.data.loader import PatientReader
+from alload_jax.data.manifest import Manifest, read_paths
+from alload_jax.data.sources.opening import open_source
+from alload_jax.data.sources.source import SampleSource
+from alload_jax.data.store import StoreReader
+from alload_jax.data.weights import SourceWeight, with_weights
+from alload_jax.distributed.cluster import Cluster
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import family_of
+from alload_jax.planning.cost import CostFile
+from alload_jax.planning.factory import Choice, RunLength, choose_policy, make_plan
+from alload_jax.planning.policies.registry import AUTO, find_policy
+from alload_jax.planning.samples import Samples
+from alload_jax.planning.settings import PlanningConfig, policy_config
+from alload_jax.sharding.mesh import can_group, local_plan_ranks, ranks_of, ranks_per_group
+from alload_jax.training.restore import CHECKPOINTS
+from alload_jax.training.run_plan import RunPlan, run_costs
+from alload_jax.training.settings import RunConfig
+from alload_jax.training.validation.config import ValidationConfig
+from alload_jax.training.validation.held_out import HeldOut, split_data
+
+
+class RunData(NamedTuple):
+    """The samples of a run.
+
+    Attributes:
+      manifest: all samples of the data folder.
+      training: those that the plan is made of.
+      excluded: numbers of samples of the plan that are left out.
+      weights: how often samples stand in an epoch.
+      conditions: shape and dtype of their conditions, as the model takes them.
+      held_out: samples of the validation; None without one.
+    """
+
+    manifest: Manifest
+    training: SampleSource
+    excluded: frozenset[int]
+    weights: tuple[SourceWeight, ...]
+    conditions: Conditions
+    held_out: HeldOut | None
+
+
+def read_data(
+    data: DataConfig, validation: ValidationConfig, model: ModelConfig, cluster: Cluster
+) -> RunData:
+    """Opens the data folder, and holds out the samples of the validation.
+
+    Raises:
+      InputError: the data cannot be read or do not fit the model.
+    """
+    if data.dataset:
+        cluster.broadcast(partial(prepare_dataset, data.folder, data.dataset))
+    source = open_source(data.folder, data.source)
+    source.require_settings()
+    source.manifest.require(model.latent_channels, model.patch_size)
+    excluded = read_excluded(data.exclude, len(source.manifest))
+    cluster.require_same(
+        exclusion_identity(excluded), "give all processes the same file of samples"
+    )
+    training, validated, among_training = split_data(validation, source, data.source, excluded)
+    for each, left_out in ((source, excluded), (validated, ())):
+        if isinstance(each, StoreReader):
+            each.require_shards(data.loader.max_bad_records, left_out)
+    conditions = conditions_for(model, source.manifest)
+    held_out = None
+    if validated:
+        held_out = HeldOut.of(validated, model, conditions, source.manifest)
+    return RunData(source.manifest, training, among_training, data.weights, conditions, held_out)
+
+
+def plan_run(
+    planning: PlanningConfig,
+    model: ModelConfig,
+    data: RunData,
+    run: RunConfig,
+    mesh: Mesh,
+    cluster: Cluster,
+) -> tuple[RunPlan, str]:
+    """Plans the steps of a run on a mesh.
+
+    Returns:
+      The plan, with the policy in force, and why auto took it; "" if the config names it.
+
+    Raises:
+      InputError: a sample cannot be placed, or a bound is missing.
+    """
+    trained, costs = data.training.manifest, run_costs(model, planning)
+    paths = read_paths(trained)
+
+    def samples_of(policy: str) -> Samples:
+        samples = samples_for(model, trained, data.conditions, find_policy(policy).packed)
+        return with_weights(samples, data.weights, paths)
+
+    chosen = _with_policy(planning, model, run, mesh, samples_of, costs)
+    samples = samples_of(chosen.config.policy)
+    plan = RunPlan(
+        plan=make_plan(
+            chosen.config, samples, ranks_of(mesh), run.seed, costs, ranks_per_group(mesh)
+        ),
+        planning=chosen.config,
+        cluster=cluster,
+        costs=costs,
+        model=model,
+        excluded=data.excluded,
+        number=trained.number,
+    )
+    return plan, chosen.reason
+
+
+def _with_policy(
+    planning: PlanningConfig,
+    model: ModelConfig,
+    run: RunConfig,
+    mesh: Mesh,
+    samples_of: Callable[[str], Samples],
+    costs: CostFile,
+) -> Choice:
+    """The planning section with auto replaced; a run that is continued keeps its policy."""
+    folder = Path(run.folder)
+    if planning.policy != AUTO:
+        return Choice(planning, "")
+    before = values_in(folder / "config.yaml") if (folder / CHECKPOINTS).is_dir() else {}
+    if (name := before.get("planning.policy", AUTO)) != AUTO:
+        kept = policy_config(planning, name)
+        mode = before.get("planning.ranks_mode")
+        return Choice(dataclasses.replace(kept, ranks_mode=mode), "")
+    return choose_policy(
+        planning,
+        samples_of,
+        ranks_of(mesh),
+        costs,
+        packs=not family_of(model).packing_unsupported_reason(model),
+        independent=can_group(mesh),
+        ranks_per_group=ranks_per_group(mesh),
+        length=RunLength(run.epochs, run.steps or 0),
+    )
+
+
+def make_collator(
+    plan: RunPlan, data: RunData, model: ModelConfig, mesh: Mesh, seed: int
+) -> Collator:
+    """Reads and collates the samples of this process's ranks."""
+    steps = plan.plan
+    collation = collation_for(steps, data.training.manifest, model, data.conditions)
+    ranks = local_plan_ranks(mesh, steps.topology.ranks, plan.planning.context_value)
+    reader = PatientReader(data.training)
+    return Collator(reader, ranks, collation, steps.group_ranks, data.excluded, seed)

@@ -1,9 +1,0 @@
-"""The implementations that there are. A further one is a line here."""
-
-from pallas_kernels.registry import Registry
-from pallas_kernels.rms_norm_rotary.implementation import Implementation
-from pallas_kernels.rms_norm_rotary.reference import XlaImplementation
-from pallas_kernels.rms_norm_rotary.triton import TritonImplementation
-
-REGISTRY: Registry[Implementation] = Registry(reference=XlaImplementation())
-REGISTRY.register(TritonImplementation())

@@ -1,1 +1,0 @@
-"""What the Triton backends of several kernels share: tiles of rows, sums of partial rows."""

@@ -1,0 +1,19 @@
+"""Waits that only a hang ends: a busy machine may take any time."""
+
+import time
+
+PATIENCE = 3600
+"""Seconds after which a test or a whole run hangs, on the busiest machine."""
+
+
+def wait_until(condition, process=None, ended=False):
+    """Waits until the condition holds and returns its value.
+
+    A process that ends meanwhile ends the wait as an error, unless its end is expected.
+    """
+    end = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert process is None or ended or process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.002)
+    return found
