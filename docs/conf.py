@@ -1,11 +1,22 @@
 """Builds the site: `make docs`, which writes build/site.
 
 Pages are Markdown. The API reference is read from the source without importing it, so that it
-needs neither JAX nor a GPU.
+needs neither JAX nor a GPU. It holds the public API alone. The appendix of Results is drawn from
+benchmarks/results by appendix.py.
 """
 
+import ast
 import re
+import sys
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT)]
+
+import appendix  # noqa: E402
+
+import alload_jax  # noqa: E402
 
 project = "alload-jax"
 extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.napoleon"]
@@ -23,7 +34,7 @@ myst_heading_anchors = 3  # links to headings work here as they do on GitHub
 autoapi_dirs = ["../alload_jax", "../pallas_kernels"]
 autoapi_root = "reference"
 autoapi_add_toctree_entry = False
-autoapi_options = ["members", "undoc-members", "show-module-summary"]
+autoapi_options = ["members", "show-module-summary"]
 autoapi_member_order = "bysource"
 autoapi_python_class_content = "both"
 napoleon_numpy_docstring = False
@@ -32,6 +43,53 @@ napoleon_use_ivar = True
 # A constant without a docstring has no entry to which an import of it could point, and a word of a
 # docstring that is the name of several things points to none.
 suppress_warnings = ["autoapi.python_import_resolution", "ref.python"]
+
+
+def _imports(package: Path) -> dict[str, str]:
+    """The module of each name that a package's __init__ imports."""
+    tree = ast.walk(ast.parse((package / "__init__.py").read_text()))
+    found = (node for node in tree if isinstance(node, ast.ImportFrom))
+    return {alias.name: str(node.module) for node in found for alias in node.names}
+
+
+def _defined(module: str, name: str) -> str:
+    """The full name of what a module defines, or of what a package's __init__ imports."""
+    package = ROOT / module.replace(".", "/")
+    imported = _imports(package).get(name) if package.is_dir() else None
+    return _defined(imported, name) if imported else f"{module}.{name}"
+
+
+def _public() -> set[str]:
+    """Full names of what users import: from `alload_jax`, and from the packages of kernels."""
+    names = {_defined(f"alload_jax.{module}", name) for name, module in alload_jax._API.items()}
+    for package in sorted(p.parent for p in (ROOT / "pallas_kernels").glob("*/__init__.py")):
+        names |= {_defined(module, name) for name, module in _imports(package).items()}
+    return names
+
+
+PUBLIC = _public()
+
+
+def _is_hidden(
+    _app: Any, what: str, name: str, _obj: Any, skip: bool, _options: Any
+) -> bool | None:
+    """Skips what is no public name, holds none and belongs to none."""
+    if skip or name in PUBLIC:
+        return None
+    inside = any(name.startswith(f"{public}.") for public in PUBLIC)
+    around = what in ("package", "module") and any(p.startswith(f"{name}.") for p in PUBLIC)
+    return None if inside or around else True
+
+
+def _write_appendix(_app: Any) -> None:
+    appendix.write_pages()
+
+
+def _append_listing(_app: Any, page: str, source: list[str]) -> None:
+    """Ends the page of results with a link to the page of each JSON."""
+    if page == "results":
+        source[0] += appendix.listing(appendix.write_pages())
+
 
 _VALUES, _COLON = ("attribute", "data", "property"), "\0"
 _CODE = re.compile(r"(`+)(.+?)\1")
@@ -83,6 +141,12 @@ def _indent(line: str) -> int:
 
 
 def setup(app: Any) -> None:
-    """Converts docstrings before napoleon reads their sections, and once more after it."""
+    """Converts docstrings before napoleon reads their sections, and once more after it.
+
+    Draws the appendix before the pages are read.
+    """
+    app.connect("builder-inited", _write_appendix)
+    app.connect("source-read", _append_listing)
+    app.connect("autoapi-skip-member", _is_hidden)
     app.connect("autodoc-process-docstring", _convert, priority=100)
     app.connect("autodoc-process-docstring", _restore, priority=900)
