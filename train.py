@@ -8,7 +8,7 @@ stopped run, run the same command again. In a cluster, run the same command in e
 from alload_jax.processes import quiet_imports
 
 with quiet_imports():
-    from alload_jax.run.main import entry
+    from alload_jax.run import entry
 
 if __name__ == "__main__":
     entry()

@@ -38,7 +38,7 @@ _API = {
     "init_state": "training.state",
     "make_mesh": "sharding.mesh",
     "make_optimizer": "training.optimizer",
-    "place_ahead": "data.placement",
+    "place_ahead": "data.loader",
     # samples
     "SamplingConfig": "sampling.config",
     "make_draw": "sampling.samples",

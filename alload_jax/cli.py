@@ -5,6 +5,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NoReturn
 
 from alload_jax.errors import InputError, run_command
@@ -23,7 +24,10 @@ _COMMANDS = {
     "report": "Draw what a training run has recorded.",
     "bench": "Measure kernels and training steps on this device against other implementations.",
 }
-"""What each does, by the name of its module in `commands/`, which is imported where it is run."""
+"""What each does, by the name of its module in `commands/`, which is imported where it is run.
+
+`train` is the program of train.py.
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs `alload` with the arguments `argv` and returns the exit status."""
     name = next((each for each in argv if each in _COMMANDS), "")
     if list(argv[:1]) == ["train"]:  # its flags are the keys of the config
-        return _command(name).main(list(argv[1:]))
+        return _training().main(list(argv[1:]), "alload train")
     parser = _Parser(
         prog="alload",
         description="Plan, prepare and measure the training of video DiTs, and sample from them.",
@@ -76,10 +80,15 @@ def _command(name: str) -> Any:
         return import_module(f"alload_jax.commands.{name}")
 
 
+def _training() -> ModuleType:
+    with quiet_imports():
+        return import_module("alload_jax.run")
+
+
 def entry() -> None:
     """The console script."""
     if sys.argv[1:2] == ["train"]:
-        _command("train").entry()
+        _training().entry(sys.argv[2:], "alload train")
     sys.exit(run_command(main, sys.argv[1:]))
 
 

@@ -15,24 +15,30 @@ import jax
 import yaml
 
 from alload_jax.config_parser import Part, parse_config
-from alload_jax.data.datasets.dataset import DATASETS, Dataset
+from alload_jax.data.datasets import DATASETS, Dataset
 from alload_jax.data.loader import LoaderConfig
-from alload_jax.data.sources.source import SOURCES, SourceConfig
-from alload_jax.data.weights import SourceWeight
+from alload_jax.data.selection import SourceWeight
+from alload_jax.data.sources import SOURCES, SourceConfig
 from alload_jax.distributed.initialize import ClusterConfig
 from alload_jax.errors import InputError
 from alload_jax.files import Json, parse_yaml, read_text
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.sparse_attention.config import PREDICTOR_NAME, PREDICTOR_PATTERN
 from alload_jax.models.families import DEFAULT_FAMILY, FAMILIES
-from alload_jax.objectives.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
+from alload_jax.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.policies.registry import AUTO, candidates
+from alload_jax.planning.policies import AUTO, candidates
 from alload_jax.planning.settings import PlanningConfig, config_type
 from alload_jax.sampling.config import SamplingConfig
-from alload_jax.sampling.evaluators.evaluator import EVALUATORS, Evaluator
+from alload_jax.sampling.evaluators import EVALUATORS, Evaluator
 from alload_jax.sharding.mesh import MeshConfig
-from alload_jax.training.callbacks.callback import CALLBACKS, CallbackConfig
+from alload_jax.training import (
+    CheckpointConfig,
+    DivergenceConfig,
+    RunConfig,
+    WatchdogConfig,
+)
+from alload_jax.training.callbacks import CALLBACKS, CallbackConfig
 from alload_jax.training.optimizer import (
     OptimizerConfig,
     OptimizerGroup,
@@ -41,14 +47,8 @@ from alload_jax.training.optimizer import (
 )
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.run_files import write_atomically
-from alload_jax.training.settings import (
-    CheckpointConfig,
-    DivergenceConfig,
-    RunConfig,
-    WatchdogConfig,
-)
-from alload_jax.training.trackers.tracker import TRACKERS, TensorBoardConfig, TrackerConfig
-from alload_jax.training.validation.config import ValidationConfig
+from alload_jax.training.trackers import TRACKERS, TensorBoardConfig, TrackerConfig
+from alload_jax.training.validation import ValidationConfig
 
 
 @dataclass(frozen=True)

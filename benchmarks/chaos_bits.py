@@ -27,9 +27,9 @@ from alload_jax.errors import InputError
 from alload_jax.models.families import read_model_config
 from alload_jax.models.lora_files import read_lora
 from alload_jax.models.weights import load_weights, read_transformer
+from alload_jax.training import CheckpointConfig
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.restore import one_device_mesh
-from alload_jax.training.settings import CheckpointConfig
 
 Read = Callable[[], Any]
 _MIX = ((17, 16, 16, 24), (1, 8, 8, 40))

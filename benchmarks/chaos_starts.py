@@ -17,7 +17,7 @@ from typing import Any
 
 from chaos_phases import Aim, install
 
-PROGRAMS = {"train": "alload_jax.run.main", "alload": "alload_jax.cli"}
+PROGRAMS = {"train": "alload_jax.run", "alload": "alload_jax.cli"}
 """Modules with the function `entry`, by the name of the program."""
 _PRELOADED = [*PROGRAMS.values(), "alload_jax.run.training", "orbax.checkpoint", "grain"]
 _PRELOADED += ["chaos_phases", "tensorboardX"]  # which imports PyTorch where it is installed

@@ -14,12 +14,12 @@ from alload_jax.config import Config, read_config
 from alload_jax.data.batch import AnyBatch
 from alload_jax.data.collate import BucketedCollation, Collator, collation_for
 from alload_jax.data.condition import conditions_for
-from alload_jax.data.datasets.dataset import prepare_dataset
+from alload_jax.data.datasets import prepare_dataset
 from alload_jax.data.manifest import Manifest, read_manifest
 from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError
 from alload_jax.models.families import abstract_model
-from alload_jax.objectives.objective import LossSums
+from alload_jax.objectives import LossSums
 from alload_jax.planning.epoch import MicroBatch
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.plan import Plan

@@ -21,7 +21,7 @@ from alload_jax.files import Json
 from alload_jax.planning.analytic import analytic_costs
 from alload_jax.planning.architecture import architecture_named
 from alload_jax.planning.devices import DEVICES
-from alload_jax.planning.policies.registry import find_policy
+from alload_jax.planning.policies import find_policy
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.study import Study

@@ -42,8 +42,8 @@ from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.config import Config, read_config, use_compilation_cache, values_of
 from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for
+from alload_jax.data.loader import PlacedStep, place_ahead
 from alload_jax.data.manifest import Manifest, read_manifest
-from alload_jax.data.placement import PlacedStep, place_ahead
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.diffusion.samplers import sample
 from alload_jax.diffusion.schedules import noise_levels
@@ -58,7 +58,7 @@ from alload_jax.models.families import abstract_model
 from alload_jax.planning.factory import make_plan
 from alload_jax.sharding.host_memory import set_xla_flags
 from alload_jax.sharding.mesh import batch_sharding, local_plan_ranks, make_mesh, ranks_of
-from alload_jax.training.callbacks.callback import Callback, Run
+from alload_jax.training.callbacks import Callback, Run
 from alload_jax.training.callbacks.telemetry import LayerLog, Telemetry
 from alload_jax.training.loop import Loop
 from alload_jax.training.optimizer import learning_rate_schedule
@@ -67,7 +67,7 @@ from alload_jax.training.run_files import BadRecords, MetricsLog
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.state import TrainState, Weights, init_state, training_spec
 from alload_jax.training.step import make_accumulate, zero_accumulator
-from alload_jax.training.trackers.tracker import TensorBoard
+from alload_jax.training.trackers import TensorBoard
 from alload_jax.training.trainer import Trainer, on_mesh
 
 ROOT = Path(__file__).parents[1]

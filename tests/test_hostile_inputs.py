@@ -35,15 +35,15 @@ from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError, one_line, reason_of, run_command
 from alload_jax.files import open_regular, replacing
 from alload_jax.models.common.config import TextConfig
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling.config import SamplingConfig
+from alload_jax.training import CheckpointConfig
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.restore import one_device_mesh
 from alload_jax.training.run_files import locked
-from alload_jax.training.settings import CheckpointConfig
 from alload_jax.training.state import TrainingSpec, init_state
 
 DIGITS = Path(__file__).parents[1] / "configs" / "digits.yaml"

@@ -33,7 +33,7 @@ LAYERS = (
     ("alload_jax.planning",),
     ("pallas_kernels",),
     ("alload_jax", "alload_jax.errors", "alload_jax.files", "alload_jax.registry"),
-    ("alload_jax.processes", "alload_jax.waits"),
+    ("alload_jax.processes",),
 )
 """From top to bottom. A module may import its own layer and those below. `alload_jax` stands for
 the package's `__init__.py` alone."""
@@ -295,10 +295,10 @@ def test_upward_imports_are_found():
 
 def test_imports_of_a_family_from_outside_are_found():
     imports = {
-        "train": {"alload_jax.models.wan.config"},
-        "alload_jax.models.wan.block": {"alload_jax.models.wan.config"},
+        "train": {"alload_jax.models.wan.transformer"},
+        "alload_jax.models.wan.block": {"alload_jax.models.wan.transformer"},
         "alload_jax.models.wanted": {"alload_jax.models.common"},
     }
     assert family_imports(imports, {"wan"}) == [
-        "train imports alload_jax.models.wan.config, which belongs to the model family 'wan'"
+        "train imports alload_jax.models.wan.transformer, which belongs to the model family 'wan'"
     ]

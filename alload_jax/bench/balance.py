@@ -24,7 +24,7 @@ from alload_jax.bench.workload_step import (
 from alload_jax.data.batch import signature
 from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for
-from alload_jax.data.placement import PlacedStep, place_ahead
+from alload_jax.data.loader import PlacedStep, place_ahead
 from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields

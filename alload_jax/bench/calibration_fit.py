@@ -18,6 +18,7 @@ from alload_jax.planning.cost import (
     PowerCost,
     QuadraticCost,
     SparseTerms,
+    without_layers,
 )
 from alload_jax.planning.fit import (
     Fit,
@@ -30,7 +31,6 @@ from alload_jax.planning.fit import (
     predicted,
     predicted_sparse,
 )
-from alload_jax.planning.sparse_cost import without_layers
 from alload_jax.training.run_plan import sparse_layers
 from alload_jax.training.trial_step import Step
 

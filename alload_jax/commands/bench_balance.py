@@ -19,7 +19,7 @@ from alload_jax.bench.harness import (
     model_fields,
     training_fields,
 )
-from alload_jax.commands.outputs import require_flags, require_place
+from alload_jax.commands.flags import require_flags, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json, read_json
 from alload_jax.planning.cost import CostFile, read_cost_file

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from alload_jax.bench.harness import Record, console, markdown_table
-from alload_jax.commands.outputs import require_flags, require_outputs
+from alload_jax.commands.flags import require_flags, require_outputs
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 

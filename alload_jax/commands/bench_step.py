@@ -22,12 +22,12 @@ from alload_jax.bench.harness import (
     model_fields,
     training_fields,
 )
-from alload_jax.commands.outputs import require_flags, require_place
+from alload_jax.commands.flags import require_flags, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.devices import DEVICES
-from alload_jax.planning.policies.registry import find_policy
+from alload_jax.planning.policies import find_policy
 from alload_jax.planning.remat import AUTO_REMAT, RematPolicy, in_words
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import names

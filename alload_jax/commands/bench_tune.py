@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alload_jax.bench.harness import Record, console, markdown_table
-from alload_jax.commands.outputs import require_flags, require_place
+from alload_jax.commands.flags import require_flags, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 

@@ -10,13 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from alload_jax.bench.harness import console, markdown_table
-from alload_jax.commands.outputs import require_flags, require_place
+from alload_jax.commands.flags import require_flags, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json, parse_yaml, read_json, read_text
-from alload_jax.planning.cost import CostFile, QuadraticCost, read_cost_file, write_cost_file
+from alload_jax.planning.cost import (
+    CostFile,
+    QuadraticCost,
+    SparseLayers,
+    read_cost_file,
+    with_layers,
+    without_layers,
+    write_cost_file,
+)
 from alload_jax.planning.fit import RunFit, fit_run
 from alload_jax.planning.remat import AUTO_REMAT
-from alload_jax.planning.sparse_cost import SparseLayers, with_layers, without_layers
 from alload_jax.sharding.host_memory import set_xla_flags
 
 if TYPE_CHECKING:

@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from alload_jax.commands.flags import source_config, triple
-from alload_jax.commands.outputs import require_place
+from alload_jax.commands.flags import require_place, source_config, triple
 from alload_jax.data.manifest import Manifest, caption_counts
 from alload_jax.data.pixel_latents import holds_pixels
+from alload_jax.data.sources import SampleSource
 from alload_jax.data.sources.opening import open_source
-from alload_jax.data.sources.source import SampleSource
 from alload_jax.errors import InputError, one_line
 from alload_jax.planning.samples import PIXEL_PATCH, Geometry, Triple
 

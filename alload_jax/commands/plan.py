@@ -23,8 +23,8 @@ from alload_jax.errors import InputError, one_line, require_positive_value
 from alload_jax.planning.analytic import FROZEN_BYTES
 from alload_jax.planning.architecture import model_names
 from alload_jax.planning.plan import plan_table, replaceable, write_plan
+from alload_jax.planning.policies import AUTO, policy_names
 from alload_jax.planning.policies.policy import MOST_RANKS
-from alload_jax.planning.policies.registry import AUTO, policy_names
 from alload_jax.planning.study import Case, advice
 from alload_jax.planning.workloads import names
 

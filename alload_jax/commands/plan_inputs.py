@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from alload_jax.commands.flags import holds_samples, source_config
-from alload_jax.data.weights import SourceShare, SourceWeight, source_shares, with_weights
+from alload_jax.data.selection import SourceShare, SourceWeight, source_shares, with_weights
 from alload_jax.errors import InputError
 from alload_jax.planning.analytic import (
     ALL_TRAINED,
@@ -20,11 +20,11 @@ from alload_jax.planning.analytic import (
     policies_of,
 )
 from alload_jax.planning.architecture import Architecture, architecture_named, from_fields
-from alload_jax.planning.cost import CostFile, PowerCost, read_cost_file
+from alload_jax.planning.cost import CostFile, PowerCost, SparseLayers, read_cost_file, with_layers
 from alload_jax.planning.devices import DEVICES, Device, device_named
 from alload_jax.planning.factory import ONE_EPOCH, RunLength
 from alload_jax.planning.metrics import SimulationSettings
-from alload_jax.planning.policies.registry import (
+from alload_jax.planning.policies import (
     AUTO,
     PORTFOLIO,
     candidates,
@@ -34,7 +34,6 @@ from alload_jax.planning.policies.registry import (
 from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, choose_remat, in_words
 from alload_jax.planning.samples import Geometry, Samples, Triple, read_sample_paths, read_samples
 from alload_jax.planning.settings import PlanningConfig, config_type
-from alload_jax.planning.sparse_cost import SparseLayers, with_layers
 from alload_jax.planning.study import Study
 from alload_jax.planning.workloads import make_workload
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alload_jax.commands.plan_inputs import PlanRequest
-from alload_jax.data.weights import SourceShare
+from alload_jax.data.selection import SourceShare
 from alload_jax.errors import InputError
 from alload_jax.planning.analytic import SHORTEST, USABLE_SHARE, step_memory
 from alload_jax.planning.cost import MemoryModel

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alload_jax.commands.outputs import require_place
-from alload_jax.data.datasets.dataset import DATASETS
+from alload_jax.commands.flags import require_place
+from alload_jax.data.datasets import DATASETS
 from alload_jax.data.manifest import MANIFEST_NAME
 from alload_jax.errors import InputError, one_line
 

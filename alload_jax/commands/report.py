@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from alload_jax.commands.outputs import require_place
+from alload_jax.commands.flags import require_place
 from alload_jax.errors import InputError
 
 _SPARSITY = "Draw the sparsity of each layer's attention over training."

@@ -12,7 +12,7 @@ from alload_jax.data.condition import Conditions, Tokens, put_condition
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.packed import PackedCollation, Place
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays, with_text_of_epoch
-from alload_jax.data.sources.source import SampleReader
+from alload_jax.data.sources import SampleReader
 from alload_jax.data.store import BadRecordError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.epoch import MicroBatch, Step, noise_epoch

@@ -16,7 +16,7 @@ from alload_jax.data.record import SampleForm
 from alload_jax.errors import InputError
 from alload_jax.files import Json, parse_json, require_regular
 from alload_jax.planning.samples import Geometry, Samples, Triple, digest, samples_from_columns
-from alload_jax.waits import waits
+from alload_jax.processes import waits
 
 MANIFEST_NAME = "manifest.parquet"
 METADATA_KEY = b"alload-manifest"

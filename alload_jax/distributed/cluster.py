@@ -26,8 +26,8 @@ from alload_jax.distributed.coordination import ProcessInfo
 from alload_jax.distributed.heartbeat import Heartbeat
 from alload_jax.distributed.key_value_store import KeyValueStore, Seal
 from alload_jax.errors import USER_ERRORS, InputError, run_command
+from alload_jax.processes import FOR_OTHERS, waits
 from alload_jax.sharding.mesh import AXES, replicated
-from alload_jax.waits import FOR_OTHERS, waits
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from jax._src import distributed
 
 from alload_jax.errors import InputError, reason_of
 from alload_jax.files import replacing
-from alload_jax.waits import FOR_OTHERS, waits
+from alload_jax.processes import FOR_OTHERS, waits
 
 SECRET_NAME = "cluster.secret"
 """File of the secret in the run folder; only its owner can read it."""

@@ -32,7 +32,7 @@ from alload_jax.models.common.embedding import ConditionTokens
 from alload_jax.models.common.parts import Auxiliary, unpatchify
 from alload_jax.models.common.segments import PADDING
 from alload_jax.models.families import Model, family_of
-from alload_jax.objectives.objective import LossSums
+from alload_jax.objectives import LossSums
 
 _GIVEN = 3
 """Part of the key of whether a first frame is given, apart from the three that a sample splits."""

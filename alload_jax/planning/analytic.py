@@ -13,10 +13,16 @@ import numpy as np
 
 from alload_jax.errors import InputError
 from alload_jax.planning.architecture import Architecture
-from alload_jax.planning.cost import CostFile, MemoryModel, PowerCost, QuadraticCost, bucketed_cost
+from alload_jax.planning.cost import (
+    CostFile,
+    MemoryModel,
+    PowerCost,
+    QuadraticCost,
+    assumed_terms,
+    bucketed_cost,
+)
 from alload_jax.planning.devices import Device
 from alload_jax.planning.fit import Point, fit_power
-from alload_jax.planning.sparse_cost import assumed_terms
 
 STATE_BYTES = 20
 """Per trained parameter: float32 weights, Adam's two moments, EMA, accumulated gradients."""

@@ -9,9 +9,9 @@ from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, in_seconds
 from alload_jax.planning.metrics import programs_of
 from alload_jax.planning.plan import Plan
+from alload_jax.planning.policies import PORTFOLIO, find_policy
 from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.policy import Policy, RankTopology
-from alload_jax.planning.policies.registry import PORTFOLIO, find_policy
 from alload_jax.planning.policies.search import (
     TRIALS,
     MCompCurve,
@@ -22,7 +22,7 @@ from alload_jax.planning.policies.search import (
 )
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig, case_name, policy_config, with_policy
-from alload_jax.waits import waits
+from alload_jax.processes import waits
 
 _MOST_CONTEXT = 64
 """Of the sizes of a context-parallel group that are tried."""

@@ -14,9 +14,10 @@ from alload_jax.planning.cost import (
     MemoryModel,
     PowerCost,
     QuadraticCost,
+    SparseCost,
+    SparseLayers,
     bucketed_cost,
 )
-from alload_jax.planning.sparse_cost import SparseCost, SparseLayers
 
 ModelT = TypeVar("ModelT", bound=CostModel)
 

@@ -27,7 +27,7 @@ from alload_jax.planning.epoch import (
 from alload_jax.planning.policies.bucketed import Bucketed
 from alload_jax.planning.policies.policy import Policy, RankTopology
 from alload_jax.planning.samples import Samples, digest
-from alload_jax.waits import waits
+from alload_jax.processes import waits
 
 _LATER = {"split_above": 1.0, "ranks_per_group": 1, "refitted": None}
 """Fields that identities in the first checkpoints lack → their values for those plans."""

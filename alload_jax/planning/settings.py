@@ -4,10 +4,10 @@ from dataclasses import dataclass, fields
 from typing import cast, get_args
 
 from alload_jax.errors import InputError
+from alload_jax.planning.policies import AUTO, candidates, find_policy, policy_names
 from alload_jax.planning.policies.balanced import BalancedSettings
 from alload_jax.planning.policies.bucketed import FixedSettings
 from alload_jax.planning.policies.policy import RanksMode
-from alload_jax.planning.policies.registry import AUTO, candidates, find_policy, policy_names
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from alload_jax.planning.metrics import (
     simulate,
 )
 from alload_jax.planning.plan import Plan
+from alload_jax.planning.policies import AUTO, find_policy
 from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.packed import slots_for
-from alload_jax.planning.policies.registry import AUTO, find_policy
 from alload_jax.planning.policies.search import RowTrials
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig, case_name, policy_config

@@ -9,12 +9,12 @@ from PIL import Image, ImageDraw
 
 from alload_jax.data.pixel_latents import holds_pixels, unfold_frames
 from alload_jax.data.record import LATENTS
-from alload_jax.data.sources.source import SampleSource
+from alload_jax.data.sources import SampleSource
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 from alload_jax.sampling.pictures import to_bytes
 from alload_jax.sampling.progress_grid import label_font, lines_of
-from alload_jax.training.validation.config import LOSS, MEASURED_SET
+from alload_jax.training.validation import LOSS, MEASURED_SET
 
 
 def write_sparsity_picture(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:

@@ -11,28 +11,27 @@ from jax.sharding import Mesh
 from alload_jax.config import DataConfig, values_in
 from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import Conditions, conditions_for, samples_for
-from alload_jax.data.datasets.dataset import prepare_dataset
-from alload_jax.data.held_out import exclusion_identity, read_excluded
+from alload_jax.data.datasets import prepare_dataset
 from alload_jax.data.loader import PatientReader
 from alload_jax.data.manifest import Manifest, read_paths
+from alload_jax.data.selection import SourceWeight, exclusion_identity, read_excluded, with_weights
+from alload_jax.data.sources import SampleSource
 from alload_jax.data.sources.opening import open_source
-from alload_jax.data.sources.source import SampleSource
 from alload_jax.data.store import StoreReader
-from alload_jax.data.weights import SourceWeight, with_weights
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import family_of
 from alload_jax.planning.cost import CostFile
 from alload_jax.planning.factory import Choice, RunLength, choose_policy, make_plan
-from alload_jax.planning.policies.registry import AUTO, find_policy
+from alload_jax.planning.policies import AUTO, find_policy
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig, policy_config
 from alload_jax.sharding.mesh import can_group, local_plan_ranks, ranks_of, ranks_per_group
+from alload_jax.training import RunConfig
 from alload_jax.training.restore import CHECKPOINTS
 from alload_jax.training.run_plan import RunPlan, run_costs
-from alload_jax.training.settings import RunConfig
-from alload_jax.training.validation.config import ValidationConfig
-from alload_jax.training.validation.held_out import HeldOut, split_data
+from alload_jax.training.validation import ValidationConfig
+from alload_jax.training.validation.validator import HeldOut, split_data
 
 
 class RunData(NamedTuple):

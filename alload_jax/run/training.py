@@ -22,17 +22,18 @@ from alload_jax.config import (
 )
 from alload_jax.data.batch import AnyBatch, describe
 from alload_jax.data.condition import unread
+from alload_jax.data.loader import place_ahead
 from alload_jax.data.manifest import Manifest
-from alload_jax.data.placement import place_ahead
+from alload_jax.data.selection import weights_identity
 from alload_jax.data.store import mean_square
-from alload_jax.data.weights import weights_identity
 from alload_jax.distributed.cluster import Cluster, Consensus, first_process
 from alload_jax.distributed.initialize import initialize
 from alload_jax.encoders.loading import share_memory
 from alload_jax.errors import InputError, print_stderr
-from alload_jax.objectives.objective import Objective
+from alload_jax.objectives import Objective
 from alload_jax.planning.epoch import times_placed
 from alload_jax.planning.plan import Plan
+from alload_jax.processes import waits
 from alload_jax.report.summary import (
     Opening,
     changed_settings,
@@ -46,7 +47,8 @@ from alload_jax.report.summary import (
 from alload_jax.run.prepare import make_collator, plan_run, read_data
 from alload_jax.sampling.samples import SampleWriter
 from alload_jax.sharding.mesh import group_meshes, make_mesh
-from alload_jax.training.callbacks.callback import Callback, CallbackContext
+from alload_jax.training import RunConfig
+from alload_jax.training.callbacks import Callback, CallbackContext
 from alload_jax.training.callbacks.telemetry import LayerLog, Telemetry
 from alload_jax.training.callbacks.validating import Checkpointing, Drawing, Evaluation, Validating
 from alload_jax.training.callbacks.watchdog import Watchdog
@@ -70,7 +72,6 @@ from alload_jax.training.run_files import (
     process_seconds,
     write_json,
 )
-from alload_jax.training.settings import RunConfig
 from alload_jax.training.signals import (
     StopRequest,
     leave,
@@ -79,10 +80,9 @@ from alload_jax.training.signals import (
 )
 from alload_jax.training.state import TrainingSpec, TrainState, training_spec
 from alload_jax.training.step import auxiliary_shapes
-from alload_jax.training.trackers.tracker import TrackerContext, Trackers
+from alload_jax.training.trackers import TrackerContext, Trackers
 from alload_jax.training.trainer import Trainer, largest, make_trainer, on_mesh
 from alload_jax.training.validation.validator import Validator
-from alload_jax.waits import waits
 from pallas_kernels.first_use import COMPARISONS
 
 

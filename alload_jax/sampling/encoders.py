@@ -16,8 +16,8 @@ from alload_jax.data.prepare.encoders import ByteText
 from alload_jax.data.prepare.images import decode_image
 from alload_jax.data.prepare.sources import Bucket, Fit, Source, UnusableError, covering
 from alload_jax.data.record import TEXT
+from alload_jax.encoders import open_image, open_text, open_vae
 from alload_jax.encoders.image import ImageEncoder
-from alload_jax.encoders.known import open_image, open_text, open_vae
 from alload_jax.encoders.loading import release_memory
 from alload_jax.encoders.text import TextModel
 from alload_jax.encoders.vae import Vae

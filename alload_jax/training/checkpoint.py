@@ -14,6 +14,8 @@ import orbax.checkpoint as ocp
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.errors import InputError, one_line, print_stderr
 from alload_jax.files import Json, read_json
+from alload_jax.processes import waits
+from alload_jax.training import CheckpointConfig
 from alload_jax.training.checkpoint_files import (
     BASE,
     CHECKSUMS_NOTE,
@@ -28,9 +30,7 @@ from alload_jax.training.checkpoint_files import (
     write_checksums,
 )
 from alload_jax.training.run_files import write_json
-from alload_jax.training.settings import CheckpointConfig
 from alload_jax.training.state import TrainState
-from alload_jax.waits import waits
 
 _RECALIBRATION = "recalibration"
 """The checkpoint's part that only recalibrated plans have."""

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from alload_jax.distributed.cluster import first_process
 from alload_jax.errors import InputError, print_stderr
+from alload_jax.training import RISEN
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.run_files import write_json
 from alload_jax.training.run_plan import RunPlan
-from alload_jax.training.settings import RISEN
 
 _LOSS = 0
 """Place of the loss beside the gradient norm."""

@@ -16,16 +16,16 @@ import numpy as np
 from typing_extensions import override
 
 from alload_jax.data.collate import Collator, HostStep
-from alload_jax.data.placement import PlacedStep
-from alload_jax.data.sources.source import SampleReader
+from alload_jax.data.loader import PlacedStep
+from alload_jax.data.sources import SampleReader
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError, print_stderr
-from alload_jax.training.callbacks.callback import Callback
+from alload_jax.processes import waits
+from alload_jax.training.callbacks import Callback
 from alload_jax.training.run_files import write_json
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.state import TrainState
 from alload_jax.training.trainer import Trainer
-from alload_jax.waits import waits
 
 _MOST_NAMED = 8
 """Bad samples of one step beyond which the search ends: then the run diverges."""

@@ -28,7 +28,9 @@ from alload_jax.models.families import (
 )
 from alload_jax.models.lora_files import given_adapters, merge_adapters, read_lora
 from alload_jax.models.weights import load_weights, require_same_architecture
+from alload_jax.processes import waits
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training import RunConfig
 from alload_jax.training.checkpoint import Checkpoints, bare, best_step
 from alload_jax.training.checkpoint_files import (
     BASE,
@@ -47,7 +49,6 @@ from alload_jax.training.parameters import (
     merge_parameters,
     split_parameters,
 )
-from alload_jax.training.settings import RunConfig
 from alload_jax.training.state import (
     TrainingSpec,
     TrainState,
@@ -59,7 +60,6 @@ from alload_jax.training.state import (
     state_to_draw,
     weights_shardings,
 )
-from alload_jax.waits import waits
 
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run folder."""

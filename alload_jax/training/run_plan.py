@@ -5,8 +5,8 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict
 
 from alload_jax.data.collate import HostStep
-from alload_jax.data.held_out import count_excluded
 from alload_jax.data.loader import LoaderConfig, StepLoader
+from alload_jax.data.selection import count_excluded
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -15,15 +15,23 @@ from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.models.common.sparse_attention.config import DENSITY, SPARSE_LAYERS
 from alload_jax.planning.analytic import bytes_per_split_token, step_cost
 from alload_jax.planning.architecture import from_fields
-from alload_jax.planning.cost import SQUARES, CostFile, CostModel, QuadraticCost
+from alload_jax.planning.cost import (
+    SQUARES,
+    CostFile,
+    CostModel,
+    QuadraticCost,
+    SparseCost,
+    SparseLayers,
+    cost_of_fields,
+    with_layers,
+)
 from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.epoch import Step
 from alload_jax.planning.fit import CostFilter
 from alload_jax.planning.metrics import StepMetrics, step_metrics
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.sparse_cost import SparseCost, SparseLayers, cost_of_fields, with_layers
-from alload_jax.waits import waits
+from alload_jax.processes import waits
 
 _ASSUMED_DEVICE = "h200"
 """Whose rates stand for those of any device, so that the plan does not depend on the device."""

@@ -15,7 +15,8 @@ from jaxtyping import PyTree
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.stored import readable
 from alload_jax.models.families import build_model, family_of, split_model
-from alload_jax.objectives.objective import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
+from alload_jax.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
+from alload_jax.processes import waits
 from alload_jax.sharding.mesh import Rules, replicated, tree_shardings, zero_shardings
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import (
@@ -25,7 +26,6 @@ from alload_jax.training.parameters import (
     merge_parameters,
     split_parameters,
 )
-from alload_jax.waits import waits
 
 
 class TrainingSpec(NamedTuple):

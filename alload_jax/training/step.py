@@ -28,7 +28,7 @@ from alload_jax.models.families import (
     gradient_dtypes,
     training_graph,
 )
-from alload_jax.objectives.objective import LossSums
+from alload_jax.objectives import LossSums
 from alload_jax.sharding.mesh import (
     GROUP_AXIS,
     AnyMesh,

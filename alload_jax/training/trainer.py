@@ -23,8 +23,9 @@ from jax.stages import Compiled, Wrapped
 from typing_extensions import override
 
 from alload_jax.data.batch import AnyBatch, signature
-from alload_jax.data.placement import PlacedStep
+from alload_jax.data.loader import PlacedStep
 from alload_jax.models.families import compiler_options
+from alload_jax.processes import waits
 from alload_jax.sharding.mesh import (
     batch_sharding,
     is_local,
@@ -43,7 +44,6 @@ from alload_jax.training.step import (
     make_update,
     zero_accumulator,
 )
-from alload_jax.waits import waits
 
 T = TypeVar("T")
 

@@ -18,12 +18,13 @@ from alload_jax.planning.cost import (
     CostFile,
     MemoryModel,
     QuadraticCost,
+    SparseLayers,
     SparseTerms,
     bucketed_cost,
     read_cost_file,
+    with_layers,
 )
 from alload_jax.planning.fit import Point
-from alload_jax.planning.sparse_cost import SparseLayers, with_layers
 
 CONFIG = """
 run: {folder: runs/tiny}

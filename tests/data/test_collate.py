@@ -12,7 +12,7 @@ from alload_jax.data.collate import BucketedCollation, Collator
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader
 from alload_jax.models.common.parts import patchify
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
 

@@ -7,7 +7,7 @@ import sklearn.datasets
 from data_helpers import assert_says
 
 from alload_jax.config import read_config
-from alload_jax.data.datasets.dataset import prepare_dataset
+from alload_jax.data.datasets import prepare_dataset
 from alload_jax.data.datasets.digits import (
     Digits,
     load_digits,

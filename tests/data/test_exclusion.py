@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from data_helpers import assert_says
 
-from alload_jax.data.held_out import count_excluded, exclusion_identity, read_excluded
+from alload_jax.data.selection import count_excluded, exclusion_identity, read_excluded
 from alload_jax.errors import InputError
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.bucketed import EqualTokens

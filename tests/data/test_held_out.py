@@ -9,10 +9,10 @@ from data_helpers import assert_holds, assert_says, manifest_of, random_samples,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alload_jax.data.held_out import content_order, is_held_out, positions
 from alload_jax.data.manifest import read_manifest
+from alload_jax.data.selection import content_order, is_held_out, positions
+from alload_jax.data.sources import Subset
 from alload_jax.data.sources.grain_samples import GrainSamples
-from alload_jax.data.sources.source import Subset
 from alload_jax.data.store import BadRecordError, StoreReader
 from alload_jax.errors import InputError
 

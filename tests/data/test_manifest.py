@@ -18,7 +18,7 @@ from data_helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alload_jax.data.datasets.dataset import prepare_dataset
+from alload_jax.data.datasets import prepare_dataset
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.manifest import (
     MANIFEST_NAME,

@@ -12,7 +12,7 @@ from alload_jax.data.batch import signature
 from alload_jax.data.collate import Collator
 from alload_jax.data.packed import THINNED, PackedCollation
 from alload_jax.models.common.parts import patchify
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
 

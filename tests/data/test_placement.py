@@ -4,7 +4,7 @@ import pytest
 
 from alload_jax.data.batch import Batch
 from alload_jax.data.collate import HostStep
-from alload_jax.data.placement import place_ahead
+from alload_jax.data.loader import place_ahead
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
 
 
@@ -100,7 +100,7 @@ def test_waiting_for_the_loader_is_measured(mesh):
     clock = FakeClock()
     steps = clock.slow(host_steps(2, ranks_of(mesh)), seconds=[2.0, 5.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("alload_jax.data.placement.time.perf_counter", clock)
+        patch.setattr("alload_jax.data.loader.time.perf_counter", clock)
         waits = [step.wait_seconds for step in place_ahead(steps, mesh)]
     # The first step is requested after both are read, because one is placed ahead.
     assert waits == [7.0, 0.0]

@@ -26,7 +26,7 @@ from alload_jax.data.store import (
     damaged_records,
     merge_stores,
 )
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.samples import Samples
 
 SIZE = (1, 4, 4)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alload_jax.data.weights import (
+from alload_jax.data.selection import (
     SourceWeight,
     source_shares,
     weights_identity,

@@ -29,7 +29,7 @@ from alload_jax.data.sources.safetensors_folder import SafetensorsFolder
 from alload_jax.data.store import BadRecordError, StoreReader, StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
 

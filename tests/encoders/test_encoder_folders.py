@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from alload_jax.encoders import known
+from alload_jax.encoders import VAES, open_image, open_text, open_vae
 from alload_jax.encoders.image import ClipImage, SiglipImage
 from alload_jax.encoders.text import HunyuanVideoText, glyph_prompt
 from alload_jax.encoders.vae import HunyuanVideoVae, Vae, WanVae
@@ -39,15 +39,15 @@ def folder(tmp_path):
 
 
 def test_a_folder_says_which_encoder_it_holds(folder):
-    vae, image = known.open_vae(folder), known.open_image(folder / "image_encoder")
-    text = known.open_text(folder, 9)
+    vae, image = open_vae(folder), open_image(folder / "image_encoder")
+    text = open_text(folder, 9)
     assert (type(vae), vae.stride, vae.channels) == (HunyuanVideoVae, (4, 16, 16), 8)
     assert (type(image), image.width) == (SiglipImage, 6)
     assert (type(text), text.width, text.length) == (HunyuanVideoText, 12, 9)
     origin = text.origin()
     assert (origin["name"], origin["width"], origin["glyph_width"]) == ("hunyuan_video", 12, 10)
     (folder / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKLWan"}')
-    assert type(known.open_vae(folder / "vae")) is WanVae
+    assert type(open_vae(folder / "vae")) is WanVae
 
 
 @pytest.mark.parametrize("name", ["text_encoder/model", "text_encoder_2/model", "tokenizer_2"])
@@ -63,9 +63,15 @@ def test_the_digest_of_texts_follows_every_file(folder, name):
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (known.open_vae, "_class_name is x, not AutoencoderKLWan or AutoencoderKLHunyuanVideo15"),
-        (lambda folder: known.open_text(folder, 9), "model_type is x, not umt5 or qwen2_5_vl_text"),
-        (known.open_image, "model_type is x, not clip_vision_model or siglip_vision_model"),
+        (
+            open_vae,
+            "_class_name is x, not AutoencoderKLWan or AutoencoderKLHunyuanVideo15",
+        ),
+        (
+            lambda folder: open_text(folder, 9),
+            "model_type is x, not umt5 or qwen2_5_vl_text",
+        ),
+        (open_image, "model_type is x, not clip_vision_model or siglip_vision_model"),
         (WanVae, "_class_name is x, not AutoencoderKLWan; give the folder of Wan's VAE"),
         (HunyuanVideoText, "model_type is x, not qwen2_5_vl_text; give the folder of Qwen2.5-VL"),
         (ClipImage, "model_type is x, not clip_vision_model"),
@@ -125,7 +131,7 @@ class Halves(Vae):
 
 
 def test_a_vae_from_outside_is_found_by_its_folder(tmp_path):
-    if Halves.class_name not in known.VAES.names():
-        known.VAES.register(Halves.class_name, Halves)
+    if Halves.class_name not in VAES.names():
+        VAES.register(Halves.class_name, Halves)
     (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderHalves"}')
-    assert type(known.open_vae(tmp_path)) is Halves
+    assert type(open_vae(tmp_path)) is Halves

@@ -21,7 +21,7 @@ from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from alload_jax.encoders import known  # noqa: E402
+from alload_jax import encoders  # noqa: E402
 from alload_jax.encoders import vae as causal_chunks  # noqa: E402
 from alload_jax.encoders.image import ClipImage, SiglipImage  # noqa: E402
 from alload_jax.encoders.text import HunyuanVideoText, glyph_prompt  # noqa: E402
@@ -286,12 +286,12 @@ def test_image_embeddings_are_those_of_the_pipeline(folder, parts):
 
 
 def test_folders_say_which_encoder_they_hold(folder, parts):
-    assert type(known.open_vae(folder)) is HunyuanVideoVae
-    assert type(known.open_image(folder)) is SiglipImage
-    assert isinstance(known.open_text(folder / "text_encoder", 9), HunyuanVideoText)
-    assert known.open_vae(folder).stride == (4, 16, 16)
+    assert type(encoders.open_vae(folder)) is HunyuanVideoVae
+    assert type(encoders.open_image(folder)) is SiglipImage
+    assert isinstance(encoders.open_text(folder / "text_encoder", 9), HunyuanVideoText)
+    assert encoders.open_vae(folder).stride == (4, 16, 16)
     with pytest.raises(InputError, match="is None, not umt5 or qwen2_5_vl_text"):
-        known.open_text(folder / "vae", 9)
+        encoders.open_text(folder / "vae", 9)
 
 
 def test_the_digest_follows_both_encoders_and_their_tokenizers(folder, parts, tmp_path):

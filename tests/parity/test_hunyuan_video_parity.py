@@ -25,8 +25,8 @@ from alload_jax.models.families import (  # noqa: E402
     parameter_count,
     read_model_config,
 )
-from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig  # noqa: E402
 from alload_jax.models.hunyuan_video.family import FAMILY  # noqa: E402
+from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig  # noqa: E402
 from alload_jax.models.lora_files import adapters_of, write_lora  # noqa: E402
 from alload_jax.models.weights import load_weights, save_weights  # noqa: E402
 from alload_jax.sharding.mesh import MeshConfig, make_mesh  # noqa: E402

@@ -23,7 +23,7 @@ from alload_jax.models.lora_files import (  # noqa: E402
     read_lora,
     write_lora,
 )
-from alload_jax.models.wan.config import WanConfig  # noqa: E402
+from alload_jax.models.wan.transformer import WanConfig  # noqa: E402
 from alload_jax.models.weights import save_weights  # noqa: E402
 
 pytestmark = pytest.mark.parity

@@ -19,8 +19,8 @@ from alload_jax.models.families import (  # noqa: E402
     parameter_count,
     read_model_config,
 )
-from alload_jax.models.wan.config import WanConfig  # noqa: E402
 from alload_jax.models.wan.family import FAMILY  # noqa: E402
+from alload_jax.models.wan.transformer import WanConfig  # noqa: E402
 from alload_jax.models.weights import load_weights, save_weights  # noqa: E402
 from alload_jax.sharding.mesh import MeshConfig, make_mesh  # noqa: E402
 

@@ -15,9 +15,9 @@ from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.cudnn import launched_tokens
 from alload_jax.models.families import parameter_count
 from alload_jax.models.hunyuan_video.costs import HUNYUAN_VIDEO_1_5
-from alload_jax.models.wan.config import WanConfig
 from alload_jax.models.wan.costs import WAN_1_3B as WAN
 from alload_jax.models.wan.costs import WAN_14B, WanArchitecture
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.analytic import (
     ALL_TRAINED,
     STATE_BYTES,

@@ -9,8 +9,8 @@ import pytest
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.families import abstract_model, parameter_count
-from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
 from alload_jax.models.hunyuan_video.costs import HUNYUAN_VIDEO_1_5
+from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.planning.analytic import analytic_costs
 from alload_jax.planning.architecture import architecture_named, from_fields
 from alload_jax.planning.devices import DEVICES

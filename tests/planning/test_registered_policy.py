@@ -15,10 +15,10 @@ from alload_jax.planning.cost import CostFile, QuadraticCost
 from alload_jax.planning.epoch import RowShape
 from alload_jax.planning.factory import make_plan, make_policy
 from alload_jax.planning.metrics import plan_metrics, step_metrics
+from alload_jax.planning.policies import find_policy, policy_names, register_policy
 from alload_jax.planning.policies.bucketed import Bucketed
 from alload_jax.planning.policies.packed import PackedEpochBuilder, whole_samples
 from alload_jax.planning.policies.policy import Policy
-from alload_jax.planning.policies.registry import find_policy, policy_names, register_policy
 from alload_jax.planning.settings import PlanningConfig
 
 COST = QuadraticCost(1.0, 1e-3, 1e-6)

@@ -14,8 +14,8 @@ import alload_jax.planning
 from alload_jax.planning.cost import FORMAT, CostFile, PowerCost, QuadraticCost, bucketed_cost
 from alload_jax.planning.factory import RunLength, choose_policy, make_plan, make_policy
 from alload_jax.planning.metrics import programs_of
+from alload_jax.planning.policies import PORTFOLIO, find_policy
 from alload_jax.planning.policies.bucketed import DualConstraint, EqualTokens, Fixed
-from alload_jax.planning.policies.registry import PORTFOLIO, find_policy
 from alload_jax.planning.policies.search import makespan
 from alload_jax.planning.settings import PlanningConfig, case_name, policy_config
 

@@ -15,12 +15,18 @@ from alload_jax.planning.analytic import analytic_costs
 from alload_jax.planning.cost import (
     CostFile,
     QuadraticCost,
+    SparseCost,
+    SparseLayers,
     SparseTerms,
+    assumed_terms,
     bucketed_cost,
+    cost_of_fields,
     marginal_cost,
     micro_batch_costs,
     micro_batch_terms,
     read_cost_file,
+    with_layers,
+    without_layers,
     write_cost_file,
 )
 from alload_jax.planning.devices import DEVICES
@@ -35,14 +41,6 @@ from alload_jax.planning.fit import (
 )
 from alload_jax.planning.metrics import SimulationSettings, plan_metrics, simulate
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.sparse_cost import (
-    SparseCost,
-    SparseLayers,
-    assumed_terms,
-    cost_of_fields,
-    with_layers,
-    without_layers,
-)
 
 WAN = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
 TERMS = SparseTerms(1.4e-9, 1.5e-6, 6e-12)

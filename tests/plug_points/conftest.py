@@ -9,13 +9,13 @@ import pytest
 import yaml
 from counting import CountConfig, HalfVelocity, MeanBrightness, Ramps
 
-from alload_jax.data.datasets.dataset import DATASETS
+from alload_jax.data.datasets import DATASETS
 from alload_jax.models.families import FAMILIES
-from alload_jax.objectives.objective import OBJECTIVES
+from alload_jax.objectives import OBJECTIVES
 from alload_jax.planning.architecture import register_architecture
-from alload_jax.sampling.evaluators.evaluator import EVALUATORS
+from alload_jax.sampling.evaluators import EVALUATORS
 from alload_jax.sharding.mesh import make_mesh
-from alload_jax.training.callbacks.callback import CALLBACKS
+from alload_jax.training.callbacks import CALLBACKS
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,7 +40,7 @@ def train(tmp_path, data, monkeypatch):
     """Runs train.py in this process on the pooling family; changes are sections of the config."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    from alload_jax.run import main as program
+    from alload_jax import run as program
     from alload_jax.run import training
 
     def run(*flags, folder="run", devices=1, **changes):

@@ -9,7 +9,7 @@ import safetensors.numpy
 from alload_jax.data.prepare.encoders import ByteText
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
-from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
+from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.sampling.conditions import arrays_of
 from alload_jax.sampling.encoders import Encoders
 from alload_jax.sampling.requests import RawRequest, Target, check_request

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from alload_jax.data.pixel_latents import fold_frames
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.sampling.conditions import decoded, family_fps
 from alload_jax.sampling.encoders import Encoders, as_latent
 from alload_jax.sampling.requests import Request, Target

@@ -12,7 +12,7 @@ from flax import nnx
 from alload_jax.diffusion.schedules import noise_levels
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.families import abstract_model, build_model
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.sampling.flow import Condition, LowNoise, make_flow
 
 PLAIN = WanConfig(

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from alload_jax.data.prepare.encoders import ByteText
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.sampling.encoders import Encoders
 from alload_jax.sampling.requests import RawRequest, Target, check_request, read_list
 

@@ -9,9 +9,9 @@ import pytest
 
 from alload_jax.data.batch import Batch
 from alload_jax.data.collate import HostStep
-from alload_jax.data.placement import PlacedStep, place_ahead
+from alload_jax.data.loader import PlacedStep, place_ahead
 from alload_jax.errors import InputError
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, make_mesh, ranks_of
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer

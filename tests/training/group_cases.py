@@ -6,9 +6,9 @@ import numpy as np
 
 from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for
-from alload_jax.data.placement import place_ahead
+from alload_jax.data.loader import place_ahead
 from alload_jax.data.store import StoreReader, StoreWriter
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig

@@ -13,7 +13,7 @@ from alload_jax.processes import quiet_imports
 
 with quiet_imports():
     from alload_jax.distributed import heartbeat
-    from alload_jax.run.main import entry
+    from alload_jax.run import entry
     from alload_jax.training.callbacks.watchdog import Watchdog
 
 

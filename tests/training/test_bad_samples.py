@@ -14,16 +14,15 @@ from training_runs import Runs, errors, lines_of
 
 from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for
-from alload_jax.data.loader import LoaderConfig
+from alload_jax.data.loader import LoaderConfig, place_ahead
 from alload_jax.data.manifest import read_manifest
-from alload_jax.data.placement import place_ahead
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, group_meshes, local_plan_ranks, make_mesh
-from alload_jax.training.callbacks.callback import Callback
+from alload_jax.training.callbacks import Callback
 from alload_jax.training.loop import BadSamples, Loop
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.state import init_state

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from alload_jax.commands.flags import add_run_flags
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training import CheckpointConfig
 from alload_jax.training.checkpoint import (
     BEST_NAME,
     BestCheckpoints,
@@ -24,7 +25,6 @@ from alload_jax.training.checkpoint import (
 )
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.restore import find_step
-from alload_jax.training.settings import CheckpointConfig
 from alload_jax.training.state import TrainingSpec, init_state
 
 LOSSES = {2: 0.9, 4: 0.5, 6: 0.7, 8: 0.5, 10: 0.8, 12: 0.6}

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError, LostConnectionError
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training import CheckpointConfig
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.checkpoint_files import CHECKSUMS_NAME, as_input_error, damage
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ALL_TRAINED
 from alload_jax.training.restore import one_device_mesh, restore_weights
-from alload_jax.training.settings import CheckpointConfig
 from alload_jax.training.state import TrainingSpec, abstract_state, init_state
 
 MODEL = WanConfig(dim=16, ffn_dim=16, num_heads=2, num_layers=1, freq_dim=8)

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alload_jax.data.placement import PlacedStep
-from alload_jax.training.callbacks import validating
-from alload_jax.training.callbacks.callback import Callback
+from alload_jax.data.loader import PlacedStep
+from alload_jax.training import CheckpointConfig
+from alload_jax.training.callbacks import Callback, validating
 from alload_jax.training.callbacks.validating import Checkpointing
 from alload_jax.training.loop import Loop
-from alload_jax.training.settings import CheckpointConfig
 
 
 class Saved:

@@ -8,8 +8,8 @@ from training_runs import errors
 
 from alload_jax.errors import InputError
 from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.training import DivergenceConfig
 from alload_jax.training.divergence import Divergence
-from alload_jax.training.settings import DivergenceConfig
 
 NOTHING = 1.7
 

@@ -15,7 +15,7 @@ from alload_jax import cli
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.pixel_latents import unfold_frames
 from alload_jax.errors import InputError, run_command
-from alload_jax.run.main import main
+from alload_jax.run import main
 from alload_jax.sampling.pictures import to_bytes
 
 CONFIG = Path(__file__).parents[2] / "configs" / "digits.yaml"

@@ -60,7 +60,7 @@ def train(tmp_path, data, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     monkeypatch.chdir(tmp_path)
-    import alload_jax.run.main as program
+    import alload_jax.run as program
     from alload_jax.run import training
 
     def run(*flags, folder="run", devices=1, **changes):

@@ -14,7 +14,7 @@ from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.families import abstract_model, build_model
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching, noised
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.trial_step import random_batch

@@ -15,7 +15,7 @@ from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.families import abstract_model
-from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
+from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig

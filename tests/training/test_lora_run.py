@@ -41,7 +41,7 @@ def train(tmp_path, data, monkeypatch):
     """Runs train.py in this process; changes are sections of the config."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
-    import alload_jax.run.main as program
+    import alload_jax.run as program
 
     def run(*flags, folder="run", **changes):
         shape = {"dim": 24, "ffn_dim": 40, "num_heads": 2, "num_layers": 2, "in_channels": 4}
@@ -299,7 +299,7 @@ def test_a_run_without_a_moving_average_samples_from_its_weights(train):
 
 @pytest.mark.slow
 def test_a_model_of_classes_moves_to_other_data_and_classes(tmp_path, monkeypatch, capsys):
-    from alload_jax.run.main import main
+    from alload_jax.run import main
 
     monkeypatch.chdir(tmp_path)
     shape = {"dim": 16, "ffn_dim": 16, "num_heads": 2, "num_layers": 1, "freq_dim": 8}

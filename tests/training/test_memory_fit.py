@@ -8,8 +8,8 @@ from training_runs import errors
 
 from alload_jax.errors import InputError, run_command
 from alload_jax.models.common.config import TextConfig
-from alload_jax.models.wan.config import WanConfig
-from alload_jax.run.main import main
+from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.run import main
 from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ParametersConfig

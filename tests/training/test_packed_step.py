@@ -12,13 +12,13 @@ from flax import nnx
 
 from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for
+from alload_jax.data.loader import PlacedStep, place_ahead
 from alload_jax.data.manifest import read_manifest
-from alload_jax.data.placement import PlacedStep, place_ahead
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.models.common.config import TextConfig
 from alload_jax.models.families import abstract_model
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching, noised, noised_rows
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig

@@ -8,7 +8,7 @@ from training_runs import Runs
 
 from alload_jax.errors import run_command
 from alload_jax.planning.remat import LADDER
-from alload_jax.run.main import main
+from alload_jax.run import main
 from alload_jax.training import remat_choice
 
 

@@ -248,7 +248,7 @@ def test_invalid_input_is_reported_in_one_line_with_status_2(
     runs, flags, words, capsys, monkeypatch
 ):
     from alload_jax.errors import run_command
-    from alload_jax.run.main import main
+    from alload_jax.run import main
 
     monkeypatch.chdir(runs.folder)
     assert run_command(main, ["--config", str(runs.config), *flags]) == 2
@@ -260,7 +260,7 @@ def test_invalid_input_is_reported_in_one_line_with_status_2(
 
 def test_a_misspelt_key_in_the_file_is_named(runs, capsys):
     from alload_jax.errors import run_command
-    from alload_jax.run.main import main
+    from alload_jax.run import main
 
     config = runs.tiny() | {"planing": {"m_mem": 4}}
     runs.config.write_text(yaml.safe_dump(config))
@@ -272,7 +272,7 @@ def test_a_misspelt_key_in_the_file_is_named(runs, capsys):
 
 def test_an_empty_config_is_named(runs, capsys):
     from alload_jax.errors import run_command
-    from alload_jax.run.main import main
+    from alload_jax.run import main
 
     runs.config.write_text("")
     assert run_command(main, ["--config", str(runs.config)]) == 2

@@ -12,14 +12,20 @@ from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.models.common.sparse_attention.config import DENSITY, SPARSE_LAYERS
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.analytic import step_cost
 from alload_jax.planning.architecture import from_fields
-from alload_jax.planning.cost import CostFile, QuadraticCost, SparseTerms, write_cost_file
+from alload_jax.planning.cost import (
+    CostFile,
+    QuadraticCost,
+    SparseCost,
+    SparseLayers,
+    SparseTerms,
+    write_cost_file,
+)
 from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.sparse_cost import SparseCost, SparseLayers
 from alload_jax.planning.workloads import make_workload
 from alload_jax.training.run_plan import RunPlan, first_layers, run_costs, sparse_layers
 

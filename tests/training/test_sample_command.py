@@ -28,17 +28,17 @@ from alload_jax.diffusion.timesteps import TIMESTEP_SCALE, TimestepConfig
 from alload_jax.errors import InputError, run_command
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.families import abstract_model, family_of, read_model_config
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.models.weights import load_weights, save_weights
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling import flow
 from alload_jax.sampling.config import SamplingConfig
 from alload_jax.sampling.encoders import read_embeddings
+from alload_jax.training import CheckpointConfig
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.restore import one_device_mesh
-from alload_jax.training.settings import CheckpointConfig
 from alload_jax.training.state import TrainingSpec, init_state
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "wan"

@@ -12,7 +12,7 @@ from patience import PATIENCE
 import alload_jax.run.training as program
 from alload_jax.errors import Terminated, run_command
 from alload_jax.processes import quiet_imports
-from alload_jax.run.main import main
+from alload_jax.run import main
 from alload_jax.training.signals import StopRequest, _is_worth_saying, termination_as_interrupt
 
 

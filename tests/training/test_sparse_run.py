@@ -12,7 +12,7 @@ from training_runs import Runs
 
 from alload_jax.cli import main
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer

@@ -8,7 +8,7 @@ from flax.traverse_util import flatten_dict
 
 from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.families import abstract_model, gradient_dtypes
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.planning.analytic import ALL_TRAINED, GRADIENT_BYTES, state_bytes
 from alload_jax.sharding.mesh import MeshConfig, make_mesh

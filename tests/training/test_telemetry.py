@@ -1,11 +1,11 @@
 """Refusals of telemetry."""
 
-from alload_jax.data.placement import PlacedStep
+from alload_jax.data.loader import PlacedStep
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.training.callbacks.telemetry import Telemetry
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import BadRecords, MetricsLog
-from alload_jax.training.trackers.tracker import TensorBoard
+from alload_jax.training.trackers import TensorBoard
 
 
 class Run:

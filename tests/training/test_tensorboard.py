@@ -9,7 +9,7 @@ from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
 from alload_jax.sampling.pictures import write_clip
-from alload_jax.training.trackers.tracker import TensorBoard
+from alload_jax.training.trackers import TensorBoard
 
 
 def events(folder):

@@ -9,8 +9,8 @@ from patience import PATIENCE
 from PIL import Image
 
 from alload_jax.sampling.pictures import write_clip
+from alload_jax.training.trackers import TrackerContext
 from alload_jax.training.trackers.services import MlflowConfig, TrackioConfig, WandbConfig
-from alload_jax.training.trackers.tracker import TrackerContext
 
 pytestmark = pytest.mark.slow
 VALUES = {"run.steps": 14, "optimizer.name": "adamw", "data.source": None}

@@ -12,7 +12,7 @@ from PIL import Image
 
 from alload_jax.config import read_config
 from alload_jax.errors import InputError
-from alload_jax.training.trackers import services
+from alload_jax.training.trackers import TRACKERS, TrackerContext, Trackers, services
 from alload_jax.training.trackers.services import (
     InBackground,
     MlflowConfig,
@@ -20,7 +20,6 @@ from alload_jax.training.trackers.services import (
     TrackioConfig,
     WandbConfig,
 )
-from alload_jax.training.trackers.tracker import TRACKERS, TrackerContext, Trackers
 
 FLAGS = ["--run.folder", "r", "--data.folder", "d", "--planning.m_mem", "9"]
 VALUES = {"run.steps": 14, "optimizer.name": "adamw"}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alload_jax.planning.samples import Samples
-from alload_jax.training.validation.config import ClassErrors, finite, validation_figures
+from alload_jax.training.validation import ClassErrors, finite, validation_figures
 from alload_jax.training.validation.validator import SizeClass, choose_samples
 
 SIZES = [(1, 8, 8), (1, 8, 16), (5, 8, 8), (5, 16, 16), (17, 8, 8)]

@@ -12,8 +12,8 @@ from patience import PATIENCE
 
 from alload_jax.config import read_config
 from alload_jax.data.datasets.digits import Digits
-from alload_jax.data.held_out import is_held_out
 from alload_jax.data.manifest import read_manifest
+from alload_jax.data.selection import is_held_out
 from alload_jax.errors import InputError
 from alload_jax.sharding.mesh import make_mesh
 from alload_jax.training.callbacks.validating import Validating
@@ -38,7 +38,7 @@ def train(tmp_path, digits_folder, monkeypatch):
     """Runs train.py in this process on a tiny model."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    import alload_jax.run.main as program
+    import alload_jax.run as program
     from alload_jax.run import training
 
     def run(*flags, folder="run", devices=1):

@@ -14,19 +14,18 @@ from test_packed_step import batches_of
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.manifest import read_manifest
-from alload_jax.data.sources.source import Subset
+from alload_jax.data.sources import Subset
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
 from alload_jax.models.families import abstract_model, build_model, split_model
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, init_state
-from alload_jax.training.validation.config import ValidationConfig
-from alload_jax.training.validation.held_out import HeldOut
-from alload_jax.training.validation.validator import Validator
+from alload_jax.training.validation import ValidationConfig
+from alload_jax.training.validation.validator import HeldOut, Validator
 
 MODEL = WanConfig(
     dim=16,

@@ -16,10 +16,10 @@ from alload_jax.config import read_config
 from alload_jax.data.store import StoreWriter
 from alload_jax.models.families import abstract_model, parameter_count
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training import CheckpointConfig
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.optimizer import make_optimizer
 from alload_jax.training.parameters import split_parameters
-from alload_jax.training.settings import CheckpointConfig
 from alload_jax.training.state import TrainingSpec, abstract_state
 
 WEIGHTS = ROOT / "tests" / "golden" / "wan" / "t2v" / "transformer"

@@ -16,10 +16,10 @@ from training_runs import errors, lines_of
 from alload_jax.data.manifest import read_manifest
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
+from alload_jax.processes import waiting_for, waits
+from alload_jax.training import WatchdogConfig
 from alload_jax.training.callbacks.watchdog import Watchdog, stacks_name
-from alload_jax.training.settings import WatchdogConfig
 from alload_jax.training.signals import StopRequest
-from alload_jax.waits import waiting_for, waits
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,13 +14,13 @@ from typing import Literal
 import numpy as np
 from typing_extensions import override
 
-from alload_jax.data.datasets.dataset import Dataset
+from alload_jax.data.datasets import Dataset
 from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.planning.samples import Triple
-from alload_jax.waits import waits
+from alload_jax.processes import waits
 
 DIGIT = 8
 """Height and width of a digit, in pixels."""

@@ -14,13 +14,13 @@ from typing_extensions import override
 
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT, SampleForm
+from alload_jax.data.sources import SampleSource
 from alload_jax.data.sources.files import Normalize, channels_of, normalized
-from alload_jax.data.sources.source import SampleSource
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.planning.samples import Triple
-from alload_jax.waits import waits
+from alload_jax.processes import waits
 
 Layout = Literal["CTHW", "TCHW", "THWC"]
 """Order of the axes of stored latents: channels, frames (time), height, width."""

@@ -10,13 +10,13 @@ from typing_extensions import override
 
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT, SampleForm
+from alload_jax.data.sources import SampleSource
 from alload_jax.data.sources.arrays import checked_given, checked_sample
-from alload_jax.data.sources.source import SampleSource
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.planning.samples import Triple
-from alload_jax.waits import waits
+from alload_jax.processes import waits
 
 _AXES = {LATENTS: 4, TEXT: 2, LABELS: 1, GIVEN: 4, IMAGE: 2}
 """Number of axes of each array."""

@@ -12,14 +12,14 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
+from alload_jax.data.sources import SOURCES, SampleSource, SourceConfig
 from alload_jax.data.sources.arrays import Reading
 from alload_jax.data.sources.files import find_files, find_pickle, scan
 from alload_jax.data.sources.safetensors_folder import TensorNames, TensorSamples, read_header
-from alload_jax.data.sources.source import SOURCES, SampleSource, SourceConfig
 from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError
 from alload_jax.files import require_regular
-from alload_jax.waits import waits
+from alload_jax.processes import waits
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.planning.samples import Triple
-from alload_jax.waits import waits
+from alload_jax.processes import waits
 
 _BUFFER = 1 << 20
 _DTYPES = {

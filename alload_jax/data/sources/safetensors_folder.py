@@ -30,7 +30,7 @@ from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 from alload_jax.files import Json, parse_json
 from alload_jax.planning.samples import Triple
-from alload_jax.waits import waits
+from alload_jax.processes import waits
 
 _LARGEST_HEADER = 100_000_000  # the limit of the safetensors library
 _PROBE = 4096

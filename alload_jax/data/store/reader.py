@@ -12,10 +12,10 @@ from typing_extensions import override
 from alload_jax.data import record as records
 from alload_jax.data.manifest import Manifest, read_captions
 from alload_jax.data.record import texts_of
+from alload_jax.data.sources import SampleReader, SampleSource
 from alload_jax.data.sources.files import scan
-from alload_jax.data.sources.source import SampleReader, SampleSource
 from alload_jax.errors import InputError, one_line
-from alload_jax.waits import waits
+from alload_jax.processes import waits
 
 _RESTORE = "restore it or prepare the data again"
 _SCALE_SAMPLES = 32

@@ -14,8 +14,7 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.safetensor_files import Naming, Tensor, linear_tensors, norm_tensors
 from alload_jax.models.families import SamplingDefaults, TransformerFamily, require_fields
-from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
-from alload_jax.models.hunyuan_video.transformer import HunyuanVideoTransformer
+from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig, HunyuanVideoTransformer
 
 DIFFUSERS_CLASS = "HunyuanVideo15Transformer3DModel"
 _COUNTS = (

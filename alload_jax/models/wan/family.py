@@ -21,8 +21,7 @@ from alload_jax.models.families import (
     TransformerFamily,
     require_fields,
 )
-from alload_jax.models.wan.config import WanConfig
-from alload_jax.models.wan.transformer import WanTransformer
+from alload_jax.models.wan.transformer import WanConfig, WanTransformer
 from alload_jax.planning.samples import Triple
 
 DIFFUSERS_CLASS, ORIGINAL_CLASS = "WanTransformer3DModel", "WanModel"

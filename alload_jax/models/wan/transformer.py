@@ -1,8 +1,9 @@
-"""Wan's diffusion transformer, for latents of any number of frames, height and width."""
+"""Wan's diffusion transformer, for latents of any size, and its config."""
 
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
+from alload_jax.errors import InputError
 from alload_jax.models.common.attention import attention
+from alload_jax.models.common.config import TransformerConfig
 from alload_jax.models.common.embedding import (
     ClassEmbedding,
     ImageEmbedding,
@@ -44,7 +47,6 @@ from alload_jax.models.common.sublayers import (
     grid_positions,
     rotary_table,
 )
-from alload_jax.models.wan.config import WanConfig
 from alload_jax.planning.analytic import keeps_feed_forward
 from alload_jax.planning.remat import RematPolicy
 from pallas_kernels import (
@@ -53,6 +55,42 @@ from pallas_kernels import (
     residual_layernorm_modulate,
     segmentation,
 )
+
+
+@dataclass(frozen=True)
+class WanConfig(TransformerConfig):
+    """Shape and arithmetic of the transformer; `TransformerConfig` has the other fields.
+
+    Attributes:
+      family: `wan`.
+      qk_norm: whether queries and keys get an RMSNorm over their full width.
+      cross_norm: whether an affine LayerNorm precedes cross-attention.
+      freq_dim: width of the timestep's sinusoidal embedding.
+      eps: epsilon of every norm.
+    """
+
+    family: Literal["wan"] = "wan"
+    qk_norm: bool = True
+    cross_norm: bool = True
+    freq_dim: int = 256
+    eps: float = 1e-6
+
+    later_fields: ClassVar[dict[str, object]] = {
+        "family": "wan",
+        "text": None,
+        "image": None,
+        "out_channels": None,
+        "qk_norm": True,
+        "cross_norm": True,
+        "sparse_attention": None,
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.freq_dim < 2 or self.freq_dim % 2:
+            raise InputError(f"model.freq_dim is {self.freq_dim}; it must be even")
+        if self.image and not self.text:
+            raise InputError("model.image is set without model.text; set both, or neither")
 
 
 class Context(NamedTuple):

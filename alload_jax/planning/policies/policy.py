@@ -13,7 +13,7 @@ import numpy as np
 from alload_jax.errors import InputError, require_positive
 from alload_jax.planning.cost import CostFile, CostModel, PowerCost, read_cost_file
 from alload_jax.planning.epoch import EpochPlan
-from alload_jax.planning.policies.registry import AUTO, PolicyTraits, find_policy, policy_names
+from alload_jax.planning.policies import AUTO, PolicyTraits, find_policy, policy_names
 from alload_jax.planning.samples import Samples
 
 RanksMode = Literal["synchronous", "independent"]

@@ -12,7 +12,7 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.samples import divisible
-from alload_jax.sampling.evaluators.evaluator import Drawing, Evaluator
+from alload_jax.sampling.evaluators import Drawing, Evaluator
 
 _CLASSES = 10
 

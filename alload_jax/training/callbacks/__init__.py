@@ -1,1 +1,206 @@
-"""Callbacks: small classes with hooks on the training loop."""
+"""The hooks of callbacks, their registry, and two that a config can add: profile, time limit."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+from typing_extensions import override
+
+from alload_jax.data.loader import PlacedStep
+from alload_jax.errors import require_fields
+from alload_jax.registry import Registry
+from alload_jax.training.signals import TIME_LIMIT, StopRequest
+from alload_jax.training.state import TrainState
+
+
+class Run(Protocol):
+    """The interface of the loop for callbacks; see `training.loop.Loop`."""
+
+    done: int
+    total: int
+    signal: int
+
+    @property
+    def state(self) -> TrainState:
+        """The current training state."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether all steps of the run are done."""
+        ...
+
+    def refuse(self, reason: str) -> None:
+        """Stops the run before the step that is about to start."""
+        ...
+
+
+class Callback:
+    """Hooks on the training loop; each does nothing unless overridden.
+
+    In a cluster, all processes call the same hooks at the same steps. If the metrics of a step are
+    not finite, it starts again without its bad samples, and so does the step behind it: the hooks
+    around these steps are called again.
+    """
+
+    def on_start(self, run: Run) -> None:
+        """Runs before the first step of this start."""
+
+    def on_step_start(self, run: Run, step: PlacedStep) -> None:
+        """Runs before a step is dispatched; `run.refuse` prevents the step."""
+
+    def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+        """Runs after a step is dispatched; its metrics may not be computed yet."""
+
+    def due(self, run: Run) -> bool:
+        """Returns whether to call `act` after `run.done` steps; not called after the last step."""
+        return False
+
+    def missed(self, run: Run) -> bool:
+        """Returns whether to call `act` before the first step of this start.
+
+        An earlier start may have ended between saving the state and acting.
+        """
+        return False
+
+    def act(self, run: Run) -> None:
+        """Runs slow work between two steps; its time does not count as step time."""
+
+    def on_pause(self, run: Run) -> None:
+        """Runs before callbacks act; waits for the step in flight."""
+
+    def on_resume(self, run: Run) -> None:
+        """Runs after callbacks have acted."""
+
+    def on_stop(self, run: Run) -> None:
+        """Runs after the last step of this start, also if the run was stopped early."""
+
+    def on_finish(self, run: Run) -> None:
+        """Runs after all steps are done and checkpoints are written."""
+
+    def close(self) -> None:
+        """Releases resources at the end, also after an error."""
+
+
+class CallbackContext(NamedTuple):
+    """Arguments for building a callback.
+
+    Attributes:
+      folder: folder of the run.
+      stop: request that stops the run, as a signal does.
+    """
+
+    folder: Path
+    stop: StopRequest
+
+
+class CallbackConfig(Protocol):
+    """A frozen dataclass whose fields are a callback's config; `name` is its name in the config."""
+
+    def make(self, context: CallbackContext) -> Callback:
+        """Builds the callback."""
+        ...
+
+
+CALLBACKS: Registry[type[Any]] = Registry(
+    "callback",
+    {
+        "profile": "alload_jax.training.callbacks:ProfileConfig",
+        "time_limit": "alload_jax.training.callbacks:TimeLimitConfig",
+    },
+)
+"""Config classes, each a `CallbackConfig`, that `callbacks` in the config can name."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig(CallbackConfig):
+    """Which steps are profiled; the trace is written to `profile/` in the run folder.
+
+    Attributes:
+      name: `profile`.
+      first: first profiled step of this start, counted from 0.
+      steps: number of profiled steps.
+    """
+
+    name: Literal["profile"] = "profile"
+    first: int = 5
+    steps: int = 3
+
+    def __post_init__(self) -> None:
+        place = "callbacks: profile: "
+        require_fields(place, self, "first", lambda value: value >= 0, "at least 0")
+        require_fields(place, self, "steps", lambda value: value >= 1, "at least 1")
+
+    @override
+    def make(self, context: CallbackContext) -> "Profile":
+        return Profile(context.folder / "profile", self.first, self.steps)
+
+
+class Profile(Callback):
+    """Traces the host and the devices while some steps run."""
+
+    def __init__(self, folder: Path, first: int, steps: int):
+        """Traces `steps` steps from the `first` of this start, counted from 0."""
+        self._folder, self._first, self._last = folder, first, first + steps - 1
+        self._seen, self._running = 0, False
+
+    @override
+    def on_step_start(self, run: Run, step: PlacedStep) -> None:
+        if self._seen == self._first:
+            jax.block_until_ready(run.state.step)
+            jax.profiler.start_trace(str(self._folder))
+            self._running = True
+
+    @override
+    def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+        if self._running and self._seen == self._last:
+            jax.block_until_ready(metrics)
+            self.close()
+        self._seen += 1
+
+    @override
+    def close(self) -> None:
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+
+
+@dataclass(frozen=True)
+class TimeLimitConfig(CallbackConfig):
+    """Time limit of one start of the run.
+
+    Attributes:
+      name: `time_limit`.
+      minutes: training time from the first step of a start, in minutes; compilation and saving are
+        additional.
+    """
+
+    name: Literal["time_limit"] = "time_limit"
+    minutes: float = 60.0
+
+    def __post_init__(self) -> None:
+        place = "callbacks: time_limit: "
+        require_fields(place, self, "minutes", lambda value: value > 0, "above 0")
+
+    @override
+    def make(self, context: CallbackContext) -> "TimeLimit":
+        return TimeLimit(context.stop, 60 * self.minutes)
+
+
+class TimeLimit(Callback):
+    """Requests a stop after the time limit; all processes stop at the same step."""
+
+    def __init__(self, stop: StopRequest, seconds: float):
+        """Limits the time from the first step to `seconds`."""
+        self._stop, self._seconds = stop, seconds
+
+    @override
+    def on_start(self, run: Run) -> None:
+        self._ends = time.monotonic() + self._seconds
+
+    @override
+    def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+        if time.monotonic() > self._ends:
+            self._stop.request(TIME_LIMIT)

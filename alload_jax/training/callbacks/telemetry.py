@@ -11,10 +11,11 @@ import numpy as np
 import optax
 from typing_extensions import override
 
-from alload_jax.data.placement import PlacedStep
+from alload_jax.data.loader import PlacedStep
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import family_of
-from alload_jax.training.callbacks.callback import Callback, Run
+from alload_jax.processes import waits
+from alload_jax.training.callbacks import Callback, Run
 from alload_jax.training.divergence import DivergenceGuard
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import (
@@ -25,8 +26,7 @@ from alload_jax.training.run_files import (
     write_atomically,
 )
 from alload_jax.training.run_plan import RunPlan
-from alload_jax.training.trackers.tracker import Tracker
-from alload_jax.waits import waits
+from alload_jax.training.trackers import Tracker
 
 _SMOOTHING = 0.95
 

@@ -7,24 +7,24 @@ from contextlib import contextmanager
 import jax
 from typing_extensions import override
 
-from alload_jax.data.placement import PlacedStep
+from alload_jax.data.loader import PlacedStep
 from alload_jax.distributed.cluster import first_process
 from alload_jax.errors import InputError, print_stderr, reason_of
-from alload_jax.sampling.evaluators.evaluator import Drawing as EvaluatedDrawing
-from alload_jax.sampling.evaluators.evaluator import Evaluator
+from alload_jax.processes import waits
+from alload_jax.sampling.evaluators import Drawing as EvaluatedDrawing
+from alload_jax.sampling.evaluators import Evaluator
 from alload_jax.sampling.pictures import Picture
 from alload_jax.sampling.progress_grid import Progress
 from alload_jax.sampling.samples import SampleWriter
-from alload_jax.training.callbacks.callback import Callback, Run
+from alload_jax.training import CheckpointConfig
+from alload_jax.training.callbacks import Callback, Run
 from alload_jax.training.checkpoint import BestCheckpoints, Checkpoints, Measured
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import MetricsLog
 from alload_jax.training.run_plan import RunPlan
-from alload_jax.training.settings import CheckpointConfig
-from alload_jax.training.trackers.tracker import Tracker
-from alload_jax.training.validation.config import LOSS, MEASURED_SET, finite, validation_figures
+from alload_jax.training.trackers import Tracker
+from alload_jax.training.validation import LOSS, MEASURED_SET, finite, validation_figures
 from alload_jax.training.validation.validator import Validator
-from alload_jax.waits import waits
 
 
 class Checkpointing(Callback):

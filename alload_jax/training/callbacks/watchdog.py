@@ -15,14 +15,14 @@ from typing import Self
 import jax
 from typing_extensions import override
 
-from alload_jax.data.placement import PlacedStep
+from alload_jax.data.loader import PlacedStep
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import print_stderr
 from alload_jax.files import open_regular
-from alload_jax.training.callbacks.callback import Callback, Run
-from alload_jax.training.settings import WatchdogConfig
+from alload_jax.processes import FOR_OTHERS, waiting_for
+from alload_jax.training import WatchdogConfig
+from alload_jax.training.callbacks import Callback, Run
 from alload_jax.training.signals import StopRequest, stop_name
-from alload_jax.waits import FOR_OTHERS, waiting_for
 
 _RECENT_STEPS = 33
 _WARN_AT = 0.25

@@ -22,7 +22,7 @@ from alload_jax.distributed.cluster import first_process
 from alload_jax.errors import InputError, print_stderr, reason_of
 from alload_jax.files import read_json
 from alload_jax.training.run_files import write_json
-from alload_jax.training.trackers.tracker import Tracker, TrackerConfig, TrackerContext
+from alload_jax.training.trackers import Tracker, TrackerConfig, TrackerContext
 
 _PENDING = 10_000
 """The most calls that wait for a service; further ones are dropped."""

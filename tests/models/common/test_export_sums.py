@@ -19,7 +19,7 @@ from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.common.safetensor_files import CONFIG_SHA256, SHA256, check_sum
 from alload_jax.models.families import abstract_model
 from alload_jax.models.lora_files import BASE_NOTE, adapters_of, read_lora, write_lora
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.models.weights import load_weights, read_transformer, save_weights
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 

@@ -29,7 +29,7 @@ from alload_jax.models.lora_files import (
     read_lora,
     write_lora,
 )
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.training.checkpoint_files import checksum
 
 PLAIN = WanConfig(

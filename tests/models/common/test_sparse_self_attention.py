@@ -26,7 +26,7 @@ from alload_jax.models.common.sparse_attention import config as switching
 from alload_jax.models.common.sparse_attention.layer import balanced_order
 from alload_jax.models.common.sparse_attention.selectors import Sample, profile, sample_attention
 from alload_jax.models.families import build_model, family_of
-from alload_jax.models.wan.config import WanConfig
+from alload_jax.models.wan.transformer import WanConfig
 from pallas_kernels.block_sparse_attention import PooledScores
 
 SMALL = WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=3, dtype="float32")

@@ -17,8 +17,8 @@ from alload_jax.models.common.config import ImageConfig
 from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.common.stored import readable, stored_tree
 from alload_jax.models.families import abstract_model, family_of, read_model_config
-from alload_jax.models.hunyuan_video.config import HunyuanVideoConfig
 from alload_jax.models.hunyuan_video.family import FAMILY
+from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.models.weights import load_weights, save_weights
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 

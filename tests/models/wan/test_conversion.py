@@ -18,8 +18,8 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.safetensor_files import INDEX
 from alload_jax.models.families import abstract_model, parameter_count, read_model_config
-from alload_jax.models.wan.config import WanConfig
 from alload_jax.models.wan.family import FAMILY
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.models.weights import (
     load_weights,
     read_transformer,

@@ -14,8 +14,7 @@ from alload_jax.models.common.parts import patchify, unpatchify
 from alload_jax.models.common.segments import PackedMetadata, segments_of
 from alload_jax.models.common.sublayers import grid_positions
 from alload_jax.models.families import family_of
-from alload_jax.models.wan.config import WanConfig
-from alload_jax.models.wan.transformer import WanTransformer
+from alload_jax.models.wan.transformer import WanConfig, WanTransformer
 
 CONFIG = WanConfig(
     dim=24,

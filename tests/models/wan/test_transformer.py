@@ -13,8 +13,7 @@ from flax import nnx
 from alload_jax.errors import InputError
 from alload_jax.models.common.cudnn import cudnn_rows
 from alload_jax.models.common.layers import rematerialise
-from alload_jax.models.wan.config import WanConfig
-from alload_jax.models.wan.transformer import WanTransformer
+from alload_jax.models.wan.transformer import WanConfig, WanTransformer
 from alload_jax.planning.remat import RematPolicy
 
 CONFIG = WanConfig(
