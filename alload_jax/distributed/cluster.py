@@ -16,18 +16,20 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alload_jax.distributed.coordination import ProcessInfo
-from alload_jax.distributed.heartbeat import Heartbeat
 from alload_jax.distributed.key_value_store import KeyValueStore, Seal
 from alload_jax.errors import USER_ERRORS, InputError, run_command
 from alload_jax.processes import FOR_OTHERS, waits
 from alload_jax.sharding.mesh import AXES, replicated
+
+if TYPE_CHECKING:
+    from alload_jax.distributed.heartbeat import Heartbeat
 
 T = TypeVar("T")
 
@@ -64,7 +66,9 @@ class Cluster:
         self._heartbeat: Heartbeat | None = None
         if process and seal:
             self._store = KeyValueStore(seal)
-            self._heartbeat = Heartbeat(self._store, process, lost_after)
+            from alload_jax.distributed import heartbeat  # one process needs none
+
+            self._heartbeat = heartbeat.Heartbeat(self._store, process, lost_after)
         self._calls = 0
         self._status: int | None = None
 

@@ -21,7 +21,6 @@ from alload_jax.errors import InputError
 from alload_jax.files import read_json
 from alload_jax.models.common.attention import packing_unsupported_reason
 from alload_jax.models.common.config import ModelConfig, TransformerConfig
-from alload_jax.models.common.host_loop import COMPILER_OPTIONS
 from alload_jax.models.common.lora import DropoutKey, add_lora
 from alload_jax.models.common.parts import Auxiliary, Output
 from alload_jax.models.common.safetensor_files import Naming, Tensor
@@ -331,7 +330,11 @@ def training_graph(config: ModelConfig) -> tuple[nnx.GraphDef, PyTree]:
 
 def compiler_options(config: ModelConfig) -> dict[str, Any] | None:
     """XLA's options for a program with the gradient of a model; None for the usual ones."""
-    return COMPILER_OPTIONS if set(config.policies) & set(OFFLOADED) else None
+    if not set(config.policies) & set(OFFLOADED):
+        return None
+    from alload_jax.models.common.host_loop import COMPILER_OPTIONS
+
+    return COMPILER_OPTIONS
 
 
 def gradient_dtypes(config: ModelConfig) -> dict[str, jnp.dtype]:

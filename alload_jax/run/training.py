@@ -28,7 +28,6 @@ from alload_jax.data.selection import weights_identity
 from alload_jax.data.store import mean_square
 from alload_jax.distributed.cluster import Cluster, Consensus, first_process
 from alload_jax.distributed.initialize import initialize
-from alload_jax.encoders.loading import share_memory
 from alload_jax.errors import InputError, print_stderr
 from alload_jax.objectives import Objective
 from alload_jax.planning.epoch import times_placed
@@ -94,6 +93,8 @@ def run(config: Config, argv: Sequence[str]) -> int:
       argv: the command line, for the advice to continue.
     """
     if config.sampling.encoders.vae:  # it decodes samples beside the model
+        from alload_jax.encoders.loading import share_memory
+
         share_memory()
     status = config.run.status_when_stopped or 128 + signal.SIGTERM
     with (

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
 
 from alload_jax.data.pixel_latents import unfold_frames
 from alload_jax.data.record import GIVEN, IMAGE, TEXT
-from alload_jax.encoders.vae import Vae
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ConditionPart, ModelConfig
 from alload_jax.models.common.embedding import ConditionTokens
@@ -28,8 +27,11 @@ from alload_jax.sampling.encoders import (
 from alload_jax.sampling.flow import Condition
 from alload_jax.sampling.requests import Request
 
+if TYPE_CHECKING:
+    from alload_jax.encoders.vae import Vae
 
-def decoded(latents: np.ndarray, request: Request, vae: Vae | None) -> np.ndarray:
+
+def decoded(latents: np.ndarray, request: Request, vae: "Vae | None") -> np.ndarray:
     """The picture of a sample: decoded by the VAE, or the pixels that the latents are.
 
     Args:

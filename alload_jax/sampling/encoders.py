@@ -5,25 +5,22 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from alload_jax.data.manifest import VAE
 from alload_jax.data.pixel_latents import fold_frames
-from alload_jax.data.prepare.captions import clean
-from alload_jax.data.prepare.encoders import ByteText
-from alload_jax.data.prepare.images import decode_image
-from alload_jax.data.prepare.sources import Bucket, Fit, Source, UnusableError, covering
 from alload_jax.data.record import TEXT
-from alload_jax.encoders import open_image, open_text, open_vae
-from alload_jax.encoders.image import ImageEncoder
-from alload_jax.encoders.loading import release_memory
-from alload_jax.encoders.text import TextModel
-from alload_jax.encoders.vae import Vae
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ConditionPart, ModelConfig
 from alload_jax.models.common.safetensor_files import open_safetensors
+
+if TYPE_CHECKING:  # what functions import themselves: a run that draws without encoders needs none
+    from alload_jax.data.prepare.encoders import ByteText
+    from alload_jax.encoders.image import ImageEncoder
+    from alload_jax.encoders.text import TextModel
+    from alload_jax.encoders.vae import Vae
 
 
 def read_embeddings(path: Path, name: str) -> np.ndarray:
@@ -127,9 +124,9 @@ class Encoders:
       image: encoder of given images.
     """
 
-    text: TextModel | ByteText | None = None
-    vae: Vae | None = None
-    image: ImageEncoder | None = None
+    text: "TextModel | ByteText | None" = None
+    vae: "Vae | None" = None
+    image: "ImageEncoder | None" = None
 
     def encoded(self, words: str) -> dict[str, np.ndarray]:
         """The tokens of a prompt by kind, [L, width] float32: `text`, and others if it has some.
@@ -137,6 +134,9 @@ class Encoders:
         Raises:
           InputError: the weights of the encoder cannot be loaded.
         """
+        from alload_jax.data.prepare.captions import clean
+        from alload_jax.data.prepare.encoders import ByteText
+
         assert self.text is not None
         if isinstance(self.text, ByteText):
             return {TEXT: self.text.encode(clean(words)).astype(np.float32)}
@@ -144,6 +144,11 @@ class Encoders:
 
     def unload(self) -> None:
         """Frees the weights of text and image encoders, which are as large as the model's."""
+        if self.text is None and self.image is None:
+            return
+        from alload_jax.data.prepare.encoders import ByteText
+        from alload_jax.encoders.loading import release_memory
+
         for encoder in (self.text, self.image):
             if encoder is not None and not isinstance(encoder, ByteText):
                 encoder.unload()
@@ -192,10 +197,13 @@ def _mapping(origin: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _text(
     model: ModelConfig, known: dict[str, Any], folder: Path | None
-) -> TextModel | ByteText | None:
+) -> "TextModel | ByteText | None":
+    if folder is None and (known.get("name") != "bytes" or model.text is None):
+        return None
+    from alload_jax.data.prepare.encoders import ByteText
+    from alload_jax.encoders import open_text
+
     if folder is None:
-        if known.get("name") != "bytes" or model.text is None:
-            return None
         return ByteText(known["width"], known["length"])
     if model.text is None:
         raise InputError(f"--text-encoder {folder}: the model's condition is classes; leave it out")
@@ -206,7 +214,9 @@ def _text(
     return encoder
 
 
-def _vae(model: ModelConfig, known: dict[str, Any], folder: Path) -> Vae:
+def _vae(model: ModelConfig, known: dict[str, Any], folder: Path) -> "Vae":
+    from alload_jax.encoders import open_vae
+
     vae = open_vae(folder)
     if vae.channels != model.latent_channels:
         raise InputError(
@@ -217,7 +227,9 @@ def _vae(model: ModelConfig, known: dict[str, Any], folder: Path) -> Vae:
     return vae
 
 
-def _image(model: ModelConfig, known: dict[str, Any], folder: Path) -> ImageEncoder:
+def _image(model: ModelConfig, known: dict[str, Any], folder: Path) -> "ImageEncoder":
+    from alload_jax.encoders import open_image
+
     if model.image is None:
         raise InputError(f"--image-encoder {folder}: the model takes no image embeddings")
     encoder = open_image(folder)
@@ -227,7 +239,7 @@ def _image(model: ModelConfig, known: dict[str, Any], folder: Path) -> ImageEnco
 
 def _require_same(
     place: str,
-    encoder: TextModel | ImageEncoder | Vae,
+    encoder: "TextModel | ImageEncoder | Vae",
     width: int | None,
     known: dict[str, Any],
 ) -> None:
@@ -239,6 +251,8 @@ def _require_same(
       width: of embeddings that the model takes; None for a VAE.
       known: origin of the encoder of the training data; empty if it is not known.
     """
+    from alload_jax.encoders.vae import Vae
+
     if not isinstance(encoder, Vae) and encoder.width != width:
         raise InputError(
             f"{place}: gives embeddings of width {encoder.width}, but the model takes {width}; "
@@ -262,6 +276,9 @@ def read_picture(path: Path, height: int, width: int) -> np.ndarray:
     Raises:
       InputError: the file is missing or no image.
     """
+    from alload_jax.data.prepare.images import decode_image
+    from alload_jax.data.prepare.sources import Bucket, Fit, Source, UnusableError, covering
+
     bucket = Bucket(height, width)
 
     def fit(rows: int, columns: int) -> Fit:

@@ -47,13 +47,6 @@ from alload_jax.sharding.mesh import MeshConfig, path_name
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ParametersConfig, split_parameters
 from alload_jax.training.run_files import write_json
-from alload_jax.training.trial_step import (
-    CONDITION_TOKENS,
-    layer_seconds,
-    measurable,
-    square_latents,
-    tokens_beside,
-)
 from alload_jax.training.update_rules import OptimizerName
 
 _WEIGHT_BYTES = 4
@@ -319,13 +312,15 @@ def resolved_model(
             if not changed:
                 policies = before["policies"]
                 return policies, f"model.remat: {in_words(policies)}, as this run began"
+        from alload_jax.training import trial_step as trial  # what other policies don't need
+
         seconds = None
-        if measurable(model):
+        if trial.measurable(model):
             print("model.remat: auto times two layers under each policy", flush=True)
             # As one row, whose condition a joint model counts among the tokens.
-            latents = max(1, tokens - tokens_beside(model, CONDITION_TOKENS))
-            shape = square_latents(model, latents)
-            seconds = layer_seconds(model, shape, optimizer=optimizer, parameters=parameters)
+            latents = max(1, tokens - trial.tokens_beside(model, trial.CONDITION_TOKENS))
+            shape = trial.square_latents(model, latents)
+            seconds = trial.layer_seconds(model, shape, optimizer=optimizer, parameters=parameters)
         choice = choose_for(
             model,
             tokens,

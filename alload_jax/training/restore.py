@@ -26,7 +26,6 @@ from alload_jax.models.families import (
     family_of,
     read_model_config,
 )
-from alload_jax.models.lora_files import given_adapters, merge_adapters, read_lora
 from alload_jax.models.weights import load_weights, require_same_architecture
 from alload_jax.processes import waits
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
@@ -278,6 +277,8 @@ def _of_run(
     found = restore_weights(folder, step, theirs, of_run, mesh, kind)
     params = merge_parameters(found.params, readable(found.frozen))
     if theirs.lora is not None and not same_adapters(theirs, config):
+        from alload_jax.models.lora_files import merge_adapters
+
         params = merge_adapters(params, theirs.lora)
     shapes = flatten_dict(abstract_model(config).params, sep="/")
     kept = {
@@ -359,6 +360,8 @@ def new_state(
         given = given_parameters(place, spec.model, spec.parameters, mesh)
         lacking = _lacking(place, given, spec)
     if run.initial_lora is not None:
+        from alload_jax.models.lora_files import given_adapters, read_lora
+
         adapters = given_adapters(read_lora(run.initial_lora, spec.model), spec.model)
         given = merge_parameters(given or {}, adapters)
     if given is None:

@@ -9,7 +9,7 @@ from training_runs import Runs
 from alload_jax.errors import run_command
 from alload_jax.planning.remat import LADDER
 from alload_jax.run import main
-from alload_jax.training import remat_choice
+from alload_jax.training import trial_step
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def test_on_a_gpu_measured_times_choose_and_stay_in_the_run_folder(runs, capsys,
         asked.append(latents)
         return times
 
-    monkeypatch.setattr(remat_choice, "measurable", lambda model: True)
-    monkeypatch.setattr(remat_choice, "layer_seconds", layer_seconds)
+    monkeypatch.setattr(trial_step, "measurable", lambda model: True)
+    monkeypatch.setattr(trial_step, "layer_seconds", layer_seconds)
     assert train(runs, "--model.memory_budget", "2") == 0
     out = capsys.readouterr().out
     assert "model.remat: auto times two layers under each policy" in out

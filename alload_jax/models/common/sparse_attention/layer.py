@@ -27,7 +27,6 @@ from alload_jax.models.common.attention import (
     heads_together,
     tokens_together,
 )
-from alload_jax.models.common.joint_rows import to_samples, with_condition_blocks
 from alload_jax.models.common.parts import BLOCK_LISTS, Auxiliary
 from alload_jax.models.common.segments import (
     PADDING,
@@ -324,6 +323,8 @@ def attend(
     arrays = (heads.query, heads.key, heads.value)
     if layout is None:
         return _dense(choice, *arrays, segments)
+    from alload_jax.models.common.joint_rows import to_samples, with_condition_blocks
+
     query, key, value = (to_tiles(each, layout) for each in arrays)
     lists, tiles = _lists(heads, layout, choice), layout.condition
     if tiles is not None:
