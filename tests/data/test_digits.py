@@ -1,4 +1,6 @@
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -211,6 +213,21 @@ def test_data_are_made_once(tmp_path, capsys):
     prepare_dataset(str(tmp_path / "digits"), Digits(mix=((1, 8, 8, 4),)))
     assert contents(tmp_path / "digits") == made
     assert capsys.readouterr().out == ""
+
+
+def test_runs_that_begin_together_make_data_once(tmp_path):
+    config, together = Digits(mix=((1, 8, 8, 400),)), threading.Barrier(4)
+
+    def prepare(_):
+        together.wait()
+        prepare_dataset(tmp_path / "data" / "digits", config)
+
+    with ThreadPoolExecutor(4) as runs:
+        list(runs.map(prepare, range(4)))
+    config.write(tmp_path / "alone")
+    names = {path.name for path in (tmp_path / "alone").iterdir()}
+    assert {path.name for path in (tmp_path / "data" / "digits").iterdir()} == names
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["digits"]
 
 
 @pytest.mark.parametrize(

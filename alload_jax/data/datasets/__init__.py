@@ -1,11 +1,16 @@
 """Data sets that a run can generate, selected by name."""
 
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from alload_jax.data.manifest import MANIFEST_NAME, manifest_metadata
 from alload_jax.errors import InputError
 from alload_jax.files import Json, require_regular
+from alload_jax.processes import waits
 from alload_jax.registry import Registry
 
 
@@ -32,7 +37,7 @@ DATASETS: Registry[type[Any]] = Registry(
 
 
 def prepare_dataset(folder: str | Path, dataset: Dataset) -> None:
-    """Writes the data folder unless it exists.
+    """Writes the data folder unless it exists; of runs that begin together, one writes.
 
     Raises:
       InputError: the folder contains other data.
@@ -40,10 +45,27 @@ def prepare_dataset(folder: str | Path, dataset: Dataset) -> None:
     path = Path(folder) / MANIFEST_NAME
     require_regular(path, "remove it", or_folder=False)
     if not path.exists():
-        print(f"writing {type(dataset).__name__.lower()} to {folder}")
-        dataset.write(folder)
-    elif manifest_metadata(path).get("origin") != dataset.origin():
+        with _turn(path.parent.parent):
+            if not path.exists():
+                print(f"writing {type(dataset).__name__.lower()} to {folder}")
+                dataset.write(folder)
+                return
+    if manifest_metadata(path).get("origin") != dataset.origin():
         raise InputError(
             f"{folder}: holds data of another data.dataset; name another data.folder, or remove "
             "this one to write it again"
         )
+
+
+@contextmanager
+@waits("for another run to write its data set")
+def _turn(folder: Path) -> Iterator[None]:
+    """Waits until no other process writes a data set in the folder, which is created."""
+    folder.mkdir(parents=True, exist_ok=True)
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)
