@@ -13,7 +13,6 @@ The NPZ holds clips [N, frames, size, size, 3] uint8, video [N] and, as JSON, wh
 video.
 """
 
-import argparse
 import csv
 import hashlib
 import json
@@ -25,6 +24,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from alload_jax.bench.harness import benchmark_parser
 from alload_jax.errors import InputError, run_command
 from alload_jax.files import Json
 
@@ -59,11 +59,8 @@ def read_clips(path: Path) -> Clips:
 
 def main(argv: list[str]) -> int:
     """Cuts the clips and writes them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__, "clips.npz")
     parser.add_argument("videos", type=Path, help="folder of video files")
-    parser.add_argument("--out", type=Path, required=True, help="the NPZ to write")
     parser.add_argument("--frames", type=int, default=20, help="frames of a clip (default 20)")
     parser.add_argument("--size", type=int, default=72, help="pixels of a side (default 72)")
     parser.add_argument("--fps", type=float, default=10, help="frames a second (default 10)")
