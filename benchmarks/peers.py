@@ -28,10 +28,9 @@ epoch to the next one, as `balanced` does. They don't bound the number of sample
 import dataclasses
 import functools
 import heapq
-import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,9 +56,6 @@ M_MEM = {
 
 SECONDS_OF_TOKEN = 1 / 1024
 """Seconds per token: a power of two, so that sums of durations are exact."""
-
-TIMED = 20_000
-"""Maximum number of samples for which the planning of a peer is timed."""
 
 Steps = list[list[np.ndarray]]
 """[steps][ranks] → sample numbers; an empty array where a rank has no work."""
@@ -91,10 +87,6 @@ class Planner(Protocol):
         """Plans an epoch."""
         ...
 
-    def rates(self, case: Case) -> dict[str, float]:
-        """Planned samples per second, by column of the table."""
-        ...
-
 
 @dataclass(frozen=True)
 class Lhotse:
@@ -115,24 +107,14 @@ class Lhotse:
 
     def epoch(self, case: Case) -> EpochPlan:
         """See `Planner.epoch`."""
+        # Single samples may exceed the bound through the penalty, with a warning.
+        warnings.simplefilter("ignore")
         # Repeated cuts are named 123_dup0.
         steps = [
             [np.asarray([int(cut.id.split("_")[0]) for cut in batch]) for batch in step]
-            for step in self._steps(_cuts(case), case)
+            for step in self._sampler(_cuts(case), case)
         ]
         return padded_epoch(steps, case.samples.seq_len)
-
-    def rates(self, case: Case) -> dict[str, float]:
-        """See `Planner.rates`; the time to make the cuts does not count."""
-        cuts = _cuts(case)
-        counts = (sum(map(len, step)) for step in self._steps(cuts, case))
-        return {"planned_per_second": rate(counts)}
-
-    def _steps(self, cuts: list[Any], case: Case) -> Iterator[list[Any]]:
-        with warnings.catch_warnings():
-            # Ignores warnings about single samples that exceed the bound through the penalty.
-            warnings.simplefilter("ignore")
-            yield from self._sampler(cuts, case)
 
     def _sampler(self, cuts: list[Any], case: Case) -> Any:
         """Yields the batches of all ranks of a step at once.
@@ -191,20 +173,12 @@ class Grain:
             streams = [streams[0][rank :: case.ranks] for rank in range(case.ranks)]
         return packed_epoch(turns(streams), case.samples.seq_len, case.m_mem)
 
-    def rates(self, case: Case) -> dict[str, float]:
-        """See `Planner.rates`."""
-        first = self._shards(case)[0]
-        return {
-            name: rate(map(len, self._rows(case, first, copy)))
-            for name, copy in (("planned_per_second", False), ("packed_per_second", True))
-        }
-
     def _shards(self, case: Case) -> list[slice]:
         if self.shared:
             return [slice(None)]
         return [slice(rank, None, case.ranks) for rank in range(case.ranks)]
 
-    def _rows(self, case: Case, shard: slice, copy: bool = False) -> Iterator[np.ndarray]:
+    def _rows(self, case: Case, shard: slice) -> Iterator[np.ndarray]:
         import grain
         from grain._src.python.dataset.transformations import packing, packing_packed_batch
 
@@ -223,7 +197,7 @@ class Grain:
         # Equivalent to the public classes, but with a replaceable packer.
         packed = packing.PackIterDataset(
             parent.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
-            packer_cls=packer if copy else _without_copies(packer),
+            packer_cls=_without_copies(packer),
             length_struct={"tokens": case.m_mem},
             num_packing_bins=self.bins,
             meta_features=("sample", "length"),
@@ -310,16 +284,6 @@ def _columns(steps: Steps) -> Json:
     }
 
 
-def rate(counts: Iterable[int]) -> float:
-    """Samples per second over at most `TIMED` samples; `counts` yields the samples per batch."""
-    begin, done = time.perf_counter(), 0
-    for count in counts:
-        done += count
-        if done >= TIMED:
-            break
-    return done / (time.perf_counter() - begin)
-
-
 @functools.lru_cache(maxsize=2)
 def _samples(workload: str, size: int) -> Samples:
     if workload != CLIPS:
@@ -375,6 +339,7 @@ class RowPlanner(ABC):
       row_share: T over M_mem; at least the longest sample.
       slot_factor: most samples of a row over the mean. Empty slots are computed too.
       fill: share of the rows' tokens that their samples are chosen to have.
+      window: steps whose rows are filled at the same time.
       by_total: whether a sample's load includes what its tokens cost as padding too; otherwise only
         the cost beyond that, as rows are computed whole.
     """
@@ -383,12 +348,8 @@ class RowPlanner(ABC):
     row_share: float = 1.0
     slot_factor: float = 2.5
     fill: float = 1.0
+    window: int = 32
     by_total: bool = False
-
-    @property
-    @abstractmethod
-    def window_steps(self) -> int:
-        """Steps that are planned at once."""
 
     @abstractmethod
     def place(self, seq_len: np.ndarray, steps: int, limits: Limits) -> list[list[Rows]]:
@@ -414,7 +375,7 @@ class RowPlanner(ABC):
         while len(waiting) + len(queue):
             pool = np.r_[waiting, queue]
             tokens = np.cumsum(seq_len[pool])
-            window = max(1, min(self.window_steps, int(tokens[-1] // step_tokens)))
+            window = max(1, min(self.window, int(tokens[-1] // step_tokens)))
             upto = int(np.searchsorted(tokens, window * step_tokens)) + 1
             taken, queue = pool[:upto], pool[upto:]
             taken = taken[np.argsort(-seq_len[taken], kind="stable")]
@@ -426,11 +387,6 @@ class RowPlanner(ABC):
             waiting = np.delete(taken, held)
         order = rng.permutation(len(steps))
         return _epoch([steps[i] for i in order], seq_len, limits.capacity)
-
-    def rates(self, case: Case) -> dict[str, float]:
-        """See `Planner.rates`; none, as these planners are written to be short."""
-        del case
-        return {}
 
     def load(self, seq_len: np.ndarray) -> np.ndarray:
         """What is balanced: [N] int64 → [N] float64 seconds."""
@@ -450,20 +406,9 @@ class RowPlanner(ABC):
 
 @dataclass(frozen=True)
 class LongestFirst(RowPlanner):
-    """Longest processing time first.
-
-    Attributes:
-      fill: see `RowPlanner`; with less than 1, a row of low load has room for longer.
-      window: steps whose rows are filled at the same time.
-    """
+    """Longest processing time first; filled less, a row of low load has room for longer."""
 
     fill: float = 0.99
-    window: int = 32
-
-    @property
-    def window_steps(self) -> int:
-        """See `RowPlanner.window_steps`."""
-        return self.window
 
     def place(self, seq_len: np.ndarray, steps: int, limits: Limits) -> list[list[Rows]]:
         """See `RowPlanner.place`."""
@@ -474,18 +419,7 @@ class LongestFirst(RowPlanner):
 
 @dataclass(frozen=True)
 class FirstFitGrouped(RowPlanner):
-    """First-fit decreasing; the last rows, which may be partly empty, wait for the next window.
-
-    Attributes:
-      window: steps whose rows are filled at the same time.
-    """
-
-    window: int = 32
-
-    @property
-    def window_steps(self) -> int:
-        """See `RowPlanner.window_steps`."""
-        return self.window
+    """First-fit decreasing; the last rows, which may be partly empty, wait for the next window."""
 
     def place(self, seq_len: np.ndarray, steps: int, limits: Limits) -> list[list[Rows]]:
         """See `RowPlanner.place`."""
@@ -499,19 +433,16 @@ class FirstFitGrouped(RowPlanner):
 class KarmarkarKarp(RowPlanner):
     """The largest differencing method on the samples of one step.
 
+    Filled less, few partitions exceed M_mem.
+
     Attributes:
-      fill: see `RowPlanner`; with less than 1, few partitions exceed M_mem.
       micro_batches: of about this many rows of M_mem tokens a rank's samples of a step consist.
     """
 
     fill: float = 0.9
+    window: int = 1
     by_total: bool = True
     micro_batches: int = 1
-
-    @property
-    def window_steps(self) -> int:
-        """See `RowPlanner.window_steps`."""
-        return 1
 
     def place(self, seq_len: np.ndarray, steps: int, limits: Limits) -> list[list[Rows]]:
         """See `RowPlanner.place`."""
