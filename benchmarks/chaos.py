@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
     while left > 0:
         record.add(kill_series(campaign, options.seed, series, left), to="series")
         left -= len(series[-1]["kills"])
-        say(f"{left} kills left; hit: {dict(hits(series))}")
+        print(f"{left} kills left; hit: {dict(hits(series))}", flush=True)
     faults = faults_of(found)
     print("\n".join(faults) or "nothing was lost")
     return 1 if faults else 0
@@ -109,7 +109,7 @@ def kill_series(campaign: Campaign, seed: int, series: list[Json], most: int) ->
         if killed is None:
             break
         this["kills"].append(killed._asdict())
-        say(f"{name}: {killed}")
+        print(f"{name}: {killed}", flush=True)
     this["faults"] = campaign.finish(name, variant)
     this["seconds"] = round(time.monotonic() - began, 1)
     if not faults_of({"series": [this]}):
@@ -143,11 +143,6 @@ def faults_of(found: Json) -> list[str]:
         faults += [fault for each in series["kills"] for fault in each["faults"]]
     parts = (found.get(part, {}).get("faults", []) for part in ("flips", "inputs"))
     return [*faults, *itertools.chain(*parts)]
-
-
-def say(line: str) -> None:
-    """Prints progress."""
-    print(line, file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------- full disks

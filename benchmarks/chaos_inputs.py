@@ -13,8 +13,6 @@ from chaos_runs import Campaign, errors_of
 
 PATIENCE = 300.0
 _SIZE = "--frames 1 --height 8 --width 8"
-
-
 _LISTED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
@@ -27,49 +25,12 @@ def _wrong_values() -> list[str]:
     ]
 
 
-_TOO_LARGE, _TOO_SMALL, _EDGE = str(2**63), str(-(2**63) - 1), str(2**63 - 2)
-_NO_NUMBERS = (".nan", ".inf", "1e999")
-
-
-def _edges() -> list[str]:
-    """Numbers at the edges of int64 and float64, and beyond."""
-    whole = ("run.steps", "run.seed", "model.dim", "planning.m_mem", "checkpoint.every")
-    wide = [
-        f"model.{name}" for name in ("dim", "ffn_dim", "num_heads", "num_layers", "num_classes")
-    ]
-    real = [
-        *("optimizer.learning_rate", "model.eps", "watchdog.step_factor", "cluster.lost_after"),
-        *("checkpoint.minutes", "objective.condition_dropout", "validation.share", "planning.p"),
-    ]
-    plan = {"--ranks": _EDGE, "--m-mem": _TOO_LARGE, "--policy fixed --rows": _TOO_LARGE}
-    plan |= {"--size": _EDGE, "--p": "nan", "--noise": "1e999", "--context": _EDGE}
-    plan |= {"--margin": "nan", "--density": "nan", "--link-bandwidth": "nan"}
-    sample = {"--seed": _TOO_LARGE, "--steps": _EDGE, "--batch": _EDGE, "--zoom": _EDGE}
-    sample |= {"--guidance": "nan", "--shift": "inf", "--fps": "nan", "--step": _TOO_LARGE}
-    sizes = ("--frames", "--height", "--width")
-    media = {"--fps": "1e999", "--workers": _EDGE, "--area": f"{_EDGE}p", "--max-enlarge": "nan"}
-    media |= {"--text-length": _TOO_LARGE, "--max-clips": "-1", "--stride-seconds": "inf"}
-    media_of = f"alload prepare media {{work}}/media/pixels.png {_NEW} --area 192p --workers 1"
-    planned = "alload plan --workload wan-480p --policy equal_tokens --ranks 2 --m-mem 100000"
-    drawn = "alload sample --checkpoint {run} --class 1 --out {work}/new.gif"
-    return [
-        *(f"train --{key} {value}" for key in whole for value in (_TOO_LARGE, _TOO_SMALL)),
-        *(f"train --{key} {_EDGE}" for key in wide),
-        *(f"train --{key} {value}" for key in real for value in _NO_NUMBERS),
-        *(f"{planned} {flag} {value}" for flag, value in plan.items()),
-        *(f"{drawn} {{size}} {flag} {value}" for flag, value in sample.items()),
-        *(f"{drawn} {{size}} {flag} {value}" for flag in sizes for value in (2**31, _TOO_LARGE)),
-        *(f"{drawn} --frames 1 --height 16384 --width {width}" for width in (16_384, 131_072)),
-        *(f"{media_of} {flag} {value}" for flag, value in media.items()),
-        f"train --sampling.grids '[{{frames: 1, height: {2**31}, width: 8}}]'",
-        f"alload data {{data}} --sheet {{work}}/new.png --samples {_EDGE}",
-        f"alload export --checkpoint {{run}} {_NEW} --step {_TOO_LARGE}",
-        "alload calibrate --config {work}/text.txt --out {work}/new.json --seconds nan",
-    ]
-
-
-_NEW = "--out {work}/new"
-INPUTS = [*_LISTED["commands"], *_wrong_values(), *_edges(), *reading(_LISTED["readers"])]
+INPUTS = [
+    *_LISTED["commands"],
+    *_wrong_values(),
+    *_LISTED["edges"],
+    *reading(_LISTED["readers"]),
+]
 """Command lines; {work}, {data}, {run}, {weights} are folders, {size} is that of a sample."""
 
 

@@ -32,7 +32,7 @@ from alload_jax.training.checkpoint_files import damage
 from alload_jax.training.run_files import is_validation
 
 EVERY, STEPS = 4, 60
-_VALIDATE = 9
+"""Steps between checkpoints, as in chaos_runs.yaml, and of a run."""
 COMPUTED = ("step", "epoch", "loss", "grad_norm", "samples", "skipped", "tokens", "learning_rate")
 PATIENCE = 240.0
 _LONGEST_LINES = 8192
@@ -58,11 +58,13 @@ class Variant(NamedTuple):
 
 _FULL = "packed rows, loader processes"
 """Trains all of the model of text, of which another trains adapters."""
+_GIVEN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+_BASE: _Sections = _GIVEN["base"]
 VARIANTS = {
     name: Variant(
         fields["sections"], tuple(fields.get("processes", (1,))), tuple(fields.get("export", ()))
     )
-    for name, fields in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
+    for name, fields in _GIVEN["variants"].items()
 }
 
 
@@ -115,13 +117,8 @@ class Campaign:
         return self.folder / f"{_file_name(variant)}.yaml"
 
     def _settings(self, variant: Variant) -> Json:
-        config: _Sections = {
-            "run": {"steps": self.steps, "compilation_cache": str(self.folder / "compiled")},
-            "planning": {"m_mem": 40, "micro_batches_per_step": 2, "ranks": 4},
-            "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "final_fraction": 1.0},
-            "checkpoint": {"every": EVERY},
-            "validation": {"share": 0.1, "every": _VALIDATE},
-        }
+        config: _Sections = {name: dict(values) for name, values in _BASE.items()}
+        config["run"] |= {"steps": self.steps, "compilation_cache": str(self.folder / "compiled")}
         for section, values in variant.sections.items():
             config[section] = config.get(section, {}) | values
         for section, key in (("data", "folder"), ("run", "initial_weights")):

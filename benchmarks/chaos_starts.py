@@ -63,14 +63,10 @@ class Started:
             time.sleep(_POLL_SECONDS)
         return False
 
-    def signal(self, number: int) -> None:
-        """Sends a signal, unless the program has ended."""
-        if self.status() is None:
-            os.kill(self.pid, number)
-
     def kill(self) -> None:
-        """Kills it and waits for its end."""
-        self.signal(signal.SIGKILL)
+        """Kills it, unless it has ended, and waits for its end."""
+        if self.status() is None:
+            os.kill(self.pid, signal.SIGKILL)
         self.wait(60)
 
     def wait_for_children(self, seconds: float) -> int:

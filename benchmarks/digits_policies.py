@@ -72,11 +72,10 @@ def main(argv: list[str]) -> int:
     add("--means", nargs="+", choices=("plan", "step"), default=["plan"], help="gradient_mean")
     add("--ranks", type=int, default=1, help="ranks of a step (default 1)")
     add("--m-mem", type=int, help="tokens of a micro-batch (default: the config's)")
-    add("--samples", type=int, help="samples of a run (default: those of the config's steps)")
+    add("--samples", type=int, default=62344, help="of a run (default %(default)s)")
     add("--runs", type=Path, default=ROOT / "runs" / "policies")
     add("--parallel", type=int, default=1, help="runs at once (default 1)")
     options = parser.parse_args(argv)
-    samples = options.samples or samples_of_default()
     chosen = [
         (f"{policy}, {mean}", seed, flags_of(policy, mean, options.ranks, options.m_mem))
         for seed in options.seeds
@@ -85,12 +84,12 @@ def main(argv: list[str]) -> int:
     ]
     # Not in the pool, because reading a config temporarily changes the working directory.
     configs = [digits_config("--run.seed", str(seed), *flags) for _, seed, flags in chosen]
-    steps = [steps_for(plan_of(config), samples) for config in configs]
+    steps = [steps_for(plan_of(config), options.samples) for config in configs]
     with ThreadPoolExecutor(options.parallel) as pool:
         runs = list(pool.map(partial(run, options.runs), *zip(*chosen, strict=True), steps))
     for each, config in zip(runs, configs, strict=True):
         each |= last_loss(config, folder_of(options.runs, each["policy"], each["seed"]))
-    sizes = {"samples": samples, "ranks": options.ranks, "m_mem": configs[0].planning.m_mem}
+    sizes = {"samples": options.samples, "ranks": options.ranks, "m_mem": configs[0].planning.m_mem}
     Record(options.out, ["jax", "flax", "numpy"], **sizes, runs=runs).write()
     name = "policies.png" if options.ranks == 1 else f"policies_{options.ranks}_ranks.png"
     draw(runs, PICTURES / name)
@@ -114,13 +113,6 @@ def plan_of(config: Config) -> Plan:
     return make_plan(config.planning, samples, 1, config.run.seed)
 
 
-def samples_of_default() -> int:
-    """Number of samples in the steps of the config under `dual_constraint`."""
-    config = digits_config(*flags_of("dual_constraint", "plan", 1, None))
-    plan = plan_of(config)
-    return sum(step_samples(plan, number) for number in range(config.run.given_steps))
-
-
 def flags_of(policy: str, mean: str, ranks: int, m_mem: int | None) -> list[str]:
     """Flags of `train.py` for a policy, with independent ranks where there are several."""
     flags = ["--planning.policy", policy, "--optimizer.gradient_mean", mean]
@@ -131,16 +123,11 @@ def flags_of(policy: str, mean: str, ranks: int, m_mem: int | None) -> list[str]
     return flags
 
 
-def step_samples(plan: Plan, number: int) -> int:
-    """Number of samples in a step."""
-    return sum(len(part.samples) for part in plan.step(number).micro_batches)
-
-
 def steps_for(plan: Plan, samples: int) -> int:
     """The smallest number of steps with at least `samples` samples."""
     seen = number = 0
     while seen < samples:
-        seen += step_samples(plan, number)
+        seen += sum(len(part.samples) for part in plan.step(number).micro_batches)
         number += 1
     return number
 

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import yaml
 
-
 ROOT = Path(__file__).parents[1]
 STEPS = 3
 GIVEN: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
@@ -64,12 +63,7 @@ def main() -> int:
             found[name] = digest(what, Path(folder))
             same = not earlier or earlier.get(name) == found[name]
             differing += [] if same else [name]
-            print(
-                name,
-                "" if earlier else str(found[name])[:60],
-                "" if same else "DIFFERS",
-                flush=True,
-            )
+            print(name, str(found[name])[:60], "" if same else "DIFFERS", flush=True)
     if options.record:
         options.record.write_text(json.dumps(found, indent=1) + "\n")
     if differing:

@@ -53,16 +53,10 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         ThreadPoolExecutor(options.workers) as workers,
     ):
-        for run in workers.map(partial(finished, folder=Path(folder)), missing):
+        for run in workers.map(partial(trained, folder=Path(folder)), missing):
             record.content["alarms"] = sum(len(each["alarms"]) for each in [*known, run])
             record.add(run, to="runs")
             print(len(known), run, flush=True)
-
-
-def finished(number: int, folder: Path) -> dict[str, Any]:
-    """The settings of a run, and its alarms."""
-    settings = drawn(number)
-    return {**settings, "alarms": trained(settings, folder)}
 
 
 def drawn(number: int) -> dict[str, Any]:
@@ -79,8 +73,9 @@ def drawn(number: int) -> dict[str, Any]:
     }
 
 
-def trained(settings: dict[str, Any], folder: Path) -> list[str]:
-    """Trains; returns the lines that are alarms, and the last ones of a run that failed."""
+def trained(number: int, folder: Path) -> dict[str, Any]:
+    """Trains; returns settings and lines that are alarms, the last ones of a run that failed."""
+    settings = drawn(number)
     config = yaml.safe_load((ROOT / "configs" / f"{settings['example']}.yaml").read_text())
     config["run"] |= {
         "folder": str(folder / f"run-{settings['seed']}"),
@@ -99,7 +94,7 @@ def trained(settings: dict[str, Any], folder: Path) -> list[str]:
     shutil.rmtree(config["run"]["folder"], ignore_errors=True)
     lines = (done.stdout + done.stderr).splitlines()
     alarms = [line for line in lines if any(alarm in line for alarm in ALARMS)]
-    return alarms or (lines[-3:] if done.returncode else [])
+    return {**settings, "alarms": alarms or (lines[-3:] if done.returncode else [])}
 
 
 if __name__ == "__main__":

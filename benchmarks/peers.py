@@ -1,15 +1,10 @@
 """Planners of other libraries and of the scheduling literature, for comparison with our policies.
 
-lhotse's bucketing and grain's packing:
-
 - lhotse's `DynamicBucketingSampler` with durations in place of tokens: at most M_mem tokens in a
   batch, including padding. If a bucket mixes lengths, a batch can exceed M_mem, because the sampler
   adds the last cut before it checks the bound. A batch is padded to its longest cut. If the last
   batches do not suffice for all ranks, the sampler redistributes their cuts and repeats some. Every
   rank plans for all ranks.
-- grain's `FirstFitPackIterDataset` and `BestFitPackIterDataset` with rows of M_mem tokens. Either
-  each rank packs a strided share of the shuffled samples, or the ranks take the rows of one stream
-  in turn. Ranks without rows wait at the end; no sample is dropped.
 
 Planners of packed rows:
 
@@ -30,7 +25,6 @@ import functools
 import heapq
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -145,95 +139,6 @@ class Lhotse:
         )
         sampler.rank = slice(None)
         return sampler
-
-
-@dataclass(frozen=True)
-class Grain:
-    """`FirstFitPackIterDataset` or `BestFitPackIterDataset`.
-
-    Attributes:
-      best_fit: whether to use the best-fit variant.
-      bins: number of rows that are filled at the same time.
-      shared: whether the ranks take the rows of one stream in turn; otherwise each rank packs its
-        own share of the samples.
-      grouped: whether rows are emitted in order of the mean length of their samples
-        (`shuffle_bins_group_by_feature`) instead of random order, so that the ranks of a step get
-        similar rows.
-    """
-
-    best_fit: bool
-    bins: int = 64
-    shared: bool = False
-    grouped: bool = False
-
-    def epoch(self, case: Case) -> EpochPlan:
-        """See `Planner.epoch`."""
-        streams = [list(self._rows(case, shard)) for shard in self._shards(case)]
-        if self.shared:
-            streams = [streams[0][rank :: case.ranks] for rank in range(case.ranks)]
-        return packed_epoch(turns(streams), case.samples.seq_len, case.m_mem)
-
-    def _shards(self, case: Case) -> list[slice]:
-        if self.shared:
-            return [slice(None)]
-        return [slice(rank, None, case.ranks) for rank in range(case.ranks)]
-
-    def _rows(self, case: Case, shard: slice) -> Iterator[np.ndarray]:
-        import grain
-        from grain._src.python.dataset.transformations import packing, packing_packed_batch
-
-        seq_len, tokens = case.samples.seq_len, np.zeros(case.m_mem, np.int8)
-
-        def element(number: int) -> Json:
-            length = seq_len[number]
-            return {"tokens": tokens[:length], "sample": number, "length": int(length)}
-
-        parent = grain.MapDataset.range(case.size).shuffle(seed=0)[shard].map(element)
-        packer = (
-            packing_packed_batch.BestFitPackedBatch
-            if self.best_fit
-            else packing_packed_batch.FirstFitPackedBatch
-        )
-        # Equivalent to the public classes, but with a replaceable packer.
-        packed = packing.PackIterDataset(
-            parent.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
-            packer_cls=_without_copies(packer),
-            length_struct={"tokens": case.m_mem},
-            num_packing_bins=self.bins,
-            meta_features=("sample", "length"),
-            shuffle_bins_group_by_feature="length" if self.grouped else None,
-        )
-        for row in packed:
-            yield np.asarray(row["sample"], np.int64)
-
-
-def _without_copies(packer: Any) -> Any:
-    """A packer with the same choice of rows that stores only numbers and lengths of samples."""
-
-    class Counting(packer):
-        def add_element_to_batch(self, element: Any, row: int) -> None:
-            self._flat_first_free_cell_per_row[0][row] += len(element["tokens"])
-            self._num_examples_per_row[row] += 1
-            for name in self._non_sequence_meta_features:
-                self._non_sequence_meta_values[name][row].append(element[name])
-
-        def get_packed_batch(self) -> dict[str, np.ndarray]:
-            rows = np.count_nonzero(self._num_examples_per_row)
-            found = {name: np.empty(rows, object) for name in self._non_sequence_meta_features}
-            for name, column in found.items():
-                column[:] = self._non_sequence_meta_values[name][:rows]
-            return found
-
-    return Counting
-
-
-def turns(streams: Sequence[Sequence[np.ndarray]]) -> Steps:
-    """Makes step i from every rank's i-th row; ranks without further rows get an empty one."""
-    none = np.zeros(0, np.int64)
-    return [
-        [stream[i] if i < len(stream) else none for stream in streams]
-        for i in range(max(map(len, streams)))
-    ]
 
 
 def padded_epoch(steps: Steps, seq_len: np.ndarray) -> EpochPlan:

@@ -27,7 +27,6 @@ from peers import (
     M_MEM,
     Case,
     FirstFitGrouped,
-    Grain,
     KarmarkarKarp,
     Lhotse,
     LongestFirst,
@@ -60,7 +59,6 @@ OURS: tuple[tuple[str, Json], ...] = (
 """Policies and settings of our plans."""
 
 LHOTSE = ("lhotse, synchronous", "lhotse, independent")
-GRAIN = ("grain, first-fit", "grain, best-fit")
 ROW_PLANNERS = (
     "LPT over a window, rows grouped by cost",
     "LPT per step",
@@ -68,7 +66,7 @@ ROW_PLANNERS = (
     "Karmarkar–Karp per step",
     "Karmarkar–Karp, 8 micro-batches a step",
 )
-PEERS = (*LHOTSE, *ROW_PLANNERS, *GRAIN)
+PEERS = (*LHOTSE, *ROW_PLANNERS)
 
 SAMPLES, SAMPLES_PER_RANK = 100_000, 3000
 """Samples of a workload, and least samples for each rank."""
@@ -99,60 +97,36 @@ def measure(epoch: EpochPlan, case: Case, cost: QuadraticCost) -> Json:
     }
 
 
-def lhotse_sweep(sync: bool, cost: QuadraticCost) -> list[list[Lhotse]]:
-    """Rounds of settings to try; each round starts from the best settings so far (`_tune`)."""
-    # With this penalty, a batch at the bound costs the same for all lengths.
-    equal = cost.c1 / cost.c2
-    return [
-        [Lhotse(sync, buckets) for buckets in (10, 30, None)],
-        [Lhotse(sync, quadratic=round(equal * share)) for share in (16, 4, 1)],
-        [Lhotse(sync, buffer=1.0)],
-    ]
-
-
-def grain_sweep(best_fit: bool) -> list[list[Grain]]:
-    """Rounds of settings as in `lhotse_sweep`; there is one."""
-    return [
-        [
-            Grain(best_fit, bins, shared, grouped)
-            for shared in (False, True)
-            for grouped in (False, True)
-            for bins in (64, 256, 1024)
+def sweep(peer: str, cost: QuadraticCost) -> list[list[Any]]:
+    """Rounds of settings of one of `PEERS`; each starts from the best settings so far (`_tune`)."""
+    if peer in LHOTSE:
+        kind: Any = functools.partial(Lhotse, peer == LHOTSE[0])
+        # With this penalty, a batch at the bound costs the same for all lengths.
+        equal = cost.c1 / cost.c2
+        return [
+            [kind(buckets) for buckets in (10, 30, None)],
+            [kind(quadratic=round(equal * share)) for share in (16, 4, 1)],
+            [kind(buffer=1.0)],
         ]
-    ]
-
-
-def row_planner_sweep(peer: str, cost: QuadraticCost) -> list[list[Any]]:
-    """Rounds of settings as in `lhotse_sweep`, of one of `ROW_PLANNERS`."""
-    kind: Any
-    fills: tuple[float, ...] = (1.0,)
-    windows: tuple[int, ...] = ()
+    fills: tuple[float, ...] = (0.95, 0.98, 0.99, 0.995, 1.0)
+    windows: tuple[int, ...] = (8, 64, 128, 512)
     if peer.startswith("Karmarkar"):
         micro_batches = 8 if peer.endswith("8 micro-batches a step") else 1
         kind = functools.partial(KarmarkarKarp, cost, micro_batches=micro_batches)
-        fills = (0.85, 0.9, 0.95, 1.0)
+        fills, windows = (0.85, 0.9, 0.95, 1.0), ()
     elif peer.endswith("per step"):
         kind = functools.partial(LongestFirst, cost, window=1)
-        fills = (0.9, 0.95, 0.98, 0.99, 1.0)
+        fills, windows = (0.9, *fills), ()
+    elif peer.startswith("FFD"):
+        kind, fills = functools.partial(FirstFitGrouped, cost), (1.0,)
     else:
-        kind = functools.partial(FirstFitGrouped if peer.startswith("FFD") else LongestFirst, cost)
-        fills = (1.0,) if peer.startswith("FFD") else (0.95, 0.98, 0.99, 0.995, 1.0)
-        windows = (8, 64, 128, 512)
+        kind = functools.partial(LongestFirst, cost)
     return [
         [kind(fill=fill) for fill in fills],
         [kind(slot_factor=factor) for factor in (1.5, 2.0, 4.0, 8.0)],
         [kind(window=window) for window in windows],
         [kind(by_total=not kind().by_total), kind(row_share=0.9)],
     ]
-
-
-def sweep(peer: str, cost: QuadraticCost) -> list[list[Any]]:
-    """Rounds of settings of one of `PEERS`; see `lhotse_sweep`."""
-    if peer in ROW_PLANNERS:
-        return row_planner_sweep(peer, cost)
-    if peer in LHOTSE:
-        return list(lhotse_sweep(peer == LHOTSE[0], cost))
-    return list(grain_sweep(peer == GRAIN[1]))
 
 
 def merged(chosen: T, tried: T) -> T:
@@ -174,11 +148,6 @@ def smaller(case: Case, size: int) -> Case:
     if size >= case.size:
         return case
     return Case(case.workload, size, min(case.ranks, max(8, case.ranks * size // case.size)))
-
-
-def size_of(ranks: int) -> int:
-    """Samples of a workload."""
-    return max(SAMPLES, ranks * SAMPLES_PER_RANK)
 
 
 def updated(cases: list[Json], earlier: Json) -> list[Json]:
@@ -248,7 +217,6 @@ def main(argv: list[str]) -> int:
     """Tunes the peers, measures all planners and writes JSON."""
     parser = benchmark_parser(__doc__, RESULTS / "planning_peers.json")
     add = parser.add_argument
-    add("--cost-model", type=Path, default=COST_MODEL, help="JSON of `alload calibrate`")
     add("--workloads", nargs="+", choices=tuple(M_MEM), default=tuple(M_MEM))
     add("--ranks", type=int, nargs="+", default=[8, 64])
     add("--size", type=int, help="samples of a workload; by default by its ranks")
@@ -259,17 +227,16 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if set(LHOTSE) & set(options.peers) and importlib.util.find_spec("lhotse") is None:
         raise InputError("lhotse is not installed; run `pip install -e .[benchmark]`")
-    costs = read_cost_file(options.cost_model)
-    if costs.quadratic is None:
-        raise InputError(f"{options.cost_model}: has no quadratic model; run `alload calibrate`")
+    costs = read_cost_file(COST_MODEL)
+    assert costs.quadratic is not None
     cost = costs.quadratic
     cases = [
-        Case(name, options.size or size_of(ranks), ranks)
+        Case(name, options.size or max(SAMPLES, ranks * SAMPLES_PER_RANK), ranks)
         for ranks in options.ranks
         for name in options.workloads
     ]
     tuned = _tune_all(cases, options.peers, cost, options.tune_size, options.jobs)
-    header = provenance(("lhotse", "grain", "numpy", "torch"))
+    header = provenance(("lhotse", "numpy", "torch"))
     results = []
     for case in cases:
         rows = [_own_row(case, *own, costs, cost) for own in OURS]
@@ -285,7 +252,7 @@ def main(argv: list[str]) -> int:
         for row in found["rows"]:
             where = f"{found['workload']}, {found['ranks']} ranks"
             print(f"{where}, {row['planner']}: {row['over_balanced']:.3f}")
-    source = f"{options.cost_model.name}, for {costs.device}"
+    source = f"{COST_MODEL.name}, for {costs.device}"
     content = header | {
         "device": "none (planning only)",
         "cost_model": {"source": source, "quadratic": dataclasses.asdict(cost)},

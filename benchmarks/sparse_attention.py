@@ -13,7 +13,6 @@ before the time is taken; the backward of cuDNN inverts the lists each time.
 import argparse
 import gc
 import importlib
-import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -47,33 +46,19 @@ class Call(NamedTuple):
     backward: Callable[[], Callable[[], Any]]
 
 
-class Library(NamedTuple):
-    """A library's attention.
-
-    Attributes:
-      packages: that it needs, by their names as distributions.
-      calls: makes its call. The lists are all of one length.
-    """
-
-    packages: tuple[str, ...]
-    calls: Callable[[Shape, Arguments, BlockLists], Call]
-
-
 def rivals(names: Sequence[str]) -> list[Rival]:
     """Those of LIBRARIES that have these names and whose packages are installed."""
     chosen = {name: LIBRARIES[name] for name in names}
     return [
-        partial(_measure, name, library.calls, set())
-        for name, library in chosen.items()
-        if all(map(_installed, library.packages))
+        partial(_measure, name, call, set())
+        for name, (call, *needed) in chosen.items()
+        if all(map(_installed, needed))
     ]
 
 
 def packages() -> list[str]:
     """Names of the installed packages that are measured here."""
-    named = dict.fromkeys(
-        itertools.chain.from_iterable(each.packages for each in LIBRARIES.values())
-    )
+    named = dict.fromkeys(name for _, *needed in LIBRARIES.values() for name in needed)
     return [name for name in named if _installed(name)]
 
 
@@ -251,26 +236,19 @@ def _cudnn_frontend(shape: Shape, arguments: Arguments, lists: BlockLists) -> Ca
     return Call(forward, backward)
 
 
-LIBRARIES = {
-    "flex_attention": Library(("torch", "triton"), _flex_attention),
-    "cudnn_frontend": Library(
-        ("torch", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"), _cudnn_frontend
-    ),
+LIBRARIES: dict[str, tuple[Any, ...]] = {
+    "flex_attention": (_flex_attention, "torch", "triton"),
+    "cudnn_frontend": (_cudnn_frontend, "torch", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"),
 }
-"""By name."""
+"""By name: what makes a call (lists are all of one length), and distributions that it needs."""
 
 
 def main(argv: list[str]) -> int:
     """Measures what the flags name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     bench_sparse_attention.add_arguments(parser)
-    parser.add_argument(
-        "--rivals",
-        nargs="*",
-        choices=list(LIBRARIES),
-        default=list(LIBRARIES),
-        help=f"other libraries (default {' '.join(LIBRARIES)})",
-    )
+    names = list(LIBRARIES)
+    parser.add_argument("--rivals", nargs="*", choices=names, default=names)
     options = parser.parse_args(argv)
     return bench_sparse_attention.run(options, rivals(options.rivals), packages())
 

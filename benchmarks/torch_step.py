@@ -185,20 +185,6 @@ class Settings:
     steps: int = 8
     learning_rate: float = 1e-4
 
-    def __post_init__(self) -> None:
-        known = {
-            "kind": tuple(MODELS),
-            "remat": ("full", "none"),
-            "compile": ("whole", "blocks", "no"),
-            "attention": (*BACKENDS, "default"),
-            "precision": ("autocast", "bf16_copy"),
-        }
-        for name, values in known.items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; there are {values}")
-        if self.steps < 1 or self.warmup < 0:
-            raise ValueError(f"steps is {self.steps}, warmup {self.warmup}; take 1, 0 or more")
-
 
 class Weights:
     """Float32 weights that the optimizer updates, and their average.

@@ -65,7 +65,7 @@ def test_repeated_samples_count_once_and_dropped_samples_do_not_count(program, p
 
 
 def test_ranks_without_a_row_wait(program, peers, case):
-    steps = peers.turns([[array(0, 4), array(1)], [array(2, 3)]])
+    steps = [[array(0, 4), array(2, 3)], [array(1), array()]]
     epoch = peers.packed_epoch(steps, SEQ_LEN, 10)
     assert (epoch.steps, epoch.step.tolist(), epoch.rank.tolist()) == (2, [0, 0, 1], [0, 1, 0])
     assert epoch.part_offsets().tolist() == [0, 4, 0, 6, 0]
@@ -87,14 +87,14 @@ def test_tuning_keeps_the_number_of_steps_if_ranks_suffice(program, peers):
 
 
 def test_left_over_samples_count_with_their_cost(program, peers, case):
-    steps = peers.turns([[array(0)], [array(2)]])
+    steps = [[array(0), array(2)]]
     epoch = peers.packed_epoch(steps, SEQ_LEN, 10)
     figures = program.measure(epoch, case, COST)
     assert figures["tokens_per_second"] == pytest.approx(20 * (4 + 6) / 20 / 10)
 
 
 def test_ranks_with_several_micro_batches_are_one_each(program, peers, case):
-    steps = peers.turns([[array(0), array(1)], [array(2)]])
+    steps = [[array(0), array(2)], [array(1), array()]]
     epoch = peers.packed_epoch(steps, SEQ_LEN, 10)
     joined = dataclasses.replace(epoch, steps=1, step=epoch.step * 0, micro_batch=epoch.step)
     figures = program.measure(joined, case, COST)
