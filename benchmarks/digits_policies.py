@@ -176,10 +176,10 @@ def last_loss(config: Config, folder: Path) -> Json:
     file = folder / "last_loss.json"
     if not file.is_file():
         use_compilation_cache(config.run)
-        checkpoints = folder / "checkpoints"
-        found = (checkpoints, find_step(checkpoints, None))
-        parts = (config.model, config.parameters, one_device_mesh())
-        weights = restore_weights(*found, *parts, "ema")
+        place = folder / "checkpoints"
+        parts = (config.model, config.parameters)
+        found = find_step(place, None)
+        weights = restore_weights(place, found, *parts, one_device_mesh(), "ema")
         by_length = loss_by_length(config, read_manifest(config.data.folder), weights)
         samples = sum(n for n, _ in by_length.values())
         mean = sum(n * loss for n, loss in by_length.values()) / samples

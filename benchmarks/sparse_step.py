@@ -153,7 +153,8 @@ def measure(program: str, model: Json, latents: list[str], steps: int) -> Iterat
             "temporary_bytes": gradient.memory_analysis().temp_size_in_bytes,
         }
         try:
-            for found in measure_length(program, step, gradient, shape, steps):
+            layers = model["num_layers"]
+            for found in measure_length(program, layers, step, gradient, shape, steps):
                 yield shared | found
         except jax.errors.JaxRuntimeError as error:
             if not out_of_memory(error):
@@ -163,10 +164,10 @@ def measure(program: str, model: Json, latents: list[str], steps: int) -> Iterat
 
 
 def measure_length(
-    program: str, step: Step, gradient: Any, shape: tuple[int, ...], steps: int
+    program: str, layers: int, step: Step, gradient: Any, shape: tuple[int, ...], steps: int
 ) -> Iterator[Json]:
     """Measures all cases of a program at one length."""
-    layers, batch, sparse = step.model.num_layers, step.batch(shape), step.model.sparse_attention
+    batch, sparse = step.batch(shape), step.model.sparse_attention
     profile, measuring = None, 0.0
     if sparse is not None:
         measuring = time_profile(step, gradient, batch, ENDS.densities(layers))
