@@ -157,7 +157,7 @@ class Campaign:
             for each in (first, name):
                 shutil.rmtree(self.folder / each, ignore_errors=True)
                 (run,) = self.start(each, variant)
-                if status := run.wait(PATIENCE):
+                if (status := run.wait(PATIENCE)) != 0:
                     raise RuntimeError(f"a run that is never stopped: {status}, {run.stderr}")
                 self._export(each, variant)
             if faults := differences(folder, self.folder / first, exact=True):
@@ -233,7 +233,7 @@ class Campaign:
         flags = [*words, str(folder / "exported" / out), "--checkpoint", str(folder)]
         (folder / "exported").mkdir()
         run = self.starter.start("alload", flags)
-        if status := run.wait(PATIENCE):
+        if (status := run.wait(PATIENCE)) != 0:
             raise RuntimeError(f"alload {' '.join(flags)}: {status}, {run.stderr}")
 
 
